@@ -1,0 +1,38 @@
+# `make demo` and `make test` work on a bare clone: they set up everything they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := $(wildcard native/*.cpp native/*.h) CMakeLists.txt
+
+.PHONY: demo test setup system lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   set up, then plan, verify, simulate and draw a collective end to end"
+	@echo "make test   set up, then ruff, mypy --strict, the import-direction check, pytest and doctests"
+	@echo "make setup  only build the environment in $(VENV)"
+	@echo "make clean  remove what make built"
+
+demo: setup
+	$(BIN)/stretto demo --out demo-output
+
+test: setup lint
+	$(BIN)/python -m pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/mypy
+
+setup: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints.txt $(NATIVE) | system
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt scikit-build-core nanobind
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+system:
+	@./scripts/system-packages
+
+clean:
+	rm -rf $(VENV) build demo-output results

@@ -1,0 +1,7 @@
+// The native module stretto._native.
+#include "arrays.h"
+
+NB_MODULE(_native, m) {
+  stretto::bind_depend(m);
+  stretto::bind_router(m);
+}

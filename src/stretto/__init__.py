@@ -1,0 +1,41 @@
+"""Stretto, a communication compiler for distributed training.
+
+The table of contents: what has to move (`Collective`), over what (`Cluster`), how (`Program`), and how long
+it takes (`simulate`, `lower_bound`, `Timeline`).
+"""
+
+from .cluster import Cluster, Dimension, Link, Node
+from .collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    AllToAllV,
+    Broadcast,
+    Collective,
+    Gather,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+)
+from .errors import (
+    Infeasible,
+    InvalidInput,
+    PeerLost,
+    PlanMismatch,
+    SearchTimeout,
+    StrettoError,
+    VerificationError,
+)
+from .programs import Lowered, Program
+from .simulator import Timeline
+from .units import GB, GIB, KB, KIB, MB, MIB
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Cluster", "Collective", "Dimension",
+    "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link", "Lowered", "MB", "MIB", "Node",
+    "PeerLost", "Permute", "PlanMismatch", "Program", "Reduce", "ReduceScatter", "Scatter", "SearchTimeout",
+    "StrettoError", "Timeline", "VerificationError",
+]

@@ -1,0 +1,346 @@
+"""`Cluster`: devices, switches, NICs and directed links, held in arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _native
+from ..errors import InvalidInput, unknown
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEVICE, SWITCH, NIC = 0, 1, 2
+KINDS = ("device", "switch", "nic")
+DIMENSION_KINDS = ("ring", "fully_connected", "switch")
+MAX_NODES = 1 << 20
+MAX_LINKS = 1 << 24
+NO_CAP = math.inf
+
+Curve = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node of the network. Devices compute and hold data; switches and NICs only forward."""
+
+    name: str
+    kind: str = "device"
+    host: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One directed link: a transfer over it costs ``alpha_us + bytes / gb_per_s``.
+
+    `flow_gb_per_s` is the most one flow gets (clouds cap it); `incast` gives the share of the rate
+    that is left when that many flows come together, as ``((flows, share), ...)``.
+    """
+
+    src: int
+    dst: int
+    alpha_us: float
+    gb_per_s: float
+    channel: str = "link"
+    flow_gb_per_s: float = NO_CAP
+    incast: Curve = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimension:
+    """One dimension of a regular network: `gb_per_s` is one device's aggregate one-way rate in it."""
+
+    kind: str
+    size: int
+    gb_per_s: float
+    alpha_us: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Cluster:
+    """What the hardware is. Devices are nodes ``0..num_devices-1``; rank r runs on device r.
+
+    With `dimensions`, device ``c0 + size0 * (c1 + size1 * (c2 + ...))`` has coordinates (c0, c1, c2, ...).
+
+    >>> ring = Cluster.preset("ring", nodes=4)
+    >>> ring.num_devices, ring.num_links, ring.routes(0, 2)
+    (4, 8, [(0, 2), (1, 5)])
+    """
+
+    name: str
+    node_names: tuple[str, ...]
+    node_kind: NDArray[np.int8]
+    node_host: NDArray[np.int32]
+    link_src: NDArray[np.int32]
+    link_dst: NDArray[np.int32]
+    link_alpha_us: NDArray[np.float64]
+    link_gb_per_s: NDArray[np.float64]
+    link_channel: NDArray[np.int16]
+    channels: tuple[str, ...]
+    link_flow_gb_per_s: NDArray[np.float64]
+    link_incast: NDArray[np.int16]
+    incast_curves: tuple[Curve, ...] = ()
+    dimensions: tuple[Dimension, ...] = ()
+    devices_forward: bool = False
+    """Whether a route may pass through a device (routers of a torus do; GPUs do not)."""
+    reduce_us_per_mb: float = 0.0
+    """gamma: what a reduction costs at the receiver, per 10^6 bytes."""
+    notes: tuple[str, ...] = field(default=())
+    """What a reader assumed or left out; shown by ``stretto cluster show``."""
+
+    def __post_init__(self) -> None:
+        for array in vars(self).values():
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
+        _validate(self)
+
+    @classmethod
+    def build(
+        cls, name: str, *, nodes: Iterable[Node], links: Iterable[Link], **rest: Any
+    ) -> Cluster:
+        """A cluster from `Node` and `Link` objects; devices are moved to the front, order kept."""
+        nodes, links = list(nodes), list(links)
+        for at, node in enumerate(nodes):
+            if node.kind not in KINDS:
+                raise InvalidInput(f"nodes[{at}].kind: {unknown('kind', node.kind, KINDS)}")
+        order = sorted(range(len(nodes)), key=lambda i: nodes[i].kind != "device")
+        new_id = {old: new for new, old in enumerate(order)}
+        nodes = [nodes[i] for i in order]
+        for at, link in enumerate(links):
+            for end in ("src", "dst"):
+                if getattr(link, end) not in new_id:
+                    raise InvalidInput(
+                        f"links[{at}].{end}: no node {getattr(link, end)}; there are {len(nodes)} nodes"
+                    )
+        channels = tuple(dict.fromkeys(link.channel for link in links))
+        curves = tuple(dict.fromkeys(link.incast for link in links if link.incast))
+        return cls(
+            name=name,
+            node_names=tuple(node.name for node in nodes),
+            node_kind=np.array([KINDS.index(node.kind) for node in nodes], np.int8),
+            node_host=np.array([node.host for node in nodes], np.int32),
+            link_src=np.array([new_id[link.src] for link in links], np.int32),
+            link_dst=np.array([new_id[link.dst] for link in links], np.int32),
+            link_alpha_us=np.array([link.alpha_us for link in links], np.float64),
+            link_gb_per_s=np.array([link.gb_per_s for link in links], np.float64),
+            link_channel=np.array([channels.index(link.channel) for link in links], np.int16),
+            channels=channels,
+            link_flow_gb_per_s=np.array([link.flow_gb_per_s for link in links], np.float64),
+            link_incast=np.array([curves.index(x.incast) if x.incast else -1 for x in links], np.int16),
+            incast_curves=curves,
+            **rest,
+        )
+
+    @classmethod
+    def preset(cls, name: str, *, nodes: int | None = None, **options: Any) -> Cluster:
+        """A named cluster, such as ``Cluster.preset("dgx2", nodes=2)``; see ``stretto cluster list``."""
+        from .presets import preset
+
+        return preset(name, nodes=nodes, **options)
+
+    @classmethod
+    def load(cls, source: str | Path) -> Cluster:
+        """A cluster from ``preset``, ``preset:nodes`` or a file of any form that is read."""
+        from .files import load
+
+        return load(source)
+
+    def save(self, path: str | Path) -> None:
+        """Write the versioned YAML form."""
+        from .files import save
+
+        save(self, path)
+
+    @cached_property
+    def num_devices(self) -> int:
+        """How many nodes hold data and take part in collectives."""
+        return int(np.count_nonzero(self.node_kind == DEVICE))
+
+    @property
+    def num_nodes(self) -> int:
+        """Devices, switches and NICs together."""
+        return len(self.node_names)
+
+    @property
+    def num_links(self) -> int:
+        """Directed links."""
+        return len(self.link_src)
+
+    @cached_property
+    def num_hosts(self) -> int:
+        """Distinct hosts that hold devices (a device without a host is a host of its own)."""
+        hosts = self.node_host[: self.num_devices]
+        return len(set(hosts[hosts >= 0].tolist())) + int(np.count_nonzero(hosts < 0))
+
+    def node(self, index: int) -> Node:
+        """The node with this index."""
+        return Node(
+            name=self.node_names[index],
+            kind=KINDS[self.node_kind[index]],
+            host=int(self.node_host[index]),
+        )
+
+    def link(self, index: int) -> Link:
+        """The link with this index."""
+        curve = int(self.link_incast[index])
+        return Link(
+            src=int(self.link_src[index]),
+            dst=int(self.link_dst[index]),
+            alpha_us=float(self.link_alpha_us[index]),
+            gb_per_s=float(self.link_gb_per_s[index]),
+            channel=self.channels[self.link_channel[index]],
+            flow_gb_per_s=float(self.link_flow_gb_per_s[index]),
+            incast=self.incast_curves[curve] if curve >= 0 else (),
+        )
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes in order."""
+        return (self.node(i) for i in range(self.num_nodes))
+
+    def links(self) -> Iterator[Link]:
+        """All links in order."""
+        return (self.link(i) for i in range(self.num_links))
+
+    def link_name(self, index: int) -> str:
+        """``src>dst`` with node names, and the channel where it is needed to tell links apart."""
+        return f"{self.node_names[self.link_src[index]]}>{self.node_names[self.link_dst[index]]}"
+
+    def routes(self, src: int, dst: int, *, channels: Iterable[str] | None = None, limit: int = 16) -> list[tuple[int, ...]]:
+        """All shortest routes between two devices (fewest links, then the widest), as link indices."""
+        count = self._router(channels).count_paths(src, dst)
+        pairs = np.arange(min(count, limit), dtype=np.int64)
+        ends = np.ones(len(pairs), np.int32)
+        ptr, links = self._router(channels).routes(src * ends, dst * ends, pairs)
+        return [tuple(links[a:b].tolist()) for a, b in zip(ptr[:-1], ptr[1:], strict=True)]
+
+    def route_table(
+        self,
+        src: NDArray[np.int32],
+        dst: NDArray[np.int32],
+        choice: NDArray[np.int64],
+        *,
+        channels: Iterable[str] | None = None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """One route per (src, dst, choice), as ``(ptr, links)``; `choice` picks among equal routes, modulo their number."""
+        ptr, links = self._router(channels).routes(src, dst, choice)
+        empty = np.flatnonzero((ptr[1:] == ptr[:-1]) & (src != dst))
+        if len(empty):
+            a, b = int(src[empty[0]]), int(dst[empty[0]])
+            over = f" over channels {', '.join(sorted(channels))}" if channels is not None else ""
+            raise InvalidInput(
+                f"cluster {self.name}: no route from {self.node_names[a]} to {self.node_names[b]}{over}"
+            )
+        return ptr, links
+
+    def unreachable(self) -> tuple[int, int] | None:
+        """A pair of devices with no route between them, or None."""
+        devices = np.arange(self.num_devices, dtype=np.int32)
+        for src, dst in ((np.zeros_like(devices), devices), (devices, np.zeros_like(devices))):
+            ptr, _ = self._router(None).routes(src, dst, np.zeros(len(devices), np.int64))
+            bad = np.flatnonzero((ptr[1:] == ptr[:-1]) & (src != dst))
+            if len(bad):
+                return int(src[bad[0]]), int(dst[bad[0]])
+        return None
+
+    def _router(self, channels: Iterable[str] | None) -> _native.Router:
+        key = None if channels is None else frozenset(channels)
+        if key not in self._routers:
+            allowed = np.ones(self.num_links, np.bool_)
+            if key is not None:
+                for channel in sorted(key):
+                    if channel not in self.channels:
+                        raise unknown("channel", channel, self.channels)
+                wanted = [i for i, channel in enumerate(self.channels) if channel in key]
+                allowed = np.isin(self.link_channel, wanted)
+            self._routers[key] = _native.Router(
+                self.num_nodes,
+                self.link_src,
+                self.link_dst,
+                self.link_gb_per_s,
+                allowed,
+                (self.node_kind != DEVICE) | self.devices_forward,
+            )
+        return self._routers[key]
+
+    @cached_property
+    def _routers(self) -> dict[frozenset[str] | None, _native.Router]:
+        return {}
+
+    @cached_property
+    def digest(self) -> str:
+        """A short hash of the content, to tell whether two clusters are the same."""
+        state = hashlib.sha256()
+        for key in sorted(self.__dataclass_fields__):
+            value = getattr(self, key)
+            if key != "notes":
+                state.update(key.encode() + b"=")
+                state.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        return state.hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cluster) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        dims = "x".join(str(d.size) for d in self.dimensions)
+        return (
+            f"<Cluster {self.name}: {self.num_devices} devices on {self.num_hosts} hosts, {self.num_links} links "
+            f"over {', '.join(self.channels)}{f', dimensions {dims}' if dims else ''}>"
+        )
+
+
+def _validate(cluster: Cluster) -> None:
+    nodes, links = cluster.num_nodes, cluster.num_links
+    if not 1 <= nodes <= MAX_NODES:
+        raise InvalidInput(f"nodes: a cluster has 1 to {MAX_NODES} nodes, this one has {nodes}")
+    if links > MAX_LINKS:
+        raise InvalidInput(f"links: a cluster has at most {MAX_LINKS} links, this one has {links}")
+    if cluster.num_devices == 0:
+        raise InvalidInput("nodes: a cluster needs at least one node of kind 'device'")
+    if np.any(cluster.node_kind[: cluster.num_devices] != DEVICE):
+        raise InvalidInput("nodes: devices come first")
+    if len(set(cluster.node_names)) != nodes:
+        raise InvalidInput(f"nodes: names must differ; {_repeated(cluster.node_names)!r} is used twice")
+    _each(cluster.link_src, (0 <= cluster.link_src) & (cluster.link_src < nodes), "src", f"must be a node 0..{nodes - 1}")
+    _each(cluster.link_dst, (0 <= cluster.link_dst) & (cluster.link_dst < nodes), "dst", f"must be a node 0..{nodes - 1}")
+    _each(cluster.link_dst, cluster.link_src != cluster.link_dst, "dst", "a link must not lead to its own source")
+    for key in ("alpha_us", "gb_per_s", "flow_gb_per_s"):
+        values = getattr(cluster, f"link_{key}")
+        lowest = values >= 0 if key == "alpha_us" else values > 0
+        finite = np.isfinite(values) | (key == "flow_gb_per_s")
+        _each(values, lowest & finite & ~np.isnan(values), key, "must be >= 0" if key == "alpha_us" else "must be > 0")
+    for at, curve in enumerate(cluster.incast_curves):
+        flows = [count for count, _ in curve]
+        if flows != sorted(set(flows)) or any(not 0 < share <= 1 for _, share in curve) or min(flows) < 1:
+            raise InvalidInput(f"incast[{at}]: (flows, share) pairs need rising flows >= 1 and shares in (0, 1]")
+    if not (math.isfinite(cluster.reduce_us_per_mb) and cluster.reduce_us_per_mb >= 0):
+        raise InvalidInput("reduce_us_per_mb: must be >= 0")
+    for at, dim in enumerate(cluster.dimensions):
+        if dim.kind not in DIMENSION_KINDS:
+            raise InvalidInput(f"dimensions[{at}].kind: {unknown('kind', dim.kind, DIMENSION_KINDS)}")
+        if dim.size < 1 or not dim.gb_per_s > 0 or not dim.alpha_us >= 0:
+            raise InvalidInput(f"dimensions[{at}]: size must be >= 1, gb_per_s > 0, alpha_us >= 0")
+    size = math.prod(d.size for d in cluster.dimensions)
+    if cluster.dimensions and size != cluster.num_devices:
+        raise InvalidInput(f"dimensions: sizes multiply to {size}, but there are {cluster.num_devices} devices")
+
+
+def _each(values: NDArray[Any], good: NDArray[np.bool_], key: str, rule: str) -> None:
+    bad = np.flatnonzero(~good)
+    if len(bad):
+        raise InvalidInput(f"links[{bad[0]}].{key}: {rule}, not {values[bad[0]]:g}")
+
+
+def _repeated(names: Sequence[str]) -> str:
+    seen: set[str] = set()
+    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]

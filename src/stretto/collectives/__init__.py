@@ -1,0 +1,20 @@
+"""What has to be true after a collective."""
+
+from .conditions import ALL_PARTS, Collective
+from .library import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    AllToAllV,
+    Broadcast,
+    Gather,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+)
+
+__all__ = [
+    "ALL_PARTS", "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Collective",
+    "Gather", "Permute", "Reduce", "ReduceScatter", "Scatter",
+]

@@ -1,0 +1,206 @@
+"""`Collective`: what every rank holds before, and what it must hold afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InvalidInput
+
+ALL_PARTS = -1
+MAX_RANKS = 1 << 17
+MAX_ENTRIES = 1 << 28
+
+Csr = tuple[NDArray[np.int64], NDArray[np.int32]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Collective:
+    """Pre- and postcondition over (rank, chunk, parts), with the buffers' layout.
+
+    A *chunk* is a piece of the result; a *part* is one rank's contribution to it. Rank r starts with one
+    part of each chunk in its input buffer (``in_chunk[in_ptr[r]:in_ptr[r+1]]`` in buffer order, ``in_part``
+    beside it) and must end with the chunks of its output buffer, each made of the parts of ``out_set``:
+    ``ALL_PARTS`` (every part the chunk has anywhere) or an index into `part_sets`.
+    In place, input position j of rank r *is* output position ``j + place[r]``.
+
+    Ranks are numbered 0..num_ranks-1; ``ranks[r]`` is the cluster's device that rank r runs on.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    num_chunks: int
+    chunks: int
+    """How many chunks one shard (or the whole tensor, where there are no shards) is cut into."""
+    in_ptr: NDArray[np.int64]
+    in_chunk: NDArray[np.int32]
+    in_part: NDArray[np.int32]
+    out_ptr: NDArray[np.int64]
+    out_chunk: NDArray[np.int32]
+    out_set: NDArray[np.int32]
+    chunk_share: NDArray[np.float64]
+    """Chunk bytes = share x nbytes, where nbytes is the larger of one rank's send and receive buffer."""
+    place: NDArray[np.int64]
+    part_sets: tuple[tuple[int, ...], ...] = ()
+    in_place: bool = False
+    root: int = -1
+
+    def __post_init__(self) -> None:
+        for array in vars(self).values():
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
+        _validate(self)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks take part."""
+        return len(self.ranks)
+
+    @cached_property
+    def num_parts(self) -> int:
+        """Parts are numbered 0..num_parts-1 over all chunks."""
+        in_sets = (max(s, default=-1) for s in self.part_sets)
+        return 1 + max(int(self.in_part.max(initial=-1)), max(in_sets, default=-1))
+
+    @cached_property
+    def combining(self) -> bool:
+        """Whether any result is made of more than one part (so a reduction is needed)."""
+        if any(len(s) > 1 for s in self.part_sets):
+            return True
+        lowest = np.full(self.num_chunks, self.num_parts, np.int64)
+        highest = np.full(self.num_chunks, -1, np.int64)
+        np.minimum.at(lowest, self.in_chunk, self.in_part)
+        np.maximum.at(highest, self.in_chunk, self.in_part)
+        wanted = self.out_chunk[self.out_set == ALL_PARTS]
+        return bool(np.any(lowest[wanted] < highest[wanted]))
+
+    def inputs(self, rank: int) -> NDArray[np.int32]:
+        """The chunks of a rank's input buffer, in order."""
+        return self.in_chunk[self.in_ptr[rank] : self.in_ptr[rank + 1]]
+
+    def outputs(self, rank: int) -> NDArray[np.int32]:
+        """The chunks of a rank's output buffer, in order."""
+        return self.out_chunk[self.out_ptr[rank] : self.out_ptr[rank + 1]]
+
+    def parts_of(self, output: int) -> tuple[int, ...]:
+        """The parts that entry `output` of the postcondition (an index into `out_chunk`) is made of."""
+        which = int(self.out_set[output])
+        if which != ALL_PARTS:
+            return self.part_sets[which]
+        return self._parts_by_chunk[int(self.out_chunk[output])]
+
+    @cached_property
+    def _parts_by_chunk(self) -> list[tuple[int, ...]]:
+        parts: list[set[int]] = [set() for _ in range(self.num_chunks)]
+        for chunk, part in zip(self.in_chunk.tolist(), self.in_part.tolist(), strict=True):
+            parts[chunk].add(part)
+        return [tuple(sorted(p)) for p in parts]
+
+    def chunk_bytes(self, nbytes: float) -> NDArray[np.float64]:
+        """The size of each chunk when the collective moves `nbytes`."""
+        return self.chunk_share * float(nbytes)
+
+    @cached_property
+    def digest(self) -> str:
+        """A short hash of the content."""
+        state = hashlib.sha256()
+        for key in sorted(self.__dataclass_fields__):
+            value = getattr(self, key)
+            state.update(key.encode() + b"=")
+            state.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        return state.hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Collective) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        root = f", root {self.root}" if self.root >= 0 else ""
+        return (
+            f"<Collective {self.kind} over {self.num_ranks} ranks{root}, {self.num_chunks} chunks, "
+            f"{'in place' if self.in_place else 'out of place'}>"
+        )
+
+
+def as_ranks(ranks: int | Sequence[int]) -> tuple[int, ...]:
+    """A rank count, or the devices that take part."""
+    if isinstance(ranks, int):
+        if not 1 <= ranks <= MAX_RANKS:
+            raise InvalidInput(f"ranks: must be 1..{MAX_RANKS}, not {ranks}")
+        return tuple(range(ranks))
+    return tuple(int(r) for r in ranks)
+
+
+def from_buffers(
+    kind: str,
+    ranks: tuple[int, ...],
+    *,
+    chunks: int,
+    inputs: Callable[[int], NDArray[np.int64]],
+    outputs: Callable[[int], NDArray[np.int64]],
+    share: float | NDArray[np.float64],
+    num_chunks: int,
+    place: Callable[[int], int] = lambda rank: 0,
+    part: Callable[[int], int] = lambda rank: rank,
+    in_place: bool = False,
+    root: int = -1,
+) -> Collective:
+    """A collective from each rank's input and output chunks; every rank contributes its own part."""
+    count = len(ranks)
+    if not 1 <= chunks <= MAX_ENTRIES:
+        raise InvalidInput(f"chunks: must be >= 1, not {chunks}")
+    if not 1 <= num_chunks <= MAX_ENTRIES:
+        raise InvalidInput(f"chunks: {kind} over {count} ranks would have {num_chunks} chunks; at most {MAX_ENTRIES}")
+    in_ptr, in_chunk = _csr([inputs(r) for r in range(count)])
+    out_ptr, out_chunk = _csr([outputs(r) for r in range(count)])
+    return Collective(
+        kind=kind,
+        ranks=ranks,
+        num_chunks=num_chunks,
+        chunks=chunks,
+        in_ptr=in_ptr,
+        in_chunk=in_chunk,
+        in_part=np.repeat(np.array([part(r) for r in range(count)], np.int32), np.diff(in_ptr)),
+        out_ptr=out_ptr,
+        out_chunk=out_chunk,
+        out_set=np.full(len(out_chunk), ALL_PARTS, np.int32),
+        chunk_share=np.broadcast_to(np.asarray(share, np.float64), (num_chunks,)).copy(),
+        place=np.array([place(r) for r in range(count)], np.int64),
+        in_place=in_place,
+        root=root,
+    )
+
+
+def _csr(rows: Sequence[NDArray[np.int64]]) -> Csr:
+    ptr = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=ptr[1:])
+    flat = np.concatenate(rows) if rows else np.zeros(0)
+    return ptr, flat.astype(np.int32)
+
+
+def _validate(collective: Collective) -> None:
+    c = collective
+    if not 1 <= c.num_ranks <= MAX_RANKS:
+        raise InvalidInput(f"ranks: must be 1..{MAX_RANKS} of them, not {c.num_ranks}")
+    if min(c.ranks) < 0 or len(set(c.ranks)) != c.num_ranks:
+        raise InvalidInput("ranks: must be distinct devices >= 0")
+    for side, ptr, chunk in (("inputs", c.in_ptr, c.in_chunk), ("outputs", c.out_ptr, c.out_chunk)):
+        if np.any((chunk < 0) | (chunk >= c.num_chunks)):
+            raise InvalidInput(f"{side}: chunks must be 0..{c.num_chunks - 1}")
+        slot = np.repeat(np.arange(c.num_ranks), np.diff(ptr)) * c.num_chunks + chunk
+        if len(np.unique(slot)) != len(slot):
+            raise InvalidInput(f"{side}: a rank holds one chunk twice")
+    if np.any(~(c.chunk_share > 0)):
+        raise InvalidInput("chunk_share: every share must be > 0")
+    missing = np.setdiff1d(c.out_chunk, c.in_chunk)
+    if len(missing):
+        raise InvalidInput(f"outputs: chunk {missing[0]} is wanted but no rank has it at the start")
+    if np.any((c.out_set < ALL_PARTS) | (c.out_set >= len(c.part_sets))) or c.in_part.min(initial=0) < 0:
+        raise InvalidInput("parts: must be >= 0, and sets must be listed")

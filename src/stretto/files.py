@@ -1,0 +1,105 @@
+"""Reading files from outside: bounded in size, no aliases, no entities, errors that name the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+from xml.etree.ElementTree import Element, TreeBuilder
+from xml.parsers import expat
+
+import msgspec
+import yaml
+
+from .errors import InvalidInput
+
+MAX_BYTES = 64 << 20
+MAX_XML_ELEMENTS = 4_000_000
+MAX_DEPTH = 100
+T = TypeVar("T")
+
+
+def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
+    """The text of a file, refused when it is missing, too large or not UTF-8."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise InvalidInput(f"{path}: {size} bytes is more than the limit of {max_bytes}")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise InvalidInput(f"{path}: not a UTF-8 text file") from None
+
+
+def convert(value: Any, kind: type[T], *, where: str) -> T:
+    """Check plain data against a msgspec type; the error carries the path of the bad field."""
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        text, _, path = message.rpartition(" - at ")
+        raise InvalidInput(f"{where}: {path.strip('`')}: {text}" if text else f"{where}: {message}") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader without anchors and aliases (a few lines of them can expand to gigabytes)."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
+            raise yaml.YAMLError("aliases (*name) are not allowed")
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"nested deeper than {MAX_DEPTH}")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def parse_yaml(text: str, *, where: str) -> Any:
+    """Plain data from YAML (or JSON, which is YAML), without aliases and without Python objects."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def parse_json(text: str, *, where: str) -> Any:
+    """Plain data from JSON."""
+    try:
+        return msgspec.json.decode(text.encode())
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidInput(f"{where}: not valid JSON: {error}") from None
+
+
+def parse_xml(text: str, *, where: str) -> Element:
+    """An XML tree with no DTD, no entities, bounded in depth and count."""
+    builder = TreeBuilder()
+    parser = expat.ParserCreate()
+    depth = count = 0
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal depth, count
+        depth, count = depth + 1, count + 1
+        if depth > MAX_DEPTH or count > MAX_XML_ELEMENTS:
+            raise InvalidInput(f"{where}: XML nested deeper than {MAX_DEPTH} or over {MAX_XML_ELEMENTS} elements")
+        builder.start(tag, attributes)
+
+    def end(tag: str) -> None:
+        nonlocal depth
+        depth -= 1
+        builder.end(tag)
+
+    def doctype(*_: Any) -> None:
+        raise InvalidInput(f"{where}: XML with a DOCTYPE is not accepted (entities could expand without bound)")
+
+    parser.StartElementHandler = start
+    parser.EndElementHandler = end
+    parser.StartDoctypeDeclHandler = doctype
+    try:
+        parser.Parse(text, True)
+        return builder.close()
+    except expat.ExpatError as error:
+        raise InvalidInput(f"{where}: not valid XML: {error}") from None

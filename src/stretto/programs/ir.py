@@ -1,0 +1,236 @@
+"""`Program`: an algorithm as transfers in arrays, independent of how ranks execute it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .. import _native
+from ..collectives import Collective
+from ..errors import InvalidInput
+
+if TYPE_CHECKING:
+    from .lowered import Lowered
+    from .verify import Report
+
+MAX_TRANSFERS = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Program:
+    """How a collective is moved.
+
+    Every rank has one slot per chunk. Transfer t sends the chunks ``chunk[chunk_ptr[t]:chunk_ptr[t+1]]``
+    in one message from rank ``src[t]`` to ``dst[t]``, where they replace what the slots hold, or with
+    ``reduce[t]`` are added to it. It starts (reads its source) once every transfer of ``after`` has finished;
+    it finishes (writes its destination) once it has arrived and every transfer of ``gate`` is done with the
+    destination rank: has read from it, if it sends from there, or has written to it, if it delivers there.
+    Transfers between the same two ranks on the same `lane` stay in program order (a FIFO connection).
+    ``route[t]`` is an index into `routes` (link indices of the cluster with `routes_digest`), or -1: the
+    cluster's own route. Array order is priority where two transfers could start at the same moment.
+    """
+
+    name: str
+    collective: Collective
+    src: NDArray[np.int32]
+    dst: NDArray[np.int32]
+    reduce: NDArray[np.bool_]
+    chunk_ptr: NDArray[np.int64]
+    chunk: NDArray[np.int32]
+    after_ptr: NDArray[np.int64]
+    after: NDArray[np.int32]
+    gate_ptr: NDArray[np.int64]
+    gate: NDArray[np.int32]
+    lane: NDArray[np.int16]
+    route: NDArray[np.int32]
+    routes: tuple[tuple[int, ...], ...] = ()
+    routes_digest: str = ""
+
+    def __post_init__(self) -> None:
+        for array in vars(self).values():
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
+        _validate(self)
+
+    @classmethod
+    def from_steps(
+        cls,
+        name: str,
+        collective: Collective,
+        *,
+        src: ArrayLike,
+        dst: ArrayLike,
+        chunk: ArrayLike,
+        step: ArrayLike,
+        reduce: ArrayLike = False,
+        chunk_ptr: ArrayLike | None = None,
+        lane: ArrayLike = 0,
+        route: ArrayLike | None = None,
+        routes: Sequence[tuple[int, ...]] = (),
+        routes_digest: str = "",
+    ) -> Program:
+        """A program from synchronous steps: transfers of one step read before any of them writes.
+
+        The steps only define meaning; the dependencies derived from them are the least that keep it, so
+        nothing waits for a step to end. Without `chunk_ptr` each transfer moves one chunk. Transfers are
+        sorted by step (the order inside a step is kept).
+
+        >>> from stretto import AllGather
+        >>> p = Program.from_steps("pair", AllGather(2), src=[0, 1], dst=[1, 0], chunk=[0, 1], step=[0, 0])
+        >>> p
+        <Program pair: all_gather over 2 ranks, 2 transfers, 0 dependencies, 1 lane>
+        """
+        sources = np.asarray(src, np.int32)
+        count = len(sources)
+        steps = np.broadcast_to(np.asarray(step, np.int64), (count,))
+        chunks = np.asarray(chunk, np.int32)
+        ptr = np.arange(count + 1, dtype=np.int64) if chunk_ptr is None else np.asarray(chunk_ptr, np.int64)
+        columns = {
+            "src": sources,
+            "dst": np.asarray(dst, np.int32),
+            "reduce": np.broadcast_to(np.asarray(reduce, np.bool_), (count,)),
+            "lane": np.broadcast_to(np.asarray(lane, np.int16), (count,)),
+            "route": np.full(count, -1, np.int32) if route is None else np.asarray(route, np.int32),
+        }
+        if np.any(np.diff(steps) < 0):
+            order = np.argsort(steps, kind="stable")
+            columns = {key: value[order] for key, value in columns.items()}
+            ptr, chunks = take_rows(ptr, chunks, order)
+            steps = steps[order]
+        columns = {key: np.ascontiguousarray(value) for key, value in columns.items()}
+        _check_columns(collective, columns["src"], columns["dst"], ptr, chunks)
+        after_ptr, after, gate_ptr, gate = _native.derive_dependencies(
+            collective.num_ranks, collective.num_chunks, columns["src"], columns["dst"], columns["reduce"],
+            ptr, chunks, np.ascontiguousarray(steps),
+        )
+        return cls(
+            name=name, collective=collective, chunk_ptr=ptr, chunk=chunks, after_ptr=after_ptr, after=after,
+            gate_ptr=gate_ptr, gate=gate, routes=tuple(routes), routes_digest=routes_digest, **columns,
+        )
+
+    @property
+    def num_transfers(self) -> int:
+        """How many messages are sent."""
+        return len(self.src)
+
+    @cached_property
+    def num_lanes(self) -> int:
+        """Lanes are numbered 0..num_lanes-1."""
+        return int(self.lane.max(initial=0)) + 1
+
+    def chunks_of(self, transfer: int) -> NDArray[np.int32]:
+        """The chunks one transfer moves."""
+        return self.chunk[self.chunk_ptr[transfer] : self.chunk_ptr[transfer + 1]]
+
+    def after_of(self, transfer: int) -> NDArray[np.int32]:
+        """What must have finished before this transfer starts."""
+        return self.after[self.after_ptr[transfer] : self.after_ptr[transfer + 1]]
+
+    def gate_of(self, transfer: int) -> NDArray[np.int32]:
+        """What must be done with the destination before this transfer writes to it."""
+        return self.gate[self.gate_ptr[transfer] : self.gate_ptr[transfer + 1]]
+
+    def transfer_bytes(self, nbytes: float) -> NDArray[np.float64]:
+        """The size of each transfer when the collective moves `nbytes`."""
+        sizes = self.collective.chunk_bytes(nbytes)[self.chunk]
+        if len(sizes) == self.num_transfers:
+            return sizes
+        total = np.concatenate([[0.0], np.cumsum(sizes)])
+        return total[self.chunk_ptr[1:]] - total[self.chunk_ptr[:-1]]
+
+    def verify(self) -> Report:
+        """Prove that the program does what its collective asks; raises `VerificationError` if not."""
+        from .verify import verify
+
+        return verify(self)
+
+    def lower(self, **options: Any) -> Lowered:
+        """Per-rank instruction streams; see `stretto.programs.lower.lower`."""
+        from .lower import lower
+
+        return lower(self, **options)
+
+    def replace(self, **changes: Any) -> Program:
+        """A copy with some fields changed, validated anew."""
+        fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
+        return Program(**(fields | changes))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Program):
+            return NotImplemented
+        return all(_same(getattr(self, key), getattr(other, key)) for key in self.__dataclass_fields__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        lanes = f"{self.num_lanes} lane{'s' * (self.num_lanes > 1)}"
+        return (
+            f"<Program {self.name}: {self.collective.kind} over {self.collective.num_ranks} ranks, "
+            f"{self.num_transfers} transfers, {len(self.after) + len(self.gate)} dependencies, {lanes}>"
+        )
+
+
+def take_rows(
+    ptr: NDArray[np.int64], values: NDArray[np.int32], rows: NDArray[np.intp]
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """The CSR table that holds the given rows of another, in that order."""
+    lengths = np.diff(ptr)[rows]
+    new_ptr = np.concatenate([[0], np.cumsum(lengths)])
+    index = np.repeat(ptr[:-1][rows] - new_ptr[:-1], lengths) + np.arange(new_ptr[-1])
+    return new_ptr, values[index]
+
+
+def _same(a: object, b: object) -> bool:
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) else a == b
+
+
+def _check_columns(
+    collective: Collective, src: NDArray[Any], dst: NDArray[Any], ptr: NDArray[Any], chunk: NDArray[Any]
+) -> None:
+    count, ranks = len(src), collective.num_ranks
+    if count > MAX_TRANSFERS:
+        raise InvalidInput(f"transfers: at most {MAX_TRANSFERS}, not {count}")
+    if len(dst) != count or len(ptr) != count + 1:
+        raise InvalidInput("transfers: src, dst and chunks differ in length")
+    for key, ends in (("src", src), ("dst", dst)):
+        bad = np.flatnonzero((ends < 0) | (ends >= ranks))
+        if len(bad):
+            raise InvalidInput(f"transfers[{bad[0]}].{key}: must be a rank 0..{ranks - 1}, not {ends[bad[0]]}")
+    same = np.flatnonzero(src == dst)
+    if len(same):
+        raise InvalidInput(f"transfers[{same[0]}]: rank {src[same[0]]} cannot send to itself")
+    lengths = np.diff(ptr)
+    if np.any(lengths <= 0) or ptr[0] != 0 or ptr[-1] != len(chunk):
+        raise InvalidInput("transfers: each must move at least one chunk")
+    bad = np.flatnonzero((chunk < 0) | (chunk >= collective.num_chunks))
+    if len(bad):
+        raise InvalidInput(f"transfers: chunk {chunk[bad[0]]} does not exist; there are {collective.num_chunks}")
+
+
+def _validate(program: Program) -> None:
+    p = program
+    count = p.num_transfers
+    _check_columns(p.collective, p.src, p.dst, p.chunk_ptr, p.chunk)
+    for key in ("reduce", "lane", "route"):
+        if len(getattr(p, key)) != count:
+            raise InvalidInput(f"transfers: {key} has {len(getattr(p, key))} entries, not {count}")
+    for key, ptr, other in (("after", p.after_ptr, p.after), ("gate", p.gate_ptr, p.gate)):
+        if len(ptr) != count + 1 or ptr[0] != 0 or ptr[-1] != len(other) or np.any(np.diff(ptr) < 0):
+            raise InvalidInput(f"{key}: pointers do not match the list")
+        bad = np.flatnonzero((other < 0) | (other >= count))
+        if len(bad):
+            raise InvalidInput(f"{key}: transfer {other[bad[0]]} does not exist; there are {count}")
+    if len(p.gate):
+        at = np.repeat(np.arange(count), np.diff(p.gate_ptr))
+        bad = np.flatnonzero((p.src[p.gate] != p.dst[at]) & (p.dst[p.gate] != p.dst[at]))
+        if len(bad):
+            raise InvalidInput(
+                f"transfers[{at[bad[0]]}].gate: transfer {p.gate[bad[0]]} does not touch rank {p.dst[at[bad[0]]]}"
+            )
+    if count and (p.lane.min() < 0 or p.route.min() < -1 or p.route.max() >= len(p.routes)):
+        raise InvalidInput(f"transfers: lane must be >= 0 and route -1..{len(p.routes) - 1}")

@@ -1,0 +1,96 @@
+"""`Lowered`: a program as the instruction streams of each rank (what MSCCL calls an algorithm file)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..collectives import Collective
+
+if TYPE_CHECKING:
+    from .verify import Report
+
+OPS = ("nop", "s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re")
+NOP, SEND, RECV, RECV_COPY_SEND, RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND, COPY, REDUCE = range(9)
+BUFFERS = ("i", "o", "s")
+INPUT, OUTPUT, SCRATCH = range(3)
+
+RECEIVES = np.array([False, False, True, True, True, True, True, False, False])
+SENDS = np.array([False, True, False, True, True, False, True, False, False])
+READS_SRC = np.array([False, True, False, False, True, True, True, True, True])
+WRITES_DST = np.array([False, False, True, True, False, True, True, True, True])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Lowered:
+    """Threadblocks and their instructions, in arrays.
+
+    Threadblock b belongs to rank ``tb_rank[b]`` and runs instructions ``tb_ptr[b]:tb_ptr[b+1]`` in order; it may
+    own the connection to ``tb_send[b]`` and the one from ``tb_recv[b]`` (-1: none) on channel ``tb_channel[b]``.
+    Threadblocks are sorted by rank; the j-th one of a rank has local id j. A connection (from, to, channel) is a
+    FIFO; its j-th send meets its j-th receive. Instruction k does ``op[k]`` on ``count[k]`` chunks:
+
+    ====  ======================================================
+    s     send src
+    r     dst := received
+    rcs   dst := received, and send it on
+    rrs   send (received + src), store nothing
+    rrc   dst := received + src
+    rrcs  dst := received + src, and send that
+    cpy   dst := src
+    re    dst := dst + src
+    nop   only waits
+    ====  ======================================================
+
+    It first waits until threadblock ``dep_tb[k]`` (local id, -1: none) of its rank has done step ``dep_step[k]``.
+    Offsets count chunks of buffers i (input), o (output), s (scratch). In place, input position j of rank r is
+    output position ``j + collective.place[r]``: both names mean one piece of memory.
+    """
+
+    name: str
+    collective: Collective
+    scratch: NDArray[np.int32]
+    tb_rank: NDArray[np.int32]
+    tb_send: NDArray[np.int32]
+    tb_recv: NDArray[np.int32]
+    tb_channel: NDArray[np.int32]
+    tb_ptr: NDArray[np.int64]
+    op: NDArray[np.uint8]
+    src_buf: NDArray[np.int8]
+    src_off: NDArray[np.int32]
+    dst_buf: NDArray[np.int8]
+    dst_off: NDArray[np.int32]
+    count: NDArray[np.int32]
+    dep_tb: NDArray[np.int32]
+    dep_step: NDArray[np.int32]
+    protocol: str = "Simple"
+
+    def __post_init__(self) -> None:
+        for array in vars(self).values():
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
+
+    @property
+    def num_instructions(self) -> int:
+        """Instructions over all ranks, nops included."""
+        return len(self.op)
+
+    @property
+    def num_channels(self) -> int:
+        """Channels are numbered 0..num_channels-1."""
+        return int(self.tb_channel.max(initial=0)) + 1
+
+    def verify(self) -> Report:
+        """Prove that the streams do what the collective asks; raises `VerificationError` if not."""
+        from .verify import verify_lowered
+
+        return verify_lowered(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Lowered {self.name}: {self.collective.kind} over {self.collective.num_ranks} ranks, "
+            f"{len(self.tb_rank)} threadblocks, {self.num_instructions} instructions, {self.num_channels} channels>"
+        )

@@ -1,0 +1,61 @@
+"""Sizes and rates. Sizes are bytes, times microseconds, rates GB/s (10^9 bytes per second)."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import InvalidInput
+
+KB = 1000
+MB = 1000 * KB
+GB = 1000 * MB
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+_SUFFIX = {"": 1, "k": KB, "m": MB, "g": GB, "ki": KIB, "mi": MIB, "gi": GIB}
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as ``64M``, ``1KiB`` or ``4096``.
+
+    >>> parse_bytes("64M"), parse_bytes("1KiB"), parse_bytes("1.5GB"), parse_bytes("7")
+    (64000000, 1024, 1500000000, 7)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text.lower())
+    if match is None:
+        raise InvalidInput(f"size {text!r}: expected a number with an optional K, M, G, Ki, Mi or Gi")
+    value = float(match[1]) * _SUFFIX[match[2] or ""]
+    if not 1 <= value <= 1 << 50:
+        raise InvalidInput(f"size {text!r}: must be between 1 byte and 1 PiB")
+    return round(value)
+
+
+def format_bytes(nbytes: float) -> str:
+    """Write a size the way `parse_bytes` reads it.
+
+    >>> format_bytes(64_000_000), format_bytes(1024), format_bytes(1_500)
+    ('64MB', '1024B', '1.5KB')
+    """
+    for unit, name in ((GB, "GB"), (MB, "MB"), (KB, "KB")):
+        if nbytes >= unit and (nbytes % (unit // 100) == 0 or nbytes >= 100 * unit):
+            return f"{nbytes / unit:.6g}{name}"
+    return f"{nbytes:.6g}B"
+
+
+def format_us(us: float) -> str:
+    """Write a time with a unit a person would choose.
+
+    >>> format_us(0.25), format_us(1234.5), format_us(2.5e6)
+    ('0.25 us', '1.234 ms', '2.5 s')
+    """
+    if us >= 1e6:
+        return f"{us / 1e6:.4g} s"
+    if us >= 1e3:
+        return f"{us / 1e3:.4g} ms"
+    return f"{us:.4g} us"
+
+
+def transfer_us(nbytes: float, gb_per_s: float) -> float:
+    """Time to push bytes through a rate: 1 GB/s moves 1000 bytes per microsecond."""
+    return nbytes / (gb_per_s * 1e3)
