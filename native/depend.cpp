@@ -31,38 +31,28 @@ struct Edges {
   }
 };
 
-nb::object derive(int64_t num_ranks, int64_t num_chunks, In<int32_t> src, In<int32_t> dst, In<bool> reduce,
-                  In<int64_t> chunk_ptr, In<int32_t> chunk, In<int64_t> step) {
-  int32_t count = (int32_t)src.shape(0);
+nb::object derive(int64_t num_slots, In<bool> reduce, In<int64_t> chunk_ptr, In<int32_t> src_slot,
+                  In<int32_t> dst_slot, In<int64_t> step) {
+  int32_t count = (int32_t)reduce.shape(0);
   Edges after, gate;
   {
     nb::gil_scoped_release release;
-    // Slots in use are numbered densely: a collective may have many more (rank, chunk) pairs than are touched.
-    std::vector<int32_t> slot_of((size_t)(num_ranks * num_chunks), -1);
-    std::vector<Slot> slots;
-    auto slot = [&](int32_t rank, int32_t c) -> Slot& {
-      int32_t& id = slot_of[(size_t)rank * num_chunks + c];
-      if (id < 0) {
-        id = (int32_t)slots.size();
-        slots.emplace_back();
-      }
-      return slots[id];
-    };
+    std::vector<Slot> slots(num_slots);
     std::vector<int32_t> seen_after(count, -1), seen_gate(count, -1);
-    Rows<int32_t> chunks{chunk_ptr.data(), chunk.data()};
+    Rows<int32_t> reads{chunk_ptr.data(), src_slot.data()}, writes{chunk_ptr.data(), dst_slot.data()};
     for (int32_t begin = 0, end = 0; begin < count; begin = end) {
       while (end < count && step.data()[end] == step.data()[begin]) end++;
       for (int32_t t = begin; t < end; t++) {
-        for (const int32_t* c = chunks.begin(t); c != chunks.end(t); c++) {
-          Slot& s = slot(src.data()[t], *c);
+        for (const int32_t* at = reads.begin(t); at != reads.end(t); at++) {
+          Slot& s = slots[*at];
           after.add(s.writers);
           s.readers.push_back(t);
         }
         after.close_row(seen_after, t);
       }
       for (int32_t t = begin; t < end; t++) {
-        for (const int32_t* c = chunks.begin(t); c != chunks.end(t); c++) {
-          Slot& s = slot(dst.data()[t], *c);
+        for (const int32_t* at = writes.begin(t); at != writes.end(t); at++) {
+          Slot& s = slots[*at];
           if (!reduce.data()[t]) {
             gate.add(s.readers.empty() ? s.writers : s.readers);
             s.began.assign(1, t);
@@ -92,7 +82,7 @@ nb::object derive(int64_t num_ranks, int64_t num_chunks, In<int32_t> src, In<int
 }  // namespace
 
 void bind_depend(nb::module_& m) {
-  m.def("derive_dependencies", &derive, nb::arg("num_ranks"), nb::arg("num_chunks"), nb::arg("src"), nb::arg("dst"),
-        nb::arg("reduce"), nb::arg("chunk_ptr"), nb::arg("chunk"), nb::arg("step"));
+  m.def("derive_dependencies", &derive, nb::arg("num_slots"), nb::arg("reduce"), nb::arg("chunk_ptr"),
+        nb::arg("src_slot"), nb::arg("dst_slot"), nb::arg("step"));
 }
 }  // namespace stretto

@@ -4,4 +4,6 @@
 NB_MODULE(_native, m) {
   stretto::bind_depend(m);
   stretto::bind_router(m);
+  stretto::bind_check(m);
+  stretto::bind_network(m);
 }

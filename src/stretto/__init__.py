@@ -28,7 +28,7 @@ from .errors import (
     VerificationError,
 )
 from .programs import Lowered, Program
-from .simulator import Timeline
+from .simulator import Timeline, simulate
 from .units import GB, GIB, KB, KIB, MB, MIB
 
 __version__ = "0.1.0"
@@ -37,5 +37,5 @@ __all__ = [
     "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Cluster", "Collective", "Dimension",
     "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link", "Lowered", "MB", "MIB", "Node",
     "PeerLost", "Permute", "PlanMismatch", "Program", "Reduce", "ReduceScatter", "Scatter", "SearchTimeout",
-    "StrettoError", "Timeline", "VerificationError",
+    "StrettoError", "Timeline", "VerificationError", "simulate",
 ]

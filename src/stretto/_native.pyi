@@ -19,12 +19,61 @@ class Router:
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]: ...
 
 def derive_dependencies(
-    num_ranks: int,
-    num_chunks: int,
+    num_slots: int,
+    reduce: NDArray[np.bool_],
+    chunk_ptr: NDArray[np.int64],
+    src_slot: NDArray[np.int32],
+    dst_slot: NDArray[np.int32],
+    step: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]: ...
+
+def check_events(
+    num_locations: int,
+    num_parts: int,
+    reductions_commute: bool,
+    thread: NDArray[np.int32],
+    pop: NDArray[np.int32],
+    push: NDArray[np.int32],
+    item_ptr: NDArray[np.int64],
+    rd: NDArray[np.int32],
+    rd2: NDArray[np.int32],
+    wr: NDArray[np.int32],
+    pred_ptr: NDArray[np.int64],
+    pred: NDArray[np.int32],
+    conn_ptr: NDArray[np.int64],
+    conn: NDArray[np.int32],
+    init_loc: NDArray[np.int32],
+    init_chunk: NDArray[np.int32],
+    init_part: NDArray[np.int32],
+    post_loc: NDArray[np.int32],
+    post_chunk: NDArray[np.int32],
+    post_set: NDArray[np.int32],
+    set_ptr: NDArray[np.int64],
+    set_part: NDArray[np.int32],
+) -> tuple[list[tuple[int, int, int, int, int, int]], int, list[int], int, int, int]: ...
+
+def simulate(
     src: NDArray[np.int32],
     dst: NDArray[np.int32],
     reduce: NDArray[np.bool_],
-    chunk_ptr: NDArray[np.int64],
-    chunk: NDArray[np.int32],
-    step: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]: ...
+    bytes: NDArray[np.float64],
+    after_ptr: NDArray[np.int64],
+    after: NDArray[np.int32],
+    gate_ptr: NDArray[np.int64],
+    gate: NDArray[np.int32],
+    route: NDArray[np.int32],
+    route_ptr: NDArray[np.int64],
+    route_links: NDArray[np.int32],
+    alpha_us: NDArray[np.float64],
+    bytes_per_us: NDArray[np.float64],
+    flow_cap: NDArray[np.float64],
+    incast: NDArray[np.int32],
+    curve_ptr: NDArray[np.int64],
+    curve_flows: NDArray[np.int32],
+    curve_share: NDArray[np.float64],
+    reduce_us_per_byte: float,
+    alpha_blocks: bool,
+    fair: bool,
+) -> tuple[
+    NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], NDArray[np.float64], NDArray[np.float64], int
+]: ...

@@ -104,9 +104,12 @@ class Program:
             steps = steps[order]
         columns = {key: np.ascontiguousarray(value) for key, value in columns.items()}
         _check_columns(collective, columns["src"], columns["dst"], ptr, chunks)
+        rows = np.diff(ptr)
+        ranks_and_chunks = [(np.repeat(columns[end], rows), chunks) for end in ("src", "dst")]
+        number, (src_slot, dst_slot) = slot_numbers(collective.num_ranks, collective.num_chunks, ranks_and_chunks)
         after_ptr, after, gate_ptr, gate = _native.derive_dependencies(
-            collective.num_ranks, collective.num_chunks, columns["src"], columns["dst"], columns["reduce"],
-            ptr, chunks, np.ascontiguousarray(steps),
+            collective.num_ranks * collective.num_chunks if number is None else len(number),
+            columns["reduce"], ptr, src_slot, dst_slot, np.ascontiguousarray(steps),
         )
         return cls(
             name=name, collective=collective, chunk_ptr=ptr, chunk=chunks, after_ptr=after_ptr, after=after,
@@ -145,6 +148,10 @@ class Program:
 
     def verify(self) -> Report:
         """Prove that the program does what its collective asks; raises `VerificationError` if not."""
+        return self._report
+
+    @cached_property
+    def _report(self) -> Report:
         from .verify import verify
 
         return verify(self)
@@ -173,6 +180,17 @@ class Program:
             f"<Program {self.name}: {self.collective.kind} over {self.collective.num_ranks} ranks, "
             f"{self.num_transfers} transfers, {len(self.after) + len(self.gate)} dependencies, {lanes}>"
         )
+
+
+def slot_numbers(
+    num_ranks: int, num_chunks: int, uses: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
+) -> tuple[NDArray[np.int64] | None, list[NDArray[np.int32]]]:
+    """A number for each (rank, chunk) slot that is used; the table back to rank * num_chunks + chunk is None if dense."""
+    keys = [rank.astype(np.int64) * num_chunks + chunk for rank, chunk in uses]
+    if num_ranks * num_chunks <= 4 * sum(len(key) for key in keys) + 1024:
+        return None, [key.astype(np.int32) for key in keys]
+    table, inverse = np.unique(np.concatenate(keys), return_inverse=True)
+    return table, np.split(inverse.astype(np.int32), np.cumsum([len(key) for key in keys])[:-1])
 
 
 def take_rows(

@@ -1,5 +1,6 @@
 """Time: the network simulator, its timelines, and lower bounds."""
 
+from .network import simulate
 from .timeline import Timeline
 
-__all__ = ["Timeline"]
+__all__ = ["Timeline", "simulate"]

@@ -1,0 +1,168 @@
+// What both contention models of the network simulator share: the program as a graph, and the record of a run.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <queue>
+#include <vector>
+
+#include "arrays.h"
+
+namespace stretto {
+
+constexpr int32_t kNoTransfer = -1;
+
+struct Network {
+  Rows<int32_t> routes;
+  const double *alpha, *rate, *flow_cap;  // per link: us, bytes per us, bytes per us
+  const int32_t* incast;                  // per link: a curve, or -1
+  Rows<int32_t> curve_flows;
+  const double* curve_share;  // beside curve_flows.values
+  bool alpha_blocks;
+};
+
+struct Transfers {
+  int32_t count;
+  const int32_t *src, *dst, *route;
+  const bool* reduce;
+  const double* bytes;
+  Rows<int32_t> after, gate;
+  double reduce_us_per_byte;
+};
+
+struct Run {
+  std::vector<double> start, end, link_busy, link_bytes;
+  std::vector<int32_t> cause;  // the transfer that held this one up last, or -1
+  int64_t events = 0;
+};
+
+// Reverse of Rows: who waits for each transfer.
+class Waiters {
+ public:
+  Waiters(int32_t count, const Rows<int32_t>& rows) : ptr_(count + 1, 0), list_(rows.ptr[count]) {
+    for (int64_t i = 0; i < rows.ptr[count]; i++) ptr_[rows.values[i] + 1]++;
+    for (int32_t t = 0; t < count; t++) ptr_[t + 1] += ptr_[t];
+    std::vector<int64_t> at(ptr_.begin(), ptr_.end() - 1);
+    for (int32_t t = 0; t < count; t++)
+      for (const int32_t* d = rows.begin(t); d != rows.end(t); d++) list_[at[*d]++] = t;
+  }
+  const int32_t* begin(int32_t t) const { return list_.data() + ptr_[t]; }
+  const int32_t* end(int32_t t) const { return list_.data() + ptr_[t + 1]; }
+
+ private:
+  std::vector<int64_t> ptr_;
+  std::vector<int32_t> list_;
+};
+
+// Events of one moment are handled together, in order of transfer number: determinism, and program order is priority.
+inline double same_moment(double t) { return t + 1e-12 * std::max(1.0, t); }
+
+struct Event {
+  double time;
+  int32_t transfer;
+  int32_t kind;
+  bool operator>(const Event& o) const { return time != o.time ? time > o.time : transfer > o.transfer; }
+};
+using Queue = std::priority_queue<Event, std::vector<Event>, std::greater<Event>>;
+
+enum Kind : int32_t { kHop, kReadDone, kArrive, kFinish, kDrain };
+
+// The dependency side of a run: who may start, who may write. The contention model is the derived class, which
+// implements begin(t, now): transfer t may start; handle(event); settle(now): all of this moment is known.
+template <class Model>
+class Driver {
+ public:
+  Driver(const Transfers& t, const Network& net, int64_t num_links)
+      : t_(t), net_(net), waits_(t.count, t.after), gated_(t.count, t.gate), after_left_(t.count), gate_left_(t.count) {
+    run.start.assign(t.count, -1), run.end.assign(t.count, -1);
+    run.cause.assign(t.count, kNoTransfer);
+    run.link_busy.assign(num_links, 0), run.link_bytes.assign(num_links, 0);
+    for (int32_t x = 0; x < t.count; x++) {
+      after_left_[x] = (int32_t)t.after.size(x), gate_left_[x] = (int32_t)t.gate.size(x);
+      if (!after_left_[x]) ready_.push_back(x);
+    }
+  }
+
+  Run run;
+
+ protected:
+  void simulate() {
+    start_ready(0);
+    while (!queue_.empty()) {
+      double now = queue_.top().time, until = same_moment(now);
+      while (!queue_.empty() && queue_.top().time <= until) {
+        Event e = queue_.top();
+        queue_.pop();
+        run.events++;
+        now = e.time;
+        static_cast<Model*>(this)->handle(e);
+      }
+      start_ready(now);
+    }
+  }
+
+  bool has_read_gates(int32_t x) const {
+    for (const int32_t* w = gated_.begin(x); w != gated_.end(x); w++)
+      if (t_.dst[*w] == t_.src[x]) return true;
+    return false;
+  }
+
+  void read_done(int32_t x, double now) {  // the source may be overwritten
+    for (const int32_t* w = gated_.begin(x); w != gated_.end(x); w++)
+      if (t_.dst[*w] == t_.src[x]) open_gate(*w, x, now);
+  }
+
+  void arrived(int32_t x, double now) {
+    if (gate_left_[x] > 0)
+      gate_left_[x] += kHeld;  // remember that it waits at the gate
+    else
+      write(x, now);
+  }
+
+  void finish(int32_t x, double now) {
+    run.end[x] = now;
+    for (const int32_t* w = waits_.begin(x); w != waits_.end(x); w++)
+      if (--after_left_[*w] == 0) {
+        run.cause[*w] = x;
+        ready_.push_back(*w);
+      }
+    for (const int32_t* w = gated_.begin(x); w != gated_.end(x); w++)
+      if (t_.dst[*w] != t_.src[x]) open_gate(*w, x, now);
+  }
+
+  const Transfers& t_;
+  const Network& net_;
+  Queue queue_;
+
+ private:
+  static constexpr int32_t kHeld = 1 << 30;
+
+  void open_gate(int32_t x, int32_t opener, double now) {
+    if (--gate_left_[x] == kHeld) {
+      run.cause[x] = opener;
+      write(x, now);
+    }
+  }
+
+  void write(int32_t x, double now) {
+    double cost = t_.reduce[x] ? t_.reduce_us_per_byte * t_.bytes[x] : 0;
+    if (cost > 0)
+      queue_.push({now + cost, x, kFinish});
+    else
+      finish(x, now);
+  }
+
+  void start_ready(double now) {
+    std::sort(ready_.begin(), ready_.end());
+    for (int32_t x : ready_) static_cast<Model*>(this)->begin(x, now);
+    ready_.clear();
+    static_cast<Model*>(this)->settle(now);
+  }
+
+  Waiters waits_, gated_;
+  std::vector<int32_t> after_left_, gate_left_, ready_;
+};
+
+Run simulate_fifo(const Transfers& t, const Network& net, int64_t num_links);
+Run simulate_fair(const Transfers& t, const Network& net, int64_t num_links);
+}  // namespace stretto

@@ -1,0 +1,67 @@
+// Contention `fifo`: a link serves one transfer at a time, in order of request.
+//
+// A message is cut through: the next link begins as soon as it can then run at its full rate to the end, so each link
+// is busy for exactly bytes/rate (plus alpha where that blocks) and a lone transfer takes sum(alpha) + bytes/slowest.
+// Requests reach a link in time order, so its queue is just the time at which it is free again.
+#include "network.h"
+
+namespace stretto {
+namespace {
+
+class Fifo : public Driver<Fifo> {
+ public:
+  Fifo(const Transfers& t, const Network& net, int64_t num_links)
+      : Driver(t, net, num_links), free_at_(num_links, 0), last_(num_links, kNoTransfer), hop_(t.count, 0) {
+    simulate();
+  }
+
+  void begin(int32_t x, double now) { serve(x, now); }
+  void settle(double) {}
+
+  void handle(const Event& e) {
+    switch (e.kind) {
+      case kHop: return serve(e.transfer, e.time);
+      case kReadDone: return read_done(e.transfer, e.time);
+      case kArrive: return arrived(e.transfer, e.time);
+      default: return finish(e.transfer, e.time);
+    }
+  }
+
+ private:
+  void serve(int32_t x, double now) {
+    const int32_t* route = net_.routes.begin(t_.route[x]);
+    int32_t hop = hop_[x]++, link = route[hop];
+    double bytes = t_.bytes[x], busy = bytes / net_.rate[link], alpha = net_.alpha[link];
+    double begins = now;
+    if (free_at_[link] > now) {
+      begins = free_at_[link];
+      if (begins > same_moment(now)) run.cause[x] = last_[link];
+    }
+    double occupied = busy + (net_.alpha_blocks ? alpha : 0);
+    free_at_[link] = begins + occupied;
+    last_[link] = x;
+    run.link_busy[link] += occupied, run.link_bytes[link] += bytes;
+    double tail = begins + busy + alpha;
+    if (hop == 0) {
+      run.start[x] = begins;
+      if (has_read_gates(x)) queue_.push({begins + occupied, x, kReadDone});
+    }
+    if (hop + 1 < net_.routes.size(t_.route[x])) {
+      double next_busy = bytes / net_.rate[route[hop + 1]];
+      queue_.push({std::max(begins + alpha, tail - next_busy), x, kHop});
+    } else {
+      queue_.push({tail, x, kArrive});
+    }
+  }
+
+  std::vector<double> free_at_;
+  std::vector<int32_t> last_;
+  std::vector<uint16_t> hop_;
+};
+
+}  // namespace
+
+Run simulate_fifo(const Transfers& t, const Network& net, int64_t num_links) {
+  return std::move(Fifo(t, net, num_links).run);
+}
+}  // namespace stretto

@@ -1,0 +1,139 @@
+"""Ring all-gather, reduce-scatter and all-reduce.
+
+Every rank sends to its successor only; after n-1 hops each shard has been everywhere. Bandwidth-optimal, with one
+neighbour per direction, so it wins for large messages and on any network that has a ring; its n-1 latencies
+make it slow for small ones.
+
+Cost, S bytes over n ranks (nbytes as `Collective` defines it), k chunks per shard:
+one direction: all-gather, reduce-scatter ``(n-1) (k alpha + beta S/n)``; all-reduce twice that.
+Two directions: each shard travels both ways and stops halfway, ``floor(n/2)`` hops and ``beta S (n-1)/(2n)`` per
+link; where n is even, the two halves of a shard reach the farthest rank from different sides.
+R rings on different links carry 1/R each. Defined for any n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InvalidInput
+from ..programs.ir import Program
+from .base import COLLECTIVES, Algorithm, Ints, Ranks, Steps, choose, devices_of, label, placement, unless
+from .orders import fast_orders
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def ring(
+    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, directions: int = 1, rings: int = 1,
+    strides: Sequence[int] | None = None, order: Sequence[int] | Sequence[Sequence[int]] | None = None,
+) -> Program:
+    """A ring program. `order` names the ranks along the ring, or along each ring, if it is a list of lists.
+
+    Several `rings` over one order step through it with different `strides` (numbers that share no factor
+    with n; the smallest ones unless given).
+
+    >>> ring("all_reduce", 4)
+    <Program ring: all_reduce over 4 ranks, 24 transfers, 36 dependencies, 1 lane>
+    """
+    choose("collective for ring", kind, KINDS)
+    choose("directions", directions, (1, 2))
+    devices = devices_of(ranks, chunks)
+    n = len(devices)
+    orders = _orders(n, rings, strides, order, directions)
+    halves = 2 if directions == 2 and n % 2 == 0 else 1
+    per_shard = len(orders) * chunks * halves
+    steps = Steps()
+    hops = n - 1 if directions == 1 else n // 2
+    scatter, gather = kind != "all_gather", kind != "reduce_scatter"
+    if scatter:
+        _phase(steps, orders, hops, chunks, halves, directions, reduce=True, start=0)
+    if gather:
+        _phase(steps, orders, hops, chunks, halves, directions, reduce=False, start=scatter * hops)
+    pieces = n * per_shard if kind == "all_reduce" else per_shard
+    collective = COLLECTIVES[kind](devices, chunks=pieces, in_place=in_place)
+    name = label(
+        "ring", chunks=unless(1, chunks), directions=unless(1, directions), rings=unless(1, len(orders)),
+        strides=strides, order=None if order is None else orders[0],
+    )
+    return steps.program(name, collective)
+
+
+def _phase(
+    steps: Steps, orders: Ints, hops: int, chunks: int, halves: int, directions: int, *, reduce: bool, start: int
+) -> None:
+    rings, n = orders.shape
+    position = np.arange(n)
+    which = np.arange(rings)[:, None]
+    turn = np.arange(directions)[:, None, None]
+    piece = np.arange(chunks)[:, None, None, None]
+    sign = 1 - 2 * turn
+    src = orders[which, position]
+    dst = orders[which, (position + sign) % n]
+    first = (which * chunks + piece) * halves
+
+    def add(hop: Ints, part: Ints | int) -> None:
+        hop = hop[:, None, None, None, None]
+        distance = sign * (hops - hop) if reduce else -sign * hop
+        owner = orders[which, (position + distance) % n]
+        chunk = (owner * (rings * chunks * halves) + first)[..., None] + part
+        steps.add(
+            src=src, dst=dst, chunk=chunk, step=(start + hop) * chunks + piece, reduce=reduce,
+            lane=which * directions + turn,
+        )
+
+    whole = np.arange(halves)
+    if halves == 1:
+        add(np.arange(hops), whole)
+        return
+    far = 0 if reduce else hops - 1
+    near = np.arange(1, hops) if reduce else np.arange(hops - 1)
+    half = turn[..., None]
+    for hop, part in ((np.array([far]), half), (near, whole)) if reduce else ((near, whole), (np.array([far]), half)):
+        add(hop, part)
+
+
+def _orders(
+    n: int, rings: int, strides: Sequence[int] | None, order: Sequence[int] | Sequence[Sequence[int]] | None,
+    directions: int,
+) -> Ints:
+    if rings < 1:
+        raise InvalidInput(f"rings: must be >= 1, not {rings}")
+    if order is not None and len(order) and isinstance(order[0], Sequence):
+        several = [placement(n, one) for one in order]  # type: ignore[arg-type]
+        if strides is not None or rings not in (1, len(several)):
+            raise InvalidInput(f"order: gives {len(several)} rings; leave out strides, and rings or make it that many")
+        return np.stack(several)
+    single = placement(n, order)  # type: ignore[arg-type]
+    if strides is None:
+        # A stride of n-s is the ring of stride s backwards, which two directions already use.
+        last = n // 2 if directions == 2 else n - 1
+        usable = [s for s in range(1, max(last, 1) + 1) if math.gcd(s, n) == 1] or [1]
+        strides = [usable[i % len(usable)] for i in range(rings)]
+    elif rings not in (1, len(strides)):
+        raise InvalidInput(f"strides: gives {len(strides)} rings; leave out rings or make it that many")
+    for at, stride in enumerate(strides):
+        if math.gcd(stride, n) != 1:
+            raise InvalidInput(f"strides[{at}]: {stride} and the {n} ranks share a factor, so it is not one ring")
+    return single[np.asarray(strides, np.int64)[:, None] * np.arange(n) % n]
+
+
+def _from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    if "order" in chosen or "strides" in chosen:
+        return {}
+    orders = fast_orders(cluster, devices, rings=int(chosen.get("rings", 1)))
+    if orders is None:
+        return {}
+    return {"order": orders[0] if len(orders) == 1 else orders}
+
+
+ALGORITHM = Algorithm(
+    name="ring", collectives=KINDS, build=ring, from_cluster=_from_cluster, where="any number of ranks",
+    summary="each rank sends to its neighbour; the least bytes per link, n-1 latencies",
+)

@@ -1,0 +1,6 @@
+"""Clusters by name: the machines of the papers, and regular networks. One module per family."""
+
+from . import ndv2, dgx2, dgx, hgx2, mi250, p3, autodist, themis, regular, fat_tree  # noqa: F401, I001
+from .registry import PresetInfo, preset, presets
+
+__all__ = ["PresetInfo", "preset", "presets"]

@@ -1,0 +1,91 @@
+"""The names of the presets, and the checks that all of them share."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...errors import InvalidInput, unknown
+from ..model import Cluster
+from ..wiring import MAX_DEVICES
+
+Build = Callable[..., Cluster]
+
+
+class PresetInfo(NamedTuple):
+    """One line of ``stretto cluster list``."""
+
+    name: str
+    description: str
+    default_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Preset:
+    info: PresetInfo
+    build: Build
+    max_nodes: int
+    options: tuple[str, ...]
+
+
+_PRESETS: dict[str, _Preset] = {}
+
+
+def register(
+    name: str, description: str, *, default_nodes: int, devices_per_node: int = 1, max_nodes: int | None = None
+) -> Callable[[Build], Build]:
+    """Put a builder ``build(name, nodes, *, option=...)`` into the registry; its keyword-only arguments are the options."""
+
+    def keep(build: Build) -> Build:
+        parameters = inspect.signature(build).parameters.values()
+        _PRESETS[name] = _Preset(
+            info=PresetInfo(name, description, default_nodes),
+            build=build,
+            max_nodes=max_nodes or MAX_DEVICES // devices_per_node,
+            options=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
+        )
+        return build
+
+    return keep
+
+
+def preset(name: str, *, nodes: int | None = None, **options: Any) -> Cluster:
+    """A cluster by name; `nodes` counts hosts for machines, devices for regular networks.
+
+    >>> preset("torus", nodes=12)
+    <Cluster torus:12: 12 devices on 12 hosts, 48 links over dim0, dim1, dimensions 3x4>
+    """
+    if name not in _PRESETS:
+        raise unknown("preset", name, _PRESETS)
+    chosen = _PRESETS[name]
+    for option, value in options.items():
+        if option not in chosen.options:
+            if not chosen.options:
+                raise InvalidInput(f"unknown option {option!r}; preset {name} takes only nodes")
+            raise unknown(f"option of preset {name}", option, ("nodes", *chosen.options))
+        check_option(option, value)
+    if nodes is None:
+        return chosen.build(name, chosen.info.default_nodes, **options)
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= chosen.max_nodes:
+        raise InvalidInput(f"nodes: preset {name} takes 1 to {chosen.max_nodes} nodes, not {nodes!r}")
+    return chosen.build(name, nodes, **options)
+
+
+def presets() -> list[PresetInfo]:
+    """Every preset as ``(name, description, default_nodes)``, family by family."""
+    return [entry.info for entry in _PRESETS.values()]
+
+
+def check_option(option: str, value: Any) -> None:
+    """Refuse an option's value unless it is a number in range, or a list of sides."""
+    if option == "dims":
+        if not isinstance(value, Sequence) or not all(isinstance(x, int) and x >= 1 for x in value):
+            raise InvalidInput(f"dims: must be whole numbers >= 1 such as 4x4, not {value!r}")
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and option.endswith("gb_per_s")):
+        rule = "> 0" if option.endswith("gb_per_s") else ">= 0"
+        raise InvalidInput(f"{option}: must be a number {rule}, not {value!r}")

@@ -1,0 +1,157 @@
+"""Plots for the terminal: a size sweep on logarithmic axes, and who was busy when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from rich.style import Style
+from rich.text import Text
+
+from ..simulator import Timeline
+from ..units import format_us
+from .style import BOUND, colour, mark, short_bytes
+from .sweep import Sweep
+from .tracks import busy_share
+
+_BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_SHADES = " ░▒▓█"
+_LABEL = 6
+_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 1.5, 3, 7, 15, 30, 70, 1.2)
+
+
+def sweep_plot(sweep: Sweep, *, width: int = 80, height: int = 20) -> Text:
+    """Time as a multiple of the lower bound over bytes, both axes logarithmic.
+
+    A letter stands at every simulated point of its algorithm; where points meet, the faster one is shown.
+    """
+    names = sweep.by_speed
+    ratios = [[t / b if b > 0 else 1.0 for t, b in zip(sweep.time_us[n], sweep.bound_us, strict=True)] for n in names]
+    every = [value for row in ratios for value in row]
+    low, high = min([1.0, *every]), max([1.5, *every]) * 1.05
+    canvas = _Canvas(width - _LABEL - 1, height)
+    x = _positions([math.log(size) for size in sweep.sizes], canvas.columns * 2 - 1)
+
+    def y(ratio: float) -> float:
+        return (math.log(high) - math.log(ratio)) / (math.log(high) - math.log(low)) * (canvas.rows * 4 - 1)
+
+    ticks: dict[int, str] = {}
+    for tick in _TICKS:
+        if low <= tick <= high and all(abs(round(y(tick)) // 4 - row) > 1 for row in ticks):
+            ticks[round(y(tick)) // 4] = f"{tick:g}x"
+    canvas.curve([0, canvas.columns * 2 - 1], [y(1), y(1)], BOUND, dash=3)
+    for number in reversed(range(len(names))):
+        canvas.curve(x, [y(v) for v in ratios[number]], colour(number))
+    for at in range(len(x)):
+        for number in sorted(range(len(names)), key=lambda number: -ratios[number][at]):
+            canvas.letter(x[at], y(ratios[number][at]), mark(number), colour(number))
+    text = Text(f"{sweep.collective} on {sweep.cluster}: time, as a multiple of the lower bound\n")
+    for row, line in enumerate(canvas.lines()):
+        text.append(f"{ticks.get(row, ''):>{_LABEL}}{'┤' if row in ticks else '│'}", style="dim")
+        text.append_text(line).append("\n")
+    text.append(" " * _LABEL + "└" + "─" * canvas.columns + "\n", style="dim")
+    text.append(_size_axis(sweep.sizes, x, canvas.columns) + "\n", style="dim")
+    return text.append_text(_legend(names, width))
+
+
+def busy_plot(timeline: Timeline, *, width: int = 80, max_rows: int = 32) -> Text:
+    """A Gantt chart in shades: how busy each rank (or group of ranks) and stream was in each slot of time."""
+    columns = width - 22
+    ranks = int(timeline.rank.max(initial=-1)) + 1
+    if ranks == 0 or timeline.total_us <= 0:
+        return Text("nothing moved\n")
+    used = np.unique(timeline.stream)
+    per_row = -(-ranks * len(used) // max_rows)
+    groups = -(-ranks // per_row)
+    row = (timeline.rank // per_row).astype(np.int64) * len(used) + np.searchsorted(used, timeline.stream)
+    share = busy_share(timeline, row, groups * len(used), columns)
+    text = Text()
+    for index, shares in enumerate(share):
+        group, stream = divmod(index, len(used))
+        first, last = group * per_row, min((group + 1) * per_row, ranks) - 1
+        label = "" if stream else (f"rank {first}" if first == last else f"ranks {first}-{last}")
+        text.append(f"{label:<11.11} {timeline.streams[used[stream]]:>8.8} ", style="dim")
+        text.append("".join(_SHADES[min(4, math.ceil(s * 4))] for s in shares), style=colour(stream))
+        text.append("\n")
+    end = format_us(timeline.total_us)
+    text.append(" " * 21 + "0" + end.rjust(columns - 1) + "\n", style="dim")
+    text.append(" " * 21 + "░ busy up to a quarter of the slot ... █ nearly all of it\n", style="dim")
+    return text
+
+
+class _Canvas:
+    """Braille dots in a grid of cells: 2 dots across and 4 down in each, with one colour per cell."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        self.columns, self.rows = columns, rows
+        self._dots = [[0] * columns for _ in range(rows)]
+        self._colours = [[""] * columns for _ in range(rows)]
+        self._letters: dict[tuple[int, int], str] = {}
+
+    def curve(self, xs: Sequence[float], ys: Sequence[float], colour: str, *, dash: int = 1) -> None:
+        """Straight pieces through the points; with `dash` only every dash-th dot."""
+        for x in range(round(xs[0]), round(xs[-1]) + 1, dash):
+            self._dot(x, float(np.interp(x, xs, ys)), colour)
+            if dash == 1:
+                # A steep piece needs the dots between this column and the next.
+                here, there = np.interp([x, min(x + 1, xs[-1])], xs, ys)
+                for y in range(round(min(here, there)) + 1, round(max(here, there))):
+                    self._dot(x, y, colour)
+
+    def _dot(self, x: int, y: float, colour: str) -> None:
+        row, column = round(y) // 4, x // 2
+        if 0 <= row < self.rows and 0 <= column < self.columns:
+            self._dots[row][column] |= _BRAILLE[round(y) % 4][x % 2]
+            self._colours[row][column] = colour
+
+    def letter(self, x: float, y: float, letter: str, colour: str) -> None:
+        """A letter instead of the dots of a cell."""
+        row, column = min(round(y) // 4, self.rows - 1), min(round(x) // 2, self.columns - 1)
+        self._letters[row, column] = letter
+        self._colours[row][column] = colour
+
+    def lines(self) -> list[Text]:
+        """The rows, top first."""
+        result = []
+        for row in range(self.rows):
+            line = Text()
+            for column in range(self.columns):
+                dots = self._dots[row][column]
+                letter = self._letters.get((row, column))
+                style = Style(color=self._colours[row][column] or None, bold=letter is not None)
+                line.append(letter or (chr(0x2800 + dots) if dots else " "), style=style)
+            result.append(line)
+        return result
+
+
+def _positions(values: Sequence[float], last: int) -> list[float]:
+    """Spread over 0..last in proportion to the values; a single one stands in the middle."""
+    spread = values[-1] - values[0]
+    return [last / 2 if spread == 0 else (value - values[0]) / spread * last for value in values]
+
+
+def _size_axis(sizes: Sequence[int], x: Sequence[float], columns: int) -> str:
+    """Labels under their points, as many as fit."""
+    line = [" "] * (_LABEL + 1 + columns)
+    free = 0
+    for size, at in zip(sizes, x, strict=True):
+        label = short_bytes(size)
+        begin = min(max(_LABEL + 1 + round(at / 2) - len(label) // 2, 0), len(line) - len(label))
+        if begin >= free:
+            line[begin : begin + len(label)] = label
+            free = begin + len(label) + 2
+    return "".join(line).rstrip()
+
+
+def _legend(names: Sequence[str], width: int) -> Text:
+    text = Text()
+    used = width
+    entries = [(mark(i), name, colour(i)) for i, name in enumerate(names)] + [("⠒", "lower bound", BOUND)]
+    for letter, name, tint in entries:
+        if used + len(name) + 5 > width:
+            text.append(("\n" if text else "") + " " * (_LABEL + 1))
+            used = _LABEL + 1
+        text.append(letter, style=Style(color=tint, bold=True)).append(f" {name}   ")
+        used += len(name) + 5
+    return text.append("\n")

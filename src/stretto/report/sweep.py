@@ -1,0 +1,120 @@
+"""One collective over many sizes: the time of every algorithm beside the lower bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import InvalidInput
+from ..units import format_bytes, parse_bytes
+
+MAX_SIZES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """``time_us[algorithm][k]`` is the time for ``sizes[k]`` bytes, and ``bound_us[k]`` the least possible."""
+
+    cluster: str
+    collective: str
+    sizes: tuple[int, ...]
+    bound_us: tuple[float, ...]
+    time_us: Mapping[str, tuple[float, ...]]
+    facts: tuple[tuple[str, str], ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Algorithms that are not shown, each with the reason."""
+
+    @property
+    def by_speed(self) -> list[str]:
+        """The algorithms, fastest at the largest size first."""
+        return sorted(self.time_us, key=lambda name: (self.time_us[name][-1], name))
+
+    def best(self, at: int) -> str:
+        """The fastest algorithm at ``sizes[at]``."""
+        return min(self.time_us, key=lambda name: (self.time_us[name][at], name))
+
+    def algorithm_gb_per_s(self, name: str) -> tuple[float, ...]:
+        """Bytes over time, the number that benchmarks of collectives print as algorithm bandwidth."""
+        return rates(self.sizes, self.time_us[name])
+
+    def rows(self) -> list[dict[str, object]]:
+        """Flat rows with units in the keys, as the benchmarks write them."""
+        about = {"cluster": self.cluster, "collective": self.collective} | dict(self.facts)
+        return [
+            {
+                "case": f"{self.collective} {format_bytes(size)}",
+                "system": name,
+                **about,
+                "nbytes": size,
+                "time_us": times[at],
+                "bound_us": self.bound_us[at],
+                "algorithm_gb_per_s": self.algorithm_gb_per_s(name)[at],
+            }
+            for name, times in self.time_us.items()
+            for at, size in enumerate(self.sizes)
+        ]
+
+
+def rates(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, ...]:
+    """GB/s for each size; nothing to move is an infinite rate."""
+    return tuple(size / us / 1e3 if us > 0 else float("inf") for size, us in zip(sizes, times_us, strict=True))
+
+
+def run_sweep(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    cluster: str,
+    collective: str,
+    time_us: Callable[[str, int], float],
+    bound_us: Callable[[int], float],
+    advance: Callable[[str], None] = lambda label: None,
+    facts: tuple[tuple[str, str], ...] = (),
+    left_out: Mapping[str, str] | None = None,
+) -> Sweep:
+    """Evaluate every (algorithm, size); `advance` is called before each with what comes next."""
+    times: dict[str, tuple[float, ...]] = {}
+    bounds = []
+    for size in sizes:
+        advance(f"bound {format_bytes(size)}")
+        bounds.append(bound_us(size))
+    for name in names:
+        row = []
+        for size in sizes:
+            advance(f"{name} {format_bytes(size)}")
+            row.append(time_us(name, size))
+        times[name] = tuple(row)
+    return Sweep(
+        cluster=cluster,
+        collective=collective,
+        sizes=tuple(sizes),
+        bound_us=tuple(bounds),
+        time_us=times,
+        facts=facts,
+        left_out=left_out or {},
+    )
+
+
+def parse_sizes(text: str, *, factor: float = 4.0) -> tuple[int, ...]:
+    """One size, several, or a range that grows by `factor` and always contains its end.
+
+    >>> parse_sizes("64M"), parse_sizes("1K,1M"), parse_sizes("1Ki..100Ki")
+    ((64000000,), (1000, 1000000), (1024, 4096, 16384, 65536, 102400))
+    """
+    if ".." not in text:
+        sizes = tuple(parse_bytes(part) for part in text.split(","))
+    else:
+        low, high = (parse_bytes(part) for part in text.split("..", 1))
+        if low > high:
+            raise InvalidInput(f"size {text!r}: the range must rise")
+        if not factor >= 1.1:
+            raise InvalidInput(f"factor: must be >= 1.1, not {factor:g}")
+        grown: list[int] = []
+        size = float(low)
+        while size < high and len(grown) <= MAX_SIZES:
+            grown.append(round(size))
+            size *= factor
+        sizes = (*grown, high)
+    if len(sizes) > MAX_SIZES:
+        raise InvalidInput(f"size {text!r}: at most {MAX_SIZES} sizes, use a larger factor")
+    return tuple(dict.fromkeys(sizes))

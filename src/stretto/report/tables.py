@@ -1,0 +1,145 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ..simulator import Timeline
+from ..units import format_bytes, format_us
+from .style import short_bytes
+from .sweep import Sweep
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+    from ..simulator import Bound
+
+_PATH_ENDS = 4
+_BUSIEST = 5
+
+
+def timeline_tables(timeline: Timeline, *, cluster: Cluster | None = None, bound: Bound | None = None) -> Group:
+    """Everything a person wants to know first: total and bound, channels, busiest links, critical path."""
+    parts = [_summary(timeline, bound)]
+    if cluster is not None and cluster.num_links == len(timeline.link_names):
+        parts.append(_channels(timeline, cluster))
+    if len(timeline.link_names):
+        parts.append(_links(timeline))
+    if len(timeline.critical_path):
+        parts.append(_critical_path(timeline))
+    return Group(*parts)
+
+
+def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
+    """Times of the fastest algorithms at every size; as many as fit the width, the best one bold."""
+    names = sweep.by_speed
+    fits = max(1, (width - 22) // 13)
+    leaders = dict.fromkeys(sweep.best(at) for at in range(len(sweep.sizes)))
+    shown = [*leaders, *(n for n in names if n not in leaders)][:fits]
+    table = Table(box=None, pad_edge=False, title=None)
+    table.add_column("bytes", justify="right")
+    table.add_column("bound", justify="right", style="dim")
+    for name in sorted(shown, key=names.index):
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("best", justify="right")
+    for at, size in enumerate(sweep.sizes):
+        best = sweep.best(at)
+        cells = [
+            Text(format_us(sweep.time_us[name][at]), style="bold green" if name == best else "")
+            for name in sorted(shown, key=names.index)
+        ]
+        bound = sweep.bound_us[at]
+        multiple = f"{sweep.time_us[best][at] / bound:.2f}x" if bound > 0 else ""
+        table.add_row(short_bytes(size), format_us(bound), *cells, multiple)
+    if len(shown) < len(names):
+        table.caption = f"{len(names) - len(shown)} slower algorithms not shown; --json has all"
+    return table
+
+
+def comparison_table(sweep: Sweep) -> Table:
+    """One size: every algorithm with its time, rate and distance from the bound, fastest first."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("algorithm", "time", "GB/s", "of the bound"):
+        table.add_column(heading, justify="left" if heading == "algorithm" else "right")
+    for position, name in enumerate(sweep.by_speed):
+        us = sweep.time_us[name][0]
+        multiple = f"{us / sweep.bound_us[0]:.2f}x" if sweep.bound_us[0] > 0 else ""
+        rate = f"{sweep.algorithm_gb_per_s(name)[0]:.4g}"
+        table.add_row(name, format_us(us), rate, multiple, style="bold" if position == 0 else "")
+    table.add_row("lower bound", format_us(sweep.bound_us[0]), "", "1x", style="dim")
+    return table
+
+
+def _summary(timeline: Timeline, bound: Bound | None) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for key, value in timeline.facts:
+        table.add_row(key, value)
+    table.add_row("transfers", f"{timeline.num_spans:,}, {format_bytes(float(timeline.nbytes.sum()))} in all")
+    table.add_row("total", Text(format_us(timeline.total_us), style="bold"))
+    if bound is not None:
+        gap = f", {timeline.total_us / bound.total_us:.3f}x the bound" if bound.total_us > 0 else ""
+        table.add_row("lower bound", f"{format_us(bound.total_us)}{gap}")
+        table.add_row("", Text(bound.reason, style="dim"))
+    return table
+
+
+def _channels(timeline: Timeline, cluster: Cluster) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("channel", "links used", "bytes", "busy, average", "busiest"):
+        table.add_column(heading, justify="left" if heading == "channel" else "right")
+    for index, channel in enumerate(cluster.channels):
+        here = cluster.link_channel == index
+        used = here & (timeline.link_bytes > 0)
+        busy = timeline.link_utilisation[used]
+        table.add_row(
+            channel,
+            f"{np.count_nonzero(used)} of {np.count_nonzero(here)}",
+            format_bytes(float(timeline.link_bytes[used].sum())),
+            f"{100 * busy.mean():.1f} %" if len(busy) else "-",
+            f"{100 * busy.max():.1f} %" if len(busy) else "-",
+        )
+    return table
+
+
+def _links(timeline: Timeline) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("busiest links", "busy", "bytes"):
+        table.add_column(heading, justify="left" if heading == "busiest links" else "right")
+    order = np.argsort(-timeline.link_busy_us, kind="stable")
+    used = int(np.count_nonzero(timeline.link_bytes > 0))
+    for index in order[: min(_BUSIEST, used)].tolist():
+        table.add_row(
+            timeline.link_names[index],
+            f"{100 * timeline.link_utilisation[index]:.1f} %",
+            format_bytes(float(timeline.link_bytes[index])),
+        )
+    if used > _BUSIEST:
+        table.add_row(Text(f"{used - _BUSIEST} more", style="dim"), "", "")
+    return table
+
+
+def _critical_path(timeline: Timeline) -> Table:
+    path = timeline.critical_path.tolist()
+    table = Table(box=None, pad_edge=False)
+    for heading in (f"critical path ({len(path)})", "rank", "stream", "from", "to", "bytes"):
+        table.add_column(heading, justify="right" if heading in ("rank", "from", "to", "bytes") else "left")
+    keep = path if len(path) <= 2 * _PATH_ENDS + 1 else [*path[:_PATH_ENDS], -1, *path[-_PATH_ENDS:]]
+    for span in keep:
+        if span < 0:
+            table.add_row(Text(f"{len(path) - 2 * _PATH_ENDS} more", style="dim"))
+            continue
+        table.add_row(
+            timeline.names[timeline.name[span]],
+            str(timeline.rank[span]),
+            timeline.streams[timeline.stream[span]],
+            format_us(float(timeline.start_us[span])),
+            format_us(float(timeline.end_us[span])),
+            format_bytes(float(timeline.nbytes[span])),
+        )
+    return table

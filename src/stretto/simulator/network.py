@@ -1,0 +1,197 @@
+"""The network simulator: a verified program on a cluster, link by link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _native
+from ..cluster import Cluster
+from ..errors import InvalidInput, unknown
+from ..programs import Program
+from ..units import MB, format_bytes
+from .timeline import Timeline
+
+CONTENTION = ("fifo", "fair")
+ALPHA = ("pipelined", "blocking")
+
+
+def simulate(
+    program: Program,
+    cluster: Cluster,
+    *,
+    nbytes: float,
+    contention: str | None = None,
+    alpha: str = "pipelined",
+    channels: Iterable[str] | None = None,
+) -> Timeline:
+    """Run a program on a cluster and say how long it takes and why.
+
+    `contention`: ``fifo`` (a link serves one transfer at a time) or ``fair`` (max-min sharing); by default fifo,
+    but fair where a link caps single flows or loses throughput to incast, which only fair can express.
+    `alpha`: ``pipelined`` (latency delays arrival only) or ``blocking`` (the link is taken for it too; with fair
+    sharing the flow then starts after it). `channels` restricts routes to links of these channels.
+
+    >>> from stretto import AllReduce, algorithm
+    >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
+    >>> simulate(algorithm("ring", "all_reduce", 4), ring, nbytes=4 * MB).total_us
+    606.0
+    """
+    if alpha not in ALPHA:
+        raise unknown("alpha mode", alpha, ALPHA)
+    if not (np.isfinite(nbytes) and nbytes > 0):
+        raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
+    special = bool(np.isfinite(cluster.link_flow_gb_per_s).any() or (cluster.link_incast >= 0).any())
+    if contention is None:
+        contention = "fair" if special else "fifo"
+    if contention not in CONTENTION:
+        raise unknown("contention mode", contention, CONTENTION)
+    program.verify()
+    route, route_ptr, route_links = routes_of(program, cluster, channels)
+    if special and contention == "fifo":
+        _refuse_caps(cluster, route_links)
+    nbytes_each = program.transfer_bytes(nbytes)
+    curves = cluster.incast_curves
+    start, end, cause, busy, moved, events = _native.simulate(
+        src=program.src,
+        dst=program.dst,
+        reduce=program.reduce,
+        bytes=nbytes_each,
+        after_ptr=program.after_ptr,
+        after=program.after,
+        gate_ptr=program.gate_ptr,
+        gate=program.gate,
+        route=route,
+        route_ptr=route_ptr,
+        route_links=route_links,
+        alpha_us=cluster.link_alpha_us,
+        bytes_per_us=cluster.link_gb_per_s * 1e3,
+        flow_cap=cluster.link_flow_gb_per_s * 1e3,
+        incast=cluster.link_incast.astype(np.int32),
+        curve_ptr=np.cumsum([0, *(len(c) for c in curves)]).astype(np.int64),
+        curve_flows=np.array([flows for c in curves for flows, _ in c], np.int32),
+        curve_share=np.array([share for c in curves for _, share in c], np.float64),
+        reduce_us_per_byte=cluster.reduce_us_per_mb / MB,
+        alpha_blocks=alpha == "blocking",
+        fair=contention == "fair",
+    )
+    facts = {
+        "program": program.name,
+        "collective": program.collective.kind,
+        "cluster": cluster.name,
+        "bytes": format_bytes(nbytes),
+        "contention": contention,
+        "alpha": alpha,
+        "events": str(events),
+    }
+    if channels is not None:
+        facts["channels"] = "+".join(sorted(channels))
+    streams, stream = _streams(program)
+    names, name = _names(program)
+    return Timeline(
+        total_us=float(end.max(initial=0.0)),
+        rank=program.src,
+        stream=stream,
+        name=name,
+        start_us=start,
+        end_us=end,
+        nbytes=nbytes_each,
+        streams=streams,
+        names=names,
+        link_names=tuple(cluster.link_name(i) for i in range(cluster.num_links)),
+        link_busy_us=busy,
+        link_bytes=moved,
+        critical_path=_critical_path(end, cause),
+        facts=tuple(facts.items()),
+    )
+
+
+def routes_of(
+    program: Program, cluster: Cluster, channels: Iterable[str] | None = None
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+    """Each transfer's route as an index into ``(ptr, links)``; its own where it names one, else the cluster's."""
+    c = program.collective
+    if max(c.ranks) >= cluster.num_devices:
+        raise InvalidInput(f"ranks: device {max(c.ranks)} does not exist; {cluster.name} has {cluster.num_devices} devices")
+    if program.routes and program.routes_digest != cluster.digest:
+        raise InvalidInput(f"routes: program {program.name} was routed on another cluster than {cluster.name}")
+    key = (program.src.astype(np.int64) * c.num_ranks + program.dst) * program.num_lanes + program.lane
+    pairs, pair_of = _unique(key, c.num_ranks * c.num_ranks * program.num_lanes)
+    device = np.array(c.ranks, np.int32)
+    lane, pair = pairs % program.num_lanes, pairs // program.num_lanes
+    src, dst = device[pair // c.num_ranks], device[pair % c.num_ranks]
+    ptr, links = cluster.route_table(src, dst, (src + dst + lane).astype(np.int64), channels=channels)
+    if not program.routes:
+        return pair_of, ptr, links
+    _check_routes(program, cluster)
+    own = np.array([link for route in program.routes for link in route], np.int32)
+    own_ptr = ptr[-1] + np.cumsum([len(route) for route in program.routes])
+    named = np.where(program.route >= 0, len(pairs) + program.route, pair_of).astype(np.int32)
+    return named, np.concatenate([ptr, own_ptr]), np.concatenate([links, own])
+
+
+def _check_routes(program: Program, cluster: Cluster) -> None:
+    """A named route must lead from the sender's device to the receiver's over links that meet."""
+    device = program.collective.ranks
+    for at, route in enumerate(program.routes):
+        users = np.flatnonzero(program.route == at)
+        if not route or min(route) < 0 or max(route) >= cluster.num_links:
+            raise InvalidInput(f"routes[{at}]: links must be 0..{cluster.num_links - 1}")
+        nodes = [int(cluster.link_src[route[0]]), *(int(cluster.link_dst[link]) for link in route)]
+        if any(int(cluster.link_src[link]) != node for link, node in zip(route, nodes[:-1], strict=True)):
+            raise InvalidInput(f"routes[{at}]: its links do not meet")
+        for t in users:
+            if (device[program.src[t]], device[program.dst[t]]) != (nodes[0], nodes[-1]):
+                raise InvalidInput(f"transfers[{t}].route: routes[{at}] does not lead from its source to its destination")
+
+
+def _refuse_caps(cluster: Cluster, links: NDArray[np.int32]) -> None:
+    special = links[np.isfinite(cluster.link_flow_gb_per_s[links]) | (cluster.link_incast[links] >= 0)]
+    if len(special):
+        raise InvalidInput(
+            f"contention: fifo cannot express the flow cap or incast of link {cluster.link_name(int(special[0]))}; use fair"
+        )
+
+
+def _unique(key: NDArray[np.int64], limit: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """As np.unique with inverse, but without sorting where the keys are small."""
+    if limit > 1 << 24:
+        values, inverse = np.unique(key, return_inverse=True)
+        return values, inverse.astype(np.int32)
+    used = np.zeros(limit, np.bool_)
+    used[key] = True
+    values = np.flatnonzero(used)
+    number = np.zeros(limit, np.int32)
+    number[values] = np.arange(len(values))
+    return values, number[key]
+
+
+def _streams(program: Program) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+    lanes = program.num_lanes
+    values, stream = _unique(
+        program.dst.astype(np.int64) * lanes + program.lane, program.collective.num_ranks * lanes
+    )
+    return tuple(f"to {v // lanes}" + (f" lane {v % lanes}" if lanes > 1 else "") for v in values), stream
+
+
+def _names(program: Program) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+    """Names such as ``c3``, ``+c3`` (reduced) and ``c3 and 2 more``."""
+    more = np.diff(program.chunk_ptr) - 1
+    most = int(more.max(initial=0)) + 1
+    key = (program.chunk[program.chunk_ptr[:-1]].astype(np.int64) * most + more) * 2 + program.reduce
+    values, name = _unique(key, program.collective.num_chunks * most * 2)
+    chunks, extra, signs = values // 2 // most, values // 2 % most, values % 2
+    listed = zip(chunks.tolist(), extra.tolist(), signs.tolist(), strict=True)
+    return tuple("+" * s + f"c{c}" + (f" and {m} more" if m else "") for c, m, s in listed), name
+
+
+def _critical_path(end: NDArray[np.float64], cause: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Back from the last transfer over whatever held each one up last."""
+    if not len(end):
+        return np.zeros(0, np.int32)
+    path = [int(end.argmax())]
+    while (before := int(cause[path[-1]])) >= 0:
+        path.append(before)
+    return np.array(path[::-1], np.int32)
