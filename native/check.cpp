@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "arrays.h"
+#include "lists.h"
 
 namespace stretto {
 namespace {
@@ -42,8 +43,9 @@ struct Order {
     each([&](int32_t a, int32_t b) { ptr[a + 1]++, waiting[b]++; });
     for (int32_t e = 0; e < n; e++) ptr[e + 1] += ptr[e];
     std::vector<int32_t> next(ptr[n]);
-    std::vector<int64_t> at(ptr.begin(), ptr.end() - 1);
-    each([&](int32_t a, int32_t b) { next[at[a]++] = b; });
+    each([&](int32_t a, int32_t b) { next[ptr[a]++] = b; });
+    for (int32_t e = n; e > 0; e--) ptr[e] = ptr[e - 1];  // filling moved each start to its end
+    ptr[0] = 0;
     sequence.clear();
     sequence.reserve(n);
     for (int32_t e = 0; e < n; e++)
@@ -157,36 +159,6 @@ class Sets {
   std::vector<int32_t> uses_, free_;
 };
 
-// Short lists of events in one pool (most have one entry).
-class Lists {
- public:
-  void push(int32_t& head, int32_t event) {
-    int32_t cell;
-    if (free_ >= 0) {
-      cell = free_;
-      free_ = next_[cell];
-    } else {
-      cell = (int32_t)next_.size();
-      next_.push_back(0), event_.push_back(0);
-    }
-    event_[cell] = event, next_[cell] = head, head = cell;
-  }
-  void clear(int32_t& head) {
-    while (head >= 0) {
-      int32_t rest = next_[head];
-      next_[head] = free_, free_ = head, head = rest;
-    }
-  }
-  template <class F>
-  void each(int32_t head, F&& visit) const {
-    for (; head >= 0; head = next_[head]) visit(event_[head]);
-  }
-
- private:
-  int32_t free_ = -1;
-  std::vector<int32_t> next_, event_;
-};
-
 struct Value {
   int32_t chunk = kNothing, set = kNoSet;
 };
@@ -221,8 +193,10 @@ class Checker {
   void need_at_end(int32_t loc) { at_[loc].reads_left++; }
 
   void run(int64_t num_messages) {
-    std::vector<std::vector<Value>> wide(num_messages);  // messages of several items
-    std::vector<Value> narrow(num_messages);             // and of one
+    std::vector<Value> narrow(num_messages);  // messages of one item, and of several
+    bool any_wide = false;
+    for (int32_t e = 0; e < in_.num_events; e++) any_wide |= in_.item_ptr[e + 1] - in_.item_ptr[e] > 1;
+    std::vector<std::vector<Value>> wide(any_wide ? num_messages : 0);
     for (int32_t e : sequence_) {
       int64_t first = in_.item_ptr[e], count = in_.item_ptr[e + 1] - first;
       int32_t pop = in_.pop[e], push = in_.push[e];
@@ -408,11 +382,25 @@ nb::object check_events(int64_t num_locations, int64_t num_parts, bool reduction
     nb::gil_scoped_release release;
     int64_t messages = 0;
     for (int32_t e = 0; e < in.num_events; e++) messages = std::max<int64_t>(messages, std::max(pop.data()[e], push.data()[e]) + 1);
-    Order order;
-    if (!order.sort(in.num_events, in.preds)) {
-      cycle = order.cycle(in.num_events, in.preds);
-    } else {
-      Checker checker(in, num_locations, num_parts, order.sequence);
+    std::vector<int32_t> push_event(messages, kNothing), pop_event(messages, kNothing);
+    for (int32_t e = 0; e < in.num_events; e++) {
+      if (push.data()[e] >= 0) push_event[push.data()[e]] = e;
+      if (pop.data()[e] >= 0) pop_event[pop.data()[e]] = e;
+    }
+    // An order that also respects bounded FIFOs is a linear extension like any other, so it serves for the proof.
+    std::vector<int32_t> sequence;
+    for (int64_t d : {1, 2, 0}) {
+      Order order;
+      if (d) add_fifo_edges(order, {conn_ptr.data(), conn.data()}, (int64_t)conn_ptr.shape(0) - 1, push_event, pop_event, d);
+      if (order.sort(in.num_events, in.preds)) {
+        depth = d;
+        sequence = std::move(order.sequence);
+        break;
+      }
+      if (d != 1) cycle = order.cycle(in.num_events, in.preds);
+    }
+    if ((int32_t)sequence.size() == in.num_events) {
+      Checker checker(in, num_locations, num_parts, sequence);
       for (size_t i = 0; i < init_loc.shape(0); i++)
         checker.start(init_loc.data()[i], init_chunk.data()[i], init_part.data()[i]);
       for (size_t i = 0; i < post_loc.shape(0); i++) checker.need_at_end(post_loc.data()[i]);
@@ -425,20 +413,6 @@ nb::object check_events(int64_t num_locations, int64_t num_parts, bool reduction
       }
       errors = std::move(checker.errors);
       num_errors = checker.num_errors, redundant = checker.redundant, redundant_event = checker.redundant_event;
-
-      std::vector<int32_t> push_event(messages, kNothing), pop_event(messages, kNothing);
-      for (int32_t e = 0; e < in.num_events; e++) {
-        if (push.data()[e] >= 0) push_event[push.data()[e]] = e;
-        if (pop.data()[e] >= 0) pop_event[pop.data()[e]] = e;
-      }
-      for (int64_t d = 1; d <= 2 && !depth; d++) {
-        Order bounded;
-        add_fifo_edges(bounded, {conn_ptr.data(), conn.data()}, (int64_t)conn_ptr.shape(0) - 1, push_event, pop_event, d);
-        if (bounded.sort(in.num_events, in.preds))
-          depth = d;
-        else if (d == 2)
-          cycle = bounded.cycle(in.num_events, in.preds);
-      }
     }
   }
   return nb::make_tuple(errors, num_errors, cycle, depth, redundant, redundant_event);

@@ -23,10 +23,11 @@ struct Network {
 
 struct Transfers {
   int32_t count;
-  const int32_t *src, *dst, *route;
+  const int32_t* route;
   const bool* reduce;
   const double* bytes;
   Rows<int32_t> after, gate;
+  const bool* gate_reads;  // beside gate.values: that transfer must have been read, not have been written
   double reduce_us_per_byte;
 };
 
@@ -39,12 +40,17 @@ struct Run {
 // Reverse of Rows: who waits for each transfer.
 class Waiters {
  public:
-  Waiters(int32_t count, const Rows<int32_t>& rows) : ptr_(count + 1, 0), list_(rows.ptr[count]) {
-    for (int64_t i = 0; i < rows.ptr[count]; i++) ptr_[rows.values[i] + 1]++;
+  // With `flags`, only the entries whose flag is `wanted` count.
+  Waiters(int32_t count, const Rows<int32_t>& rows, const bool* flags = nullptr, bool wanted = true)
+      : ptr_(count + 1, 0) {
+    auto counts = [&](int64_t i) { return !flags || flags[i] == wanted; };
+    for (int64_t i = 0; i < rows.ptr[count]; i++) ptr_[rows.values[i] + 1] += counts(i);
     for (int32_t t = 0; t < count; t++) ptr_[t + 1] += ptr_[t];
+    list_.resize(ptr_[count]);
     std::vector<int64_t> at(ptr_.begin(), ptr_.end() - 1);
     for (int32_t t = 0; t < count; t++)
-      for (const int32_t* d = rows.begin(t); d != rows.end(t); d++) list_[at[*d]++] = t;
+      for (int64_t i = rows.ptr[t]; i < rows.ptr[t + 1]; i++)
+        if (counts(i)) list_[at[rows.values[i]]++] = t;
   }
   const int32_t* begin(int32_t t) const { return list_.data() + ptr_[t]; }
   const int32_t* end(int32_t t) const { return list_.data() + ptr_[t + 1]; }
@@ -73,7 +79,8 @@ template <class Model>
 class Driver {
  public:
   Driver(const Transfers& t, const Network& net, int64_t num_links)
-      : t_(t), net_(net), waits_(t.count, t.after), gated_(t.count, t.gate), after_left_(t.count), gate_left_(t.count) {
+      : t_(t), net_(net), waits_(t.count, t.after), read_gated_(t.count, t.gate, t.gate_reads, true),
+        write_gated_(t.count, t.gate, t.gate_reads, false), after_left_(t.count), gate_left_(t.count) {
     run.start.assign(t.count, -1), run.end.assign(t.count, -1);
     run.cause.assign(t.count, kNoTransfer);
     run.link_busy.assign(num_links, 0), run.link_bytes.assign(num_links, 0);
@@ -101,15 +108,10 @@ class Driver {
     }
   }
 
-  bool has_read_gates(int32_t x) const {
-    for (const int32_t* w = gated_.begin(x); w != gated_.end(x); w++)
-      if (t_.dst[*w] == t_.src[x]) return true;
-    return false;
-  }
+  bool has_read_gates(int32_t x) const { return read_gated_.begin(x) != read_gated_.end(x); }
 
   void read_done(int32_t x, double now) {  // the source may be overwritten
-    for (const int32_t* w = gated_.begin(x); w != gated_.end(x); w++)
-      if (t_.dst[*w] == t_.src[x]) open_gate(*w, x, now);
+    for (const int32_t* w = read_gated_.begin(x); w != read_gated_.end(x); w++) open_gate(*w, x, now);
   }
 
   void arrived(int32_t x, double now) {
@@ -126,8 +128,7 @@ class Driver {
         run.cause[*w] = x;
         ready_.push_back(*w);
       }
-    for (const int32_t* w = gated_.begin(x); w != gated_.end(x); w++)
-      if (t_.dst[*w] != t_.src[x]) open_gate(*w, x, now);
+    for (const int32_t* w = write_gated_.begin(x); w != write_gated_.end(x); w++) open_gate(*w, x, now);
   }
 
   const Transfers& t_;
@@ -159,7 +160,7 @@ class Driver {
     static_cast<Model*>(this)->settle(now);
   }
 
-  Waiters waits_, gated_;
+  Waiters waits_, read_gated_, write_gated_;
   std::vector<int32_t> after_left_, gate_left_, ready_;
 };
 

@@ -25,7 +25,9 @@ def derive_dependencies(
     src_slot: NDArray[np.int32],
     dst_slot: NDArray[np.int32],
     step: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]: ...
+) -> tuple[
+    NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.uint8]
+]: ...
 
 def check_events(
     num_locations: int,
@@ -53,14 +55,13 @@ def check_events(
 ) -> tuple[list[tuple[int, int, int, int, int, int]], int, list[int], int, int, int]: ...
 
 def simulate(
-    src: NDArray[np.int32],
-    dst: NDArray[np.int32],
     reduce: NDArray[np.bool_],
     bytes: NDArray[np.float64],
     after_ptr: NDArray[np.int64],
     after: NDArray[np.int32],
     gate_ptr: NDArray[np.int64],
     gate: NDArray[np.int32],
+    gate_reads: NDArray[np.bool_],
     route: NDArray[np.int32],
     route_ptr: NDArray[np.int64],
     route_links: NDArray[np.int32],

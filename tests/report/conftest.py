@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from stretto.simulator import Timeline
 
 
-def make_timeline(
+def _make(
     spans: list[tuple[int, int, int, float, float, float]], total_us: float, **rest: object
 ) -> Timeline:
     """Spans as (rank, stream, name, start_us, end_us, nbytes)."""
@@ -29,7 +31,7 @@ def make_timeline(
 @pytest.fixture
 def timeline() -> Timeline:
     """Two ranks; on rank 0 two transfers overlap on nvlink."""
-    return make_timeline(
+    return _make(
         [
             (0, 0, 0, 0.0, 2.0, 4000.0),
             (0, 0, 1, 1.0, 3.0, 4000.0),
@@ -46,7 +48,7 @@ def timeline() -> Timeline:
     )
 
 
-def random_timeline(spans: int, ranks: int, seed: int = 0) -> Timeline:
+def _random(spans: int, ranks: int, seed: int = 0) -> Timeline:
     """Spans that overlap at random."""
     rng = np.random.default_rng(seed)
     start = rng.uniform(0, 1000, spans)
@@ -61,3 +63,15 @@ def random_timeline(spans: int, ranks: int, seed: int = 0) -> Timeline:
         streams=("nvlink", "rdma"),
         names=("copy", "reduce", "send"),
     )
+
+
+@pytest.fixture
+def make_timeline() -> Callable[..., Timeline]:
+    """Builds a timeline from rows."""
+    return _make
+
+
+@pytest.fixture
+def random_timeline() -> Callable[..., Timeline]:
+    """Builds a timeline of ``(spans, ranks)``."""
+    return _random

@@ -1,0 +1,90 @@
+"""The command ``stretto``: one module per subcommand, one line and exit code 2 for anything wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..errors import StrettoError
+from .algorithms import algorithms
+from .cluster import app as cluster_app
+from .collective import app as collective_app
+from .demo import demo
+from .program import app as program_app
+from .simulate import simulate
+
+WRONG_INPUT = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="stretto",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(simulate)
+app.command()(algorithms)
+app.add_typer(cluster_app, name="cluster")
+app.add_typer(collective_app, name="collective")
+app.add_typer(program_app, name="program")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"stretto {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A communication compiler for distributed training.
+
+    \b
+    stretto demo                                         the whole path, with something to look at
+    stretto cluster show dgx2:2                          draw a cluster
+    stretto simulate all --cluster dgx2:2 --bytes 1K..1G every algorithm against the lower bound
+    stretto program verify FILE                          prove that a program is right
+    """
+
+
+def main() -> None:
+    """The entry point of the command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; whatever is wrong with the input is one line on stderr."""
+    try:
+        code = app(args=list(arguments), prog_name="stretto", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except StrettoError as error:
+        return _fail(str(error))
+    except typer.TyperException as error:
+        # Saying nothing at all asks for help, which has been printed by now.
+        return _fail(error.format_message()) if error.format_message() else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone (``| head``); nothing may be written any more, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _fail(message: str) -> int:
+    print(f"stretto: error: {' '.join(message.split())}", file=sys.stderr)
+    return WRONG_INPUT

@@ -91,8 +91,8 @@ def factor(count: int, parts: int = 2) -> tuple[int, ...] | None:
 
 
 def _check(dimensions: Sequence[Dimension]) -> None:
-    if not 1 <= len(dimensions) <= 8:
-        raise InvalidInput(f"dimensions: must be 1 to 8 of them, not {len(dimensions)}")
+    if not 1 <= len(dimensions) <= 16:
+        raise InvalidInput(f"dimensions: must be 1 to 16 of them, not {len(dimensions)}")
     links = 0.0
     for at, dim in enumerate(dimensions):
         if dim.kind not in DIMENSION_KINDS:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class Cluster:
 
     >>> ring = Cluster.preset("ring", nodes=4)
     >>> ring.num_devices, ring.num_links, ring.routes(0, 2)
-    (4, 8, [(0, 2), (1, 5)])
+    (4, 8, [(0, 2), (7, 5)])
     """
 
     name: str
@@ -103,17 +104,15 @@ class Cluster:
         _validate(self)
 
     @classmethod
-    def build(
-        cls, name: str, *, nodes: Iterable[Node], links: Iterable[Link], **rest: Any
-    ) -> Cluster:
+    def build(cls, name: str, *, nodes: Iterable[Node], links: Iterable[Link], **rest: Any) -> Cluster:
         """A cluster from `Node` and `Link` objects; devices are moved to the front, order kept."""
-        nodes, links = list(nodes), list(links)
-        for at, node in enumerate(nodes):
+        given, links = list(nodes), list(links)
+        for at, node in enumerate(given):
             if node.kind not in KINDS:
                 raise InvalidInput(f"nodes[{at}].kind: {unknown('kind', node.kind, KINDS)}")
-        order = sorted(range(len(nodes)), key=lambda i: nodes[i].kind != "device")
+        order = sorted(range(len(given)), key=lambda i: given[i].kind != "device")
         new_id = {old: new for new, old in enumerate(order)}
-        nodes = [nodes[i] for i in order]
+        nodes = [given[i] for i in order]
         for at, link in enumerate(links):
             for end in ("src", "dst"):
                 if getattr(link, end) not in new_id:
@@ -213,13 +212,15 @@ class Cluster:
         """``src>dst`` with node names, and the channel where it is needed to tell links apart."""
         return f"{self.node_names[self.link_src[index]]}>{self.node_names[self.link_dst[index]]}"
 
-    def routes(self, src: int, dst: int, *, channels: Iterable[str] | None = None, limit: int = 16) -> list[tuple[int, ...]]:
+    def routes(
+        self, src: int, dst: int, *, channels: Iterable[str] | None = None, limit: int = 16
+    ) -> list[tuple[int, ...]]:
         """All shortest routes between two devices (fewest links, then the widest), as link indices."""
         count = self._router(channels).count_paths(src, dst)
         pairs = np.arange(min(count, limit), dtype=np.int64)
         ends = np.ones(len(pairs), np.int32)
         ptr, links = self._router(channels).routes(src * ends, dst * ends, pairs)
-        return [tuple(links[a:b].tolist()) for a, b in zip(ptr[:-1], ptr[1:], strict=True)]
+        return [tuple(links[a:b].tolist()) for a, b in pairwise(ptr)]
 
     def route_table(
         self,
@@ -229,7 +230,10 @@ class Cluster:
         *,
         channels: Iterable[str] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """One route per (src, dst, choice), as ``(ptr, links)``; `choice` picks among equal routes, modulo their number."""
+        """One route per (src, dst, choice), as ``(ptr, links)``.
+
+        `choice` picks among equal routes, modulo their number.
+        """
         ptr, links = self._router(channels).routes(src, dst, choice)
         empty = np.flatnonzero((ptr[1:] == ptr[:-1]) & (src != dst))
         if len(empty):
@@ -242,13 +246,21 @@ class Cluster:
 
     def unreachable(self) -> tuple[int, int] | None:
         """A pair of devices with no route between them, or None."""
-        devices = np.arange(self.num_devices, dtype=np.int32)
-        for src, dst in ((np.zeros_like(devices), devices), (devices, np.zeros_like(devices))):
-            ptr, _ = self._router(None).routes(src, dst, np.zeros(len(devices), np.int64))
-            bad = np.flatnonzero((ptr[1:] == ptr[:-1]) & (src != dst))
-            if len(bad):
-                return int(src[bad[0]]), int(dst[bad[0]])
-        return None
+        devices, forth = range(self.num_devices), self._router(None)
+        forwards = (self.node_kind != DEVICE) | self.devices_forward
+        allowed = np.ones(self.num_links, np.bool_)
+        back = _native.Router(
+            self.num_nodes, self.link_dst, self.link_src, self.link_gb_per_s, allowed, forwards
+        )
+        degree = np.bincount(self.link_src, minlength=self.num_nodes) * forwards
+        for hub in np.argsort(-degree, kind="stable")[:4].tolist():
+            # One node that forwards, reached from every device and reaching every device, joins all pairs.
+            if forwards[hub] and all(
+                hub == d or (forth.count_paths(hub, d) and back.count_paths(hub, d)) for d in devices
+            ):
+                return None
+        pairs = ((a, b) for a in devices for b in devices if a != b)
+        return next(((a, b) for a, b in pairs if not forth.count_paths(a, b)), None)
 
     def _router(self, channels: Iterable[str] | None) -> _native.Router:
         key = None if channels is None else frozenset(channels)
@@ -294,8 +306,8 @@ class Cluster:
     def __repr__(self) -> str:
         dims = "x".join(str(d.size) for d in self.dimensions)
         return (
-            f"<Cluster {self.name}: {self.num_devices} devices on {self.num_hosts} hosts, {self.num_links} links "
-            f"over {', '.join(self.channels)}{f', dimensions {dims}' if dims else ''}>"
+            f"<Cluster {self.name}: {self.num_devices} devices on {self.num_hosts} hosts, "
+            f"{self.num_links} links over {', '.join(self.channels)}{f', dimensions {dims}' if dims else ''}>"
         )
 
 
@@ -311,28 +323,30 @@ def _validate(cluster: Cluster) -> None:
         raise InvalidInput("nodes: devices come first")
     if len(set(cluster.node_names)) != nodes:
         raise InvalidInput(f"nodes: names must differ; {_repeated(cluster.node_names)!r} is used twice")
-    _each(cluster.link_src, (0 <= cluster.link_src) & (cluster.link_src < nodes), "src", f"must be a node 0..{nodes - 1}")
-    _each(cluster.link_dst, (0 <= cluster.link_dst) & (cluster.link_dst < nodes), "dst", f"must be a node 0..{nodes - 1}")
-    _each(cluster.link_dst, cluster.link_src != cluster.link_dst, "dst", "a link must not lead to its own source")
+    for key in ("src", "dst"):
+        ends = getattr(cluster, f"link_{key}")
+        _each(ends, (ends >= 0) & (ends < nodes), key, f"must be a node 0..{nodes - 1}")
+    other = cluster.link_src != cluster.link_dst
+    _each(cluster.link_dst, other, "dst", "a link must not lead to its own source")
     for key in ("alpha_us", "gb_per_s", "flow_gb_per_s"):
         values = getattr(cluster, f"link_{key}")
-        lowest = values >= 0 if key == "alpha_us" else values > 0
+        least = values >= 0 if key == "alpha_us" else values > 0
         finite = np.isfinite(values) | (key == "flow_gb_per_s")
-        _each(values, lowest & finite & ~np.isnan(values), key, "must be >= 0" if key == "alpha_us" else "must be > 0")
+        _each(values, least & finite, key, f"must be {'>= 0' if key == 'alpha_us' else '> 0'}")
     for at, curve in enumerate(cluster.incast_curves):
         flows = [count for count, _ in curve]
         if flows != sorted(set(flows)) or any(not 0 < share <= 1 for _, share in curve) or min(flows) < 1:
-            raise InvalidInput(f"incast[{at}]: (flows, share) pairs need rising flows >= 1 and shares in (0, 1]")
+            raise InvalidInput(f"incast[{at}]: pairs need rising flows >= 1 and shares in (0, 1]")
     if not (math.isfinite(cluster.reduce_us_per_mb) and cluster.reduce_us_per_mb >= 0):
         raise InvalidInput("reduce_us_per_mb: must be >= 0")
     for at, dim in enumerate(cluster.dimensions):
         if dim.kind not in DIMENSION_KINDS:
             raise InvalidInput(f"dimensions[{at}].kind: {unknown('kind', dim.kind, DIMENSION_KINDS)}")
-        if dim.size < 1 or not dim.gb_per_s > 0 or not dim.alpha_us >= 0:
+        if dim.size < 1 or not 0 < dim.gb_per_s < math.inf or not 0 <= dim.alpha_us < math.inf:
             raise InvalidInput(f"dimensions[{at}]: size must be >= 1, gb_per_s > 0, alpha_us >= 0")
     size = math.prod(d.size for d in cluster.dimensions)
     if cluster.dimensions and size != cluster.num_devices:
-        raise InvalidInput(f"dimensions: sizes multiply to {size}, but there are {cluster.num_devices} devices")
+        raise InvalidInput(f"dimensions: sizes multiply to {size}, there are {cluster.num_devices} devices")
 
 
 def _each(values: NDArray[Any], good: NDArray[np.bool_], key: str, rule: str) -> None:

@@ -74,9 +74,7 @@ class Wiring:
         rate = np.repeat(np.broadcast_to(np.ravel(np.asarray(gb_per_s, np.float64)), a.shape), 2)
         self._append(ends, alpha, rate, channel, flow_gb_per_s)
 
-    def link(
-        self, a: ArrayLike, b: ArrayLike, *, gb_per_s: ArrayLike, alpha_us: float, channel: str
-    ) -> None:
+    def link(self, a: ArrayLike, b: ArrayLike, *, gb_per_s: ArrayLike, alpha_us: float, channel: str) -> None:
         """One link from a[i] to b[i] (broadcast)."""
         a, b = (np.ravel(x) for x in np.broadcast_arrays(np.asarray(a, np.int64), np.asarray(b, np.int64)))
         rate = np.broadcast_to(np.ravel(np.asarray(gb_per_s, np.float64)), a.shape)

@@ -194,12 +194,14 @@ def _validate(collective: Collective) -> None:
     for side, ptr, chunk in (("inputs", c.in_ptr, c.in_chunk), ("outputs", c.out_ptr, c.out_chunk)):
         if np.any((chunk < 0) | (chunk >= c.num_chunks)):
             raise InvalidInput(f"{side}: chunks must be 0..{c.num_chunks - 1}")
-        slot = np.repeat(np.arange(c.num_ranks), np.diff(ptr)) * c.num_chunks + chunk
-        if len(np.unique(slot)) != len(slot):
+        slot = np.sort(np.repeat(np.arange(c.num_ranks), np.diff(ptr)) * c.num_chunks + chunk)
+        if np.any(slot[1:] == slot[:-1]):
             raise InvalidInput(f"{side}: a rank holds one chunk twice")
     if np.any(~(c.chunk_share > 0)):
         raise InvalidInput("chunk_share: every share must be > 0")
-    missing = np.setdiff1d(c.out_chunk, c.in_chunk)
+    held = np.zeros(c.num_chunks, np.bool_)
+    held[c.in_chunk] = True
+    missing = c.out_chunk[~held[c.out_chunk]]
     if len(missing):
         raise InvalidInput(f"outputs: chunk {missing[0]} is wanted but no rank has it at the start")
     if np.any((c.out_set < ALL_PARTS) | (c.out_set >= len(c.part_sets))) or c.in_part.min(initial=0) < 0:

@@ -107,7 +107,7 @@ class Program:
         rows = np.diff(ptr)
         ranks_and_chunks = [(np.repeat(columns[end], rows), chunks) for end in ("src", "dst")]
         number, (src_slot, dst_slot) = slot_numbers(collective.num_ranks, collective.num_chunks, ranks_and_chunks)
-        after_ptr, after, gate_ptr, gate = _native.derive_dependencies(
+        after_ptr, after, gate_ptr, gate, _ = _native.derive_dependencies(
             collective.num_ranks * collective.num_chunks if number is None else len(number),
             columns["reduce"], ptr, src_slot, dst_slot, np.ascontiguousarray(steps),
         )
@@ -137,6 +137,12 @@ class Program:
     def gate_of(self, transfer: int) -> NDArray[np.int32]:
         """What must be done with the destination before this transfer writes to it."""
         return self.gate[self.gate_ptr[transfer] : self.gate_ptr[transfer + 1]]
+
+    @property
+    def gate_reads(self) -> NDArray[np.bool_]:
+        """Beside `gate`: whether that transfer sends from the destination (and must have read), or delivers there."""
+        reads: NDArray[np.bool_] = self.src[self.gate] == np.repeat(self.dst, np.diff(self.gate_ptr))
+        return reads
 
     def transfer_bytes(self, nbytes: float) -> NDArray[np.float64]:
         """The size of each transfer when the collective moves `nbytes`."""

@@ -320,9 +320,8 @@ def _transfer_predecessors(p: Program) -> tuple[NDArray[np.int64], NDArray[np.in
     pred = np.empty(ptr[-1], np.int32)
     pred[np.repeat(ptr[0:-1:2] - p.after_ptr[:-1], afters) + np.arange(len(p.after))] = 2 * p.after + 1
     pred[ptr[1::2]] = 2 * np.arange(count)
-    reads_there = p.src[p.gate] == np.repeat(p.dst, gates)
     pred[np.repeat(ptr[1::2] + 1 - p.gate_ptr[:-1], gates) + np.arange(len(p.gate))] = np.where(
-        reads_there, 2 * p.gate, 2 * p.gate + 1
+        p.gate_reads, 2 * p.gate, 2 * p.gate + 1
     )
     return ptr, pred
 
@@ -339,10 +338,11 @@ def _rows_from_edges(
 
 def _part_rows(c: Collective) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
     """The sets of parts that outputs are checked against: one row per chunk, then the collective's own sets."""
-    pairs = np.unique(np.stack([c.in_chunk, c.in_part], axis=1), axis=0)
-    lengths = [np.bincount(pairs[:, 0], minlength=c.num_chunks), [len(s) for s in c.part_sets]]
+    pairs = np.sort(c.in_chunk.astype(np.int64) * c.num_parts + c.in_part)
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]
+    lengths = [np.bincount(pairs // c.num_parts, minlength=c.num_chunks), [len(s) for s in c.part_sets]]
     ptr = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
-    parts = np.concatenate([pairs[:, 1], *(sorted(s) for s in c.part_sets)]).astype(np.int32)
+    parts = np.concatenate([pairs % c.num_parts, *(sorted(s) for s in c.part_sets)]).astype(np.int32)
     row = np.where(c.out_set == ALL_PARTS, c.out_chunk, c.num_chunks + c.out_set)
     return row.astype(np.int32), ptr, parts
 

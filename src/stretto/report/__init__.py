@@ -6,5 +6,11 @@ from .sweep import Sweep, parse_sizes, run_sweep
 from .timeline_file import load_timeline, save_timeline
 
 __all__ = [
-    "Sweep", "load_timeline", "parse_sizes", "run_sweep", "save_timeline", "write_chrome_json", "write_perfetto",
+    "Sweep",
+    "load_timeline",
+    "parse_sizes",
+    "run_sweep",
+    "save_timeline",
+    "write_chrome_json",
+    "write_perfetto",
 ]

@@ -35,7 +35,10 @@ def write_chrome_json(timeline: Timeline, path: str | Path, *, max_spans: int = 
     """
     shown = tracks(timeline, max_spans=max_spans)
     encode = msgspec.json.encode
-    about = dict(timeline.facts) | {"total_us": f"{timeline.total_us:.9g}", "spans_left_out": str(shown.left_out)}
+    about = dict(timeline.facts) | {
+        "total_us": f"{timeline.total_us:.9g}",
+        "spans_left_out": str(shown.left_out),
+    }
     labels: list[dict[str, object]] = []
     for track, rank in enumerate(shown.rank.tolist()):
         if track == 0 or rank != shown.rank[track - 1]:
@@ -57,7 +60,15 @@ def write_chrome_json(timeline: Timeline, path: str | Path, *, max_spans: int = 
                     strict=True,
                 )
                 events = [
-                    _Event(timeline.names[name], "X", rank, track, begin / 1e3, (end - begin) / 1e3, _Bytes(nbytes))
+                    _Event(
+                        timeline.names[name],
+                        "X",
+                        rank,
+                        track,
+                        begin / 1e3,
+                        (end - begin) / 1e3,
+                        _Bytes(nbytes),
+                    )
                     for name, begin, end, nbytes in columns
                 ]
                 file.write(b"," + encode(events)[1:-1])

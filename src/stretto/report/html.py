@@ -12,7 +12,7 @@ import numpy as np
 
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
-from .style import BOUND, colour
+from .style import BOUND, colour, short_bytes
 from .sweep import Sweep, rates
 from .tracks import busy_share, tracks
 
@@ -31,8 +31,8 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1180px; margin: 0 auto;
-        padding: 16px 24px 48px; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff;
+        max-width: 1180px; margin: 0 auto; padding: 16px 24px 48px; }}
 h1 {{ font-size: 24px; margin: 8px 0; }}
 h2 {{ font-size: 18px; margin: 32px 0 4px; border-top: 1px solid #ddd; padding-top: 16px; }}
 p {{ margin: 4px 0 8px; max-width: 80ch; }}
@@ -66,7 +66,7 @@ class Section:
 def write_html(path: str | Path, *, title: str, sections: Sequence[Section]) -> None:
     """Write the page; plotly's script is inside it once, if any section has a figure."""
     body = "\n".join(
-        f"<h2>{escape(s.heading)}</h2>\n{f'<p>{escape(s.note)}</p>' if s.note else ''}\n<div class='wide'>{s.body}</div>"
+        f"<h2>{escape(s.heading)}</h2>\n<p>{escape(s.note)}</p>\n<div class='wide'>{s.body}</div>"
         for s in sections
     )
     script = ""
@@ -79,11 +79,13 @@ def write_html(path: str | Path, *, title: str, sections: Sequence[Section]) -> 
 
 def sweep_section(sweep: Sweep) -> Section:
     """Time, algorithm bandwidth and the multiple of the bound over bytes, with one legend."""
-    note = f"{sweep.collective} on {sweep.cluster}. " + "; ".join(f"{key}: {value}" for key, value in sweep.facts)
-    note += ". Click a name to hide it, double-click to show it alone."
+    about = "".join(f", {key} {value}" for key, value in sweep.facts)
+    note = f"{sweep.collective} on {sweep.cluster}{about}. Click a name to hide it."
     for name, reason in sweep.left_out.items():
         note += f" Left out: {name} ({reason})."
-    return Section(heading="Algorithms against the lower bound", note=note, body=_figure(_sweep_figure(sweep)))
+    return Section(
+        heading="Algorithms against the lower bound", note=note, body=_figure(_sweep_figure(sweep))
+    )
 
 
 def sweep_table_section(sweep: Sweep) -> Section:
@@ -96,16 +98,16 @@ def sweep_table_section(sweep: Sweep) -> Section:
             f"<td{' class=best' if name == best else ''}>{format_us(sweep.time_us[name][at])}</td>"
             for name in sweep.by_speed
         )
-        rows.append(f"<tr><td>{format_bytes(size)}</td><td>{format_us(sweep.bound_us[at])}</td>{cells}</tr>")
+        rows.append(f"<tr><td>{short_bytes(size)}</td><td>{format_us(sweep.bound_us[at])}</td>{cells}</tr>")
     body = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return Section(heading="Times", note="Simulated; the fastest at each size is bold.", body=body)
 
 
 def timeline_section(timeline: Timeline, heading: str) -> Section:
-    """Who moved what when: single transfers where they can still be told apart, else how busy each rank was."""
+    """Who moved what when: every transfer where they can be told apart, else how busy each rank was."""
     shown = tracks(timeline, max_spans=_MAX_BARS)
-    about = ", ".join(f"{key} {value}" for key, value in timeline.facts)
-    note = f"{format_us(timeline.total_us)} for {timeline.num_spans} transfers ({about})."
+    about = "".join(f", {key} {value}" for key, value in timeline.facts)
+    note = f"{format_us(timeline.total_us)} for {timeline.num_spans:,} transfers{about}."
     if timeline.num_spans and not shown.left_out and len(shown.rank) <= _MAX_BAR_TRACKS:
         note += " One bar per transfer; the critical path has a dark edge."
         return Section(heading=heading, note=note, body=_figure(_bars(timeline)))
@@ -115,7 +117,7 @@ def timeline_section(timeline: Timeline, heading: str) -> Section:
 
 def _figure(figure: Figure) -> str:
     text: str = figure.to_html(
-        full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}
+        full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
     )
     return text
 
@@ -127,7 +129,11 @@ def _sweep_figure(sweep: Sweep) -> Figure:
         rows=2,
         cols=2,
         specs=[[{}, {}], [{"colspan": 2}, None]],
-        subplot_titles=("time", "algorithm bandwidth (bytes / time)", "time as a multiple of the lower bound"),
+        subplot_titles=(
+            "time",
+            "algorithm bandwidth (bytes / time)",
+            "time as a multiple of the lower bound",
+        ),
         vertical_spacing=0.13,
         horizontal_spacing=0.08,
         row_heights=[0.55, 0.45],
@@ -137,21 +143,44 @@ def _sweep_figure(sweep: Sweep) -> Figure:
         speed = rates(sweep.sizes, times)
         ratio = [t / b if b > 0 else 1.0 for t, b in zip(times, sweep.bound_us, strict=True)]
         hover = [
-            f"{name}, {format_bytes(size)}: {format_us(us)}, {rate:.4g} GB/s, {times_bound:.3g}x the bound"
+            f"{name}, {short_bytes(size)}: {format_us(us)}, {rate:.4g} GB/s, {times_bound:.3g}x the bound"
             for size, us, rate, times_bound in zip(sweep.sizes, times, speed, ratio, strict=True)
         ]
         for y, row, column in ((times, 1, 1), (speed, 1, 2), (ratio, 2, 1)):
             figure.add_scatter(
-                x=sweep.sizes, y=y, row=row, col=column, name=name, legendgroup=name,
-                showlegend=(row, column) == (1, 1), mode="lines+markers" if dash == "solid" else "lines",
-                line={"color": tint, "dash": dash, "width": 2}, marker={"size": 6}, hovertext=hover,
+                x=sweep.sizes,
+                y=y,
+                row=row,
+                col=column,
+                name=name,
+                legendgroup=name,
+                showlegend=(row, column) == (1, 1),
+                mode="lines+markers" if dash == "solid" else "lines",
+                line={"color": tint, "dash": dash, "width": 2},
+                marker={"size": 6},
+                hovertext=hover,
                 hoverinfo="text",
             )
-    figure.update_xaxes(type="log", title_text="bytes", dtick=1, exponentformat="SI", gridcolor="#eee")
+    tens = [10**d for d in range(16) if sweep.sizes[0] <= 1.5 * 10**d and 10**d <= 1.5 * sweep.sizes[-1]]
+    figure.update_xaxes(
+        type="log",
+        title_text="bytes",
+        tickvals=tens,
+        ticktext=[short_bytes(t) for t in tens],
+        gridcolor="#eee",
+    )
     figure.update_yaxes(gridcolor="#eee")
     figure.update_yaxes(type="log", title_text="us", dtick=1, exponentformat="power", row=1, col=1)
     figure.update_yaxes(title_text="GB/s", rangemode="tozero", row=1, col=2)
-    figure.update_yaxes(type="log", title_text="times the bound", row=2, col=1)
+    steps = [1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000]
+    figure.update_yaxes(
+        type="log",
+        title_text="times the bound",
+        tickvals=steps,
+        ticktext=[f"{s:g}x" for s in steps],
+        row=2,
+        col=1,
+    )
     figure.update_layout(height=760, **_look(), legend={"orientation": "h", "y": -0.09})
     return figure
 
@@ -164,30 +193,30 @@ def _bars(timeline: Timeline) -> Figure:
     row = np.repeat(np.arange(len(labels)), np.diff(shown.ptr))
     edge = np.zeros(timeline.num_spans)
     edge[timeline.critical_path] = 1.5
-    figure = Figure()
-    for index, stream in enumerate(timeline.streams):
-        here = np.flatnonzero(timeline.stream[shown.order] == index)
-        spans = shown.order[here]
-        if not len(spans):
-            continue
-        hover = [
-            f"{timeline.names[timeline.name[k]]}: {format_bytes(timeline.nbytes[k])}, "
-            f"{format_us(timeline.start_us[k])} to {format_us(timeline.end_us[k])}"
-            for k in spans.tolist()
-        ]
-        figure.add_trace(
-            Bar(
-                orientation="h", name=stream, y=[labels[j] for j in row[here].tolist()],
-                base=timeline.start_us[spans].tolist(),
-                x=(timeline.end_us[spans] - timeline.start_us[spans]).tolist(),
-                marker={"color": colour(index), "line": {"color": "#222", "width": edge[spans].tolist()}},
-                hovertext=hover, hoverinfo="text+y",
-            )
+    spans = shown.order.tolist()
+    hover = [
+        f"{timeline.names[timeline.name[k]]}: {format_bytes(timeline.nbytes[k])}, "
+        f"{format_us(timeline.start_us[k])} to {format_us(timeline.end_us[k])}"
+        for k in spans
+    ]
+    figure = Figure(
+        Bar(
+            orientation="h",
+            y=[labels[j] for j in row.tolist()],
+            base=timeline.start_us[spans].tolist(),
+            x=(timeline.end_us[spans] - timeline.start_us[spans]).tolist(),
+            hovertext=hover,
+            hoverinfo="text+y",
+            marker={
+                "color": [colour(k) for k in timeline.stream[spans].tolist()],
+                "line": {"color": "#222", "width": edge[spans].tolist()},
+            },
         )
+    )
     figure.update_yaxes(categoryorder="array", categoryarray=labels[::-1], automargin=True)
     figure.update_xaxes(title_text="us", gridcolor="#eee")
     height = 140 + 18 * len(labels)
-    figure.update_layout(barmode="overlay", bargap=0.15, height=height, showlegend=True, **_look())
+    figure.update_layout(barmode="overlay", bargap=0.15, height=height, **_look())
     return figure
 
 
@@ -202,8 +231,13 @@ def _heat(timeline: Timeline) -> Figure:
     slot = timeline.total_us / _HEAT_COLUMNS
     figure = Figure(
         Heatmap(
-            z=share.round(3).tolist(), x=[(k + 0.5) * slot for k in range(_HEAT_COLUMNS)], y=labels, zmin=0, zmax=1,
-            colorscale=[[0, "#ffffff"], [1, colour(0)]], colorbar={"title": "busy"},
+            z=share.round(3).tolist(),
+            x=[(k + 0.5) * slot for k in range(_HEAT_COLUMNS)],
+            y=labels,
+            zmin=0,
+            zmax=1,
+            colorscale=[[0, "#ffffff"], [1, colour(0)]],
+            colorbar={"title": "busy"},
         )
     )
     figure.update_yaxes(autorange="reversed")
@@ -214,6 +248,8 @@ def _heat(timeline: Timeline) -> Figure:
 
 def _look() -> dict[str, Any]:
     return {
-        "plot_bgcolor": "#fff", "paper_bgcolor": "#fff", "font": {"family": "system-ui, sans-serif", "size": 13},
+        "plot_bgcolor": "#fff",
+        "paper_bgcolor": "#fff",
+        "font": {"family": "system-ui, sans-serif", "size": 13},
         "margin": {"l": 60, "r": 20, "t": 40, "b": 40},
     }

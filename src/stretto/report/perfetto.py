@@ -78,21 +78,19 @@ def _write_about(timeline: Timeline, shown: Tracks, file: IO[bytes]) -> None:
     for key, value in facts.items():
         event.debug_annotations.add(name=key, string_value=value)
 
+    rate = gb_per_s(timeline, _COUNTER_SLOTS)
+    slots = np.flatnonzero(np.diff(np.concatenate([[0.0], rate]))).tolist()
     slot_ns = timeline.total_us * 1e3 / _COUNTER_SLOTS
-    for index, stream in enumerate(timeline.streams):
-        rate = gb_per_s(timeline, timeline.stream == index, _COUNTER_SLOTS)
-        if rate.any():
-            changes = np.flatnonzero(np.diff(np.concatenate([[-1.0], rate])))
-            points = [(round(slot * slot_ns), float(rate[slot])) for slot in changes.tolist()]
-            points.append((round(timeline.total_us * 1e3), 0.0))
-            _counter(builder, 2 + index, about, f"{stream}, all ranks", "GB/s", points)
+    points = [(round(slot * slot_ns), float(rate[slot])) for slot in slots]
+    _counter(
+        builder, 2, about, "in flight, all ranks", "GB/s", [*points, (round(timeline.total_us * 1e3), 0.0)]
+    )
     busiest = np.argsort(-timeline.link_busy_us, kind="stable")[:_MAX_LINKS].tolist()
     for index in busiest:
         share = 100 * float(timeline.link_utilisation[index])
         if share > 0:
-            uuid = 2 + len(timeline.streams) + index
             ends = [(0, share), (round(timeline.total_us * 1e3), 0.0)]
-            _counter(builder, uuid, about, f"{timeline.link_names[index]} busy, average", "%", ends)
+            _counter(builder, 3 + index, about, f"{timeline.link_names[index]} busy, average", "%", ends)
     file.write(builder.serialize())
 
 

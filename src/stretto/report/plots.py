@@ -27,7 +27,7 @@ def sweep_plot(sweep: Sweep, *, width: int = 80, height: int = 20) -> Text:
     A letter stands at every simulated point of its algorithm; where points meet, the faster one is shown.
     """
     names = sweep.by_speed
-    ratios = [[t / b if b > 0 else 1.0 for t, b in zip(sweep.time_us[n], sweep.bound_us, strict=True)] for n in names]
+    ratios = [sweep.times_bound(name) for name in names]
     every = [value for row in ratios for value in row]
     low, high = min([1.0, *every]), max([1.5, *every]) * 1.05
     canvas = _Canvas(width - _LABEL - 1, height)
@@ -55,29 +55,26 @@ def sweep_plot(sweep: Sweep, *, width: int = 80, height: int = 20) -> Text:
     return text.append_text(_legend(names, width))
 
 
-def busy_plot(timeline: Timeline, *, width: int = 80, max_rows: int = 32) -> Text:
-    """A Gantt chart in shades: how busy each rank (or group of ranks) and stream was in each slot of time."""
-    columns = width - 22
+def busy_plot(timeline: Timeline, *, width: int = 80, max_rows: int = 16) -> Text:
+    """A Gantt chart in shades: how much of each slot of time each rank (or group of ranks) was sending."""
+    columns = width - 14
     ranks = int(timeline.rank.max(initial=-1)) + 1
     if ranks == 0 or timeline.total_us <= 0:
         return Text("nothing moved\n")
-    used = np.unique(timeline.stream)
-    per_row = -(-ranks * len(used) // max_rows)
-    groups = -(-ranks // per_row)
-    row = (timeline.rank // per_row).astype(np.int64) * len(used) + np.searchsorted(used, timeline.stream)
-    share = busy_share(timeline, row, groups * len(used), columns)
+    per_row = -(-ranks // max_rows)
+    rows = -(-ranks // per_row)
+    share = busy_share(timeline, (timeline.rank // per_row).astype(np.int64), rows, columns)
     text = Text()
-    for index, shares in enumerate(share):
-        group, stream = divmod(index, len(used))
-        first, last = group * per_row, min((group + 1) * per_row, ranks) - 1
-        label = "" if stream else (f"rank {first}" if first == last else f"ranks {first}-{last}")
-        text.append(f"{label:<11.11} {timeline.streams[used[stream]]:>8.8} ", style="dim")
-        text.append("".join(_SHADES[min(4, math.ceil(s * 4))] for s in shares), style=colour(stream))
-        text.append("\n")
+    for row, shares in enumerate(share):
+        first, last = row * per_row, min((row + 1) * per_row, ranks) - 1
+        label = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        text.append(f"{label:<13.13} ", style="dim")
+        text.append("".join(_SHADES[min(4, math.ceil(s * 4))] for s in shares) + "\n", style=colour(0))
     end = format_us(timeline.total_us)
-    text.append(" " * 21 + "0" + end.rjust(columns - 1) + "\n", style="dim")
-    text.append(" " * 21 + "░ busy up to a quarter of the slot ... █ nearly all of it\n", style="dim")
-    return text
+    text.append(" " * 14 + "0" + end.rjust(columns - 1) + "\n", style="dim")
+    return text.append(
+        " " * 14 + "░ sending up to a quarter of the slot ... █ nearly all of it\n", style="dim"
+    )
 
 
 class _Canvas:

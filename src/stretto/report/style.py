@@ -5,8 +5,18 @@ from __future__ import annotations
 from ..units import GB, KB, MB
 
 PALETTE = (
-    "#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f", "#ff9da7", "#8cd17d",
-    "#499894", "#d37295",
+    "#4e79a7",
+    "#f28e2b",
+    "#59a14f",
+    "#e15759",
+    "#b07aa1",
+    "#76b7b2",
+    "#edc948",
+    "#9c755f",
+    "#ff9da7",
+    "#8cd17d",
+    "#499894",
+    "#d37295",
 )
 BOUND = "#808080"
 MARKS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"

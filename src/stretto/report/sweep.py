@@ -13,7 +13,7 @@ MAX_SIZES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """``time_us[algorithm][k]`` is the time for ``sizes[k]`` bytes, and ``bound_us[k]`` the least possible."""
+    """``time_us[algorithm][k]`` is the time for ``sizes[k]`` bytes, ``bound_us[k]`` the least possible."""
 
     cluster: str
     collective: str
@@ -37,6 +37,11 @@ class Sweep:
         """Bytes over time, the number that benchmarks of collectives print as algorithm bandwidth."""
         return rates(self.sizes, self.time_us[name])
 
+    def times_bound(self, name: str) -> tuple[float, ...]:
+        """Time over lower bound at every size."""
+        pairs = zip(self.time_us[name], self.bound_us, strict=True)
+        return tuple(us / bound if bound > 0 else 1.0 for us, bound in pairs)
+
     def rows(self) -> list[dict[str, object]]:
         """Flat rows with units in the keys, as the benchmarks write them."""
         about = {"cluster": self.cluster, "collective": self.collective} | dict(self.facts)
@@ -57,7 +62,8 @@ class Sweep:
 
 def rates(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, ...]:
     """GB/s for each size; nothing to move is an infinite rate."""
-    return tuple(size / us / 1e3 if us > 0 else float("inf") for size, us in zip(sizes, times_us, strict=True))
+    pairs = zip(sizes, times_us, strict=True)
+    return tuple(size / us / 1e3 if us > 0 else float("inf") for size, us in pairs)
 
 
 def run_sweep(

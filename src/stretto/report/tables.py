@@ -22,7 +22,9 @@ _PATH_ENDS = 4
 _BUSIEST = 5
 
 
-def timeline_tables(timeline: Timeline, *, cluster: Cluster | None = None, bound: Bound | None = None) -> Group:
+def timeline_tables(
+    timeline: Timeline, *, cluster: Cluster | None = None, bound: Bound | None = None
+) -> Group:
     """Everything a person wants to know first: total and bound, channels, busiest links, critical path."""
     parts = [_summary(timeline, bound)]
     if cluster is not None and cluster.num_links == len(timeline.link_names):

@@ -96,7 +96,8 @@ def _decode(text: bytes, kind: type[T], where: str) -> T:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         message, _, field = str(error).rpartition(" - at ")
-        raise InvalidInput(f"{where}: {field.strip('`')}: {message}" if message else f"{where}: {error}") from None
+        reason = f"{field.strip('`')}: {message}" if message else str(error)
+        raise InvalidInput(f"{where}: {reason}") from None
 
 
 def _column(raw: msgspec.Raw, whole: bool, where: str) -> NDArray[Any]:
@@ -118,7 +119,10 @@ def _check(timeline: Timeline, where: str) -> None:
         if len(column) != count:
             raise InvalidInput(f"{where}: {key}: has {len(column)} entries, not {count}")
     upper = {
-        "rank": 1 << 31, "stream": len(timeline.streams), "name": len(timeline.names), "critical_path": spans
+        "rank": 1 << 31,
+        "stream": len(timeline.streams),
+        "name": len(timeline.names),
+        "critical_path": spans,
     }
     for key, limit in upper.items():
         column = getattr(timeline, key)

@@ -34,11 +34,11 @@ class Tracks:
     def label(self, track: int, streams: tuple[str, ...]) -> str:
         """The stream's name, numbered from the second lane on."""
         lane = int(self.lane[track])
-        return streams[self.stream[track]] + (f" #{lane + 1}" if lane else "")
+        return streams[int(self.stream[track])] + (f" #{lane + 1}" if lane else "")
 
 
 def tracks(timeline: Timeline, *, max_spans: int = MAX_TRACE_SPANS) -> Tracks:
-    """Assign lanes; with more than `max_spans` spans, only the lowest ranks that fit are taken (at least one)."""
+    """Assign lanes; past `max_spans`, only the lowest ranks that fit are taken (at least one)."""
     start = np.rint(timeline.start_us * 1e3).astype(np.int64)
     end = np.maximum(np.rint(timeline.end_us * 1e3).astype(np.int64), start)
     order = np.lexsort((end, start, timeline.stream, timeline.rank))
@@ -66,7 +66,7 @@ def _whole_ranks(rank: NDArray[np.int32], limit: int) -> int:
     if len(rank) <= limit:
         return len(rank)
     ends = np.append(np.flatnonzero(np.diff(rank)) + 1, len(rank))
-    return int(ends[max(np.searchsorted(ends, limit, side="right") - 1, 0)])
+    return int(ends[max(int(np.searchsorted(ends, limit, side="right")) - 1, 0)])
 
 
 def _lanes(key: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -109,10 +109,10 @@ def busy_share(timeline: Timeline, row: NDArray[np.int64], rows: int, columns: i
     return share
 
 
-def gb_per_s(timeline: Timeline, span: NDArray[np.bool_], columns: int) -> NDArray[np.float64]:
-    """The rate at which the chosen spans move bytes, averaged over each of `columns` equal time slots."""
+def gb_per_s(timeline: Timeline, columns: int) -> NDArray[np.float64]:
+    """The rate at which all spans together move bytes, averaged over each of `columns` equal time slots."""
     total = timeline.total_us
-    moved = span & (timeline.nbytes > 0)
+    moved = timeline.nbytes > 0
     if total <= 0 or not moved.any():
         return np.zeros(columns)
     begin, finish = timeline.start_us[moved], timeline.end_us[moved]
@@ -125,7 +125,9 @@ def gb_per_s(timeline: Timeline, span: NDArray[np.bool_], columns: int) -> NDArr
     return result
 
 
-def _ramps(begin: NDArray[np.float64], rate: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+def _ramps(
+    begin: NDArray[np.float64], rate: NDArray[np.float64], edges: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Sum of ``rate * (edge - begin)`` over all spans that begin before each edge."""
     order = np.argsort(begin)
     begin, rate = begin[order], rate[order]
@@ -134,4 +136,3 @@ def _ramps(begin: NDArray[np.float64], rate: NDArray[np.float64], edges: NDArray
     at = np.searchsorted(begin, edges, side="right")
     result: NDArray[np.float64] = slope[at] * edges - offset[at]
     return result
-

@@ -55,14 +55,13 @@ def simulate(
     nbytes_each = program.transfer_bytes(nbytes)
     curves = cluster.incast_curves
     start, end, cause, busy, moved, events = _native.simulate(
-        src=program.src,
-        dst=program.dst,
         reduce=program.reduce,
         bytes=nbytes_each,
         after_ptr=program.after_ptr,
         after=program.after,
         gate_ptr=program.gate_ptr,
         gate=program.gate,
+        gate_reads=program.gate_reads,
         route=route,
         route_ptr=route_ptr,
         route_links=route_links,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..model import Cluster
 from ..wiring import Wiring, numbered
@@ -14,24 +15,27 @@ from .regular import ALPHA_US, GB_PER_S
 def fat_tree(name: str, nodes: int, *, gb_per_s: float = GB_PER_S, alpha_us: float = ALPHA_US) -> Cluster:
     """The smallest even k with k^3/4 >= nodes; k/2 devices per edge switch, k/2 edges per pod.
 
-    Levels that `nodes` does not need are left out. `alpha_us` is paid at every hop upwards, so a path pays it once
-    within an edge switch, twice within a pod and three times between pods.
+    Levels that `nodes` does not need are left out. `alpha_us` is paid at every hop upwards, so a path pays
+    it once within an edge switch, twice within a pod and three times between pods.
     """
     half = 1
     while 2 * half**3 < nodes:
         half += 1
     wiring = Wiring(numbered("d", nodes))
-    rates = {"gb_per_s": gb_per_s, "alpha_us": alpha_us, "back_us": 0.0, "channel": "link"}
+
+    def wire(lower: ArrayLike, upper: ArrayLike) -> None:
+        wiring.duplex(lower, upper, gb_per_s=gb_per_s, alpha_us=alpha_us, back_us=0.0, channel="link")
+
     edge_of = np.arange(nodes) // half
     edges = wiring.add(numbered("edge", int(edge_of[-1]) + 1), kind="switch")
-    wiring.duplex(wiring.devices, edges[edge_of], **rates)  # type: ignore[arg-type]
+    wire(wiring.devices, edges[edge_of])
     if len(edges) > 1:
         pod_of = np.arange(len(edges)) // half
         pods = int(pod_of[-1]) + 1
         middle = wiring.add(numbered("agg", pods * half), kind="switch").reshape(pods, half)
-        wiring.duplex(edges[:, None], middle[pod_of], **rates)  # type: ignore[arg-type]
+        wire(edges[:, None], middle[pod_of])
         if pods > 1:
             core = wiring.add(numbered("core", half * half), kind="switch").reshape(half, half)
-            wiring.duplex(middle[:, :, None], core[None], **rates)  # type: ignore[arg-type]
+            wire(middle[:, :, None], core[None])
     notes = (f"fat tree of {2 * half}-port switches; {2 * half**3} devices would fill it",)
     return wiring.cluster(f"{name}:{nodes}", notes=notes)

@@ -35,9 +35,14 @@ _PRESETS: dict[str, _Preset] = {}
 
 
 def register(
-    name: str, description: str, *, default_nodes: int, devices_per_node: int = 1, max_nodes: int | None = None
+    name: str,
+    description: str,
+    *,
+    default_nodes: int,
+    devices_per_node: int = 1,
+    max_nodes: int | None = None,
 ) -> Callable[[Build], Build]:
-    """Put a builder ``build(name, nodes, *, option=...)`` into the registry; its keyword-only arguments are the options."""
+    """Register a builder ``build(name, nodes, *, option=...)``; its keyword-only arguments are the options."""
 
     def keep(build: Build) -> Build:
         parameters = inspect.signature(build).parameters.values()

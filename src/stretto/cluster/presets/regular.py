@@ -72,7 +72,7 @@ def torus(
 def hypercube(name: str, nodes: int, *, gb_per_s: float = GB_PER_S, alpha_us: float = ALPHA_US) -> Cluster:
     """Devices whose numbers differ in one bit are linked."""
     bits = nodes.bit_length() - 1
-    if nodes != 1 << bits or not 1 <= bits:
+    if nodes != 1 << bits or bits < 1:
         near = ", ".join(str(1 << b) for b in range(max(1, bits - 1), min(16, bits + 2) + 1))
         raise InvalidInput(f"nodes: a hypercube needs a power of two such as {near}, not {nodes}")
     dimensions = [_dimension("fully_connected", 2, gb_per_s, alpha_us)] * bits

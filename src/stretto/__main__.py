@@ -1,0 +1,6 @@
+"""``python -m stretto`` is the command ``stretto``."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    main()

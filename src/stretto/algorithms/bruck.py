@@ -1,0 +1,56 @@
+"""Bruck's all-gather and all-to-all: ceil(log2(n)) steps for any n.
+
+All-gather: in step i rank r sends what it has gathered to r - 2^i. Optimal in both terms for any n; it wins
+over the ring for small messages. All-to-all: in step i everything whose remaining distance has bit i set moves
+on by 2^i; every byte travels about log2(n)/2 times, so it wins only for small messages.
+
+Cost: all-gather ``ceil(log2 n) alpha + beta S (n-1)/n``; all-to-all ``ceil(log2 n) alpha + beta (S/n) w`` where w is the
+number of ones in the binary forms of 1..n-1 (n log2(n) / 2 for powers of two). Any n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..programs.ir import Program
+from .base import COLLECTIVES, Algorithm, Ranks, Steps, choose, devices_of, label, placement, unless
+
+KINDS = ("all_gather", "all_to_all")
+
+
+def bruck(
+    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, order: Sequence[int] | None = None
+) -> Program:
+    """Log-step all-gather or all-to-all.
+
+    >>> bruck("all_gather", 5)
+    <Program bruck: all_gather over 5 ranks, 15 transfers, 15 dependencies, 1 lane>
+    """
+    choose("collective for bruck", kind, KINDS)
+    devices = devices_of(ranks, chunks)
+    n = len(devices)
+    steps = Steps()
+    rank = np.arange(n)
+    piece = np.arange(chunks)[:, None]
+    for i in range((n - 1).bit_length()):
+        jump = 1 << i
+        if kind == "all_gather":
+            shard = (rank[:, None] + np.arange(min(jump, n - jump))) % n
+            dst = (rank - jump) % n
+        else:
+            distance = np.arange(n)
+            distance = distance[distance >> i & 1 == 1]
+            origin = (rank[:, None] - distance % jump) % n
+            shard = origin * n + (origin + distance) % n
+            dst = (rank + jump) % n
+        steps.add(src=rank, dst=dst, step=i + piece, chunk=shard * chunks + piece[..., None])
+    name = label("bruck", chunks=unless(1, chunks), order=order)
+    return steps.program(name, COLLECTIVES[kind](devices, chunks=chunks, in_place=in_place), placement(n, order))
+
+
+ALGORITHM = Algorithm(
+    name="bruck", collectives=KINDS, build=bruck, where="any number of ranks",
+    summary="jumps of 1, 2, 4, ... with ever more (or half of all) data; the least latencies for any n",
+)

@@ -1,0 +1,192 @@
+"""Hierarchical, multi-rail reduce-scatter, all-gather and all-reduce over any number of dimensions.
+
+Ranks form a grid (dimension 0 varies fastest: rank = c0 + d0 (c1 + d1 (c2 + ...))). The reduce-scatter goes
+through the dimensions one by one; after each, a rank keeps only its share, so the slow outer dimensions carry
+little, and every rank of a host uses its own rail. The all-gather goes back the same way. Inside a dimension
+it is a ring, direct or halving-doubling. With several chunks one dimension works while the next does, too.
+
+Cost, one chunk, ring inside: reduce-scatter or all-gather ``sum over i of (d_i - 1) (alpha_i + beta_i S / (d_0 ... d_i))``;
+all-reduce twice that. On 2 hosts of 8: ``2 (7 (alpha_0 + beta_0 S/8) + alpha_1 + beta_1 S/16)``. Direct inside pays
+``alpha_i`` once (with a link per pair), halving-doubling ``log2(d_i)`` times. Any n that is the product of the
+dimensions; halving-doubling only in dimensions that are powers of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InvalidInput
+from ..programs.ir import Program
+from .base import (
+    COLLECTIVES,
+    Algorithm,
+    Ints,
+    Ranks,
+    Steps,
+    choose,
+    devices_of,
+    is_power_of_two,
+    label,
+    near_square,
+    placement,
+    unless,
+)
+from .halving_doubling import _bit_reversed, halvings
+from .orders import composite_refusal, fast_orders, host_grid
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+INSIDE = ("ring", "direct", "halving_doubling")
+
+Round = tuple[Ints, Ints, Ints]
+"""Messages of one step of one dimension: from coordinate, to coordinate, which coordinates' blocks (2-D)."""
+
+
+def hierarchical(
+    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, dims: Sequence[int] | None = None,
+    inside: str | Sequence[str] = "ring", order: Sequence[int] | None = None,
+) -> Program:
+    """Dimension by dimension; `inside` names the algorithm for all dimensions or for each.
+
+    >>> hierarchical("all_reduce", 16, dims=(8, 2))
+    <Program hierarchical(dims=8x2): all_reduce over 16 ranks, 256 transfers, 464 dependencies, 1 lane>
+    """
+    choose("collective for hierarchical", kind, KINDS)
+    devices = devices_of(ranks, chunks)
+    n = len(devices)
+    sizes = _sizes(n, dims)
+    schemes = _schemes(sizes, inside)
+    weights, piece = _numbering(kind, n, sizes, schemes, chunks)
+    phases = []
+    if kind != "all_gather":
+        phases += [(d, _reduce_scatter_rounds(schemes[d], sizes[d]), True) for d in range(len(sizes))]
+    if kind != "reduce_scatter":
+        phases += [(d, _all_gather_rounds(schemes[d], sizes[d]), False) for d in reversed(range(len(sizes)))]
+    longest = max((len(rounds) for _, rounds, _ in phases), default=0)
+    steps = Steps()
+    for stage, (dim, rounds, reduce) in enumerate(phases):
+        _add_stage(steps, sizes, weights, piece, dim, rounds, first=stage * longest, every=longest, reduce=reduce)
+    collective = COLLECTIVES[kind](devices, chunks=chunks * n if kind == "all_reduce" else chunks, in_place=in_place)
+    name = label(
+        "hierarchical", chunks=unless(1, chunks), dims="x".join(map(str, sizes)),
+        inside=unless("ring", inside), order=order,
+    )
+    return steps.program(name, collective, placement(n, order))
+
+
+def _add_stage(
+    steps: Steps, sizes: Sequence[int], weights: Sequence[Ints], piece: Ints, dim: int, rounds: list[Round], *,
+    first: int, every: int, reduce: bool,
+) -> None:
+    """One dimension's exchange, in all lines of ranks along it at once; piece j comes `every` steps later."""
+    strides = [math.prod(sizes[:d]) for d in range(len(sizes))]
+    line = _sums(np.arange(size) * stride for d, (size, stride) in enumerate(zip(sizes, strides, strict=True)) if d != dim)
+    # Blocks in play agree with the rank in the dimensions already reduced, and are any in those to come.
+    fixed = _sums(weights[d] if d < dim else np.zeros(sizes[d], np.int64) for d in range(len(sizes)) if d != dim)
+    free = _sums(weights[dim + 1 :])
+    later = every * np.arange(len(piece))[:, None, None]
+    for at, (src, dst, blocks) in enumerate(rounds):
+        mine = (weights[dim][blocks][:, :, None] + free).reshape(len(src), 1, -1)
+        chunk = piece[:, None, None, None] + fixed[:, None] + mine
+        steps.add(
+            src=src[:, None] * strides[dim] + line, dst=dst[:, None] * strides[dim] + line,
+            step=first + at + later, chunk=chunk, reduce=reduce,
+        )
+
+
+def _reduce_scatter_rounds(scheme: str, size: int) -> list[Round]:
+    at = np.arange(size)
+    if scheme == "ring":
+        return [(at, (at + 1) % size, ((at - s - 1) % size)[:, None]) for s in range(size - 1)]
+    if scheme == "direct":
+        to = (at + np.arange(1, size)[:, None]) % size
+        return [(np.tile(at, size - 1), to.ravel(), to.reshape(-1, 1))] if size > 1 else []
+    return [(at, partner, sent) for partner, sent in halvings(size, range(size.bit_length() - 1))]
+
+
+def _all_gather_rounds(scheme: str, size: int) -> list[Round]:
+    if scheme == "ring":
+        at = np.arange(size)
+        return [(at, (at + 1) % size, ((at - s) % size)[:, None]) for s in range(size - 1)]
+    return [(dst, src, blocks) for src, dst, blocks in reversed(_reduce_scatter_rounds(scheme, size))]
+
+
+def _numbering(
+    kind: str, n: int, sizes: Sequence[int], schemes: Sequence[str], chunks: int
+) -> tuple[list[Ints], Ints]:
+    """What each coordinate, and each piece, adds to the number of a chunk."""
+    if kind != "all_reduce":
+        return [np.arange(size) * math.prod(sizes[:d]) * chunks for d, size in enumerate(sizes)], np.arange(chunks)
+    # The tensor's blocks may be named freely: so that every message is one contiguous range.
+    names = [_bit_reversed(z) if s == "halving_doubling" else np.arange(z) for z, s in zip(sizes, schemes, strict=True)]
+    return [name * math.prod(sizes[d + 1 :]) for d, name in enumerate(names)], np.arange(chunks) * n
+
+
+def _sums(terms: Iterable[Ints]) -> Ints:
+    total = np.zeros(1, np.int64)
+    for term in terms:
+        total = (term[:, None] + total).ravel()
+    return total
+
+
+def _sizes(n: int, dims: Sequence[int] | None) -> tuple[int, ...]:
+    if dims is None:
+        refused = composite_refusal("hierarchical", n)
+        if refused:
+            raise InvalidInput(refused)
+        return n // near_square(n), near_square(n)
+    sizes = tuple(int(d) for d in dims)
+    if not sizes or min(sizes) < 1 or math.prod(sizes) != n:
+        raise InvalidInput(f"dims: {'x'.join(map(str, sizes)) or 'none'} does not make {n} ranks")
+    return sizes
+
+
+def _schemes(sizes: Sequence[int], inside: str | Sequence[str]) -> list[str]:
+    schemes = [inside] * len(sizes) if isinstance(inside, str) else list(inside)
+    if len(schemes) != len(sizes):
+        raise InvalidInput(f"inside: needs one name, or one per dimension ({len(sizes)}), not {len(schemes)}")
+    for at, (scheme, size) in enumerate(zip(schemes, sizes, strict=True)):
+        choose("inside", scheme, INSIDE)
+        if scheme == "halving_doubling" and not is_power_of_two(size):
+            raise InvalidInput(f"inside[{at}]: halving_doubling needs a power of two, but dims[{at}] is {size}")
+    return schemes
+
+
+def _from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    if "dims" in chosen or "order" in chosen:
+        return {}
+    if cluster.dimensions and devices == tuple(range(cluster.num_devices)):
+        best = {"ring": "ring", "fully_connected": "direct", "switch": "halving_doubling"}
+        schemes = [best[d.kind] for d in cluster.dimensions]
+        for at, dim in enumerate(cluster.dimensions):
+            if schemes[at] == "halving_doubling" and not is_power_of_two(dim.size):
+                schemes[at] = "ring"
+        inside: dict[str, Any] = {} if "inside" in chosen else {"inside": tuple(schemes)}
+        return {"dims": tuple(d.size for d in cluster.dimensions)} | inside
+    grid = host_grid(cluster, devices)
+    if grid is None:
+        return {}
+    local, order = grid
+    fast = fast_orders(cluster, devices)
+    if fast is not None and _host_aligned(cluster, devices, fast[0], local):
+        order = fast[0]
+    return {"dims": (local, len(devices) // local)} | ({} if order is None else {"order": order})
+
+
+def _host_aligned(cluster: Cluster, devices: tuple[int, ...], order: Sequence[int], local: int) -> bool:
+    hosts = cluster.node_host[np.asarray(devices)[np.asarray(order)]].reshape(-1, local)
+    return bool(np.all(hosts == hosts[:, :1]))
+
+
+ALGORITHM = Algorithm(
+    name="hierarchical", collectives=KINDS, build=hierarchical, from_cluster=_from_cluster,
+    refusal=lambda kind, count: composite_refusal("hierarchical", count),
+    where="ranks = product of dims (default: two factors > 1)",
+    summary="dimension by dimension, inner first: slow outer dimensions carry only a share, on every rail",
+)

@@ -1,0 +1,150 @@
+"""What a cluster suggests: an order of the ranks along its fastest links, and the grid of hosts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InvalidInput
+from .base import near_square
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+
+MAX_SEARCHED = 128
+"""Above this many ranks no order is searched for: the ranks' own order is kept."""
+BUDGET = 20_000
+"""Partial orders that are tried for one speed of links before slower links are allowed."""
+
+
+def fast_orders(cluster: Cluster, devices: tuple[int, ...], *, rings: int = 1) -> list[list[int]] | None:
+    """Orders of the ranks along direct links between devices, the slowest link used being as fast as possible.
+
+    One closed ring over all ranks if there is one, else a line inside each host, hosts one after the other. Every
+    further ring sees the links that are already in use as that much slower. None: keep the ranks' own order.
+    """
+    count = len(devices)
+    if not 3 <= count <= MAX_SEARCHED:
+        return None
+    speed = direct_speed(cluster, devices)
+    uses = np.zeros_like(speed)
+    orders: list[list[int]] = []
+    for _ in range(rings):
+        share = speed / (uses + 1)
+        order = _fastest(share, closed=True) or _host_by_host(cluster, devices, share)
+        if order is None:
+            return None
+        uses[order, np.roll(order, -1)] += 1
+        orders.append(order)
+    return None if rings == 1 and orders[0] == list(range(count)) else orders
+
+
+def direct_speed(cluster: Cluster, devices: tuple[int, ...]) -> NDArray[np.float64]:
+    """GB/s of the direct links from rank to rank (parallel links together); 0 where there is none."""
+    rank_of = np.full(cluster.num_nodes, -1)
+    rank_of[list(devices)] = np.arange(len(devices))
+    src, dst = rank_of[cluster.link_src], rank_of[cluster.link_dst]
+    both = (src >= 0) & (dst >= 0)
+    speed = np.zeros((len(devices), len(devices)))
+    np.add.at(speed, (src[both], dst[both]), cluster.link_gb_per_s[both])
+    return speed
+
+
+def host_grid(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, list[int] | None] | None:
+    """(ranks per host, the ranks host by host), or None where hosts are not alike or there is only one.
+
+    The order is None where the ranks already come host by host.
+    """
+    groups = _by_host(cluster, devices)
+    sizes = {len(group) for group in groups}
+    if len(groups) < 2 or len(sizes) != 1 or sizes == {1}:
+        return None
+    order = [rank for group in groups for rank in group]
+    return sizes.pop(), None if order == list(range(len(devices))) else order
+
+
+def local_count(name: str, count: int, local: int | None) -> int:
+    """How many ranks share a host, checked."""
+    if local is None:
+        refused = composite_refusal(name, count)
+        if refused:
+            raise InvalidInput(refused)
+        return count // near_square(count)
+    if local < 1 or count % local:
+        raise InvalidInput(f"local: {count} ranks cannot be cut into hosts of {local}")
+    return local
+
+
+def composite_refusal(name: str, count: int) -> str | None:
+    """The message where a rank count is prime, so that it has no hosts by itself."""
+    if near_square(count) == 1:
+        return f"ranks: {name} needs ranks = local x hosts, both > 1, but {count} has no such factors"
+    return None
+
+
+def _by_host(cluster: Cluster, devices: tuple[int, ...]) -> list[list[int]]:
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, device in enumerate(devices):
+        host = int(cluster.node_host[device])
+        groups.setdefault((host, -1) if host >= 0 else (-1, device), []).append(rank)
+    return list(groups.values())
+
+
+def _host_by_host(
+    cluster: Cluster, devices: tuple[int, ...], share: NDArray[np.float64]
+) -> list[int] | None:
+    order: list[int] = []
+    for group in _by_host(cluster, devices):
+        inner = share[np.ix_(group, group)]
+        line = _fastest(inner, closed=True) or _fastest(inner, closed=False) or list(range(len(group)))
+        order += [group[i] for i in line]
+    return order
+
+
+def _fastest(speed: NDArray[np.float64], *, closed: bool) -> list[int] | None:
+    """A Hamiltonian cycle (or path) whose slowest link is as fast as the search can make it."""
+    count = len(speed)
+    if count < 3:
+        return None
+    natural = list(range(count))
+    for least in np.unique(speed[speed > 0])[::-1].tolist():
+        linked = speed >= least
+        if np.all(linked[natural[:-1], natural[1:]]) and (not closed or linked[-1, 0]):
+            return natural
+        if closed and not (linked.any(axis=0).all() and linked.any(axis=1).all()):
+            continue
+        for start in range(1 if closed else count):
+            found = _hamiltonian(linked, start, closed)
+            if found is not None:
+                return found
+    return None
+
+
+def _hamiltonian(linked: NDArray[np.bool_], start: int, closed: bool) -> list[int] | None:
+    """Depth-first search that goes where fewest ways lead on first; gives up after `BUDGET` extensions."""
+    count = len(linked)
+    free = np.ones(count, np.bool_)
+    free[start] = False
+    path = [start]
+
+    def ways(node: int) -> list[int]:
+        following = np.flatnonzero(linked[node] & free)
+        onward = np.count_nonzero(linked[following][:, free], axis=1)
+        return following[np.lexsort((following, onward))][::-1].tolist()
+
+    open_ways = [ways(start)]
+    for _ in range(BUDGET):
+        if len(path) == count and (not closed or linked[path[-1], start]):
+            return path
+        while open_ways and not open_ways[-1]:
+            open_ways.pop()
+            free[path.pop()] = True
+        if not open_ways:
+            return None
+        node = open_ways[-1].pop()
+        path.append(node)
+        free[node] = False
+        open_ways.append(ways(node))
+    return None

@@ -1,0 +1,90 @@
+"""The library's table of contents: which algorithms there are, and how to build one by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..collectives.conditions import as_ranks
+from ..errors import InvalidInput, unknown
+from ..programs.ir import Program
+from .base import ROOTED, Algorithm, collective_kind
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+
+NAMES = (
+    "ring", "recursive_doubling", "halving_doubling", "double_binary_tree", "binary_tree", "binomial", "chain", "bruck",
+    "direct", "pairwise", "two_step", "three_step", "hierarchical",
+)
+"""Each is a module of this package that holds an `ALGORITHM`."""
+
+
+def entry(name: str) -> Algorithm:
+    """The algorithm with this name."""
+    if name not in NAMES:
+        raise unknown("algorithm", name, NAMES)
+    found = import_module(f".{name}", __package__).ALGORITHM
+    assert isinstance(found, Algorithm)
+    return found
+
+
+def algorithms(collective: str | None = None) -> list[Algorithm]:
+    """All algorithms, or those that serve a collective.
+
+    >>> [a.name for a in algorithms("broadcast")]
+    ['double_binary_tree', 'binary_tree', 'binomial', 'chain', 'direct']
+    """
+    entries = [entry(name) for name in NAMES]
+    if collective is None:
+        return entries
+    kind = collective_kind(collective)
+    return [a for a in entries if kind in a.collectives]
+
+
+def defined_for(collective: str, count: int) -> list[str]:
+    """The names of the algorithms that serve a collective over that many ranks with their default options.
+
+    >>> defined_for("all_gather", 7)
+    ['ring', 'halving_doubling', 'bruck', 'direct']
+    """
+    kind = collective_kind(collective)
+    return [a.name for a in algorithms(kind) if a.refusal(kind, count) is None]
+
+
+def algorithm(
+    name: str, collective: str, ranks: int | Sequence[int], *, cluster: Cluster | None = None,
+    chunks: int | None = None, root: int | None = None, in_place: bool = False, **options: Any,
+) -> Program:
+    """Build a program by name.
+
+    `chunks` pieces flow through the algorithm one behind the other (default: its own). With a `cluster`, options
+    that are not given are taken from it where it suggests any: the dimensions or hosts for the hierarchical ones, an
+    order along the fastest links for rings and chains; the program's name says so.
+
+    >>> algorithm("ring", "allreduce", 4, chunks=2)
+    <Program ring(chunks=2): all_reduce over 4 ranks, 48 transfers, 72 dependencies, 1 lane>
+    """
+    found = entry(name)
+    kind = collective_kind(collective)
+    if kind not in found.collectives:
+        raise InvalidInput(
+            f"{name} does not do {kind}; it does {', '.join(found.collectives)}; "
+            f"{kind} is done by {', '.join(a.name for a in algorithms(kind))}"
+        )
+    for option in options:
+        if option not in found.options:
+            raise unknown(f"option of {name}", option, found.options)
+    if root is not None and kind not in ROOTED:
+        raise InvalidInput(f"root: {kind} has no root; rooted are {', '.join(ROOTED)}")
+    given = dict(options)
+    devices = as_ranks(ranks)
+    if cluster is not None:
+        if max(devices, default=0) >= cluster.num_devices:
+            raise InvalidInput(f"ranks: cluster {cluster.name} has {cluster.num_devices} devices, not {max(devices) + 1}")
+        if found.from_cluster is not None:
+            given |= found.from_cluster(cluster, devices, options)
+    if root is not None:
+        given["root"] = root
+    return found.build(kind, devices, chunks=found.chunks if chunks is None else chunks, in_place=in_place, **given)

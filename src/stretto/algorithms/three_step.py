@@ -1,0 +1,81 @@
+"""Three-step all-to-all: gather inside the host, one message per pair of hosts, scatter inside the other host.
+
+For every pair of hosts one rank on either side is the gateway (the same local number on both, so rails stay rails,
+and spread over the local ranks). It collects everything its host has for the other one and sends it in a single
+message. The fewest messages between hosts of all: for small messages, or networks with a high cost per message.
+
+Cost with L ranks on each of H hosts, H - 1 <= L and a link per pair used: ``2 (alpha_in + beta_in (S/n) (L + 1))`` at
+most ``+ alpha_out + beta_out (S/n) L^2``. Any n = L H with L, H > 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..collectives import AllToAll
+from ..programs.ir import Program
+from .base import Algorithm, Ranks, Steps, choose, devices_of, label, placement, unless
+from .orders import composite_refusal, local_count
+from .two_step import from_cluster
+
+KINDS = ("all_to_all",)
+
+
+def three_step(
+    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, local: int | None = None,
+    order: Sequence[int] | None = None,
+) -> Program:
+    """Gather, exchange, scatter; `local` ranks share a host (default: a near-square cut).
+
+    >>> three_step("all_to_all", 8, local=4)
+    <Program three_step(local=4): all_to_all over 8 ranks, 32 transfers, 14 dependencies, 1 lane>
+    """
+    choose("collective for three_step", kind, KINDS)
+    devices = devices_of(ranks, chunks)
+    n = len(devices)
+    inside = local_count("three_step", n, local)
+    hosts = n // inside
+    steps = Steps()
+    piece = np.arange(chunks)[:, None]
+    host = np.arange(hosts)
+    mates = np.arange(inside)
+    ranks_of = host[:, None] * inside + mates
+    gateway = (host[:, None] + host) % inside
+    away = host[:, None] != host
+
+    def add(step: int, src: object, dst: object, shard: object) -> None:
+        table = np.asarray(shard).reshape(*np.shape(src), -1)
+        chunk = np.where(table < 0, -1, table * chunks + piece.reshape(-1, *([1] * table.ndim)))
+        at = np.broadcast_to(step + piece.reshape(-1, *([1] * np.ndim(src))), chunk.shape[:-1])
+        steps.add(src=np.asarray(src), dst=np.asarray(dst), step=at, chunk=chunk)
+
+    for shift in range(1, inside):
+        to = (mates + shift) % inside
+        # [host, mate, other host, mate there]: what the host-mate `to` is to pass on for me.
+        passes = (away[:, None, :] & (gateway[:, None, :] == to[:, None]))[..., None]
+        mine = ranks_of[:, :, None, None] * n + ranks_of
+        passed = np.where(passes, mine, -1).reshape(hosts, inside, -1)
+        its_own = (ranks_of * n + ranks_of[:, to])[..., None]
+        add(0, ranks_of, ranks_of[:, to], np.concatenate([its_own, passed], axis=-1))
+    for shift in range(1, hosts):
+        other = (host + shift) % hosts
+        via = gateway[host, other]
+        all_of_it = ranks_of[:, :, None] * n + ranks_of[other][:, None, :]
+        add(1, ranks_of[host, via], ranks_of[other, via], all_of_it)
+    for shift in range(1, inside):
+        to = (mates + shift) % inside
+        # [host, mate (the gateway), origin host, mate there]: what came for the host-mate `to`.
+        came = (away[:, None, :] & (gateway[:, None, :] == mates[:, None]))[..., None]
+        shard = ranks_of * n + ranks_of[:, to][:, :, None, None]
+        add(2, ranks_of, ranks_of[:, to], np.where(came, shard, -1))
+    name = label("three_step", chunks=unless(1, chunks), local=inside, order=order)
+    return steps.program(name, AllToAll(devices, chunks=chunks, in_place=in_place), placement(n, order))
+
+
+ALGORITHM = Algorithm(
+    name="three_step", collectives=KINDS, build=three_step, from_cluster=from_cluster,
+    refusal=lambda kind, count: composite_refusal("three_step", count),
+    where="ranks = local x hosts, both > 1", summary="gather inside the host, one message per pair of hosts, scatter",
+)

@@ -1,0 +1,70 @@
+"""Two-step all-to-all: first inside the host to the right rail, then along the rail to the right host.
+
+Rank (host h, local l) hands its host-mates everything that is for their local number, on any host; then each
+rank sends one message per other host, to the rank with its own local number. Messages between hosts are as many as
+other hosts instead of other hosts times local ranks, and that much larger: it wins where latency or a per-message
+cost between hosts counts and the links inside are fast.
+
+Cost with L ranks on each of H hosts (n = L H) and a link per pair used: ``alpha_in + beta_in (S/n) H +
+alpha_out + beta_out (S/n) L``. Any n = L H with L, H > 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..collectives import AllToAll
+from ..programs.ir import Program
+from .base import Algorithm, Ranks, Steps, choose, devices_of, label, placement, unless
+from .orders import composite_refusal, host_grid, local_count
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+
+KINDS = ("all_to_all",)
+
+
+def two_step(
+    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, local: int | None = None,
+    order: Sequence[int] | None = None,
+) -> Program:
+    """Inside the host, then between hosts; `local` ranks share a host (default: a near-square cut).
+
+    >>> two_step("all_to_all", 8, local=4)
+    <Program two_step(local=4): all_to_all over 8 ranks, 32 transfers, 24 dependencies, 1 lane>
+    """
+    choose("collective for two_step", kind, KINDS)
+    devices = devices_of(ranks, chunks)
+    n = len(devices)
+    inside = local_count("two_step", n, local)
+    hosts = n // inside
+    steps = Steps()
+    piece = np.arange(chunks)[:, None]
+    rank = np.arange(n)
+    mate, host = rank % inside, rank // inside
+    for shift in range(1, inside):
+        to = (mate + shift) % inside
+        shard = (rank * n + to)[:, None] + inside * np.arange(hosts)
+        steps.add(src=rank, dst=host * inside + to, step=piece, chunk=shard * chunks + piece[..., None])
+    for shift in range(1, hosts):
+        to = (host + shift) % hosts * inside + mate
+        shard = (host[:, None] * inside + np.arange(inside)) * n + to[:, None]
+        steps.add(src=rank, dst=to, step=1 + piece, chunk=shard * chunks + piece[..., None])
+    name = label("two_step", chunks=unless(1, chunks), local=inside, order=order)
+    return steps.program(name, AllToAll(devices, chunks=chunks, in_place=in_place), placement(n, order))
+
+
+def from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Hosts as the cluster has them."""
+    grid = None if "local" in chosen or "order" in chosen else host_grid(cluster, devices)
+    return {} if grid is None else {"local": grid[0]} | ({} if grid[1] is None else {"order": grid[1]})
+
+
+ALGORITHM = Algorithm(
+    name="two_step", collectives=KINDS, build=two_step, from_cluster=from_cluster,
+    refusal=lambda kind, count: composite_refusal("two_step", count),
+    where="ranks = local x hosts, both > 1", summary="inside the host to the right rail, then one message per other host",
+)

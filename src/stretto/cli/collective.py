@@ -1,0 +1,117 @@
+"""``stretto collective``: what each collective starts from and must achieve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import out
+
+if TYPE_CHECKING:
+    from ..collectives import Collective
+
+app = typer.Typer(no_args_is_help=True, help="What a collective starts from and must achieve.")
+
+_MAX_ROWS = 16
+
+
+@app.command("list")
+def list_all() -> None:
+    """List the collectives that are known by name.
+
+    \b
+    Example:
+      stretto collective list
+    """
+    from rich.table import Table
+
+    from ..algorithms.base import COLLECTIVES
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("collective")
+    table.add_column("what must be true afterwards")
+    for kind, build in COLLECTIVES.items():
+        table.add_row(kind, (build.__doc__ or "").strip().split("\n")[0])
+    console = out()
+    console.print(table)
+    console.print("\nOthers can be written down in a file; see 'stretto collective show --help'.")
+
+
+@app.command()
+def show(
+    what: Annotated[str, typer.Argument(metavar="KIND|FILE", help="A collective's name, or a file.")],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks (for a name).")] = 4,
+    chunks: Annotated[int | None, typer.Option(help="Pieces per shard (for a name).")] = None,
+    root: Annotated[int, typer.Option(help="The root, where there is one.")] = 0,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Input and output share memory.")] = False,
+) -> None:
+    """Show every rank's buffers before and after.
+
+    \b
+    Examples:
+      stretto collective show all_gather
+      stretto collective show broadcast --ranks 8 --root 3
+      stretto collective show my_exchange.yaml
+
+    A chunk is written c3, and c3[0,2] where it is made of the parts of ranks 0 and 2.
+    """
+    from rich.table import Table
+
+    collective = _load(what, ranks, chunks, root, in_place)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rank", "device", "starts with", "must end with"):
+        table.add_column(heading, overflow="fold")
+    for rank in range(min(collective.num_ranks, _MAX_ROWS)):
+        low, high = collective.in_ptr[rank], collective.in_ptr[rank + 1]
+        starts = [(c, (p,)) for c, p in zip(
+            collective.in_chunk[low:high].tolist(), collective.in_part[low:high].tolist(), strict=True
+        )]
+        low, high = collective.out_ptr[rank], collective.out_ptr[rank + 1]
+        ends = [(int(collective.out_chunk[at]), collective.parts_of(at)) for at in range(low, high)]
+        table.add_row(str(rank), str(collective.ranks[rank]), _buffer(starts), _buffer(ends))
+    console = out()
+    console.print(f"{collective!r}"[1:-1])
+    console.print(table)
+    if collective.num_ranks > _MAX_ROWS:
+        console.print(f"{collective.num_ranks - _MAX_ROWS} more ranks")
+
+
+def _load(what: str, ranks: int, chunks: int | None, root: int, in_place: bool) -> Collective:
+    from ..algorithms.base import COLLECTIVES, ROOTED, collective_kind
+    from ..collectives.files import load_collective
+
+    if Path(what).suffix or Path(what).exists():
+        return load_collective(what)
+    kind = collective_kind(what)
+    options: dict[str, object] = {} if chunks is None else {"chunks": chunks}
+    if kind in ROOTED:
+        options["root"] = root
+    if kind == "permute":
+        options["pairs"] = [(r, (r + 1) % ranks) for r in range(ranks)]
+    elif kind == "all_to_all_v":
+        options["counts"] = [[(r + q) % ranks for q in range(ranks)] for r in range(ranks)]
+    else:
+        options["in_place"] = in_place
+    return COLLECTIVES[kind](ranks, **options)
+
+
+def _buffer(entries: Sequence[tuple[int, tuple[int, ...]]]) -> str:
+    """Chunks in buffer order; runs of neighbours with the same parts are drawn together."""
+    runs: list[tuple[int, int, tuple[int, ...]]] = []
+    for chunk, parts in entries:
+        if runs and runs[-1][1] + 1 == chunk and runs[-1][2] == parts:
+            runs[-1] = (runs[-1][0], chunk, parts)
+        else:
+            runs.append((chunk, chunk, parts))
+    texts = [f"c{a}{f'..c{b}' if b > a else ''}\\[{_span(parts)}]" for a, b, parts in runs]
+    shown = texts if len(texts) <= 8 else [*texts[:7], f"... {len(texts) - 7} more"]
+    return " ".join(shown) or "-"
+
+
+def _span(parts: tuple[int, ...]) -> str:
+    if len(parts) > 2 and parts == tuple(range(parts[0], parts[-1] + 1)):
+        return f"{parts[0]}-{parts[-1]}"
+    return ",".join(str(p) for p in (parts if len(parts) <= 8 else [*parts[:7], "..."]))

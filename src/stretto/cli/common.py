@@ -1,0 +1,122 @@
+"""What the commands share: consoles, rank lists, a progress bar that only shows when it takes long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import InvalidInput
+
+MAX_DEVICE = 1 << 20
+SHOW_AFTER_S = 2.0
+
+
+def out() -> Console:
+    """Where results go; at least 80 columns when nobody looks, so that files and pipes keep their tables."""
+    console = Console(highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(highlight=False, width=max(80, console.width))
+
+
+def plot_width(console: Console) -> int:
+    """Plots use the terminal up to what the eye still takes in."""
+    return min(console.width, 110)
+
+
+@contextmanager
+def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
+    """Yields ``advance(label)``, to be called before each step; a bar appears on stderr after two seconds.
+
+    A timer starts the bar, not the first step that ends late, so that one long step shows it too.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task(title, total=steps)
+    started = -1
+
+    def advance(label: str) -> None:
+        nonlocal started
+        started += 1
+        bar.update(task, completed=started, description=f"{title}: {label}")
+
+    timer = threading.Timer(SHOW_AFTER_S, bar.start)
+    timer.daemon = True
+    if bar.console.is_terminal:
+        timer.start()
+    try:
+        yield advance
+    finally:
+        timer.cancel()
+        bar.stop()
+
+
+def parse_ranks(text: str | None, count: int) -> tuple[int, ...]:
+    """The devices that take part: all, the first N (``8``), or a list (``0-7,16,20-23``).
+
+    >>> parse_ranks(None, 3), parse_ranks("2", 3), parse_ranks("0,4-6", 8)
+    ((0, 1, 2), (0, 1), (0, 4, 5, 6))
+    """
+    if text is None:
+        return tuple(range(count))
+    if text.isdecimal() and len(text) < 8:
+        if not 1 <= int(text) <= count:
+            raise InvalidInput(f"--ranks: must be 1..{count} (the cluster's devices), not {text}")
+        return tuple(range(int(text)))
+    ranks: list[int] = []
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        if not all(end.isdecimal() and len(end) < 8 for end in (low, high if dash else low)):
+            raise InvalidInput(f"--ranks {text!r}: expected a count (8) or a list (0-7,16,20-23)")
+        first, last = int(low), int(high if dash else low)
+        if not first <= last < count:
+            raise InvalidInput(f"--ranks {text!r}: {part.strip()} is not within 0..{count - 1}")
+        ranks.extend(range(first, last + 1))
+    if len(set(ranks)) != len(ranks):
+        raise InvalidInput(f"--ranks {text!r}: names a device twice")
+    return tuple(ranks)
+
+
+def parse_options(pairs: list[str]) -> dict[str, Any]:
+    """Options of an algorithm as ``key=value``; numbers, true/false and lists of numbers are read as such.
+
+    >>> parse_options(["rings=2", "order=0,2,1,3", "two_way=true", "style=chain"])
+    {'rings': 2, 'order': [0, 2, 1, 3], 'two_way': True, 'style': 'chain'}
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.isidentifier() or not text:
+            raise InvalidInput(f"--set {pair!r}: expected key=value")
+        if key in options:
+            raise InvalidInput(f"--set {pair!r}: {key} is given twice")
+        options[key] = _value(text)
+    return options
+
+
+def _value(text: str) -> Any:
+    words: Mapping[str, bool] = {"true": True, "false": False}
+    if text in words:
+        return words[text]
+    parts = text.split(",")
+    if all(part.isdecimal() and len(part) < 16 for part in parts):
+        return [int(part) for part in parts] if len(parts) > 1 else int(text)
+    return text
+
+
+def write_json(path: Path, value: object) -> None:
+    """Plain data, indented so that a person can read it."""
+    import msgspec
+
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

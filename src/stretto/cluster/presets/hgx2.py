@@ -1,0 +1,78 @@
+"""SYNDICATE's HGX-2 node: two disjoint channels, NVLink + RDMA and PCIe + Ethernet."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..model import Cluster
+from ..wiring import (
+    ETHERNET_ALPHA_US,
+    NVLINK_ALPHA_US,
+    PCIE3_GB_PER_S,
+    PCIE_ALPHA_US,
+    RDMA_ALPHA_US,
+    SOCKET_GB_PER_S,
+    Wiring,
+    host_names,
+    numbered,
+)
+from .registry import register
+
+NIC_GB_PER_S = 12.5
+
+
+@register(
+    "hgx2",
+    "HGX-2 (SYNDICATE): 8 V100, NVLink+RDMA beside PCIe+Ethernet",
+    default_nodes=16,
+    devices_per_node=8,
+)
+def hgx2(name: str, nodes: int) -> Cluster:
+    """1.2 TB/s one way per node over NVSwitch, 8 RoCE NICs and 2 host NICs of 100 Gb/s each."""
+    hosts = np.arange(nodes)
+    wiring = Wiring(host_names(nodes, numbered("gpu", 8)), hosts=np.repeat(hosts, 8))
+    gpus = wiring.devices.reshape(nodes, 8)
+    hubs = wiring.add(host_names(nodes, ["nvswitch"]), kind="switch", hosts=hosts)
+    cpus = wiring.add(host_names(nodes, numbered("cpu", 2)), kind="switch", hosts=np.repeat(hosts, 2))
+    cpus = cpus.reshape(nodes, 2)
+    wiring.duplex(
+        gpus, hubs[:, None], gb_per_s=1200 / 8, alpha_us=NVLINK_ALPHA_US, back_us=0.0, channel="nvlink"
+    )
+    wiring.duplex(
+        gpus,
+        np.repeat(cpus, 4, axis=1),
+        gb_per_s=PCIE3_GB_PER_S,
+        alpha_us=PCIE_ALPHA_US,
+        back_us=0.0,
+        channel="pcie",
+    )
+    wiring.duplex(cpus[:, 0], cpus[:, 1], gb_per_s=SOCKET_GB_PER_S, alpha_us=0.0, channel="pcie")
+    if nodes > 1:
+        _network(wiring, gpus, cpus)
+    notes = (
+        f"assumed: latency {NVLINK_ALPHA_US:g} us over NVSwitch, {RDMA_ALPHA_US:g} us RDMA, "
+        f"{PCIE_ALPHA_US:g} us PCIe, {ETHERNET_ALPHA_US:g} us TCP",
+        f"assumed: PCIe {PCIE3_GB_PER_S:g} GB/s one way per GPU, {SOCKET_GB_PER_S:g} GB/s between the "
+        "sockets; each socket holds 4 GPUs and a host NIC",
+        "use channels nvlink+rdma or pcie+ethernet: they share no link",
+    )
+    return wiring.cluster(f"{name}:{nodes}", notes=notes)
+
+
+def _network(wiring: Wiring, gpus: np.ndarray, cpus: np.ndarray) -> None:
+    nodes = len(gpus)
+    hosts = np.arange(nodes)
+    nics = wiring.add(host_names(nodes, numbered("nic", 8)), kind="nic", hosts=np.repeat(hosts, 8))
+    host_nics = wiring.add(host_names(nodes, numbered("eth", 2)), kind="nic", hosts=np.repeat(hosts, 2))
+    roce, ethernet = wiring.add(["roce", "ethernet"], kind="switch")
+    wiring.duplex(gpus.ravel(), nics, gb_per_s=PCIE3_GB_PER_S, alpha_us=0.0, channel="rdma")
+    wiring.duplex(nics, roce, gb_per_s=NIC_GB_PER_S, alpha_us=RDMA_ALPHA_US, back_us=0.0, channel="rdma")
+    wiring.duplex(cpus.ravel(), host_nics, gb_per_s=PCIE3_GB_PER_S, alpha_us=0.0, channel="ethernet")
+    wiring.duplex(
+        host_nics,
+        ethernet,
+        gb_per_s=NIC_GB_PER_S,
+        alpha_us=ETHERNET_ALPHA_US,
+        back_us=0.0,
+        channel="ethernet",
+    )
