@@ -201,8 +201,8 @@ class Checker {
       int64_t first = in_.item_ptr[e], count = in_.item_ptr[e + 1] - first;
       int32_t pop = in_.pop[e], push = in_.push[e];
       std::vector<Value> arrived;
-      if (pop >= 0 && count != 1) arrived.swap(wide[pop]);
-      if (push >= 0 && count != 1) wide[push].resize(count);
+      if (pop >= 0 && count > 1) arrived.swap(wide[pop]);
+      if (push >= 0 && count > 1) wide[push].resize(count);
       for (int64_t i = 0; i < count; i++) {
         Value value;
         bool have = false;

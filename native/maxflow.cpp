@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
-#include <queue>
+#include <stdexcept>
+#include <utility>
 
 #include "arrays.h"
 
@@ -35,21 +37,23 @@ MaxFlow::MaxFlow(int32_t num_nodes, const int32_t* src, const int32_t* dst, int6
 int64_t MaxFlow::run(const int32_t* sources, const int64_t* supply, int64_t num_sources, const int32_t* sinks,
                      const int64_t* demand, int64_t num_sinks) {
   undo();
-  int64_t supply_left = 0, demand_left = 0, total = 0;
+  int64_t supply_total = 0, demand_total = 0, total = 0;
   auto add = [](int64_t sum, int64_t more) { return std::min(kUnlimited, sum + more); };
   for (int64_t i = 0; i < num_sources; i++) {
     if (supply[i] <= 0) continue;
     if (!supply_[sources[i]]) sources_.push_back(sources[i]), live_.push_back(sources[i]);
     supply_[sources[i]] = add(supply_[sources[i]], supply[i]);
-    supply_left = add(supply_left, supply[i]);
+    supply_total = add(supply_total, supply[i]);
   }
   for (int64_t i = 0; i < num_sinks; i++) {
     if (demand[i] <= 0) continue;
     if (!demand_[sinks[i]]) sinks_.push_back(sinks[i]);
     demand_[sinks[i]] = add(demand_[sinks[i]], demand[i]);
-    demand_left = add(demand_left, demand[i]);
+    demand_total = add(demand_total, demand[i]);
+    if (demand_[sinks[i]] == kUnlimited && supply_[sinks[i]] == kUnlimited)
+      throw std::invalid_argument("a node has unlimited supply and unlimited demand");
   }
-  while (total < supply_left && total < demand_left && label()) {
+  while (total < supply_total && total < demand_total && label()) {
     for (int32_t v : live_)
       if (labelled(v)) total += push_from(v);
     std::erase_if(live_, [&](int32_t v) { return supply_[v] == 0; });
@@ -99,7 +103,6 @@ int64_t MaxFlow::push_from(int32_t source) {
       }
       if (keep < path_.size()) v = tail(path_[keep]);
       path_.resize(keep);
-      if (supply_[source] >= kUnlimited && path_.empty() && v == source && level_[v] == 0) break;
       continue;
     }
     bool stepped = false;
@@ -187,51 +190,133 @@ class Flow {
 };
 
 // Dijkstra from each source; rows of the result are sources, columns nodes; infinity where there is no path.
-nb::object path_lengths(int32_t num_nodes, In<int32_t> src, In<int32_t> dst, In<double> length, In<int32_t> sources) {
-  constexpr double kFar = std::numeric_limits<double>::infinity();
-  int64_t arcs = (int64_t)src.shape(0), rows = (int64_t)sources.shape(0);
-  std::vector<double> result(rows * num_nodes, kFar);
-  nb::gil_scoped_release release;
-  std::vector<int64_t> ptr(num_nodes + 1, 0), at;
-  std::vector<std::pair<int32_t, double>> out(arcs);
-  for (int64_t a = 0; a < arcs; a++) ptr[src.data()[a] + 1]++;
-  for (int32_t v = 0; v < num_nodes; v++) ptr[v + 1] += ptr[v];
-  at.assign(ptr.begin(), ptr.end() - 1);
-  double shortest = kFar;
-  for (int64_t a = 0; a < arcs; a++) {
-    out[at[src.data()[a]]++] = {dst.data()[a], length.data()[a]};
-    shortest = std::min(shortest, length.data()[a]);
+constexpr double kFar = std::numeric_limits<double>::infinity();
+
+class Paths {
+ public:
+  Paths(int32_t num_nodes, const int32_t* src, const int32_t* dst, const double* length, int64_t num_arcs)
+      : n_(num_nodes), ptr_(num_nodes + 1, 0), out_(num_arcs), via_(num_nodes, -1) {
+    for (int64_t a = 0; a < num_arcs; a++) ptr_[src[a] + 1]++;
+    for (int32_t v = 0; v < n_; v++) ptr_[v + 1] += ptr_[v];
+    std::vector<int64_t> at(ptr_.begin(), ptr_.end() - 1);
+    for (int64_t a = 0; a < num_arcs; a++) {
+      out_[at[src[a]]++] = {dst[a], a, length[a]};
+      shortest_ = std::min(shortest_, length[a]);
+    }
   }
-  using Entry = std::pair<double, int32_t>;
-  std::vector<Entry> heap;
-  for (int64_t row = 0; row < rows; row++) {
-    double* far = result.data() + row * num_nodes;
-    int64_t unseen = num_nodes - 1, settled = 0, look_at = 0;
-    heap.assign(1, {0.0, sources.data()[row]});
-    far[sources.data()[row]] = 0;
-    while (!heap.empty()) {
-      std::pop_heap(heap.begin(), heap.end(), std::greater<>());
-      auto [d, v] = heap.back();
-      heap.pop_back();
+
+  void from(int32_t source, double* far) {  // far: infinities, to be lowered
+    int64_t unseen = n_ - 1, checked_at = 0;
+    settled_.clear(), pending_.clear();
+    via_[source] = -1;
+    heap_.assign(1, {0.0, source});
+    far[source] = 0;
+    while (!heap_.empty()) {
+      std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
+      auto [d, v] = heap_.back();
+      heap_.pop_back();
       if (d > far[v]) continue;
       // In dense graphs nothing gets shorter long before every arc has been looked at.
-      if (unseen == 0 && ++settled > look_at) {
-        look_at = 2 * settled;
-        if (d + shortest >= *std::max_element(far, far + num_nodes)) break;
+      if (unseen == 0 && (int64_t)settled_.size() > checked_at) {
+        checked_at = 2 * (int64_t)settled_.size();
+        if (d + shortest_ >= *std::max_element(far, far + n_)) {
+          pending_.push_back(v);
+          for (auto [_, w] : heap_) pending_.push_back(w);
+          break;
+        }
       }
-      for (int64_t k = ptr[v]; k < ptr[v + 1]; k++) {
-        auto [w, step] = out[k];
-        if (d + step < far[w]) {
+      settled_.push_back(v);
+      for (int64_t k = ptr_[v]; k < ptr_[v + 1]; k++) {
+        int32_t w = out_[k].node;
+        if (d + out_[k].length < far[w]) {
           unseen -= far[w] == kFar;
-          far[w] = d + step;
-          heap.push_back({far[w], w});
-          std::push_heap(heap.begin(), heap.end(), std::greater<>());
+          far[w] = d + out_[k].length;
+          via_[w] = out_[k].number;
+          heap_.push_back({far[w], w});
+          std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
         }
       }
     }
   }
-  nb::gil_scoped_acquire acquire;
-  return to_numpy(std::move(result));
+
+  // Sends what each node needs back along the paths of the last source, adding it to every arc it takes.
+  void carry(std::vector<double>& need, const int32_t* tail, std::vector<double>& load) const {
+    auto up = [&](int32_t v) {
+      if (via_[v] < 0 || need[v] == 0) return;
+      load[via_[v]] += need[v];
+      need[tail[via_[v]]] += need[v];
+      need[v] = 0;
+    };
+    for (int32_t v : pending_) up(v);
+    for (size_t i = settled_.size(); i-- > 0;) up(settled_[i]);
+  }
+
+ private:
+  struct Arc {
+    int32_t node;
+    int64_t number;
+    double length;
+  };
+  int32_t n_;
+  double shortest_ = kFar;
+  std::vector<int64_t> ptr_;
+  std::vector<Arc> out_;
+  std::vector<int64_t> via_;                 // the arc by which each node was reached
+  std::vector<int32_t> settled_, pending_;  // nodes whose arcs were followed, nearest first; reached, but not followed
+  std::vector<std::pair<double, int32_t>> heap_;
+};
+
+nb::object path_lengths(int32_t num_nodes, In<int32_t> src, In<int32_t> dst, In<double> length, In<int32_t> sources) {
+  int64_t rows = (int64_t)sources.shape(0);
+  std::vector<double> far(rows * num_nodes, kFar);
+  {
+    nb::gil_scoped_release release;
+    Paths paths(num_nodes, src.data(), dst.data(), length.data(), (int64_t)src.shape(0));
+    for (int64_t row = 0; row < rows; row++) paths.from(sources.data()[row], far.data() + row * num_nodes);
+  }
+  return to_numpy(std::move(far));
+}
+
+// Lengths of arcs that make the demands' shortest paths long for what the arcs can carry: in every round all demands
+// take their shortest paths, and the arcs on which they crowd become longer. Returns the best lengths of all rounds.
+nb::object crowded_lengths(int32_t num_nodes, In<int32_t> src, In<int32_t> dst, In<double> rate, In<int32_t> sources,
+                           In<int64_t> need_ptr, In<int32_t> sinks, In<double> amounts, int32_t rounds) {
+  int64_t arcs = (int64_t)src.shape(0);
+  std::vector<double> length(arcs), best, crowd(arcs), far(num_nodes), need(num_nodes);
+  {
+    nb::gil_scoped_release release;
+    double best_ratio = 0;
+    for (int64_t a = 0; a < arcs; a++) length[a] = 1 / rate.data()[a];
+    for (int32_t round = 0; round < rounds; round++) {
+      Paths paths(num_nodes, src.data(), dst.data(), length.data(), arcs);
+      std::fill(crowd.begin(), crowd.end(), 0.0);
+      double needed = 0, offered = 0, most = 0;
+      for (size_t i = 0; i < sources.shape(0); i++) {
+        std::fill(far.begin(), far.end(), kFar);
+        paths.from(sources.data()[i], far.data());
+        std::fill(need.begin(), need.end(), 0.0);
+        for (int64_t k = need_ptr.data()[i]; k < need_ptr.data()[i + 1]; k++) {
+          need[sinks.data()[k]] += amounts.data()[k];
+          needed += amounts.data()[k] * far[sinks.data()[k]];
+        }
+        paths.carry(need, src.data(), crowd);
+      }
+      for (int64_t a = 0; a < arcs; a++) {
+        if (length[a] > 0) offered += length[a] * rate.data()[a];
+        crowd[a] /= rate.data()[a];
+        most = std::max(most, crowd[a]);
+      }
+      if (needed > best_ratio * offered) best_ratio = needed / offered, best = length;
+      if (most <= 0) break;
+      double longest = 0;
+      for (int64_t a = 0; a < arcs; a++) {
+        length[a] *= std::exp(2 / std::sqrt(round + 1.0) * crowd[a] / most);
+        longest = std::max(longest, length[a]);
+      }
+      for (double& each : length) each /= longest;
+    }
+  }
+  return to_numpy(std::move(best));
 }
 
 }  // namespace
@@ -244,5 +329,7 @@ void bind_maxflow(nb::module_& m) {
       .def("sink_side", &Flow::sink_side);
   m.def("path_lengths", &path_lengths, nb::arg("num_nodes"), nb::arg("src"), nb::arg("dst"), nb::arg("length"),
         nb::arg("sources"));
+  m.def("crowded_lengths", &crowded_lengths, nb::arg("num_nodes"), nb::arg("src"), nb::arg("dst"), nb::arg("rate"),
+        nb::arg("sources"), nb::arg("need_ptr"), nb::arg("sinks"), nb::arg("amounts"), nb::arg("rounds"));
 }
 }  // namespace stretto

@@ -6,4 +6,5 @@ NB_MODULE(_native, m) {
   stretto::bind_router(m);
   stretto::bind_check(m);
   stretto::bind_network(m);
+  stretto::bind_maxflow(m);
 }

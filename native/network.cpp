@@ -20,7 +20,7 @@ nb::object simulate(In<bool> reduce, In<double> bytes, In<int64_t> after_ptr, In
     nb::gil_scoped_release release;
     run = fair ? simulate_fair(t, net, (int64_t)alpha_us.shape(0)) : simulate_fifo(t, net, (int64_t)alpha_us.shape(0));
   }
-  return nb::make_tuple(to_numpy(std::move(run.start)), to_numpy(std::move(run.end)), to_numpy(std::move(run.cause)),
+  return nb::make_tuple(to_numpy(std::move(run.start)), to_numpy(std::move(run.end)), to_numpy(std::move(run.critical_path)),
                         to_numpy(std::move(run.link_busy)), to_numpy(std::move(run.link_bytes)), run.events);
 }
 

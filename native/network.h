@@ -10,7 +10,7 @@
 
 namespace stretto {
 
-constexpr int32_t kNoTransfer = -1;
+constexpr int64_t kNothing = -1;
 
 struct Network {
   Rows<int32_t> routes;
@@ -33,7 +33,7 @@ struct Transfers {
 
 struct Run {
   std::vector<double> start, end, link_busy, link_bytes;
-  std::vector<int32_t> cause;  // the transfer that held this one up last, or -1
+  std::vector<int32_t> critical_path;  // transfers, each held up by the one before it
   int64_t events = 0;
 };
 
@@ -78,11 +78,15 @@ enum Kind : int32_t { kHop, kReadDone, kArrive, kFinish, kDrain };
 template <class Model>
 class Driver {
  public:
-  Driver(const Transfers& t, const Network& net, int64_t num_links)
+  // Every hop of a transfer, and at last its writing, is a stage that something held up; `hops` counts the hops.
+  template <class Hops>
+  Driver(const Transfers& t, const Network& net, int64_t num_links, Hops&& hops)
       : t_(t), net_(net), waits_(t.count, t.after), read_gated_(t.count, t.gate, t.gate_reads, true),
         write_gated_(t.count, t.gate, t.gate_reads, false), after_left_(t.count), gate_left_(t.count) {
     run.start.assign(t.count, -1), run.end.assign(t.count, -1);
-    run.cause.assign(t.count, kNoTransfer);
+    first_stage_.assign(t.count + 1, 0);
+    for (int32_t x = 0; x < t.count; x++) first_stage_[x + 1] = first_stage_[x] + hops(x) + 1;
+    cause_.assign(first_stage_[t.count], kNothing);
     run.link_busy.assign(num_links, 0), run.link_bytes.assign(num_links, 0);
     for (int32_t x = 0; x < t.count; x++) {
       after_left_[x] = (int32_t)t.after.size(x), gate_left_[x] = (int32_t)t.gate.size(x);
@@ -106,15 +110,21 @@ class Driver {
       }
       start_ready(now);
     }
+    trace_back();
   }
+
+  int64_t stage(int32_t x, int64_t hop) const { return first_stage_[x] + hop; }
+  int64_t last_stage(int32_t x) const { return first_stage_[x + 1] - 1; }
+  void blame(int64_t stage, int64_t cause) { cause_[stage] = cause; }
 
   bool has_read_gates(int32_t x) const { return read_gated_.begin(x) != read_gated_.end(x); }
 
   void read_done(int32_t x, double now) {  // the source may be overwritten
-    for (const int32_t* w = read_gated_.begin(x); w != read_gated_.end(x); w++) open_gate(*w, x, now);
+    for (const int32_t* w = read_gated_.begin(x); w != read_gated_.end(x); w++) open_gate(*w, stage(x, 0), now);
   }
 
   void arrived(int32_t x, double now) {
+    blame(last_stage(x), last_stage(x) - 1);
     if (gate_left_[x] > 0)
       gate_left_[x] += kHeld;  // remember that it waits at the gate
     else
@@ -125,10 +135,10 @@ class Driver {
     run.end[x] = now;
     for (const int32_t* w = waits_.begin(x); w != waits_.end(x); w++)
       if (--after_left_[*w] == 0) {
-        run.cause[*w] = x;
+        blame(stage(*w, 0), last_stage(x));
         ready_.push_back(*w);
       }
-    for (const int32_t* w = write_gated_.begin(x); w != write_gated_.end(x); w++) open_gate(*w, x, now);
+    for (const int32_t* w = write_gated_.begin(x); w != write_gated_.end(x); w++) open_gate(*w, last_stage(x), now);
   }
 
   const Transfers& t_;
@@ -138,9 +148,9 @@ class Driver {
  private:
   static constexpr int32_t kHeld = 1 << 30;
 
-  void open_gate(int32_t x, int32_t opener, double now) {
+  void open_gate(int32_t x, int64_t opener, double now) {
     if (--gate_left_[x] == kHeld) {
-      run.cause[x] = opener;
+      blame(last_stage(x), opener);
       write(x, now);
     }
   }
@@ -160,6 +170,18 @@ class Driver {
     static_cast<Model*>(this)->settle(now);
   }
 
+  // Back from the last transfer over whatever held up each stage; time never grows on the way.
+  void trace_back() {
+    if (!t_.count) return;
+    int32_t last = (int32_t)(std::max_element(run.end.begin(), run.end.end()) - run.end.begin());
+    for (int64_t s = last_stage(last); s >= 0; s = cause_[s]) {
+      auto x = (int32_t)(std::upper_bound(first_stage_.begin(), first_stage_.end(), s) - first_stage_.begin() - 1);
+      if (run.critical_path.empty() || run.critical_path.back() != x) run.critical_path.push_back(x);
+    }
+    std::reverse(run.critical_path.begin(), run.critical_path.end());
+  }
+
+  std::vector<int64_t> first_stage_, cause_;
   Waiters waits_, read_gated_, write_gated_;
   std::vector<int32_t> after_left_, gate_left_, ready_;
 };

@@ -11,7 +11,7 @@ namespace {
 class Fair : public Driver<Fair> {
  public:
   Fair(const Transfers& t, const Network& net, int64_t num_links)
-      : Driver(t, net, num_links), flows_on_(num_links), rate_(t.count, 0), left_(t.count, 0), since_(t.count, 0),
+      : Driver(t, net, num_links, [](int32_t) { return 1; }), flows_on_(num_links), rate_(t.count, 0), left_(t.count, 0), since_(t.count, 0),
         version_(t.count, 0), marked_link_(num_links, 0), marked_flow_(t.count, 0), room_(num_links), open_(num_links) {
     simulate();
   }

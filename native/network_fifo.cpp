@@ -11,7 +11,8 @@ namespace {
 class Fifo : public Driver<Fifo> {
  public:
   Fifo(const Transfers& t, const Network& net, int64_t num_links)
-      : Driver(t, net, num_links), free_at_(num_links, 0), last_(num_links, kNoTransfer), hop_(t.count, 0) {
+      : Driver(t, net, num_links, [&](int32_t x) { return net.routes.size(t.route[x]); }), free_at_(num_links, 0),
+        last_(num_links, kNothing), hop_(t.count, 0) {
     simulate();
   }
 
@@ -32,14 +33,14 @@ class Fifo : public Driver<Fifo> {
     const int32_t* route = net_.routes.begin(t_.route[x]);
     int32_t hop = hop_[x]++, link = route[hop];
     double bytes = t_.bytes[x], busy = bytes / net_.rate[link], alpha = net_.alpha[link];
-    double begins = now;
-    if (free_at_[link] > now) {
-      begins = free_at_[link];
-      if (begins > same_moment(now)) run.cause[x] = last_[link];
-    }
+    double begins = std::max(now, free_at_[link]);
+    if (begins > same_moment(now))
+      blame(stage(x, hop), last_[link]);
+    else if (hop > 0)
+      blame(stage(x, hop), stage(x, hop - 1));
     double occupied = busy + (net_.alpha_blocks ? alpha : 0);
     free_at_[link] = begins + occupied;
-    last_[link] = x;
+    last_[link] = stage(x, hop);
     run.link_busy[link] += occupied, run.link_bytes[link] += bytes;
     double tail = begins + busy + alpha;
     if (hop == 0) {
@@ -55,7 +56,7 @@ class Fifo : public Driver<Fifo> {
   }
 
   std::vector<double> free_at_;
-  std::vector<int32_t> last_;
+  std::vector<int64_t> last_;  // the stage that a link served last
   std::vector<uint16_t> hop_;
 };
 

@@ -4,6 +4,8 @@ The table of contents: what has to move (`Collective`), over what (`Cluster`), h
 it takes (`simulate`, `lower_bound`, `Timeline`).
 """
 
+from . import algorithms
+from .algorithms import algorithm
 from .cluster import Cluster, Dimension, Link, Node
 from .collectives import (
     AllGather,
@@ -37,5 +39,5 @@ __all__ = [
     "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Cluster", "Collective", "Dimension",
     "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link", "Lowered", "MB", "MIB", "Node",
     "PeerLost", "Permute", "PlanMismatch", "Program", "Reduce", "ReduceScatter", "Scatter", "SearchTimeout",
-    "StrettoError", "Timeline", "VerificationError", "simulate",
+    "StrettoError", "Timeline", "VerificationError", "algorithm", "algorithms", "simulate",
 ]

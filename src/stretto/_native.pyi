@@ -78,3 +78,35 @@ def simulate(
 ) -> tuple[
     NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], NDArray[np.float64], NDArray[np.float64], int
 ]: ...
+
+class MaxFlow:
+    def __init__(self, num_nodes: int, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None: ...
+    def set_capacity(self, capacity: NDArray[np.float64], unit: float) -> None: ...
+    def run(
+        self,
+        sources: NDArray[np.int32],
+        supply: NDArray[np.float64],
+        sinks: NDArray[np.int32],
+        demand: NDArray[np.float64],
+    ) -> float: ...
+    def sink_side(self) -> NDArray[np.uint8]: ...
+
+def path_lengths(
+    num_nodes: int,
+    src: NDArray[np.int32],
+    dst: NDArray[np.int32],
+    length: NDArray[np.float64],
+    sources: NDArray[np.int32],
+) -> NDArray[np.float64]: ...
+
+def crowded_lengths(
+    num_nodes: int,
+    src: NDArray[np.int32],
+    dst: NDArray[np.int32],
+    rate: NDArray[np.float64],
+    sources: NDArray[np.int32],
+    need_ptr: NDArray[np.int64],
+    sinks: NDArray[np.int32],
+    amounts: NDArray[np.float64],
+    rounds: int,
+) -> NDArray[np.float64]: ...

@@ -103,13 +103,15 @@ class Steps:
         A chunk of -1 stands for none, so that messages of one block may differ in length.
         """
         chunk = np.asarray(chunk, np.int32)
-        ends = {"src": np.asarray(src, np.int32), "dst": np.asarray(dst, np.int32),
-                "step": np.asarray(step, np.int64), "lane": np.asarray(lane, np.int16)}
+        ends: dict[str, NDArray[Any]] = {
+            "src": np.asarray(src, np.int32), "dst": np.asarray(dst, np.int32),
+            "step": np.asarray(step, np.int64), "lane": np.asarray(lane, np.int16),
+        }
         shape = np.broadcast_shapes(chunk.shape[:-1], *(end.shape for end in ends.values()))
         width = chunk.shape[-1]
         self._total += math.prod(shape) * width
         if self._total > MAX_TRANSFERS:
-            raise InvalidInput(f"ranks: the algorithm would move {self._total} chunks; at most {MAX_TRANSFERS}")
+            raise InvalidInput(f"ranks, chunks: {self._total} chunks would be moved; at most {MAX_TRANSFERS}")
         table = np.broadcast_to(chunk, (*shape, width)).reshape(-1, width)
         present = table >= 0
         widths = np.count_nonzero(present, axis=1)
@@ -124,7 +126,8 @@ class Steps:
 
     def program(self, name: str, collective: Collective, order: Ints | None = None) -> Program:
         """The program; with `order`, what was written for position v happens on rank ``order[v]``."""
-        column = {key: np.concatenate(blocks or [np.zeros(0, np.int64)]) for key, blocks in self._columns.items()}
+        nothing = [np.zeros(0, np.int64)]
+        column = {key: np.concatenate(blocks or nothing) for key, blocks in self._columns.items()}
         src, dst, chunk = column["src"], column["dst"], column["chunk"]
         if order is not None and not np.array_equal(order, np.arange(len(order))):
             src, dst, chunk = order[src], order[dst], _placed(collective, chunk, order)

@@ -1,12 +1,13 @@
 """Direct (all-pairs, star): every byte goes straight from where it is to where it is wanted.
 
-One latency (two for the two-step all-reduce), so it wins for small messages and wherever every pair of ranks has
-a link of its own; on a shared port the n-1 messages queue. Rank r sends to r+1, r+2, ... in that order, so
-that no receiver is everybody's first.
+One latency (two for the two-step all-reduce), so it wins for small messages and wherever every pair of
+ranks has a link of its own; on a shared port the n-1 messages queue. Rank r sends to r+1, r+2, ... in
+that order, so that no receiver is everybody's first.
 
-Cost with a link per pair: all-gather, reduce-scatter, all-to-all, gather, scatter ``alpha + beta S/n``; permute,
-broadcast, reduce ``alpha + beta S``; all-reduce with ``steps=2`` ``2 (alpha + beta S/n)`` (scatter the
-sums, gather them), with ``steps=1`` ``alpha + beta S`` (everybody sends everything). On one port per rank the same with n-1 messages in a row. Any n.
+Cost with a link per pair: all-gather, reduce-scatter, all-to-all, gather, scatter ``alpha + beta S/n``;
+permute, broadcast, reduce ``alpha + beta S``; all-reduce with ``steps=2`` ``2 (alpha + beta S/n)``
+(scatter the sums, gather them), with ``steps=1`` ``alpha + beta S`` (everybody sends everything). On one
+port per rank the same with n-1 messages in a row. Any n.
 """
 
 from __future__ import annotations
@@ -18,12 +19,25 @@ import numpy as np
 from ..collectives import AllToAllV, Collective, Permute
 from ..errors import InvalidInput
 from ..programs.ir import Program
-from .base import COLLECTIVES, ROOTED, Algorithm, Ints, Ranks, Steps, choose, devices_of, label, placement, unless
+from .base import (
+    COLLECTIVES,
+    ROOTED,
+    Algorithm,
+    Ints,
+    Ranks,
+    Steps,
+    choose,
+    devices_of,
+    label,
+    placement,
+    unless,
+)
 
 KINDS = (
-    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_all_v", "broadcast", "reduce", "gather",
-    "scatter", "permute",
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_all_v",
+    "broadcast", "reduce", "gather", "scatter", "permute",
 )
+MAX_ALL_REDUCE = 512
 
 
 def direct(
@@ -32,29 +46,34 @@ def direct(
 ) -> Program:
     """Straight to the destination.
 
-    `steps` (1 or 2) is for all-reduce only; `pairs` says who sends to whom in a permute (default: each rank to the
-    next); `counts` is the matrix of an all-to-all-v (default: all equal).
+    `steps` (1 or 2) is for all-reduce only; `pairs` says who sends to whom in a permute (default: each
+    rank to the next); `counts` is the matrix of an all-to-all-v (default: all equal).
 
-    >>> direct("all_to_all", 4)
-    <Program direct: all_to_all over 4 ranks, 12 transfers, 0 dependencies, 1 lane>
+    >>> direct("all_to_all", 4).num_transfers
+    12
     """
     choose("collective for direct", kind, KINDS)
     choose("steps", steps, (1, 2))
     devices = devices_of(ranks, chunks)
     n = len(devices)
+    refused = _refusal(kind, n)
+    if refused:
+        raise InvalidInput(refused)
     built = Steps()
     name = label("direct", chunks=unless(1, chunks), steps=unless(2, steps))
     if kind in ("permute", "all_to_all_v"):
         if in_place:
             raise InvalidInput(f"in_place: {kind} has no in-place form")
-        collective = _permute(built, devices, chunks, pairs) if kind == "permute" else _v(built, devices, chunks, counts)
-        return built.program(name, collective)
+        if kind == "permute":
+            return built.program(name, _permute(built, devices, chunks, pairs))
+        return built.program(name, _all_to_all_v(built, devices, chunks, counts))
     piece = np.arange(chunks)[:, None, None]
     if kind in ROOTED:
         other = np.arange(1, n)
         ends = (other, 0) if kind in ("reduce", "gather") else (0, other)
         shard = other[:, None] if kind in ("gather", "scatter") else 0
-        built.add(src=ends[0], dst=ends[1], step=piece[..., 0], chunk=(shard * chunks + piece), reduce=kind == "reduce")
+        chunk = shard * chunks + piece
+        built.add(src=ends[0], dst=ends[1], step=piece[..., 0], chunk=chunk, reduce=kind == "reduce")
         collective = COLLECTIVES[kind](devices, root=root, chunks=chunks, in_place=in_place)
         return built.program(name, collective, placement(n, None, root))
     _everyone(built, kind, n, chunks, steps)
@@ -69,7 +88,7 @@ def _everyone(built: Steps, kind: str, n: int, chunks: int, steps: int) -> None:
 
     def add(shard: Ints | int, start: int = 0, reduce: bool = False) -> None:
         chunk = np.asarray(shard * chunks + piece)[..., None]
-        built.add(src=src, dst=dst, step=start + piece, chunk=chunk, reduce=reduce)
+        built.add(src=src, dst=dst, step=start + 2 * piece, chunk=chunk, reduce=reduce)
 
     phases: dict[str, Callable[[], None]] = {
         "all_gather": lambda: add(src),
@@ -79,7 +98,7 @@ def _everyone(built: Steps, kind: str, n: int, chunks: int, steps: int) -> None:
     }
     if kind == "all_reduce" and steps == 2:
         phases["reduce_scatter"]()
-        add(src, start=1)
+        add(src, start=3)  # after the next piece has been sent, which hides the time a sum takes
     else:
         phases[kind]()
 
@@ -98,7 +117,7 @@ def _permute(
     return collective
 
 
-def _v(
+def _all_to_all_v(
     built: Steps, devices: tuple[int, ...], chunks: int, counts: Sequence[Sequence[float]] | None
 ) -> Collective:
     n = len(devices)
@@ -113,7 +132,15 @@ def _v(
     return collective
 
 
+def _refusal(kind: str, count: int) -> str | None:
+    # Every sum is read by n-1 messages that each wait for n-1 others: n^3 dependencies.
+    if kind == "all_reduce" and count > MAX_ALL_REDUCE:
+        return f"ranks: direct all_reduce takes at most {MAX_ALL_REDUCE} ranks, not {count}"
+    return None
+
+
 ALGORITHM = Algorithm(
-    name="direct", collectives=KINDS, build=direct, where="any number of ranks",
+    name="direct", collectives=KINDS, build=direct, refusal=_refusal,
+    where=f"any number of ranks (all_reduce: at most {MAX_ALL_REDUCE})",
     summary="straight from source to destination, all pairs at once; one latency",
 )

@@ -1,12 +1,14 @@
 """Halving-doubling (Rabenseifner): reduce-scatter by recursive halving, all-gather by recursive doubling.
 
-Each exchange halves (doubles) what is still to be moved, so it is optimal in bandwidth and takes only log2(n)
-latencies: the best all-round choice on a network where every pair is equally near. `largest` says whether the
-largest messages go to the nearest partner (good where ranks of a host are neighbours) or to the farthest.
+Each exchange halves (doubles) what is still to be moved, so it is optimal in bandwidth and takes only
+log2(n) latencies: the best all-round choice on a network where every pair is equally near. `largest` says
+whether the largest messages go to the nearest partner (good where ranks of a host are neighbours) or to
+the farthest.
 
-Cost for n a power of two: reduce-scatter, all-gather ``log2(n) alpha + beta S (n-1)/n``; all-reduce twice that.
-Otherwise n - p ranks (p the power of two below n) fold into a neighbour first (``alpha + beta S`` for
-reduce-scatter and all-reduce, ``alpha + beta S/n`` for all-gather) and get their part at the end. Any n.
+Cost for n a power of two: reduce-scatter, all-gather ``log2(n) alpha + beta S (n-1)/n``; all-reduce twice
+that. Otherwise n - p ranks (p the power of two below n) fold into a neighbour first (``alpha + beta S``
+for reduce-scatter and all-reduce, ``alpha + beta S/n`` for all-gather) and get their part at the end. Any
+n.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ def halving_doubling(
 ) -> Program:
     """Reduce-scatter by halving, all-gather by doubling, all-reduce by both.
 
-    >>> halving_doubling("all_reduce", 8)
-    <Program halving_doubling: all_reduce over 8 ranks, 48 transfers, 96 dependencies, 1 lane>
+    >>> halving_doubling("all_reduce", 8).num_transfers
+    48
     """
     choose("collective for halving_doubling", kind, KINDS)
     choose("largest", largest, ("near", "far"))
@@ -40,32 +42,34 @@ def halving_doubling(
     bits = range(rounds) if largest == "near" else range(rounds - 1, -1, -1)
     active = np.concatenate([2 * np.arange(extra), np.arange(2 * extra, n)])
     blocks = _blocks(kind, n, extra, power, chunks, largest)
-    folds = 1 if extra else 0
-
     steps = Steps()
-    piece = np.arange(chunks)[:, None]
+    # In an all-reduce a connection serves a piece twice, the second time an odd number of steps later.
+    later = np.arange(chunks)[:, None] * (2 if kind == "all_reduce" else 1)
     everything = blocks.reshape(chunks, 1, -1)
     folded = active[:extra]
-    own = blocks[:, :extra, 1:]  # what a folded rank contributes (all-gather) or is to end with (reduce-scatter)
-    if folds:
-        reduced = kind != "all_gather"
-        steps.add(src=folded + 1, dst=folded, step=piece, chunk=everything if reduced else own, reduce=reduced)
-    start = folds
+    own = blocks[:, :extra, 1:]  # a folded rank's shard, where there are shards
+    if extra:
+        brought = own if kind == "all_gather" else everything
+        steps.add(src=folded + 1, dst=folded, step=later, chunk=brought, reduce=kind != "all_gather")
+    start = 1
     if kind != "all_gather":
         for at, (partner, sent) in enumerate(halvings(power, bits)):
             chunk = blocks[:, sent].reshape(chunks, power, -1)
-            steps.add(src=active, dst=active[partner], step=start + at + piece, chunk=chunk, reduce=True)
+            steps.add(src=active, dst=active[partner], step=start + at + later, chunk=chunk, reduce=True)
         start += rounds
     if kind != "reduce_scatter":
         for at, (partner, sent) in enumerate(reversed(halvings(power, bits))):
             chunk = blocks[:, sent].reshape(chunks, power, -1)
-            steps.add(src=active[partner], dst=active, step=start + at + piece, chunk=chunk)
+            steps.add(src=active[partner], dst=active, step=start + at + later, chunk=chunk)
         start += rounds
-    if folds:
-        result = {"all_gather": _without(everything, own), "reduce_scatter": own, "all_reduce": everything}[kind]
-        steps.add(src=folded, dst=folded + 1, step=start + piece, chunk=result)
+    if extra:
+        told = everything
+        if kind != "all_reduce":
+            told = own if kind == "reduce_scatter" else np.where(everything == own, -1, everything)
+        steps.add(src=folded, dst=folded + 1, step=start + later, chunk=told)
 
-    collective = COLLECTIVES[kind](devices, chunks=chunks * power if kind == "all_reduce" else chunks, in_place=in_place)
+    pieces = chunks * power if kind == "all_reduce" else chunks
+    collective = COLLECTIVES[kind](devices, chunks=pieces, in_place=in_place)
     name = label("halving_doubling", chunks=unless(1, chunks), largest=unless("near", largest), order=order)
     return steps.program(name, collective, placement(n, order))
 
@@ -94,22 +98,23 @@ def _blocks(kind: str, n: int, extra: int, power: int, chunks: int, largest: str
     block = np.arange(power)
     if kind == "all_reduce":
         # Blocks are named so that each message is one contiguous range.
-        return np.asarray(piece * power + (_bit_reversed(power) if largest == "near" else block)[:, None])
+        return np.asarray(piece * power + (bit_reversed(power) if largest == "near" else block)[:, None])
     shard = np.where(block < extra, 2 * block, block + extra)[:, None] + np.arange(2 if extra else 1)
     if extra:
         shard[extra:, 1] = -1
     return np.where(shard < 0, -1, shard * chunks + piece)
 
 
-def _bit_reversed(power: int) -> Ints:
+def bit_reversed(power: int) -> Ints:
+    """The numbers below a power of two with their bits read backwards.
+
+    >>> bit_reversed(8).tolist()
+    [0, 4, 2, 6, 1, 5, 3, 7]
+    """
     reverse = np.zeros(1, np.int64)
     while len(reverse) < power:
         reverse = np.concatenate([2 * reverse, 2 * reverse + 1])
     return reverse
-
-
-def _without(everything: Ints, own: Ints) -> Ints:
-    return np.where(everything == own, -1, everything)
 
 
 ALGORITHM = Algorithm(

@@ -1,14 +1,15 @@
 """Hierarchical, multi-rail reduce-scatter, all-gather and all-reduce over any number of dimensions.
 
-Ranks form a grid (dimension 0 varies fastest: rank = c0 + d0 (c1 + d1 (c2 + ...))). The reduce-scatter goes
-through the dimensions one by one; after each, a rank keeps only its share, so the slow outer dimensions carry
-little, and every rank of a host uses its own rail. The all-gather goes back the same way. Inside a dimension
-it is a ring, direct or halving-doubling. With several chunks one dimension works while the next does, too.
+Ranks form a grid (dimension 0 varies fastest: rank = c0 + d0 (c1 + d1 (c2 + ...))). The reduce-scatter
+goes through the dimensions one by one; after each, a rank keeps only its share, so the slow outer
+dimensions carry little, and every rank of a host uses its own rail. The all-gather goes back the same
+way. Inside a dimension it is a ring, direct or halving-doubling. With several chunks one dimension works
+while the next does, too.
 
-Cost, one chunk, ring inside: reduce-scatter or all-gather ``sum over i of (d_i - 1) (alpha_i + beta_i S / (d_0 ... d_i))``;
-all-reduce twice that. On 2 hosts of 8: ``2 (7 (alpha_0 + beta_0 S/8) + alpha_1 + beta_1 S/16)``. Direct inside pays
-``alpha_i`` once (with a link per pair), halving-doubling ``log2(d_i)`` times. Any n that is the product of the
-dimensions; halving-doubling only in dimensions that are powers of two.
+Cost, one chunk, ring inside: reduce-scatter or all-gather ``sum over i of (d_i - 1) (alpha_i + beta_i S /
+(d_0 ... d_i))``; all-reduce twice that. On 2 hosts of 8: ``2 (7 (alpha_0 + beta_0 S/8) + alpha_1 + beta_1
+S/16)``. Direct inside pays ``alpha_i`` once (with a link per pair), halving-doubling ``log2(d_i)`` times.
+Any n that is the product of the dimensions; halving-doubling only in dimensions that are powers of two.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .base import (
     placement,
     unless,
 )
-from .halving_doubling import _bit_reversed, halvings
+from .halving_doubling import bit_reversed, halvings
 from .orders import composite_refusal, fast_orders, host_grid
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 INSIDE = ("ring", "direct", "halving_doubling")
 
 Round = tuple[Ints, Ints, Ints]
-"""Messages of one step of one dimension: from coordinate, to coordinate, which coordinates' blocks (2-D)."""
+"""One step in one dimension: from coordinate, to coordinate, and the coordinates whose blocks go (2-D)."""
 
 
 def hierarchical(
@@ -54,25 +55,21 @@ def hierarchical(
 ) -> Program:
     """Dimension by dimension; `inside` names the algorithm for all dimensions or for each.
 
-    >>> hierarchical("all_reduce", 16, dims=(8, 2))
-    <Program hierarchical(dims=8x2): all_reduce over 16 ranks, 256 transfers, 464 dependencies, 1 lane>
+    >>> hierarchical("all_reduce", 16, dims=(8, 2)).num_transfers
+    256
     """
     choose("collective for hierarchical", kind, KINDS)
     devices = devices_of(ranks, chunks)
     n = len(devices)
     sizes = _sizes(n, dims)
-    schemes = _schemes(sizes, inside)
+    schemes = scheme_of_each(sizes, inside)
     weights, piece = _numbering(kind, n, sizes, schemes, chunks)
-    phases = []
-    if kind != "all_gather":
-        phases += [(d, _reduce_scatter_rounds(schemes[d], sizes[d]), True) for d in range(len(sizes))]
-    if kind != "reduce_scatter":
-        phases += [(d, _all_gather_rounds(schemes[d], sizes[d]), False) for d in reversed(range(len(sizes)))]
-    longest = max((len(rounds) for _, rounds, _ in phases), default=0)
+    stages, longest, every = phases(kind, sizes, schemes)
     steps = Steps()
-    for stage, (dim, rounds, reduce) in enumerate(phases):
-        _add_stage(steps, sizes, weights, piece, dim, rounds, first=stage * longest, every=longest, reduce=reduce)
-    collective = COLLECTIVES[kind](devices, chunks=chunks * n if kind == "all_reduce" else chunks, in_place=in_place)
+    for stage, (dim, rounds, reduce) in enumerate(stages):
+        _add_stage(steps, sizes, weights, piece, dim, rounds, stage * longest, every, reduce=reduce)
+    pieces = chunks * n if kind == "all_reduce" else chunks
+    collective = COLLECTIVES[kind](devices, chunks=pieces, in_place=in_place)
     name = label(
         "hierarchical", chunks=unless(1, chunks), dims="x".join(map(str, sizes)),
         inside=unless("ring", inside), order=order,
@@ -80,16 +77,31 @@ def hierarchical(
     return steps.program(name, collective, placement(n, order))
 
 
+def phases(
+    kind: str, sizes: Sequence[int], schemes: Sequence[str]
+) -> tuple[list[tuple[int, list[Round], bool]], int, int]:
+    """The stages as (dimension, rounds, whether they reduce), the steps of each, and those between pieces."""
+    found = []
+    if kind != "all_gather":
+        found += [(d, _reduce_scatter_rounds(schemes[d], sizes[d]), True) for d in range(len(sizes))]
+    if kind != "reduce_scatter":
+        found += [(d, _all_gather_rounds(schemes[d], sizes[d]), False) for d in reversed(range(len(sizes)))]
+    longest = max((len(rounds) for _, rounds, _ in found), default=0)
+    # In an all-reduce a dimension serves a piece twice, the second time an odd number of stages later.
+    return found, longest, longest * (2 if kind == "all_reduce" else 1)
+
+
 def _add_stage(
-    steps: Steps, sizes: Sequence[int], weights: Sequence[Ints], piece: Ints, dim: int, rounds: list[Round], *,
-    first: int, every: int, reduce: bool,
+    steps: Steps, sizes: Sequence[int], weights: Sequence[Ints], piece: Ints, dim: int, rounds: list[Round],
+    first: int, every: int, *, reduce: bool,
 ) -> None:
-    """One dimension's exchange, in all lines of ranks along it at once; piece j comes `every` steps later."""
+    """One dimension's exchange, in all lines of ranks along it at once; each piece `every` steps later."""
     strides = [math.prod(sizes[:d]) for d in range(len(sizes))]
-    line = _sums(np.arange(size) * stride for d, (size, stride) in enumerate(zip(sizes, strides, strict=True)) if d != dim)
+    others = [d for d in range(len(sizes)) if d != dim]
+    line = sums(np.arange(sizes[d]) * strides[d] for d in others)
     # Blocks in play agree with the rank in the dimensions already reduced, and are any in those to come.
-    fixed = _sums(weights[d] if d < dim else np.zeros(sizes[d], np.int64) for d in range(len(sizes)) if d != dim)
-    free = _sums(weights[dim + 1 :])
+    fixed = sums(weights[d] * (d < dim) for d in others)
+    free = sums(weights[dim + 1 :])
     later = every * np.arange(len(piece))[:, None, None]
     for at, (src, dst, blocks) in enumerate(rounds):
         mine = (weights[dim][blocks][:, :, None] + free).reshape(len(src), 1, -1)
@@ -122,13 +134,18 @@ def _numbering(
 ) -> tuple[list[Ints], Ints]:
     """What each coordinate, and each piece, adds to the number of a chunk."""
     if kind != "all_reduce":
-        return [np.arange(size) * math.prod(sizes[:d]) * chunks for d, size in enumerate(sizes)], np.arange(chunks)
+        strides = [math.prod(sizes[:d]) for d in range(len(sizes))]
+        return [np.arange(z) * s * chunks for z, s in zip(sizes, strides, strict=True)], np.arange(chunks)
     # The tensor's blocks may be named freely: so that every message is one contiguous range.
-    names = [_bit_reversed(z) if s == "halving_doubling" else np.arange(z) for z, s in zip(sizes, schemes, strict=True)]
+    names = [
+        bit_reversed(size) if scheme == "halving_doubling" else np.arange(size)
+        for size, scheme in zip(sizes, schemes, strict=True)
+    ]
     return [name * math.prod(sizes[d + 1 :]) for d, name in enumerate(names)], np.arange(chunks) * n
 
 
-def _sums(terms: Iterable[Ints]) -> Ints:
+def sums(terms: Iterable[Ints]) -> Ints:
+    """Every sum of one number from each term, the first term varying fastest."""
     total = np.zeros(1, np.int64)
     for term in terms:
         total = (term[:, None] + total).ravel()
@@ -147,14 +164,15 @@ def _sizes(n: int, dims: Sequence[int] | None) -> tuple[int, ...]:
     return sizes
 
 
-def _schemes(sizes: Sequence[int], inside: str | Sequence[str]) -> list[str]:
+def scheme_of_each(sizes: Sequence[int], inside: str | Sequence[str]) -> list[str]:
+    """The algorithm inside each dimension."""
     schemes = [inside] * len(sizes) if isinstance(inside, str) else list(inside)
     if len(schemes) != len(sizes):
         raise InvalidInput(f"inside: needs one name, or one per dimension ({len(sizes)}), not {len(schemes)}")
     for at, (scheme, size) in enumerate(zip(schemes, sizes, strict=True)):
         choose("inside", scheme, INSIDE)
         if scheme == "halving_doubling" and not is_power_of_two(size):
-            raise InvalidInput(f"inside[{at}]: halving_doubling needs a power of two, but dims[{at}] is {size}")
+            raise InvalidInput(f"inside[{at}]: halving_doubling needs a power of two, not {size} ranks")
     return schemes
 
 

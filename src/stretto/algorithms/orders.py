@@ -20,11 +20,11 @@ BUDGET = 20_000
 
 
 def fast_orders(cluster: Cluster, devices: tuple[int, ...], *, rings: int = 1) -> list[list[int]] | None:
-    """Orders of the ranks along direct links between devices, the slowest link used being as fast as possible.
+    """Orders of the ranks along direct links between devices, the slowest link being as fast as possible.
 
-    One closed ring over all ranks if there is one, else a line inside each host, hosts one after the other. Every
-    further ring sees the links that are already in use as that much slower. None: keep the ranks' own order.
-    """
+    One closed ring over all ranks if there is one, else a line inside each host, hosts one after the
+    other. Every further ring sees the links that are already in use as that much slower. None: keep the
+    ranks' own order. """
     count = len(devices)
     if not 3 <= count <= MAX_SEARCHED:
         return None
@@ -132,7 +132,7 @@ def _hamiltonian(linked: NDArray[np.bool_], start: int, closed: bool) -> list[in
     def ways(node: int) -> list[int]:
         following = np.flatnonzero(linked[node] & free)
         onward = np.count_nonzero(linked[following][:, free], axis=1)
-        return following[np.lexsort((following, onward))][::-1].tolist()
+        return [int(way) for way in following[np.lexsort((following, onward))][::-1]]
 
     open_ways = [ways(start)]
     for _ in range(BUDGET):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ..cluster import Cluster
 
 NAMES = (
-    "ring", "recursive_doubling", "halving_doubling", "double_binary_tree", "binary_tree", "binomial", "chain", "bruck",
-    "direct", "pairwise", "two_step", "three_step", "hierarchical",
+    "ring", "recursive_doubling", "halving_doubling", "double_binary_tree", "binary_tree", "binomial",
+    "chain", "bruck", "direct", "pairwise", "two_step", "three_step", "hierarchical",
 )
 """Each is a module of this package that holds an `ALGORITHM`."""
 
@@ -59,12 +59,12 @@ def algorithm(
 ) -> Program:
     """Build a program by name.
 
-    `chunks` pieces flow through the algorithm one behind the other (default: its own). With a `cluster`, options
-    that are not given are taken from it where it suggests any: the dimensions or hosts for the hierarchical ones, an
-    order along the fastest links for rings and chains; the program's name says so.
+    `chunks` pieces flow through the algorithm one behind the other (default: its own). With a `cluster`,
+    options that are not given are taken from it where it suggests any: the dimensions or hosts for the
+    hierarchical ones, an order along the fastest links for rings and chains; the program's name says so.
 
-    >>> algorithm("ring", "allreduce", 4, chunks=2)
-    <Program ring(chunks=2): all_reduce over 4 ranks, 48 transfers, 72 dependencies, 1 lane>
+    >>> algorithm("ring", "allreduce", 4, chunks=2).num_transfers
+    48
     """
     found = entry(name)
     kind = collective_kind(collective)
@@ -82,9 +82,10 @@ def algorithm(
     devices = as_ranks(ranks)
     if cluster is not None:
         if max(devices, default=0) >= cluster.num_devices:
-            raise InvalidInput(f"ranks: cluster {cluster.name} has {cluster.num_devices} devices, not {max(devices) + 1}")
+            raise InvalidInput(f"ranks: cluster {cluster.name} has only devices 0..{cluster.num_devices - 1}")
         if found.from_cluster is not None:
             given |= found.from_cluster(cluster, devices, options)
     if root is not None:
         given["root"] = root
-    return found.build(kind, devices, chunks=found.chunks if chunks is None else chunks, in_place=in_place, **given)
+    given["chunks"] = found.chunks if chunks is None else chunks
+    return found.build(kind, devices, in_place=in_place, **given)

@@ -1,14 +1,14 @@
 """Ring all-gather, reduce-scatter and all-reduce.
 
-Every rank sends to its successor only; after n-1 hops each shard has been everywhere. Bandwidth-optimal, with one
-neighbour per direction, so it wins for large messages and on any network that has a ring; its n-1 latencies
-make it slow for small ones.
+Every rank sends to its successor only; after n-1 hops each shard has been everywhere. Bandwidth-optimal,
+with one neighbour per direction, so it wins for large messages and on any network that has a ring; its
+n-1 latencies make it slow for small ones.
 
-Cost, S bytes over n ranks (nbytes as `Collective` defines it), k chunks per shard:
-one direction: all-gather, reduce-scatter ``(n-1) (k alpha + beta S/n)``; all-reduce twice that.
-Two directions: each shard travels both ways and stops halfway, ``floor(n/2)`` hops and ``beta S (n-1)/(2n)`` per
-link; where n is even, the two halves of a shard reach the farthest rank from different sides.
-R rings on different links carry 1/R each. Defined for any n.
+Cost, S bytes over n ranks (nbytes as `Collective` defines it), k chunks per shard: one direction:
+all-gather, reduce-scatter ``(n-1) (k alpha + beta S/n)``; all-reduce twice that. Two directions: each
+shard travels both ways and stops halfway, ``floor(n/2)`` hops and ``beta S (n-1)/(2n)`` per link; where n
+is even, the two halves of a shard reach the farthest rank from different sides. R rings on different
+links carry 1/R each. Defined for any n.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def ring(
     Several `rings` over one order step through it with different `strides` (numbers that share no factor
     with n; the smallest ones unless given).
 
-    >>> ring("all_reduce", 4)
-    <Program ring: all_reduce over 4 ranks, 24 transfers, 36 dependencies, 1 lane>
+    >>> ring("all_reduce", 4).num_transfers
+    24
     """
     choose("collective for ring", kind, KINDS)
     choose("directions", directions, (1, 2))
@@ -53,9 +53,9 @@ def ring(
     hops = n - 1 if directions == 1 else n // 2
     scatter, gather = kind != "all_gather", kind != "reduce_scatter"
     if scatter:
-        _phase(steps, orders, hops, chunks, halves, directions, reduce=True, start=0)
+        _phase(steps, orders, hops, chunks, halves, directions, 0, reduce=True)
     if gather:
-        _phase(steps, orders, hops, chunks, halves, directions, reduce=False, start=scatter * hops)
+        _phase(steps, orders, hops, chunks, halves, directions, scatter * hops, reduce=False)
     pieces = n * per_shard if kind == "all_reduce" else per_shard
     collective = COLLECTIVES[kind](devices, chunks=pieces, in_place=in_place)
     name = label(
@@ -66,7 +66,8 @@ def ring(
 
 
 def _phase(
-    steps: Steps, orders: Ints, hops: int, chunks: int, halves: int, directions: int, *, reduce: bool, start: int
+    steps: Steps, orders: Ints, hops: int, chunks: int, halves: int, directions: int, start: int, *,
+    reduce: bool,
 ) -> None:
     rings, n = orders.shape
     position = np.arange(n)
@@ -92,11 +93,14 @@ def _phase(
     if halves == 1:
         add(np.arange(hops), whole)
         return
-    far = 0 if reduce else hops - 1
-    near = np.arange(1, hops) if reduce else np.arange(hops - 1)
+    # The farthest rank gets one half from either side: the first hop of a sum, the last of a gather.
     half = turn[..., None]
-    for hop, part in ((np.array([far]), half), (near, whole)) if reduce else ((near, whole), (np.array([far]), half)):
-        add(hop, part)
+    if reduce:
+        add(np.arange(1), half)
+        add(np.arange(1, hops), whole)
+    else:
+        add(np.arange(hops - 1), whole)
+        add(np.arange(hops - 1, hops), half)
 
 
 def _orders(
@@ -108,7 +112,7 @@ def _orders(
     if order is not None and len(order) and isinstance(order[0], Sequence):
         several = [placement(n, one) for one in order]  # type: ignore[arg-type]
         if strides is not None or rings not in (1, len(several)):
-            raise InvalidInput(f"order: gives {len(several)} rings; leave out strides, and rings or make it that many")
+            raise InvalidInput(f"order: gives {len(several)} rings, so leave out rings and strides")
         return np.stack(several)
     single = placement(n, order)  # type: ignore[arg-type]
     if strides is None:
@@ -117,11 +121,12 @@ def _orders(
         usable = [s for s in range(1, max(last, 1) + 1) if math.gcd(s, n) == 1] or [1]
         strides = [usable[i % len(usable)] for i in range(rings)]
     elif rings not in (1, len(strides)):
-        raise InvalidInput(f"strides: gives {len(strides)} rings; leave out rings or make it that many")
+        raise InvalidInput(f"strides: gives {len(strides)} rings, so leave out rings")
     for at, stride in enumerate(strides):
         if math.gcd(stride, n) != 1:
-            raise InvalidInput(f"strides[{at}]: {stride} and the {n} ranks share a factor, so it is not one ring")
-    return single[np.asarray(strides, np.int64)[:, None] * np.arange(n) % n]
+            raise InvalidInput(f"strides[{at}]: {stride} and {n} ranks share a factor: not one ring")
+    place = np.asarray(strides, np.int64)[:, None] * np.arange(n) % n
+    return np.asarray(single[place])
 
 
 def _from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[str, Any]) -> dict[str, Any]:

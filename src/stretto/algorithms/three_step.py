@@ -1,11 +1,13 @@
-"""Three-step all-to-all: gather inside the host, one message per pair of hosts, scatter inside the other host.
+"""Three-step all-to-all: gather inside the host, one message per pair of hosts, scatter inside the other
+host.
 
-For every pair of hosts one rank on either side is the gateway (the same local number on both, so rails stay rails,
-and spread over the local ranks). It collects everything its host has for the other one and sends it in a single
-message. The fewest messages between hosts of all: for small messages, or networks with a high cost per message.
+For every pair of hosts one rank on either side is the gateway (the same local number on both, so rails
+stay rails, and spread over the local ranks). It collects everything its host has for the other one and
+sends it in a single message. The fewest messages between hosts of all: for small messages, or networks
+with a high cost per message.
 
-Cost with L ranks on each of H hosts, H - 1 <= L and a link per pair used: ``2 (alpha_in + beta_in (S/n) (L + 1))`` at
-most ``+ alpha_out + beta_out (S/n) L^2``. Any n = L H with L, H > 1.
+Cost with L ranks on each of H hosts, H - 1 <= L and a link per pair used: ``2 (alpha_in + beta_in (S/n)
+(L + 1))`` at most ``+ alpha_out + beta_out (S/n) L^2``. Any n = L H with L, H > 1.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 
 from ..collectives import AllToAll
 from ..programs.ir import Program
-from .base import Algorithm, Ranks, Steps, choose, devices_of, label, placement, unless
+from .base import Algorithm, Ints, Ranks, Steps, choose, devices_of, label, placement, unless
 from .orders import composite_refusal, local_count
 from .two_step import from_cluster
 
@@ -29,8 +31,8 @@ def three_step(
 ) -> Program:
     """Gather, exchange, scatter; `local` ranks share a host (default: a near-square cut).
 
-    >>> three_step("all_to_all", 8, local=4)
-    <Program three_step(local=4): all_to_all over 8 ranks, 32 transfers, 14 dependencies, 1 lane>
+    >>> three_step("all_to_all", 8, local=4).num_transfers
+    32
     """
     choose("collective for three_step", kind, KINDS)
     devices = devices_of(ranks, chunks)
@@ -38,18 +40,18 @@ def three_step(
     inside = local_count("three_step", n, local)
     hosts = n // inside
     steps = Steps()
-    piece = np.arange(chunks)[:, None]
     host = np.arange(hosts)
     mates = np.arange(inside)
     ranks_of = host[:, None] * inside + mates
     gateway = (host[:, None] + host) % inside
     away = host[:, None] != host
 
-    def add(step: int, src: object, dst: object, shard: object) -> None:
-        table = np.asarray(shard).reshape(*np.shape(src), -1)
-        chunk = np.where(table < 0, -1, table * chunks + piece.reshape(-1, *([1] * table.ndim)))
-        at = np.broadcast_to(step + piece.reshape(-1, *([1] * np.ndim(src))), chunk.shape[:-1])
-        steps.add(src=np.asarray(src), dst=np.asarray(dst), step=at, chunk=chunk)
+    def add(step: int, src: Ints, dst: Ints, shard: Ints) -> None:
+        # Ranks of a host exchange in steps 0 and 3: two steps per piece keep a connection to one at a time.
+        table = shard.reshape(*src.shape, -1)
+        one = np.arange(chunks).reshape(-1, *([1] * table.ndim))
+        chunk = np.where(table < 0, -1, table * chunks + one)
+        steps.add(src=src, dst=dst, step=step + 2 * one[..., 0], chunk=chunk)
 
     for shift in range(1, inside):
         to = (mates + shift) % inside
@@ -69,7 +71,7 @@ def three_step(
         # [host, mate (the gateway), origin host, mate there]: what came for the host-mate `to`.
         came = (away[:, None, :] & (gateway[:, None, :] == mates[:, None]))[..., None]
         shard = ranks_of * n + ranks_of[:, to][:, :, None, None]
-        add(2, ranks_of, ranks_of[:, to], np.where(came, shard, -1))
+        add(3, ranks_of, ranks_of[:, to], np.where(came, shard, -1))
     name = label("three_step", chunks=unless(1, chunks), local=inside, order=order)
     return steps.program(name, AllToAll(devices, chunks=chunks, in_place=in_place), placement(n, order))
 
@@ -77,5 +79,6 @@ def three_step(
 ALGORITHM = Algorithm(
     name="three_step", collectives=KINDS, build=three_step, from_cluster=from_cluster,
     refusal=lambda kind, count: composite_refusal("three_step", count),
-    where="ranks = local x hosts, both > 1", summary="gather inside the host, one message per pair of hosts, scatter",
+    where="ranks = local x hosts, both > 1",
+    summary="gather inside the host, one message per pair of hosts, scatter",
 )

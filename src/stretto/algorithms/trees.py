@@ -1,4 +1,5 @@
-"""What chain, binomial and binary trees share: data flowing down (broadcast) or up (reduce) a tree, in pieces."""
+"""What chain, binomial and binary trees share: data flowing down (broadcast) or up (reduce) a tree, in
+pieces."""
 
 from __future__ import annotations
 
@@ -14,9 +15,8 @@ def add_tree(
 ) -> None:
     """Add one tree: node v (not the root) hears from ``parent[v]`` in round ``when[v]``.
 
-    Rounds order what could happen at once; piece j follows j rounds behind the first. An all-reduce flows up,
-    and each piece turns around at the root.
-    """
+    Rounds order what could happen at once; piece j follows j rounds behind the first. An all-reduce flows
+    up, and each piece turns around at the root. """
     node = np.flatnonzero(parent >= 0)
     piece = np.arange(chunks)[:, None]
     chunk = (first_chunk + piece)[..., None]

@@ -1,9 +1,9 @@
 """Two-step all-to-all: first inside the host to the right rail, then along the rail to the right host.
 
-Rank (host h, local l) hands its host-mates everything that is for their local number, on any host; then each
-rank sends one message per other host, to the rank with its own local number. Messages between hosts are as many as
-other hosts instead of other hosts times local ranks, and that much larger: it wins where latency or a per-message
-cost between hosts counts and the links inside are fast.
+Rank (host h, local l) hands its host-mates everything that is for their local number, on any host; then
+each rank sends one message per other host, to the rank with its own local number. Messages between hosts
+are as many as other hosts instead of other hosts times local ranks, and that much larger: it wins where
+latency or a per-message cost between hosts counts and the links inside are fast.
 
 Cost with L ranks on each of H hosts (n = L H) and a link per pair used: ``alpha_in + beta_in (S/n) H +
 alpha_out + beta_out (S/n) L``. Any n = L H with L, H > 1.
@@ -33,8 +33,8 @@ def two_step(
 ) -> Program:
     """Inside the host, then between hosts; `local` ranks share a host (default: a near-square cut).
 
-    >>> two_step("all_to_all", 8, local=4)
-    <Program two_step(local=4): all_to_all over 8 ranks, 32 transfers, 24 dependencies, 1 lane>
+    >>> two_step("all_to_all", 8, local=4).num_transfers
+    32
     """
     choose("collective for two_step", kind, KINDS)
     devices = devices_of(ranks, chunks)
@@ -66,5 +66,6 @@ def from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[str
 ALGORITHM = Algorithm(
     name="two_step", collectives=KINDS, build=two_step, from_cluster=from_cluster,
     refusal=lambda kind, count: composite_refusal("two_step", count),
-    where="ranks = local x hosts, both > 1", summary="inside the host to the right rail, then one message per other host",
+    where="ranks = local x hosts, both > 1",
+    summary="inside the host to the right rail, then one message per other host",
 )

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; whatever is wrong with the input is one line on stderr."""
+    """Run one command line and return its exit code; wrong input is one line on stderr."""
     try:
         code = app(args=list(arguments), prog_name="stretto", standalone_mode=False)
         sys.stdout.flush()
@@ -74,7 +74,8 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(str(error))
     except typer.TyperException as error:
         # Saying nothing at all asks for help, which has been printed by now.
-        return _fail(error.format_message()) if error.format_message() else 0
+        message = error.format_message()
+        return _fail(f"{message.rstrip('.')}; see '{_command(error)} --help'") if message else 0
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
@@ -83,6 +84,11 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _command(error: typer.TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    return context.command_path if context is not None else "stretto"
 
 
 def _fail(message: str) -> int:

@@ -66,9 +66,12 @@ def show(
         table.add_column(heading, overflow="fold")
     for rank in range(min(collective.num_ranks, _MAX_ROWS)):
         low, high = collective.in_ptr[rank], collective.in_ptr[rank + 1]
-        starts = [(c, (p,)) for c, p in zip(
-            collective.in_chunk[low:high].tolist(), collective.in_part[low:high].tolist(), strict=True
-        )]
+        starts = [
+            (c, (p,))
+            for c, p in zip(
+                collective.in_chunk[low:high].tolist(), collective.in_part[low:high].tolist(), strict=True
+            )
+        ]
         low, high = collective.out_ptr[rank], collective.out_ptr[rank + 1]
         ends = [(int(collective.out_chunk[at]), collective.parts_of(at)) for at in range(low, high)]
         table.add_row(str(rank), str(collective.ranks[rank]), _buffer(starts), _buffer(ends))
@@ -81,9 +84,10 @@ def show(
 
 def _load(what: str, ranks: int, chunks: int | None, root: int, in_place: bool) -> Collective:
     from ..algorithms.base import COLLECTIVES, ROOTED, collective_kind
-    from ..collectives.files import load_collective
 
     if Path(what).suffix or Path(what).exists():
+        from ..collectives.files import load_collective
+
         return load_collective(what)
     kind = collective_kind(what)
     options: dict[str, object] = {} if chunks is None else {"chunks": chunks}

@@ -59,7 +59,10 @@ def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
         yield advance
     finally:
         timer.cancel()
-        bar.stop()
+        if timer.ident is not None:
+            timer.join()
+        if bar.live.is_started:
+            bar.stop()
 
 
 def parse_ranks(text: str | None, count: int) -> tuple[int, ...]:

@@ -2,5 +2,7 @@
 
 from .ir import Program
 from .lowered import Lowered
+from .symmetry import SymmetricProgram
+from .verify import Report
 
-__all__ = ["Lowered", "Program"]
+__all__ = ["Lowered", "Program", "Report", "SymmetricProgram"]

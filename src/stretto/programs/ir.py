@@ -149,8 +149,8 @@ class Program:
         sizes = self.collective.chunk_bytes(nbytes)[self.chunk]
         if len(sizes) == self.num_transfers:
             return sizes
-        total = np.concatenate([[0.0], np.cumsum(sizes)])
-        return total[self.chunk_ptr[1:]] - total[self.chunk_ptr[:-1]]
+        summed: NDArray[np.float64] = np.add.reduceat(sizes, self.chunk_ptr[:-1])
+        return summed
 
     def verify(self) -> Report:
         """Prove that the program does what its collective asks; raises `VerificationError` if not."""

@@ -1,4 +1,4 @@
-"""Which connections share a threadblock and a channel, and which receives are fused with the send that follows."""
+"""Which connections share a threadblock and a channel, and which receives are fused with a send."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def slot_history(program: Program, position: NDArray[np.int64]) -> History:
     write_slot = program.dst[owner].astype(np.int64) * chunks + program.chunk
     slot = np.concatenate([read_slot, write_slot])
     time = np.concatenate([position[owner], position[count + owner]])
-    kind = np.concatenate([np.full(rows, READ), np.where(program.reduce[owner], REDUCE, COPY)]).astype(np.int8)
+    writes = np.where(program.reduce[owner], REDUCE, COPY)
+    kind = np.concatenate([np.full(rows, READ), writes]).astype(np.int8)
     order = np.lexsort((time, slot))
     slot, time, kind = slot[order], time[order], kind[order]
     by = np.concatenate([owner, owner])[order]
@@ -148,9 +149,10 @@ def _forwards(program: Program, history: History) -> NDArray[np.int64]:
     same[history.owner[history.writer != source[history.owner]]] = False
     source = np.where(same & (source >= 0), source, -1)
     source = np.where(sizes[source] == sizes, source, -1)
-    row = np.arange(len(history.owner)) - program.chunk_ptr[history.owner] + program.chunk_ptr[source][history.owner]
-    row = np.where(source[history.owner] >= 0, row, 0)
-    differs = (program.chunk[row] != program.chunk) & (source[history.owner] >= 0)
+    shift = (program.chunk_ptr[:-1][source] - program.chunk_ptr[:-1])[history.owner]
+    forwards = source[history.owner] >= 0
+    row = np.where(forwards, np.arange(len(history.owner)) + shift, 0)
+    differs = (program.chunk[row] != program.chunk) & forwards
     source[history.owner[differs]] = -1
     return source
 
@@ -164,15 +166,16 @@ def _pair(
 ) -> NDArray[np.int64]:
     """For each receive connection the send connection that shares its threadblock, or -1.
 
-    Forwards count most. Without any, two connections are joined when at least half the messages of the shorter
-    one wait for the other: then one stream loses no overlap, and saves the flags.
+    Forwards count most. Without any, two connections are joined when at least half the messages of the
+    shorter one wait for the other: then one stream loses no overlap, and saves the flags.
     """
     num = len(first)
     sends = np.flatnonzero(forward >= 0)
     fusable = connection[forward[sends]] * num + connection[sends]
     reads = history.writer >= 0
-    waits = np.unique(np.stack([history.writer[reads], history.owner[reads]]), axis=1)
-    follows = connection[waits[0]] * num + connection[waits[1]]
+    waits = np.sort(history.writer[reads] * program.num_transfers + history.owner[reads])
+    waits = waits[np.diff(waits, prepend=-1) > 0]
+    follows = connection[waits // program.num_transfers] * num + connection[waits % program.num_transfers]
     at = np.repeat(np.arange(program.num_transfers), np.diff(program.gate_ptr))
     local = program.src[program.gate] == program.dst[at]
     gates = connection[at[local]] * num + connection[program.gate[local]]
@@ -191,6 +194,14 @@ def _pair(
         if useful[k] and partner[receive[k]] < 0 and not taken[send[k]]:
             partner[receive[k]] = send[k]
             taken[send[k]] = True
+    for chain in _chains(partner):
+        visits: dict[int, int] = {}
+        for before, c in zip([-1, *chain[:-1]], chain, strict=True):
+            rank = int(program.dst[first[c]])
+            if visits.get(rank, 0) >= MAX_BLOCKS_PER_CHANNEL - 1:  # no channel could hold the whole chain
+                partner[before] = -1
+                visits.clear()
+            visits[rank] = visits.get(rank, 0) + 1
     return partner
 
 
@@ -243,7 +254,8 @@ def _queue_predecessors(
 def _unstored(program: Program, history: History, fused: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Fused reductions whose sum nobody reads but the send: `rrs`."""
     c = program.collective
-    outputs = np.repeat(np.arange(c.num_ranks, dtype=np.int64), np.diff(c.out_ptr)) * c.num_chunks + c.out_chunk
+    rank = np.repeat(np.arange(c.num_ranks, dtype=np.int64), np.diff(c.out_ptr))
+    outputs = rank * c.num_chunks + c.out_chunk
     result = (fused >= 0) & program.reduce
     rows = np.flatnonzero(result[history.owner])
     send = fused[history.owner[rows]]
@@ -259,14 +271,13 @@ def _channels(
     src: NDArray[np.int64], dst: NDArray[np.int64], lane: NDArray[np.int64], partner: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """The lane, unless a rank would have too many threadblocks on one channel."""
-    chains = _chains(partner)
-    blocks = np.bincount(np.concatenate([dst, src]) * (lane.max(initial=0) + 1) + np.concatenate([lane, lane]))
-    if blocks.max(initial=0) <= MAX_BLOCKS_PER_CHANNEL:
+    at_rank = np.concatenate([dst, src]) * (lane.max(initial=0) + 1) + np.concatenate([lane, lane])
+    if np.bincount(at_rank).max(initial=0) <= MAX_BLOCKS_PER_CHANNEL:
         return lane
     used: dict[tuple[int, int], int] = {}
     owned: set[tuple[int, int, int]] = set()
     channel = lane.copy()
-    for chain in chains:
+    for chain in _chains(partner):
         # A threadblock per receive; a send needs its own only where it begins the chain.
         ends = [int(dst[c]) for c in chain] + ([int(src[chain[0]])] if partner[chain[-1]] < 0 else [])
         need = {rank: ends.count(rank) for rank in set(ends)}

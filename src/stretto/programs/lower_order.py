@@ -29,7 +29,7 @@ def event_order(program: Program, depth: int) -> NDArray[np.int64] | None:
         (np.where(reads_there, gate, count + gate), count + gated),
         *fifo_edges(connections(program)[0], each, count + each, depth),
     ]
-    return linear_order(2 * count, edges, eager=count)
+    return linear_order(edges, np.concatenate([program.src, program.dst]), eager=count)
 
 
 def connections(program: Program) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -55,13 +55,15 @@ def fifo_edges(
     ]
 
 
-def linear_order(num_nodes: int, edges: list[Edges], *, eager: int) -> NDArray[np.int64] | None:
-    """Positions in a topological order, or None when there is none.
+def linear_order(edges: list[Edges], rank: NDArray[np.int32], *, eager: int) -> NDArray[np.int64] | None:
+    """Positions of nodes (one per entry of `rank`) in a topological order, or None when there is none.
 
-    Nodes below `eager` (sends) go as soon as they can, then nodes that some send waits for and for nothing else
-    (so that a receive is directly followed by the send that forwards it), then the rest; lower numbers first.
+    Nodes below `eager` (sends) go as soon as they can; then receives that a send of the same rank waits for,
+    and for nothing else (so that it follows at once and can be fused); then the rest; lower numbers first.
     """
-    pairs = np.unique(np.concatenate([a * num_nodes + b for a, b in edges]))
+    num_nodes, where = len(rank), rank.tolist()
+    pairs = np.sort(np.concatenate([a * num_nodes + b for a, b in edges]))
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]
     heads, tails = pairs // num_nodes, pairs % num_nodes
     waiting: list[int] = np.bincount(tails, minlength=num_nodes).tolist()
     successors: list[int] = tails.tolist()
@@ -73,7 +75,7 @@ def linear_order(num_nodes: int, edges: list[Edges], *, eager: int) -> NDArray[n
     position = [-1] * num_nodes
     wanted = [False] * num_nodes
     for node in range(eager):
-        if waiting[node] == 1:
+        if waiting[node] == 1 and where[missing[node]] == where[node]:
             wanted[missing[node]] = True
     urgent: list[int] = []
     hot: list[int] = []
@@ -102,7 +104,8 @@ def linear_order(num_nodes: int, edges: list[Edges], *, eager: int) -> NDArray[n
                 heappush(urgent if after < eager else hot if wanted[after] else rest, after)
             elif waiting[after] == 1 and after < eager:
                 last = missing[after]
-                wanted[last] = True
-                if last >= eager and waiting[last] == 0:
-                    heappush(hot, last)
+                if last >= eager and where[last] == where[after]:
+                    wanted[last] = True
+                    if waiting[last] == 0:
+                        heappush(hot, last)
     return np.array(position, np.int64) if done == num_nodes else None

@@ -74,12 +74,8 @@ def verify(program: Program) -> Report:
     rd[at_start] = src_slot
     wr[at_finish] = dst_slot
     rd[at_finish] = np.where(np.repeat(p.reduce, rows), dst_slot, -1)
-    number_of = np.arange(count, dtype=np.int32)
-    none = np.full(2 * count, -1, np.int32)
-    pop, push = none.copy(), none.copy()
-    push[0::2] = number_of
-    pop[1::2] = number_of
-    pred_ptr, pred = _transfer_predecessors(p)
+    pop, push = _start_and_finish(count)
+    pred_ptr, pred = _transfer_predecessors(p.after_ptr, p.after, p.gate_ptr, p.gate, p.gate_reads)
     connection = (p.src.astype(np.int64) * c.num_ranks + p.dst) * p.num_lanes + p.lane
     order = np.argsort(connection, kind="stable").astype(np.int32)
 
@@ -97,7 +93,7 @@ def verify(program: Program) -> Report:
         location,
         num_locations=c.num_ranks * c.num_chunks if number is None else len(number),
         reductions_commute=True,
-        thread=none,
+        thread=np.full(2 * count, -1, np.int32),
         pop=pop,
         push=push,
         item_ptr=item_ptr,
@@ -177,6 +173,47 @@ def verify_lowered(lowered: Lowered) -> Report:
         init_loc=memory.locate(in_rank, np.full(len(in_rank), INPUT, np.int8), in_at).astype(np.int32),
         post_loc=memory.locate(out_rank, np.full(len(out_rank), OUTPUT, np.int8), out_at).astype(np.int32),
     )
+
+
+def fifo_depth(
+    after_ptr: NDArray[np.int64],
+    after: NDArray[np.int32],
+    gate_ptr: NDArray[np.int64],
+    gate: NDArray[np.int32],
+    gate_reads: NDArray[np.bool_],
+    connection: NDArray[np.int64],
+) -> int:
+    """The least FIFO depth (1 or 2) at which transfers that wait like this cannot deadlock, or 0."""
+    count = len(after_ptr) - 1
+    pred_ptr, pred = _transfer_predecessors(after_ptr, after, gate_ptr, gate, gate_reads)
+    pop, push = _start_and_finish(count)
+    order = np.argsort(connection, kind="stable").astype(np.int32)
+    nothing = np.zeros(0, np.int32)
+    *_, depth, _, _ = _native.check_events(
+        num_locations=0,
+        num_parts=1,
+        reductions_commute=True,
+        thread=np.full(2 * count, -1, np.int32),
+        pop=pop,
+        push=push,
+        item_ptr=np.zeros(2 * count + 1, np.int64),
+        rd=nothing,
+        rd2=nothing,
+        wr=nothing,
+        pred_ptr=pred_ptr,
+        pred=pred,
+        conn_ptr=_group_ends(connection[order]),
+        conn=order,
+        init_loc=nothing,
+        init_chunk=nothing,
+        init_part=nothing,
+        post_loc=nothing,
+        post_chunk=nothing,
+        post_set=nothing,
+        set_ptr=np.zeros(1, np.int64),
+        set_part=nothing,
+    )
+    return depth
 
 
 def describe(program: Program, transfer: int) -> str:
@@ -310,18 +347,32 @@ def _group_ends(sorted_key: NDArray[Any]) -> NDArray[np.int64]:
     return np.concatenate([starts, [len(sorted_key)]]).astype(np.int64)
 
 
-def _transfer_predecessors(p: Program) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _start_and_finish(count: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """What the events of transfers receive and send: 2t sends message t, 2t+1 receives it."""
+    pop = np.full(2 * count, -1, np.int32)
+    push = pop.copy()
+    push[0::2] = pop[1::2] = np.arange(count)
+    return pop, push
+
+
+def _transfer_predecessors(
+    after_ptr: NDArray[np.int64],
+    after: NDArray[np.int32],
+    gate_ptr: NDArray[np.int64],
+    gate: NDArray[np.int32],
+    gate_reads: NDArray[np.bool_],
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Start waits for the finishes of `after`; finish waits for the start, and for `gate` at the destination."""
-    count = p.num_transfers
-    afters, gates = np.diff(p.after_ptr), np.diff(p.gate_ptr)
+    count = len(after_ptr) - 1
+    afters, gates = np.diff(after_ptr), np.diff(gate_ptr)
     sizes = np.empty(2 * count, np.int64)
     sizes[0::2], sizes[1::2] = afters, gates + 1
     ptr = np.concatenate([[0], np.cumsum(sizes)])
     pred = np.empty(ptr[-1], np.int32)
-    pred[np.repeat(ptr[0:-1:2] - p.after_ptr[:-1], afters) + np.arange(len(p.after))] = 2 * p.after + 1
+    pred[np.repeat(ptr[0:-1:2] - after_ptr[:-1], afters) + np.arange(len(after))] = 2 * after + 1
     pred[ptr[1::2]] = 2 * np.arange(count)
-    pred[np.repeat(ptr[1::2] + 1 - p.gate_ptr[:-1], gates) + np.arange(len(p.gate))] = np.where(
-        p.gate_reads, 2 * p.gate, 2 * p.gate + 1
+    pred[np.repeat(ptr[1::2] + 1 - gate_ptr[:-1], gates) + np.arange(len(gate))] = np.where(
+        gate_reads, 2 * gate, 2 * gate + 1
     )
     return ptr, pred
 

@@ -242,7 +242,7 @@ def _heat(timeline: Timeline) -> Figure:
     )
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title_text="us")
-    figure.update_layout(height=max(260, 120 + 5 * rows), **_look())
+    figure.update_layout(height=120 + rows * max(5, min(20, 640 // rows)), **_look())
     return figure
 
 

@@ -29,6 +29,11 @@ class Sweep:
         """The algorithms, fastest at the largest size first."""
         return sorted(self.time_us, key=lambda name: (self.time_us[name][-1], name))
 
+    @property
+    def largest(self) -> str:
+        """The largest size, as a person writes it."""
+        return format_bytes(self.sizes[-1])
+
     def best(self, at: int) -> str:
         """The fastest algorithm at ``sizes[at]``."""
         return min(self.time_us, key=lambda name: (self.time_us[name][at], name))

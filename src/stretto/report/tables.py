@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -33,32 +34,37 @@ def timeline_tables(
         parts.append(_links(timeline))
     if len(timeline.critical_path):
         parts.append(_critical_path(timeline))
-    return Group(*parts)
+    return Group(*(Padding(part, (0, 0, 1, 0), expand=False) for part in parts))
 
 
 def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
     """Times of the fastest algorithms at every size; as many as fit the width, the best one bold."""
     names = sweep.by_speed
-    fits = max(1, (width - 22) // 13)
     leaders = dict.fromkeys(sweep.best(at) for at in range(len(sweep.sizes)))
-    shown = [*leaders, *(n for n in names if n not in leaders)][:fits]
-    table = Table(box=None, pad_edge=False, title=None)
+    shown: list[str] = []
+    free = width - 24
+    for name in (*leaders, *(n for n in names if n not in leaders)):
+        free -= max(len(name), 9) + 2
+        if free >= 0 or not shown:
+            shown.append(name)
+    shown.sort(key=names.index)
+    table = Table(box=None, pad_edge=False)
     table.add_column("bytes", justify="right")
     table.add_column("bound", justify="right", style="dim")
-    for name in sorted(shown, key=names.index):
-        table.add_column(name, justify="right", overflow="fold")
+    for name in shown:
+        table.add_column(name, justify="right")
     table.add_column("best", justify="right")
     for at, size in enumerate(sweep.sizes):
         best = sweep.best(at)
         cells = [
             Text(format_us(sweep.time_us[name][at]), style="bold green" if name == best else "")
-            for name in sorted(shown, key=names.index)
+            for name in shown
         ]
         bound = sweep.bound_us[at]
         multiple = f"{sweep.time_us[best][at] / bound:.2f}x" if bound > 0 else ""
         table.add_row(short_bytes(size), format_us(bound), *cells, multiple)
     if len(shown) < len(names):
-        table.caption = f"{len(names) - len(shown)} slower algorithms not shown; --json has all"
+        table.caption = f"{len(names) - len(shown)} more algorithms in the plot and in --json"
     return table
 
 

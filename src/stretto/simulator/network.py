@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from .. import _native
 from ..cluster import Cluster
+from ..cluster.symmetry import link_orbits
 from ..errors import InvalidInput, unknown
-from ..programs import Program
+from ..programs import Program, SymmetricProgram
 from ..units import MB, format_bytes
 from .timeline import Timeline
 
@@ -19,7 +20,7 @@ ALPHA = ("pipelined", "blocking")
 
 
 def simulate(
-    program: Program,
+    program: Program | SymmetricProgram,
     cluster: Cluster,
     *,
     nbytes: float,
@@ -33,6 +34,7 @@ def simulate(
     but fair where a link caps single flows or loses throughput to incast, which only fair can express.
     `alpha`: ``pipelined`` (latency delays arrival only) or ``blocking`` (the link is taken for it too; with fair
     sharing the flow then starts after it). `channels` restricts routes to links of these channels.
+    A `SymmetricProgram` is simulated by rank 0 alone, on a cluster that looks the same from every device.
 
     >>> from stretto import AllReduce, algorithm
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
@@ -49,12 +51,20 @@ def simulate(
     if contention not in CONTENTION:
         raise unknown("contention mode", contention, CONTENTION)
     program.verify()
-    route, route_ptr, route_links = routes_of(program, cluster, channels)
+    links = np.arange(cluster.num_links)
+    if isinstance(program, SymmetricProgram):
+        orbit, links = link_orbits(cluster, program.sizes)
+        route, route_ptr, route_links = _routes(program.dst, program.lane, cluster, channels)
+        route_links = orbit[route_links].astype(np.int32)
+        sender = np.zeros(len(program.dst), np.int32)
+    else:
+        route, route_ptr, route_links = routes_of(program, cluster, channels)
+        sender = program.src
     if special and contention == "fifo":
-        _refuse_caps(cluster, route_links)
+        _refuse_caps(cluster, links[route_links])
     nbytes_each = program.transfer_bytes(nbytes)
     curves = cluster.incast_curves
-    start, end, cause, busy, moved, events = _native.simulate(
+    start, end, critical_path, busy, moved, events = _native.simulate(
         reduce=program.reduce,
         bytes=nbytes_each,
         after_ptr=program.after_ptr,
@@ -65,10 +75,10 @@ def simulate(
         route=route,
         route_ptr=route_ptr,
         route_links=route_links,
-        alpha_us=cluster.link_alpha_us,
-        bytes_per_us=cluster.link_gb_per_s * 1e3,
-        flow_cap=cluster.link_flow_gb_per_s * 1e3,
-        incast=cluster.link_incast.astype(np.int32),
+        alpha_us=cluster.link_alpha_us[links],
+        bytes_per_us=cluster.link_gb_per_s[links] * 1e3,
+        flow_cap=cluster.link_flow_gb_per_s[links] * 1e3,
+        incast=cluster.link_incast[links].astype(np.int32),
         curve_ptr=np.cumsum([0, *(len(c) for c in curves)]).astype(np.int64),
         curve_flows=np.array([flows for c in curves for flows, _ in c], np.int32),
         curve_share=np.array([share for c in curves for _, share in c], np.float64),
@@ -78,7 +88,6 @@ def simulate(
     )
     facts = {
         "program": program.name,
-        "collective": program.collective.kind,
         "cluster": cluster.name,
         "bytes": format_bytes(nbytes),
         "contention": contention,
@@ -87,11 +96,13 @@ def simulate(
     }
     if channels is not None:
         facts["channels"] = "+".join(sorted(channels))
-    streams, stream = _streams(program)
+    if isinstance(program, SymmetricProgram):
+        facts["stands for"] = f"{program.num_ranks} ranks"
+    streams, stream = _streams(program.dst, program.lane)
     names, name = _names(program)
     return Timeline(
         total_us=float(end.max(initial=0.0)),
-        rank=program.src,
+        rank=sender,
         stream=stream,
         name=name,
         start_us=start,
@@ -99,10 +110,10 @@ def simulate(
         nbytes=nbytes_each,
         streams=streams,
         names=names,
-        link_names=tuple(cluster.link_name(i) for i in range(cluster.num_links)),
+        link_names=tuple(cluster.link_name(i) for i in links.tolist()),
         link_busy_us=busy,
         link_bytes=moved,
-        critical_path=_critical_path(end, cause),
+        critical_path=critical_path,
         facts=tuple(facts.items()),
     )
 
@@ -116,19 +127,33 @@ def routes_of(
         raise InvalidInput(f"ranks: device {max(c.ranks)} does not exist; {cluster.name} has {cluster.num_devices} devices")
     if program.routes and program.routes_digest != cluster.digest:
         raise InvalidInput(f"routes: program {program.name} was routed on another cluster than {cluster.name}")
-    key = (program.src.astype(np.int64) * c.num_ranks + program.dst) * program.num_lanes + program.lane
-    pairs, pair_of = _unique(key, c.num_ranks * c.num_ranks * program.num_lanes)
     device = np.array(c.ranks, np.int32)
-    lane, pair = pairs % program.num_lanes, pairs // program.num_lanes
-    src, dst = device[pair // c.num_ranks], device[pair % c.num_ranks]
-    ptr, links = cluster.route_table(src, dst, (src + dst + lane).astype(np.int64), channels=channels)
+    pair_of, ptr, links = _routes(device[program.dst], program.lane, cluster, channels, src=device[program.src])
     if not program.routes:
         return pair_of, ptr, links
     _check_routes(program, cluster)
     own = np.array([link for route in program.routes for link in route], np.int32)
     own_ptr = ptr[-1] + np.cumsum([len(route) for route in program.routes])
-    named = np.where(program.route >= 0, len(pairs) + program.route, pair_of).astype(np.int32)
+    named = np.where(program.route >= 0, len(ptr) - 1 + program.route, pair_of).astype(np.int32)
     return named, np.concatenate([ptr, own_ptr]), np.concatenate([links, own])
+
+
+def _routes(
+    dst: NDArray[np.int32],
+    lane: NDArray[np.int16],
+    cluster: Cluster,
+    channels: Iterable[str] | None,
+    *,
+    src: NDArray[np.int32] | int = 0,
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+    """The cluster's route for each (src, dst, lane); equal routes are spread over pairs and lanes."""
+    devices, lanes = cluster.num_devices, int(lane.max(initial=0)) + 1
+    key = (np.asarray(src, np.int64) * devices + dst) * lanes + lane
+    pairs, pair_of = _unique(key, devices * devices * lanes)
+    ends, which = np.divmod(pairs, lanes)
+    a, b = (end.astype(np.int32) for end in np.divmod(ends, devices))
+    ptr, links = cluster.route_table(a, b, a.astype(np.int64) + b + which, channels=channels)
+    return pair_of, ptr, links
 
 
 def _check_routes(program: Program, cluster: Cluster) -> None:
@@ -167,30 +192,20 @@ def _unique(key: NDArray[np.int64], limit: int) -> tuple[NDArray[np.int64], NDAr
     return values, number[key]
 
 
-def _streams(program: Program) -> tuple[tuple[str, ...], NDArray[np.int32]]:
-    lanes = program.num_lanes
-    values, stream = _unique(
-        program.dst.astype(np.int64) * lanes + program.lane, program.collective.num_ranks * lanes
-    )
+def _streams(dst: NDArray[np.int32], lane: NDArray[np.int16]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+    lanes = int(lane.max(initial=0)) + 1
+    values, stream = _unique(dst.astype(np.int64) * lanes + lane, (int(dst.max(initial=0)) + 1) * lanes)
     return tuple(f"to {v // lanes}" + (f" lane {v % lanes}" if lanes > 1 else "") for v in values), stream
 
 
-def _names(program: Program) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+def _names(program: Program | SymmetricProgram) -> tuple[tuple[str, ...], NDArray[np.int32]]:
     """Names such as ``c3``, ``+c3`` (reduced) and ``c3 and 2 more``."""
     more = np.diff(program.chunk_ptr) - 1
     most = int(more.max(initial=0)) + 1
-    key = (program.chunk[program.chunk_ptr[:-1]].astype(np.int64) * most + more) * 2 + program.reduce
-    values, name = _unique(key, program.collective.num_chunks * most * 2)
+    first = program.chunk[program.chunk_ptr[:-1]].astype(np.int64)
+    key = (first * most + more) * 2 + program.reduce
+    values, name = _unique(key, (int(first.max(initial=0)) + 1) * most * 2)
     chunks, extra, signs = values // 2 // most, values // 2 % most, values % 2
     listed = zip(chunks.tolist(), extra.tolist(), signs.tolist(), strict=True)
     return tuple("+" * s + f"c{c}" + (f" and {m} more" if m else "") for c, m, s in listed), name
 
-
-def _critical_path(end: NDArray[np.float64], cause: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Back from the last transfer over whatever held each one up last."""
-    if not len(end):
-        return np.zeros(0, np.int32)
-    path = [int(end.argmax())]
-    while (before := int(cause[path[-1]])) >= 0:
-        path.append(before)
-    return np.array(path[::-1], np.int32)

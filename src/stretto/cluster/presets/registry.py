@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ def register(
     devices_per_node: int = 1,
     max_nodes: int | None = None,
 ) -> Callable[[Build], Build]:
-    """Register a builder ``build(name, nodes, *, option=...)``; its keyword-only arguments are the options."""
+    """Register a builder ``build(name, nodes, *, option=...)``; keyword-only arguments are its options."""
 
     def keep(build: Build) -> Build:
         parameters = inspect.signature(build).parameters.values()
@@ -66,16 +66,10 @@ def preset(name: str, *, nodes: int | None = None, **options: Any) -> Cluster:
     if name not in _PRESETS:
         raise unknown("preset", name, _PRESETS)
     chosen = _PRESETS[name]
-    for option, value in options.items():
-        if option not in chosen.options:
-            if not chosen.options:
-                raise InvalidInput(f"unknown option {option!r}; preset {name} takes only nodes")
-            raise unknown(f"option of preset {name}", option, ("nodes", *chosen.options))
-        check_option(option, value)
+    check_options(f"preset {name}", options, chosen.options)
     if nodes is None:
         return chosen.build(name, chosen.info.default_nodes, **options)
-    if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= chosen.max_nodes:
-        raise InvalidInput(f"nodes: preset {name} takes 1 to {chosen.max_nodes} nodes, not {nodes!r}")
+    check_nodes(f"preset {name}", nodes, chosen.max_nodes)
     return chosen.build(name, nodes, **options)
 
 
@@ -84,13 +78,22 @@ def presets() -> list[PresetInfo]:
     return [entry.info for entry in _PRESETS.values()]
 
 
-def check_option(option: str, value: Any) -> None:
-    """Refuse an option's value unless it is a number in range, or a list of sides."""
-    if option == "dims":
-        if not isinstance(value, Sequence) or not all(isinstance(x, int) and x >= 1 for x in value):
-            raise InvalidInput(f"dims: must be whole numbers >= 1 such as 4x4, not {value!r}")
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (value == 0 and option.endswith("gb_per_s")):
-        rule = "> 0" if option.endswith("gb_per_s") else ">= 0"
-        raise InvalidInput(f"{option}: must be a number {rule}, not {value!r}")
+def check_nodes(what: str, nodes: Any, most: int) -> None:
+    """Refuse a node count that is no whole number in range."""
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= most:
+        raise InvalidInput(f"nodes: {what} takes 1 to {most} nodes, not {nodes!r}")
+
+
+def check_options(what: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse unknown options, and values that are not a number in range or a list of sides."""
+    for option, value in options.items():
+        if option not in known:
+            raise unknown(f"option of {what}", option, ("nodes", *known))
+        if option == "dims":
+            if not isinstance(value, Sequence) or not all(isinstance(x, int) and x >= 1 for x in value):
+                raise InvalidInput(f"dims: must be whole numbers >= 1 such as 4x4, not {value!r}")
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        zero = option.endswith("_us")
+        if not number or value < 0 or (value == 0 and not zero):
+            raise InvalidInput(f"{option}: must be a number {'>= 0' if zero else '> 0'}, not {value!r}")

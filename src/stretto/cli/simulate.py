@@ -1,0 +1,285 @@
+"""``stretto simulate``: how long an algorithm, all of them, or a program file takes on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import out, parse_options, parse_ranks, plot_width, progress, write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..cluster import Cluster
+    from ..programs import Program
+    from ..report.sweep import Sweep
+    from ..simulator import Bound, Timeline
+
+ALL = "all"
+
+
+def simulate(
+    what: Annotated[str, typer.Argument(metavar="ALGORITHM|all|FILE", help="What to run.")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="A preset (dgx2), with a node count (dgx2:2), or a file.")
+    ],
+    nbytes: Annotated[
+        str, typer.Option("--bytes", "-b", metavar="SIZE|LOW..HIGH", help="One size, a list, or a range.")
+    ] = "64M",
+    collective: Annotated[
+        str | None, typer.Option("--collective", help="all_reduce unless a program file says otherwise.")
+    ] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(help="Devices that take part: a count or a list such as 0-7,16. Default: all."),
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="Pieces to pipeline. Default: the algorithm's own.")
+    ] = None,
+    root: Annotated[int | None, typer.Option(help="Root of a broadcast, reduce, gather or scatter.")] = None,
+    options: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the algorithm.")
+    ] = None,
+    contention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fifo|fair",
+            help="A link serves one transfer at a time, or all in fair shares. Default: what its links need.",
+        ),
+    ] = None,
+    alpha: Annotated[
+        str, typer.Option(metavar="pipelined|blocking", help="Whether latency also occupies the link.")
+    ] = "pipelined",
+    channels: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="Use only links of these channels.")
+    ] = None,
+    factor: Annotated[float, typer.Option(help="By how much sizes grow in a range.")] = 4.0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write an HTML report.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.pftrace", help="Write a Perfetto trace.")
+    ] = None,
+    chrome_json: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write a Chrome trace.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write the timeline itself.")
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE.json", help="Write all numbers.")
+    ] = None,
+) -> None:
+    """Say how long a collective takes on a cluster, and how far that is from the lower bound.
+
+    One algorithm, one size: channels, busiest links, critical path, who sends when.
+    Several of either: a plot against the bound and a table; traces and timelines
+    are then those of the fastest algorithm at the largest size.
+    Every program is verified before it is simulated.
+
+    \b
+    Examples:
+      stretto simulate ring --cluster dgx2:2 --bytes 64M
+      stretto simulate all --cluster dgx2:2 --bytes 1K..1G --plot sweep.html
+      stretto simulate ring --cluster hgx2:4 --collective all_gather --trace t.pftrace
+      stretto simulate ring --cluster dgx_a100:2 --set rings=2 --chunks 4
+      stretto simulate my_algorithm.xml --cluster ndv2:2 --bytes 1M
+    """
+    from ..cluster import Cluster
+    from ..report.sweep import parse_sizes
+
+    sizes = parse_sizes(nbytes, factor=factor)
+    job = _Job(
+        cluster=Cluster.load(cluster),
+        contention=contention,
+        alpha=alpha,
+        channels=None if channels is None else tuple(channels.split(",")),
+    )
+    settings = parse_options(options or [])
+    if root is not None:
+        settings["root"] = root
+    programs, left_out = _programs(what, job.cluster, collective, ranks, chunks, settings)
+    console = out()
+    sweep, fastest = job.sweep(programs, sizes, left_out)
+    if len(programs) == len(sizes) == 1:
+        _print_one(console, job, next(iter(programs.values())), fastest, sizes[0])
+    else:
+        _print_many(console, sweep)
+    if rows is not None:
+        write_json(rows, {"rows": sweep.rows()})
+        console.print(f"wrote {rows}")
+    _write(console, fastest, sweep, plot=plot, trace=trace, chrome_json=chrome_json, timeline_file=timeline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """The cluster and how to simulate on it."""
+
+    cluster: Cluster
+    contention: str | None
+    alpha: str
+    channels: tuple[str, ...] | None
+
+    def run(self, program: Program, nbytes: int) -> Timeline:
+        from ..simulator import simulate
+
+        return simulate(
+            program,
+            self.cluster,
+            nbytes=nbytes,
+            contention=self.contention,
+            alpha=self.alpha,
+            channels=self.channels,
+        )
+
+    def bound(self, program: Program, nbytes: int) -> Bound:
+        from ..simulator import lower_bound
+
+        return lower_bound(program.collective, self.cluster, nbytes=nbytes)
+
+    def sweep(
+        self, programs: Mapping[str, Program], sizes: Sequence[int], left_out: Mapping[str, str]
+    ) -> tuple[Sweep, Timeline]:
+        """The times, and the timeline of the fastest program at the last size."""
+        from ..report.sweep import run_sweep
+
+        first = next(iter(programs.values()))
+        fastest: list[Timeline] = []
+
+        def time_us(name: str, size: int) -> float:
+            timeline = self.run(programs[name], size)
+            if size == sizes[-1] and (not fastest or timeline.total_us < fastest[0].total_us):
+                fastest[:] = [timeline]
+            return timeline.total_us
+
+        with progress("simulating", len(sizes) * (len(programs) + 1)) as advance:
+            sweep = run_sweep(
+                list(programs),
+                sizes,
+                cluster=self.cluster.name,
+                collective=first.collective.kind,
+                time_us=time_us,
+                bound_us=lambda size: self.bound(first, size).total_us,
+                advance=advance,
+                facts=self._facts,
+                left_out=left_out,
+            )
+        return sweep, fastest[0]
+
+    @property
+    def _facts(self) -> tuple[tuple[str, str], ...]:
+        facts = {
+            "contention": self.contention,
+            "alpha": self.alpha,
+            "channels": self.channels and "+".join(self.channels),
+        }
+        return tuple((key, value) for key, value in facts.items() if value)
+
+
+def _programs(
+    what: str,
+    cluster: Cluster,
+    collective: str | None,
+    ranks: str | None,
+    chunks: int | None,
+    options: dict[str, Any],
+) -> tuple[dict[str, Program], dict[str, str]]:
+    """The programs by name, and why others are left out."""
+    from ..algorithms import NAMES, algorithm, algorithms, collective_kind
+    from ..errors import InvalidInput, StrettoError, unknown
+
+    if what != ALL and what not in NAMES:
+        if not Path(what).exists():
+            raise unknown("algorithm or file", what, (ALL, *NAMES))
+        given = {"--collective": collective, "--ranks": ranks, "--chunks": chunks, "--set or --root": options}
+        for flag, value in given.items():
+            if value not in (None, {}):
+                raise InvalidInput(f"{flag}: a program file says this itself")
+        return {Path(what).name: _read(what)}, {}
+    kind = collective_kind(collective or "all_reduce")
+    devices = parse_ranks(ranks, cluster.num_devices)
+
+    def build(name: str) -> Program:
+        try:
+            return algorithm(name, kind, devices, cluster=cluster, chunks=chunks, **options)
+        except (TypeError, ValueError) as error:
+            # What --set reads from text may have another type than the algorithm expects.
+            if not options:
+                raise
+            raise InvalidInput(f"--set: {', '.join(options)}: {error}") from None
+
+    names = [entry.name for entry in algorithms(kind)] if what == ALL else [what]
+    programs: dict[str, Program] = {}
+    left_out: dict[str, str] = {}
+    with progress("building", len(names)) as advance:
+        for name in names:
+            advance(name)
+            try:
+                programs[name] = build(name)
+            except StrettoError as error:
+                if what != ALL:
+                    raise
+                left_out[name] = str(error)
+    if not programs:
+        raise InvalidInput("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
+    return programs, left_out
+
+
+def _read(path: str) -> Program:
+    raise NotImplementedError
+
+
+def _print_one(console: Console, job: _Job, program: Program, timeline: Timeline, nbytes: int) -> None:
+    from ..report.plots import busy_plot
+    from ..report.tables import timeline_tables
+
+    console.print(timeline_tables(timeline, cluster=job.cluster, bound=job.bound(program, nbytes)))
+    console.print(busy_plot(timeline, width=plot_width(console)), end="")
+
+
+def _print_many(console: Console, sweep: Sweep) -> None:
+    from ..report.plots import sweep_plot
+    from ..report.tables import comparison_table, sweep_table
+
+    if len(sweep.sizes) == 1:
+        console.print(comparison_table(sweep))
+    else:
+        console.print(sweep_plot(sweep, width=plot_width(console)))
+        console.print(sweep_table(sweep, width=console.width))
+    for name, reason in sweep.left_out.items():
+        console.print(f"left out: {name}: {reason}", style="dim", markup=False)
+
+
+def _write(
+    console: Console,
+    timeline: Timeline,
+    sweep: Sweep,
+    *,
+    plot: Path | None,
+    trace: Path | None,
+    chrome_json: Path | None,
+    timeline_file: Path | None,
+) -> None:
+    from ..report import html, save_timeline, write_chrome_json, write_perfetto
+
+    program = dict(timeline.facts).get("program", "")
+    if plot is not None:
+        sections = [html.timeline_section(timeline, f"{program}, {sweep.largest}")]
+        if len(sweep.sizes) > 1:
+            sections = [html.sweep_section(sweep), html.sweep_table_section(sweep), *sections]
+        html.write_html(plot, title=f"{sweep.collective} on {sweep.cluster}", sections=sections)
+        console.print(f"wrote {plot}")
+    for path, write in ((trace, write_perfetto), (chrome_json, write_chrome_json)):
+        if path is not None:
+            written = write(timeline, path)
+            part = (
+                f", the lowest ranks: {written} of its {timeline.num_spans} transfers"
+                if written < timeline.num_spans
+                else ""
+            )
+            console.print(f"wrote {path} ({program}{part})")
+    if timeline_file is not None:
+        save_timeline(timeline, timeline_file)
+        console.print(f"wrote {timeline_file}")

@@ -1,0 +1,139 @@
+"""Clusters in files: our own YAML (or the same as JSON), and whatever else is recognised."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInput, unknown
+from ..files import parse_json, parse_yaml, read_text
+from . import astra, nccl_xml, nvidia_smi, taccl_json, yaml_form
+from .model import Cluster
+from .presets import preset, presets
+from .presets.registry import check_nodes, check_options
+from .wiring import MAX_DEVICES
+
+MAX_FILE_BYTES = 32 << 20
+
+
+def load(source: str | Path, *, nodes: int | None = None, **options: Any) -> Cluster:
+    """A cluster from ``preset``, ``preset:nodes``, ``preset:nodes,key=value,...`` or a file.
+
+    A file may carry the same tail (``topo.xml:4``): a file of one host is then repeated behind a switch.
+
+    >>> load("torus:4x2,alpha_us=1")
+    <Cluster torus:4x2: 8 devices on 8 hosts, 24 links over dim0, dim1, dimensions 4x2>
+    """
+    head, tail = _split(source)
+    given = _parse_tail(tail)
+    if nodes is not None:
+        given["nodes"] = nodes
+    given.update(options)
+    if not isinstance(head, Path):
+        return preset(head, nodes=given.pop("nodes", None), **given)
+    return loads(read_text(head, max_bytes=MAX_FILE_BYTES), where=str(head), name=head.stem, **given)
+
+
+def loads(text: str, *, where: str = "<text>", name: str = "cluster", **options: Any) -> Cluster:
+    """A cluster from the text of a file of any form that is read; `where` stands in front of errors."""
+    form, data = _sniff(text, where)
+    reader = READERS[form]
+    known = [p.name for p in inspect.signature(reader).parameters.values() if p.default is not p.empty]
+    if "nodes" in options and "nodes" not in known:
+        raise InvalidInput(f"nodes: {where} is {FORMS[form]}, which already describes the whole cluster")
+    if "nodes" in options:
+        check_nodes(FORMS[form], options["nodes"], MAX_DEVICES)
+    check_options(FORMS[form], {k: v for k, v in options.items() if k != "nodes"}, known)
+    try:
+        return reader(data, name=name, **options)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {str(error).removeprefix(': ')}") from None
+
+
+def save(cluster: Cluster, path: str | Path) -> None:
+    """Write the versioned form: JSON where the name ends in ``.json``, YAML otherwise."""
+    text = yaml_form.dumps(cluster, json=Path(path).suffix == ".json")
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+
+
+READERS: dict[str, Callable[..., Cluster]] = {
+    "stretto": yaml_form.read,
+    "nccl": nccl_xml.read,
+    "nvidia_smi": nvidia_smi.read,
+    "astra": astra.read,
+    "taccl": taccl_json.read,
+}
+FORMS = {
+    "stretto": "a Stretto cluster file",
+    "nccl": "an NCCL topology XML",
+    "nvidia_smi": "an nvidia-smi topology",
+    "astra": "an ASTRA-sim network YAML",
+    "taccl": "a TACCL topology JSON",
+}
+
+
+def _sniff(text: str, where: str) -> tuple[str, Any]:
+    start = text.lstrip("\ufeff \t\r\n")
+    if start.startswith("<"):
+        return "nccl", nccl_xml.parse(text, where=where)
+    if nvidia_smi.looks_like(text):
+        return "nvidia_smi", text
+    data = parse_json(text, where=where) if start.startswith("{") else parse_yaml(text, where=where)
+    if isinstance(data, dict):
+        if "stretto" in data:
+            return "stretto", data
+        if "gpus_per_node" in data:
+            return "taccl", data
+        if "topology" in data or "npus_count" in data:
+            return "astra", data
+    raise InvalidInput(f"{where}: not a cluster: expected {', '.join(FORMS.values())}")
+
+
+def _split(source: str | Path) -> tuple[str | Path, str]:
+    if isinstance(source, Path):
+        return source, ""
+    known = {entry.name for entry in presets()}
+    head, _, tail = source.partition(":")
+    if head in known:
+        return head, tail
+    if Path(source).exists():
+        return Path(source), ""
+    head, _, tail = source.rpartition(":") if ":" in source else (source, "", "")
+    if Path(head).exists() or "/" in head or Path(head).suffix:
+        return Path(head), tail
+    raise InvalidInput(f"{unknown('preset', head, sorted(known))}; or give the path of a file")
+
+
+def _parse_tail(tail: str) -> dict[str, Any]:
+    """``4,key=value`` or ``4x4`` as options."""
+    options: dict[str, Any] = {}
+    for at, item in enumerate(tail.split(",") if tail else []):
+        key, equals, text = item.partition("=")
+        value = _value(text if equals else key)
+        if equals:
+            options[key.strip()] = value
+        elif at == 0 and isinstance(value, tuple):
+            options["dims"] = value
+        elif at == 0 and isinstance(value, int):
+            options["nodes"] = value
+        else:
+            raise InvalidInput(f"{item!r}: expected preset:nodes,key=value,... such as torus:16,gb_per_s=25")
+    return options
+
+
+def _value(text: str) -> int | float | tuple[int, ...] | str:
+    text = text.strip()
+    if re.fullmatch(r"\d{1,9}(x\d{1,9})+", text):
+        return tuple(int(side) for side in text.split("x"))
+    for kind in (int, float):
+        try:
+            return kind(text[:40])
+        except ValueError:
+            pass
+    return text

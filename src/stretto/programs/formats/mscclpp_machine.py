@@ -1,0 +1,438 @@
+"""A machine that runs MSCCL++ operations: many threads, one-sided writes, and a race detector.
+
+It stands in for the GPUs and has the freedom they have. The threads of a threadblock run ahead of each other
+and meet only at a `nop` or `barrier`; data operations are split over all of them, channel operations are the
+work of one; a port reads and writes some time after it was asked to; ranks launch the plan again as soon as
+they are through, with new data. Each seed is another interleaving. Vector clocks follow what is ordered by
+synchronisation, so two accesses that are not ordered are found even if they happened to come out right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import InvalidInput, VerificationError
+
+MAX_THREADS = 8192
+MAX_CELLS = 1 << 24
+
+Clock = NDArray[np.int32]
+Data = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Consecutive chunks in the memory of all ranks."""
+
+    at: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """An operation with every number resolved: rows of memory, ends of channels, semaphores."""
+
+    name: str
+    src: tuple[Rows, ...] = ()
+    dst: tuple[Rows, ...] = ()
+    ends: tuple[int, ...] = ()
+    semaphores: tuple[int, ...] = ()
+    barrier: int = -1
+    blocks: int = 0
+    """How many threadblocks meet at the barrier."""
+    op: int = 0
+    """Its place in the threadblock of the plan, for messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """One end of a channel: from which rank to which, the peer's end (-1: none), and whether a port serves it."""
+
+    rank: int
+    to: int
+    peer: int
+    port: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """A plan ready to run."""
+
+    blocks: tuple[tuple[int, int, tuple[Action, ...]], ...]
+    """(rank, number on the rank, actions)."""
+    ends: tuple[End, ...]
+    semaphores: tuple[int, ...]
+    """Initial values."""
+    rows: int
+    buffers: tuple[dict[str, Rows], ...]
+    """Where the buffers i, o and s of each rank lie; in place, i and o overlap."""
+
+    @property
+    def widths(self) -> list[int]:
+        """The threads each threadblock needs: two to run ahead of each other, and one per channel of an action."""
+        return [max([2, *(max(len(a.ends), len(a.semaphores)) for a in b[2])]) for b in self.blocks]
+
+    @property
+    def widest(self) -> int:
+        """The most threads of any threadblock: so many elements give all of them work."""
+        return max(self.widths)
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """One thread of a threadblock."""
+
+    tid: int
+    number: int
+    block: _Block
+    clock: Clock
+    pc: int = 0
+    ticket: int = -1
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    rank: int
+    name: str
+    actions: tuple[Action, ...]
+    lanes: list[_Lane] = field(default_factory=list)
+    met: int = 0
+    """Threads that stand at the nop or barrier, or have reached the end."""
+
+
+@dataclass(eq=False, slots=True)
+class _Port:
+    """Serves the puts and signals of one channel end, in order, in its own time."""
+
+    tid: int
+    end: int
+    clock: Clock
+    queue: deque[tuple[Action | None, int, Clock]] = field(default_factory=deque)
+    pushed: int = 0
+    served: int = 0
+
+
+class Machine:
+    """Runs an image on data; one machine, one seed, one `run`."""
+
+    def __init__(self, image: Image, *, elements: int, seed: int) -> None:
+        lanes = image.widths
+        ports = [e for e, end in enumerate(image.ends) if end.port]
+        ranks = len(image.buffers)
+        threads, cells = ranks + sum(lanes) + len(ports), image.rows * elements
+        if threads > MAX_THREADS or cells > MAX_CELLS:
+            raise InvalidInput(
+                f"plan: too large to run here, with {threads} threads and {cells} elements; "
+                f"at most {MAX_THREADS} and {MAX_CELLS}"
+            )
+        self.image, self.elements = image, elements
+        self._random = random.Random(seed)
+        self._names = [f"the user of rank {r}" for r in range(ranks)]
+        self._launched = [np.zeros(threads, np.int32) for _ in range(ranks)]
+        self._blocks: list[list[_Block]] = [[] for _ in range(ranks)]
+        for (rank, number, actions), width in zip(image.blocks, lanes, strict=True):
+            block = _Block(rank, f"rank {rank} threadblock {number}", actions)
+            self._blocks[rank].append(block)
+            for lane in range(width):
+                block.lanes.append(_Lane(len(self._names), lane, block, np.zeros(threads, np.int32)))
+                self._names.append(block.name)
+        self._ports: dict[int, _Port] = {}
+        for e in ports:
+            self._ports[e] = _Port(len(self._names), e, np.zeros(threads, np.int32))
+            self._names.append(f"a port of rank {image.ends[e].rank}")
+        self._ready: list[_Lane | _Port] = []
+        self._asleep: dict[tuple[str, int], list[_Lane]] = defaultdict(list)
+        self._inbound: list[list[tuple[Clock, Clock] | None]] = [[] for _ in image.ends]
+        self._expected = [0] * len(image.ends)
+        self._semaphores: list[deque[Clock | None]] = [deque([None] * value) for value in image.semaphores]
+        self._barriers: dict[tuple[int, int], list[_Block]] = defaultdict(list)
+        self._memory = np.full((image.rows, elements), np.nan)
+        self._writer = np.full(cells, -1, np.int32)
+        self._written = np.zeros(cells, np.int32)
+        self._written_by_op = np.zeros(cells, np.int32)
+        self._readers: dict[int, dict[int, tuple[int, int]]] = {}
+        self._users: dict[tuple[str, int], tuple[int, int, int]] = {}
+
+    def run(self, inputs: Sequence[Sequence[Data]]) -> list[list[Data]]:
+        """The outputs of each rank for each launch, given each launch's inputs; raises `VerificationError`.
+
+        A rank begins its next launch as soon as its own threads are through, whatever its peers are doing.
+        """
+        ranks = len(self.image.buffers)
+        self._inputs = inputs
+        self._launches = [0] * ranks
+        self._outputs = [[np.zeros((0, self.elements))] * ranks for _ in inputs]
+        for rank in range(ranks):
+            self._begin(rank)
+        while self._ready:
+            at = self._random.randrange(len(self._ready))
+            agent = self._ready[at]
+            for _ in range(self._random.choice((1, 1, 2, 5, 40))):
+                if not (self._serve(agent) if isinstance(agent, _Port) else self._advance(agent)):
+                    self._ready[at] = self._ready[-1]
+                    self._ready.pop()
+                    break
+        self._check_end()
+        return self._outputs
+
+    def _begin(self, rank: int) -> None:
+        """The user of a rank takes the last results, spoils the buffers, and launches again with new data."""
+        clock = self._launched[rank]
+        for block in self._blocks[rank]:
+            for lane in block.lanes:
+                np.maximum(clock, lane.clock, out=clock)
+        clock[rank] += 1
+        buffers, launch = self.image.buffers[rank], self._launches[rank]
+        if launch > 0:
+            self._outputs[launch - 1][rank] = self._read(rank, clock, -1, buffers["o"]).copy()
+        for name in ("o", "i"):
+            self._write(rank, clock, -1, buffers[name], np.nan)
+        self._launches[rank] += 1
+        if launch == len(self._inputs):
+            return
+        self._write(rank, clock, -1, buffers["i"], self._inputs[launch][rank])
+        for block in self._blocks[rank]:
+            block.met = 0
+            for lane in block.lanes:
+                lane.clock, lane.pc = clock.copy(), 0
+                self._ready.append(lane)
+
+    def _advance(self, lane: _Lane) -> bool:
+        """Do one action of a thread; False if it sleeps now, or is through."""
+        block = lane.block
+        if lane.pc == len(block.actions):
+            block.met += 1
+            if all(
+                b.met == len(b.lanes) and b.lanes[0].pc == len(b.actions) for b in self._blocks[block.rank]
+            ):
+                self._begin(block.rank)
+            return False
+        action = block.actions[lane.pc]
+        lane.clock[lane.tid] += 1
+        if action.name in ("nop", "barrier"):
+            return self._meet(lane, action)
+        if action.name in ("wait", "rlxwait", "flush", "sem_acquire"):
+            if not self._passes(lane, action):
+                return False
+        elif action.name in ("signal", "rlxsignal", "sem_release"):
+            self._tell(lane, action)
+        elif action.ends:
+            if lane.number < len(action.ends):
+                part = Action(
+                    name="put", src=(action.src[lane.number],), dst=(action.dst[lane.number],), op=action.op
+                )
+                self._use(lane, action, "signal on channel", action.ends[lane.number])
+                self._ask(lane, action.ends[lane.number], part)
+                if action.name == "pws":
+                    self._ask(lane, action.ends[lane.number], None)
+        else:
+            # The same element is another thread's in the next operation: only a nop orders the two.
+            mine = np.arange((lane.number - lane.pc) % len(block.lanes), self.elements, len(block.lanes))
+            self._move(lane.tid, lane.clock, action, mine)
+        lane.pc += 1
+        return True
+
+    def _meet(self, lane: _Lane, action: Action) -> bool:
+        block = lane.block
+        block.met += 1
+        if block.met < len(block.lanes):
+            return False
+        group = [block]
+        if action.name == "barrier":
+            there = self._barriers[block.rank, action.barrier]
+            there.append(block)
+            if len(there) < action.blocks:
+                return False
+            group, there[:] = list(there), []
+        lanes = [m for b in group for m in b.lanes]
+        clock = np.maximum.reduce([m.clock for m in lanes])
+        for b in group:
+            b.met = 0
+        for m in lanes:
+            m.clock = clock.copy()
+            m.pc += 1
+            if m is not lane:
+                self._ready.append(m)
+        return True
+
+    def _passes(self, lane: _Lane, action: Action) -> bool:
+        """Whether a thread gets through a wait; if not, it sleeps until there is news."""
+        if lane.number >= max(len(action.ends), len(action.semaphores)):
+            return True
+        if action.name == "sem_acquire":
+            at = action.semaphores[lane.number]
+            self._use(lane, action, "acquire semaphore", at)
+            if not self._semaphores[at]:
+                self._asleep["semaphore", at].append(lane)
+                return False
+            known = self._semaphores[at].popleft()
+        elif action.name == "flush":
+            at = action.ends[lane.number]
+            port = self._ports[at]
+            lane.ticket = port.pushed if lane.ticket < 0 else lane.ticket
+            if port.served < lane.ticket:
+                self._asleep["port", at].append(lane)
+                return False
+            known = port.clock
+        else:
+            at = action.ends[lane.number]
+            self._use(lane, action, "wait on channel", at)
+            if lane.ticket < 0:
+                lane.ticket = self._expected[at]
+                self._expected[at] += 1
+            if lane.ticket >= len(self._inbound[at]):
+                self._asleep["end", at].append(lane)
+                return False
+            news = self._inbound[at][lane.ticket]
+            assert news is not None
+            self._inbound[at][lane.ticket] = None
+            known = news[action.name == "rlxwait"]
+        lane.ticket = -1
+        if known is not None:
+            np.maximum(lane.clock, known, out=lane.clock)
+        return True
+
+    def _use(self, lane: _Lane, action: Action, what: str, at: int) -> None:
+        """Two threads that count on the same counter side by side may lose a count."""
+        tid, time, op = self._users.get((what, at), (lane.tid, 0, 0))
+        if time > lane.clock[tid]:
+            first, second = f"{self._names[tid]} op {op}", f"{lane.block.name} op {action.op}"
+            raise VerificationError(f"race to {what} {at}: {first} and {second} are not ordered")
+        self._users[what, at] = lane.tid, int(lane.clock[lane.tid]), action.op
+
+    def _tell(self, lane: _Lane, action: Action) -> None:
+        if lane.number < len(action.semaphores):
+            at = action.semaphores[lane.number]
+            self._semaphores[at].append(lane.clock.copy())
+            self._wake("semaphore", at)
+        elif lane.number < len(action.ends):
+            end = action.ends[lane.number]
+            self._use(lane, action, "signal on channel", end)
+            before = self._launched[lane.block.rank].copy()
+            if end in self._ports:
+                self._ask(lane, end, None)
+            else:
+                # A relaxed signal orders only what was done before the launch.
+                self._arrive(end, before if action.name == "rlxsignal" else lane.clock.copy(), before)
+
+    def _ask(self, lane: _Lane, end: int, put: Action | None) -> None:
+        """Let a port do a put, or signal."""
+        port = self._ports[end]
+        port.queue.append((put, lane.block.rank, lane.clock.copy()))
+        port.pushed += 1
+        if len(port.queue) == 1:
+            self._ready.append(port)
+
+    def _serve(self, port: _Port) -> bool:
+        """Do what a port was asked first; False if that was all."""
+        put, rank, asked = port.queue.popleft()
+        np.maximum(port.clock, asked, out=port.clock)
+        port.clock[port.tid] += 1
+        if put is None:
+            self._arrive(port.end, port.clock.copy(), self._launched[rank].copy())
+        else:
+            self._move(port.tid, port.clock, put, np.arange(self.elements))
+        port.served += 1
+        self._wake("port", port.end)
+        return bool(port.queue)
+
+    def _arrive(self, end: int, known: Clock, before: Clock) -> None:
+        peer = self.image.ends[end].peer
+        if peer >= 0:
+            self._inbound[peer].append((known, before))
+            self._wake("end", peer)
+
+    def _wake(self, what: str, at: int) -> None:
+        self._ready += self._asleep.pop((what, at), [])
+
+    def _move(self, tid: int, clock: Clock, action: Action, columns: NDArray[np.intp]) -> None:
+        """Read, add up and write: many sources go to every destination, or each source to its own."""
+        if action.name in ("copy", "put", "get"):
+            for src, dst in zip(action.src, action.dst, strict=True):
+                self._write(
+                    tid, clock, action.op, dst, self._read(tid, clock, action.op, src, columns), columns
+                )
+            return
+        total = sum(self._read(tid, clock, action.op, src, columns) for src in action.src)
+        for dst in action.dst:
+            self._write(tid, clock, action.op, dst, total, columns)
+
+    def _read(
+        self, tid: int, clock: Clock, op: int, rows: Rows, columns: NDArray[np.intp] | None = None
+    ) -> Data:
+        cells = self._cells(rows, columns)
+        self._check_writers(tid, clock, op, cells)
+        seen = int(clock[tid]), op
+        for cell in cells.ravel().tolist():
+            self._readers.setdefault(cell, {})[tid] = seen
+        return self._memory.reshape(-1)[cells]
+
+    def _write(
+        self,
+        tid: int,
+        clock: Clock,
+        op: int,
+        rows: Rows,
+        data: Data | float,
+        columns: NDArray[np.intp] | None = None,
+    ) -> None:
+        cells = self._cells(rows, columns)
+        self._check_writers(tid, clock, op, cells)
+        for cell in cells.ravel().tolist():
+            for other, (time, its_op) in self._readers.pop(cell, {}).items():
+                if time > clock[other]:
+                    raise self._race(cell, tid, op, other, its_op)
+        self._writer[cells], self._written[cells], self._written_by_op[cells] = tid, clock[tid], op
+        self._memory.reshape(-1)[cells] = data
+
+    def _cells(self, rows: Rows, columns: NDArray[np.intp] | None) -> NDArray[np.intp]:
+        across = np.arange(self.elements) if columns is None else columns
+        return np.arange(rows.at, rows.at + rows.count)[:, None] * self.elements + across
+
+    def _check_writers(self, tid: int, clock: Clock, op: int, cells: NDArray[np.intp]) -> None:
+        writer = self._writer[cells]
+        unordered = np.argwhere((writer >= 0) & (self._written[cells] > clock[writer]))
+        if len(unordered):
+            cell = int(cells[tuple(unordered[0])])
+            raise self._race(cell, tid, op, int(self._writer[cell]), int(self._written_by_op[cell]))
+
+    def _race(self, cell: int, tid: int, op: int, other: int, its_op: int) -> VerificationError:
+        row = cell // self.elements
+        rank, name, at = next(
+            (rank, name, row - rows.at)
+            for rank, buffers in enumerate(self.image.buffers)
+            for name, rows in buffers.items()
+            if rows.at <= row < rows.at + rows.count
+        )
+        first, second = (
+            self._names[t] + (f" op {k}" if k >= 0 else "") for t, k in ((other, its_op), (tid, op))
+        )
+        return VerificationError(f"race on {name}[{at}] of rank {rank}: {first} and {second} are not ordered")
+
+    def _check_end(self) -> None:
+        for blocks in self._blocks:
+            for block in blocks:
+                for lane in block.lanes:
+                    if lane.pc < len(block.actions):
+                        action = block.actions[lane.pc]
+                        raise VerificationError(
+                            f"deadlock: {block.name} waits for ever at op {action.op} ({action.name})"
+                        )
+        for e, end in enumerate(self.image.ends):
+            left = len(self._inbound[e]) - self._expected[e]
+            if left:
+                raise VerificationError(
+                    f"a channel from rank {end.to} to rank {end.rank} is left with {left} unused signals: "
+                    "the next launch would take them for its own"
+                )
+        for at, (queue, value) in enumerate(zip(self._semaphores, self.image.semaphores, strict=True)):
+            if len(queue) != value:
+                raise VerificationError(
+                    f"semaphore {at} ends at {len(queue)}, not at its initial value {value}"
+                )

@@ -1,0 +1,301 @@
+"""Where every chunk lives: input, output or scratch.
+
+A slot starts at its input place. Once written, it lives at its output place, or in scratch when the rank does
+not keep it. In place, a cell can be the input place of one chunk and the output place of another; then the
+second one waits in scratch until the first is no longer needed, and is copied late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..collectives import Collective
+from .ir import Program
+from .lower_blocks import COPY, NONE, READ, Blocks, History
+from .lowered import INPUT, OUTPUT, SCRATCH
+
+BUFFER = 1 << 40
+"""A place is ``buffer * BUFFER + offset``; consecutive offsets are consecutive places."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Buffer positions as places, for the first of `instances` copies of the program.
+
+    Every block of `block` positions is followed by those of the other instances, so instance i is found
+    ``i * block`` further on, and runs inside a block stay runs.
+    """
+
+    collective: Collective
+    instances: int = 1
+
+    @property
+    def block(self) -> int:
+        """How many neighbouring positions stay together: a shard, where the buffers are made of shards."""
+        c = self.collective
+        lengths = np.concatenate([np.diff(c.in_ptr), np.diff(c.out_ptr), np.abs(c.place), [c.num_chunks]])
+        return c.chunks if not np.any(lengths % c.chunks) else 1
+
+    def offsets(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Buffer positions as offsets in the finer buffer."""
+        block = self.block
+        return position // block * (block * self.instances) + position % block
+
+    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The place of every input and of every output; in place, shared memory has one name."""
+        c = self.collective
+        sides = []
+        for ptr in (c.in_ptr, c.out_ptr):
+            rank = np.repeat(np.arange(c.num_ranks), np.diff(ptr))
+            sides.append((rank, np.arange(ptr[-1]) - ptr[rank]))
+        (in_rank, in_at), (out_rank, out_at) = sides
+        in_place = INPUT * BUFFER + self.offsets(in_at)
+        out_place = OUTPUT * BUFFER + self.offsets(out_at)
+        if c.in_place:
+            inputs, outputs = np.diff(c.in_ptr), np.diff(c.out_ptr)
+            named_out = outputs >= inputs  # the larger buffer gives its name, so that its runs stay whole
+            other = in_at + c.place[in_rank]
+            shared = named_out[in_rank] & (other >= 0) & (other < outputs[in_rank])
+            in_place = np.where(shared, OUTPUT * BUFFER + self.offsets(np.maximum(other, 0)), in_place)
+            other = out_at - c.place[out_rank]
+            shared = ~named_out[out_rank] & (other >= 0) & (other < inputs[out_rank])
+            out_place = np.where(shared, INPUT * BUFFER + self.offsets(np.maximum(other, 0)), out_place)
+        return in_place, out_place
+
+    def finer(self) -> Collective:
+        """The collective with every chunk cut into `instances`."""
+        if self.instances == 1:
+            return self.collective
+        c, k, block = self.collective, self.instances, self.block
+
+        def cut(values: NDArray[Any], ptr: NDArray[np.int64]) -> NDArray[Any]:
+            """Repeat what belongs to buffer positions in the order of the finer buffer."""
+            rows = [values[a:b].reshape(-1, 1, block) for a, b in pairwise(ptr.tolist())]
+            return np.concatenate([np.repeat(row, k, axis=1).ravel() for row in rows])
+
+        def chunks(values: NDArray[np.int32], ptr: NDArray[np.int64]) -> NDArray[np.int32]:
+            fine = cut(self.offsets(values.astype(np.int64)), ptr).reshape(-1, k, block)
+            return (fine + np.arange(k)[:, None] * block).ravel().astype(np.int32)
+
+        share = cut(c.chunk_share, np.array([0, c.num_chunks]))
+        whole = np.round(1 / share)
+        return replace(
+            c,
+            num_chunks=c.num_chunks * k,
+            chunks=c.chunks * k,
+            in_ptr=c.in_ptr * k,
+            in_chunk=chunks(c.in_chunk, c.in_ptr),
+            in_part=cut(c.in_part, c.in_ptr),
+            out_ptr=c.out_ptr * k,
+            out_chunk=chunks(c.out_chunk, c.out_ptr),
+            out_set=cut(c.out_set, c.out_ptr),
+            # 1/n cut in k is 1/(n*k) to the last bit, as if the collective had been made that fine
+            chunk_share=np.where(1 / whole == share, 1 / (whole * k), share / k),
+            place=c.place * k,
+        )
+
+
+@dataclass(kw_only=True)
+class Scratch:
+    """One rank's scratch buffer: dead cells are used again, those of the same threadblock first."""
+
+    reuse: bool
+    lag: int
+    """So many dead cells are left alone before another threadblock takes one (it would have to wait for it)."""
+    size: int = 0
+    dead: dict[int, int] = field(default_factory=dict)
+    by_block: dict[int, dict[int, None]] = field(default_factory=dict)
+
+    def take(self, count: int, block: int) -> int:
+        """The first offset of `count` neighbouring cells."""
+        start = _run(self.by_block.get(block, {}), count)
+        if start < 0 and len(self.dead) > self.lag * count:
+            start = _run(self.dead, count)
+        if start < 0:
+            start = self.size
+            self.size += count
+            return start
+        for offset in range(start, start + count):
+            del self.by_block[self.dead.pop(offset)][offset]
+        return start
+
+    def free(self, offset: int, block: int) -> None:
+        """A cell is dead; `block` touched it last."""
+        if self.reuse:
+            self.dead[offset] = block
+            self.by_block.setdefault(block, {})[offset] = None
+
+
+def _run(cells: dict[int, int] | dict[int, None], count: int) -> int:
+    """The longest dead run of `count` neighbours, or -1 (cells are listed by when they died)."""
+    if len(cells) < count:
+        return -1
+    if count == 1:
+        return next(iter(cells))
+    return next((o for o in cells if all(o + i in cells for i in range(1, count))), -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The places each row (transfer, chunk) reads and writes, and the local copies that are needed."""
+
+    read: NDArray[np.int64]
+    """At the source."""
+    operand: NDArray[np.int64]
+    """At the destination: what a reduction adds to; -1 for copies."""
+    write: NDArray[np.int64]
+    """At the destination; -1 when nothing is stored."""
+    scratch: NDArray[np.int64]
+    copies: list[tuple[int, int, int]]
+    """(rank, from, to), in the order they must be done in."""
+
+
+def assign_memory(
+    program: Program,
+    position: NDArray[np.int64],
+    history: History,
+    blocks: Blocks,
+    layout: Layout,
+    *,
+    reuse: bool,
+) -> Memory:
+    """Walk the linear order and give every version of every slot its place."""
+    c = program.collective
+    in_place, out_place = layout.places()
+    in_slot = (np.repeat(np.arange(c.num_ranks), np.diff(c.in_ptr)) * c.num_chunks + c.in_chunk).tolist()
+    out_slot = (np.repeat(np.arange(c.num_ranks), np.diff(c.out_ptr)) * c.num_chunks + c.out_chunk).tolist()
+    where: dict[int, int] = dict(zip(in_slot, in_place.tolist(), strict=True))
+    home: dict[int, int] = dict(zip(out_slot, out_place.tolist(), strict=True))
+    start = dict(where)
+    written = set(history.write_slot.tolist())
+    blocked = _blocked(c, start, home, written, history)
+
+    num_blocks = np.bincount(blocks.rank, minlength=c.num_ranks).tolist()
+    scratch = [Scratch(reuse=reuse, lag=n) for n in num_blocks]
+    rows = len(history.owner)
+    read, operand, write = [-1] * rows, [-1] * rows, [-1] * rows
+    count, ptr, when = program.num_transfers, program.chunk_ptr.tolist(), position.tolist()
+    src, dst, reduces = program.src.tolist(), program.dst.tolist(), program.reduce.tolist()
+    read_slot, write_slot = history.read_slot.tolist(), history.write_slot.tolist()
+    after_read, after_write = history.after_read.tolist(), history.after_write.tolist()
+    next_reader = history.next_reader.tolist()
+    send_block = blocks.send_block[blocks.connection].tolist()
+    recv_block = blocks.recv_block[blocks.connection].tolist()
+    fused, unstored = blocks.fused_send.tolist(), blocks.unstored.tolist()
+    forwarded = np.zeros(count, np.bool_)
+    forwarded[blocks.fused_send[blocks.fused_send >= 0]] = True
+    skips = forwarded.tolist()
+    delayed: set[int] = set()  # slots that wait in scratch for their output place
+
+    def dead_after(then: int, slot: int) -> bool:
+        return then == COPY or (then == NONE and slot not in home)
+
+    def release(rank: int, place: int, block: int) -> None:
+        if place >= SCRATCH * BUFFER:
+            scratch[rank].free(place - SCRATCH * BUFFER, block)
+
+    for event in np.argsort(position).tolist():
+        if event < count:
+            if skips[event]:
+                continue  # sent from the instruction that receives
+            rank, block = src[event], send_block[event]
+            for row in range(ptr[event], ptr[event + 1]):
+                slot = read_slot[row]
+                read[row] = where[slot]
+                if dead_after(after_read[row], slot):
+                    release(rank, where[slot], block)
+            continue
+        t = event - count
+        rank, block = dst[t], recv_block[t]
+        new: list[int] = []
+        for row in range(ptr[t], ptr[t + 1]):
+            slot = write_slot[row]
+            if reduces[t]:
+                operand[row] = where[slot]
+            if unstored[t]:
+                release(rank, where[slot], block)
+                continue
+            place = home.get(slot, -1)
+            if slot in delayed or (place >= 0 and blocked(rank, slot, place, when[event])):
+                delayed.add(slot)
+                place = -1
+            if place < 0 and reduces[t] and where[slot] >= SCRATCH * BUFFER:
+                place = where[slot]
+            if place < 0:
+                new.append(row)
+            else:
+                write[row] = where[slot] = place
+        if new:
+            place = SCRATCH * BUFFER + scratch[rank].take(len(new), block)
+            for row in new:
+                write[row] = where[write_slot[row]] = place
+                place += 1
+        send = fused[t]
+        for row in range(ptr[t], ptr[t + 1]):
+            slot, then = write_slot[row], after_write[row]
+            if send >= 0:
+                sent = row - ptr[t] + ptr[send]
+                read[sent] = write[row]
+                if then == READ and next_reader[row] == send:
+                    then = after_read[sent]
+            if write[row] >= 0 and dead_after(then, slot):
+                release(rank, write[row], block)
+
+    copies = _late_copies(c, start, home, where, written, delayed, scratch)
+    return Memory(
+        read=np.array(read, np.int64),
+        operand=np.array(operand, np.int64),
+        write=np.array(write, np.int64),
+        scratch=np.array([s.size for s in scratch], np.int64),
+        copies=copies,
+    )
+
+
+def _blocked(
+    c: Collective, start: dict[int, int], home: dict[int, int], written: set[int], history: History
+) -> Callable[[int, int, int, int], bool]:
+    """Whether an output place still holds another chunk's input that is needed (only ever in place)."""
+    if not c.in_place:
+        return lambda rank, slot, place, now: False
+    holder = {(slot // c.num_chunks, place): slot for slot, place in start.items()}
+
+    def blocked(rank: int, slot: int, place: int, now: int) -> bool:
+        other = holder.get((rank, place), slot)
+        if other == slot:
+            return False
+        moves = other not in written and home.get(other, place) != place
+        return moves or history.input_read_until.get(other, -1) > now
+
+    return blocked
+
+
+def _late_copies(
+    c: Collective,
+    start: dict[int, int],
+    home: dict[int, int],
+    where: dict[int, int],
+    written: set[int],
+    delayed: set[int],
+    scratch: list[Scratch],
+) -> list[tuple[int, int, int]]:
+    """Copies that bring outputs home: inputs nobody wrote to, and what waits in scratch."""
+    held = {(slot // c.num_chunks, place) for slot, place in start.items()} if c.in_place else set()
+    rescued, final = [], []
+    for slot, place in home.items():
+        rank = slot // c.num_chunks
+        origin = where.get(slot, -1)
+        if origin < 0 or origin == place or not (slot in delayed or slot not in written):
+            continue
+        if slot not in delayed and (rank, place) in held:  # two inputs may change places: go through scratch
+            spare = SCRATCH * BUFFER + scratch[rank].size
+            scratch[rank].size += 1
+            rescued.append((rank, origin, spare))
+            origin = spare
+        final.append((rank, origin, place))
+    return rescued + final

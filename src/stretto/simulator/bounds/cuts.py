@@ -1,0 +1,183 @@
+"""Cuts: what must come into a set of nodes, over the links that lead into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import _native
+from ...cluster import Cluster
+from .demand import Demand
+from .net import Floats, Mask, Net, Nodes
+
+CLOSER = 1 + 1e-12
+"""A ratio counts as better only beyond this: below it, rounding decides."""
+PREFIXES = 31
+"""How many cuts between the first k devices and the rest are tried."""
+
+Need = tuple[int, Nodes, Floats]
+"""What a sink needs: (sink, where it comes from, how much from each)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cut:
+    """At least `share` of nbytes must pass `arcs`, which lead into `sink_side`."""
+
+    share: float
+    rate: float
+    sink_side: Mask
+    arcs: Mask
+
+    @classmethod
+    def into(cls, net: Net, sink_side: Mask, share: float) -> Cut:
+        """The cut around these nodes."""
+        arcs = ~sink_side[net.src] & sink_side[net.dst]
+        return cls(share=share, rate=float(net.rate[arcs].sum()), sink_side=sink_side, arcs=arcs)
+
+    @property
+    def us(self) -> float:
+        """The time that each byte of nbytes takes at least."""
+        return self.share / self.rate
+
+    @property
+    def reverse(self) -> Cut:
+        """The same cut in the network turned round."""
+        return Cut(share=self.share, rate=self.rate, sink_side=~self.sink_side, arcs=self.arcs)
+
+
+def worst_sink(net: Net, needs: Iterable[Need], at_least: float = 0.0) -> Cut | None:
+    """The tightest of all cuts that part some sink from what it needs; None if none is tighter than `at_least`.
+
+    In a time T the arcs carry rate x T, and the needs of a sink fit if a flow of their size reaches it. If not, the
+    minimum cut of that flow proves a longer T (Newton's method on the ratio: finitely many cuts, no bisection). Most
+    sinks only confirm the T found so far, with one flow.
+    """
+    flow = _native.MaxFlow(net.num_nodes, net.src, net.dst)
+    time, worst, sized_for = max(at_least, 1e-300), None, -1.0
+    for sink, sources, amounts in needs:
+        total = float(amounts.sum())
+        here, unlimited = np.array([sink], np.int32), np.array([np.inf])
+        while True:
+            if sized_for != total:
+                flow.set_capacity(np.minimum(net.rate * time, total), total * 2.0**-56)
+                sized_for = total
+            if flow.run(sources, amounts, here, unlimited) >= total / CLOSER:
+                break
+            side = flow.sink_side().astype(np.bool_)
+            cut = Cut.into(net, side, float(amounts[~side[sources]].sum()))
+            if cut.us <= time * CLOSER:
+                break
+            time, worst, sized_for = cut.us, cut, -1.0
+    return worst
+
+
+def sink_needs(demand: Demand) -> Iterator[Need]:
+    """For each device what it wants, every bundle from one of the places that its parts come from."""
+    source, wanter, bundle = demand.pairs
+    return _grouped(wanter, source, bundle, bundle, demand)
+
+
+def source_needs(demand: Demand) -> Iterator[Need]:
+    """For each source what must leave it, every payload to one who wants it: needs of the reversed network."""
+    source, wanter, bundle = demand.pairs
+    return _grouped(source, wanter, demand.payload[bundle], bundle, demand)
+
+
+def _grouped(
+    at: Nodes, other: Nodes, what: NDArray[np.int64], bundle: NDArray[np.int64], demand: Demand
+) -> Iterator[Need]:
+    """Needs at each node of `at`: one row of every (at, what), and its share from `other`."""
+    order = np.lexsort((what, at))
+    at, other, what, bundle = at[order], other[order], what[order], bundle[order]
+    first = np.append(True, (at[1:] != at[:-1]) | (what[1:] != what[:-1]))[: len(at)]
+    at, other, amount = at[first], other[first], demand.share[bundle[first]]
+    begins = np.flatnonzero(np.append(True, at[1:] != at[:-1])[: len(at)])
+    for begin, end in zip(begins, np.append(begins[1:], len(at)), strict=True):
+        places, entry = np.unique(other[begin:end], return_inverse=True)
+        yield int(at[begin]), places, np.bincount(entry, amount[begin:end])
+
+
+def regions(cluster: Cluster) -> Iterator[NDArray[np.int64]]:
+    """Natural ways to divide the devices: by host, and by slices of the dimensions; the group of each device."""
+    host = cluster.node_host[: cluster.num_devices].astype(np.int64)
+    yield np.unique(np.where(host < 0, -1 - np.arange(len(host)), host), return_inverse=True)[1]
+    sizes = [d.size for d in cluster.dimensions]
+    outer = np.arange(cluster.num_devices)
+    for at, size in enumerate(sizes[: -1 if sizes else None]):
+        yield outer % size
+        outer = outer // size
+        yield outer
+
+
+def region_cuts(net: Net, demand: Demand, group: NDArray[np.int64]) -> Iterator[Cut]:
+    """The cuts into and out of every group of devices."""
+    count = int(group.max()) + 1
+    if not 1 < count:
+        return
+    into, out = _group_shares(demand, group, count)
+    for graph, shares in ((net, into), (net.reverse, out)):
+        for inside in np.flatnonzero(shares):
+            cut = _around(graph, group == inside, float(shares[inside]))
+            yield cut if graph is net else cut.reverse
+
+
+def prefix_cuts(net: Net, demand: Demand) -> Iterator[Cut]:
+    """Cuts between the devices below some number and the rest."""
+    places = np.unique(np.linspace(0, net.num_devices, PREFIXES + 2).round().astype(int))[1:-1]
+    into, out = _prefix_shares(demand, net.num_devices)
+    number = np.arange(net.num_devices)
+    for place in places:
+        if into[place] > 0:
+            yield _around(net, number < place, float(into[place]))
+        if out[place] > 0:
+            yield _around(net, number >= place, float(out[place]))
+
+
+def _around(net: Net, inside: Mask, share: float) -> Cut:
+    """The narrowest cut that parts devices from all others; switches side with whom they like."""
+    flow = _native.MaxFlow(net.num_nodes, net.src, net.dst)
+    real = net.link >= 0
+    scale = float(net.rate[real].sum())
+    flow.set_capacity(np.where(real, net.rate, 0.0), scale * 2.0**-58)
+    number = np.arange(net.num_devices, dtype=np.int32)
+    unlimited = np.full(net.num_devices, np.inf)
+    flow.run(number[~inside], unlimited[~inside], number[inside], unlimited[inside])
+    side = flow.sink_side().astype(np.bool_)
+    arcs = real & ~side[net.src] & side[net.dst]
+    return Cut(share=share, rate=float(net.rate[arcs].sum()), sink_side=side, arcs=arcs)
+
+
+def _group_shares(demand: Demand, group: NDArray[np.int64], count: int) -> tuple[Floats, Floats]:
+    """What must come into each group, and what must leave it; a payload counts once."""
+    ptr, holder = demand.holder_table
+    lowest = np.minimum.reduceat(group[holder % len(group)], ptr[:-1])
+    highest = np.maximum.reduceat(group[holder % len(group)], ptr[:-1])
+    source, wanter, bundle = demand.pairs
+    payload = demand.payload[bundle]
+    # A part held in several groups is taken to be everywhere: that only loosens the bound.
+    apart = (lowest[source] == highest[source]) & (lowest[source] != group[wanter])
+    width = int(demand.payload.max(initial=0)) + 1
+    result = []
+    for at in (group[wanter], lowest[source]):
+        keys, first = np.unique((at * width + payload)[apart], return_index=True)
+        result.append(np.bincount(keys // width, demand.share[bundle[apart][first]], count))
+    return result[0], result[1]
+
+
+def _prefix_shares(demand: Demand, num_devices: int) -> tuple[Floats, Floats]:
+    """What must come into the first k devices, and what must leave them, for each k; a payload counts once."""
+    ptr, holder = demand.holder_table
+    lowest, highest = (f.reduceat(holder, ptr[:-1]) for f in (np.minimum, np.maximum))
+    source, wanter, bundle = demand.pairs
+    _, first = np.unique(demand.payload[bundle], return_index=True)
+    source, wanter, share = source[first], wanter[first], demand.share[bundle[first]]
+    result = []
+    for begin, end in ((wanter, lowest[source]), (highest[source], wanter)):
+        inside = begin < end
+        steps = np.bincount(begin[inside] + 1, share[inside], num_devices + 2)
+        steps -= np.bincount(end[inside] + 1, share[inside], num_devices + 2)
+        result.append(np.cumsum(steps))
+    return result[0], result[1]

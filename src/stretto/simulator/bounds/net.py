@@ -1,0 +1,98 @@
+"""The usable links of a cluster as a network of flows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import _native
+from ...cluster import Cluster
+from ...errors import unknown
+
+Floats = NDArray[np.float64]
+Nodes = NDArray[np.int32]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Net:
+    """The links that may be used, as arcs with rates in bytes per microsecond.
+
+    Behind the cluster's nodes come those of `shared` (see `Demand`), with free arcs to their devices.
+    """
+
+    num_nodes: int
+    num_devices: int
+    src: Nodes
+    dst: Nodes
+    rate: Floats
+    alpha_us: Floats
+    link: NDArray[np.int64]
+    """The cluster's link behind each arc, or -1."""
+    channel: NDArray[np.int64]
+    """Likewise its channel."""
+
+    @classmethod
+    def of(cls, cluster: Cluster, channels: Iterable[str] | None, shared: Sequence[Sequence[int]] = ()) -> Net:
+        """The links of these channels (None: all), without those that lead from or to no device."""
+        wanted = set(cluster.channels if channels is None else channels)
+        for channel in sorted(wanted):
+            if channel not in cluster.channels:
+                raise unknown("channel", channel, cluster.channels)
+        numbers = [i for i, channel in enumerate(cluster.channels) if channel in wanted]
+        free = [(cluster.num_nodes + j, device) for j, devices in enumerate(shared) for device in devices]
+        ends = np.array(free, np.int32).reshape(-1, 2)
+
+        def net(link: NDArray[np.int64]) -> Net:
+            return cls(
+                num_nodes=cluster.num_nodes + len(shared),
+                num_devices=cluster.num_devices,
+                src=np.concatenate([cluster.link_src[link], ends[:, 0]]),
+                dst=np.concatenate([cluster.link_dst[link], ends[:, 1]]),
+                rate=np.concatenate([cluster.link_gb_per_s[link] * 1e3, np.full(len(ends), np.inf)]),
+                alpha_us=np.concatenate([cluster.link_alpha_us[link], np.zeros(len(ends))]),
+                link=np.concatenate([link, np.full(len(ends), -1)]),
+                channel=np.concatenate([cluster.link_channel[link], np.full(len(ends), -1)]),
+            )
+
+        link = np.flatnonzero(np.isin(cluster.link_channel, numbers))
+        return net(link[np.isfinite(net(link).message_us[: len(link)])])
+
+    @cached_property
+    def reverse(self) -> Net:
+        """The same arcs, turned round."""
+        fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
+        return Net(**(fields | {"src": self.dst, "dst": self.src}))
+
+    @cached_property
+    def message_us(self) -> Floats:
+        """For each arc the least sum of alphas of any message, from device to device, that passes it."""
+        return self.reverse._nearest_device_us[self.src] + self.alpha_us + self._nearest_device_us[self.dst]
+
+    @cached_property
+    def _nearest_device_us(self) -> Floats:
+        """From each node the least sum of alphas to a device."""
+        devices = np.arange(self.num_devices, dtype=np.int32)
+        return _native.path_lengths(
+            self.num_nodes + 1,
+            np.concatenate([self.dst, np.full(len(devices), self.num_nodes, np.int32)]),
+            np.concatenate([self.src, devices]),
+            np.concatenate([self.alpha_us, np.zeros(len(devices))]),
+            np.array([self.num_nodes], np.int32),
+        )
+
+    def distances(self, length: Floats, sources: Nodes) -> Floats:
+        """The shortest path from each source (row) to each node (column) where arcs have these lengths."""
+        flat = _native.path_lengths(self.num_nodes, self.src, self.dst, length, sources)
+        return flat.reshape(len(sources), self.num_nodes)
+
+    @cached_property
+    def switches_balanced(self) -> bool:
+        """Whether every switch and NIC sends as fast as it receives."""
+        rate = np.where(self.link >= 0, self.rate, 0)
+        into, out = (np.bincount(ends, rate, self.num_nodes)[self.num_devices :] for ends in (self.dst, self.src))
+        return bool(np.all(np.abs(into - out) <= 1e-9 * into))

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stretto.report import load_timeline
+
+Run = Callable[..., str]
+
+
+def test_one_algorithm_shows_total_bound_channels_and_path(good: Run) -> None:
+    text = good("simulate", "ring", "--cluster", "dgx2:2", "--bytes", "64M")
+    for word in (
+        "total",
+        "lower bound",
+        "x the bound",
+        "nvlink",
+        "rdma",
+        "busiest links",
+        "critical path",
+        "ranks",
+    ):
+        assert word in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_a_sweep_plots_all_algorithms_against_the_bound(good: Run, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    text = good(
+        "simulate", "all", "--cluster", "ring:4", "--bytes", "1K..1M", "--factor", "10", "--json", str(rows)
+    )
+    assert "multiple of the lower bound" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    data = json.loads(rows.read_text())["rows"]
+    assert {row["nbytes"] for row in data} == {1000, 10_000, 100_000, 1_000_000}
+    assert {"ring", "direct"} <= {row["system"] for row in data}
+    assert all(row["time_us"] >= row["bound_us"] * (1 - 1e-9) > 0 for row in data)
+
+
+def test_all_at_one_size_is_a_table(good: Run) -> None:
+    text = good("simulate", "all", "--cluster", "ring:4", "--collective", "all-gather", "--bytes", "1M")
+    lines = text.splitlines()
+    assert lines[0].split()[:2] == ["algorithm", "time"]
+    assert any(line.startswith("lower bound") for line in lines)
+
+
+def test_every_output_is_written(good: Run, tmp_path: Path) -> None:
+    files = {
+        "--trace": tmp_path / "t.pftrace",
+        "--chrome-json": tmp_path / "c.json",
+        "--timeline": tmp_path / "t.json",
+        "--plot": tmp_path / "p.html",
+        "--json": tmp_path / "r.json",
+    }
+    flags = [text for flag, path in files.items() for text in (flag, str(path))]
+    text = good("simulate", "ring", "--cluster", "ring:4", "--bytes", "1M", *flags)
+    for path in files.values():
+        assert path.stat().st_size > 0
+        assert path.name in text.replace("\n", "")
+    timeline = load_timeline(files["--timeline"])
+    assert timeline.num_spans == 24
+    (row,) = json.loads(files["--json"].read_text())["rows"]
+    assert row["time_us"] == timeline.total_us
+
+
+def test_options_reach_the_simulator(good: Run, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    good(
+        "simulate", "ring", "--cluster", "dgx2:2", "--ranks", "0-3", "--channels", "nvlink",
+        "--alpha", "blocking", "--contention", "fair", "--chunks", "2", "--timeline", str(path),
+    )  # fmt: skip
+    facts = dict(load_timeline(path).facts)
+    assert (facts["contention"], facts["alpha"], facts["channels"]) == ("fair", "blocking", "nvlink")
+    assert "chunks=2" in facts["program"]
+
+
+def test_a_root_and_an_option_reach_the_algorithm(good: Run, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    arguments = ("--cluster", "ring:4", "--bytes", "1M", "--timeline", str(path))
+    good("simulate", "chain", "--collective", "broadcast", "--root", "2", *arguments)
+    timeline = load_timeline(path)
+    assert timeline.rank[timeline.start_us.argmin()] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ring", "--cluster", "dgx9"), "unknown preset 'dgx9'"),
+        (("ring", "--cluster", "dgx2:0"), "nodes"),
+        (("ring", "--cluster", "missing.yaml"), "missing.yaml"),
+        (("ring", "--cluster", "ring:4", "--bytes", "12Q"), "size '12Q'"),
+        (("ring", "--cluster", "ring:4", "--bytes", "1M..1K"), "the range must rise"),
+        (("ring", "--cluster", "ring:4", "--bytes", "1K..1G", "--factor", "1"), "factor"),
+        (
+            ("ring", "--cluster", "ring:4", "--collective", "all_sing"),
+            "unknown collective 'all_sing'; choose from",
+        ),
+        (("ring", "--cluster", "ring:4", "--collective", "broadcast"), "ring does not do broadcast"),
+        (("ring", "--cluster", "ring:4", "--contention", "loud"), "'loud'; choose from: fifo, fair"),
+        (("ring", "--cluster", "ring:4", "--alpha", "beta"), "'beta'; choose from: pipelined, blocking"),
+        (("ring", "--cluster", "ring:4", "--channels", "telegraph"), "unknown channel 'telegraph'"),
+        (("ring", "--cluster", "ring:4", "--ranks", "5"), "--ranks: must be 1..4"),
+        (("ring", "--cluster", "ring:4", "--chunks", "0"), "chunks"),
+        (("ring", "--cluster", "ring:4", "--root", "1"), "root"),
+        (("ring", "--cluster", "ring:4", "--set", "nonsense=1"), "unknown option of ring 'nonsense'"),
+        (("ring", "--cluster", "ring:4", "--set", "order=9,9,9,9"), "order"),
+        (("ring", "--cluster", "ring:4", "--set", "order=fast"), "order"),
+        (("ring", "--cluster", "ring:4", "--trace", "/nonexistent/t.pftrace"), "/nonexistent/t.pftrace"),
+        (("ring", "--cluster", "ring:4", "--json", "/"), "directory"),
+        (("nonsense.xml", "--cluster", "ring:4"), "unknown algorithm or file 'nonsense.xml'"),
+        (("all", "--cluster", "ring:4", "--set", "nonsense=1"), "nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_field_and_the_choices(
+    arguments: tuple[str, ...], message: str, bad: Run
+) -> None:
+    assert message in bad("simulate", *arguments)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"{",
+        b"{}",
+        b"[]",
+        b"nonsense",
+        b"<algo",
+        b"<other/>",
+        b'<!DOCTYPE a [<!ENTITY b "c">]><algo>&b;</algo>',
+        b'<algo name="x" proto="Simple" nchannels="1" ngpus="999999999999" coll="allreduce"/>',
+    ],
+)
+@pytest.mark.parametrize("suffix", [".xml", ".json", ".txt"])
+def test_hostile_program_files_are_one_line(content: bytes, suffix: str, bad: Run, tmp_path: Path) -> None:
+    path = tmp_path / f"program{suffix}"
+    path.write_bytes(content)
+    assert str(path) in bad("simulate", str(path), "--cluster", "ring:4")
+
+
+def test_a_file_says_its_collective_itself(bad: Run, tmp_path: Path) -> None:
+    path = tmp_path / "program.xml"
+    path.write_text("<algo/>")
+    assert "--collective" in bad("simulate", str(path), "--cluster", "ring:4", "--collective", "all_reduce")
