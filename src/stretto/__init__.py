@@ -30,14 +30,14 @@ from .errors import (
     VerificationError,
 )
 from .programs import Lowered, Program
-from .simulator import Timeline, simulate
+from .simulator import Bound, Timeline, lower_bound, simulate
 from .units import GB, GIB, KB, KIB, MB, MIB
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Cluster", "Collective", "Dimension",
+    "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Bound", "Broadcast", "Cluster", "Collective", "Dimension",
     "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link", "Lowered", "MB", "MIB", "Node",
     "PeerLost", "Permute", "PlanMismatch", "Program", "Reduce", "ReduceScatter", "Scatter", "SearchTimeout",
-    "StrettoError", "Timeline", "VerificationError", "algorithm", "algorithms", "simulate",
+    "StrettoError", "Timeline", "VerificationError", "algorithm", "algorithms", "lower_bound", "simulate",
 ]

@@ -22,20 +22,19 @@ BUDGET = 20_000
 def fast_orders(cluster: Cluster, devices: tuple[int, ...], *, rings: int = 1) -> list[list[int]] | None:
     """Orders of the ranks along direct links between devices, the slowest link being as fast as possible.
 
-    One closed ring over all ranks if there is one, else a line inside each host, hosts one after the
-    other. Every further ring sees the links that are already in use as that much slower. None: keep the
-    ranks' own order. """
+    One closed ring over all ranks if there is one, else a line inside each host, hosts one after the other.
+    Every further ring sees the links already in use as that much slower, and leaves each host from another
+    device, so that all NICs have work. None: keep the ranks' own order.
+    """
     count = len(devices)
     if not 3 <= count <= MAX_SEARCHED:
         return None
     speed = direct_speed(cluster, devices)
     uses = np.zeros_like(speed)
     orders: list[list[int]] = []
-    for _ in range(rings):
+    for at in range(rings):
         share = speed / (uses + 1)
-        order = _fastest(share, closed=True) or _host_by_host(cluster, devices, share)
-        if order is None:
-            return None
+        order = _fastest(share, closed=True) or _host_by_host(cluster, devices, share, turn=at / rings)
         uses[order, np.roll(order, -1)] += 1
         orders.append(order)
     return None if rings == 1 and orders[0] == list(range(count)) else orders
@@ -93,12 +92,18 @@ def _by_host(cluster: Cluster, devices: tuple[int, ...]) -> list[list[int]]:
 
 
 def _host_by_host(
-    cluster: Cluster, devices: tuple[int, ...], share: NDArray[np.float64]
-) -> list[int] | None:
+    cluster: Cluster, devices: tuple[int, ...], share: NDArray[np.float64], turn: float
+) -> list[int]:
     order: list[int] = []
     for group in _by_host(cluster, devices):
         inner = share[np.ix_(group, group)]
-        line = _fastest(inner, closed=True) or _fastest(inner, closed=False) or list(range(len(group)))
+        line = None if inner.any() else list(range(len(group)))
+        closed = line or _fastest(inner, closed=True)
+        if closed:
+            first = int(turn * len(closed))
+            line = closed[first:] + closed[:first]
+        else:
+            line = _fastest(inner, closed=False) or list(range(len(group)))
         order += [group[i] for i in line]
     return order
 
@@ -113,17 +118,27 @@ def _fastest(speed: NDArray[np.float64], *, closed: bool) -> list[int] | None:
         linked = speed >= least
         if np.all(linked[natural[:-1], natural[1:]]) and (not closed or linked[-1, 0]):
             return natural
-        if closed and not (linked.any(axis=0).all() and linked.any(axis=1).all()):
+        if closed and not (_reaches_all(linked) and _reaches_all(linked.T)):
             continue
-        for start in range(1 if closed else count):
-            found = _hamiltonian(linked, start, closed)
+        starts = 1 if closed else count
+        for start in range(starts):
+            found = _hamiltonian(linked, start, closed, BUDGET // starts)
             if found is not None:
                 return found
     return None
 
 
-def _hamiltonian(linked: NDArray[np.bool_], start: int, closed: bool) -> list[int] | None:
-    """Depth-first search that goes where fewest ways lead on first; gives up after `BUDGET` extensions."""
+def _reaches_all(linked: NDArray[np.bool_]) -> bool:
+    seen = np.zeros(len(linked), np.bool_)
+    front = [0]
+    while front:
+        seen[front] = True
+        front = np.flatnonzero(linked[front].any(axis=0) & ~seen).tolist()
+    return bool(seen.all())
+
+
+def _hamiltonian(linked: NDArray[np.bool_], start: int, closed: bool, budget: int) -> list[int] | None:
+    """Depth-first search that goes where fewest ways lead on first; gives up after `budget` extensions."""
     count = len(linked)
     free = np.ones(count, np.bool_)
     free[start] = False
@@ -135,7 +150,7 @@ def _hamiltonian(linked: NDArray[np.bool_], start: int, closed: bool) -> list[in
         return [int(way) for way in following[np.lexsort((following, onward))][::-1]]
 
     open_ways = [ways(start)]
-    for _ in range(BUDGET):
+    for _ in range(budget):
         if len(path) == count and (not closed or linked[path[-1], start]):
             return path
         while open_ways and not open_ways[-1]:

@@ -17,13 +17,19 @@ if TYPE_CHECKING:
     from ..cluster import Cluster
     from ..programs import Program
     from ..report.sweep import Sweep
-    from ..simulator import Bound, Timeline
+    from ..simulator import Timeline
+    from ..simulator.bounds import Bound
 
 ALL = "all"
 
 
 def simulate(
-    what: Annotated[str, typer.Argument(metavar="ALGORITHM|all|FILE", help="What to run.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="ALGORITHM|all|FILE", help="An algorithm, all of them, or a program in text form."
+        ),
+    ],
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="A preset (dgx2), with a node count (dgx2:2), or a file.")
     ],
@@ -85,13 +91,13 @@ def simulate(
       stretto simulate all --cluster dgx2:2 --bytes 1K..1G --plot sweep.html
       stretto simulate ring --cluster hgx2:4 --collective all_gather --trace t.pftrace
       stretto simulate ring --cluster dgx_a100:2 --set rings=2 --chunks 4
-      stretto simulate my_algorithm.xml --cluster ndv2:2 --bytes 1M
+      stretto simulate my_algorithm.txt --cluster ndv2:2 --bytes 1M
     """
     from ..cluster import Cluster
     from ..report.sweep import parse_sizes
 
     sizes = parse_sizes(nbytes, factor=factor)
-    job = _Job(
+    job = Job(
         cluster=Cluster.load(cluster),
         contention=contention,
         alpha=alpha,
@@ -114,15 +120,16 @@ def simulate(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class Job:
     """The cluster and how to simulate on it."""
 
     cluster: Cluster
-    contention: str | None
-    alpha: str
-    channels: tuple[str, ...] | None
+    contention: str | None = None
+    alpha: str = "pipelined"
+    channels: tuple[str, ...] | None = None
 
     def run(self, program: Program, nbytes: int) -> Timeline:
+        """One program at one size."""
         from ..simulator import simulate
 
         return simulate(
@@ -135,9 +142,10 @@ class _Job:
         )
 
     def bound(self, program: Program, nbytes: int) -> Bound:
-        from ..simulator import lower_bound
+        """The least time for what the program does."""
+        from ..simulator.bounds import lower_bound
 
-        return lower_bound(program.collective, self.cluster, nbytes=nbytes)
+        return lower_bound(program.collective, self.cluster, nbytes, channels=self.channels)
 
     def sweep(
         self, programs: Mapping[str, Program], sizes: Sequence[int], left_out: Mapping[str, str]
@@ -228,10 +236,20 @@ def _programs(
 
 
 def _read(path: str) -> Program:
-    raise NotImplementedError
+    from ..errors import InvalidInput
+    from ..programs import Program
+    from ..programs.formats import load_program
+
+    program = load_program(path)
+    if not isinstance(program, Program):
+        raise InvalidInput(
+            f"{path}: holds instruction streams, which 'stretto program verify' proves and 'stretto program run' "
+            f"executes; only the text form of a program can be simulated"
+        )
+    return program
 
 
-def _print_one(console: Console, job: _Job, program: Program, timeline: Timeline, nbytes: int) -> None:
+def _print_one(console: Console, job: Job, program: Program, timeline: Timeline, nbytes: int) -> None:
     from ..report.plots import busy_plot
     from ..report.tables import timeline_tables
 

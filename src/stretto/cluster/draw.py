@@ -26,6 +26,7 @@ from .shape import (
     link_classes,
     local_name,
     ranges,
+    size_of,
 )
 from .svg import to_svg
 
@@ -64,13 +65,8 @@ def picture(cluster: Cluster) -> RenderableType:
 
 
 def _title(cluster: Cluster) -> Text:
-    grid = "x".join(str(d.size) for d in cluster.dimensions) if len(cluster.dimensions) > 1 else ""
-    hosts = ""
-    if cluster.num_hosts < cluster.num_devices:
-        hosts = f" on {cluster.num_hosts} host{'s' if cluster.num_hosts > 1 else ''}"
     via = "devices pass traffic on" if cluster.devices_forward else "devices do not pass traffic on"
-    size = f"{cluster.num_devices} devices{hosts}{f', {grid}' if grid else ''}, {cluster.num_links} links"
-    return Text.assemble((cluster.name, "bold"), f": {size}; {via}")
+    return Text.assemble((cluster.name, "bold"), f": {size_of(cluster)}; {via}")
 
 
 def _classes(cluster: Cluster) -> Table:

@@ -76,6 +76,7 @@ class _Box:
 
     def add_pci(self, element: Element, path: str, parent: int, cpu: int, host: int) -> None:
         bus, rate = element.get("busid", ""), _pci_gb_per_s(element, path)
+        short = bus.removeprefix("0000:")
         if not bus:
             raise InvalidInput(f"{path}.busid: is missing")
         gpus = [child for child in element if child.tag == "gpu"]
@@ -87,10 +88,10 @@ class _Box:
             self.duplex(gpu, parent, rate, "pcie", PCIE_ALPHA_US, 0.0)
             self.gpus.append(_Gpu(path=f"{path}.gpu", element=child, cpu=cpu, node=gpu))
         for child in nics:
-            self.add_nic(child, f"{path}.nic", f"nic@{bus}", parent, host, rate)
+            self.add_nic(child, f"{path}.nic", f"nic@{short}", parent, host, rate)
         if gpus or nics or not element.get("class", "0x0604").startswith("0x06"):
             return
-        bridge = self.node(f"pci@{bus}", "switch", host)
+        bridge = self.node(f"pci@{short}", "switch", host)
         self.bus[host, bus] = bridge
         self.duplex(bridge, parent, rate, "pcie", 0.0, 0.0)
         for at, child in enumerate(element):

@@ -154,12 +154,13 @@ def _pcie_tree(
         last = level == len(_LEVELS) - 1
         meet = np.isin(classes, names)
         merged = _merge(groups, meet | np.array(near) if last else meet)
-        new_groups, new_tops = [], []
-        for at, members in enumerate(merged):
+        new_groups, new_tops, made = [], [], 0
+        for members in merged:
             if len(members) == 1 and not last:
                 top = tops[members[0]]
             else:
-                label = f"cpu{at}" if last else f"pcie{level}.{at}"
+                label = f"cpu{made}" if last else f"pcie{level}.{made}"
+                made += 1
                 top = int(wiring.add([label], kind="switch", hosts=0)[0])
                 for member in members:
                     up = PCIE_ALPHA_US if tops[member] < gpus else 0.0

@@ -38,11 +38,8 @@ class LinkClass:
         low, high = self.alphas_us[0], self.alphas_us[-1]
         if low == high:
             return f"{high:.4g} us"
-        return (
-            f"{high:.4g} us one way"
-            if low == 0 and len(self.alphas_us) == 2
-            else f"{low:.4g} to {high:.4g} us"
-        )
+        up_only = low == 0 and len(self.alphas_us) == 2
+        return f"{high:.4g} us up, 0 down" if up_only else f"{low:.4g} to {high:.4g} us"
 
     @property
     def label(self) -> str:
@@ -156,6 +153,15 @@ def coordinates(cluster: Cluster) -> NDArray[np.int64] | None:
                 frontier = sorted({b for a in frontier for b in near[a]} - seen)
                 far += 1
     return found if len({tuple(row) for row in found.tolist()}) == count else None
+
+
+def size_of(cluster: Cluster) -> str:
+    """How large a cluster is, in one phrase."""
+    grid = "x".join(str(d.size) for d in cluster.dimensions) if len(cluster.dimensions) > 1 else ""
+    hosts = ""
+    if cluster.num_hosts < cluster.num_devices:
+        hosts = f" on {cluster.num_hosts} host{'s' if cluster.num_hosts > 1 else ''}"
+    return f"{cluster.num_devices} devices{hosts}{f', {grid}' if grid else ''}, {cluster.num_links} links"
 
 
 def local_name(cluster: Cluster, node: int) -> str:

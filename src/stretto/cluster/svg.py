@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from .model import Cluster
-from .shape import LinkClass, capped, coordinates, link_classes
+from .shape import LinkClass, capped, coordinates, link_classes, size_of
 
 INK, PAPER, FAINT = "#1f2933", "#ffffff", "#8895a5"
 FILL = {"device": "#e3f2e8", "switch": "#e4ecf7", "nic": "#fbeedd", "host": "#f6f7f9"}
@@ -67,7 +66,7 @@ class Canvas:
 
     def stroke(self, kind: LinkClass) -> tuple[str, float]:
         """Colour and width of a link class."""
-        return self._colours[kind.channel], 0.8 + 4.2 * math.sqrt(kind.gb_per_s / self._fastest)
+        return self._colours[kind.channel], 0.9 + 3.9 * kind.gb_per_s / self._fastest
 
     def path(self, d: str, kind: LinkClass, *, dashed: bool = False, arrow: bool = False) -> None:
         """A link along an SVG path."""
@@ -151,9 +150,6 @@ class Canvas:
             )
             y += LEGEND_ROW
         c = self.cluster
-        grid = "x".join(str(d.size) for d in c.dimensions)
-        hosts = f" on {c.num_hosts} hosts" if c.num_hosts < c.num_devices else ""
-        title = f"{c.num_devices} devices{hosts}{f', {grid}' if grid else ''}, {c.num_links} links"
         words = max(len(k.label) + len(capped(k)) for k in rows) * 6.6 + 140 if rows else 0
         width = max(self.width, words, *(6.3 * len(r) for r in self.remarks), 0) + 2 * left
         height = y + top
@@ -164,8 +160,9 @@ class Canvas:
                 '<defs><marker id="tip" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="4" markerHeight="4" '
                 'orient="auto"><path d="M0 0L8 4L0 8z" fill="context-stroke"/></marker></defs>',
                 f'<rect width="100%" height="100%" fill="{PAPER}"/>',
-                f'<text x="{left}" y="34" font-size="20" font-weight="600" fill="{INK}">{html.escape(c.name)}</text>',
-                f'<text x="{left}" y="53" font-size="12.5" fill="{FAINT}">{html.escape(title)}</text>',
+                f'<text x="{left}" y="34" font-size="20" font-weight="600" fill="{INK}">'
+                f"{html.escape(c.name)}</text>",
+                f'<text x="{left}" y="53" font-size="12.5" fill="{FAINT}">{size_of(c)}</text>',
                 f'<g transform="translate({left} {top})">',
                 *self.boxes_first(),
                 *legend,

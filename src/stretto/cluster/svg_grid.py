@@ -1,4 +1,4 @@
-"""Drawings of regular networks: circles, grids, and one panel per dimension where there are too many devices."""
+"""Drawings of regular networks: circles, grids, and one panel per dimension where devices are too many."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def fits(cluster: Cluster, where: NDArray[np.int64]) -> bool:
     sizes = where.max(axis=0) + 1
     dense = any(d.kind == "fully_connected" and d.size > 2 for d in cluster.dimensions)
     if axes == 1:
-        return count <= (24 if dense else MAX_CIRCLE)
-    return (
-        not dense and axes <= 4 and count <= (MAX_FLAT if axes == 2 else MAX_SOLID) and int(sizes.max()) <= 32
-    )
+        return bool(count <= (24 if dense else MAX_CIRCLE))
+    most = MAX_FLAT if axes == 2 else MAX_SOLID
+    return not dense and axes <= 4 and count <= most and int(sizes.max()) <= 32
 
 
 def draw(canvas: Canvas, where: NDArray[np.int64]) -> None:
@@ -60,9 +59,11 @@ def _lattice(canvas: Canvas, where: NDArray[np.int64]) -> None:
     """Dimension 0 to the right, 1 down, 2 into the depth, 3 beside; links that wrap around leave as stubs."""
     cluster = canvas.cluster
     sizes = where.max(axis=0) + 1
-    depth = 0.45 * (int(sizes[2]) - 1) if len(sizes) > 2 else 0.0
-    steps = np.array([(1, 0), (0, 1), (0.45, -0.4), (float(sizes[0]) + depth + 0.4, 0.3)])[: len(sizes)]
-    pitch = PITCH * (1.25 if len(sizes) > 2 else 1.0)
+    deep = int(sizes[2]) if len(sizes) > 2 else 1
+    # A layer further back moves by a fraction of a cell, so that no device hides another.
+    back = (0.92 / deep, -0.92 / deep)
+    steps = np.array([(1, 0), (0, 1), back, (float(sizes[0]) + 1.3, 0.3)])[: len(sizes)]
+    pitch = PITCH if deep == 1 else max(80.0, 27.0 * deep)
     spot = where @ (steps * pitch)
     spot -= spot.min(axis=0) - np.array([56, 44])
     wraps = False
@@ -71,14 +72,14 @@ def _lattice(canvas: Canvas, where: NDArray[np.int64]) -> None:
         move = where[b] - where[a]
         axis = int(np.argmax(np.abs(move)))
         if abs(int(move[axis])) <= 1:
-            canvas.line(*spot[a], *spot[b], kind)
+            canvas.line(spot[a, 0], spot[a, 1], spot[b, 0], spot[b, 1], kind)
             continue
         wraps = True
         outward = steps[axis] * pitch * np.sign(-move[axis])
         for end, sign in ((a, 1.0), (b, -1.0)):
-            tip = spot[end] + sign * outward / np.hypot(*outward) * 0.62 * PITCH
-            canvas.line(*spot[end], *tip, kind, dashed=True)
-            canvas.reach(*tip)
+            x, y = spot[end] + sign * outward / np.hypot(*outward) * 0.62 * PITCH
+            canvas.line(spot[end, 0], spot[end, 1], x, y, kind, dashed=True)
+            canvas.reach(x, y)
     size = (38, 22) if cluster.num_devices <= 64 else (30, 20)
     for i, (x, y) in enumerate(spot.tolist()):
         canvas.box(x, y, *size, "device", str(i))
@@ -123,10 +124,10 @@ def draw_dimensions(canvas: Canvas) -> None:
 
 
 def _panel(canvas: Canvas, dim: Dimension, kind: LinkClass, x: float, y: float) -> None:
-    cut = dim.size > 9
-    shown = ["0", "1", "2", "3", "..", "", str(dim.size - 1)] if cut else [str(i) for i in range(dim.size)]
-    if cut:
-        shown = ["0", "1", "2", "3", "4", "..", str(dim.size - 2), str(dim.size - 1)]
+    last = dim.size - 1
+    shown = [str(i) for i in range(dim.size)]
+    if dim.size > 9:
+        shown = ["0", "1", "2", "3", "4", "...", str(last - 1), str(last)]
     count, radius = len(shown), 82.0
     turn = [2 * math.pi * i / count - (math.pi / 2 if count > 2 else math.pi) for i in range(count)]
     spot = [(x + radius * math.cos(t), y + radius * math.sin(t)) for t in turn]
@@ -137,7 +138,7 @@ def _panel(canvas: Canvas, dim: Dimension, kind: LinkClass, x: float, y: float) 
     elif dim.kind == "ring":
         for i in range(count if dim.size > 2 else count - 1):
             ends = (shown[i], shown[(i + 1) % count])
-            canvas.line(*spot[i], *spot[(i + 1) % count], kind, dashed=".." in ends)
+            canvas.line(*spot[i], *spot[(i + 1) % count], kind, dashed="..." in ends)
     else:
         for i in range(count):
             for j in range(i):

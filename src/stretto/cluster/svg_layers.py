@@ -1,4 +1,4 @@
-"""Drawings of hosts and switch trees: devices in a row, switches and NICs in levels above, direct links below."""
+"""Drawings of hosts and switch trees: devices in a row, switches and NICs above, direct links below."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .shape import HostGroup, host_groups, levels, local_name, ranges
 from .svg import FAINT, Canvas
 
 MAX_HOSTS, MAX_PER_HOST, MAX_LOOSE = 6, 32, 64
-BOX_W, BOX_H, GAP = 46.0, 24.0, 10.0
+BOX_W, BOX_H, BAR, GAP = 46.0, 24.0, 24.0, 10.0
 LEVEL = 66.0
-ARC = 15.0
+SAG = 0.42
 
 
 def fits(cluster: Cluster) -> bool:
@@ -41,7 +41,8 @@ def draw(canvas: Canvas) -> None:
     ]
     fabric = [n for n in range(cluster.num_devices, cluster.num_nodes) if cluster.node_host[n] < 0]
     tall = max(h.height for h in hosts)
-    top = 92.0 if fabric else 26.0 if len(hosts) > 1 else 0.0
+    bar = BAR + GAP
+    top = len(fabric) * bar + 38.0 if fabric else 70.0 if _crosses(cluster) else 0.0
     x = 0.0
     spot: dict[int, _Spot] = {}
     for number, host in zip(shown, hosts, strict=True):
@@ -54,12 +55,19 @@ def draw(canvas: Canvas) -> None:
         canvas.text(x + 75, top + tall / 2 + 10, f"+ {hidden} hosts", size=15, bold=True)
         canvas.text(x + 75, top + tall / 2 + 30, "like these", size=12, colour=FAINT)
         x += 150 + 28
-    each = (x - 28 + GAP) / max(1, len(fabric))
+    wide = x - 28
     for at, node in enumerate(fabric):
-        w = each - GAP
-        spot[node] = _Spot(x=at * each + w / 2, y=28.0, w=w)
-        canvas.box(spot[node].x, 28.0, w, 30, "switch", cluster.node_names[node], size=13)
+        # Bars one above the other, so that every NIC reaches its own straight up, behind the others.
+        spot[node] = _Spot(x=wide / 2, y=(len(fabric) - at - 0.5) * bar, w=wide, h=BAR)
+        canvas.box(wide / 2, spot[node].y, wide, BAR, "switch", cluster.node_names[node], size=13)
     _links(canvas, spot)
+
+
+def _crosses(cluster: Cluster) -> bool:
+    """Whether devices of different hosts are linked directly."""
+    kinds, hosts = cluster.node_kind, cluster.node_host
+    a, b = cluster.link_src, cluster.link_dst
+    return bool(np.any((kinds[a] == DEVICE) & (kinds[b] == DEVICE) & (hosts[a] != hosts[b])))
 
 
 def _choose(groups: list[HostGroup]) -> tuple[list[int], int]:
@@ -73,6 +81,8 @@ class _Spot:
     x: float
     y: float
     w: float = BOX_W
+    h: float = BOX_H
+    host: int = -1
     level: int = 99
 
 
@@ -97,7 +107,7 @@ class _Host:
                 if cluster.node_kind[a] == cluster.node_kind[b] == DEVICE:
                     self.direct = max(self.direct, abs(order[a] - order[b]))
         devices = [n for n in self.nodes if cluster.node_kind[n] == DEVICE]
-        # A switch that only joins the devices (an NVSwitch) goes below them: nothing passes it on the way out.
+        # A switch that only joins the devices (an NVSwitch) goes below them, out of the way of the rest.
         loose = bool(np.all(cluster.node_host[: cluster.num_devices] < 0))
         outside = self._linked_outside(inside)
         below = [
@@ -116,7 +126,9 @@ class _Host:
                 self.rows[depth[node]].append(node)
         widest = max(len(row) for row in self.rows.values())
         self.width = widest * (BOX_W + GAP) - GAP
-        self.under = 56.0 if self.below else self.direct * ARC + (14.0 if self.direct else 0.0)
+        pitch = self.width / max(1, len(devices))
+        arcs = 8 + SAG / 2 * self.direct * pitch if self.direct else 0.0
+        self.under = 56.0 if self.below else arcs
         self.height = max(self.rows) * LEVEL + BOX_H + self.under
 
     def _linked_outside(self, inside: set[int]) -> set[int]:
@@ -134,9 +146,11 @@ class _Host:
             if level:
                 row.sort(key=lambda n: (self._centre(n), n))
             pitch = self.width / len(row)
-            wanted = [left + pitch * (at + 0.5) if not level else self._centre(n) for at, n in enumerate(row)]
+            even = level == 0 or cluster.node_host[row[0]] < 0
+            wanted = [left + pitch * (at + 0.5) if even else self._centre(n) for at, n in enumerate(row)]
             for node, x in zip(row, _spread(wanted, left, left + self.width), strict=True):
-                self.spot[node] = _Spot(x=x, y=ground - level * LEVEL, level=level)
+                host = int(cluster.node_host[node])
+                self.spot[node] = _Spot(x=x, y=ground - level * LEVEL, host=host, level=level)
         for node in self.below:
             self.spot[node] = _Spot(
                 x=left + self.width / 2, y=ground + 56 - BOX_H / 2 + 6, w=self.width, level=-1
@@ -181,22 +195,20 @@ def _links(canvas: Canvas, spot: dict[int, _Spot]) -> None:
 
 
 def _route(a: _Spot, b: _Spot) -> str:
-    if a.level == b.level == 0 and a.y == b.y:
-        same = abs(a.x - b.x)
-        if same < 2000 and a.level == 0:
-            drop = 10 + 0.42 * same
-            return f"M{a.x:.1f} {a.y + BOX_H / 2:.1f}Q{(a.x + b.x) / 2:.1f} {a.y + drop:.1f} {b.x:.1f} {b.y + BOX_H / 2:.1f}"
+    middle, far = (a.x + b.x) / 2, abs(a.x - b.x)
+    if a.y == b.y and a.level == 0 and a.host == b.host:
+        y = a.y + a.h / 2
+        return f"M{a.x:.1f} {y:.1f}Q{middle:.1f} {y + 4 + SAG * far:.1f} {b.x:.1f} {y:.1f}"
     if a.y == b.y:
-        rise = 20 + 0.08 * abs(a.x - b.x)
-        y = a.y - BOX_H / 2
-        return f"M{a.x:.1f} {y:.1f}Q{(a.x + b.x) / 2:.1f} {y - rise:.1f} {b.x:.1f} {y:.1f}"
+        y, rise = a.y - a.h / 2, 20 + (0.28 if a.level == 0 else 0.08) * far
+        return f"M{a.x:.1f} {y:.1f}Q{middle:.1f} {y - rise:.1f} {b.x:.1f} {y:.1f}"
     low, high = (a, b) if a.y > b.y else (b, a)
     x1, x2 = low.x, high.x
     if high.w > BOX_W:
         x2 = min(max(x1, high.x - high.w / 2 + 8), high.x + high.w / 2 - 8)
     if low.w > BOX_W:
         x1 = min(max(x2, low.x - low.w / 2 + 8), low.x + low.w / 2 - 8)
-    ends = [(x1, low.y - BOX_H / 2), (x2, high.y + BOX_H / 2)]
+    ends = [(x1, low.y - low.h / 2), (x2, high.y + high.h / 2)]
     if low is b:
         ends.reverse()
     return "M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*ends[0], *ends[1])

@@ -135,8 +135,10 @@ class _Machine:
     def __init__(self, lowered: Lowered, inputs: Buffers, depth: int, function: np.ufunc) -> None:
         x = lowered
         self.x, self.depth, self.function = x, depth, function
+        self.memory: list[Piece]
+        self.cells: list[list[list[int]]]
         self.memory, self.cells = _allocate(x, inputs)
-        self.first_tb = np.searchsorted(x.tb_rank, np.arange(x.collective.num_ranks + 1)).tolist()
+        self.first_tb: list[int] = np.searchsorted(x.tb_rank, np.arange(x.collective.num_ranks + 1)).tolist()
         self.begin, self.end = x.tb_ptr[:-1].tolist(), x.tb_ptr[1:].tolist()
         self.at = list(self.begin)
         ranks, sends, recvs = x.tb_rank.tolist(), x.tb_send.tolist(), x.tb_recv.tolist()
@@ -146,7 +148,7 @@ class _Machine:
         self.fifo: dict[tuple[int, int, int], deque[list[Piece]]] = {}
         for key in self.out_key + self.in_key:
             self.fifo.setdefault(key, deque())
-        self.rank = ranks
+        self.rank: list[int] = ranks
 
     def run(self, rng: np.random.Generator) -> None:
         """Run every threadblock to its end, or raise."""

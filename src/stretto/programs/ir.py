@@ -234,6 +234,13 @@ def _check_columns(
     bad = np.flatnonzero((chunk < 0) | (chunk >= collective.num_chunks))
     if len(bad):
         raise InvalidInput(f"transfers: chunk {chunk[bad[0]]} does not exist; there are {collective.num_chunks}")
+    if len(chunk) > count:
+        owner = np.repeat(np.arange(count, dtype=np.int64), lengths)
+        key = np.sort(owner * collective.num_chunks + chunk)
+        again = np.flatnonzero(key[1:] == key[:-1])
+        if len(again):
+            at, twice = divmod(int(key[again[0]]), collective.num_chunks)
+            raise InvalidInput(f"transfers[{at}]: moves chunk {twice} twice")
 
 
 def _validate(program: Program) -> None:

@@ -107,7 +107,7 @@ class Scratch:
 
     reuse: bool
     lag: int
-    """So many dead cells are left alone before another threadblock takes one (it would have to wait for it)."""
+    """So many dead cells stay unused before another threadblock takes one (it would have to wait for it)."""
     size: int = 0
     dead: dict[int, int] = field(default_factory=dict)
     by_block: dict[int, dict[int, None]] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from .sweep import Sweep
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
-    from ..simulator import Bound
+    from ..simulator.bounds import Bound
 
 _PATH_ENDS = 4
 _BUSIEST = 5
@@ -64,7 +64,7 @@ def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
         multiple = f"{sweep.time_us[best][at] / bound:.2f}x" if bound > 0 else ""
         table.add_row(short_bytes(size), format_us(bound), *cells, multiple)
     if len(shown) < len(names):
-        table.caption = f"{len(names) - len(shown)} more algorithms in the plot and in --json"
+        table.caption = f"{len(names) - len(shown)} more algorithms are in the plot"
     return table
 
 

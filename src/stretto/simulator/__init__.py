@@ -1,6 +1,7 @@
 """Time: the network simulator, its timelines, and lower bounds."""
 
+from .bounds import Bound, lower_bound
 from .network import simulate
 from .timeline import Timeline
 
-__all__ = ["Timeline", "simulate"]
+__all__ = ["Bound", "Timeline", "lower_bound", "simulate"]

@@ -1,9 +1,9 @@
 """MSCCL++ execution plans out: FIFO messages become one-sided puts with signals and credits.
 
-Every connection gets a channel of its own: the sender signals "the data is there" on it, the receiver "you may
-write again". A message goes through a ring of slots in the receiver's scratch, or with `zero_copy` straight to
-its place. Dependencies inside a rank become counting semaphores, one for each pair of threadblocks.
-`docs/mscclpp.md` says what the format asks for and why the plans look the way they do.
+Every connection gets a channel of its own: the sender signals "the data is there" on it, the receiver "you
+may write again". A message goes through a ring of slots in the receiver's scratch, or with `zero_copy`
+straight to its place. Dependencies inside a rank become counting semaphores, one for each pair of its
+threadblocks. `docs/mscclpp.md` says what the format asks for and why the plans look the way they do.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from ...collectives import Collective
 from ...errors import InvalidInput, unknown
 from .. import lowered as lo
 from ..lowered import Lowered
 from .mscclpp_streams import Connection, Span, Step, Streams
+from .named import name_of
 
 NAMES = {
     "all_gather": "allgather",
@@ -51,7 +52,7 @@ def dumps(
     min_message_size: int = 0,
     max_message_size: int = MAX_SIZE,
 ) -> str:
-    """The JSON execution plan of instruction streams.
+    """The JSON execution plan of instruction streams, which are verified first.
 
     ``hosts[r]`` is the host of rank r: memory channels inside a host, port channels between hosts (without
     it, memory channels everywhere). Up to `fifo_depth` messages of a connection are under way at a time. With
@@ -75,6 +76,7 @@ def dumps(
         )
     if lowered.protocol != "Simple":
         log.info("%s: written for protocol Simple, not %s", lowered.name, lowered.protocol)
+    lowered.verify()
     streams = Streams(lowered, hosts)
     scratch = streams.plan_connections(fifo_depth, zero_copy)
     gpus = []
@@ -82,7 +84,7 @@ def dumps(
         blocks, semaphores = _emit(streams, rank)
         if len(blocks) > max_threadblocks:
             raise InvalidInput(
-                f"rank {rank}: needs {len(blocks)} threadblocks, more than max_threadblocks {max_threadblocks} "
+                f"rank {rank}: {len(blocks)} threadblocks are more than max_threadblocks {max_threadblocks} "
                 f"({len(streams.blocks[rank])} streams, cut into pieces of at most {MAX_OPS} operations)"
             )
         gpus.append(_render(streams, rank, blocks, semaphores, scratch[rank]))
@@ -110,14 +112,7 @@ def _check_collective(collective: Collective) -> str:
         raise unknown("collective for MSCCL++", c.kind, NAMES)
     if np.ptp(c.chunk_share) > 1e-12:
         raise InvalidInput("chunk_share: MSCCL++ cuts buffers into equal chunks, and these differ in size")
-    standard: dict[str, Callable[[], Collective]] = {
-        "all_gather": lambda: AllGather(c.ranks, chunks=c.chunks, in_place=c.in_place),
-        "all_reduce": lambda: AllReduce(c.ranks, chunks=c.chunks, in_place=c.in_place),
-        "all_to_all": lambda: AllToAll(c.ranks, chunks=c.chunks, in_place=c.in_place),
-        "broadcast": lambda: Broadcast(c.ranks, root=c.root, chunks=c.chunks, in_place=c.in_place),
-        "reduce_scatter": lambda: ReduceScatter(c.ranks, chunks=c.chunks, in_place=c.in_place),
-    }
-    if c != standard[c.kind]():
+    if name_of(c) is None:
         raise InvalidInput(f"collective: its buffers are not laid out as MSCCL++ lays out {NAMES[c.kind]}")
     return NAMES[c.kind]
 
@@ -282,38 +277,33 @@ def _translate(step: Step, block: _Block) -> None:
     got = step.incoming[0].target(step.incoming[1]) if step.incoming else step.src
     adds = step.op in (lo.RECV_REDUCE_SEND, lo.RECV_REDUCE_COPY, lo.RECV_REDUCE_COPY_SEND)
     stores = bool(lo.WRITES_DST[step.op])
-    if step.outgoing:
-        channel, j = step.outgoing
-        target = channel.target(j)
-        if adds and not channel.port:
-            block.reduce([step.src, got], step.dst if stores else got, (channel, target))
-        elif step.bounce:
-            slot = channel.bounce_slot(j)
-            if adds:
-                block.reduce([step.src, got], slot)
-            else:
-                block.copy(got, slot)
-            if stores and got != step.dst:
-                block.copy(slot if adds else got, step.dst)
-            block.put_by_port(channel, slot, target)
-        elif channel.port:
-            if adds:
-                block.reduce([step.src, got], step.dst)
-            elif stores and got != step.dst:
-                block.copy(got, step.dst)
-            block.put_by_port(channel, step.sent, target)
-        else:
-            if stores and got != step.dst:
-                block.copy(got, step.dst)
-            block.put(channel, got, target)
-        if not channel.port:
-            block.signal([channel])
-    elif adds:
-        block.reduce([step.src, got], step.dst)
-    elif step.op == lo.REDUCE:
-        block.reduce([step.dst, step.src], step.dst)
-    elif stores and got != step.dst:
-        block.copy(got, step.dst)
+    parts = [step.src, got] if adds else [step.dst, step.src] if step.op == lo.REDUCE else [got]
+
+    def make(place: Span) -> None:
+        if len(parts) > 1:
+            block.reduce(parts, place)
+        elif got != place:
+            block.copy(got, place)
+
+    if not step.outgoing:
+        if stores:
+            make(step.dst)
+        return
+    channel, j = step.outgoing
+    if channel.port:
+        source = channel.bounce_slot(j) if step.bounce else step.sent
+        make(source)
+        if stores and step.dst not in (source, got):
+            block.copy(source if adds else got, step.dst)
+        block.put_by_port(channel, source, channel.target(j))
+        return
+    if adds:
+        block.reduce(parts, step.dst if stores else got, (channel, channel.target(j)))
+    else:
+        if stores:
+            make(step.dst)
+        block.put(channel, got, channel.target(j))
+    block.signal([channel])
 
 
 def _render(

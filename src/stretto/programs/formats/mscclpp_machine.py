@@ -52,7 +52,7 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """One end of a channel: from which rank to which, the peer's end (-1: none), and whether a port serves it."""
+    """One end of a channel from `rank` to rank `to`; `peer` is the other end (-1: there is none)."""
 
     rank: int
     to: int
@@ -75,7 +75,7 @@ class Image:
 
     @property
     def widths(self) -> list[int]:
-        """The threads each threadblock needs: two to run ahead of each other, and one per channel of an action."""
+        """The threads each threadblock needs: two that run apart, one per channel of an action."""
         return [max([2, *(max(len(a.ends), len(a.semaphores)) for a in b[2])]) for b in self.blocks]
 
     @property
@@ -303,7 +303,9 @@ class Machine:
         tid, time, op = self._users.get((what, at), (lane.tid, 0, 0))
         if time > lane.clock[tid]:
             first, second = f"{self._names[tid]} op {op}", f"{lane.block.name} op {action.op}"
-            raise VerificationError(f"race to {what} {at}: {first} and {second} are not ordered")
+            end = self.image.ends[at] if "channel" in what else None
+            which = f"from rank {end.rank} to rank {end.to}" if end else str(at)
+            raise VerificationError(f"race to {what} {which}: {first} and {second} are not ordered")
         self._users[what, at] = lane.tid, int(lane.clock[lane.tid]), action.op
 
     def _tell(self, lane: _Lane, action: Action) -> None:

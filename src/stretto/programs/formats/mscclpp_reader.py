@@ -1,8 +1,8 @@
 """MSCCL++ execution plans in: read them, check them, run them on data, and compare with the collective.
 
 Only what the format itself says is used here, so that a mistake of the exporter cannot hide in its reader.
-`loads` accepts the Simple protocol over memory and port channels; packets (LL), switch channels, pipelines and
-threadblock groups are refused by name.
+`loads` accepts the Simple protocol over memory and port channels; packets (LL), switch channels, pipelines
+and threadblock groups are refused by name.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True
     buffer_alignment: Annotated[int, Meta(ge=1, le=4096)] = 16
     min_message_size: Annotated[int, Meta(ge=0)] = 0
     max_message_size: Annotated[int, Meta(ge=0)] = MAX_UINT64
-    root: Index = 0
+    root: Index | None = None
 
     def __repr__(self) -> str:
         ops = sum(len(tb.ops) for gpu in self.gpus for tb in gpu.threadblocks)
@@ -187,6 +187,8 @@ def loads(text: str, *, where: str = "plan") -> Plan:
         raise InvalidInput(f"{where}: use_double_scratch_buffer: only packets (LL) use it; must be false")
     if not plan.min_message_size <= plan.max_message_size <= MAX_UINT64:
         raise InvalidInput(f"{where}: min_message_size: must be <= max_message_size, which must be < 2^64")
+    if plan.root is not None and plan.collective != "broadcast":
+        raise InvalidInput(f"{where}: root: a {plan.collective} has none; only broadcast has")
     try:
         resolve(plan)
     except InvalidInput as error:
@@ -430,8 +432,8 @@ class Outcome:
 
     def __str__(self) -> str:
         return (
-            f"{self.plan}: right and free of races in {self.interleavings} interleavings of {self.launches} launches "
-            f"({self.operations} operations over {self.collective.num_ranks} ranks)"
+            f"{self.plan}: right and free of races in {self.interleavings} interleavings of {self.launches} "
+            f"launches ({self.operations} operations over {self.collective.num_ranks} ranks)"
         )
 
 
@@ -458,7 +460,7 @@ def collective_of(plan: Plan) -> Collective:
     if plan.collective == "alltoall":
         return AllToAll(ranks, chunks=n_in // ranks, in_place=plan.inplace)
     if plan.collective == "broadcast":
-        return Broadcast(ranks, root=plan.root, chunks=n_in, in_place=plan.inplace)
+        return Broadcast(ranks, root=plan.root or 0, chunks=n_in, in_place=plan.inplace)
     return AllReduce(ranks, chunks=n_in, in_place=plan.inplace)
 
 

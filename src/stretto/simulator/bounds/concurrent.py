@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import highspy
 import numpy as np
@@ -30,7 +31,7 @@ class Needs:
 
     @classmethod
     def of(cls, demand: Demand) -> Needs:
-        """Each bundle (of one part) from its source to one of those who want it: no more than what must move."""
+        """Each bundle (of one part) from its source to one who wants it: no more than what must move."""
         source, sink, bundle = demand.pairs
         _, first = np.unique(bundle, return_index=True)
         amount = demand.share[bundle[first]]
@@ -41,7 +42,7 @@ class Needs:
             sources=sources.astype(np.int32),
             ptr=np.append(begins, len(keys)).astype(np.int64),
             sinks=(keys % width).astype(np.int32),
-            amounts=np.bincount(entry, amount, len(keys)),
+            amounts=np.bincount(entry, amount, len(keys)).astype(np.float64),
         )
 
 
@@ -59,22 +60,29 @@ def needed(net: Net, needs: Needs, length: Floats) -> float:
 
 
 def lengths(net: Net, needs: Needs) -> Iterable[Floats]:
-    """Lengths of links worth trying: those of congested links after some rounds, and the links of one rate alike."""
+    """Lengths of links worth trying: long where the demands crowd, and the links of one channel alike."""
     real = net.link >= 0
     rounds = ROUNDS_WORK // (len(needs.sources) * len(net.src) + 1)
-    scale = net.rate[real].max()
     yield _native.crowded_lengths(
-        net.num_nodes, net.src, net.dst, net.rate / scale, needs.sources, needs.ptr, needs.sinks, needs.amounts,
-        int(np.clip(rounds, 1, 200)),
-    )  # fmt: skip
+        num_nodes=net.num_nodes,
+        src=net.src,
+        dst=net.dst,
+        rate=net.rate / net.rate[real].max(),
+        sources=needs.sources,
+        need_ptr=needs.ptr,
+        sinks=needs.sinks,
+        amounts=needs.amounts,
+        rounds=int(np.clip(rounds, 1, 200)),
+    )
     for channel in np.unique(net.channel[real]):
         yield (net.channel == channel).astype(np.float64)
 
 
 def concurrent_flow(net: Net, needs: Needs) -> tuple[Floats, bool]:
-    """Lengths that prove the maximum concurrent flow (the dual of its linear program), and whether it was solved.
+    """Lengths that prove the maximum concurrent flow (the dual of its linear program); whether it was solved.
 
-    One flow per source: f[s, a] on arc a. The sinks of s receive time x amount, every arc carries at most its rate.
+    One flow per source: the sinks of source s receive (a common factor x amount) of it, and every arc carries
+    at most its rate; the factor is maximised.
     """
     count, arcs, nodes = len(needs.sources), len(net.src), net.num_nodes
     rate = net.rate / net.rate[net.link >= 0].max()
@@ -84,7 +92,8 @@ def concurrent_flow(net: Net, needs: Needs) -> tuple[Floats, bool]:
     limit_row = np.full(arcs, -1)
     limit_row[limited] = count * nodes + np.arange(len(limited))
     row_of_sink = np.repeat(np.arange(count), np.diff(needs.ptr)) * nodes + needs.sinks
-    row = np.concatenate([flow * nodes + net.dst[arc], flow * nodes + net.src[arc], limit_row[arc], row_of_sink])
+    into, out_of = flow * nodes + net.dst[arc], flow * nodes + net.src[arc]
+    row = np.concatenate([into, out_of, limit_row[arc], row_of_sink])
     col = np.concatenate([column, column, column, np.full(len(row_of_sink), count * arcs)])
     one = np.ones(len(column))
     value = np.concatenate([one, -one, one, -needs.amounts / needs.amounts.max()])
@@ -108,7 +117,7 @@ def concurrent_flow(net: Net, needs: Needs) -> tuple[Floats, bool]:
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     lp.a_matrix_.start_ = np.append(0, np.cumsum(np.bincount(col, minlength=lp.num_col_)))
     lp.a_matrix_.index_, lp.a_matrix_.value_ = row[order], value[order]
-    solver = highspy.Highs()
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, setting in (("output_flag", False), ("threads", 1), ("solver", "ipm")):
         solver.setOptionValue(option, setting)
     solver.passModel(lp)
@@ -117,4 +126,4 @@ def concurrent_flow(net: Net, needs: Needs) -> tuple[Floats, bool]:
     dual = np.asarray(solver.getSolution().row_dual)
     if len(dual):
         length[limited] = np.abs(dual[lp.num_row_ - len(limited) :])
-    return length, solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    return length, bool(solver.getModelStatus() == highspy.HighsModelStatus.kOptimal)

@@ -49,11 +49,11 @@ class Cut:
 
 
 def worst_sink(net: Net, needs: Iterable[Need], at_least: float = 0.0) -> Cut | None:
-    """The tightest of all cuts that part some sink from what it needs; None if none is tighter than `at_least`.
+    """The tightest of all cuts that part some sink from what it needs; None if not tighter than `at_least`.
 
-    In a time T the arcs carry rate x T, and the needs of a sink fit if a flow of their size reaches it. If not, the
-    minimum cut of that flow proves a longer T (Newton's method on the ratio: finitely many cuts, no bisection). Most
-    sinks only confirm the T found so far, with one flow.
+    In a time T the arcs carry rate x T, and the needs of a sink fit if a flow of their size reaches it. If not,
+    the minimum cut of that flow proves a longer T (Newton's method on the ratio: finitely many cuts, no
+    bisection). Most sinks only confirm the T found so far, with one flow.
     """
     flow = _native.MaxFlow(net.num_nodes, net.src, net.dst)
     time, worst, sized_for = max(at_least, 1e-300), None, -1.0
@@ -81,7 +81,7 @@ def sink_needs(demand: Demand) -> Iterator[Need]:
 
 
 def source_needs(demand: Demand) -> Iterator[Need]:
-    """For each source what must leave it, every payload to one who wants it: needs of the reversed network."""
+    """For each source what must leave it, every payload to one who wants it; for the reversed network."""
     source, wanter, bundle = demand.pairs
     return _grouped(source, wanter, demand.payload[bundle], bundle, demand)
 
@@ -97,16 +97,16 @@ def _grouped(
     begins = np.flatnonzero(np.append(True, at[1:] != at[:-1])[: len(at)])
     for begin, end in zip(begins, np.append(begins[1:], len(at)), strict=True):
         places, entry = np.unique(other[begin:end], return_inverse=True)
-        yield int(at[begin]), places, np.bincount(entry, amount[begin:end])
+        yield int(at[begin]), places, np.bincount(entry, amount[begin:end]).astype(np.float64)
 
 
 def regions(cluster: Cluster) -> Iterator[NDArray[np.int64]]:
-    """Natural ways to divide the devices: by host, and by slices of the dimensions; the group of each device."""
+    """Natural ways to divide the devices, as the group of each: by host, and by slices of the dimensions."""
     host = cluster.node_host[: cluster.num_devices].astype(np.int64)
     yield np.unique(np.where(host < 0, -1 - np.arange(len(host)), host), return_inverse=True)[1]
     sizes = [d.size for d in cluster.dimensions]
     outer = np.arange(cluster.num_devices)
-    for at, size in enumerate(sizes[: -1 if sizes else None]):
+    for size in sizes[:-1]:
         yield outer % size
         outer = outer // size
         yield outer
@@ -114,14 +114,11 @@ def regions(cluster: Cluster) -> Iterator[NDArray[np.int64]]:
 
 def region_cuts(net: Net, demand: Demand, group: NDArray[np.int64]) -> Iterator[Cut]:
     """The cuts into and out of every group of devices."""
-    count = int(group.max()) + 1
-    if not 1 < count:
-        return
-    into, out = _group_shares(demand, group, count)
-    for graph, shares in ((net, into), (net.reverse, out)):
-        for inside in np.flatnonzero(shares):
-            cut = _around(graph, group == inside, float(shares[inside]))
-            yield cut if graph is net else cut.reverse
+    into, out = _group_shares(demand, group)
+    for inside in np.flatnonzero(into):
+        yield _around(net, group == inside, into[inside])
+    for inside in np.flatnonzero(out):
+        yield _around(net.reverse, group == inside, out[inside]).reverse
 
 
 def prefix_cuts(net: Net, demand: Demand) -> Iterator[Cut]:
@@ -131,53 +128,45 @@ def prefix_cuts(net: Net, demand: Demand) -> Iterator[Cut]:
     number = np.arange(net.num_devices)
     for place in places:
         if into[place] > 0:
-            yield _around(net, number < place, float(into[place]))
+            yield _around(net, number < place, into[place])
         if out[place] > 0:
-            yield _around(net, number >= place, float(out[place]))
+            yield _around(net, number >= place, out[place])
 
 
 def _around(net: Net, inside: Mask, share: float) -> Cut:
-    """The narrowest cut that parts devices from all others; switches side with whom they like."""
-    flow = _native.MaxFlow(net.num_nodes, net.src, net.dst)
-    real = net.link >= 0
-    scale = float(net.rate[real].sum())
-    flow.set_capacity(np.where(real, net.rate, 0.0), scale * 2.0**-58)
-    number = np.arange(net.num_devices, dtype=np.int32)
-    unlimited = np.full(net.num_devices, np.inf)
-    flow.run(number[~inside], unlimited[~inside], number[inside], unlimited[inside])
-    side = flow.sink_side().astype(np.bool_)
-    arcs = real & ~side[net.src] & side[net.dst]
-    return Cut(share=share, rate=float(net.rate[arcs].sum()), sink_side=side, arcs=arcs)
+    return Cut.into(net, net.narrowest_entry(inside), float(share))
 
 
-def _group_shares(demand: Demand, group: NDArray[np.int64], count: int) -> tuple[Floats, Floats]:
+def _group_shares(demand: Demand, group: NDArray[np.int64]) -> tuple[Floats, Floats]:
     """What must come into each group, and what must leave it; a payload counts once."""
-    ptr, holder = demand.holder_table
-    lowest = np.minimum.reduceat(group[holder % len(group)], ptr[:-1])
-    highest = np.maximum.reduceat(group[holder % len(group)], ptr[:-1])
     source, wanter, bundle = demand.pairs
-    payload = demand.payload[bundle]
-    # A part held in several groups is taken to be everywhere: that only loosens the bound.
-    apart = (lowest[source] == highest[source]) & (lowest[source] != group[wanter])
+    lowest, highest = (value[source] for value in demand.extent(group))
+    # A part that several groups hold is taken to be everywhere, which only loosens the bound.
+    apart = (lowest == highest) & (lowest != group[wanter])
     width = int(demand.payload.max(initial=0)) + 1
-    result = []
-    for at in (group[wanter], lowest[source]):
-        keys, first = np.unique((at * width + payload)[apart], return_index=True)
-        result.append(np.bincount(keys // width, demand.share[bundle[apart][first]], count))
-    return result[0], result[1]
+
+    def shares(at: NDArray[np.int64]) -> Floats:
+        keys, first = np.unique((at * width + demand.payload[bundle])[apart], return_index=True)
+        share = demand.share[bundle[apart][first]]
+        return np.bincount(keys // width, share, int(group.max()) + 1).astype(np.float64)
+
+    return shares(group[wanter]), shares(lowest)
 
 
 def _prefix_shares(demand: Demand, num_devices: int) -> tuple[Floats, Floats]:
-    """What must come into the first k devices, and what must leave them, for each k; a payload counts once."""
-    ptr, holder = demand.holder_table
-    lowest, highest = (f.reduceat(holder, ptr[:-1]) for f in (np.minimum, np.maximum))
-    source, wanter, bundle = demand.pairs
-    _, first = np.unique(demand.payload[bundle], return_index=True)
-    source, wanter, share = source[first], wanter[first], demand.share[bundle[first]]
-    result = []
-    for begin, end in ((wanter, lowest[source]), (highest[source], wanter)):
-        inside = begin < end
-        steps = np.bincount(begin[inside] + 1, share[inside], num_devices + 2)
-        steps -= np.bincount(end[inside] + 1, share[inside], num_devices + 2)
-        result.append(np.cumsum(steps))
-    return result[0], result[1]
+    """What must come into the first k devices, and what must leave them; a payload counts once."""
+    source, wanters, bundle = demand.pairs
+    wanter = wanters.astype(np.int64)
+    lowest, highest = (value[source] for value in demand.extent(np.arange(num_devices)))
+
+    def shares(begin: NDArray[np.int64], end: NDArray[np.int64]) -> Floats:
+        order = np.lexsort((begin - end, demand.payload[bundle]))
+        _, first = np.unique(demand.payload[bundle][order], return_index=True)
+        longest = order[first]
+        longest = longest[begin[longest] < end[longest]]
+        share = demand.share[bundle[longest]]
+        steps = np.bincount(begin[longest] + 1, share, num_devices + 2)
+        steps -= np.bincount(end[longest] + 1, share, num_devices + 2)
+        return np.cumsum(steps)
+
+    return shares(wanter, lowest), shares(highest, wanter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,8 @@ from ...programs.ir import take_rows
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Demand:
-    """Bundles: bundle k is ``share[k]`` of nbytes that every device of ``wanter[wanter_ptr[k]:wanter_ptr[k+1]]``
-    wants, made of one part from each of ``source[source_ptr[k]:source_ptr[k+1]]``.
+    """Bundles: bundle k is ``share[k]`` of nbytes, made of one part from each of
+    ``source[source_ptr[k]:source_ptr[k+1]]``, wanted by each of ``wanter[wanter_ptr[k]:wanter_ptr[k+1]]``.
 
     A source below `num_nodes` is the one device that holds a part; source ``num_nodes + j`` stands for the
     devices ``shared[j]``, which all hold it. Bundles with the same `payload` belong to one chunk that may be
@@ -53,6 +54,11 @@ class Demand:
         return bool(np.any(self.num_sources > 1))
 
     @cached_property
+    def distinct(self) -> bool:
+        """Whether no two bundles belong to one payload."""
+        return len(np.unique(self.payload)) == self.num_bundles
+
+    @cached_property
     def same_sources(self) -> bool:
         """Whether all bundles are made of parts from the same places."""
         return _rows_equal(self.num_sources, self.source)
@@ -66,17 +72,16 @@ class Demand:
         """The devices that hold a source's part."""
         return (source,) if source < self.num_nodes else self.shared[source - self.num_nodes]
 
-    @cached_property
-    def holder_table(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The holders of every source 0..num_nodes+len(shared)-1, as ``(ptr, devices)``."""
-        counts = np.concatenate([np.ones(self.num_nodes, np.int64), [len(s) for s in self.shared]])
-        ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        flat = [d for devices in self.shared for d in devices]
-        return ptr, np.concatenate([np.arange(self.num_nodes), flat]).astype(np.int32)
+    def extent(self, value: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each source the lowest and the highest ``value[device]`` of its holders."""
+        unused = np.zeros(self.num_nodes - len(value), np.int64)
+        least, most = ([f(value[list(s)]) for s in self.shared] for f in (np.min, np.max))
+        lowest, highest = (np.concatenate([value, unused, ends]).astype(np.int64) for ends in (least, most))
+        return lowest, highest
 
     @cached_property
     def pairs(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-        """Every (source, wanter, bundle) where the wanter does not hold the part itself, ordered by source."""
+        """Every (source, wanter, bundle) whose wanter does not hold the part itself, ordered by source."""
         bundle = np.repeat(np.arange(self.num_bundles), self.num_sources)
         fan = self.num_wanters[bundle]
         first = np.repeat(self.wanter_ptr[bundle] - (np.cumsum(fan) - fan), fan)
@@ -108,14 +113,17 @@ def demand_of(collective: Collective, num_nodes: int) -> Demand:
     item_ptr = np.searchsorted(item_kind, np.arange(len(first) + 1))
 
     keep = first[kind[c.out_chunk]] == c.out_chunk
-    want_kind, want_set, wanter = kind[c.out_chunk[keep]], c.out_set[keep], device[out_rank[keep]]
+    want_kind, want_set, wanter = kind[c.out_chunk[keep]], _merged(c)[c.out_set[keep]], device[out_rank[keep]]
+    listed = np.unique(np.stack([want_kind, want_set]), axis=1)
+    ptr, item = _members(c, first, listed, item_ptr, item_part)
+    # A set that lists every part there is says the same as ALL_PARTS; one thing must have one name.
+    whole = listed[:, np.diff(ptr) == np.diff(item_ptr)[listed[0]]]
+    want_set[np.isin(_key(want_kind, want_set), _key(*whole))] = ALL_PARTS
     order = np.lexsort((wanter, want_set, want_kind))
     want_kind, want_set, wanter = want_kind[order], want_set[order], wanter[order]
     begins = np.flatnonzero(_changes(want_kind, want_set))
     bundle_kind, bundle_set = want_kind[begins], want_set[begins]
-
-    ptr, item = take_rows(item_ptr, np.arange(len(source), dtype=np.int32), bundle_kind)
-    ptr, item = _members(c, first[bundle_kind], bundle_set, ptr, item, item_part)
+    ptr, item = _members(c, first, np.stack([bundle_kind, bundle_set]), item_ptr, item_part)
     combined = np.zeros(len(first), np.bool_)
     combined[bundle_kind[np.diff(ptr) > 1]] = True
     apart = len(first) + np.arange(len(bundle_kind))
@@ -134,7 +142,7 @@ def demand_of(collective: Collective, num_nodes: int) -> Demand:
 def _kinds(
     c: Collective, in_rank: NDArray[np.int64], out_rank: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Chunks that start and end at the same places are of one kind: (kind of each chunk, first chunk of each).
+    """The kind of each chunk, and one chunk of each kind: those of a kind start and end at the same places.
 
     Places are compared by two 64-bit sums of scrambled entries; sums do not depend on the order.
     """
@@ -174,33 +182,44 @@ def _sources(
     return source, tuple(shared)
 
 
+def _merged(c: Collective) -> NDArray[np.int64]:
+    """A number for each set of parts, equal ones alike; the last entry stands for ALL_PARTS."""
+    numbers: dict[frozenset[int], int] = {}
+    names = [numbers.setdefault(frozenset(parts), at) for at, parts in enumerate(c.part_sets)]
+    return np.array([*names, ALL_PARTS], np.int64)
+
+
 def _members(
     c: Collective,
-    chunk: NDArray[np.int64],
-    which: NDArray[np.int32],
-    ptr: NDArray[np.int64],
-    item: NDArray[np.int32],
-    part: NDArray[np.int32],
+    first: NDArray[np.int64],
+    bundles: NDArray[np.int64],
+    item_ptr: NDArray[np.int64],
+    item_part: NDArray[np.int32],
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Of all items of each bundle's chunk, those whose part is in the bundle's set."""
+    """The items of each bundle, given as (kind, set): those of the kind whose part is in the set."""
+    kind, which = bundles
+    ptr, item = take_rows(item_ptr, np.arange(len(item_part), dtype=np.int32), kind)
     if np.all(which == ALL_PARTS):
         return ptr, item
-    wide = c.num_parts + 1
-    listed = np.array([s * wide + p for s, parts in enumerate(c.part_sets) for p in parts], np.int64)
+    listed = [_key(np.int64(s), np.int64(p)) for s, parts in enumerate(c.part_sets) for p in parts]
     bundle = np.repeat(np.arange(len(which)), np.diff(ptr))
-    kept = (which[bundle] == ALL_PARTS) | np.isin(which[bundle] * wide + part[item], listed)
+    kept = (which[bundle] == ALL_PARTS) | np.isin(_key(which[bundle], item_part[item]), listed)
     found = np.bincount(bundle[kept], minlength=len(which))
-    sizes = np.array([len(set(s)) for s in c.part_sets])
+    sizes = np.array([len(set(parts)) for parts in c.part_sets])
     short = np.flatnonzero((which != ALL_PARTS) & (found < sizes[which]))
     if len(short):
-        missing = set(c.part_sets[which[short[0]]]) - set(part[item[ptr[short[0]] : ptr[short[0] + 1]]].tolist())
-        raise InvalidInput(
-            f"outputs: part {min(missing)} of chunk {chunk[short[0]]} is wanted but no rank has it at the start"
-        )
+        at = short[0]
+        missing = set(c.part_sets[which[at]]) - set(item_part[item[ptr[at] : ptr[at + 1]]].tolist())
+        what = f"part {min(missing)} of chunk {first[kind[at]]}"
+        raise InvalidInput(f"outputs: {what} is wanted but no rank has it at the start")
     return np.concatenate([[0], np.cumsum(found)]), item[kept]
 
 
-def _changes(a: NDArray[np.int64] | NDArray[np.uint64], b: NDArray[np.int32] | NDArray[np.uint64]) -> NDArray[np.bool_]:
+def _key(high: NDArray[np.int64] | np.int64, low: NDArray[Any] | np.int64) -> NDArray[np.int64]:
+    return np.asarray((high << 32) + low)
+
+
+def _changes(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
     """Where either of two sorted columns differs from the row before; true in the first row."""
     return np.concatenate([np.ones(min(len(a), 1), np.bool_), (a[1:] != a[:-1]) | (b[1:] != b[:-1])])
 

@@ -37,7 +37,9 @@ class Net:
     """Likewise its channel."""
 
     @classmethod
-    def of(cls, cluster: Cluster, channels: Iterable[str] | None, shared: Sequence[Sequence[int]] = ()) -> Net:
+    def of(
+        cls, cluster: Cluster, channels: Iterable[str] | None, shared: Sequence[Sequence[int]] = ()
+    ) -> Net:
         """The links of these channels (None: all), without those that lead from or to no device."""
         wanted = set(cluster.channels if channels is None else channels)
         for channel in sorted(wanted):
@@ -90,9 +92,23 @@ class Net:
         flat = _native.path_lengths(self.num_nodes, self.src, self.dst, length, sources)
         return flat.reshape(len(sources), self.num_nodes)
 
+    def narrowest_entry(self, inside: Mask) -> Mask:
+        """The sink side of the narrowest cut around these devices; switches side with whom they like."""
+        number = np.arange(self.num_devices, dtype=np.int32)
+        unlimited = np.full(self.num_devices, np.inf)
+        self._flow.run(number[~inside], unlimited[~inside], number[inside], unlimited[inside])
+        return self._flow.sink_side().astype(np.bool_)
+
+    @cached_property
+    def _flow(self) -> _native.MaxFlow:
+        flow = _native.MaxFlow(self.num_nodes, self.src, self.dst)
+        rate = np.where(self.link >= 0, self.rate, 0)
+        flow.set_capacity(rate, float(rate.sum()) * 2.0**-58)
+        return flow
+
     @cached_property
     def switches_balanced(self) -> bool:
         """Whether every switch and NIC sends as fast as it receives."""
         rate = np.where(self.link >= 0, self.rate, 0)
-        into, out = (np.bincount(ends, rate, self.num_nodes)[self.num_devices :] for ends in (self.dst, self.src))
-        return bool(np.all(np.abs(into - out) <= 1e-9 * into))
+        into, out = (np.bincount(ends, rate, self.num_nodes) for ends in (self.dst, self.src))
+        return bool(np.all(np.abs(into - out)[self.num_devices :] <= 1e-9 * into[self.num_devices :]))

@@ -25,10 +25,10 @@ class Partition:
 def narrowest_partition(net: Net, vertex: NDArray[np.int64]) -> Partition | None:
     """The partition P of the vertices that maximises ``(|P| - 1) / sum of the rates into its groups``.
 
-    ``vertex[d]`` is the vertex that device d belongs to; None with fewer than two vertices. The rate into a set of vertices is a
-    minimum cut (switches side with whom they like), hence submodular, and the best partition for a given ratio is the
-    Dilworth truncation of (rate - 1/ratio), which a greedy pass over the vertices finds with one minimum cut each;
-    Newton's method on the ratio then ends after a few passes.
+    ``vertex[d]`` is the vertex that device d belongs to; None with fewer than two vertices. The rate into a set
+    of vertices is a minimum cut (switches side with whom they like), hence submodular. For a given ratio the best
+    partition is a Dilworth truncation of (rate - 1/ratio): a greedy pass over the vertices finds it with one
+    minimum cut each. Newton's method on the ratio ends after a few passes.
     """
     count = int(vertex.max(initial=-1)) + 1
     if count < 2:

@@ -1,0 +1,125 @@
+"""How fast programs are built, verified and simulated, and how much memory that takes.
+
+ASTRA-sim's analytical backend, which models no contention between links, is reported to need 7 to 35 CPU seconds
+for one all-reduce on 1024 NPUs and 88 on 4096. It cannot be installed here, so that figure is quoted, not measured:
+column `reported_astra_sim_s`. Everything else is measured by this script; each case runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from math import prod
+
+from common import Row, run_cases
+
+import stretto as st
+from stretto.algorithms.symmetric import symmetric_hierarchical
+from stretto.cluster.grid import regular
+from stretto.programs import Program, SymmetricProgram
+
+Any_ = Program | SymmetricProgram
+
+
+def measure(
+    case: str, build: Callable[[], Any_], cluster: st.Cluster, nbytes: float, bound: bool = True, **how: str
+) -> Row:
+    times = [time.perf_counter()]
+    program = build()
+    times.append(time.perf_counter())
+    depth = program.verify().fifo_depth
+    times.append(time.perf_counter())
+    timeline = st.simulate(program, cluster, nbytes=nbytes, **how)  # type: ignore[arg-type]
+    times.append(time.perf_counter())
+    build_s, verify_s, simulate_s = (b - a for a, b in zip(times, times[1:], strict=False))
+    events = int(dict(timeline.facts)["events"])
+    row: Row = {
+        "case": case,
+        "system": "stretto",
+        "transfers": program.num_transfers,
+        "build_s": build_s,
+        "verify_s": verify_s,
+        "simulate_s": simulate_s,
+        "events_per_s": events / simulate_s,
+        "transfers_per_s": program.num_transfers / simulate_s,
+        "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "fifo_depth": depth,
+        "time_us": timeline.total_us,
+    }
+    if bound:
+        collective = program.collective() if isinstance(program, SymmetricProgram) else program.collective
+        row["bound_us"] = st.lower_bound(collective, cluster, nbytes=nbytes).total_us
+    return row
+
+
+def ring_1024(quick: bool) -> list[Row]:
+    cluster = st.Cluster.preset("ring", nodes=1024)
+    row = measure("ring all-reduce, 1024 ranks", lambda: st.algorithm("ring", "all_reduce", 1024), cluster, 1024 * st.MB)
+    return [row | {"reported_astra_sim_s": "7 to 35"}]
+
+
+def hierarchical_4096(quick: bool) -> list[Row]:
+    dims = (16, 16, 16)
+    rates = (200.0, 100.0, 50.0)
+    cluster = regular("16x16x16", [st.Dimension(kind="switch", size=16, gb_per_s=g, alpha_us=0.7) for g in rates])
+    case = "hierarchical all-reduce, 4096 ranks, 64 chunks (one rank stands for all)"
+    # The bound of a cluster with 4096 devices is the benchmark of another script.
+    row = measure(case, lambda: symmetric_hierarchical("all_reduce", dims, chunks=64), cluster, 1024 * st.MB, bound=False)
+    return [row | {"reported_astra_sim_s": "88"}]
+
+
+def representative_against_full(quick: bool) -> list[Row]:
+    dims = (8, 8, 4)
+    rates = (200.0, 100.0, 50.0)
+    cluster = regular(
+        "8x8x4", [st.Dimension(kind="switch", size=n, gb_per_s=g, alpha_us=0.7) for n, g in zip(dims, rates, strict=True)]
+    )
+    one = symmetric_hierarchical("all_reduce", dims, chunks=16)
+    rows = [
+        measure(f"hierarchical all-reduce, {prod(dims)} ranks, 16 chunks, {what}", build, cluster, 256 * st.MB)
+        for what, build in (("one rank for all", lambda: one), ("in full", one.expand))
+    ]
+    rows[1]["ratio"] = rows[1]["simulate_s"] / rows[0]["simulate_s"]
+    assert abs(rows[0]["time_us"] / rows[1]["time_us"] - 1) < 1e-9
+    return rows
+
+
+def full_1024(quick: bool) -> list[Row]:
+    cluster = st.Cluster.preset("themis_3d_sw_sw_sw_hetero")
+    case = "hierarchical all-reduce, Themis 16x8x8, 4 chunks, in full with link contention"
+    return [
+        measure(
+            case, lambda: st.algorithm("hierarchical", "all_reduce", 1024, cluster=cluster, chunks=4), cluster, 1024 * st.MB
+        )
+        | {"reported_astra_sim_s": "7 to 35"}
+    ]
+
+
+def all_to_all(quick: bool) -> list[Row]:
+    cluster = st.Cluster.preset("fat_tree", nodes=256)
+    return [
+        measure("pairwise all-to-all, 256 ranks, fat tree, fifo", lambda: st.algorithm("pairwise", "all_to_all", 256), cluster, 64 * st.MB)
+    ]
+
+
+def fair(quick: bool) -> list[Row]:
+    cluster = st.Cluster.preset("dgx2", nodes=4)
+    return [
+        measure(f"{name} all-reduce, 64 ranks, 4 DGX-2, {contention}", lambda name=name: st.algorithm(name, "all_reduce", 64), cluster, 64 * st.MB, contention=contention)  # type: ignore[misc]
+        for name in ("ring", "halving_doubling")
+        for contention in ("fifo", "fair")
+    ]
+
+
+CASES = {
+    "ring_1024": ring_1024,
+    "hierarchical_4096": hierarchical_4096,
+    "full_1024": full_1024,
+    "representative": representative_against_full,
+    "all_to_all": all_to_all,
+    "fair": fair,
+}
+
+if __name__ == "__main__":
+    run_cases(__file__, __doc__, "The simulator", CASES)

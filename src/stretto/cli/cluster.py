@@ -1,0 +1,143 @@
+"""``stretto cluster``: list, show, check and convert hardware descriptions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import InvalidInput
+from .common import out
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Hardware: devices, switches, NICs and links.
+
+    \b
+    A CLUSTER is
+      dgx2                   a preset (see 'stretto cluster list')
+      dgx2:2                 a preset with a node count
+      torus:4x4x4            a grid by its sides
+      torus:16,gb_per_s=25   a preset with options
+      topo.xml               a file of one of the forms below
+      topo.xml:4             a file of one host, repeated behind a switch
+
+    \b
+    Files that are read:
+      Stretto's own YAML or JSON, NCCL topology XML (NCCL_TOPO_DUMP_FILE),
+      the text of 'nvidia-smi topo -m', ASTRA-sim network YAML, TACCL
+      topology JSON
+    """,
+)
+
+ClusterArgument = Annotated[
+    str, typer.Argument(metavar="CLUSTER", help="A preset such as dgx2:2, or the path of a file.")
+]
+
+
+@app.command("list")
+def list_presets() -> None:
+    """The presets, with what they are and how many nodes they have by default.
+
+    \b
+    Example:
+      stretto cluster list
+    """
+    from rich.table import Table
+
+    from ..cluster.presets import presets
+
+    table = Table("preset", "what", box=None, pad_edge=False)
+    table.add_column("default nodes", justify="right")
+    for entry in presets():
+        table.add_row(entry.name, entry.description, str(entry.default_nodes))
+    out().print(table)
+
+
+@app.command()
+def show(
+    cluster: ClusterArgument,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a drawing to this SVG file instead.")
+    ] = None,
+) -> None:
+    """Draw a cluster: who is linked with whom, at what rate and latency.
+
+    \b
+    Examples:
+      stretto cluster show ndv2
+      stretto cluster show dgx2:2 --svg dgx2.svg
+      stretto cluster show /etc/nccl/topo.xml:4
+    """
+    from ..cluster.draw import picture, to_svg
+    from ..cluster.files import load
+
+    loaded = load(cluster)
+    if svg is None:
+        out().print(picture(loaded))
+        return
+    try:
+        svg.write_text(to_svg(loaded), encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{svg}: {error.strerror or error}") from None
+    typer.echo(f"wrote {svg}")
+
+
+@app.command()
+def check(cluster: ClusterArgument) -> None:
+    """Read a cluster, make sure that all devices reach each other, and say what is odd about it.
+
+    \b
+    Examples:
+      stretto cluster check my.yaml
+      stretto cluster check topo.xml:4
+    """
+    from ..cluster.check import channel_groups, oddities, require_reachable
+    from ..cluster.files import load
+
+    loaded = load(cluster)
+    require_reachable(loaded)
+    typer.echo(f"{loaded.name}: valid, {loaded.num_devices} devices that all reach each other")
+    for channel, groups in channel_groups(loaded).items():
+        typer.echo(f"  channel {channel} {_joined(groups)}")
+    for line in oddities(loaded):
+        typer.echo(f"  odd: {line}")
+    for note in loaded.notes:
+        typer.echo(f"  note: {note}")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="IN", help="A preset, or a file of any form that is read.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: .yaml, .yml or .json.")],
+) -> None:
+    """Write any cluster in Stretto's own file form, which keeps everything and reads back exactly.
+
+    \b
+    Examples:
+      stretto cluster convert topo.xml:4 four-hosts.yaml
+      stretto cluster convert themis_2d_sw_sw themis.json
+    """
+    from ..cluster.files import load, save
+
+    if target.suffix not in (".yaml", ".yml", ".json"):
+        raise InvalidInput(f"OUT: {target} must end in .yaml, .yml or .json")
+    loaded = load(source)
+    save(loaded, target)
+    typer.echo(f"wrote {target}: {loaded.num_devices} devices, {loaded.num_links} links")
+    for note in loaded.notes:
+        typer.echo(f"  note: {note}")
+
+
+def _joined(groups: list[int]) -> str:
+    """What a channel does by itself, from the sizes of the groups of devices that it joins."""
+    if len(groups) == 1:
+        return "joins all devices by itself"
+    if max(groups) == 1:
+        return "joins no devices by itself, only together with others"
+    kinds = list(dict.fromkeys(groups))
+    parts = [f"{groups.count(k)} x {k}" if groups.count(k) > 1 else str(k) for k in kinds[:4]]
+    return f"joins groups of {', '.join(parts)}{', ...' if len(kinds) > 4 else ''} devices by itself"

@@ -1,0 +1,194 @@
+"""``stretto demo``: the whole path once, from a cluster to files that can be looked at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .common import out, plot_width
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+    from ..programs import Lowered, Program
+    from ..report.sweep import Sweep
+    from ..simulator import Timeline
+
+CLUSTER = "dgx2:2"
+PROGRAMS = (("all_reduce", "hierarchical"), ("all_gather", "ring"), ("all_to_all", "two_step"))
+SWEEP = "1K..1G"
+
+
+def demo(
+    folder: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where the files go.")] = Path(
+        "stretto-demo"
+    ),
+) -> None:
+    """Run the whole path once: cluster, programs, proof, execution, export, simulation, report.
+
+    Takes some seconds, needs neither a GPU nor a network, and leaves pictures and files in DIR.
+
+    \b
+    Examples:
+      stretto demo
+      stretto demo --out /tmp/look
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tour = _Tour(console=out(), folder=folder)
+    cluster = tour.cluster()
+    programs = tour.programs(cluster)
+    lowered = tour.streams(programs)
+    tour.exports(cluster, programs, lowered)
+    sweep, fastest = tour.sweep(cluster)
+    tour.report(cluster, sweep, fastest)
+    tour.farewell()
+
+
+@dataclass
+class _Tour:
+    """The steps, each printing what it did and remembering the files it wrote."""
+
+    console: Console
+    folder: Path
+    files: dict[str, str] = field(default_factory=dict)
+    number: int = 0
+    begun: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[None]:
+        self.number += 1
+        self.console.print(f"\n[bold]{self.number}. {title}[/]")
+        begun = time.perf_counter()
+        yield
+        self.console.print(f"[dim]({time.perf_counter() - begun:.1f} s)[/]")
+
+    def path(self, name: str, what: str) -> Path:
+        self.files[name] = what
+        return self.folder / name
+
+    def cluster(self) -> Cluster:
+        from ..cluster import Cluster
+        from ..cluster.draw import picture
+        from ..cluster.svg import to_svg
+
+        with self.step("A cluster: two DGX-2 nodes, 32 GPUs, every link with its latency and rate"):
+            cluster = Cluster.load(CLUSTER)
+            self.console.print(picture(cluster))
+            cluster.save(self.path("cluster.yaml", "the cluster, as a file you can edit"))
+            drawing = self.path("cluster.svg", "the cluster, drawn")
+            drawing.write_text(to_svg(cluster), encoding="utf-8")
+        return cluster
+
+    def programs(self, cluster: Cluster) -> list[Program]:
+        from ..algorithms import algorithm
+
+        with self.step("Programs for three collectives, proved right before anything else"):
+            programs = [
+                algorithm(name, kind, cluster.num_devices, cluster=cluster) for kind, name in PROGRAMS
+            ]
+            table = Table(box=None, pad_edge=False)
+            for heading in ("collective", "program", "transfers", "proved without race or deadlock"):
+                table.add_column(heading, justify="right" if heading == "transfers" else "left")
+            for program in programs:
+                report = program.verify()
+                proof = f"with FIFO depth {report.fifo_depth}"
+                table.add_row(program.collective.kind, program.name, f"{program.num_transfers:,}", proof)
+            self.console.print(table)
+        return programs
+
+    def streams(self, programs: list[Program]) -> list[Lowered]:
+        from ..programs.interpret import check
+
+        with self.step("Lowered to instruction streams, and run rank by rank on NumPy data"):
+            lowered = [program.lower() for program in programs]
+            for streams in lowered:
+                check(streams, fifo_depth=2)
+                self.console.print(
+                    f"{streams.collective.kind}: {streams.num_instructions:,} instructions in "
+                    f"{len(streams.tb_rank)} threadblocks; all outputs are right"
+                )
+        return lowered
+
+    def exports(self, cluster: Cluster, programs: list[Program], lowered: list[Lowered]) -> None:
+        from ..programs.formats import load_program, mscclpp_reader, save_program
+
+        with self.step("Written as text, for MSCCL (XML) and for MSCCL++ (JSON), and read again"):
+            hosts = cluster.node_host[: cluster.num_devices].tolist()
+            for program, streams in zip(programs, lowered, strict=True):
+                kind = program.collective.kind
+                text = self.path(f"{kind}.txt", f"{kind} as a program to read or edit")
+                save_program(program, text)
+                same = "equal" if load_program(text) == program else "NOT EQUAL"
+                xml = self.path(f"{kind}.xml", f"{kind} for MSCCL")
+                save_program(streams, xml)
+                proof = load_program(xml).verify()
+                plan = self.path(f"{kind}.json", f"{kind} for MSCCL++")
+                save_program(streams, plan, hosts=hosts)
+                mscclpp_reader.check(load_program(plan), program.collective, seeds=(0,))
+                self.console.print(
+                    f"{kind}: text {same}, XML proved (FIFO depth {proof.fifo_depth}), JSON executed, right"
+                )
+
+    def sweep(self, cluster: Cluster) -> tuple[Sweep, Timeline]:
+        from ..algorithms import algorithm, defined_for
+        from ..report.plots import sweep_plot
+        from ..report.sweep import parse_sizes
+        from ..report.tables import sweep_table
+        from .simulate import Job
+
+        with self.step("Every all-reduce of the library, simulated, against the lower bound"):
+            ranks = cluster.num_devices
+            programs = {
+                name: algorithm(name, "all_reduce", ranks, cluster=cluster)
+                for name in defined_for("all_reduce", ranks)
+            }
+            job = Job(cluster=cluster)
+            sweep, fastest = job.sweep(programs, parse_sizes(SWEEP), {})
+            self.console.print(sweep_plot(sweep, width=plot_width(self.console)))
+            self.console.print(sweep_table(sweep, width=self.console.width))
+        return sweep, fastest
+
+    def report(self, cluster: Cluster, sweep: Sweep, fastest: Timeline) -> None:
+        from ..cluster.svg import to_svg
+        from ..report import html, write_perfetto
+
+        with self.step("A report and a trace"):
+            html.write_html(
+                self.path("report.html", "the report: open it in a browser"),
+                title=f"Stretto: all_reduce on {cluster.name}",
+                sections=[
+                    html.sweep_section(sweep),
+                    html.sweep_table_section(sweep),
+                    html.timeline_section(fastest, f"The fastest at {sweep.largest}"),
+                    html.Section(heading="The cluster", note=repr(cluster)[1:-1], body=to_svg(cluster)),
+                ],
+            )
+            trace = self.path(
+                "fastest.pftrace", f"the fastest at {sweep.largest}: open it in ui.perfetto.dev"
+            )
+            written = write_perfetto(fastest, trace)
+            self.console.print(f"{written:,} transfers in the trace")
+
+    def farewell(self) -> None:
+        console = self.console
+        console.print(f"\n[bold]Done in {time.perf_counter() - self.begun:.0f} s.[/] Files:")
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name, what in self.files.items():
+            table.add_row(str(self.folder / name), what)
+        console.print(table)
+        console.print("\n[bold]Next[/]")
+        for line in (
+            "stretto simulate all --cluster hgx2:4 --collective all_to_all --bytes 1K..1G",
+            "stretto simulate ring --cluster dgx_a100:2 --bytes 64M --trace ring.pftrace",
+            f"stretto simulate {self.folder / 'all_to_all.txt'} --cluster {CLUSTER} --bytes 1M",
+            f"stretto program show {self.folder / 'all_reduce.xml'}",
+            "stretto cluster list",
+        ):
+            console.print(f"  {line}", soft_wrap=True)

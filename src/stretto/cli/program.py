@@ -1,0 +1,288 @@
+"""``stretto program``: prove, show, convert and run program files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import out
+
+if TYPE_CHECKING:
+    from ..collectives import Collective
+    from ..programs import Lowered, Program
+    from ..programs.formats.mscclpp_reader import Plan
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Prove, show, convert and run program files: our text form, MSCCL XML, MSCCL++ JSON.",
+)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="Text form (.txt, .prog), MSCCL XML or MSCCL++ JSON.")]
+InPlace = Annotated[
+    bool | None,
+    typer.Option("--in-place/--out-of-place", help="Whether input and output share memory (default: as the file says)."),
+]
+CollectiveFile = Annotated[
+    Path | None,
+    typer.Option("--collective", help="What an MSCCL file of coll=custom must achieve: a collective file."),
+]
+
+
+@app.command()
+def verify(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="One or more program files.")],
+    in_place: InPlace = None,
+    collective: CollectiveFile = None,
+) -> None:
+    """Prove that a program does what its collective asks: nothing missing, no race, no deadlock.
+
+    \b
+    Examples:
+      stretto program verify ring.txt
+      stretto program verify allreduce.xml --in-place
+      stretto program verify *.xml
+
+    Exit code 2 and one line that says where, when it does not. Of several files all are judged.
+    """
+    from ..errors import StrettoError, VerificationError
+
+    wrong = 0
+    for path in files:
+        try:
+            print(f"{path}: {_prove(_load(path, in_place, collective))}")
+        except StrettoError as error:
+            if len(files) == 1:
+                raise
+            wrong += 1
+            print(f"{path}: WRONG: {error}")
+    if wrong:
+        raise VerificationError(f"{wrong} of {len(files)} files are wrong")
+
+
+@app.command()
+def show(
+    file: File,
+    rank: Annotated[int | None, typer.Option("--rank", "-r", help="Only what this rank does.")] = None,
+    lower: Annotated[bool, typer.Option("--lower", help="The instruction streams of a program.")] = False,
+    in_place: InPlace = None,
+    collective: CollectiveFile = None,
+) -> None:
+    """Print a program so that a person can read it: transfers, or each rank's instruction streams.
+
+    \b
+    Examples:
+      stretto program show ring.txt
+      stretto program show ring.txt --lower --rank 0
+      stretto program show allreduce.xml --rank 3
+    """
+    from ..programs import Lowered, Program
+
+    loaded = _load(file, in_place, collective)
+    if isinstance(loaded, Program) and lower:
+        loaded = loaded.lower()
+    ranks = loaded.collective.num_ranks if isinstance(loaded, Program | Lowered) else len(loaded.gpus)
+    if rank is not None and not 0 <= rank < ranks:
+        from ..errors import InvalidInput
+
+        raise InvalidInput(f"--rank: must be 0..{ranks - 1}, not {rank}")
+    if isinstance(loaded, Program):
+        _show_transfers(loaded, rank)
+    elif isinstance(loaded, Lowered):
+        _show_streams(loaded, rank)
+    else:
+        _show_plan(loaded, rank)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A program file.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: .txt, .prog, .xml or .json.")],
+    dialect: Annotated[str, typer.Option(help="MSCCL XML for the 'new' runtime (and RCCL) or the 'old' one.")] = "new",
+    instances: Annotated[int, typer.Option(help="Cut every chunk in so many, each on channels of its own.")] = 1,
+    protocol: Annotated[str, typer.Option(help="NCCL protocol of an XML file: Simple, LL or LL128.")] = "Simple",
+    fifo_depth: Annotated[int, typer.Option(help="Be safe with FIFOs this deep; 2 fuses more than 1.")] = 1,
+    min_bytes: Annotated[str, typer.Option(help="Smallest size the file is used for, such as 1M.")] = "",
+    max_bytes: Annotated[str, typer.Option(help="Largest size the file is used for; none: no limit.")] = "",
+    in_place: InPlace = None,
+    collective: CollectiveFile = None,
+) -> None:
+    """Write a program in another format; the ending of OUT decides which. It is verified first.
+
+    \b
+    Examples:
+      stretto program convert ring.txt ring.xml --instances 4
+      stretto program convert ring.txt ring.xml --in-place --dialect old
+      stretto program convert allreduce.xml allreduce.json
+      stretto program convert new.xml old.xml --dialect old
+    """
+    from ..errors import InvalidInput
+    from ..programs import Lowered, Program
+    from ..programs.formats import SUFFIXES, save_program
+    from ..units import parse_bytes
+
+    loaded = _load(source, in_place, collective)
+    _prove(loaded)
+    if not isinstance(loaded, Program | Lowered):
+        raise InvalidInput(f"{source}: an MSCCL++ plan cannot be converted back")
+    kind = SUFFIXES.get(target.suffix, "")
+    if isinstance(loaded, Program) and kind in ("msccl", "mscclpp"):
+        loaded = loaded.lower(instances=instances, protocol=protocol, fifo_depth=fifo_depth)
+    elif instances != 1:
+        raise InvalidInput("--instances: only a program in text form can be cut; instruction streams cannot")
+    sizes = {
+        key: parse_bytes(text) for key, text in (("min_bytes", min_bytes), ("max_bytes", max_bytes)) if text
+    }
+    if kind == "msccl":
+        save_program(loaded, target, dialect=dialect, **sizes)
+    elif kind == "mscclpp":
+        named = {"min_bytes": "min_message_size", "max_bytes": "max_message_size"}
+        save_program(loaded, target, **{named[key]: value for key, value in sizes.items()})
+    else:
+        save_program(loaded, target)
+    print(f"{target}: {repr(loaded)[1:-1]}")
+
+
+@app.command()
+def run(
+    file: File,
+    fifo_depth: Annotated[int, typer.Option(help="Messages that fit into a connection.")] = 2,
+    op: Annotated[str, typer.Option(help="What reductions do: sum, prod, max or min.")] = "sum",
+    seed: Annotated[int, typer.Option(help="Draws the data and the order in which threadblocks run.")] = 0,
+    in_place: InPlace = None,
+    collective: CollectiveFile = None,
+) -> None:
+    """Execute a program on random data with NumPy, every rank at once, and compare with the right answer.
+
+    \b
+    Examples:
+      stretto program run ring.txt
+      stretto program run allreduce.xml --fifo-depth 1 --op max
+    """
+    from ..programs import Lowered, Program
+    from ..programs.interpret import check
+
+    loaded = _load(file, in_place, collective)
+    _prove(loaded)
+    if isinstance(loaded, Program):
+        loaded = loaded.lower()
+    if not isinstance(loaded, Lowered):
+        from ..programs.formats.mscclpp_reader import check_plan
+
+        print(f"{file}: {check_plan(loaded, seeds=(seed,))}")
+        return
+    check(loaded, fifo_depth=fifo_depth, op=op, seed=seed)
+    outputs = len(loaded.collective.out_chunk)
+    print(
+        f"{file}: {loaded.num_instructions} instructions on {loaded.collective.num_ranks} ranks ran with FIFO "
+        f"depth {fifo_depth}; all {outputs} output chunks are right ({op})"
+    )
+
+
+def _load(path: Path, in_place: bool | None, collective: Path | None) -> Program | Lowered | Plan:
+    from dataclasses import replace
+
+    from ..errors import InvalidInput
+    from ..programs import Program
+    from ..programs.formats import load_program
+
+    wanted = None if collective is None else _load_collective(collective)
+    loaded = load_program(path, collective=wanted, in_place=in_place)
+    if isinstance(loaded, Program) and in_place is not None:
+        loaded = loaded.replace(collective=replace(loaded.collective, in_place=in_place))
+    elif in_place is not None and not hasattr(loaded, "collective"):
+        raise InvalidInput(f"{path}: an MSCCL++ plan is what it is; --in-place cannot change it")
+    return loaded
+
+
+def _load_collective(path: Path) -> Collective:
+    from ..collectives.files import load_collective
+
+    return load_collective(path)
+
+
+def _prove(loaded: Program | Lowered | Plan) -> str:
+    """Verify, and say in one line what was proved."""
+    from ..programs import Lowered, Program
+
+    if isinstance(loaded, Program | Lowered):
+        report = loaded.verify()
+        notes = "".join(f"; {note}" for note in report.warnings)
+        return f"right: {repr(loaded)[1:-1]}; cannot deadlock with FIFO depth {report.fifo_depth}{notes}"
+    from ..programs.formats.mscclpp_reader import check_plan
+
+    return str(check_plan(loaded))
+
+
+def _show_transfers(program: Program, rank: int | None) -> None:
+    from ..programs.formats.text import dumps
+
+    for line in dumps(program).splitlines():
+        number = line.partition(":")[0]
+        if rank is not None and number.isdecimal():
+            t = int(number)
+            if rank not in (program.src[t], program.dst[t]):
+                continue
+        print(line)
+
+
+def _show_streams(lowered: Lowered, rank: int | None) -> None:
+    from rich.table import Table
+
+    from ..programs.lowered import BUFFERS, NOP, OPS, READS_SRC, RECEIVES, SENDS, WRITES_DST
+
+    x, console = lowered, out()
+    console.print(repr(x)[1:-1])
+    first = 0
+    for b in range(len(x.tb_rank)):
+        owner = int(x.tb_rank[b])
+        if b == 0 or x.tb_rank[b - 1] != owner:
+            first = b
+        if rank is not None and owner != rank:
+            continue
+        table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold")
+        ends = [f"from {x.tb_recv[b]}"] * (x.tb_recv[b] >= 0) + [f"to {x.tb_send[b]}"] * (x.tb_send[b] >= 0)
+        table.title = f"rank {owner} tb {b - first}: {' '.join(ends) or 'local'}, channel {x.tb_channel[b]}"
+        for heading in ("step", "op", "reads", "writes", "after"):
+            table.add_column(heading)
+        for k in range(int(x.tb_ptr[b]), int(x.tb_ptr[b + 1])):
+            op = int(x.op[k])
+            reads = [f"from {x.tb_recv[b]}"] * bool(RECEIVES[op])
+            reads += [_span(BUFFERS[x.src_buf[k]], x.src_off[k], x.count[k])] * bool(READS_SRC[op])
+            writes = [_span(BUFFERS[x.dst_buf[k]], x.dst_off[k], x.count[k])] * bool(WRITES_DST[op])
+            writes += [f"to {x.tb_send[b]}"] * bool(SENDS[op])
+            after = f"tb {x.dep_tb[k]} step {x.dep_step[k]}" if x.dep_tb[k] >= 0 else ""
+            step = str(k - int(x.tb_ptr[b]))
+            table.add_row(step, OPS[op], " + ".join(reads), ", ".join(writes) if op != NOP else "", after)
+        console.print()
+        console.print(table)
+
+
+def _show_plan(plan: Plan, rank: int | None) -> None:
+    from rich.table import Table
+
+    console = out()
+    console.print(repr(plan)[1:-1])
+    for gpu in plan.gpus:
+        if rank is not None and gpu.id != rank:
+            continue
+        for block in gpu.threadblocks:
+            table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold")
+            table.title = f"rank {gpu.id} tb {block.id}"
+            for heading in ("step", "op", "reads", "writes", "channels"):
+                table.add_column(heading)
+            for step, op in enumerate(block.ops):
+                sides = [
+                    ", ".join(_span(part.type or f"peer{part.buffer_id}", part.index, part.size) for part in parts)
+                    for parts in (op.src_buff, op.dst_buff)
+                ]
+                ids = ",".join(str(c) for c in (*op.channel_ids, *op.semaphore_ids))
+                table.add_row(str(step), op.name, *sides, ids)
+            console.print()
+            console.print(table)
+
+
+def _span(buffer: str, offset: int, count: int) -> str:
+    """Consecutive chunks of a buffer; rich would take a plain bracket for markup."""
+    return f"{buffer}\\[{offset}{f'..{offset + count - 1}' if count > 1 else ''}]"

@@ -1,0 +1,119 @@
+"""Collectives by name: the few words that rebuild one exactly, if there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ... import collectives as library
+from ...collectives import Collective
+from ...errors import InvalidInput, StrettoError, unknown
+
+MAX_ENTRIES = 1 << 25
+"""The most buffer positions (over all ranks) that a file may ask for."""
+MAX_COUNT_UNIT = 4096
+
+BUILDERS: dict[str, Callable[..., Collective]] = {
+    "all_gather": library.AllGather,
+    "reduce_scatter": library.ReduceScatter,
+    "all_reduce": library.AllReduce,
+    "all_to_all": library.AllToAll,
+    "all_to_all_v": library.AllToAllV,
+    "broadcast": library.Broadcast,
+    "reduce": library.Reduce,
+    "gather": library.Gather,
+    "scatter": library.Scatter,
+    "permute": library.Permute,
+}
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+ONLY_OUT_OF_PLACE = ("all_to_all_v", "permute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """What a collective of the library is made from."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    chunks: int
+    root: int = -1
+    in_place: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()
+    counts: tuple[tuple[float, ...], ...] = ()
+
+    def build(self) -> Collective:
+        """The collective, refused before anything large is made."""
+        if self.kind not in BUILDERS:
+            raise unknown("collective", self.kind, BUILDERS)
+        n = len(self.ranks)
+        if not 1 <= self.chunks <= MAX_ENTRIES:
+            raise InvalidInput(f"chunks: must be 1..{MAX_ENTRIES}, not {self.chunks}")
+        shards = {"all_to_all": n * n, "all_to_all_v": n * n}.get(self.kind, 1)
+        if self.kind in ("all_gather", "reduce_scatter", "gather", "scatter"):
+            shards = n
+        per_rank = self.chunks * (n if shards > n else shards)
+        if n * per_rank > MAX_ENTRIES:
+            raise InvalidInput(f"chunks: {n} ranks with {per_rank} chunks each is more than {MAX_ENTRIES}")
+        options: dict[str, Any] = {"chunks": self.chunks}
+        if self.kind in ROOTED:
+            options["root"] = self.root
+        if self.kind == "permute":
+            options["pairs"] = self.pairs
+        if self.kind == "all_to_all_v":
+            options["counts"] = self.counts
+        if self.kind in ONLY_OUT_OF_PLACE:
+            if self.in_place:
+                raise InvalidInput(f"in-place: {self.kind} is always out of place")
+        else:
+            options["in_place"] = self.in_place
+        return BUILDERS[self.kind](self.ranks, **options)
+
+
+def name_of(collective: Collective) -> Named | None:
+    """How the library would build exactly this collective, or None if it cannot."""
+    c = collective
+    if c.kind not in BUILDERS:
+        return None
+    first = c.num_chunks // c.chunks
+    pairs: list[tuple[int, int]] = []
+    counts: list[list[float]] = []
+    if c.kind in ONLY_OUT_OF_PLACE:
+        sender = _holders(c, c.in_ptr, c.in_chunk)
+        receiver = _holders(c, c.out_ptr, c.out_chunk)
+        pairs = [(sender.get(i * c.chunks, 0), receiver.get(i * c.chunks, 0)) for i in range(first)]
+        if c.kind == "all_to_all_v":
+            counts = [[0.0] * c.num_ranks for _ in range(c.num_ranks)]
+            size = _whole_numbers(c.chunk_share[:: c.chunks] * c.chunks).tolist()
+            for (a, b), share in zip(pairs, size, strict=True):
+                counts[a][b] = share
+            pairs = []
+    named = Named(
+        kind=c.kind,
+        ranks=c.ranks,
+        chunks=c.chunks,
+        root=c.root,
+        in_place=c.in_place,
+        pairs=tuple(pairs),
+        counts=tuple(map(tuple, counts)),
+    )
+    try:
+        return named if named.build() == c else None
+    except StrettoError:
+        return None
+
+
+def _holders(c: Collective, ptr: np.ndarray[Any, Any], chunk: np.ndarray[Any, Any]) -> dict[int, int]:
+    rank = np.repeat(np.arange(c.num_ranks), np.diff(ptr))
+    return dict(zip(chunk.tolist(), rank.tolist(), strict=True))
+
+
+def _whole_numbers(shares: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same proportions in small whole numbers, where there are such: they can be written exactly."""
+    for unit in range(1, MAX_COUNT_UNIT + 1):
+        scaled = shares * unit
+        if np.all(np.abs(scaled - np.round(scaled)) < 1e-9):
+            return np.round(scaled)
+    return shares

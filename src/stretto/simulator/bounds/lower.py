@@ -1,0 +1,317 @@
+"""`lower_bound`: no algorithm is faster, whatever it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...cluster import Cluster
+from ...collectives import Collective
+from ...errors import InvalidInput
+from ...units import format_bytes, format_us
+from .concurrent import MAX_VARIABLES, Needs, concurrent_flow, lengths, needed
+from .cuts import Cut, Need, prefix_cuts, region_cuts, regions, sink_needs, source_needs, worst_sink
+from .demand import Demand, demand_of
+from .net import Floats, Net
+from .partition import narrowest_partition
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Bound:
+    """The least time of a collective, and why.
+
+    `bandwidth_us` is proved by weights on links: every algorithm sends so much over them that
+    ``sum(weights x bytes sent over links) >= demand_bytes``. `exact` says that the bytes alone need no longer
+    (alphas aside, data cut as finely as one likes). `total_us` also counts alphas, and `reason` and `method`
+    say what decides it.
+    """
+
+    total_us: float
+    bandwidth_us: float
+    latency_us: float
+    reason: str
+    method: str
+    exact: bool
+    links: NDArray[np.int64]
+    weights: Floats
+    demand_bytes: float
+    nbytes: float
+
+    @property
+    def algorithm_gb_per_s(self) -> float:
+        """nbytes over `bandwidth_us`: what the field calls algorithm bandwidth, at its best."""
+        return self.nbytes / self.bandwidth_us / 1e3 if self.bandwidth_us > 0 else np.inf
+
+    def __repr__(self) -> str:
+        return f"<Bound {format_us(self.total_us)}: {self.reason} ({self.method})>"
+
+
+def lower_bound(
+    collective: Collective, cluster: Cluster, nbytes: float, *, channels: Iterable[str] | None = None
+) -> Bound:
+    """A time that no algorithm beats, without in-network reduction but with multicast or without.
+
+    It holds for both contention modes and both alpha modes of `simulate`. Any device may relay. `channels`:
+    only links of these channels may be used. ``docs/bounds.md`` has the proofs. What does not depend on nbytes
+    is kept, so that a sweep over sizes costs little more than one size.
+
+    >>> from stretto import MB, AllReduce
+    >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
+    >>> bound = lower_bound(AllReduce(4), ring, 4 * MB)
+    >>> bound.total_us, bound.reason
+    (301.0, 'counting: each byte is received 6 times by 4 devices, which take in 80 GB/s')
+    """
+    if not (np.isfinite(nbytes) and nbytes > 0):
+        raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
+    if max(collective.ranks) >= cluster.num_devices:
+        has = f"{cluster.name} has {cluster.num_devices} devices"
+        raise InvalidInput(f"ranks: device {max(collective.ranks)} does not exist; {has}")
+    latency, proofs = _analyse(collective, cluster, None if channels is None else frozenset(channels))
+    decides = max(proofs, key=lambda proof: proof.total_us(nbytes), default=_NOTHING)
+    widest = max(proofs, key=lambda proof: proof.us, default=_NOTHING)
+    total = decides.total_us(nbytes)
+    by_latency = latency.us > total
+    return Bound(
+        total_us=max(latency.us, total),
+        bandwidth_us=nbytes * widest.us,
+        latency_us=latency.us,
+        reason=latency.reason if by_latency else decides.reason.format(bytes=_size(nbytes * decides.share)),
+        method="shortest path" if by_latency else decides.method,
+        exact=widest.exact,
+        links=widest.links,
+        weights=widest.weights,
+        demand_bytes=nbytes * widest.share,
+        nbytes=float(nbytes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Proof:
+    """Every algorithm has ``sum(weights x bytes over links) >= share x nbytes``."""
+
+    share: float
+    links: NDArray[np.int64]
+    weights: Floats
+    rate: Floats
+    message_us: Floats
+    reason: str
+    method: str
+    exact: bool
+
+    @classmethod
+    def of(cls, net: Net, weights: Floats, share: float, reason: str, method: str, exact: bool) -> Proof:
+        """A proof from one weight per arc."""
+        used = np.flatnonzero((weights > 0) & (net.link >= 0))
+        used = used[np.argsort(net.message_us[used], kind="stable")]
+        return cls(
+            share=share,
+            links=net.link[used],
+            weights=weights[used],
+            rate=net.rate[used],
+            message_us=net.message_us[used],
+            reason=reason,
+            method=method,
+            exact=exact,
+        )
+
+    @property
+    def us(self) -> float:
+        """What each byte of nbytes takes at least."""
+        return self.share / float(self.weights @ self.rate) if self.share > 0 else 0.0
+
+    def total_us(self, nbytes: float) -> float:
+        """The least T with ``sum(weights x rate x max(0, T - message_us)) >= share x nbytes``.
+
+        No byte is on a link while the alphas of its own message pass.
+        """
+        if self.share <= 0:
+            return 0.0
+        speed = self.weights * self.rate
+        return float(np.min((self.share * nbytes + np.cumsum(speed * self.message_us)) / np.cumsum(speed)))
+
+
+_NONE = np.zeros(0)
+_NOTHING = Proof(
+    share=0.0, links=np.zeros(0, np.int64), weights=_NONE, rate=_NONE, message_us=_NONE,
+    reason="nothing has to move", method="none needed", exact=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """The longest of the shortest ways from a part to who wants it."""
+
+    us: float
+    reason: str
+
+
+@lru_cache(maxsize=32)
+def _analyse(
+    collective: Collective, cluster: Cluster, channels: frozenset[str] | None
+) -> tuple[Latency, tuple[Proof, ...]]:
+    demand = demand_of(collective, cluster.num_nodes)
+    net = Net.of(cluster, channels, demand.shared)
+    if len(demand.pairs[0]) == 0:
+        return Latency(us=0.0, reason=_NOTHING.reason), ()
+    return _latency(cluster, net, demand, channels), tuple(_proofs(cluster, net, demand))
+
+
+def _latency(cluster: Cluster, net: Net, demand: Demand, channels: frozenset[str] | None) -> Latency:
+    source, wanter, _ = demand.pairs
+    places, begins = np.unique(source, return_index=True)
+    ends = np.append(begins[1:], len(source))
+    worst, route = -1.0, (0, 0)
+    rows = max(1, (1 << 23) // net.num_nodes)
+    for first in range(0, len(places), rows):
+        last = min(first + rows, len(places))
+        pairs = slice(begins[first], ends[last - 1])
+        far = net.distances(net.alpha_us, places[first:last])
+        us = far[np.searchsorted(places[first:last], source[pairs]), wanter[pairs]]
+        at = int(us.argmax())
+        if us[at] > worst:
+            worst, route = float(us[at]), (int(source[pairs][at]), int(wanter[pairs][at]))
+    names = [cluster.node_names[demand.holders(route[0])[0]], cluster.node_names[route[1]]]
+    if not np.isfinite(worst):
+        over = f" over channels {', '.join(sorted(channels))}" if channels is not None else ""
+        raise InvalidInput(f"cluster {cluster.name}: no route from {names[0]} to {names[1]}{over}")
+    return Latency(us=worst, reason=f"latency: {names[0]} to {names[1]} takes {format_us(worst)} of alphas")
+
+
+def _proofs(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
+    """The arguments that fit the shape of the demand."""
+    if not demand.combining and demand.same_wanters:
+        wanters = demand.wanter[: demand.num_wanters[0]]
+        exact = len(wanters) == 1 or _reaches_all(net, demand, wanters)
+        cut = worst_sink(net, _everything_to(wanters, demand.source, demand.share))
+        yield _cut_proof(cluster, net, cut, exact)
+    elif demand.distinct and demand.same_sources and np.all(demand.num_wanters == 1):
+        sources = demand.source[: demand.num_sources[0]]
+        exact = len(sources) == 1 or _reaches_all(net, demand, sources)
+        cut = worst_sink(net.reverse, _everything_to(sources, demand.wanter, demand.share))
+        yield _cut_proof(cluster, net, cut and cut.reverse, exact)
+    elif demand.distinct and demand.same_sources and demand.same_wanters and not demand.shared:
+        yield from _all_reduce(cluster, net, demand)
+    else:
+        yield from _mixed(cluster, net, demand)
+
+
+def _reaches_all(net: Net, demand: Demand, ends: NDArray[np.int32]) -> bool:
+    """Edmonds' condition: every device takes part, and switches can be split off into direct links."""
+    linked = np.intersect1d(net.src, net.dst)
+    all_devices = bool(np.isin(linked[linked < net.num_devices], ends).all())
+    return all_devices and net.switches_balanced and not demand.shared
+
+
+def _everything_to(ends: NDArray[np.int32], places: NDArray[np.int32], share: Floats) -> Iterator[Need]:
+    where, entry = np.unique(places, return_inverse=True)
+    amounts = np.bincount(entry, share).astype(np.float64)
+    return ((int(end), where, amounts) for end in ends)
+
+
+def _all_reduce(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
+    """Everybody's part to everybody: once over every cut, both ways; and what all groups take in, counted."""
+    sources, wanters = demand.source[: demand.num_sources[0]], demand.wanter[: demand.num_wanters[0]]
+    share = float(demand.share.sum())
+    common = np.intersect1d(sources, wanters)
+    if not len(common):
+        yield from _mixed(cluster, net, demand)
+        return
+    here, once = common[:1].astype(np.int32), np.array([share])
+    inward = worst_sink(net, ((int(w), here, once) for w in wanters if w != here[0]))
+    outward = worst_sink(
+        net.reverse, ((int(s), here, once) for s in sources if s != here[0]), inward.us if inward else 0.0
+    )
+    yield _cut_proof(cluster, net, outward.reverse if outward else inward, False)
+    if np.array_equal(sources, wanters):
+        found = narrowest_partition(net, _adopt_relays(cluster, wanters))
+        if found is not None:
+            times = 2 * (found.num_groups - 1)
+            who = _groups_in_words(cluster, found.group, found.num_groups)
+            rate = f"{found.rate / 1e3:.6g} GB/s"
+            reason = f"counting: each byte is received {times} times by {who}, which take in {rate}"
+            method = "max-flow over partitions"
+            yield Proof.of(net, found.into.astype(np.float64), times * share, reason, method, False)
+
+
+def _adopt_relays(cluster: Cluster, ranks: NDArray[np.int32]) -> NDArray[np.int64]:
+    """A vertex for each rank; other devices join a rank of their host, or the first: all ways are valid."""
+    vertex = np.zeros(cluster.num_devices, np.int64)
+    host = cluster.node_host[: cluster.num_devices]
+    for number, rank in reversed(list(enumerate(ranks))):
+        vertex[(host == host[rank]) & (host >= 0)] = number
+    vertex[ranks] = np.arange(len(ranks))
+    return vertex
+
+
+def _mixed(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
+    """Different things to different places."""
+    exact, best = False, 0.0
+    if not demand.combining:
+        needs = Needs.of(demand)
+        small = len(needs.sources) * len(net.src) <= MAX_VARIABLES
+        candidates: Iterable[Floats] = lengths(net, needs)
+        if small:
+            length, solved = concurrent_flow(net, needs)
+            exact = solved and len(demand.pairs[0]) == len(np.unique(demand.pairs[2]))
+            candidates = [length]
+        method = f"concurrent-flow LP{', exact' * exact}" if small else "distance and capacity"
+        found = [_length_proof(net, needs, length, method, exact) for length in candidates if length.any()]
+        best = max((proof.us for proof in found), default=0.0)
+        yield from found
+    if exact:
+        return
+    cuts = [*prefix_cuts(net, demand)]
+    for group in regions(cluster):
+        cuts += region_cuts(net, demand, group)
+    tightest = max(cuts, key=lambda cut: cut.us, default=None)
+    best = max(best, tightest.us if tightest else 0.0)
+    inward = worst_sink(net, sink_needs(demand), best)
+    outward = worst_sink(net.reverse, source_needs(demand), max(best, inward.us if inward else 0.0))
+    for cut in (tightest, inward, outward and outward.reverse):
+        if cut is not None:
+            yield _cut_proof(cluster, net, cut, False)
+
+
+def _length_proof(net: Net, needs: Needs, length: Floats, method: str, exact: bool) -> Proof:
+    length = np.where(net.link >= 0, length / length.max(), 0.0)
+    share = needed(net, needs, length)
+    used = length > 0
+    rate = float(length[used] @ net.rate[used])
+    weighted = " (weighted)" if length[used].min() < 1 - 1e-9 else ""
+    links = f"{np.count_nonzero(used)} links of {rate / 1e3:.6g} GB/s in all"
+    reason = f"flow: {{bytes}}{weighted} must pass {links}"
+    return Proof.of(net, length, share, reason, method, exact)
+
+
+def _cut_proof(cluster: Cluster, net: Net, cut: Cut | None, exact: bool) -> Proof:
+    assert cut is not None, "a demand that can be met over links has a cut"
+    inside = cut.sink_side[: cluster.num_devices]
+    receive = np.count_nonzero(inside) <= np.count_nonzero(~inside)
+    who = _devices_in_words(cluster, np.flatnonzero(inside if receive else ~inside))
+    reason = f"cut: {who} must {'receive' if receive else 'send'} {{bytes}} over {cut.rate / 1e3:.6g} GB/s"
+    return Proof.of(net, cut.arcs.astype(np.float64), cut.share, reason, f"max-flow{', exact' * exact}", exact)
+
+
+def _size(nbytes: float) -> str:
+    return format_bytes(float(f"{nbytes:.6g}"))
+
+
+def _devices_in_words(cluster: Cluster, devices: NDArray[np.int64]) -> str:
+    if len(devices) == 1:
+        return cluster.node_names[devices[0]]
+    hosts = np.unique(cluster.node_host[devices])
+    whole = np.isin(cluster.node_host[: cluster.num_devices], hosts).sum() == len(devices)
+    if whole and hosts[0] >= 0 and len(hosts) <= 4:
+        return f"{len(devices)} devices of host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"
+    return f"{len(devices)} devices"
+
+
+def _groups_in_words(cluster: Cluster, group: NDArray[np.int64], count: int) -> str:
+    if count == cluster.num_devices:
+        return f"{count} devices"
+    pairs = np.unique(np.stack([group, cluster.node_host[: cluster.num_devices]]), axis=1)
+    return f"{count} {'hosts' if pairs.shape[1] == count == cluster.num_hosts else 'groups of devices'}"

@@ -1,0 +1,120 @@
+"""Symmetric programs: one rank stands for all, and must agree with the whole."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+
+from stretto import Cluster, Dimension, InvalidInput, VerificationError, simulate
+from stretto.algorithms.hierarchical import hierarchical
+from stretto.algorithms.symmetric import symmetric_hierarchical
+from stretto.cluster.grid import regular
+from stretto.cluster.symmetry import link_orbits
+from stretto.programs.symmetry import SymmetricProgram, translate
+
+CASES = [
+    ((4, 3), ("ring", "switch"), "ring"),
+    ((4, 2, 4), ("ring", "fully_connected", "switch"), ("ring", "direct", "halving_doubling")),
+    ((8, 4), ("switch", "switch"), "halving_doubling"),
+    ((3, 5), ("ring", "ring"), "direct"),
+]
+
+
+def network(dims: tuple[int, ...], kinds: tuple[str, ...]) -> Cluster:
+    return regular(
+        "net",
+        [
+            Dimension(kind=kind, size=size, gb_per_s=10.0 * (at + 1), alpha_us=0.5 + at)
+            for at, (kind, size) in enumerate(zip(kinds, dims, strict=True))
+        ],
+    )
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize(("dims", "kinds", "inside"), CASES)
+def test_one_rank_agrees_with_all_of_them(
+    dims: tuple[int, ...], kinds: tuple[str, ...], inside: str, kind: str, chunks: int
+) -> None:
+    cluster = network(dims, kinds)
+    one = symmetric_hierarchical(kind, dims, chunks=chunks, inside=inside)
+    whole = one.expand()
+    other = hierarchical(kind, prod(dims), dims=dims, chunks=chunks, inside=inside)
+    assert one.verify().fifo_depth >= whole.verify().fifo_depth >= 1
+    assert whole.num_transfers == one.num_transfers == other.num_transfers
+    for alpha in ("pipelined", "blocking"):
+        for contention in ("fifo", "fair"):
+            times = [
+                simulate(p, cluster, nbytes=1e6, alpha=alpha, contention=contention).total_us
+                for p in (one, whole, other)
+            ]
+            assert times == pytest.approx([times[0]] * 3, rel=1e-9)
+
+
+def test_every_span_of_the_representative_is_the_spans_of_its_orbit() -> None:
+    one = symmetric_hierarchical("all_reduce", (4, 3), chunks=2)
+    cluster = network((4, 3), ("ring", "switch"))
+    short, full = simulate(one, cluster, nbytes=1e5), simulate(one.expand(), cluster, nbytes=1e5)
+    ranks = one.num_ranks
+    assert np.repeat(short.end_us, ranks).tolist() == pytest.approx(full.end_us.tolist())
+    assert short.link_bytes.sum() * ranks == pytest.approx(full.link_bytes.sum())
+
+
+def ring(**changes: object) -> SymmetricProgram:
+    columns: dict[str, object] = {"dst": [1, 1, 1], "home": [0, 3, 2], "piece": [0, 0, 0], "step": [0, 1, 2]}
+    return SymmetricProgram.from_steps("ring", "all_gather", (4,), pieces=1, **(columns | changes))  # type: ignore[arg-type]
+
+
+def test_wrong_symmetric_programs_are_refused() -> None:
+    assert ring().verify().fifo_depth == 1
+    with pytest.raises(VerificationError, match="before it arrives"):
+        ring(home=[0, 2, 3]).verify()
+    with pytest.raises(VerificationError, match="ends without chunk 0"):
+        ring(dst=[1, 1], home=[0, 3], piece=[0, 0], step=[0, 1]).verify()
+
+
+def test_symmetric_and_expanded_verdicts_agree_on_random_rings() -> None:
+    rng = np.random.default_rng(5)
+    agreed = {True: 0, False: 0}
+    for _ in range(200):
+        sizes = [(4,), (2, 2), (3,), (2, 3)][rng.integers(4)]
+        ranks, count = prod(sizes), int(rng.integers(1, 6))
+        kind = ["all_gather", "reduce_scatter", "all_reduce"][rng.integers(3)]
+        p = SymmetricProgram.from_steps(
+            "random", kind, sizes, pieces=1, dst=rng.integers(1, ranks, count), home=rng.integers(0, ranks, count),
+            piece=np.zeros(count, int), step=np.arange(count), reduce=rng.random(count) < 0.5,
+        )  # fmt: skip
+        verdicts = []
+        for q in (p, p.expand()):
+            try:
+                q.verify()
+                verdicts.append(True)
+            except VerificationError:
+                verdicts.append(False)
+        assert verdicts[0] <= verdicts[1]  # what the representative proves holds for the whole
+        agreed[verdicts[0] == verdicts[1]] += 1
+    assert agreed[False] == 0
+
+
+def test_translation_is_a_group() -> None:
+    sizes = (3, 4, 2)
+    ranks = np.arange(prod(sizes))
+    back = translate(translate(ranks, 17, sizes), 17, sizes, sign=-1)
+    assert back.tolist() == ranks.tolist()
+    assert sorted(translate(ranks, 5, sizes).tolist()) == ranks.tolist()
+
+
+def test_a_cluster_without_the_symmetry_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="does not look the same from every device"):
+        link_orbits(Cluster.preset("mesh", nodes=9), (9,))
+    with pytest.raises(InvalidInput, match="is shared by several ranks"):
+        link_orbits(Cluster.preset("p3_8xlarge", nodes=2), (4, 2))
+    with pytest.raises(InvalidInput, match="do not fill the 4 devices"):
+        link_orbits(Cluster.preset("ring", nodes=4), (5,))
+
+
+def test_orbits_of_a_torus_are_its_directions() -> None:
+    orbit, first = link_orbits(Cluster.preset("torus", dims=(4, 4)), (4, 4))
+    assert len(first) == 4 and np.bincount(orbit).tolist() == [16] * 4

@@ -1,0 +1,327 @@
+"""The network simulator: its physics on cases one can do by hand, and against a slow reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from stretto import (
+    MB,
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Cluster,
+    InvalidInput,
+    Link,
+    Node,
+    Permute,
+    Program,
+    Reduce,
+    Timeline,
+    simulate,
+)
+from stretto.simulator.network import routes_of
+
+Make = Callable[[int], Program]
+
+
+def line(*rates: float, alpha_us: float = 1.0, **link: object) -> Cluster:
+    """Device 0 and device 1 at the ends of a chain of switches."""
+    nodes = [Node(name="a"), Node(name="b")] + [Node(name=f"s{i}", kind="switch") for i in range(len(rates) - 1)]
+    path = [0, *range(2, 1 + len(rates)), 1]
+    links = [
+        Link(src=u, dst=v, alpha_us=alpha_us, gb_per_s=rate, **link)  # type: ignore[arg-type]
+        for rate, (u, v) in zip(rates, pairwise(path), strict=True)
+    ]
+    back = [Link(src=v, dst=u, alpha_us=alpha_us, gb_per_s=r) for r, (u, v) in zip(rates, pairwise(path), strict=True)]
+    return Cluster.build("line", nodes=nodes, links=links + back)
+
+
+def star(count: int, gb_per_s: float = 1.0, alpha_us: float = 0.0, **down: object) -> Cluster:
+    """Devices around one switch."""
+    nodes = [Node(name=f"d{i}") for i in range(count)] + [Node(name="sw", kind="switch")]
+    links = [Link(src=i, dst=count, alpha_us=alpha_us, gb_per_s=gb_per_s) for i in range(count)]
+    links += [
+        Link(src=count, dst=i, alpha_us=0, gb_per_s=gb_per_s, **down)  # type: ignore[arg-type]
+        for i in range(count)
+    ]
+    return Cluster.build("star", nodes=nodes, links=links)
+
+
+def send(chunks: int = 1) -> Program:
+    c = Permute(2, [(0, 1)], chunks=chunks)
+    return Program.from_steps("send", c, src=[0] * chunks, dst=[1] * chunks, chunk=range(chunks), step=[0] * chunks)
+
+
+def incast(count: int) -> Program:
+    c = Reduce(count)
+    n = count - 1
+    return Program.from_steps("in", c, src=range(1, count), dst=[0] * n, chunk=[0] * n, step=[0] * n, reduce=True)
+
+
+@pytest.mark.parametrize("alpha", ["pipelined", "blocking"])
+@pytest.mark.parametrize("contention", ["fifo", "fair"])
+@pytest.mark.parametrize("rates", [(1.0,), (1.0, 2.0), (2.0, 1.0), (4.0, 1.0, 2.0)])
+def test_a_lone_transfer_pays_every_alpha_and_the_slowest_link(
+    rates: tuple[float, ...], contention: str, alpha: str
+) -> None:
+    t = simulate(send(), line(*rates), nbytes=MB, contention=contention, alpha=alpha)
+    assert t.total_us == pytest.approx(len(rates) + 1e6 / (min(rates) * 1e3), rel=1e-12)
+
+
+def test_blocking_alpha_takes_the_link_and_pipelined_does_not() -> None:
+    cluster = line(1.0, alpha_us=5.0)
+    assert simulate(send(4), cluster, nbytes=4000).total_us == pytest.approx(5 + 4)
+    assert simulate(send(4), cluster, nbytes=4000, alpha="blocking").total_us == pytest.approx(4 * (5 + 1))
+
+
+def test_chunks_pipeline_over_hops_because_a_link_is_held_only_for_its_own_time() -> None:
+    # Each link is busy 1 us per chunk; the second link follows one alpha behind.
+    t = simulate(send(3), line(1.0, 1.0), nbytes=3000)
+    assert t.total_us == pytest.approx(3 + 2)
+    assert t.link_busy_us[:2].tolist() == pytest.approx([3, 3])
+    assert t.link_utilisation[:2].tolist() == pytest.approx([0.6, 0.6])
+
+
+def test_a_slow_uplink_does_not_hold_a_fast_downlink() -> None:
+    # Two senders at 1 GB/s into a port of 4 GB/s: both arrive as if alone but for the port's own time.
+    nodes = [Node(name=f"d{i}") for i in range(3)] + [Node(name="sw", kind="switch")]
+    rate = [4.0, 1.0, 1.0]
+    links = [Link(src=i, dst=3, alpha_us=0, gb_per_s=rate[i]) for i in range(3)]
+    links += [Link(src=3, dst=i, alpha_us=0, gb_per_s=rate[i]) for i in range(3)]
+    t = simulate(incast(3), Cluster.build("uneven", nodes=nodes, links=links), nbytes=4000)
+    assert t.total_us == pytest.approx(4 + 1)
+
+
+def test_fifo_serves_one_after_the_other_and_fair_shares() -> None:
+    c = Permute(3, [(0, 1)], chunks=2)
+    p = Program.from_steps("two", c, src=[0, 0], dst=[1, 1], chunk=[0, 1], step=[0, 0], lane=[0, 1])
+    fifo = simulate(p, star(3), nbytes=2000, contention="fifo")
+    fair = simulate(p, star(3), nbytes=2000, contention="fair")
+    assert fifo.end_us.tolist() == pytest.approx([1, 2])
+    assert fair.end_us.tolist() == pytest.approx([2, 2])
+
+
+def test_fair_sharing_is_max_min() -> None:
+    # 0>1 and 0>2 share the uplink of 0; 3>1 shares the downlink of 1 and takes what is left of it.
+    c = Permute(4, [(0, 1), (3, 2)], chunks=1)
+    p = Program.from_steps("mm", c, src=[0, 3], dst=[1, 2], chunk=[0, 1], step=[0, 0])
+    assert simulate(p, star(4), nbytes=1000, contention="fair").end_us.tolist() == pytest.approx([1, 1])
+    t = simulate(incast(4), star(4, gb_per_s=3.0), nbytes=3000, contention="fair")
+    assert t.end_us.tolist() == pytest.approx([3, 3, 3])
+
+
+def test_a_flow_cap_holds_one_flow_but_not_their_sum() -> None:
+    cluster = line(2.0, alpha_us=0.0, flow_gb_per_s=1.0)
+    assert simulate(send(), cluster, nbytes=2000).total_us == pytest.approx(2)
+    p = Program.from_steps(
+        "lanes", Permute(2, [(0, 1)], chunks=2), src=[0, 0], dst=[1, 1], chunk=[0, 1], step=[0, 0], lane=[0, 1]
+    )
+    t = simulate(p, cluster, nbytes=2000)
+    assert t.total_us == pytest.approx(1) and ("contention", "fair") in t.facts
+    with pytest.raises(InvalidInput, match="contention: fifo cannot express the flow cap or incast of link a>b; use fair"):
+        simulate(p, cluster, nbytes=2000, contention="fifo")
+
+
+def test_incast_loses_throughput_when_many_flows_meet() -> None:
+    lossy = star(5, incast=((2, 0.5),))
+    assert simulate(incast(2), star(2), nbytes=1000, contention="fair").total_us == pytest.approx(1)
+    assert simulate(incast(5), lossy, nbytes=1000).total_us > simulate(incast(5), star(5), nbytes=1000, contention="fair").total_us
+    # Three flows at half rate, then as flows end the last one runs at full rate again.
+    t = simulate(incast(4), star(4, incast=((2, 0.5),)), nbytes=1000)
+    assert t.end_us.max() == pytest.approx(6)
+
+
+def test_a_reduction_costs_gamma_at_the_receiver() -> None:
+    base = star(2)
+    slow = Cluster.build("gamma", nodes=base.nodes(), links=base.links(), reduce_us_per_mb=7.0)
+    assert simulate(incast(2), slow, nbytes=MB).total_us == pytest.approx(1000 + 7)
+
+
+def test_a_gate_holds_the_write_until_the_old_value_has_been_read() -> None:
+    # Rank 1 forwards its own part slowly; what comes in for the same slot waits until that has left.
+    nodes = [Node(name=n) for n in "abc"]
+    links = [Link(src=0, dst=1, alpha_us=0, gb_per_s=10.0), Link(src=1, dst=2, alpha_us=0, gb_per_s=1.0),
+             Link(src=2, dst=0, alpha_us=0, gb_per_s=1.0)]  # fmt: skip
+    p = Program.from_steps(
+        "gate", AllReduce(3, chunks=1), src=[1, 0, 2, 0, 1], dst=[2, 1, 0, 1, 2], chunk=[0] * 5, step=[0, 0, 1, 2, 3],
+        reduce=[True, False, True, False, False],
+    )  # fmt: skip
+    t = simulate(p, Cluster.build("c", nodes=nodes, links=links), nbytes=1000)
+    assert t.start_us[1] == 0 and t.end_us[1] == pytest.approx(1.0)  # arrived at 0.1, written at 1.0
+    assert t.critical_path.tolist()[0] == 0
+
+
+def test_ties_go_to_the_earlier_transfer_and_runs_repeat_exactly() -> None:
+    runs = [simulate(incast(9), star(9), nbytes=9999) for _ in range(3)]
+    assert runs[0].end_us.tolist() == sorted(runs[0].end_us.tolist())
+    for run in runs[1:]:
+        assert np.array_equal(run.end_us, runs[0].end_us)
+
+
+def test_the_critical_path_explains_the_total() -> None:
+    n = 6
+    c = Broadcast(n)
+    p = Program.from_steps("chain", c, src=range(n - 1), dst=range(1, n), chunk=[0] * (n - 1), step=range(n - 1))
+    t = simulate(p, star(n, alpha_us=2.0), nbytes=1000)
+    assert t.critical_path.tolist() == list(range(n - 1))
+    assert t.total_us == pytest.approx(sum(t.end_us[x] - t.start_us[x] for x in t.critical_path))
+
+
+def test_channels_choose_the_links() -> None:
+    nodes = [Node(name="a"), Node(name="b")]
+    links = [Link(src=0, dst=1, alpha_us=0, gb_per_s=10.0, channel="nvlink"),
+             Link(src=0, dst=1, alpha_us=0, gb_per_s=1.0, channel="pcie")]  # fmt: skip
+    cluster = Cluster.build("two", nodes=nodes, links=links)
+    assert simulate(send(), cluster, nbytes=1000).total_us == pytest.approx(0.1)
+    assert simulate(send(), cluster, nbytes=1000, channels=["pcie"]).total_us == pytest.approx(1)
+    with pytest.raises(InvalidInput, match="unknown channel 'ib'; choose from: nvlink, pcie"):
+        simulate(send(), cluster, nbytes=1000, channels=["ib"])
+
+
+def test_a_program_may_name_its_own_routes() -> None:
+    nodes = [Node(name="a"), Node(name="b"), Node(name="s", kind="switch")]
+    links = [Link(src=0, dst=1, alpha_us=0, gb_per_s=10.0), Link(src=0, dst=2, alpha_us=0, gb_per_s=1.0),
+             Link(src=2, dst=1, alpha_us=0, gb_per_s=1.0)]  # fmt: skip
+    cluster = Cluster.build("detour", nodes=nodes, links=links)
+
+    def routed(route: tuple[int, ...], digest: str = cluster.digest) -> Timeline:
+        p = Program.from_steps(
+            "r", Permute(2, [(0, 1)]), src=[0], dst=[1], chunk=[0], step=[0], route=[0], routes=[route], routes_digest=digest
+        )
+        return simulate(p, cluster, nbytes=1000)
+
+    assert routed((1, 2)).total_us == pytest.approx(1)
+    for route, why in (((2, 1), "do not meet"), ((1,), "does not lead"), ((9,), "links must be 0..2"), ((), "links must")):
+        with pytest.raises(InvalidInput, match=why):
+            routed(route)
+    with pytest.raises(InvalidInput, match="routed on another cluster"):
+        routed((0,), digest="elsewhere")
+
+
+def test_bad_arguments_say_what_is_valid() -> None:
+    with pytest.raises(InvalidInput, match="unknown contention mode 'x'; choose from: fifo, fair"):
+        simulate(send(), star(2), nbytes=1, contention="x")
+    with pytest.raises(InvalidInput, match="unknown alpha mode 'x'; choose from: pipelined, blocking"):
+        simulate(send(), star(2), nbytes=1, alpha="x")
+    for nbytes in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(InvalidInput, match="nbytes: must be > 0"):
+            simulate(send(), star(2), nbytes=nbytes)
+    with pytest.raises(InvalidInput, match="ranks: device 1 does not exist; star has 1 devices"):
+        simulate(send(), star(1), nbytes=1)
+
+
+def test_a_wrong_program_is_never_timed() -> None:
+    from stretto import VerificationError
+
+    wrong = Program.from_steps("w", AllGather(2), src=[0], dst=[1], chunk=[0], step=[0])
+    with pytest.raises(VerificationError):
+        simulate(wrong, star(2), nbytes=1)
+
+
+def reference_fair(program: Program, cluster: Cluster, nbytes: float) -> np.ndarray:
+    """Fair sharing by definition: at every event, water-fill all flows anew. Slow and plain."""
+    route, ptr, links = routes_of(program, cluster)
+    paths = [links[ptr[r] : ptr[r + 1]].tolist() for r in route]
+    size = program.transfer_bytes(nbytes)
+    count = program.num_transfers
+    left = size.copy()
+    active: set[int] = set()
+    read: set[int] = set()
+    landing: dict[int, float] = {}
+    held: set[int] = set()
+    end = np.full(count, np.nan)
+    now = 0.0
+    while True:
+        progress = True
+        while progress:
+            progress = False
+            for t in range(count):
+                done = ~np.isnan(end)
+                if t not in active and t not in read and done[program.after_of(t)].all():
+                    active.add(t)
+                    progress = True
+            for t in list(held):
+                here = program.dst[t]
+                if all(g in read if program.src[g] == here else not np.isnan(end[g]) for g in program.gate_of(t).tolist()):
+                    held.remove(t)
+                    end[t] = now
+                    progress = True
+        if not np.isnan(end).any():
+            return end
+        rate: dict[int, float] = {}
+        room = {link: cluster.link_gb_per_s[link] * 1e3 for t in active for link in paths[t]}
+        while len(rate) < len(active):
+            waiting = [t for t in active if t not in rate]
+            share = {link: r / sum(link in paths[t] for t in waiting) for link, r in room.items() if any(link in paths[t] for t in waiting)}
+            tight = min(share, key=lambda link: share[link])
+            for t in [t for t in waiting if tight in paths[t]]:
+                rate[t] = share[tight]
+                for link in paths[t]:
+                    room[link] -= share[tight]
+        steps = [left[t] / rate[t] for t in active] + [at - now for at in landing.values()]
+        dt = min(steps)
+        now += dt
+        for t in list(active):
+            left[t] -= rate[t] * dt
+            if left[t] <= 1e-9 * size[t]:
+                active.remove(t)
+                read.add(t)
+                landing[t] = now + sum(cluster.link_alpha_us[link] for link in paths[t])
+        for t, at in list(landing.items()):
+            if at <= now + 1e-9:
+                del landing[t]
+                held.add(t)
+
+
+def random_cluster(rng: random.Random, devices: int) -> Cluster:
+    nodes = [Node(name=f"d{i}") for i in range(devices)] + [Node(name="s0", kind="switch"), Node(name="s1", kind="switch")]
+    links = []
+    for i in range(devices):
+        for s in (devices, devices + 1) if rng.random() < 0.5 else (devices,):
+            links.append(Link(src=i, dst=s, alpha_us=rng.choice([0, 0.5, 1.0]), gb_per_s=rng.choice([1.0, 2.0, 5.0])))
+            links.append(Link(src=s, dst=i, alpha_us=rng.choice([0, 0.5]), gb_per_s=rng.choice([1.0, 2.0])))
+    for _ in range(devices):
+        a, b = rng.sample(range(devices), 2)
+        links.append(Link(src=a, dst=b, alpha_us=0.3, gb_per_s=rng.choice([3.0, 7.0])))
+    return Cluster.build("random", nodes=nodes, links=links)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_fair_agrees_with_the_reference_on_random_programs(make_random_program: Make, seed: int) -> None:
+    program = make_random_program(seed)
+    cluster = random_cluster(random.Random(seed), program.collective.num_ranks)
+    t = simulate(program, cluster, nbytes=12345.0, contention="fair")
+    assert t.end_us.tolist() == pytest.approx(reference_fair(program, cluster, 12345.0).tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("alpha", ["pipelined", "blocking"])
+def test_fifo_never_serves_two_at_once_and_respects_every_dependency(make_random_program: Make, seed: int, alpha: str) -> None:
+    program = make_random_program(seed)
+    cluster = random_cluster(random.Random(seed), program.collective.num_ranks)
+    t = simulate(program, cluster, nbytes=777.0, contention="fifo", alpha=alpha)
+    route, ptr, links = routes_of(program, cluster)
+    size = program.transfer_bytes(777.0)
+    first: dict[int, list[tuple[float, float]]] = {}
+    for x in range(program.num_transfers):
+        path = links[ptr[route[x]] : ptr[route[x] + 1]]
+        lone = cluster.link_alpha_us[path].sum() + size[x] / (cluster.link_gb_per_s[path].min() * 1e3)
+        assert t.end_us[x] - t.start_us[x] >= lone * (1 - 1e-12)
+        for d in program.after_of(x):
+            assert t.start_us[x] >= t.end_us[d] - 1e-9
+        busy = size[x] / (cluster.link_gb_per_s[path[0]] * 1e3) + (cluster.link_alpha_us[path[0]] if alpha == "blocking" else 0)
+        first.setdefault(int(path[0]), []).append((float(t.start_us[x]), float(t.start_us[x] + busy)))
+    # On links that only first hops use, services must not overlap.
+    later = {int(link) for r in set(route.tolist()) for link in links[ptr[r] + 1 : ptr[r + 1]]}
+    for link, spans in first.items():
+        if link not in later:
+            spans.sort()
+            assert all(b[0] >= a[1] - 1e-9 for a, b in pairwise(spans))
+    carried = np.zeros(cluster.num_links)
+    np.add.at(carried, links[np.concatenate([np.arange(ptr[r], ptr[r + 1]) for r in route])], np.repeat(size, np.diff(ptr)[route]))
+    assert t.link_bytes.tolist() == pytest.approx(carried.tolist())
