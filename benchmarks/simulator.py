@@ -10,6 +10,8 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from math import prod
 
 from common import Row, run_cases
@@ -19,20 +21,20 @@ from stretto.algorithms.symmetric import symmetric_hierarchical
 from stretto.cluster.grid import regular
 from stretto.programs import Program, SymmetricProgram
 
-Any_ = Program | SymmetricProgram
+Either = Program | SymmetricProgram
 
 
 def measure(
-    case: str, build: Callable[[], Any_], cluster: st.Cluster, nbytes: float, bound: bool = True, **how: str
+    case: str, build: Callable[[], Either], cluster: st.Cluster, nbytes: float, bound: bool = True, contention: str | None = None
 ) -> Row:
     times = [time.perf_counter()]
     program = build()
     times.append(time.perf_counter())
     depth = program.verify().fifo_depth
     times.append(time.perf_counter())
-    timeline = st.simulate(program, cluster, nbytes=nbytes, **how)  # type: ignore[arg-type]
+    timeline = st.simulate(program, cluster, nbytes=nbytes, contention=contention)
     times.append(time.perf_counter())
-    build_s, verify_s, simulate_s = (b - a for a, b in zip(times, times[1:], strict=False))
+    build_s, verify_s, simulate_s = (b - a for a, b in pairwise(times))
     events = int(dict(timeline.facts)["events"])
     row: Row = {
         "case": case,
@@ -55,7 +57,9 @@ def measure(
 
 def ring_1024(quick: bool) -> list[Row]:
     cluster = st.Cluster.preset("ring", nodes=1024)
-    row = measure("ring all-reduce, 1024 ranks", lambda: st.algorithm("ring", "all_reduce", 1024), cluster, 1024 * st.MB)
+    row = measure(
+        "ring all-reduce, 1024 ranks", lambda: st.algorithm("ring", "all_reduce", 1024), cluster, 1024 * st.MB
+    )
     return [row | {"reported_astra_sim_s": "7 to 35"}]
 
 
@@ -65,7 +69,9 @@ def hierarchical_4096(quick: bool) -> list[Row]:
     cluster = regular("16x16x16", [st.Dimension(kind="switch", size=16, gb_per_s=g, alpha_us=0.7) for g in rates])
     case = "hierarchical all-reduce, 4096 ranks, 64 chunks (one rank stands for all)"
     # The bound of a cluster with 4096 devices is the benchmark of another script.
-    row = measure(case, lambda: symmetric_hierarchical("all_reduce", dims, chunks=64), cluster, 1024 * st.MB, bound=False)
+    row = measure(
+        case, lambda: symmetric_hierarchical("all_reduce", dims, chunks=64), cluster, 1024 * st.MB, bound=False
+    )
     return [row | {"reported_astra_sim_s": "88"}]
 
 
@@ -73,7 +79,8 @@ def representative_against_full(quick: bool) -> list[Row]:
     dims = (8, 8, 4)
     rates = (200.0, 100.0, 50.0)
     cluster = regular(
-        "8x8x4", [st.Dimension(kind="switch", size=n, gb_per_s=g, alpha_us=0.7) for n, g in zip(dims, rates, strict=True)]
+        "8x8x4",
+        [st.Dimension(kind="switch", size=n, gb_per_s=g, alpha_us=0.7) for n, g in zip(dims, rates, strict=True)],
     )
     one = symmetric_hierarchical("all_reduce", dims, chunks=16)
     rows = [
@@ -87,10 +94,13 @@ def representative_against_full(quick: bool) -> list[Row]:
 
 def full_1024(quick: bool) -> list[Row]:
     cluster = st.Cluster.preset("themis_3d_sw_sw_sw_hetero")
-    case = "hierarchical all-reduce, Themis 16x8x8, 4 chunks, in full with link contention"
+    case = "hierarchical all-reduce, Themis 16x8x8, 2 chunks, in full with link contention"
     return [
         measure(
-            case, lambda: st.algorithm("hierarchical", "all_reduce", 1024, cluster=cluster, chunks=4), cluster, 1024 * st.MB
+            case,
+            lambda: st.algorithm("hierarchical", "all_reduce", 1024, cluster=cluster, chunks=2),
+            cluster,
+            1024 * st.MB,
         )
         | {"reported_astra_sim_s": "7 to 35"}
     ]
@@ -99,14 +109,25 @@ def full_1024(quick: bool) -> list[Row]:
 def all_to_all(quick: bool) -> list[Row]:
     cluster = st.Cluster.preset("fat_tree", nodes=256)
     return [
-        measure("pairwise all-to-all, 256 ranks, fat tree, fifo", lambda: st.algorithm("pairwise", "all_to_all", 256), cluster, 64 * st.MB)
+        measure(
+            "pairwise all-to-all, 256 ranks, fat tree, fifo",
+            lambda: st.algorithm("pairwise", "all_to_all", 256),
+            cluster,
+            64 * st.MB,
+        )
     ]
 
 
 def fair(quick: bool) -> list[Row]:
     cluster = st.Cluster.preset("dgx2", nodes=4)
     return [
-        measure(f"{name} all-reduce, 64 ranks, 4 DGX-2, {contention}", lambda name=name: st.algorithm(name, "all_reduce", 64), cluster, 64 * st.MB, contention=contention)  # type: ignore[misc]
+        measure(
+            f"{name} all-reduce, 64 ranks, 4 DGX-2, {contention}",
+            partial(st.algorithm, name, "all_reduce", 64),
+            cluster,
+            64 * st.MB,
+            contention=contention,
+        )
         for name in ("ring", "halving_doubling")
         for contention in ("fifo", "fair")
     ]

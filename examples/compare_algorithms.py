@@ -1,6 +1,6 @@
 """Which all-reduce is best on two DGX-2 nodes, and how far is it from the lower bound?
 
-    python examples/compare_algorithms.py
+python examples/compare_algorithms.py
 """
 
 from __future__ import annotations

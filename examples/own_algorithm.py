@@ -1,6 +1,6 @@
 """Write a collective algorithm by hand, let the verifier find the mistake, and time the right one.
 
-    python examples/own_algorithm.py
+python examples/own_algorithm.py
 """
 
 from __future__ import annotations

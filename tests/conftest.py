@@ -31,7 +31,11 @@ def random_program(seed: int) -> Program:
     src, dst, chunk, step, reduce, lane = [], [], [], [], [], []
 
     def send(a: int, b: int, c: int, at: int, add: bool) -> None:
-        src.append(a), dst.append(b), chunk.append(c), step.append(at), reduce.append(add)
+        src.append(a)
+        dst.append(b)
+        chunk.append(c)
+        step.append(at)
+        reduce.append(add)
         lane.append(rng.randint(0, 1))
 
     for c in range(collective.num_chunks):
@@ -143,5 +147,3 @@ def make_random_program() -> Callable[[int], Program]:
 @pytest.fixture(scope="session")
 def run_in_random_order() -> Callable[[Program, random.Random, int], str | None]:
     return execute
-
-

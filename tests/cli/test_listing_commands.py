@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 Run = Callable[..., str]
 
@@ -44,6 +45,19 @@ def test_every_named_collective_can_be_shown(good: Run) -> None:
 
     for kind in COLLECTIVES:
         assert kind in good("collective", "show", kind)
+
+
+def test_a_collective_in_a_file_is_shown_like_its_name(good: Run, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    by_name = good("collective", "show", "scatter", "--ranks", "3", "--root", "2", "--save", str(path))
+    assert good("collective", "show", str(path)) == by_name[: by_name.index("wrote")]
+
+
+def test_bad_collective_files_are_one_line(bad: Run, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for text in ("", "[", "a: &x 1\nb: *x", "stretto: collective\nversion: 7", "stretto: cluster", "\x00"):
+        path.write_text(text)
+        assert str(path) in bad("collective", "show", str(path))
 
 
 def test_bad_collectives_are_one_line(bad: Run) -> None:

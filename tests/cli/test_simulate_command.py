@@ -29,9 +29,7 @@ def test_one_algorithm_shows_total_bound_channels_and_path(good: Run) -> None:
 
 def test_a_sweep_plots_all_algorithms_against_the_bound(good: Run, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
-    text = good(
-        "simulate", "all", "--cluster", "ring:4", "--bytes", "1K..1M", "--factor", "10", "--json", str(rows)
-    )
+    text = good("simulate", "all", "--cluster", "ring:4", "--bytes", "1K..1M", "--factor", "10", "--json", str(rows))
     assert "multiple of the lower bound" in text
     assert max(len(line) for line in text.splitlines()) <= 80
     data = json.loads(rows.read_text())["rows"]
@@ -54,6 +52,7 @@ def test_every_output_is_written(good: Run, tmp_path: Path) -> None:
         "--timeline": tmp_path / "t.json",
         "--plot": tmp_path / "p.html",
         "--json": tmp_path / "r.json",
+        "--program": tmp_path / "p.txt",
     }
     flags = [text for flag, path in files.items() for text in (flag, str(path))]
     text = good("simulate", "ring", "--cluster", "ring:4", "--bytes", "1M", *flags)
@@ -64,6 +63,10 @@ def test_every_output_is_written(good: Run, tmp_path: Path) -> None:
     assert timeline.num_spans == 24
     (row,) = json.loads(files["--json"].read_text())["rows"]
     assert row["time_us"] == timeline.total_us
+    again = tmp_path / "again.json"
+    good("simulate", str(files["--program"]), "--cluster", "ring:4", "--bytes", "1M", "--json", str(again))
+    (row,) = json.loads(again.read_text())["rows"]
+    assert (row["system"], row["time_us"]) == ("p.txt", timeline.total_us)
 
 
 def test_options_reach_the_simulator(good: Run, tmp_path: Path) -> None:
@@ -111,6 +114,7 @@ def test_a_root_and_an_option_reach_the_algorithm(good: Run, tmp_path: Path) -> 
         (("ring", "--cluster", "ring:4", "--trace", "/nonexistent/t.pftrace"), "/nonexistent/t.pftrace"),
         (("ring", "--cluster", "ring:4", "--json", "/"), "directory"),
         (("nonsense.xml", "--cluster", "ring:4"), "unknown algorithm or file 'nonsense.xml'"),
+        (("ring", "--cluster", "ring:4", "--program", "p.doc"), "unknown ending '.doc'; choose from: .txt"),
         (("all", "--cluster", "ring:4", "--set", "nonsense=1"), "nonsense"),
     ],
 )
@@ -139,7 +143,13 @@ def test_bad_input_is_one_line_with_the_field_and_the_choices(
 def test_hostile_program_files_are_one_line(content: bytes, suffix: str, bad: Run, tmp_path: Path) -> None:
     path = tmp_path / f"program{suffix}"
     path.write_bytes(content)
-    assert str(path) in bad("simulate", str(path), "--cluster", "ring:4")
+    assert len(bad("simulate", str(path), "--cluster", "ring:4")) > len("stretto: error: ")
+
+
+def test_instruction_streams_are_not_simulated_and_the_message_says_so(good: Run, bad: Run, tmp_path: Path) -> None:
+    path = tmp_path / "ring.xml"
+    good("simulate", "ring", "--cluster", "ring:4", "--program", str(path))
+    assert "holds instruction streams" in bad("simulate", str(path), "--cluster", "ring:4")
 
 
 def test_a_file_says_its_collective_itself(bad: Run, tmp_path: Path) -> None:

@@ -86,9 +86,7 @@ def test_overwriting_what_is_still_to_be_read_is_refused() -> None:
 
 
 def test_a_result_with_too_many_parts_is_wrong() -> None:
-    wants_own_part = dataclasses.replace(
-        AllReduce(2, chunks=1), out_set=np.zeros(2, np.int32), part_sets=((0,),)
-    )
+    wants_own_part = dataclasses.replace(AllReduce(2, chunks=1), out_set=np.zeros(2, np.int32), part_sets=((0,),))
     mixed = Program.from_steps("m", wants_own_part, src=[1], dst=[0], chunk=[0], step=[0], reduce=True)
     assert refused(mixed).startswith("m: rank 0 ends with rank 1's part in chunk 0, where it does not belong")
 
@@ -142,9 +140,7 @@ def test_a_rank_subset_is_verified_by_position() -> None:
 
 @given(st.integers(0, 10**9))
 @settings(max_examples=80, deadline=None)
-def test_random_correct_programs_verify_and_run(
-    make_random_program: Make, run_in_random_order: Run, seed: int
-) -> None:
+def test_random_correct_programs_verify_and_run(make_random_program: Make, run_in_random_order: Run, seed: int) -> None:
     program = make_random_program(seed)
     report = program.verify()
     for order in range(3):
@@ -210,7 +206,12 @@ def mutate(program: Program, rng: random.Random) -> Program | None:
     gate_ptr, gate_list = renumber(gate)
     taken = {key: np.asarray(value)[pick] for key, value in wide.items()}
     return p.replace(
-        **taken, chunk_ptr=np.arange(len(keep) + 1), after_ptr=after_ptr, after=after_list, gate_ptr=gate_ptr, gate=gate_list
+        **taken,
+        chunk_ptr=np.arange(len(keep) + 1),
+        after_ptr=after_ptr,
+        after=after_list,
+        gate_ptr=gate_ptr,
+        gate=gate_list,
     )
 
 

@@ -10,9 +10,7 @@ import pytest
 from stretto.simulator import Timeline
 
 
-def _make(
-    spans: list[tuple[int, int, int, float, float, float]], total_us: float, **rest: object
-) -> Timeline:
+def _make(spans: list[tuple[int, int, int, float, float, float]], total_us: float, **rest: object) -> Timeline:
     """Spans as (rank, stream, name, start_us, end_us, nbytes)."""
     table = np.array(spans, np.float64).reshape(-1, 6)
     defaults: dict[str, object] = {"streams": ("nvlink", "rdma"), "names": ("copy", "reduce")}

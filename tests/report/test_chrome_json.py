@@ -14,9 +14,7 @@ def test_spans_become_complete_events_in_microseconds(timeline: Timeline, tmp_pa
     path = tmp_path / "t.json"
     assert write_chrome_json(timeline, path) == 5
     data = json.loads(path.read_text())
-    threads = {
-        e["tid"]: (e["pid"], e["args"]["name"]) for e in data["traceEvents"] if e["name"] == "thread_name"
-    }
+    threads = {e["tid"]: (e["pid"], e["args"]["name"]) for e in data["traceEvents"] if e["name"] == "thread_name"}
     slices = [
         (threads[e["tid"]], e["name"], e["ts"], e["dur"], e["args"]["bytes"])
         for e in data["traceEvents"]

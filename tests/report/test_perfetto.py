@@ -47,9 +47,7 @@ class Read:
                 continue
             event = packet.track_event
             if event.type == TrackEvent.TYPE_COUNTER:
-                self.counters[counter_names[event.track_uuid]].append(
-                    (packet.timestamp, event.double_counter_value)
-                )
+                self.counters[counter_names[event.track_uuid]].append((packet.timestamp, event.double_counter_value))
             elif event.type == TrackEvent.TYPE_INSTANT:
                 self.facts = {a.name: a.string_value for a in event.debug_annotations}
             elif event.type == TrackEvent.TYPE_SLICE_BEGIN:

@@ -104,9 +104,7 @@ def test_the_plot_fits_its_width_and_orders_the_curves() -> None:
 
 def test_a_plot_of_one_size_and_of_no_bound_still_draws() -> None:
     assert "a" in printed(sweep_plot(small_then_large((1000,))))
-    sweep = run_sweep(
-        ["x"], (1, 10), cluster="c", collective="k", time_us=lambda n, s: 0.0, bound_us=lambda s: 0.0
-    )
+    sweep = run_sweep(["x"], (1, 10), cluster="c", collective="k", time_us=lambda n, s: 0.0, bound_us=lambda s: 0.0)
     assert "x" in printed(sweep_plot(sweep))
     assert "x" in printed(sweep_table(sweep))
 
@@ -163,9 +161,7 @@ def test_the_busy_plot_groups_ranks_and_fits(random_timeline: Make, make_timelin
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "ranks 0-6" in text
     assert "nothing moved" in printed(busy_plot(make_timeline([], 0.0)))
-    idle_then_busy = printed(
-        busy_plot(make_timeline([(0, 0, 0, 5.0, 10.0, 1)], 10.0), width=24)
-    ).splitlines()[0]
+    idle_then_busy = printed(busy_plot(make_timeline([(0, 0, 0, 5.0, 10.0, 1)], 10.0), width=24)).splitlines()[0]
     assert idle_then_busy == "rank 0             █████"
 
 

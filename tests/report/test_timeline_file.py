@@ -26,9 +26,7 @@ def same(a: Timeline, b: Timeline) -> bool:
     return True
 
 
-def test_every_bit_comes_back(
-    timeline: Timeline, random_timeline: Make, make_timeline: Make, tmp_path: Path
-) -> None:
+def test_every_bit_comes_back(timeline: Timeline, random_timeline: Make, make_timeline: Make, tmp_path: Path) -> None:
     for original in (timeline, random_timeline(500, 4), make_timeline([], 0.0)):
         save_timeline(original, tmp_path / "t.json")
         assert same(load_timeline(tmp_path / "t.json"), original)
@@ -56,9 +54,7 @@ def test_every_bit_comes_back(
         ({"surprise": 3}, "surprise"),
     ],
 )
-def test_bad_fields_are_named(
-    timeline: Timeline, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_bad_fields_are_named(timeline: Timeline, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "t.json"
     save_timeline(timeline, path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))

@@ -123,14 +123,19 @@ def test_a_flow_cap_holds_one_flow_but_not_their_sum() -> None:
     )
     t = simulate(p, cluster, nbytes=2000)
     assert t.total_us == pytest.approx(1) and ("contention", "fair") in t.facts
-    with pytest.raises(InvalidInput, match="contention: fifo cannot express the flow cap or incast of link a>b; use fair"):
+    with pytest.raises(
+        InvalidInput, match="contention: fifo cannot express the flow cap or incast of link a>b; use fair"
+    ):
         simulate(p, cluster, nbytes=2000, contention="fifo")
 
 
 def test_incast_loses_throughput_when_many_flows_meet() -> None:
     lossy = star(5, incast=((2, 0.5),))
     assert simulate(incast(2), star(2), nbytes=1000, contention="fair").total_us == pytest.approx(1)
-    assert simulate(incast(5), lossy, nbytes=1000).total_us > simulate(incast(5), star(5), nbytes=1000, contention="fair").total_us
+    assert (
+        simulate(incast(5), lossy, nbytes=1000).total_us
+        > simulate(incast(5), star(5), nbytes=1000, contention="fair").total_us
+    )
     # Three flows at half rate, then as flows end the last one runs at full rate again.
     t = simulate(incast(4), star(4, incast=((2, 0.5),)), nbytes=1000)
     assert t.end_us.max() == pytest.approx(6)
@@ -191,12 +196,25 @@ def test_a_program_may_name_its_own_routes() -> None:
 
     def routed(route: tuple[int, ...], digest: str = cluster.digest) -> Timeline:
         p = Program.from_steps(
-            "r", Permute(2, [(0, 1)]), src=[0], dst=[1], chunk=[0], step=[0], route=[0], routes=[route], routes_digest=digest
+            "r",
+            Permute(2, [(0, 1)]),
+            src=[0],
+            dst=[1],
+            chunk=[0],
+            step=[0],
+            route=[0],
+            routes=[route],
+            routes_digest=digest,
         )
         return simulate(p, cluster, nbytes=1000)
 
     assert routed((1, 2)).total_us == pytest.approx(1)
-    for route, why in (((2, 1), "do not meet"), ((1,), "does not lead"), ((9,), "links must be 0..2"), ((), "links must")):
+    for route, why in (
+        ((2, 1), "do not meet"),
+        ((1,), "does not lead"),
+        ((9,), "links must be 0..2"),
+        ((), "links must"),
+    ):
         with pytest.raises(InvalidInput, match=why):
             routed(route)
     with pytest.raises(InvalidInput, match="routed on another cluster"):
@@ -247,7 +265,9 @@ def reference_fair(program: Program, cluster: Cluster, nbytes: float) -> np.ndar
                     progress = True
             for t in list(held):
                 here = program.dst[t]
-                if all(g in read if program.src[g] == here else not np.isnan(end[g]) for g in program.gate_of(t).tolist()):
+                if all(
+                    g in read if program.src[g] == here else not np.isnan(end[g]) for g in program.gate_of(t).tolist()
+                ):
                     held.remove(t)
                     end[t] = now
                     progress = True
@@ -257,7 +277,11 @@ def reference_fair(program: Program, cluster: Cluster, nbytes: float) -> np.ndar
         room = {link: cluster.link_gb_per_s[link] * 1e3 for t in active for link in paths[t]}
         while len(rate) < len(active):
             waiting = [t for t in active if t not in rate]
-            share = {link: r / sum(link in paths[t] for t in waiting) for link, r in room.items() if any(link in paths[t] for t in waiting)}
+            share = {
+                link: r / sum(link in paths[t] for t in waiting)
+                for link, r in room.items()
+                if any(link in paths[t] for t in waiting)
+            }
             tight = min(share, key=lambda link: share[link])
             for t in [t for t in waiting if tight in paths[t]]:
                 rate[t] = share[tight]
@@ -279,7 +303,10 @@ def reference_fair(program: Program, cluster: Cluster, nbytes: float) -> np.ndar
 
 
 def random_cluster(rng: random.Random, devices: int) -> Cluster:
-    nodes = [Node(name=f"d{i}") for i in range(devices)] + [Node(name="s0", kind="switch"), Node(name="s1", kind="switch")]
+    nodes = [Node(name=f"d{i}") for i in range(devices)] + [
+        Node(name="s0", kind="switch"),
+        Node(name="s1", kind="switch"),
+    ]
     links = []
     for i in range(devices):
         for s in (devices, devices + 1) if rng.random() < 0.5 else (devices,):
@@ -301,7 +328,9 @@ def test_fair_agrees_with_the_reference_on_random_programs(make_random_program: 
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("alpha", ["pipelined", "blocking"])
-def test_fifo_never_serves_two_at_once_and_respects_every_dependency(make_random_program: Make, seed: int, alpha: str) -> None:
+def test_fifo_never_serves_two_at_once_and_respects_every_dependency(
+    make_random_program: Make, seed: int, alpha: str
+) -> None:
     program = make_random_program(seed)
     cluster = random_cluster(random.Random(seed), program.collective.num_ranks)
     t = simulate(program, cluster, nbytes=777.0, contention="fifo", alpha=alpha)
@@ -314,7 +343,9 @@ def test_fifo_never_serves_two_at_once_and_respects_every_dependency(make_random
         assert t.end_us[x] - t.start_us[x] >= lone * (1 - 1e-12)
         for d in program.after_of(x):
             assert t.start_us[x] >= t.end_us[d] - 1e-9
-        busy = size[x] / (cluster.link_gb_per_s[path[0]] * 1e3) + (cluster.link_alpha_us[path[0]] if alpha == "blocking" else 0)
+        busy = size[x] / (cluster.link_gb_per_s[path[0]] * 1e3) + (
+            cluster.link_alpha_us[path[0]] if alpha == "blocking" else 0
+        )
         first.setdefault(int(path[0]), []).append((float(t.start_us[x]), float(t.start_us[x] + busy)))
     # On links that only first hops use, services must not overlap.
     later = {int(link) for r in set(route.tolist()) for link in links[ptr[r] + 1 : ptr[r + 1]]}
@@ -323,5 +354,9 @@ def test_fifo_never_serves_two_at_once_and_respects_every_dependency(make_random
             spans.sort()
             assert all(b[0] >= a[1] - 1e-9 for a, b in pairwise(spans))
     carried = np.zeros(cluster.num_links)
-    np.add.at(carried, links[np.concatenate([np.arange(ptr[r], ptr[r + 1]) for r in route])], np.repeat(size, np.diff(ptr)[route]))
+    np.add.at(
+        carried,
+        links[np.concatenate([np.arange(ptr[r], ptr[r + 1]) for r in route])],
+        np.repeat(size, np.diff(ptr)[route]),
+    )
     assert t.link_bytes.tolist() == pytest.approx(carried.tolist())

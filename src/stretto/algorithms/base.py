@@ -37,6 +37,8 @@ COLLECTIVES: dict[str, Callable[..., Collective]] = {
     "permute": library.Permute,
 }
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
+MAX_NAME = 63
+"""What the oldest of the file formats has room for."""
 SHARDED = ("all_gather", "reduce_scatter", "gather", "scatter")
 
 
@@ -172,19 +174,24 @@ def placement(count: int, order: Sequence[int] | None, root: int | None = None) 
 
 
 def label(name: str, **options: object) -> str:
-    """The name of a program: the algorithm and the options that are not None.
+    """The name of a program: the algorithm and the options that are not None; long lists are cut short.
 
     >>> label("ring", chunks=2, order=(0, 2, 1), rings=None)
     'ring(chunks=2,order=0.2.1)'
     """
-    def text(value: object) -> str:
+    def text(value: object, shown: int) -> str:
         if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str):
-            items = [text(v) for v in value]
-            return ".".join(items if len(items) <= 16 else [*items[:15], "..."])
+            items = [text(v, shown) for v in value]
+            return ".".join(items if len(items) <= shown else [*items[: shown - 1], ".."])
         return str(value)
 
-    given = ",".join(f"{key}={text(value)}" for key, value in options.items() if value is not None)
-    return f"{name}({given})" if given else name
+    given = {key: value for key, value in options.items() if value is not None}
+    for shown in (16, 8, 4, 2):
+        inside = ",".join(f"{key}={text(value, shown)}" for key, value in given.items())
+        whole = f"{name}({inside})" if inside else name
+        if len(whole) <= MAX_NAME:
+            break
+    return whole[:MAX_NAME]
 
 
 def unless(default: object, value: object) -> object:

@@ -52,10 +52,11 @@ def _main(
     """A communication compiler for distributed training.
 
     \b
-    stretto demo                                         the whole path, with something to look at
-    stretto cluster show dgx2:2                          draw a cluster
-    stretto simulate all --cluster dgx2:2 --bytes 1K..1G every algorithm against the lower bound
-    stretto program verify FILE                          prove that a program is right
+    Examples:
+      stretto demo
+      stretto cluster show dgx2:2
+      stretto simulate all --cluster dgx2:2 --bytes 1K..1G
+      stretto program verify FILE
     """
 
 

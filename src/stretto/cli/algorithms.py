@@ -13,9 +13,7 @@ def algorithms(
     collective: Annotated[
         str | None, typer.Option("--collective", "-c", help="Only algorithms for this collective.")
     ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Only algorithms that are defined for this many ranks.")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Only algorithms that are defined for this many ranks.")] = None,
 ) -> None:
     """List the algorithms, what they serve and for which rank counts.
 

@@ -47,6 +47,9 @@ def show(
     chunks: Annotated[int | None, typer.Option(help="Pieces per shard (for a name).")] = None,
     root: Annotated[int, typer.Option(help="The root, where there is one.")] = 0,
     in_place: Annotated[bool, typer.Option("--in-place", help="Input and output share memory.")] = False,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Also write it down, as a start for one's own.")
+    ] = None,
 ) -> None:
     """Show every rank's buffers before and after.
 
@@ -54,7 +57,8 @@ def show(
     Examples:
       stretto collective show all_gather
       stretto collective show broadcast --ranks 8 --root 3
-      stretto collective show my_exchange.yaml
+      stretto collective show all_to_all --save mine.yaml
+      stretto collective show mine.yaml
 
     A chunk is written c3, and c3[0,2] where it is made of the parts of ranks 0 and 2.
     """
@@ -68,9 +72,7 @@ def show(
         low, high = collective.in_ptr[rank], collective.in_ptr[rank + 1]
         starts = [
             (c, (p,))
-            for c, p in zip(
-                collective.in_chunk[low:high].tolist(), collective.in_part[low:high].tolist(), strict=True
-            )
+            for c, p in zip(collective.in_chunk[low:high].tolist(), collective.in_part[low:high].tolist(), strict=True)
         ]
         low, high = collective.out_ptr[rank], collective.out_ptr[rank + 1]
         ends = [(int(collective.out_chunk[at]), collective.parts_of(at)) for at in range(low, high)]
@@ -80,6 +82,11 @@ def show(
     console.print(table)
     if collective.num_ranks > _MAX_ROWS:
         console.print(f"{collective.num_ranks - _MAX_ROWS} more ranks")
+    if save is not None:
+        from ..collectives.files import save_collective
+
+        save_collective(collective, save)
+        console.print(f"wrote {save}")
 
 
 def _load(what: str, ranks: int, chunks: int | None, root: int, in_place: bool) -> Collective:

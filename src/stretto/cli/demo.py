@@ -90,9 +90,7 @@ class _Tour:
         from ..algorithms import algorithm
 
         with self.step("Programs for three collectives, proved right before anything else"):
-            programs = [
-                algorithm(name, kind, cluster.num_devices, cluster=cluster) for kind, name in PROGRAMS
-            ]
+            programs = [algorithm(name, kind, cluster.num_devices, cluster=cluster) for kind, name in PROGRAMS]
             table = Table(box=None, pad_edge=False)
             for heading in ("collective", "program", "transfers", "proved without race or deadlock"):
                 table.add_column(heading, justify="right" if heading == "transfers" else "left")
@@ -117,6 +115,7 @@ class _Tour:
         return lowered
 
     def exports(self, cluster: Cluster, programs: list[Program], lowered: list[Lowered]) -> None:
+        from ..programs import Lowered
         from ..programs.formats import load_program, mscclpp_reader, save_program
 
         with self.step("Written as text, for MSCCL (XML) and for MSCCL++ (JSON), and read again"):
@@ -128,10 +127,14 @@ class _Tour:
                 same = "equal" if load_program(text) == program else "NOT EQUAL"
                 xml = self.path(f"{kind}.xml", f"{kind} for MSCCL")
                 save_program(streams, xml)
-                proof = load_program(xml).verify()
+                read = load_program(xml)
+                assert isinstance(read, Lowered)
+                proof = read.verify()
                 plan = self.path(f"{kind}.json", f"{kind} for MSCCL++")
                 save_program(streams, plan, hosts=hosts)
-                mscclpp_reader.check(load_program(plan), program.collective, seeds=(0,))
+                written = load_program(plan)
+                assert isinstance(written, mscclpp_reader.Plan)
+                mscclpp_reader.check(written, program.collective, seeds=(0,))
                 self.console.print(
                     f"{kind}: text {same}, XML proved (FIFO depth {proof.fifo_depth}), JSON executed, right"
                 )
@@ -146,8 +149,7 @@ class _Tour:
         with self.step("Every all-reduce of the library, simulated, against the lower bound"):
             ranks = cluster.num_devices
             programs = {
-                name: algorithm(name, "all_reduce", ranks, cluster=cluster)
-                for name in defined_for("all_reduce", ranks)
+                name: algorithm(name, "all_reduce", ranks, cluster=cluster) for name in defined_for("all_reduce", ranks)
             }
             job = Job(cluster=cluster)
             sweep, fastest = job.sweep(programs, parse_sizes(SWEEP), {})
@@ -170,18 +172,18 @@ class _Tour:
                     html.Section(heading="The cluster", note=repr(cluster)[1:-1], body=to_svg(cluster)),
                 ],
             )
-            trace = self.path(
-                "fastest.pftrace", f"the fastest at {sweep.largest}: open it in ui.perfetto.dev"
-            )
+            trace = self.path("fastest.pftrace", f"the fastest at {sweep.largest}: open it in ui.perfetto.dev")
             written = write_perfetto(fastest, trace)
             self.console.print(f"{written:,} transfers in the trace")
 
     def farewell(self) -> None:
         console = self.console
-        console.print(f"\n[bold]Done in {time.perf_counter() - self.begun:.0f} s.[/] Files:")
+        console.print(
+            f"\n[bold]Done in {time.perf_counter() - self.begun:.0f} s.[/] Files in {self.folder}:", soft_wrap=True
+        )
         table = Table(box=None, pad_edge=False, show_header=False)
         for name, what in self.files.items():
-            table.add_row(str(self.folder / name), what)
+            table.add_row(f"  {name}", what)
         console.print(table)
         console.print("\n[bold]Next[/]")
         for line in (

@@ -19,10 +19,14 @@ app = typer.Typer(
     help="Prove, show, convert and run program files: our text form, MSCCL XML, MSCCL++ JSON.",
 )
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="Text form (.txt, .prog), MSCCL XML or MSCCL++ JSON.")]
+File = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Text form (.txt, .prog), MSCCL XML or MSCCL++ JSON.")
+]
 InPlace = Annotated[
     bool | None,
-    typer.Option("--in-place/--out-of-place", help="Whether input and output share memory (default: as the file says)."),
+    typer.Option(
+        "--in-place/--out-of-place", help="Whether input and output share memory; default: as the file says."
+    ),
 ]
 CollectiveFile = Annotated[
     Path | None,
@@ -98,10 +102,16 @@ def show(
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A program file.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: .txt, .prog, .xml or .json.")],
-    dialect: Annotated[str, typer.Option(help="MSCCL XML for the 'new' runtime (and RCCL) or the 'old' one.")] = "new",
-    instances: Annotated[int, typer.Option(help="Cut every chunk in so many, each on channels of its own.")] = 1,
-    protocol: Annotated[str, typer.Option(help="NCCL protocol of an XML file: Simple, LL or LL128.")] = "Simple",
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: .txt, .prog, .xml or .json.")],
+    dialect: Annotated[
+        str, typer.Option(help="MSCCL XML for the 'new' runtime (and RCCL) or the 'old' one.")
+    ] = "new",
+    instances: Annotated[
+        int, typer.Option(help="Cut every chunk in so many, each on channels of its own.")
+    ] = 1,
+    protocol: Annotated[
+        str, typer.Option(help="NCCL protocol of an XML file: Simple, LL or LL128.")
+    ] = "Simple",
     fifo_depth: Annotated[int, typer.Option(help="Be safe with FIFOs this deep; 2 fuses more than 1.")] = 1,
     min_bytes: Annotated[str, typer.Option(help="Smallest size the file is used for, such as 1M.")] = "",
     max_bytes: Annotated[str, typer.Option(help="Largest size the file is used for; none: no limit.")] = "",
@@ -175,8 +185,8 @@ def run(
     check(loaded, fifo_depth=fifo_depth, op=op, seed=seed)
     outputs = len(loaded.collective.out_chunk)
     print(
-        f"{file}: {loaded.num_instructions} instructions on {loaded.collective.num_ranks} ranks ran with FIFO "
-        f"depth {fifo_depth}; all {outputs} output chunks are right ({op})"
+        f"{file}: {loaded.num_instructions} instructions on {loaded.collective.num_ranks} ranks ran with "
+        f"FIFO depth {fifo_depth}; all {outputs} output chunks are right ({op})"
     )
 
 
@@ -184,15 +194,16 @@ def _load(path: Path, in_place: bool | None, collective: Path | None) -> Program
     from dataclasses import replace
 
     from ..errors import InvalidInput
-    from ..programs import Program
+    from ..programs import Lowered, Program
     from ..programs.formats import load_program
 
     wanted = None if collective is None else _load_collective(collective)
     loaded = load_program(path, collective=wanted, in_place=in_place)
-    if isinstance(loaded, Program) and in_place is not None:
-        loaded = loaded.replace(collective=replace(loaded.collective, in_place=in_place))
-    elif in_place is not None and not hasattr(loaded, "collective"):
-        raise InvalidInput(f"{path}: an MSCCL++ plan is what it is; --in-place cannot change it")
+    if isinstance(loaded, Program):
+        given = loaded.collective if in_place is None else replace(loaded.collective, in_place=in_place)
+        return loaded if given is loaded.collective else loaded.replace(collective=given)
+    if not isinstance(loaded, Lowered) and in_place not in (None, loaded.inplace):
+        raise InvalidInput(f"{path}: the plan is for {'in' if loaded.inplace else 'out of'} place calls only")
     return loaded
 
 
@@ -274,7 +285,7 @@ def _show_plan(plan: Plan, rank: int | None) -> None:
                 table.add_column(heading)
             for step, op in enumerate(block.ops):
                 sides = [
-                    ", ".join(_span(part.type or f"peer{part.buffer_id}", part.index, part.size) for part in parts)
+                    ", ".join(_span(p.type or f"peer{p.buffer_id}", p.index, p.size) for p in parts)
                     for parts in (op.src_buff, op.dst_buff)
                 ]
                 ids = ",".join(str(c) for c in (*op.channel_ids, *op.semaphore_ids))

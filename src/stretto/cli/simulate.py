@@ -26,9 +26,7 @@ ALL = "all"
 def simulate(
     what: Annotated[
         str,
-        typer.Argument(
-            metavar="ALGORITHM|all|FILE", help="An algorithm, all of them, or a program in text form."
-        ),
+        typer.Argument(metavar="ALGORITHM|all|FILE", help="An algorithm, all of them, or a program in text form."),
     ],
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="A preset (dgx2), with a node count (dgx2:2), or a file.")
@@ -43,9 +41,7 @@ def simulate(
         str | None,
         typer.Option(help="Devices that take part: a count or a list such as 0-7,16. Default: all."),
     ] = None,
-    chunks: Annotated[
-        int | None, typer.Option(help="Pieces to pipeline. Default: the algorithm's own.")
-    ] = None,
+    chunks: Annotated[int | None, typer.Option(help="Pieces to pipeline. Default: the algorithm's own.")] = None,
     root: Annotated[int | None, typer.Option(help="Root of a broadcast, reduce, gather or scatter.")] = None,
     options: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the algorithm.")
@@ -60,28 +56,21 @@ def simulate(
     alpha: Annotated[
         str, typer.Option(metavar="pipelined|blocking", help="Whether latency also occupies the link.")
     ] = "pipelined",
-    channels: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME", help="Use only links of these channels.")
-    ] = None,
+    channels: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="Use only links of these channels.")] = None,
     factor: Annotated[float, typer.Option(help="By how much sizes grow in a range.")] = 4.0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write an HTML report.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE.pftrace", help="Write a Perfetto trace.")
+    trace: Annotated[Path | None, typer.Option(metavar="FILE.pftrace", help="Write a Perfetto trace.")] = None,
+    chrome_json: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a Chrome trace.")] = None,
+    timeline: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the timeline itself.")] = None,
+    program: Annotated[
+        Path | None, typer.Option(metavar="FILE.txt|xml|json", help="Write the program: text, MSCCL or MSCCL++.")
     ] = None,
-    chrome_json: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Write a Chrome trace.")
-    ] = None,
-    timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Write the timeline itself.")
-    ] = None,
-    rows: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE.json", help="Write all numbers.")
-    ] = None,
+    rows: Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Write all numbers.")] = None,
 ) -> None:
     """Say how long a collective takes on a cluster, and how far that is from the lower bound.
 
     One algorithm, one size: channels, busiest links, critical path, who sends when.
-    Several of either: a plot against the bound and a table; traces and timelines
+    Several of either: a plot against the bound and a table; trace, timeline and program
     are then those of the fastest algorithm at the largest size.
     Every program is verified before it is simulated.
 
@@ -90,7 +79,7 @@ def simulate(
       stretto simulate ring --cluster dgx2:2 --bytes 64M
       stretto simulate all --cluster dgx2:2 --bytes 1K..1G --plot sweep.html
       stretto simulate ring --cluster hgx2:4 --collective all_gather --trace t.pftrace
-      stretto simulate ring --cluster dgx_a100:2 --set rings=2 --chunks 4
+      stretto simulate ring --cluster dgx_a100:2 --set rings=2 --program ring.xml
       stretto simulate my_algorithm.txt --cluster ndv2:2 --bytes 1M
     """
     from ..cluster import Cluster
@@ -116,6 +105,11 @@ def simulate(
     if rows is not None:
         write_json(rows, {"rows": sweep.rows()})
         console.print(f"wrote {rows}")
+    if program is not None:
+        from ..programs.formats import save_program
+
+        save_program(programs[sweep.best(len(sizes) - 1)], program)
+        console.print(f"wrote {program}")
     _write(console, fastest, sweep, plot=plot, trace=trace, chrome_json=chrome_json, timeline_file=timeline)
 
 
@@ -243,8 +237,8 @@ def _read(path: str) -> Program:
     program = load_program(path)
     if not isinstance(program, Program):
         raise InvalidInput(
-            f"{path}: holds instruction streams, which 'stretto program verify' proves and 'stretto program run' "
-            f"executes; only the text form of a program can be simulated"
+            f"{path}: holds instruction streams; 'stretto program verify' proves them, 'stretto program run' "
+            f"executes them, but only the text form of a program can be simulated"
         )
     return program
 

@@ -116,9 +116,7 @@ class Cluster:
         for at, link in enumerate(links):
             for end in ("src", "dst"):
                 if getattr(link, end) not in new_id:
-                    raise InvalidInput(
-                        f"links[{at}].{end}: no node {getattr(link, end)}; there are {len(nodes)} nodes"
-                    )
+                    raise InvalidInput(f"links[{at}].{end}: no node {getattr(link, end)}; there are {len(nodes)} nodes")
         channels = tuple(dict.fromkeys(link.channel for link in links))
         curves = tuple(dict.fromkeys(link.incast for link in links if link.incast))
         return cls(
@@ -239,9 +237,7 @@ class Cluster:
         if len(empty):
             a, b = int(src[empty[0]]), int(dst[empty[0]])
             over = f" over channels {', '.join(sorted(channels))}" if channels is not None else ""
-            raise InvalidInput(
-                f"cluster {self.name}: no route from {self.node_names[a]} to {self.node_names[b]}{over}"
-            )
+            raise InvalidInput(f"cluster {self.name}: no route from {self.node_names[a]} to {self.node_names[b]}{over}")
         return ptr, links
 
     def unreachable(self) -> tuple[int, int] | None:
@@ -249,9 +245,7 @@ class Cluster:
         devices, forth = range(self.num_devices), self._router(None)
         forwards = (self.node_kind != DEVICE) | self.devices_forward
         allowed = np.ones(self.num_links, np.bool_)
-        back = _native.Router(
-            self.num_nodes, self.link_dst, self.link_src, self.link_gb_per_s, allowed, forwards
-        )
+        back = _native.Router(self.num_nodes, self.link_dst, self.link_src, self.link_gb_per_s, allowed, forwards)
         degree = np.bincount(self.link_src, minlength=self.num_nodes) * forwards
         for hub in np.argsort(-degree, kind="stable")[:4].tolist():
             # One node that forwards, reached from every device and reaching every device, joins all pairs.

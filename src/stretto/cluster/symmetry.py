@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +26,7 @@ def link_orbits(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[Ints, Ints]:
     """
     ranks = prod(sizes)
     if ranks != cluster.num_devices:
-        raise InvalidInput(
-            f"symmetry: {ranks} ranks do not fill the {cluster.num_devices} devices of {cluster.name}"
-        )
+        raise InvalidInput(f"symmetry: {ranks} ranks do not fill the {cluster.num_devices} devices of {cluster.name}")
     kind = _classes(cluster)
     orbit = np.arange(cluster.num_links, dtype=np.int64)
     stride = 1
@@ -51,7 +50,7 @@ def link_orbits(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[Ints, Ints]:
 
 def _classes(cluster: Cluster) -> Ints:
     """Links of the same class are alike but for where they lie."""
-    columns = [
+    columns: list[NDArray[Any]] = [
         cluster.link_channel, cluster.link_alpha_us, cluster.link_gb_per_s, cluster.link_flow_gb_per_s,
         cluster.link_incast,
     ]  # fmt: skip

@@ -39,6 +39,7 @@ from .conditions import ALL_PARTS, MAX_RANKS, Collective, as_ranks
 VERSION = 1
 MAX_FILE_BYTES = 32 << 20
 MAX_FILE_ENTRIES = 1 << 24
+MAX_FILE_CHUNKS = 1 << 22
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Chunks = Count | Annotated[str, Meta(max_length=32)]
@@ -59,11 +60,11 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defau
     version: int
     kind: Annotated[str, Meta(min_length=1, max_length=200)] = "custom"
     ranks: int | list[Count]
-    num_chunks: Annotated[int, Meta(ge=1, le=MAX_FILE_ENTRIES)]
-    chunks_per_shard: Annotated[int, Meta(ge=1, le=MAX_FILE_ENTRIES)] | None = None
+    num_chunks: Annotated[int, Meta(ge=1, le=MAX_FILE_CHUNKS)]
+    chunks_per_shard: Annotated[int, Meta(ge=1, le=MAX_FILE_CHUNKS)] | None = None
     root: Annotated[int, Meta(ge=0, le=MAX_RANKS)] | None = None
     in_place: bool = False
-    place: list[int] | None = None
+    place: list[Annotated[int, Meta(ge=-(1 << 40), le=1 << 40)]] | None = None
     sizes: list[float] | None = None
     share: float | list[float] | None = None
     start: list[list[Chunks | _Start]]
@@ -107,15 +108,11 @@ def read(data: Any) -> Collective:
         rows = getattr(form, key)
         if rows is not None and len(rows) != len(ranks):
             raise InvalidInput(f"$.{key}: needs one entry for each of {len(ranks)} ranks, not {len(rows)}")
+    _bound(form)
     starts = [list(_starts(row, rank, form.num_chunks)) for rank, row in enumerate(form.start)]
     sets: dict[tuple[int, ...], int] = {}
     ends = [list(_ends(row, rank, form.num_chunks, sets)) for rank, row in enumerate(form.end)]
-    has = {entry for row in starts for entry in row}
-    for rank, row in enumerate(ends):
-        for chunk, which, path in row:
-            for part in [] if which == ALL_PARTS else list(sets)[which]:
-                if (chunk, part) not in has:
-                    raise InvalidInput(f"{path}.parts: no rank starts with part {part} of chunk {chunk}")
+    _check_parts(starts, ends, list(sets))
     collective = Collective(
         kind=form.kind,
         ranks=ranks,
@@ -135,6 +132,33 @@ def read(data: Any) -> Collective:
     )
     _check_kind(collective)
     return collective
+
+
+def _bound(form: _File) -> None:
+    """Runs are short to write, so what they stand for is counted before any of it is made."""
+    total = 0
+    sides: tuple[tuple[str, Sequence[Sequence[Chunks | _Start | _End]]], ...]
+    sides = (("start", form.start), ("end", form.end))
+    for key, rows in sides:
+        for rank, row in enumerate(rows):
+            for at, entry in enumerate(row):
+                chunks = entry.chunks if isinstance(entry, _Start | _End) else entry
+                total += len(_run(chunks, f"$.{key}[{rank}][{at}]", form.num_chunks))
+                if total > MAX_FILE_ENTRIES:
+                    raise InvalidInput(f"$.{key}[{rank}]: start and end hold over {MAX_FILE_ENTRIES} chunks")
+
+
+def _check_parts(
+    starts: Sequence[Sequence[tuple[int, int]]],
+    ends: Sequence[Sequence[tuple[int, int, str]]],
+    sets: Sequence[tuple[int, ...]],
+) -> None:
+    has = {entry for row in starts for entry in row} if sets else set()
+    for row in ends:
+        for chunk, which, path in row:
+            for part in () if which == ALL_PARTS else sets[which]:
+                if (chunk, part) not in has:
+                    raise InvalidInput(f"{path}.parts: no rank starts with part {part} of chunk {chunk}")
 
 
 def _starts(row: Sequence[Chunks | _Start], rank: int, count: int) -> Iterator[tuple[int, int]]:
@@ -195,10 +219,7 @@ def _share(
 
 
 def _pointers(rows: Sequence[Sequence[Any]]) -> NDArray[np.int64]:
-    total = np.cumsum([0, *(len(row) for row in rows)])
-    if total[-1] > MAX_FILE_ENTRIES:
-        raise InvalidInput(f"$: more than {MAX_FILE_ENTRIES} entries")
-    return total.astype(np.int64)
+    return np.cumsum([0, *(len(row) for row in rows)]).astype(np.int64)
 
 
 def _check_kind(collective: Collective) -> None:
@@ -215,10 +236,9 @@ def _check_kind(collective: Collective) -> None:
         "scatter": lambda: library.Scatter(c.ranks, root=c.root, chunks=c.chunks, in_place=c.in_place),
     }
     if c.kind in builders:
-        per_rank = c.chunks * (
-            c.num_ranks if c.kind in ("all_gather", "all_to_all", "gather", "scatter") else 1
-        )
-        if per_rank * c.num_ranks > 4 * MAX_FILE_ENTRIES or builders[c.kind]() != c:
+        whole = c.kind in ("all_gather", "reduce_scatter", "all_to_all")
+        most = c.chunks * c.num_ranks * (c.num_ranks if whole else 2)
+        if most > 4 * MAX_FILE_ENTRIES or builders[c.kind]() != c:
             raise InvalidInput(f"$.kind: start and end are not those of {c.kind}; call it custom")
 
 

@@ -21,7 +21,7 @@ def _none() -> NDArray[np.int64]:
     return np.zeros(0, np.int64)
 
 
-def AllGather(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collective:  # noqa: N802
+def AllGather(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collective:
     """Every rank ends with every rank's shard; shard r is chunks ``r*chunks .. (r+1)*chunks-1``.
 
     >>> AllGather(4)
@@ -42,7 +42,7 @@ def AllGather(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Colle
     )
 
 
-def ReduceScatter(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collective:  # noqa: N802
+def ReduceScatter(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collective:
     """Rank r ends with the sum of everybody's shard r."""
     devices = as_ranks(ranks)
     total = len(devices) * chunks
@@ -59,7 +59,7 @@ def ReduceScatter(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> C
     )
 
 
-def AllReduce(ranks: Ranks, *, chunks: int | None = None, in_place: bool = False) -> Collective:  # noqa: N802
+def AllReduce(ranks: Ranks, *, chunks: int | None = None, in_place: bool = False) -> Collective:
     """Every rank ends with the sum of all; `chunks` pieces (default: one per rank)."""
     devices = as_ranks(ranks)
     pieces = len(devices) if chunks is None else chunks
@@ -75,7 +75,7 @@ def AllReduce(ranks: Ranks, *, chunks: int | None = None, in_place: bool = False
     )
 
 
-def AllToAll(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collective:  # noqa: N802
+def AllToAll(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collective:
     """Rank q ends with shard q of every rank; chunk ``(r*n + q)*chunks + j`` goes from r to q."""
     devices = as_ranks(ranks)
     n = len(devices)
@@ -92,7 +92,7 @@ def AllToAll(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collec
     )
 
 
-def AllToAllV(ranks: Ranks, counts: Sequence[Sequence[float]], *, chunks: int = 1) -> Collective:  # noqa: N802
+def AllToAllV(ranks: Ranks, counts: Sequence[Sequence[float]], *, chunks: int = 1) -> Collective:
     """As all-to-all, but rank r sends ``counts[r][q]`` (any unit) to rank q; a zero sends nothing."""
     devices = as_ranks(ranks)
     n = len(devices)
@@ -118,7 +118,7 @@ def AllToAllV(ranks: Ranks, counts: Sequence[Sequence[float]], *, chunks: int = 
     )
 
 
-def Broadcast(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:  # noqa: N802
+def Broadcast(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:
     """Every rank ends with the root's tensor."""
     devices = as_ranks(ranks)
     _check_root(root, len(devices))
@@ -135,7 +135,7 @@ def Broadcast(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = 
     )
 
 
-def Reduce(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:  # noqa: N802
+def Reduce(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:
     """The root ends with the sum of all."""
     devices = as_ranks(ranks)
     _check_root(root, len(devices))
@@ -152,7 +152,7 @@ def Reduce(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = Fal
     )
 
 
-def Gather(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:  # noqa: N802
+def Gather(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:
     """The root ends with every rank's shard."""
     devices = as_ranks(ranks)
     _check_root(root, len(devices))
@@ -171,7 +171,7 @@ def Gather(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = Fal
     )
 
 
-def Scatter(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:  # noqa: N802
+def Scatter(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:
     """Rank r ends with the root's shard r."""
     devices = as_ranks(ranks)
     _check_root(root, len(devices))
@@ -190,7 +190,7 @@ def Scatter(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = Fa
     )
 
 
-def Permute(ranks: Ranks, pairs: Sequence[tuple[int, int]], *, chunks: int = 1) -> Collective:  # noqa: N802
+def Permute(ranks: Ranks, pairs: Sequence[tuple[int, int]], *, chunks: int = 1) -> Collective:
     """Send and receive: for each (src, dst), dst ends with src's tensor. ``[(0, 1)]`` is one send."""
     devices = as_ranks(ranks)
     n = len(devices)

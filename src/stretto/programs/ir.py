@@ -90,7 +90,7 @@ class Program:
         steps = np.broadcast_to(np.asarray(step, np.int64), (count,))
         chunks = np.asarray(chunk, np.int32)
         ptr = np.arange(count + 1, dtype=np.int64) if chunk_ptr is None else np.asarray(chunk_ptr, np.int64)
-        columns = {
+        columns: dict[str, NDArray[Any]] = {
             "src": sources,
             "dst": np.asarray(dst, np.int32),
             "reduce": np.broadcast_to(np.asarray(reduce, np.bool_), (count,)),
@@ -236,10 +236,10 @@ def _check_columns(
         raise InvalidInput(f"transfers: chunk {chunk[bad[0]]} does not exist; there are {collective.num_chunks}")
     if len(chunk) > count:
         owner = np.repeat(np.arange(count, dtype=np.int64), lengths)
-        key = np.sort(owner * collective.num_chunks + chunk)
-        again = np.flatnonzero(key[1:] == key[:-1])
+        slots = np.sort(owner * collective.num_chunks + chunk)
+        again = np.flatnonzero(slots[1:] == slots[:-1])
         if len(again):
-            at, twice = divmod(int(key[again[0]]), collective.num_chunks)
+            at, twice = divmod(int(slots[again[0]]), collective.num_chunks)
             raise InvalidInput(f"transfers[{at}]: moves chunk {twice} twice")
 
 
@@ -250,12 +250,12 @@ def _validate(program: Program) -> None:
     for key in ("reduce", "lane", "route"):
         if len(getattr(p, key)) != count:
             raise InvalidInput(f"transfers: {key} has {len(getattr(p, key))} entries, not {count}")
-    for key, ptr, other in (("after", p.after_ptr, p.after), ("gate", p.gate_ptr, p.gate)):
+    for name, ptr, other in (("after", p.after_ptr, p.after), ("gate", p.gate_ptr, p.gate)):
         if len(ptr) != count + 1 or ptr[0] != 0 or ptr[-1] != len(other) or np.any(np.diff(ptr) < 0):
-            raise InvalidInput(f"{key}: pointers do not match the list")
+            raise InvalidInput(f"{name}: pointers do not match the list")
         bad = np.flatnonzero((other < 0) | (other >= count))
         if len(bad):
-            raise InvalidInput(f"{key}: transfer {other[bad[0]]} does not exist; there are {count}")
+            raise InvalidInput(f"{name}: transfer {other[bad[0]]} does not exist; there are {count}")
     if len(p.gate):
         at = np.repeat(np.arange(count), np.diff(p.gate_ptr))
         bad = np.flatnonzero((p.src[p.gate] != p.dst[at]) & (p.dst[p.gate] != p.dst[at]))

@@ -56,16 +56,20 @@ def lower(
     program.verify()
     program = _sorted_chunks(program)
     layout = Layout(collective=program.collective, instances=instances)
-    for depth in range(fifo_depth, 3):
-        for fuses, reuses in dict.fromkeys([(fuse, reuse_scratch), (fuse, False), (False, False)]):
-            lowered = _attempt(program, layout, depth=depth, fuse=fuses, reuse=reuses, protocol=protocol)
-            if lowered is not None:
-                return lowered
+    # Cutting transfers that are not one piece of memory can close a circle; each try gives up a little more.
+    tries = dict.fromkeys([(fuse, reuse_scratch, False), (fuse, False, False), (False, False, False)])
+    ladder = [(depth, *rung) for depth in range(fifo_depth, 3) for rung in tries]
+    for depth, fuses, reuses, staged in [*ladder, (2, fuse, False, True), (2, False, False, True)]:
+        lowered = _attempt(
+            program, layout, depth=depth, fuse=fuses, reuse=reuses, staged=staged, protocol=protocol
+        )
+        if lowered is not None:
+            return lowered
     raise Infeasible(f"{program.name}: its messages cannot be ordered with FIFOs of depth 2")
 
 
 def _attempt(
-    program: Program, layout: Layout, *, depth: int, fuse: bool, reuse: bool, protocol: str
+    program: Program, layout: Layout, *, depth: int, fuse: bool, reuse: bool, staged: bool, protocol: str
 ) -> Lowered | None:
     """One try; None when the events wait for each other in a circle."""
     position = event_order(program, depth)
@@ -73,7 +77,7 @@ def _attempt(
         return None
     history = slot_history(program, position)
     blocks = assign_blocks(program, position, history, depth=depth, fuse=fuse)
-    memory = assign_memory(program, position, history, blocks, layout, reuse=reuse)
+    memory = assign_memory(program, position, history, blocks, layout, reuse=reuse, staged=staged)
     messages = split_messages(program, blocks, memory)
     if len(messages.transfer) > program.num_transfers:
         order = message_order(program, blocks, memory, messages, position, depth)

@@ -164,8 +164,12 @@ def assign_memory(
     layout: Layout,
     *,
     reuse: bool,
+    staged: bool,
 ) -> Memory:
-    """Walk the linear order and give every version of every slot its place."""
+    """Walk the linear order and give every version of every slot its place.
+
+    With `staged`, no output is written where another chunk's input is read, even if that is over by then.
+    """
     c = program.collective
     in_place, out_place = layout.places()
     in_slot = (np.repeat(np.arange(c.num_ranks), np.diff(c.in_ptr)) * c.num_chunks + c.in_chunk).tolist()
@@ -174,7 +178,7 @@ def assign_memory(
     home: dict[int, int] = dict(zip(out_slot, out_place.tolist(), strict=True))
     start = dict(where)
     written = set(history.write_slot.tolist())
-    blocked = _blocked(c, start, home, written, history)
+    blocked = _blocked(c, start, home, written, history, staged)
 
     num_blocks = np.bincount(blocks.rank, minlength=c.num_ranks).tolist()
     scratch = [Scratch(reuse=reuse, lag=n) for n in num_blocks]
@@ -258,7 +262,12 @@ def assign_memory(
 
 
 def _blocked(
-    c: Collective, start: dict[int, int], home: dict[int, int], written: set[int], history: History
+    c: Collective,
+    start: dict[int, int],
+    home: dict[int, int],
+    written: set[int],
+    history: History,
+    staged: bool,
 ) -> Callable[[int, int, int, int], bool]:
     """Whether an output place still holds another chunk's input that is needed (only ever in place)."""
     if not c.in_place:
@@ -270,7 +279,7 @@ def _blocked(
         if other == slot:
             return False
         moves = other not in written and home.get(other, place) != place
-        return moves or history.input_read_until.get(other, -1) > now
+        return moves or history.input_read_until.get(other, -1) > (-1 if staged else now)
 
     return blocked
 

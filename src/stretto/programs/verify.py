@@ -17,19 +17,8 @@ from .. import _native
 from ..collectives import ALL_PARTS, Collective
 from ..errors import VerificationError
 from .ir import Program, slot_numbers
-from .lowered import (
-    BUFFERS,
-    INPUT,
-    NOP,
-    OPS,
-    OUTPUT,
-    READS_SRC,
-    RECEIVES,
-    REDUCE,
-    SENDS,
-    WRITES_DST,
-    Lowered,
-)
+from .lowered import BUFFERS, INPUT, NOP, OUTPUT, READS_SRC, REDUCE, WRITES_DST, Lowered
+from .streams import Memory, Streams, group_ends, row_numbers, rows_from_edges
 
 UNDEFINED, TWICE, MIXED, RACE_READ, RACE_WRITE, MISSING, WRONG = range(7)
 
@@ -61,7 +50,12 @@ def verify(program: Program) -> Report:
     number, keys = slot_numbers(
         c.num_ranks,
         c.num_chunks,
-        [(items[0], p.chunk), (items[1], p.chunk), (_owner(c.in_ptr), c.in_chunk), (_owner(c.out_ptr), c.out_chunk)],
+        [
+            (items[0], p.chunk),
+            (items[1], p.chunk),
+            (row_numbers(c.in_ptr), c.in_chunk),
+            (row_numbers(c.out_ptr), c.out_chunk),
+        ],
     )
     src_slot, dst_slot, in_slot, out_slot = keys
     # Event 2t is the start of transfer t (it reads and sends), event 2t+1 its finish (it receives and writes).
@@ -102,7 +96,7 @@ def verify(program: Program) -> Report:
         wr=wr,
         pred_ptr=pred_ptr,
         pred=pred,
-        conn_ptr=_group_ends(connection[order]),
+        conn_ptr=group_ends(connection[order]),
         conn=order,
         init_loc=in_slot,
         post_loc=out_slot,
@@ -111,29 +105,19 @@ def verify(program: Program) -> Report:
 
 def verify_lowered(lowered: Lowered) -> Report:
     """Prove instruction streams right, or raise `VerificationError` naming rank, threadblock and step."""
-    x = lowered
-    c = x.collective
-    sizes = np.diff(x.tb_ptr)
-    tb = np.repeat(np.arange(len(x.tb_rank)), sizes)
-    rank = x.tb_rank[tb]
-    first_tb = np.searchsorted(x.tb_rank, np.arange(c.num_ranks + 1))
-    step = np.arange(x.num_instructions) - np.repeat(x.tb_ptr[:-1], sizes)
-
-    def event(e: int) -> str:
-        where = f"rank {rank[e]} tb {tb[e] - first_tb[rank[e]]} step {step[e]}"
-        return f"{where} ({OPS[x.op[e]]})"
-
-    memory = _Memory.of(x)
+    x, c = lowered, lowered.collective
+    streams, memory = Streams.of(x), Memory.of(x)
     count = np.where(x.op == NOP, 0, x.count)
     item_ptr = np.concatenate([[0], np.cumsum(count)])
 
     def places(uses: NDArray[np.bool_], buf: NDArray[np.int8], off: NDArray[np.int32]) -> NDArray[np.int32]:
-        first = np.where(uses, memory.locate(rank, buf, off), 0)
-        bad = np.flatnonzero(uses & ~memory.inside(rank, buf, off, count))
+        first = np.where(uses, memory.locate(streams.rank, buf, off), 0)
+        bad = np.flatnonzero(uses & ~memory.inside(streams.rank, buf, off, count))
         if len(bad):
             e = int(bad[0])
             raise VerificationError(
-                f"{x.name}: {event(e)} uses {BUFFERS[buf[e]]}[{off[e]}..{off[e] + count[e] - 1}], which rank {rank[e]} does not have"
+                f"{x.name}: {streams.event(e)} uses {BUFFERS[buf[e]]}[{off[e]}..{off[e] + count[e] - 1}], "
+                f"which rank {streams.rank[e]} does not have"
             )
         spread = np.repeat(first - item_ptr[:-1], count) + np.arange(item_ptr[-1])
         return np.where(np.repeat(uses, count), spread, -1).astype(np.int32)
@@ -141,35 +125,31 @@ def verify_lowered(lowered: Lowered) -> Report:
     rd = places(READS_SRC[x.op], x.src_buf, x.src_off)
     wr = places(WRITES_DST[x.op], x.dst_buf, x.dst_off)
     rd2 = np.where(np.repeat(x.op == REDUCE, count), wr, -1).astype(np.int32)
-    pop, push, conn_ptr, senders = _messages(x, tb, event)
-    dep = _dependencies(x, tb, rank, first_tb, sizes, event)
-    edges = [
-        (np.flatnonzero(step > 0) - 1, np.flatnonzero(step > 0)),
-        (dep[dep >= 0], np.flatnonzero(dep >= 0)),
-        (senders[pop[pop >= 0]], np.flatnonzero(pop >= 0)),
-    ]
-    pred_ptr, pred = _rows_from_edges(x.num_instructions, edges)
-    in_rank, out_rank = _owner(c.in_ptr), _owner(c.out_ptr)
+    received = np.flatnonzero(streams.pop >= 0)
+    pred_ptr, pred = rows_from_edges(
+        x.num_instructions, [*streams.local_edges(), (streams.senders[streams.pop[received]], received)]
+    )
+    in_rank, out_rank = row_numbers(c.in_ptr), row_numbers(c.out_ptr)
     in_at = np.arange(len(in_rank)) - c.in_ptr[in_rank]
     out_at = np.arange(len(out_rank)) - c.out_ptr[out_rank]
     return _run(
         x.name,
         c,
-        event,
+        streams.event,
         memory.describe,
         num_locations=memory.size,
         reductions_commute=False,
-        thread=tb.astype(np.int32),
-        pop=pop,
-        push=push,
+        thread=streams.tb.astype(np.int32),
+        pop=streams.pop,
+        push=streams.push,
         item_ptr=item_ptr,
         rd=rd,
         rd2=rd2,
         wr=wr,
         pred_ptr=pred_ptr,
         pred=pred,
-        conn_ptr=conn_ptr,
-        conn=np.arange(len(senders), dtype=np.int32),
+        conn_ptr=streams.connection_ptr,
+        conn=np.arange(len(streams.senders), dtype=np.int32),
         init_loc=memory.locate(in_rank, np.full(len(in_rank), INPUT, np.int8), in_at).astype(np.int32),
         post_loc=memory.locate(out_rank, np.full(len(out_rank), OUTPUT, np.int8), out_at).astype(np.int32),
     )
@@ -202,7 +182,7 @@ def fifo_depth(
         wr=nothing,
         pred_ptr=pred_ptr,
         pred=pred,
-        conn_ptr=_group_ends(connection[order]),
+        conn_ptr=group_ends(connection[order]),
         conn=order,
         init_loc=nothing,
         init_chunk=nothing,
@@ -223,128 +203,6 @@ def describe(program: Program, transfer: int) -> str:
     sign = "+" if program.reduce[transfer] else ""
     listed = ",".join(f"c{c}" for c in chunks[:3])
     return f"{program.src[transfer]}>{program.dst[transfer]} {sign}{listed}{more}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Memory:
-    """Where buffers of a lowered program lie: in place, input and output share one region."""
-
-    base: NDArray[np.int64]  # [rank, buffer] -> location of offset 0
-    begin: NDArray[np.int64]  # [rank, buffer] -> first valid location
-    end: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, x: Lowered) -> _Memory:
-        c = x.collective
-        inputs, outputs = np.diff(c.in_ptr), np.diff(c.out_ptr)
-        if c.in_place:
-            front = np.maximum(0, -c.place)
-            shared = np.maximum(outputs, inputs + c.place) + front
-            start = np.concatenate([[0], np.cumsum(shared + x.scratch)])
-            first = start[:-1]
-            base = np.stack([first + front + c.place, first + front, first + shared], axis=1)
-            begin = np.stack([first, first, first + shared], axis=1)
-            end = np.stack([first + shared, first + shared, start[1:]], axis=1)
-        else:
-            start = np.concatenate([[0], np.cumsum(inputs + outputs + x.scratch)])
-            first = start[:-1]
-            base = np.stack([first, first + inputs, first + inputs + outputs], axis=1)
-            begin = base
-            end = np.stack([base[:, 1], base[:, 2], start[1:]], axis=1)
-        return cls(base=base, begin=begin, end=end)
-
-    @property
-    def size(self) -> int:
-        return int(self.end.max(initial=0))
-
-    def locate(self, rank: NDArray[Any], buf: NDArray[Any], off: NDArray[Any]) -> NDArray[np.int64]:
-        located: NDArray[np.int64] = self.base[rank, buf] + off
-        return located
-
-    def inside(
-        self, rank: NDArray[Any], buf: NDArray[Any], off: NDArray[Any], count: NDArray[Any]
-    ) -> NDArray[np.bool_]:
-        at = self.locate(rank, buf, off)
-        good: NDArray[np.bool_] = (at >= self.begin[rank, buf]) & (at + count <= self.end[rank, buf])
-        return good
-
-    def describe(self, location: int) -> tuple[int, str]:
-        for buffer in (1, 0, 2):
-            rank = np.flatnonzero((self.begin[:, buffer] <= location) & (location < self.end[:, buffer]))
-            if len(rank):
-                return int(rank[0]), f"{BUFFERS[buffer]}[{location - self.base[rank[0], buffer]}]"
-        return -1, "?"
-
-
-def _messages(
-    x: Lowered, tb: NDArray[Any], event: Callable[[int], str]
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-    """Which message each instruction receives and sends: the j-th send of a connection meets its j-th receive."""
-    ranks, channels = x.collective.num_ranks, x.num_channels
-
-    def ends(does: NDArray[np.bool_], peer: NDArray[np.int32], sending: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-        who = np.flatnonzero(does[x.op])
-        a, b = x.tb_rank[tb[who]].astype(np.int64), peer[tb[who]].astype(np.int64)
-        if np.any(b < 0):
-            e = int(who[np.flatnonzero(b < 0)[0]])
-            raise VerificationError(f"{x.name}: {event(e)}: its threadblock has no peer to {'send to' if sending else 'receive from'}")
-        key = ((a * ranks + b) if sending else (b * ranks + a)) * channels + x.tb_channel[tb[who]]
-        order = np.argsort(key, kind="stable")
-        who, key = who[order], key[order]
-        split = np.flatnonzero((key[1:] == key[:-1]) & (tb[who[1:]] != tb[who[:-1]]))
-        if len(split):
-            raise VerificationError(
-                f"{x.name}: {event(int(who[split[0]]))} and {event(int(who[split[0] + 1]))} are in two threadblocks that own one connection"
-            )
-        return who, key
-
-    senders, sent = ends(SENDS, x.tb_send, True)
-    receivers, received = ends(RECEIVES, x.tb_recv, False)
-    length = min(len(sent), len(received))
-    differ = np.flatnonzero(sent[:length] != received[:length])
-    if len(differ) or len(sent) != len(received):
-        at = int(differ[0]) if len(differ) else length
-        lone_send = at < len(sent) and (at >= len(received) or sent[at] < received[at])
-        e = int(senders[at] if lone_send else receivers[at])
-        raise VerificationError(f"{x.name}: {event(e)} has no matching {'receive' if lone_send else 'send'} on its connection")
-    differ = np.flatnonzero(x.count[senders] != x.count[receivers])
-    if len(differ):
-        a, b = int(senders[differ[0]]), int(receivers[differ[0]])
-        raise VerificationError(f"{x.name}: {event(a)} sends {x.count[a]} chunks but {event(b)} receives {x.count[b]}")
-    pop = np.full(x.num_instructions, -1, np.int32)
-    push = pop.copy()
-    push[senders] = np.arange(len(senders))
-    pop[receivers] = np.arange(len(receivers))
-    return pop, push, _group_ends(sent), senders.astype(np.int32)
-
-
-def _dependencies(
-    x: Lowered,
-    tb: NDArray[Any],
-    rank: NDArray[Any],
-    first_tb: NDArray[Any],
-    sizes: NDArray[Any],
-    event: Callable[[int], str],
-) -> NDArray[np.int64]:
-    has = x.dep_tb >= 0
-    target = first_tb[rank] + x.dep_tb
-    inside = target < first_tb[rank + 1]
-    length = sizes[np.where(inside, target, 0)] if len(sizes) else np.zeros(0, np.int64)
-    bad = np.flatnonzero(has & (~inside | (x.dep_step < 0) | (x.dep_step >= length)))
-    if len(bad):
-        e = int(bad[0])
-        raise VerificationError(f"{x.name}: {event(e)} waits for tb {x.dep_tb[e]} step {x.dep_step[e]}, which does not exist")
-    found: NDArray[np.int64] = np.where(has, x.tb_ptr[np.where(inside, target, 0)] + x.dep_step, -1)
-    return found
-
-
-def _owner(ptr: NDArray[np.int64]) -> NDArray[np.int32]:
-    return np.repeat(np.arange(len(ptr) - 1, dtype=np.int32), np.diff(ptr))
-
-
-def _group_ends(sorted_key: NDArray[Any]) -> NDArray[np.int64]:
-    starts = np.flatnonzero(np.diff(sorted_key, prepend=sorted_key[:1] - 1)) if len(sorted_key) else np.zeros(0)
-    return np.concatenate([starts, [len(sorted_key)]]).astype(np.int64)
 
 
 def _start_and_finish(count: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -377,22 +235,12 @@ def _transfer_predecessors(
     return ptr, pred
 
 
-def _rows_from_edges(
-    count: int, edges: list[tuple[NDArray[Any], NDArray[Any]]]
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    sources = np.concatenate([a for a, _ in edges])
-    targets = np.concatenate([b for _, b in edges])
-    order = np.argsort(targets, kind="stable")
-    ptr = np.searchsorted(targets[order], np.arange(count + 1))
-    return ptr.astype(np.int64), sources[order].astype(np.int32)
-
-
 def _part_rows(c: Collective) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
     """The sets of parts that outputs are checked against: one row per chunk, then the collective's own sets."""
     pairs = np.sort(c.in_chunk.astype(np.int64) * c.num_parts + c.in_part)
     pairs = pairs[np.diff(pairs, prepend=-1) > 0]
-    lengths = [np.bincount(pairs // c.num_parts, minlength=c.num_chunks), [len(s) for s in c.part_sets]]
-    ptr = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
+    lengths = np.bincount(pairs // c.num_parts, minlength=c.num_chunks).tolist() + [len(s) for s in c.part_sets]
+    ptr = np.cumsum([0, *lengths]).astype(np.int64)
     parts = np.concatenate([pairs % c.num_parts, *(sorted(s) for s in c.part_sets)]).astype(np.int32)
     row = np.where(c.out_set == ALL_PARTS, c.out_chunk, c.num_chunks + c.out_set)
     return row.astype(np.int32), ptr, parts
@@ -427,9 +275,15 @@ def _run(
             MIXED: lambda: f"{who} adds chunk {other} to {place} on rank {rank}, which holds chunk {chunk}",
             RACE_READ: lambda: f"{who} reads chunk {chunk} on rank {rank} while {event(other)} may still be writing it",
             RACE_WRITE: lambda: f"{who} overwrites {place} on rank {rank} while {event(other)} may still need it",
-            MISSING: lambda: f"rank {rank} ends without " + (f"rank {part}'s part of chunk {chunk}" if part >= 0 else f"chunk {chunk}"),
-            WRONG: lambda: f"rank {rank} ends with chunk {other} where chunk {chunk} belongs" if other >= 0
-            else f"rank {rank} ends with rank {part}'s part in chunk {chunk}, where it does not belong",
+            MISSING: lambda: (
+                f"rank {rank} ends without "
+                + (f"rank {part}'s part of chunk {chunk}" if part >= 0 else f"chunk {chunk}")
+            ),
+            WRONG: lambda: (
+                f"rank {rank} ends with chunk {other} where chunk {chunk} belongs"
+                if other >= 0
+                else f"rank {rank} ends with rank {part}'s part in chunk {chunk}, where it does not belong"
+            ),
         }[code]()
         raise VerificationError(f"{name}: {text}{more}")
     if depth == 0:

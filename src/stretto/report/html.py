@@ -66,8 +66,7 @@ class Section:
 def write_html(path: str | Path, *, title: str, sections: Sequence[Section]) -> None:
     """Write the page; plotly's script is inside it once, if any section has a figure."""
     body = "\n".join(
-        f"<h2>{escape(s.heading)}</h2>\n<p>{escape(s.note)}</p>\n<div class='wide'>{s.body}</div>"
-        for s in sections
+        f"<h2>{escape(s.heading)}</h2>\n<p>{escape(s.note)}</p>\n<div class='wide'>{s.body}</div>" for s in sections
     )
     script = ""
     if "plotly-graph-div" in body:
@@ -83,9 +82,7 @@ def sweep_section(sweep: Sweep) -> Section:
     note = f"{sweep.collective} on {sweep.cluster}{about}. Click a name to hide it."
     for name, reason in sweep.left_out.items():
         note += f" Left out: {name} ({reason})."
-    return Section(
-        heading="Algorithms against the lower bound", note=note, body=_figure(_sweep_figure(sweep))
-    )
+    return Section(heading="Algorithms against the lower bound", note=note, body=_figure(_sweep_figure(sweep)))
 
 
 def sweep_table_section(sweep: Sweep) -> Section:

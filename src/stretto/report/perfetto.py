@@ -82,9 +82,7 @@ def _write_about(timeline: Timeline, shown: Tracks, file: IO[bytes]) -> None:
     slots = np.flatnonzero(np.diff(np.concatenate([[0.0], rate]))).tolist()
     slot_ns = timeline.total_us * 1e3 / _COUNTER_SLOTS
     points = [(round(slot * slot_ns), float(rate[slot])) for slot in slots]
-    _counter(
-        builder, 2, about, "in flight, all ranks", "GB/s", [*points, (round(timeline.total_us * 1e3), 0.0)]
-    )
+    _counter(builder, 2, about, "in flight, all ranks", "GB/s", [*points, (round(timeline.total_us * 1e3), 0.0)])
     busiest = np.argsort(-timeline.link_busy_us, kind="stable")[:_MAX_LINKS].tolist()
     for index in busiest:
         share = 100 * float(timeline.link_utilisation[index])

@@ -72,9 +72,7 @@ def busy_plot(timeline: Timeline, *, width: int = 80, max_rows: int = 16) -> Tex
         text.append("".join(_SHADES[min(4, math.ceil(s * 4))] for s in shares) + "\n", style=colour(0))
     end = format_us(timeline.total_us)
     text.append(" " * 14 + "0" + end.rjust(columns - 1) + "\n", style="dim")
-    return text.append(
-        " " * 14 + "░ sending up to a quarter of the slot ... █ nearly all of it\n", style="dim"
-    )
+    return text.append(" " * 14 + "░ sending up to a quarter of the slot ... █ nearly all of it\n", style="dim")
 
 
 class _Canvas:

@@ -23,9 +23,7 @@ _PATH_ENDS = 4
 _BUSIEST = 5
 
 
-def timeline_tables(
-    timeline: Timeline, *, cluster: Cluster | None = None, bound: Bound | None = None
-) -> Group:
+def timeline_tables(timeline: Timeline, *, cluster: Cluster | None = None, bound: Bound | None = None) -> Group:
     """Everything a person wants to know first: total and bound, channels, busiest links, critical path."""
     parts = [_summary(timeline, bound)]
     if cluster is not None and cluster.num_links == len(timeline.link_names):
@@ -56,10 +54,7 @@ def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
     table.add_column("best", justify="right")
     for at, size in enumerate(sweep.sizes):
         best = sweep.best(at)
-        cells = [
-            Text(format_us(sweep.time_us[name][at]), style="bold green" if name == best else "")
-            for name in shown
-        ]
+        cells = [Text(format_us(sweep.time_us[name][at]), style="bold green" if name == best else "") for name in shown]
         bound = sweep.bound_us[at]
         multiple = f"{sweep.time_us[best][at] / bound:.2f}x" if bound > 0 else ""
         table.add_row(short_bytes(size), format_us(bound), *cells, multiple)

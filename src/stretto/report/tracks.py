@@ -125,9 +125,7 @@ def gb_per_s(timeline: Timeline, columns: int) -> NDArray[np.float64]:
     return result
 
 
-def _ramps(
-    begin: NDArray[np.float64], rate: NDArray[np.float64], edges: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _ramps(begin: NDArray[np.float64], rate: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sum of ``rate * (edge - begin)`` over all spans that begin before each edge."""
     order = np.argsort(begin)
     begin, rate = begin[order], rate[order]

@@ -11,8 +11,9 @@ from .. import _native
 from ..cluster import Cluster
 from ..cluster.symmetry import link_orbits
 from ..errors import InvalidInput, unknown
-from ..programs import Program, SymmetricProgram
+from ..programs import Lowered, Program, SymmetricProgram
 from ..units import MB, format_bytes
+from .messages import Messages
 from .timeline import Timeline
 
 CONTENTION = ("fifo", "fair")
@@ -20,7 +21,7 @@ ALPHA = ("pipelined", "blocking")
 
 
 def simulate(
-    program: Program | SymmetricProgram,
+    program: Program | SymmetricProgram | Lowered,
     cluster: Cluster,
     *,
     nbytes: float,
@@ -34,7 +35,8 @@ def simulate(
     but fair where a link caps single flows or loses throughput to incast, which only fair can express.
     `alpha`: ``pipelined`` (latency delays arrival only) or ``blocking`` (the link is taken for it too; with fair
     sharing the flow then starts after it). `channels` restricts routes to links of these channels.
-    A `SymmetricProgram` is simulated by rank 0 alone, on a cluster that looks the same from every device.
+    A `SymmetricProgram` is simulated by rank 0 alone, on a cluster that looks the same from every device; a
+    `Lowered` one (an MSCCL file, say) as its threadblocks would run it.
 
     >>> from stretto import AllReduce, algorithm
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
@@ -51,27 +53,28 @@ def simulate(
     if contention not in CONTENTION:
         raise unknown("contention mode", contention, CONTENTION)
     program.verify()
+    moves = Messages.of(program) if isinstance(program, Lowered) else program
     links = np.arange(cluster.num_links)
-    if isinstance(program, SymmetricProgram):
-        orbit, links = link_orbits(cluster, program.sizes)
-        route, route_ptr, route_links = _routes(program.dst, program.lane, cluster, channels)
+    if isinstance(moves, SymmetricProgram):
+        orbit, links = link_orbits(cluster, moves.sizes)
+        route, route_ptr, route_links = _routes(moves.dst, moves.lane, cluster, channels)
         route_links = orbit[route_links].astype(np.int32)
-        sender = np.zeros(len(program.dst), np.int32)
+        sender = np.zeros(len(moves.dst), np.int32)
     else:
-        route, route_ptr, route_links = routes_of(program, cluster, channels)
-        sender = program.src
+        route, route_ptr, route_links = routes_of(moves, cluster, channels)
+        sender = moves.src
     if special and contention == "fifo":
         _refuse_caps(cluster, links[route_links])
-    nbytes_each = program.transfer_bytes(nbytes)
+    nbytes_each = moves.transfer_bytes(nbytes)
     curves = cluster.incast_curves
     start, end, critical_path, busy, moved, events = _native.simulate(
-        reduce=program.reduce,
+        reduce=moves.reduce,
         bytes=nbytes_each,
-        after_ptr=program.after_ptr,
-        after=program.after,
-        gate_ptr=program.gate_ptr,
-        gate=program.gate,
-        gate_reads=program.gate_reads,
+        after_ptr=moves.after_ptr,
+        after=moves.after,
+        gate_ptr=moves.gate_ptr,
+        gate=moves.gate,
+        gate_reads=moves.gate_reads,
         route=route,
         route_ptr=route_ptr,
         route_links=route_links,
@@ -87,7 +90,7 @@ def simulate(
         fair=contention == "fair",
     )
     facts = {
-        "program": program.name,
+        "program": moves.name,
         "cluster": cluster.name,
         "bytes": format_bytes(nbytes),
         "contention": contention,
@@ -96,10 +99,10 @@ def simulate(
     }
     if channels is not None:
         facts["channels"] = "+".join(sorted(channels))
-    if isinstance(program, SymmetricProgram):
-        facts["stands for"] = f"{program.num_ranks} ranks"
-    streams, stream = _streams(program.dst, program.lane)
-    names, name = _names(program)
+    if isinstance(moves, SymmetricProgram):
+        facts["stands for"] = f"{moves.num_ranks} ranks"
+    streams, stream = _streams(moves.dst, moves.lane)
+    names, name = _names(moves)
     return Timeline(
         total_us=float(end.max(initial=0.0)),
         rank=sender,
@@ -119,17 +122,19 @@ def simulate(
 
 
 def routes_of(
-    program: Program, cluster: Cluster, channels: Iterable[str] | None = None
+    program: Program | Messages, cluster: Cluster, channels: Iterable[str] | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
     """Each transfer's route as an index into ``(ptr, links)``; its own where it names one, else the cluster's."""
     c = program.collective
     if max(c.ranks) >= cluster.num_devices:
-        raise InvalidInput(f"ranks: device {max(c.ranks)} does not exist; {cluster.name} has {cluster.num_devices} devices")
-    if program.routes and program.routes_digest != cluster.digest:
+        raise InvalidInput(
+            f"ranks: device {max(c.ranks)} does not exist; {cluster.name} has {cluster.num_devices} devices"
+        )
+    if isinstance(program, Program) and program.routes and program.routes_digest != cluster.digest:
         raise InvalidInput(f"routes: program {program.name} was routed on another cluster than {cluster.name}")
     device = np.array(c.ranks, np.int32)
     pair_of, ptr, links = _routes(device[program.dst], program.lane, cluster, channels, src=device[program.src])
-    if not program.routes:
+    if isinstance(program, Messages) or not program.routes:
         return pair_of, ptr, links
     _check_routes(program, cluster)
     own = np.array([link for route in program.routes for link in route], np.int32)
@@ -168,14 +173,17 @@ def _check_routes(program: Program, cluster: Cluster) -> None:
             raise InvalidInput(f"routes[{at}]: its links do not meet")
         for t in users:
             if (device[program.src[t]], device[program.dst[t]]) != (nodes[0], nodes[-1]):
-                raise InvalidInput(f"transfers[{t}].route: routes[{at}] does not lead from its source to its destination")
+                raise InvalidInput(
+                    f"transfers[{t}].route: routes[{at}] does not lead from its source to its destination"
+                )
 
 
-def _refuse_caps(cluster: Cluster, links: NDArray[np.int32]) -> None:
+def _refuse_caps(cluster: Cluster, links: NDArray[np.integer]) -> None:
     special = links[np.isfinite(cluster.link_flow_gb_per_s[links]) | (cluster.link_incast[links] >= 0)]
     if len(special):
         raise InvalidInput(
-            f"contention: fifo cannot express the flow cap or incast of link {cluster.link_name(int(special[0]))}; use fair"
+            f"contention: fifo cannot express the flow cap or incast of link "
+            f"{cluster.link_name(int(special[0]))}; use fair"
         )
 
 
@@ -198,8 +206,11 @@ def _streams(dst: NDArray[np.int32], lane: NDArray[np.int16]) -> tuple[tuple[str
     return tuple(f"to {v // lanes}" + (f" lane {v % lanes}" if lanes > 1 else "") for v in values), stream
 
 
-def _names(program: Program | SymmetricProgram) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+def _names(program: Program | SymmetricProgram | Messages) -> tuple[tuple[str, ...], NDArray[np.int32]]:
     """Names such as ``c3``, ``+c3`` (reduced) and ``c3 and 2 more``."""
+    if isinstance(program, Messages):
+        number = {label: i for i, label in enumerate(dict.fromkeys(program.labels))}
+        return tuple(number), np.array([number[label] for label in program.labels], np.int32)
     more = np.diff(program.chunk_ptr) - 1
     most = int(more.max(initial=0)) + 1
     first = program.chunk[program.chunk_ptr[:-1]].astype(np.int64)
@@ -208,4 +219,3 @@ def _names(program: Program | SymmetricProgram) -> tuple[tuple[str, ...], NDArra
     chunks, extra, signs = values // 2 // most, values // 2 % most, values % 2
     listed = zip(chunks.tolist(), extra.tolist(), signs.tolist(), strict=True)
     return tuple("+" * s + f"c{c}" + (f" and {m} more" if m else "") for c, m, s in listed), name
-

@@ -51,8 +51,8 @@ class Cut:
 def worst_sink(net: Net, needs: Iterable[Need], at_least: float = 0.0) -> Cut | None:
     """The tightest of all cuts that part some sink from what it needs; None if not tighter than `at_least`.
 
-    In a time T the arcs carry rate x T, and the needs of a sink fit if a flow of their size reaches it. If not,
-    the minimum cut of that flow proves a longer T (Newton's method on the ratio: finitely many cuts, no
+    In a time T the arcs carry rate x T, and the needs of a sink fit if a flow of their size reaches it. If
+    not, the minimum cut of that flow proves a longer T (Newton's method on the ratio: finitely many cuts, no
     bisection). Most sinks only confirm the T found so far, with one flow.
     """
     flow = _native.MaxFlow(net.num_nodes, net.src, net.dst)
@@ -102,14 +102,15 @@ def _grouped(
 
 def regions(cluster: Cluster) -> Iterator[NDArray[np.int64]]:
     """Natural ways to divide the devices, as the group of each: by host, and by slices of the dimensions."""
-    host = cluster.node_host[: cluster.num_devices].astype(np.int64)
-    yield np.unique(np.where(host < 0, -1 - np.arange(len(host)), host), return_inverse=True)[1]
-    sizes = [d.size for d in cluster.dimensions]
-    outer = np.arange(cluster.num_devices)
-    for size in sizes[:-1]:
-        yield outer % size
-        outer = outer // size
-        yield outer
+    number = np.arange(cluster.num_devices)
+    host = cluster.node_host[: cluster.num_devices]
+    found = [np.unique(np.where(host < 0, -1 - number, host), return_inverse=True)[1]]
+    outer = number
+    for dimension in cluster.dimensions[:-1]:
+        found.append(outer % dimension.size)
+        outer = outer // dimension.size
+        found.append(outer)
+    return (group for group in found if 0 < group.max() < len(number) - 1)
 
 
 def region_cuts(net: Net, demand: Demand, group: NDArray[np.int64]) -> Iterator[Cut]:

@@ -55,9 +55,9 @@ def lower_bound(
 ) -> Bound:
     """A time that no algorithm beats, without in-network reduction but with multicast or without.
 
-    It holds for both contention modes and both alpha modes of `simulate`. Any device may relay. `channels`:
-    only links of these channels may be used. ``docs/bounds.md`` has the proofs. What does not depend on nbytes
-    is kept, so that a sweep over sizes costs little more than one size.
+    It holds for both contention modes and both alpha modes of `simulate`. Any device may relay; with
+    `channels` only over links of these channels. ``docs/bounds.md`` has the proofs. What does not depend on
+    nbytes is kept, so that a sweep over sizes costs little more than one size.
 
     >>> from stretto import MB, AllReduce
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
@@ -293,7 +293,8 @@ def _cut_proof(cluster: Cluster, net: Net, cut: Cut | None, exact: bool) -> Proo
     receive = np.count_nonzero(inside) <= np.count_nonzero(~inside)
     who = _devices_in_words(cluster, np.flatnonzero(inside if receive else ~inside))
     reason = f"cut: {who} must {'receive' if receive else 'send'} {{bytes}} over {cut.rate / 1e3:.6g} GB/s"
-    return Proof.of(net, cut.arcs.astype(np.float64), cut.share, reason, f"max-flow{', exact' * exact}", exact)
+    method = f"max-flow{', exact' * exact}"
+    return Proof.of(net, cut.arcs.astype(np.float64), cut.share, reason, method, exact)
 
 
 def _size(nbytes: float) -> str:
@@ -302,7 +303,7 @@ def _size(nbytes: float) -> str:
 
 def _devices_in_words(cluster: Cluster, devices: NDArray[np.int64]) -> str:
     if len(devices) == 1:
-        return cluster.node_names[devices[0]]
+        return cluster.node_names[int(devices[0])]
     hosts = np.unique(cluster.node_host[devices])
     whole = np.isin(cluster.node_host[: cluster.num_devices], hosts).sum() == len(devices)
     if whole and hosts[0] >= 0 and len(hosts) <= 4:

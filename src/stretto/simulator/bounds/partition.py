@@ -25,10 +25,10 @@ class Partition:
 def narrowest_partition(net: Net, vertex: NDArray[np.int64]) -> Partition | None:
     """The partition P of the vertices that maximises ``(|P| - 1) / sum of the rates into its groups``.
 
-    ``vertex[d]`` is the vertex that device d belongs to; None with fewer than two vertices. The rate into a set
-    of vertices is a minimum cut (switches side with whom they like), hence submodular. For a given ratio the best
-    partition is a Dilworth truncation of (rate - 1/ratio): a greedy pass over the vertices finds it with one
-    minimum cut each. Newton's method on the ratio ends after a few passes.
+    ``vertex[d]`` is the vertex that device d belongs to; None with fewer than two vertices. The rate into a
+    set of vertices is a minimum cut (switches side with whom they like), hence submodular. For a given ratio
+    the best partition is a Dilworth truncation of (rate - 1/ratio): a greedy pass over the vertices finds it
+    with one minimum cut each. Newton's method on the ratio ends after a few passes.
     """
     count = int(vertex.max(initial=-1)) + 1
     if count < 2:
@@ -51,11 +51,9 @@ class _Entries:
 
     def __init__(self, net: Net, vertex: NDArray[np.int64], count: int) -> None:
         self.net, self.vertex, self.count = net, vertex, count
-        real = net.link >= 0
         node = np.concatenate([vertex, count + np.arange(net.num_nodes - net.num_devices)]).astype(np.int32)
         self.src, self.dst = node[net.src], node[net.dst]
-        self.arcs = np.flatnonzero(real & (self.src != self.dst))
-        self.node = node
+        self.arcs = np.flatnonzero((net.link >= 0) & (self.src != self.dst))
         self.flow = _native.MaxFlow(int(node.max()) + 1, self.src[self.arcs], self.dst[self.arcs])
         rates = net.rate[self.arcs]
         self.flow.set_capacity(rates, max(float(rates.sum()), 1e-300) * 2.0**-58)

@@ -1,0 +1,117 @@
+"""Lowered programs on the network: their messages, and what each waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..collectives import Collective
+from ..errors import InvalidInput
+from ..programs.lowered import (
+    BUFFERS,
+    OPS,
+    RECV_REDUCE_COPY,
+    RECV_REDUCE_COPY_SEND,
+    RECV_REDUCE_SEND,
+    WRITES_DST,
+    Lowered,
+)
+from ..programs.streams import Streams
+
+REDUCING = (RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Messages:
+    """The messages of a lowered program as transfers that depend on one another.
+
+    A message starts when the instructions before it (in its threadblock, or waited for) have got their messages; it
+    is received when those before the receiving instruction have. Local copies and reductions take no time.
+    """
+
+    name: str
+    collective: Collective
+    src: NDArray[np.int32]
+    dst: NDArray[np.int32]
+    lane: NDArray[np.int16]
+    reduce: NDArray[np.bool_]
+    count: NDArray[np.int32]
+    after_ptr: NDArray[np.int64]
+    after: NDArray[np.int32]
+    gate_ptr: NDArray[np.int64]
+    gate: NDArray[np.int32]
+    gate_reads: NDArray[np.bool_]
+    labels: tuple[str, ...]
+    """What the receiving instruction does, per message."""
+
+    @classmethod
+    def of(cls, x: Lowered) -> Messages:
+        """The messages of a lowered program (verify it first)."""
+        streams = Streams.of(x)
+        waits = _received_before(streams, x.num_instructions)
+        # A fused instruction sends on what it receives.
+        own = streams.pop[streams.senders].tolist()
+        after_ptr, after = _table(
+            [frozenset({m}) if m >= 0 else waits[e] for m, e in zip(own, streams.senders.tolist(), strict=True)]
+        )
+        gate_ptr, gate = _table([waits[e] for e in streams.receivers.tolist()])
+        at = streams.receivers
+        stores = [
+            f"{OPS[op]} {BUFFERS[buf]}[{off}]" if WRITES_DST[op] else OPS[op]
+            for op, buf, off in zip(x.op[at].tolist(), x.dst_buf[at].tolist(), x.dst_off[at].tolist(), strict=True)
+        ]
+        return cls(
+            name=x.name,
+            collective=x.collective,
+            src=streams.rank[streams.senders],
+            dst=streams.rank[at],
+            lane=x.tb_channel[streams.tb[at]].astype(np.int16),
+            reduce=np.isin(x.op[at], REDUCING),
+            count=x.count[at],
+            after_ptr=after_ptr,
+            after=after,
+            gate_ptr=gate_ptr,
+            gate=gate,
+            gate_reads=np.zeros(len(gate), np.bool_),
+            labels=tuple(stores),
+        )
+
+    def transfer_bytes(self, nbytes: float) -> NDArray[np.float64]:
+        """The size of each message."""
+        share = self.collective.chunk_share
+        if share.max() > share.min() * (1 + 1e-9):
+            raise InvalidInput(f"{self.name}: chunks of a lowered program must be of one size to be timed")
+        return self.count.astype(np.float64) * (float(share[0]) * nbytes)
+
+
+def _received_before(streams: Streams, count: int) -> list[frozenset[int]]:
+    """For each instruction, the messages that must have come in before it may run (only the last ones of a chain)."""
+    before: list[list[int]] = [[] for _ in range(count)]
+    waiting = np.zeros(count, np.int64)
+    followers: list[list[int]] = [[] for _ in range(count)]
+    for first, second in streams.local_edges():
+        for a, b in zip(first.tolist(), second.tolist(), strict=True):
+            before[b].append(a)
+            followers[a].append(b)
+            waiting[b] += 1
+    result: list[frozenset[int]] = [frozenset()] * count
+    ready = np.flatnonzero(waiting == 0).tolist()
+    while ready:
+        e = ready.pop()
+        found: set[int] = set()
+        for a in before[e]:
+            got = int(streams.pop[a])
+            found |= {got} if got >= 0 else result[a]
+        result[e] = frozenset(found)
+        for b in followers[e]:
+            waiting[b] -= 1
+            if not waiting[b]:
+                ready.append(b)
+    return result
+
+
+def _table(rows: list[frozenset[int]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    ptr = np.cumsum([0, *map(len, rows)]).astype(np.int64)
+    return ptr, np.array([m for row in rows for m in sorted(row)], np.int32)
