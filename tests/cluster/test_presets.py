@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -66,13 +67,13 @@ def test_an_unknown_preset_lists_the_known_ones() -> None:
         ({"speed": 1}, "unknown option of preset torus 'speed'; choose from: nodes, gb_per_s, alpha_us, dims"),
     ],
 )
-def test_bad_options_are_refused_by_name(options: dict[str, object], message: str) -> None:
+def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput) as error:
         Cluster.preset("torus", **options)
     assert str(error.value).startswith(message)
 
 
-def test_ndv2_has_tacclls_nvlinks_and_one_nic_behind_the_first_pcie_switch() -> None:
+def test_ndv2_has_taccls_nvlinks_and_one_nic_behind_the_first_pcie_switch() -> None:
     found = links(Cluster.preset("ndv2", nodes=2))
     double = {(0, 1), (0, 4), (1, 3), (2, 3), (2, 6), (4, 5), (5, 7), (6, 7)}
     single = {(0, 2), (0, 3), (1, 2), (1, 5), (3, 7), (4, 6), (4, 7), (5, 6)}
@@ -234,7 +235,7 @@ def test_boxes_have_the_published_optimal_all_gather_rate(name: str, nodes: int,
 
 
 def test_regular_networks_have_the_degrees_their_names_promise() -> None:
-    def degrees(name: str, **options: object) -> set[int]:
+    def degrees(name: str, **options: Any) -> set[int]:
         cluster = Cluster.preset(name, **options)
         return set(np.bincount(cluster.link_src, minlength=cluster.num_devices).tolist())
 

@@ -121,16 +121,13 @@ def direct_all_to_all(n: int, *, chunks: int = 1) -> Lowered:
     return streams(f"direct all-to-all {n}", AllToAll(n, chunks=k), blocks)
 
 
-def chatter(chunks: int) -> Lowered:
-    """Two ranks exchange a shard chunk by chunk: streams longer than one threadblock may be."""
-    blocks: list[Stream] = []
-    for r in range(2):
-        own: list[Line] = []
-        for j in range(chunks):
-            own.append(("s", ("o", r * chunks + j), None, 1, None))
-            own.append(("r", None, ("o", (1 - r) * chunks + j), 1, None))
-        blocks.append((r, 1 - r, 1 - r, own))
-    return streams("chatter", AllGather(2, chunks=chunks, in_place=True), blocks)
+def trickle(chunks: int, root: int) -> Lowered:
+    """A broadcast to one rank chunk by chunk: streams longer than one threadblock may be."""
+    sends: list[Line] = [("s", ("i", j), None, 1, None) for j in range(chunks)]
+    gets: list[Line] = [("r", None, ("o", j), 1, None) for j in range(chunks)]
+    blocks: list[Stream] = [(root, 1 - root, -1, sends), (1 - root, -1, root, gets)]
+    blocks.append((root, -1, -1, [("cpy", ("i", 0), ("o", 0), chunks, None)]))
+    return streams("trickle", Broadcast(2, root=root, chunks=chunks), sorted(blocks, key=lambda b: b[0]))
 
 
 def swap() -> Lowered:
@@ -336,7 +333,8 @@ MUTATED = {
     "reductions_zero_copy": raw(ring_all_reduce(3, in_place=False), zero_copy=True),
     "semaphores": raw(direct_reduce_scatter(3, in_place=True)),
     "split_streams": raw(split_all_gather(3)),
-    "continued": raw(chatter(12)),
+    "continued_sends": raw(trickle(16, root=0)),
+    "continued_receives": raw(trickle(16, root=1)),
 }
 
 
@@ -415,19 +413,17 @@ def test_signals_and_semaphores_left_over_are_errors() -> None:
 
 
 def test_a_wrong_result_is_named() -> None:
-    plan = loads(dumps(ring_all_gather(3)))
-    with pytest.raises(VerificationError, match=r"o\[\d\] of rank \d is wrong after launch 0, seed 7"):
-        check(plan, AllGather(3, chunks=1), seeds=[7])
+    plan = loads(dumps(direct_all_to_all(2)))
+    with pytest.raises(VerificationError, match=r"o\[0\] of rank 0 is wrong after launch 0, seed 7"):
+        check(plan, AllReduce(2), seeds=[7])
 
 
 def test_two_threads_on_one_counter_are_a_race() -> None:
-    plan = raw(ring_all_gather(3))
-    block = plan["gpus"][0]["threadblocks"][0]
-    for op in block["ops"]:
-        if len(op.get("channel_ids", [])) == 2:
-            op["channel_ids"].reverse()
-            break
-    with pytest.raises(VerificationError, match=r"race (to|on)"):
+    plan = raw(ring_all_gather(4))
+    ops = plan["gpus"][0]["threadblocks"][0]["ops"]
+    at = next(k for k, op in enumerate(ops) if op["name"] == "signal" and len(op["channel_ids"]) == 2)
+    ops.insert(at + 1, ops[at] | {"channel_ids": ops[at]["channel_ids"][1:]})
+    with pytest.raises(VerificationError, match="race to signal on channel from rank 0 to rank 3: rank 0 threadblock 0 op"):
         check_plan(loads(json.dumps(plan)))
 
 

@@ -48,13 +48,14 @@ def pairwise(
     steps.add(src=rank, dst=dst, step=turn * chunks + piece, chunk=chunk[..., None])
     name = label("pairwise", chunks=unless(1, chunks), pattern=pattern, order=order)
     program = steps.program(name, AllToAll(devices, chunks=chunks, in_place=in_place), placement(n, order))
-    # Message (turn, piece, rank) is number ((turn-1)*chunks + piece)*n + rank. The first of a round waits for
-    # the last that the same rank receives in the round before; the other pieces follow on their connection.
+    # Message (turn, piece, rank) is number ((turn-1)*chunks + piece)*n + rank. Those of a round wait for the
+    # last one that the same rank receives in the round before.
     waits = np.zeros((max(n - 1, 0), chunks, n), np.int64)
-    waits[1:, 0] = 1
-    last = ((turn[:-1, 0] - 1) * chunks + chunks - 1) * n + sender[:-1, 0]
+    waits[1:] = 1
+    last = ((turn[:-1] - 1) * chunks + chunks - 1) * n + sender[:-1]
+    after = np.broadcast_to(last, (max(n - 2, 0), chunks, n))
     return program.replace(
-        after_ptr=np.concatenate([[0], np.cumsum(waits)]), after=last.ravel().astype(np.int32)
+        after_ptr=np.concatenate([[0], np.cumsum(waits)]), after=after.ravel().astype(np.int32)
     )
 
 

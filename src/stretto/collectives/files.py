@@ -137,15 +137,14 @@ def read(data: Any) -> Collective:
 def _bound(form: _File) -> None:
     """Runs are short to write, so what they stand for is counted before any of it is made."""
     total = 0
-    sides: tuple[tuple[str, Sequence[Sequence[Chunks | _Start | _End]]], ...]
-    sides = (("start", form.start), ("end", form.end))
-    for key, rows in sides:
-        for rank, row in enumerate(rows):
-            for at, entry in enumerate(row):
-                chunks = entry.chunks if isinstance(entry, _Start | _End) else entry
-                total += len(_run(chunks, f"$.{key}[{rank}][{at}]", form.num_chunks))
-                if total > MAX_FILE_ENTRIES:
-                    raise InvalidInput(f"$.{key}[{rank}]: start and end hold over {MAX_FILE_ENTRIES} chunks")
+    rows = [("start", rank, row) for rank, row in enumerate(form.start)]
+    wanted = [("end", rank, row) for rank, row in enumerate(form.end)]
+    for key, rank, row in (*rows, *wanted):
+        for at, entry in enumerate(row):
+            chunks = entry.chunks if isinstance(entry, _Start | _End) else entry
+            total += len(_run(chunks, f"$.{key}[{rank}][{at}]", form.num_chunks))
+            if total > MAX_FILE_ENTRIES:
+                raise InvalidInput(f"$.{key}[{rank}]: start and end hold over {MAX_FILE_ENTRIES} chunks")
 
 
 def _check_parts(
@@ -203,9 +202,7 @@ def _share(
     key = "sizes" if form.share is None else "share"
     given = form.sizes if form.share is None else form.share
     count = form.num_chunks
-    values = (
-        np.full(count, 1.0 if given is None else given) if not isinstance(given, list) else np.array(given)
-    )
+    values = np.full(count, 1.0 if given is None else given) if not isinstance(given, list) else np.array(given)
     if values.shape != (count,):
         raise InvalidInput(f"$.{key}: needs one number for each of {count} chunks, not {len(values)}")
     bad = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
@@ -253,12 +250,7 @@ def _form(collective: Collective) -> _File:
         start.append([run if part == rank else _Start(run, part) for run, part in _runs(entries)])
         low, high = int(c.out_ptr[rank]), int(c.out_ptr[rank + 1])
         wanted = zip(c.out_chunk[low:high].tolist(), c.out_set[low:high].tolist(), strict=True)
-        end.append(
-            [
-                run if which == ALL_PARTS else _End(run, list(c.part_sets[which]))
-                for run, which in _runs(wanted)
-            ]
-        )
+        end.append([run if which == ALL_PARTS else _End(run, list(c.part_sets[which])) for run, which in _runs(wanted)])
     return _File(
         stretto="collective",
         version=VERSION,
