@@ -50,8 +50,7 @@ def measure(
         "time_us": timeline.total_us,
     }
     if bound:
-        collective = program.collective() if isinstance(program, SymmetricProgram) else program.collective
-        row["bound_us"] = st.lower_bound(collective, cluster, nbytes=nbytes).total_us
+        row["bound_us"] = st.lower_bound(program.collective, cluster, nbytes=nbytes).total_us
     return row
 
 

@@ -21,10 +21,8 @@ class MaxFlow {
               const int64_t* demand, int64_t num_sinks);
 
   // After run: the nodes from which more could still reach a sink (the smallest sink side of a minimum cut).
-  // None of them has supply left, unless the run stopped because all the demand was met.
   std::vector<bool> sink_side() const;
 
-  int32_t num_nodes() const { return n_; }
   int64_t num_arcs() const { return (int64_t)capacity_.size(); }
 
  private:

@@ -69,6 +69,12 @@ def test_every_output_is_written(good: Run, tmp_path: Path) -> None:
     assert (row["system"], row["time_us"]) == ("p.txt", timeline.total_us)
 
 
+def test_names_from_outside_are_not_taken_for_markup(good: Run, tmp_path: Path) -> None:
+    path = tmp_path / "[bold]p[red].txt"
+    assert f"wrote {path}" in good("simulate", "ring", "--cluster", "ring:4", "--program", str(path))
+    assert path.name in good("simulate", str(path), "--cluster", "ring:4", "--bytes", "1K,1M")
+
+
 def test_options_reach_the_simulator(good: Run, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     good(
@@ -146,10 +152,28 @@ def test_hostile_program_files_are_one_line(content: bytes, suffix: str, bad: Ru
     assert len(bad("simulate", str(path), "--cluster", "ring:4")) > len("stretto: error: ")
 
 
-def test_instruction_streams_are_not_simulated_and_the_message_says_so(good: Run, bad: Run, tmp_path: Path) -> None:
+def test_an_msccl_file_takes_as_long_as_the_program_it_was_made_from(good: Run, bad: Run, tmp_path: Path) -> None:
     path = tmp_path / "ring.xml"
-    good("simulate", "ring", "--cluster", "ring:4", "--program", str(path))
-    assert "holds instruction streams" in bad("simulate", str(path), "--cluster", "ring:4")
+    times = []
+    for what, extra in (("ring", ("--program", str(path))), (str(path), ())):
+        rows = tmp_path / "rows.json"
+        good("simulate", what, "--cluster", "ring:4", "--json", str(rows), *extra)
+        times.append(json.loads(rows.read_text())["rows"][0]["time_us"])
+    assert times[0] == pytest.approx(times[1])
+    plan = tmp_path / "ring.json"
+    good("simulate", "ring", "--cluster", "ring:4", "--program", str(plan))
+    assert "can be executed" in bad("simulate", str(plan), "--cluster", "ring:4")
+
+
+def test_one_rank_may_stand_for_all(good: Run, bad: Run, tmp_path: Path) -> None:
+    times = []
+    for symmetric in (("--symmetric",), ()):
+        rows = tmp_path / "rows.json"
+        good("simulate", "hierarchical", "--cluster", "torus:16", "--chunks", "2", "--json", str(rows), *symmetric)
+        times.append(json.loads(rows.read_text())["rows"][0]["time_us"])
+    assert times[0] == pytest.approx(times[1])
+    assert "only hierarchical" in bad("simulate", "ring", "--symmetric", "--cluster", "torus:16")
+    assert "regular dimensions" in bad("simulate", "hierarchical", "--symmetric", "--cluster", "dgx2:2")
 
 
 def test_a_file_says_its_collective_itself(bad: Run, tmp_path: Path) -> None:

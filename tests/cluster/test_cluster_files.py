@@ -193,7 +193,7 @@ def test_the_good_example_is_good() -> None:
         ("version: 1", "version: 7", "$.version: must be 1, not 7"),
         ("version: 1", "", "$.version: must be 1, not None"),
         ("stretto: cluster", "stretto: collective", "$.stretto: Invalid enum value 'collective'"),
-        ("name: pair", "", "$: Object missing required field `name`"),
+        ("name: pair", "", "Object missing required field `name`"),
         ("name: pair", "name: pair\nincast_curves: [[[2, 7.0]]]", "incast[0]: pairs need rising flows"),
         (
             "name: pair",

@@ -6,14 +6,16 @@ import ast
 import copy
 import json
 import logging
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stretto import AllGather, AllReduce, AllToAll, Broadcast, Collective, Reduce, ReduceScatter
+from stretto import AllGather, AllReduce, AllToAll, Broadcast, Collective, Program, Reduce, ReduceScatter
 from stretto.algorithms.registry import algorithm, algorithms
 from stretto.errors import InvalidInput, StrettoError, VerificationError
 from stretto.programs.formats import mscclpp_json, mscclpp_machine, mscclpp_reader
@@ -133,8 +135,7 @@ def trickle(chunks: int, root: int) -> Lowered:
 def swap() -> Lowered:
     """Both ranks send a place and then receive into it: only a slot can take the message meanwhile."""
     blocks: list[Stream] = [
-        (r, 1 - r, 1 - r, [("s", ("o", 1 - r), None, 1, None), ("r", None, ("o", 1 - r), 1, None)])
-        for r in range(2)
+        (r, 1 - r, 1 - r, [("s", ("o", 1 - r), None, 1, None), ("r", None, ("o", 1 - r), 1, None)]) for r in range(2)
     ]
     return streams("swap", AllToAll(2, in_place=True), blocks)
 
@@ -165,7 +166,8 @@ def test_hand_made_streams_run_right(name: str, zero_copy: bool, ports: str, fif
     assert collective_of(plan) == lowered.collective
     assert check(plan, lowered.collective, seeds=range(3)).launches == 2
     kinds = {c.channel_type for gpu in plan.gpus for c in gpu.channels}
-    assert ("port" in kinds, "memory" in kinds) == (ports != "none", ports == "none" or (ports, n) == ("between_hosts", 4))
+    assert ("port" in kinds) == (ports != "none")
+    assert ("memory" in kinds) == (hosts is None or len(set(hosts)) < n)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -173,14 +175,62 @@ def test_hand_made_streams_run_right(name: str, zero_copy: bool, ports: str, fif
 def test_every_algorithm_of_the_library_runs_right(kind: str, in_place: bool) -> None:
     ran = 0
     for entry in algorithms(kind):
-        for n in (3, 4, 8):
+        for n in (3, 4):
             if entry.refusal(kind, n) is not None:
                 continue
             lowered = algorithm(entry.name, kind, n, in_place=in_place).lower(fifo_depth=2)
-            for zero_copy, hosts in ((False, [r // 2 for r in range(n)]), (True, None), (True, [r // 2 for r in range(n)])):
+            pairs = [r // 2 for r in range(n)]
+            for zero_copy, hosts in ((False, pairs), (True, None), (True, pairs)):
                 check_plan(loads(dumps(lowered, zero_copy=zero_copy, hosts=hosts)), seeds=[n])
                 ran += 1
     assert ran >= 6
+
+
+def random_program(pick: random.Random) -> Program:
+    """Every chunk is gathered along a random tree and spread along another, over two lanes."""
+    n, chunks, in_place = pick.randint(2, 6), pick.randint(1, 2), pick.random() < 0.5
+    collective = pick.choice(
+        [
+            AllGather(n, chunks=chunks, in_place=in_place),
+            AllReduce(n, chunks=n * chunks, in_place=in_place),
+            ReduceScatter(n, chunks=chunks, in_place=in_place),
+            Broadcast(n, root=n - 1, chunks=chunks, in_place=in_place),
+        ]
+    )
+    moves: list[tuple[int, int, int, int, bool, int]] = []
+    for chunk in range(collective.num_chunks):
+        step = pick.randint(0, 3)
+        root = {"all_reduce": pick.randrange(n), "broadcast": n - 1}.get(collective.kind, chunk // chunks)
+        for reduces in ((True,) * collective.combining) + ((False,) * (collective.kind != "reduce_scatter")):
+            joined, parents = [root], {}
+            for rank in pick.sample([r for r in range(n) if r != root], n - 1):
+                parents[rank] = pick.choice(joined)
+                joined.append(rank)
+            for rank in reversed(joined[1:]) if reduces else joined[1:]:
+                ends = (rank, parents[rank]) if reduces else (parents[rank], rank)
+                moves.append((*ends, chunk, step, reduces, pick.randint(0, 1)))
+                step += 1
+    src, dst, chunk_of, step_of, reduce, lane = (list(column) for column in zip(*moves, strict=True))
+    return Program.from_steps(
+        "random", collective, src=src, dst=dst, chunk=chunk_of, step=step_of, reduce=reduce, lane=lane
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_run_right(seed: int) -> None:
+    pick = random.Random(seed)
+    program = random_program(pick)
+    lowered = program.lower(fifo_depth=pick.choice([1, 2]), instances=pick.choice([1, 1, 2]), fuse=pick.random() < 0.8)
+    for zero_copy in (False, True):
+        hosts = pick.choice([None, [pick.randint(0, 2) for _ in program.collective.ranks]])
+        text = dumps(lowered, zero_copy=zero_copy, hosts=hosts, fifo_depth=pick.choice([2, 3, 5]))
+        assert check_plan(loads(text), seeds=[seed]).collective == lowered.collective
+
+
+def test_a_hierarchical_program_on_two_hosts_runs_right() -> None:
+    lowered = algorithm("hierarchical", "all_reduce", 8, in_place=True, dims=(4, 2)).lower(fifo_depth=2)
+    for zero_copy in (False, True):
+        check_plan(loads(dumps(lowered, hosts=[r // 4 for r in range(8)], zero_copy=zero_copy)))
 
 
 def test_instances_and_roots_survive() -> None:
@@ -245,18 +295,22 @@ def test_options_that_cannot_be_met_are_refused(options: dict[str, Any], message
 
 def test_collectives_the_executor_does_not_know_are_refused() -> None:
     lowered = algorithm("binomial", "reduce", 4).lower()
-    with pytest.raises(InvalidInput, match="unknown collective for MSCCL\\+\\+ 'reduce'; choose from: all_gather, all_re"):
+    with pytest.raises(
+        InvalidInput, match=r"unknown collective for MSCCL\+\+ 'reduce'; choose from: all_gather, all_re"
+    ):
         dumps(lowered)
     assert lowered.collective == Reduce(4, chunks=lowered.collective.chunks)
 
 
 def test_chunks_of_different_size_are_refused() -> None:
-    from dataclasses import replace
-
     uneven = replace(AllGather(2), chunk_share=np.array([0.25, 0.75]))
     blocks: list[Stream] = [
-        (r, 1 - r, 1 - r, [("cpy", ("i", 0), ("o", r), 1, None), ("s", ("i", 0), None, 1, None),
-                           ("r", None, ("o", 1 - r), 1, None)])
+        (
+            r,
+            1 - r,
+            1 - r,
+            [("cpy", ("i", 0), ("o", r), 1, None), ("s", ("i", 0), None, 1, None), ("r", None, ("o", 1 - r), 1, None)],
+        )
         for r in range(2)
     ]
     with pytest.raises(InvalidInput, match="chunk_share: MSCCL\\+\\+ cuts buffers into equal chunks"):
@@ -264,14 +318,14 @@ def test_chunks_of_different_size_are_refused() -> None:
 
 
 def test_wrong_streams_are_not_exported() -> None:
-    blocks: list[Stream] = [(r, 1 - r, 1 - r, [("s", ("i", 0), None, 1, None), ("r", None, ("o", r), 1, None)]) for r in range(2)]
+    blocks: list[Stream] = [
+        (r, 1 - r, 1 - r, [("s", ("i", 0), None, 1, None), ("r", None, ("o", r), 1, None)]) for r in range(2)
+    ]
     with pytest.raises(VerificationError):
         dumps(streams("wrong", AllGather(2), blocks))
 
 
 def test_another_protocol_is_said_to_become_simple(caplog: pytest.LogCaptureFixture) -> None:
-    from dataclasses import replace
-
     with caplog.at_level(logging.INFO):
         text = dumps(replace(HAND_MADE["ring_ag"], protocol="LL128"))
     assert loads(text).protocol == "Simple"
@@ -344,6 +398,9 @@ def test_no_operation_can_be_left_out(name: str) -> None:
     plan = MUTATED[name]
     assert runs(plan)
     for ops, k, op in every_op(plan):
+        beside = {o["name"] for o in (ops[max(k - 1, 0)], ops[min(k + 1, len(ops) - 1)])}
+        if name.startswith("continued") and op["name"] == "nop" and beside & {"sem_acquire", "sem_release"}:
+            continue  # where a stream is cut all threads meet, whether the next operation needs it or not
         del ops[k]
         assert not runs(plan), f"without {op} (number {k})"
         ops.insert(k, op)
@@ -423,7 +480,7 @@ def test_two_threads_on_one_counter_are_a_race() -> None:
     ops = plan["gpus"][0]["threadblocks"][0]["ops"]
     at = next(k for k, op in enumerate(ops) if op["name"] == "signal" and len(op["channel_ids"]) == 2)
     ops.insert(at + 1, ops[at] | {"channel_ids": ops[at]["channel_ids"][1:]})
-    with pytest.raises(VerificationError, match="race to signal on channel from rank 0 to rank 3: rank 0 threadblock 0 op"):
+    with pytest.raises(VerificationError, match="race to signal on channel from rank 0 to rank 3: rank 0 thr"):
         check_plan(loads(json.dumps(plan)))
 
 
@@ -465,6 +522,7 @@ ADDS = f"{TB}.2.ops"
         ("gpus.0.scratch_chunks", "4", r"gpus\[0\].scratch_chunks: Expected `int`, got `str`"),
         ("gpus.0.scratch_chunks", 1, r"s\[\d:\d\] of rank 0 does not exist; it has 1 chunks"),
         ("gpus.0.channels.0.connected_to.0", 3, r"gpus\[0\].channels: must name another rank 0..2, not 3"),
+        ("gpus.0.semaphores", [{"init_value": 65536}] * 17, "gpus: semaphores start at 1114112 in all; at most"),
         ("gpus.0.remote_buffers.0.rank", 0, r"gpus\[0\].remote_buffers: must name another rank 0..2, not 0"),
         (f"{TB}.1.id", 0, r"threadblocks\[1\].id: must be 1, not 0"),
         (f"{TB}.0.ops", [{"name": "nop"}] * 65, r"ops: Expected `array` of length <= 64"),
@@ -482,11 +540,11 @@ ADDS = f"{TB}.2.ops"
         (f"{ADDS}.2.src_buff.0.size", 0, "size: Expected `int` >= 1"),
         (f"{ADDS}.4.reduce_op", "max", "reduce_op: Invalid enum value 'max'"),
         (f"{TB}.0.ops.0.dst_buff.0.buffer_id", 4, "buffer_id: 4 is no peer's buffer reached by memory"),
-        (f"{TB}.0.ops.0.channel_type", "none", "channel_type: must be memory or port, not none"),
+        (f"{TB}.0.ops.0.channel_type", "none", "channel_type: put needs memory or port, not none"),
         (f"{TB}.0.ops.2.channel_ids", [5], "channel_ids: memory channel 5 does not exist here"),
         (f"{TB}.0.ops.2.channel_ids", [], "channel_ids: must be one or more different channels"),
         (f"{TB}.0.ops.2.channel_ids", [0, 0], "channel_ids: must be one or more different channels"),
-        (f"{TB}.1.ops.2.channel_type", "memory", "channel_type: pws needs a port, not memory"),
+        (f"{TB}.1.ops.2.channel_type", "memory", "channel_type: pws needs port, not memory"),
         (f"{TB}.1.channels.0.channel_ids", [8], "port channel 0 does not exist here"),
     ],
 )
@@ -501,6 +559,50 @@ def test_broken_plans_are_refused_in_one_line_that_names_the_field(path: str, va
 def test_text_that_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match=r"plan: "):
         loads(text)
+
+
+def test_nothing_that_may_stand_in_a_file_is_more_than_refused() -> None:
+    """Random damage gives a plan that runs, or one of our errors in one line; never a crash."""
+    good = (DATA / "allreduce_2_reads.json").read_text()
+    junk: list[Any] = [
+        None,
+        0,
+        -1,
+        7,
+        1 << 40,
+        1 << 70,
+        1.5,
+        "x",
+        "",
+        [],
+        {},
+        True,
+        [[]],
+        "port",
+        [0, 1],
+        {"name": "put"},
+    ]
+    seen: set[str] = set()
+    for seed in range(600):
+        pick = random.Random(seed)
+        plan = json.loads(good)
+        holder, key = pick.choice(list(fields(plan)))
+        if pick.random() < 0.2:
+            del holder[key]
+        else:
+            holder[key] = pick.choice(junk)
+        try:
+            check_plan(loads(json.dumps(plan)), seeds=[0])
+        except StrettoError as error:
+            assert "\n" not in str(error)
+            seen.add(type(error).__name__)
+    assert seen == {"InvalidInput", "VerificationError"}
+
+
+def fields(node: Any) -> Iterator[tuple[Any, Any]]:
+    for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        yield node, key
+        yield from fields(node[key])
 
 
 def test_plans_too_large_to_run_are_refused_before_memory_is_taken() -> None:

@@ -16,7 +16,7 @@ from .. import collectives as library
 from ..collectives import Collective
 from ..collectives.conditions import as_ranks
 from ..errors import InvalidInput, unknown
-from ..programs.ir import MAX_TRANSFERS, Program
+from ..programs.ir import Program
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -37,6 +37,8 @@ COLLECTIVES: dict[str, Callable[..., Collective]] = {
     "permute": library.Permute,
 }
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
+MAX_MOVES = 1 << 27
+"""Chunks moved by one program: what an ordinary machine's memory holds."""
 MAX_NAME = 63
 """What the oldest of the file formats has room for."""
 SHARDED = ("all_gather", "reduce_scatter", "gather", "scatter")
@@ -94,7 +96,6 @@ class Steps:
         self._columns: dict[str, list[NDArray[Any]]] = {
             key: [] for key in ("src", "dst", "step", "reduce", "lane", "chunk", "width")
         }
-        self._total = 0
 
     def add(
         self, *, src: ArrayLike, dst: ArrayLike, step: ArrayLike, chunk: ArrayLike,
@@ -111,9 +112,6 @@ class Steps:
         }
         shape = np.broadcast_shapes(chunk.shape[:-1], *(end.shape for end in ends.values()))
         width = chunk.shape[-1]
-        self._total += math.prod(shape) * width
-        if self._total > MAX_TRANSFERS:
-            raise InvalidInput(f"ranks, chunks: {self._total} chunks would be moved; at most {MAX_TRANSFERS}")
         table = np.broadcast_to(chunk, (*shape, width)).reshape(-1, width)
         present = table >= 0
         widths = np.count_nonzero(present, axis=1)
@@ -150,11 +148,23 @@ def _placed(collective: Collective, chunk: NDArray[Any], order: Ints) -> NDArray
     return chunk
 
 
-def devices_of(ranks: Ranks, chunks: int) -> tuple[int, ...]:
-    """The devices that take part; also checks `chunks`, which every algorithm takes."""
-    if not 1 <= chunks <= MAX_TRANSFERS:
-        raise InvalidInput(f"chunks: must be 1..{MAX_TRANSFERS}, not {chunks}")
-    return as_ranks(ranks)
+def devices_of(ranks: Ranks, chunks: int, moves: Callable[[int], int]) -> tuple[int, ...]:
+    """The devices that take part, once it is clear that the program fits into memory.
+
+    ``moves(n)`` is about how often a chunk is moved over n ranks where `chunks` is 1.
+    """
+    devices = as_ranks(ranks)
+    if not 1 <= chunks <= MAX_MOVES:
+        raise InvalidInput(f"chunks: must be 1..{MAX_MOVES}, not {chunks}")
+    total = chunks * moves(len(devices))
+    if total > MAX_MOVES:
+        raise InvalidInput(f"ranks, chunks: {total} chunks would be moved; at most {MAX_MOVES}")
+    return devices
+
+
+def each_to_each(count: int) -> int:
+    """Moves of an algorithm that brings something from every rank to every other."""
+    return count * count
 
 
 def placement(count: int, order: Sequence[int] | None, root: int | None = None) -> Ints:

@@ -28,7 +28,7 @@ def binary_tree(
     6
     """
     choose("collective for binary_tree", kind, KINDS)
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, lambda n: 2 * n)
     n = len(devices)
     parent = _balanced(n)
     steps = Steps()

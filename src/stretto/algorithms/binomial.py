@@ -31,7 +31,7 @@ def binomial(
     7
     """
     choose("collective for binomial", kind, KINDS)
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, lambda n: n * n.bit_length())
     n = len(devices)
     rounds = (n - 1).bit_length()
     steps = Steps()

@@ -29,7 +29,7 @@ def bruck(
     15
     """
     choose("collective for bruck", kind, KINDS)
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, lambda n: n * n * n.bit_length())
     n = len(devices)
     steps = Steps()
     rank = np.arange(n)

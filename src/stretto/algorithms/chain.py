@@ -34,7 +34,7 @@ def chain(
     6
     """
     choose("collective for chain", kind, KINDS)
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, lambda n: n)
     n = len(devices)
     steps = Steps()
     before = np.arange(-1, n - 1)

@@ -28,6 +28,7 @@ from .base import (
     Steps,
     choose,
     devices_of,
+    each_to_each,
     label,
     placement,
     unless,
@@ -54,7 +55,7 @@ def direct(
     """
     choose("collective for direct", kind, KINDS)
     choose("steps", steps, (1, 2))
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, each_to_each)
     n = len(devices)
     refused = _refusal(kind, n)
     if refused:

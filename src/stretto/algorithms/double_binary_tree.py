@@ -30,7 +30,7 @@ def double_binary_tree(
     112
     """
     choose("collective for double_binary_tree", kind, KINDS)
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, lambda n: 4 * n)
     n = len(devices)
     steps = Steps()
     for tree, parent in enumerate(two_trees(n)):

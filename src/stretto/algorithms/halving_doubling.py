@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..programs.ir import Program
-from .base import COLLECTIVES, Algorithm, Ints, Ranks, Steps, choose, devices_of, label, placement, unless
+from .base import COLLECTIVES, Algorithm, Ints, Ranks, Steps, choose, devices_of, each_to_each, label, placement, unless
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -34,7 +34,7 @@ def halving_doubling(
     """
     choose("collective for halving_doubling", kind, KINDS)
     choose("largest", largest, ("near", "far"))
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, each_to_each)
     n = len(devices)
     power = 1 << n.bit_length() - 1
     extra = n - power

@@ -30,6 +30,7 @@ from .base import (
     Steps,
     choose,
     devices_of,
+    each_to_each,
     is_power_of_two,
     label,
     near_square,
@@ -37,10 +38,10 @@ from .base import (
     unless,
 )
 from .halving_doubling import bit_reversed, halvings
-from .orders import composite_refusal, fast_orders, host_grid
+from .orders import composite_refusal, fast_orders, has_direct_links, host_grid
 
 if TYPE_CHECKING:
-    from ..cluster import Cluster
+    from ..cluster import Cluster, Dimension
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 INSIDE = ("ring", "direct", "halving_doubling")
@@ -59,7 +60,7 @@ def hierarchical(
     256
     """
     choose("collective for hierarchical", kind, KINDS)
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, each_to_each)
     n = len(devices)
     sizes = _sizes(n, dims)
     schemes = scheme_of_each(sizes, inside)
@@ -176,25 +177,37 @@ def scheme_of_each(sizes: Sequence[int], inside: str | Sequence[str]) -> list[st
     return schemes
 
 
+def suited_to(dimensions: Sequence[Dimension]) -> tuple[str, ...]:
+    """The algorithm that suits each dimension's wiring."""
+    best = {"ring": "ring", "fully_connected": "direct", "switch": "halving_doubling"}
+    schemes = (best[d.kind] for d in dimensions)
+    return tuple(
+        "ring" if scheme == "halving_doubling" and not is_power_of_two(d.size) else scheme
+        for scheme, d in zip(schemes, dimensions, strict=True)
+    )
+
+
 def _from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[str, Any]) -> dict[str, Any]:
     if "dims" in chosen or "order" in chosen:
         return {}
     if cluster.dimensions and devices == tuple(range(cluster.num_devices)):
-        best = {"ring": "ring", "fully_connected": "direct", "switch": "halving_doubling"}
-        schemes = [best[d.kind] for d in cluster.dimensions]
-        for at, dim in enumerate(cluster.dimensions):
-            if schemes[at] == "halving_doubling" and not is_power_of_two(dim.size):
-                schemes[at] = "ring"
-        inside: dict[str, Any] = {} if "inside" in chosen else {"inside": tuple(schemes)}
+        inside: dict[str, Any] = {} if "inside" in chosen else {"inside": suited_to(cluster.dimensions)}
         return {"dims": tuple(d.size for d in cluster.dimensions)} | inside
     grid = host_grid(cluster, devices)
     if grid is None:
         return {}
     local, order = grid
+    dims = (local, len(devices) // local)
     fast = fast_orders(cluster, devices)
     if fast is not None and _host_aligned(cluster, devices, fast[0], local):
         order = fast[0]
-    return {"dims": (local, len(devices) // local)} | ({} if order is None else {"order": order})
+    suggested: dict[str, Any] = {"dims": dims}
+    if order is not None:
+        suggested["order"] = order
+    # Through a switch all partners are equally near; direct links inside a host want a ring along them.
+    if "inside" not in chosen and not has_direct_links(cluster, devices) and all(map(is_power_of_two, dims)):
+        suggested["inside"] = "halving_doubling"
+    return suggested
 
 
 def _host_aligned(cluster: Cluster, devices: tuple[int, ...], order: Sequence[int], local: int) -> bool:

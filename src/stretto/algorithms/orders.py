@@ -42,13 +42,25 @@ def fast_orders(cluster: Cluster, devices: tuple[int, ...], *, rings: int = 1) -
 
 def direct_speed(cluster: Cluster, devices: tuple[int, ...]) -> NDArray[np.float64]:
     """GB/s of the direct links from rank to rank (parallel links together); 0 where there is none."""
+    src, dst, gb_per_s = _direct_links(cluster, devices)
+    speed = np.zeros((len(devices), len(devices)))
+    np.add.at(speed, (src, dst), gb_per_s)
+    return speed
+
+
+def has_direct_links(cluster: Cluster, devices: tuple[int, ...]) -> bool:
+    """Whether any two of the ranks have a link between them."""
+    return len(_direct_links(cluster, devices)[0]) > 0
+
+
+def _direct_links(
+    cluster: Cluster, devices: tuple[int, ...]
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
     rank_of = np.full(cluster.num_nodes, -1)
     rank_of[list(devices)] = np.arange(len(devices))
     src, dst = rank_of[cluster.link_src], rank_of[cluster.link_dst]
     both = (src >= 0) & (dst >= 0)
-    speed = np.zeros((len(devices), len(devices)))
-    np.add.at(speed, (src[both], dst[both]), cluster.link_gb_per_s[both])
-    return speed
+    return src[both], dst[both], cluster.link_gb_per_s[both]
 
 
 def host_grid(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, list[int] | None] | None:

@@ -17,7 +17,7 @@ import numpy as np
 from ..collectives import AllToAll
 from ..errors import InvalidInput
 from ..programs.ir import Program
-from .base import Algorithm, Ranks, Steps, choose, devices_of, is_power_of_two, label, placement, unless
+from .base import Algorithm, Ranks, Steps, choose, devices_of, each_to_each, is_power_of_two, label, placement, unless
 
 KINDS = ("all_to_all",)
 
@@ -33,7 +33,7 @@ def pairwise(
     """
     choose("collective for pairwise", kind, KINDS)
     choose("pattern", pattern, (None, "xor", "shift"))
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, each_to_each)
     n = len(devices)
     if pattern == "xor" and not is_power_of_two(n):
         raise InvalidInput(f"pattern: xor needs a power of two, not {n} ranks; choose shift")

@@ -25,6 +25,7 @@ from .base import (
     Steps,
     choose,
     devices_of,
+    each_to_each,
     is_power_of_two,
     label,
     placement,
@@ -43,7 +44,7 @@ def recursive_doubling(
     24
     """
     choose("collective for recursive_doubling", kind, KINDS)
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, each_to_each)
     n = len(devices)
     refused = _refusal(kind, n)
     if refused:

@@ -10,6 +10,7 @@ from ..collectives.conditions import as_ranks
 from ..errors import InvalidInput, unknown
 from ..programs.ir import Program
 from .base import ROOTED, Algorithm, collective_kind
+from .options import checked
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -78,13 +79,13 @@ def algorithm(
             raise unknown(f"option of {name}", option, found.options)
     if root is not None and kind not in ROOTED:
         raise InvalidInput(f"root: {kind} has no root; rooted are {', '.join(ROOTED)}")
-    given = dict(options)
+    given = checked(found.build, options)
     devices = as_ranks(ranks)
     if cluster is not None:
         if max(devices, default=0) >= cluster.num_devices:
             raise InvalidInput(f"ranks: cluster {cluster.name} has only devices 0..{cluster.num_devices - 1}")
         if found.from_cluster is not None:
-            given |= found.from_cluster(cluster, devices, options)
+            given |= found.from_cluster(cluster, devices, given)
     if root is not None:
         given["root"] = root
     given["chunks"] = found.chunks if chunks is None else chunks

@@ -44,7 +44,8 @@ def ring(
     """
     choose("collective for ring", kind, KINDS)
     choose("directions", directions, (1, 2))
-    devices = devices_of(ranks, chunks)
+    several = max(rings, len(strides or ()), len(order) if order is not None and _nested(order) else 1)
+    devices = devices_of(ranks, chunks, lambda n: 2 * n * n * several)
     n = len(devices)
     orders = _orders(n, rings, strides, order, directions)
     halves = 2 if directions == 2 and n % 2 == 0 else 1
@@ -109,7 +110,7 @@ def _orders(
 ) -> Ints:
     if rings < 1:
         raise InvalidInput(f"rings: must be >= 1, not {rings}")
-    if order is not None and len(order) and isinstance(order[0], Sequence):
+    if order is not None and _nested(order):
         several = [placement(n, one) for one in order]  # type: ignore[arg-type]
         if strides is not None or rings not in (1, len(several)):
             raise InvalidInput(f"order: gives {len(several)} rings, so leave out rings and strides")
@@ -127,6 +128,10 @@ def _orders(
             raise InvalidInput(f"strides[{at}]: {stride} and {n} ranks share a factor: not one ring")
     place = np.asarray(strides, np.int64)[:, None] * np.arange(n) % n
     return np.asarray(single[place])
+
+
+def _nested(order: Sequence[int] | Sequence[Sequence[int]] | None) -> bool:
+    return order is not None and len(order) > 0 and isinstance(order[0], Sequence)
 
 
 def _from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[str, Any]) -> dict[str, Any]:

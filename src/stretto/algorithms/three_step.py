@@ -18,7 +18,7 @@ import numpy as np
 
 from ..collectives import AllToAll
 from ..programs.ir import Program
-from .base import Algorithm, Ints, Ranks, Steps, choose, devices_of, label, placement, unless
+from .base import Algorithm, Ints, Ranks, Steps, choose, devices_of, each_to_each, label, placement, unless
 from .orders import composite_refusal, local_count
 from .two_step import from_cluster
 
@@ -35,7 +35,7 @@ def three_step(
     32
     """
     choose("collective for three_step", kind, KINDS)
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, each_to_each)
     n = len(devices)
     inside = local_count("three_step", n, local)
     hosts = n // inside

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..collectives import AllToAll
 from ..programs.ir import Program
-from .base import Algorithm, Ranks, Steps, choose, devices_of, label, placement, unless
+from .base import Algorithm, Ranks, Steps, choose, devices_of, each_to_each, label, placement, unless
 from .orders import composite_refusal, host_grid, local_count
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def two_step(
     32
     """
     choose("collective for two_step", kind, KINDS)
-    devices = devices_of(ranks, chunks)
+    devices = devices_of(ranks, chunks, each_to_each)
     n = len(devices)
     inside = local_count("two_step", n, local)
     hosts = n // inside

@@ -58,9 +58,7 @@ def list_presets() -> None:
 @app.command()
 def show(
     cluster: ClusterArgument,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a drawing to this SVG file instead.")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a drawing to this SVG file instead.")] = None,
 ) -> None:
     """Draw a cluster: who is linked with whom, at what rate and latency.
 
@@ -109,9 +107,7 @@ def check(cluster: ClusterArgument) -> None:
 
 @app.command()
 def convert(
-    source: Annotated[
-        str, typer.Argument(metavar="IN", help="A preset, or a file of any form that is read.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="IN", help="A preset, or a file of any form that is read.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: .yaml, .yml or .json.")],
 ) -> None:
     """Write any cluster in Stretto's own file form, which keeps everything and reads back exactly.

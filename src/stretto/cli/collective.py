@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import out
+from .common import out, wrote
 
 if TYPE_CHECKING:
     from ..collectives import Collective
@@ -27,6 +27,7 @@ def list_all() -> None:
       stretto collective list
     """
     from rich.table import Table
+    from rich.text import Text
 
     from ..algorithms.base import COLLECTIVES
 
@@ -34,7 +35,7 @@ def list_all() -> None:
     table.add_column("collective")
     table.add_column("what must be true afterwards")
     for kind, build in COLLECTIVES.items():
-        table.add_row(kind, (build.__doc__ or "").strip().split("\n")[0])
+        table.add_row(kind, Text((build.__doc__ or "").strip().split("\n")[0].replace("`", "")))
     console = out()
     console.print(table)
     console.print("\nOthers can be written down in a file; see 'stretto collective show --help'.")
@@ -78,7 +79,7 @@ def show(
         ends = [(int(collective.out_chunk[at]), collective.parts_of(at)) for at in range(low, high)]
         table.add_row(str(rank), str(collective.ranks[rank]), _buffer(starts), _buffer(ends))
     console = out()
-    console.print(f"{collective!r}"[1:-1])
+    console.print(f"{collective!r}"[1:-1], markup=False)
     console.print(table)
     if collective.num_ranks > _MAX_ROWS:
         console.print(f"{collective.num_ranks - _MAX_ROWS} more ranks")
@@ -86,7 +87,7 @@ def show(
         from ..collectives.files import save_collective
 
         save_collective(collective, save)
-        console.print(f"wrote {save}")
+        wrote(console, save)
 
 
 def _load(what: str, ranks: int, chunks: int | None, root: int, in_place: bool) -> Collective:

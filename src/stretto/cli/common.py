@@ -12,7 +12,6 @@ from rich.console import Console
 
 from ..errors import InvalidInput
 
-MAX_DEVICE = 1 << 20
 SHOW_AFTER_S = 2.0
 
 
@@ -20,6 +19,11 @@ def out() -> Console:
     """Where results go; at least 80 columns when nobody looks, so that files and pipes keep their tables."""
     console = Console(highlight=False, soft_wrap=False)
     return console if console.is_terminal else Console(highlight=False, width=max(80, console.width))
+
+
+def wrote(console: Console, path: Path, note: str = "") -> None:
+    """Say what was written, on one line that can be copied."""
+    console.print(f"wrote {path}{f' ({note})' if note else ''}", markup=False, soft_wrap=True)
 
 
 def plot_width(console: Console) -> int:

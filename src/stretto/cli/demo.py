@@ -64,10 +64,10 @@ class _Tour:
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
         self.number += 1
-        self.console.print(f"\n[bold]{self.number}. {title}[/]")
+        self.console.print(f"\n{self.number}. {title}", style="bold")
         begun = time.perf_counter()
         yield
-        self.console.print(f"[dim]({time.perf_counter() - begun:.1f} s)[/]")
+        self.console.print(f"({time.perf_counter() - begun:.1f} s)", style="dim")
 
     def path(self, name: str, what: str) -> Path:
         self.files[name] = what
@@ -178,14 +178,13 @@ class _Tour:
 
     def farewell(self) -> None:
         console = self.console
-        console.print(
-            f"\n[bold]Done in {time.perf_counter() - self.begun:.0f} s.[/] Files in {self.folder}:", soft_wrap=True
-        )
+        console.print(f"\nDone in {time.perf_counter() - self.begun:.0f} s.", style="bold")
+        console.print(f"Files in {self.folder}:", markup=False, soft_wrap=True)
         table = Table(box=None, pad_edge=False, show_header=False)
         for name, what in self.files.items():
             table.add_row(f"  {name}", what)
         console.print(table)
-        console.print("\n[bold]Next[/]")
+        console.print("\nNext", style="bold")
         for line in (
             "stretto simulate all --cluster hgx2:4 --collective all_to_all --bytes 1K..1G",
             "stretto simulate ring --cluster dgx_a100:2 --bytes 64M --trace ring.pftrace",
@@ -193,4 +192,4 @@ class _Tour:
             f"stretto program show {self.folder / 'all_reduce.xml'}",
             "stretto cluster list",
         ):
-            console.print(f"  {line}", soft_wrap=True)
+            console.print(f"  {line}", markup=False, soft_wrap=True)

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import out, parse_options, parse_ranks, plot_width, progress, write_json
+from .common import out, parse_options, parse_ranks, plot_width, progress, write_json, wrote
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..cluster import Cluster
-    from ..programs import Program
+    from ..programs import Lowered, Program, SymmetricProgram
     from ..report.sweep import Sweep
     from ..simulator import Timeline
     from ..simulator.bounds import Bound
+
+    Runnable = Program | SymmetricProgram | Lowered
 
 ALL = "all"
 
@@ -26,7 +28,7 @@ ALL = "all"
 def simulate(
     what: Annotated[
         str,
-        typer.Argument(metavar="ALGORITHM|all|FILE", help="An algorithm, all of them, or a program in text form."),
+        typer.Argument(metavar="ALGORITHM|all|FILE", help="An algorithm, all of them, or a program file (text or MSCCL XML)."),
     ],
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="A preset (dgx2), with a node count (dgx2:2), or a file.")
@@ -57,6 +59,10 @@ def simulate(
         str, typer.Option(metavar="pipelined|blocking", help="Whether latency also occupies the link.")
     ] = "pipelined",
     channels: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="Use only links of these channels.")] = None,
+    symmetric: Annotated[
+        bool,
+        typer.Option(help="Let one rank stand for all (hierarchical, on a network of regular dimensions)."),
+    ] = False,
     factor: Annotated[float, typer.Option(help="By how much sizes grow in a range.")] = 4.0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write an HTML report.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE.pftrace", help="Write a Perfetto trace.")] = None,
@@ -81,6 +87,8 @@ def simulate(
       stretto simulate ring --cluster hgx2:4 --collective all_gather --trace t.pftrace
       stretto simulate ring --cluster dgx_a100:2 --set rings=2 --program ring.xml
       stretto simulate my_algorithm.txt --cluster ndv2:2 --bytes 1M
+      stretto simulate algorithm.xml --cluster dgx_a100 --bytes 64M
+      stretto simulate hierarchical --symmetric --chunks 64 --cluster themis_2d_sw_sw --bytes 1G
     """
     from ..cluster import Cluster
     from ..report.sweep import parse_sizes
@@ -95,7 +103,10 @@ def simulate(
     settings = parse_options(options or [])
     if root is not None:
         settings["root"] = root
-    programs, left_out = _programs(what, job.cluster, collective, ranks, chunks, settings)
+    if symmetric:
+        programs, left_out = _symmetric(what, job.cluster, collective, ranks, chunks, settings), {}
+    else:
+        programs, left_out = _programs(what, job.cluster, collective, ranks, chunks, settings)
     console = out()
     sweep, fastest = job.sweep(programs, sizes, left_out)
     if len(programs) == len(sizes) == 1:
@@ -104,12 +115,14 @@ def simulate(
         _print_many(console, sweep)
     if rows is not None:
         write_json(rows, {"rows": sweep.rows()})
-        console.print(f"wrote {rows}")
+        wrote(console, rows)
     if program is not None:
+        from ..programs import SymmetricProgram
         from ..programs.formats import save_program
 
-        save_program(programs[sweep.best(len(sizes) - 1)], program)
-        console.print(f"wrote {program}")
+        best = programs[sweep.best(len(sizes) - 1)]
+        save_program(best.expand() if isinstance(best, SymmetricProgram) else best, program)
+        wrote(console, program)
     _write(console, fastest, sweep, plot=plot, trace=trace, chrome_json=chrome_json, timeline_file=timeline)
 
 
@@ -122,7 +135,7 @@ class Job:
     alpha: str = "pipelined"
     channels: tuple[str, ...] | None = None
 
-    def run(self, program: Program, nbytes: int) -> Timeline:
+    def run(self, program: Runnable, nbytes: int) -> Timeline:
         """One program at one size."""
         from ..simulator import simulate
 
@@ -135,14 +148,14 @@ class Job:
             channels=self.channels,
         )
 
-    def bound(self, program: Program, nbytes: int) -> Bound:
+    def bound(self, program: Runnable, nbytes: int) -> Bound:
         """The least time for what the program does."""
         from ..simulator.bounds import lower_bound
 
         return lower_bound(program.collective, self.cluster, nbytes, channels=self.channels)
 
     def sweep(
-        self, programs: Mapping[str, Program], sizes: Sequence[int], left_out: Mapping[str, str]
+        self, programs: Mapping[str, Runnable], sizes: Sequence[int], left_out: Mapping[str, str]
     ) -> tuple[Sweep, Timeline]:
         """The times, and the timeline of the fastest program at the last size."""
         from ..report.sweep import run_sweep
@@ -187,7 +200,7 @@ def _programs(
     ranks: str | None,
     chunks: int | None,
     options: dict[str, Any],
-) -> tuple[dict[str, Program], dict[str, str]]:
+) -> tuple[dict[str, Runnable], dict[str, str]]:
     """The programs by name, and why others are left out."""
     from ..algorithms import NAMES, algorithm, algorithms, collective_kind
     from ..errors import InvalidInput, StrettoError, unknown
@@ -213,7 +226,7 @@ def _programs(
             raise InvalidInput(f"--set: {', '.join(options)}: {error}") from None
 
     names = [entry.name for entry in algorithms(kind)] if what == ALL else [what]
-    programs: dict[str, Program] = {}
+    programs: dict[str, Runnable] = {}
     left_out: dict[str, str] = {}
     with progress("building", len(names)) as advance:
         for name in names:
@@ -229,21 +242,51 @@ def _programs(
     return programs, left_out
 
 
-def _read(path: str) -> Program:
+def _symmetric(
+    what: str,
+    cluster: Cluster,
+    collective: str | None,
+    ranks: str | None,
+    chunks: int | None,
+    options: dict[str, Any],
+) -> dict[str, Runnable]:
+    """The hierarchical program of the cluster's dimensions, stored as rank 0's part of it."""
+    from ..algorithms import collective_kind
+    from ..algorithms.hierarchical import suited_to
+    from ..algorithms.symmetric import symmetric_hierarchical
     from ..errors import InvalidInput
-    from ..programs import Program
+
+    if what != "hierarchical":
+        raise InvalidInput(f"--symmetric: only hierarchical has a symmetric form, not {what}")
+    if not cluster.dimensions or ranks is not None:
+        raise InvalidInput("--symmetric: needs all devices of a cluster with regular dimensions, such as torus or ring")
+    if set(options) - {"inside"}:
+        raise InvalidInput(f"--symmetric: takes --set inside=..., not {', '.join(sorted(set(options) - {'inside'}))}")
+    inside = options.get("inside", suited_to(cluster.dimensions))
+    program = symmetric_hierarchical(
+        collective_kind(collective or "all_reduce"),
+        [d.size for d in cluster.dimensions],
+        chunks=1 if chunks is None else chunks,
+        inside=inside,
+    )
+    return {"hierarchical": program}
+
+
+def _read(path: str) -> Runnable:
+    from ..errors import InvalidInput
+    from ..programs import Lowered, Program
     from ..programs.formats import load_program
 
     program = load_program(path)
-    if not isinstance(program, Program):
+    if not isinstance(program, Program | Lowered):
         raise InvalidInput(
-            f"{path}: holds instruction streams; 'stretto program verify' proves them, 'stretto program run' "
-            f"executes them, but only the text form of a program can be simulated"
+            f"{path}: an MSCCL++ plan can be executed ('stretto program run') but not simulated; "
+            f"simulate the program or the MSCCL XML it was made from"
         )
     return program
 
 
-def _print_one(console: Console, job: Job, program: Program, timeline: Timeline, nbytes: int) -> None:
+def _print_one(console: Console, job: Job, program: Runnable, timeline: Timeline, nbytes: int) -> None:
     from ..report.plots import busy_plot
     from ..report.tables import timeline_tables
 
@@ -282,16 +325,18 @@ def _write(
         if len(sweep.sizes) > 1:
             sections = [html.sweep_section(sweep), html.sweep_table_section(sweep), *sections]
         html.write_html(plot, title=f"{sweep.collective} on {sweep.cluster}", sections=sections)
-        console.print(f"wrote {plot}")
+        wrote(console, plot)
     for path, write in ((trace, write_perfetto), (chrome_json, write_chrome_json)):
         if path is not None:
-            written = write(timeline, path)
+            with progress("writing", 1) as advance:
+                advance(path.name)
+                written = write(timeline, path)
             part = (
                 f", the lowest ranks: {written} of its {timeline.num_spans} transfers"
                 if written < timeline.num_spans
                 else ""
             )
-            console.print(f"wrote {path} ({program}{part})")
+            wrote(console, path, f"{program}{part}")
     if timeline_file is not None:
         save_timeline(timeline, timeline_file)
-        console.print(f"wrote {timeline_file}")
+        wrote(console, timeline_file)

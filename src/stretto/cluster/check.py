@@ -21,11 +21,7 @@ def require_reachable(cluster: Cluster) -> None:
     pair = cluster.unreachable()
     if pair is not None:
         a, b = (cluster.node_names[node] for node in pair)
-        how = (
-            ""
-            if cluster.devices_forward
-            else " (devices_forward is false, so no route leads through a device)"
-        )
+        how = "" if cluster.devices_forward else " (devices_forward is false, so no route leads through a device)"
         raise InvalidInput(f"links: no route from {a} to {b}{how}")
 
 
@@ -78,13 +74,9 @@ def _one_sided(cluster: Cluster) -> list[str]:
 
 
 def _parallel(cluster: Cluster) -> list[str]:
-    ends = zip(
-        cluster.link_src.tolist(), cluster.link_dst.tolist(), cluster.link_channel.tolist(), strict=True
-    )
+    ends = zip(cluster.link_src.tolist(), cluster.link_dst.tolist(), cluster.link_channel.tolist(), strict=True)
     twice = [(a, b) for (a, b, _), count in Counter(ends).items() if count > 1]
-    return (
-        [f"{len(twice)} pairs have parallel links of one channel: {_some(cluster, twice)}"] if twice else []
-    )
+    return [f"{len(twice)} pairs have parallel links of one channel: {_some(cluster, twice)}"] if twice else []
 
 
 def _dead_ends(cluster: Cluster) -> list[str]:
@@ -94,9 +86,7 @@ def _dead_ends(cluster: Cluster) -> list[str]:
     found = []
     lonely = np.flatnonzero(degree[: cluster.num_devices] == 0) if cluster.num_devices > 1 else np.array([])
     if len(lonely):
-        found.append(
-            f"{len(lonely)} devices have no link: {ranges(cluster.node_names[n] for n in lonely[:64])}"
-        )
+        found.append(f"{len(lonely)} devices have no link: {ranges(cluster.node_names[n] for n in lonely[:64])}")
     ends = np.flatnonzero((cluster.node_kind != DEVICE) & (degree <= 1))
     if len(ends):
         names = ranges(cluster.node_names[n] for n in ends[:64])

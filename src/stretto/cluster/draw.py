@@ -34,7 +34,7 @@ __all__ = ["picture", "to_svg", "to_text"]
 
 MAX_MATRIX = 16
 MAX_ROWS = 24
-MAX_GRID_COLUMNS, MAX_GRID_ROWS = 16, 16
+MAX_GRID, CORNER = 12, 5
 STYLES = {"nvlink": "green", "xgmi": "green", "pcie": "yellow", "rdma": "cyan", "ethernet": "magenta"}
 
 
@@ -147,9 +147,7 @@ def _matrix(cluster: Cluster, devices: list[int]) -> RenderableType | None:
     for name in names:
         table.add_column(name.removeprefix(stem), justify="right", min_width=3)
     for at, node in enumerate(devices):
-        cells = [
-            "-" if at == to else f"{rate[at, to]:.3g}" if rate[at, to] else "." for to in range(len(devices))
-        ]
+        cells = ["-" if at == to else f"{rate[at, to]:.3g}" if rate[at, to] else "." for to in range(len(devices))]
         table.add_row(local_name(cluster, node), *cells)
     return table
 
@@ -168,9 +166,7 @@ def _attached(cluster: Cluster, node: int, depth: dict[int, int], *, whole: bool
             found[int(of_link[at]), way].append(other)
     for (kind, way), others in found.items():
         text = _count(cluster, others) if whole else ranges(local_name(cluster, n) for n in others)
-        yield Text.assemble(
-            f"{way}{text}  ", _channel(classes[kind]), f" {classes[kind].rate}", capped(classes[kind])
-        )
+        yield Text.assemble(f"{way}{text}  ", _channel(classes[kind]), f" {classes[kind].rate}", capped(classes[kind]))
 
 
 def _count(cluster: Cluster, nodes: list[int]) -> str:
@@ -252,9 +248,7 @@ def _line(dim: Dimension) -> str:
 
 
 def _ring(size: int) -> Text:
-    names = (
-        [str(i) for i in range(size)] if size <= MAX_GRID_COLUMNS else ["0", "1", "2", "..", str(size - 1)]
-    )
+    names = [str(i) for i in range(size)] if size <= MAX_GRID else ["0", "1", "2", "..", str(size - 1)]
     inner = " ── ".join(names)
     if size <= 2:
         return Text(inner)
@@ -263,7 +257,7 @@ def _ring(size: int) -> Text:
 
 def _grid(sizes: list[int], wrap: list[bool]) -> Text:
     """Dimension 0 to the right, dimension 1 downwards; dots at the rim are links that wrap around."""
-    columns, rows = min(sizes[0], MAX_GRID_COLUMNS), min(sizes[1], MAX_GRID_ROWS)
+    columns, rows = (size if size <= MAX_GRID else CORNER for size in sizes)
     width = len(str(sizes[0] * sizes[1] - 1))
     side = ".." if wrap[0] else "  "
     rim = "  " + "".join(":".rjust(width) + "    " for _ in range(columns)) if wrap[1] else ""
@@ -293,9 +287,7 @@ def _levels(cluster: Cluster) -> list[RenderableType]:
         per = np.unique(np.bincount(cluster.link_src[down], minlength=cluster.num_nodes)[nodes])
         each = f"{per[0]}" if len(per) == 1 else f"{per[0]} to {per[-1]}"
         below = f"{each} links down each" if level else ""
-        table.add_row(
-            Text(ranges(cluster.node_names[n] for n in nodes), style="bold"), str(len(nodes)), below
-        )
+        table.add_row(Text(ranges(cluster.node_names[n] for n in nodes), style="bold"), str(len(nodes)), below)
     parts: list[RenderableType] = [table]
     switches = sorted(range(cluster.num_devices, cluster.num_nodes), key=lambda n: (-depth[n], n))
     if 0 < len(switches) <= MAX_ROWS:

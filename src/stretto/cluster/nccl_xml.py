@@ -28,9 +28,7 @@ def parse(text: str, *, where: str) -> Element:
     """The root element of an NCCL topology file."""
     root = parse_xml(text, where=where)
     if root.tag != "system":
-        raise InvalidInput(
-            f"{where}: expected an NCCL topology, <system> with <cpu> inside, not <{root.tag}>"
-        )
+        raise InvalidInput(f"{where}: expected an NCCL topology, <system> with <cpu> inside, not <{root.tag}>")
     return root
 
 
@@ -194,9 +192,7 @@ class _Box:
     def _order(self) -> list[int]:
         """GPUs by rank, or by device number where the file has no ranks; then the rest as it stands."""
         key = "rank" if all(gpu.element.get("rank") is not None for gpu in self.gpus) else "dev"
-        numbers = [
-            (_int(gpu.element, gpu.path, key, at, 0, 1 << 20), gpu.node) for at, gpu in enumerate(self.gpus)
-        ]
+        numbers = [(_int(gpu.element, gpu.path, key, at, 0, 1 << 20), gpu.node) for at, gpu in enumerate(self.gpus)]
         first = [node for _, node in sorted(numbers)]
         return [*first, *(at for at in range(len(self.nodes)) if self.nodes[at].kind != "device")]
 

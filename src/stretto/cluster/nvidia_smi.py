@@ -63,9 +63,7 @@ def read(
         f"{SOCKET_GB_PER_S:g} between sockets; {NVLINK_ALPHA_US:g} us NVLink, {PCIE_ALPHA_US:g} us PCIe",
     ]
     if nodes > 1:
-        notes.append(
-            f"assumed: {nic_gb_per_s:g} GB/s and {RDMA_ALPHA_US:g} us per NIC; one switch joins the hosts"
-        )
+        notes.append(f"assumed: {nic_gb_per_s:g} GB/s and {RDMA_ALPHA_US:g} us per NIC; one switch joins the hosts")
     port = Port(gb_per_s=nic_gb_per_s, alpha_us=RDMA_ALPHA_US, channel="rdma")
     return replicate(
         wiring.cluster(name, notes=notes),
@@ -124,29 +122,21 @@ def _nic_names(text: str) -> dict[str, str]:
 
 def _nvlinks(wiring: Wiring, classes: list[list[str]], gpus: int, each: float) -> list[str]:
     """Direct links, or one NVSwitch where every pair shows more links than a GPU has in all."""
-    count = np.array(
-        [[int(c[2:]) if c.startswith("NV") else 0 for c in row[:gpus]] for row in classes[:gpus]]
-    )
+    count = np.array([[int(c[2:]) if c.startswith("NV") else 0 for c in row[:gpus]] for row in classes[:gpus]])
     first, second = np.nonzero(np.triu(count))
     widths = set(count[first, second].tolist())
     if len(first) == gpus * (gpus - 1) // 2 and len(widths) == 1 and count[0].sum() > MOST_NVLINKS:
         hub = wiring.add(["nvswitch"], kind="switch", hosts=0)
         rate = widths.pop() * each
-        wiring.duplex(
-            wiring.devices, hub, gb_per_s=rate, alpha_us=NVLINK_ALPHA_US, back_us=0.0, channel="nvlink"
-        )
+        wiring.duplex(wiring.devices, hub, gb_per_s=rate, alpha_us=NVLINK_ALPHA_US, back_us=0.0, channel="nvlink")
         return [f"assumed: an NVSwitch, as {count[0].sum()} NVLinks per GPU are more than any GPU has"]
     for width in sorted(widths, reverse=True):
         pick = count[first, second] == width
-        wiring.duplex(
-            first[pick], second[pick], gb_per_s=width * each, alpha_us=NVLINK_ALPHA_US, channel="nvlink"
-        )
+        wiring.duplex(first[pick], second[pick], gb_per_s=width * each, alpha_us=NVLINK_ALPHA_US, channel="nvlink")
     return []
 
 
-def _pcie_tree(
-    wiring: Wiring, classes: list[list[str]], near: list[list[bool]], gpus: int, rate: float
-) -> None:
+def _pcie_tree(wiring: Wiring, classes: list[list[str]], near: list[list[bool]], gpus: int, rate: float) -> None:
     """Join parts level by level; NVLinked pairs say nothing of PCIe, so NICs and CPU affinity decide."""
     groups = [[part] for part in range(len(classes))]
     tops = list(range(len(classes)))

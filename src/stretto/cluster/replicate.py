@@ -21,9 +21,7 @@ class Port:
     channel: str
 
 
-def replicate(
-    box: Cluster, nodes: int, ports: Mapping[int, Port], *, name: str, notes: Iterable[str] = ()
-) -> Cluster:
+def replicate(box: Cluster, nodes: int, ports: Mapping[int, Port], *, name: str, notes: Iterable[str] = ()) -> Cluster:
     """`nodes` copies of `box` (names get ``hN.``), and a switch that the NICs in `ports` hang on."""
     most = MAX_DEVICES // box.num_devices
     if not 1 <= nodes <= most:
@@ -67,12 +65,8 @@ def replicate(
         link_gb_per_s=np.concatenate([np.tile(box.link_gb_per_s, nodes), rate]),
         link_channel=np.concatenate([np.tile(box.link_channel, nodes), channel]).astype(np.int16),
         channels=tuple(channels),
-        link_flow_gb_per_s=np.concatenate(
-            [np.tile(box.link_flow_gb_per_s, nodes), np.full(len(alpha), np.inf)]
-        ),
-        link_incast=np.concatenate([np.tile(box.link_incast, nodes), np.full(len(alpha), -1)]).astype(
-            np.int16
-        ),
+        link_flow_gb_per_s=np.concatenate([np.tile(box.link_flow_gb_per_s, nodes), np.full(len(alpha), np.inf)]),
+        link_incast=np.concatenate([np.tile(box.link_incast, nodes), np.full(len(alpha), -1)]).astype(np.int16),
         incast_curves=box.incast_curves,
         devices_forward=box.devices_forward,
         reduce_us_per_mb=box.reduce_us_per_mb,

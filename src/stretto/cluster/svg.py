@@ -78,15 +78,11 @@ class Canvas:
             f'stroke-opacity="0.75" stroke-linecap="round"{extra}/>'
         )
 
-    def line(
-        self, x1: float, y1: float, x2: float, y2: float, kind: LinkClass, *, dashed: bool = False
-    ) -> None:
+    def line(self, x1: float, y1: float, x2: float, y2: float, kind: LinkClass, *, dashed: bool = False) -> None:
         """A straight link."""
         self.path(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", kind, dashed=dashed)
 
-    def box(
-        self, x: float, y: float, w: float, h: float, kind: str, text: str = "", *, size: float = 11
-    ) -> None:
+    def box(self, x: float, y: float, w: float, h: float, kind: str, text: str = "", *, size: float = 11) -> None:
         """A box with a label, centred on (x, y)."""
         self.boxes.append(
             f'<rect x="{x - w / 2:.1f}" y="{y - h / 2:.1f}" width="{w:.1f}" height="{h:.1f}" rx="5" '
@@ -145,9 +141,7 @@ class Canvas:
             )
             y += LEGEND_ROW
         for remark in self.remarks:
-            legend.append(
-                f'<text x="0" y="{y:.1f}" font-size="12" fill="{FAINT}">{html.escape(remark)}</text>'
-            )
+            legend.append(f'<text x="0" y="{y:.1f}" font-size="12" fill="{FAINT}">{html.escape(remark)}</text>')
             y += LEGEND_ROW
         c = self.cluster
         words = max(len(k.label) + len(capped(k)) for k in rows) * 6.6 + 140 if rows else 0
@@ -160,8 +154,7 @@ class Canvas:
                 '<defs><marker id="tip" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="4" markerHeight="4" '
                 'orient="auto"><path d="M0 0L8 4L0 8z" fill="context-stroke"/></marker></defs>',
                 f'<rect width="100%" height="100%" fill="{PAPER}"/>',
-                f'<text x="{left}" y="34" font-size="20" font-weight="600" fill="{INK}">'
-                f"{html.escape(c.name)}</text>",
+                f'<text x="{left}" y="34" font-size="20" font-weight="600" fill="{INK}">{html.escape(c.name)}</text>',
                 f'<text x="{left}" y="53" font-size="12.5" fill="{FAINT}">{size_of(c)}</text>',
                 f'<g transform="translate({left} {top})">',
                 *self.boxes_first(),

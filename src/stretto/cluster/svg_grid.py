@@ -118,9 +118,7 @@ def draw_dimensions(canvas: Canvas) -> None:
             canvas.text(x - 22, PANEL / 2 + 36, "x", size=24, colour=FAINT)
     strides = np.cumprod([1, *(d.size for d in cluster.dimensions)])[:-1].tolist()
     formula = " + ".join(f"{s}*c{k}" if s > 1 else f"c{k}" for k, s in enumerate(strides))
-    canvas.remarks.append(
-        f"device at (c0, c1, ...): {formula}; every device takes part in one group of each dimension"
-    )
+    canvas.remarks.append(f"device at (c0, c1, ...): {formula}; every device takes part in one group of each dimension")
 
 
 def _panel(canvas: Canvas, dim: Dimension, kind: LinkClass, x: float, y: float) -> None:

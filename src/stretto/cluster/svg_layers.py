@@ -36,9 +36,7 @@ def draw(canvas: Canvas) -> None:
         return
     groups = host_groups(cluster)
     shown, hidden = _choose(groups)
-    hosts = [
-        _Host(cluster, [n for n in range(cluster.num_nodes) if cluster.node_host[n] == h]) for h in shown
-    ]
+    hosts = [_Host(cluster, [n for n in range(cluster.num_nodes) if cluster.node_host[n] == h]) for h in shown]
     fabric = [n for n in range(cluster.num_devices, cluster.num_nodes) if cluster.node_host[n] < 0]
     tall = max(h.height for h in hosts)
     bar = BAR + GAP
@@ -152,9 +150,7 @@ class _Host:
                 host = int(cluster.node_host[node])
                 self.spot[node] = _Spot(x=x, y=ground - level * LEVEL, host=host, level=level)
         for node in self.below:
-            self.spot[node] = _Spot(
-                x=left + self.width / 2, y=ground + 56 - BOX_H / 2 + 6, w=self.width, level=-1
-            )
+            self.spot[node] = _Spot(x=left + self.width / 2, y=ground + 56 - BOX_H / 2 + 6, w=self.width, level=-1)
         for node, at in self.spot.items():
             kind = KINDS[cluster.node_kind[node]]
             canvas.box(at.x, at.y, at.w, BOX_H, kind, local_name(cluster, node))
@@ -236,7 +232,5 @@ def draw_summary(canvas: Canvas) -> None:
             for row, kind in enumerate(kinds_used[:3]):
                 x = 160 + 70 * row
                 canvas.line(x, y + 25, x, 30 + (top - other) * 110.0 - 25, canvas.classes[kind])
-            canvas.text(
-                460, y + 58, f"{int(between.sum())} links each way", size=11, anchor="start", colour=FAINT
-            )
+            canvas.text(460, y + 58, f"{int(between.sum())} links each way", size=11, anchor="start", colour=FAINT)
     canvas.reach(620, 30 + top * 110.0 + 30)

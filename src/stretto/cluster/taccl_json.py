@@ -53,9 +53,7 @@ def read(data: Any, name: str, nodes: int = 1, chunk_bytes: float = 0.0) -> Clus
     ports: dict[int, Port] = {}
     if nodes > 1 and form.nics_per_node > 0:
         ports = _nics(wiring, form, size)
-        notes.append(
-            "assumed: GPUs share NICs evenly, over PCIe that is no bottleneck; one switch joins the hosts"
-        )
+        notes.append("assumed: GPUs share NICs evenly, over PCIe that is no bottleneck; one switch joins the hosts")
     # A custom topology need not link every pair, and TACCL's own routes pass through GPUs.
     box = wiring.cluster(name, notes=notes, devices_forward=form.links is not None)
     return replicate(box, nodes, ports, name=name if nodes == 1 else f"{name}:{nodes}")
@@ -90,9 +88,7 @@ def _known(wiring: Wiring, form: _File, size: float) -> list[str]:
     rates = [size / beta / 1000 for beta in betas]
     if len(rates) == 1:
         hub = wiring.add(["nvswitch"], kind="switch", hosts=0)
-        wiring.duplex(
-            wiring.devices, hub, gb_per_s=rates[0], alpha_us=form.alpha, back_us=0.0, channel="nvlink"
-        )
+        wiring.duplex(wiring.devices, hub, gb_per_s=rates[0], alpha_us=form.alpha, back_us=0.0, channel="nvlink")
         return ["one beta: every GPU has one port on a switch"]
     if len(rates) == 2 and form.gpus_per_node == 8:
         gpus = wiring.devices.reshape(1, 8)

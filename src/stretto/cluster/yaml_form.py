@@ -73,8 +73,7 @@ def dumps(cluster: Cluster, *, json: bool = False) -> str:
         devices_forward=cluster.devices_forward,
         reduce_us_per_mb=cluster.reduce_us_per_mb or None,
         dimensions=[
-            _Dimension(kind=d.kind, size=d.size, gb_per_s=d.gb_per_s, alpha_us=d.alpha_us)
-            for d in cluster.dimensions
+            _Dimension(kind=d.kind, size=d.size, gb_per_s=d.gb_per_s, alpha_us=d.alpha_us) for d in cluster.dimensions
         ],
         notes=list(cluster.notes),
         incast_curves=[list(curve) for curve in cluster.incast_curves],
@@ -89,7 +88,7 @@ def dumps(cluster: Cluster, *, json: bool = False) -> str:
         yaml.dump(
             {key: value},
             Dumper=dumper,
-            default_flow_style=False if key == "notes" else None,
+            default_flow_style=None if isinstance(value, list) and key != "notes" else False,
             sort_keys=False,
             width=100,
             allow_unicode=True,
@@ -120,9 +119,7 @@ def read(data: Any, name: str) -> Cluster:
         twice = next(n for i, n in enumerate(names) if n in names[:i])
         raise InvalidInput(f"$.nodes: names must differ; {twice!r} is used twice")
     channels = list(dict.fromkeys((*form.channels, *(group.channel for group in form.links))))
-    parts = [
-        _links_of(group, ids, channels, len(form.incast_curves), at) for at, group in enumerate(form.links)
-    ]
+    parts = [_links_of(group, ids, channels, len(form.incast_curves), at) for at, group in enumerate(form.links)]
     ends = np.concatenate([np.zeros((0, 2), np.int32), *(part[0] for part in parts)])
     table = np.concatenate([np.zeros((0, 5)), *(part[1] for part in parts)])
     return Cluster(
@@ -140,8 +137,7 @@ def read(data: Any, name: str) -> Cluster:
         link_incast=table[:, 4].astype(np.int16),
         incast_curves=tuple(tuple((int(n), float(s)) for n, s in curve) for curve in form.incast_curves),
         dimensions=tuple(
-            Dimension(kind=d.kind, size=d.size, gb_per_s=d.gb_per_s, alpha_us=d.alpha_us)
-            for d in form.dimensions
+            Dimension(kind=d.kind, size=d.size, gb_per_s=d.gb_per_s, alpha_us=d.alpha_us) for d in form.dimensions
         ),
         devices_forward=form.devices_forward,
         reduce_us_per_mb=form.reduce_us_per_mb or 0.0,
@@ -244,11 +240,7 @@ def _link_groups(cluster: Cluster) -> Iterator[_Links]:
     previous: Any = None
     at = 0
     while at < len(src):
-        pair = (
-            at + 1 < len(src)
-            and (src[at], dst[at]) == (dst[at + 1], src[at + 1])
-            and rest[at] == rest[at + 1]
-        )
+        pair = at + 1 < len(src) and (src[at], dst[at]) == (dst[at + 1], src[at + 1]) and rest[at] == rest[at + 1]
         there, back = alpha[at], alpha[at + 1] if pair else alpha[at]
         if group is None or previous != (pair, rest[at], there, back):
             if group is not None:

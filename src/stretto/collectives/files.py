@@ -137,9 +137,10 @@ def read(data: Any) -> Collective:
 def _bound(form: _File) -> None:
     """Runs are short to write, so what they stand for is counted before any of it is made."""
     total = 0
-    rows = [("start", rank, row) for rank, row in enumerate(form.start)]
-    wanted = [("end", rank, row) for rank, row in enumerate(form.end)]
-    for key, rank, row in (*rows, *wanted):
+    rows: list[tuple[str, int, Sequence[Chunks | _Start | _End]]] = []
+    rows += [("start", rank, row) for rank, row in enumerate(form.start)]
+    rows += [("end", rank, row) for rank, row in enumerate(form.end)]
+    for key, rank, row in rows:
         for at, entry in enumerate(row):
             chunks = entry.chunks if isinstance(entry, _Start | _End) else entry
             total += len(_run(chunks, f"$.{key}[{rank}][{at}]", form.num_chunks))

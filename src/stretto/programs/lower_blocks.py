@@ -51,12 +51,11 @@ def slot_history(program: Program, position: NDArray[np.int64]) -> History:
 
     index = np.arange(2 * rows)
     first = np.searchsorted(slot, slot)
-    last_write = np.maximum.accumulate(np.where(kind == READ, -1, index)) if rows else index
-    before = np.concatenate([[-1], last_write[:-1]])  # the last write strictly before
+    last_write = np.maximum.accumulate(np.where(kind == READ, -1, index))
+    before = np.append(-1, last_write)[:-1]  # the last write strictly before
     fresh = before < first
-    same_slot = np.concatenate([slot[1:] == slot[:-1], [False]]) if rows else np.zeros(0, np.bool_)
-    following = np.where(same_slot, np.concatenate([kind[1:], [NONE]]), NONE).astype(np.int8)
-    reader = np.where(same_slot & (following == READ), np.concatenate([by[1:], [-1]]), -1)
+    following = np.where(np.append(slot, -1)[1:] == slot, np.append(kind, NONE)[1:], NONE).astype(np.int8)
+    reader = np.where(following == READ, np.append(by, -1)[1:], -1)
 
     def back(values: NDArray[np.generic]) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
         out = np.empty_like(values)

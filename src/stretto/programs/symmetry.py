@@ -129,8 +129,14 @@ class SymmetricProgram:
         """What rank 0 sends, as chunk numbers of the collective."""
         return self.home * np.int32(self.pieces) + self.piece
 
+    @cached_property
     def collective(self) -> Collective:
-        """The collective that the whole program performs."""
+        """The collective that the whole program performs, cut no finer than it has to be (for bounds)."""
+        if self.kind == "all_reduce":
+            return AllReduce(self.num_ranks, chunks=1)
+        return (AllGather if self.kind == "all_gather" else ReduceScatter)(self.num_ranks)
+
+    def _in_chunks(self) -> Collective:
         if self.kind == "all_reduce":
             return AllReduce(self.num_ranks, chunks=self.num_ranks * self.pieces)
         return (AllGather if self.kind == "all_gather" else ReduceScatter)(self.num_ranks, chunks=self.pieces)
@@ -157,7 +163,7 @@ class SymmetricProgram:
         ]
         return Program(
             name=self.name,
-            collective=self.collective(),
+            collective=self._in_chunks(),
             src=np.tile(all_ranks, orbits).astype(np.int32),
             dst=translate(all_ranks, self.dst[:, None], self.sizes).ravel().astype(np.int32),
             reduce=np.repeat(self.reduce, ranks),

@@ -188,8 +188,8 @@ def _bars(timeline: Timeline) -> Figure:
     shown = tracks(timeline)
     labels = [f"rank {r} {shown.label(j, timeline.streams)}" for j, r in enumerate(shown.rank.tolist())]
     row = np.repeat(np.arange(len(labels)), np.diff(shown.ptr))
-    edge = np.zeros(timeline.num_spans)
-    edge[timeline.critical_path] = 1.5
+    critical = np.zeros(timeline.num_spans, np.bool_)
+    critical[timeline.critical_path] = True
     spans = shown.order.tolist()
     hover = [
         f"{timeline.names[timeline.name[k]]}: {format_bytes(timeline.nbytes[k])}, "
@@ -206,7 +206,10 @@ def _bars(timeline: Timeline) -> Figure:
             hoverinfo="text+y",
             marker={
                 "color": [colour(k) for k in timeline.stream[spans].tolist()],
-                "line": {"color": "#222", "width": edge[spans].tolist()},
+                "line": {
+                    "color": np.where(critical[spans], "#222", "#fff").tolist(),
+                    "width": np.where(critical[spans], 1.5, 0.5).tolist(),
+                },
             },
         )
     )

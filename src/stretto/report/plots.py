@@ -68,6 +68,8 @@ def busy_plot(timeline: Timeline, *, width: int = 80, max_rows: int = 16) -> Tex
     for row, shares in enumerate(share):
         first, last = row * per_row, min((row + 1) * per_row, ranks) - 1
         label = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        if len(label) > 13:
+            label = f"{first}-{last}"
         text.append(f"{label:<13.13} ", style="dim")
         text.append("".join(_SHADES[min(4, math.ceil(s * 4))] for s in shares) + "\n", style=colour(0))
     end = format_us(timeline.total_us)

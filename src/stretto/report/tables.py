@@ -1,4 +1,4 @@
-"""Tables for the terminal."""
+"""Tables for the terminal. Names come from files, so none is taken for markup."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
     table.add_column("bytes", justify="right")
     table.add_column("bound", justify="right", style="dim")
     for name in shown:
-        table.add_column(name, justify="right")
+        table.add_column(Text(name), justify="right")
     table.add_column("best", justify="right")
     for at, size in enumerate(sweep.sizes):
         best = sweep.best(at)
@@ -72,7 +72,7 @@ def comparison_table(sweep: Sweep) -> Table:
         us = sweep.time_us[name][0]
         multiple = f"{us / sweep.bound_us[0]:.2f}x" if sweep.bound_us[0] > 0 else ""
         rate = f"{sweep.algorithm_gb_per_s(name)[0]:.4g}"
-        table.add_row(name, format_us(us), rate, multiple, style="bold" if position == 0 else "")
+        table.add_row(Text(name), format_us(us), rate, multiple, style="bold" if position == 0 else "")
     table.add_row("lower bound", format_us(sweep.bound_us[0]), "", "1x", style="dim")
     return table
 
@@ -82,7 +82,7 @@ def _summary(timeline: Timeline, bound: Bound | None) -> Table:
     table.add_column(style="dim")
     table.add_column()
     for key, value in timeline.facts:
-        table.add_row(key, value)
+        table.add_row(Text(key), Text(value))
     table.add_row("transfers", f"{timeline.num_spans:,}, {format_bytes(float(timeline.nbytes.sum()))} in all")
     table.add_row("total", Text(format_us(timeline.total_us), style="bold"))
     if bound is not None:
@@ -101,7 +101,7 @@ def _channels(timeline: Timeline, cluster: Cluster) -> Table:
         used = here & (timeline.link_bytes > 0)
         busy = timeline.link_utilisation[used]
         table.add_row(
-            channel,
+            Text(channel),
             f"{np.count_nonzero(used)} of {np.count_nonzero(here)}",
             format_bytes(float(timeline.link_bytes[used].sum())),
             f"{100 * busy.mean():.1f} %" if len(busy) else "-",
@@ -118,7 +118,7 @@ def _links(timeline: Timeline) -> Table:
     used = int(np.count_nonzero(timeline.link_bytes > 0))
     for index in order[: min(_BUSIEST, used)].tolist():
         table.add_row(
-            timeline.link_names[index],
+            Text(timeline.link_names[index]),
             f"{100 * timeline.link_utilisation[index]:.1f} %",
             format_bytes(float(timeline.link_bytes[index])),
         )
@@ -138,9 +138,9 @@ def _critical_path(timeline: Timeline) -> Table:
             table.add_row(Text(f"{len(path) - 2 * _PATH_ENDS} more", style="dim"))
             continue
         table.add_row(
-            timeline.names[timeline.name[span]],
+            Text(timeline.names[timeline.name[span]]),
             str(timeline.rank[span]),
-            timeline.streams[timeline.stream[span]],
+            Text(timeline.streams[timeline.stream[span]]),
             format_us(float(timeline.start_us[span])),
             format_us(float(timeline.end_us[span])),
             format_bytes(float(timeline.nbytes[span])),

@@ -22,9 +22,7 @@ def _box(name: str, nodes: int, *, nvlink: float, nic: float, pcie: float, rails
     wiring = Wiring(host_names(nodes, numbered("gpu", 8)), hosts=np.repeat(hosts, 8))
     gpus = wiring.devices.reshape(nodes, 8)
     hubs = wiring.add(host_names(nodes, ["nvswitch"]), kind="switch", hosts=hosts)
-    wiring.duplex(
-        gpus, hubs[:, None], gb_per_s=nvlink, alpha_us=NVLINK_ALPHA_US, back_us=0.0, channel="nvlink"
-    )
+    wiring.duplex(gpus, hubs[:, None], gb_per_s=nvlink, alpha_us=NVLINK_ALPHA_US, back_us=0.0, channel="nvlink")
     notes = [f"assumed: latency {NVLINK_ALPHA_US:g} us over NVSwitch, {RDMA_ALPHA_US:g} us between hosts"]
     if nodes > 1:
         nics = wiring.add(host_names(nodes, numbered("nic", 8)), kind="nic", hosts=np.repeat(hosts, 8))
@@ -54,9 +52,7 @@ def dgx_a100(name: str, nodes: int) -> Cluster:
     return _box(name, nodes, nvlink=300.0, nic=25.0, pcie=PCIE4_GB_PER_S, rails=2)
 
 
-@register(
-    "dgx_h100", "8 H100 on NVSwitch, 50 GB/s NIC each, eight rails", default_nodes=1, devices_per_node=8
-)
+@register("dgx_h100", "8 H100 on NVSwitch, 50 GB/s NIC each, eight rails", default_nodes=1, devices_per_node=8)
 def dgx_h100(name: str, nodes: int) -> Cluster:
     """450 GB/s per GPU each way; with several hosts a 50 GB/s NIC per GPU, NIC r on rail switch r."""
     return _box(name, nodes, nvlink=450.0, nic=50.0, pcie=PCIE5_GB_PER_S, rails=8)

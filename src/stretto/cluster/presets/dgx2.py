@@ -9,18 +9,14 @@ from ..wiring import NVLINK_ALPHA_US, PCIE3_GB_PER_S, RDMA_ALPHA_US, Wiring, hos
 from .registry import register
 
 
-@register(
-    "dgx2", "DGX-2 (TACCL): 16 V100 on NVSwitch, 8 NICs shared by pairs", default_nodes=1, devices_per_node=16
-)
+@register("dgx2", "DGX-2 (TACCL): 16 V100 on NVSwitch, 8 NICs shared by pairs", default_nodes=1, devices_per_node=16)
 def dgx2(name: str, nodes: int) -> Cluster:
     """TACCL's numbers: NVSwitch 0.3 us and 8 us/MB per GPU port, InfiniBand 2.6 us and 105 us/MB per NIC."""
     hosts = np.arange(nodes)
     wiring = Wiring(host_names(nodes, numbered("gpu", 16)), hosts=np.repeat(hosts, 16))
     gpus = wiring.devices.reshape(nodes, 16)
     hubs = wiring.add(host_names(nodes, ["nvswitch"]), kind="switch", hosts=hosts)
-    wiring.duplex(
-        gpus, hubs[:, None], gb_per_s=1000 / 8, alpha_us=NVLINK_ALPHA_US, back_us=0.0, channel="nvlink"
-    )
+    wiring.duplex(gpus, hubs[:, None], gb_per_s=1000 / 8, alpha_us=NVLINK_ALPHA_US, back_us=0.0, channel="nvlink")
     notes: tuple[str, ...] = ()
     if nodes > 1:
         nics = wiring.add(host_names(nodes, numbered("nic", 8)), kind="nic", hosts=np.repeat(hosts, 8))

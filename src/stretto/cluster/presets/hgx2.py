@@ -35,9 +35,7 @@ def hgx2(name: str, nodes: int) -> Cluster:
     hubs = wiring.add(host_names(nodes, ["nvswitch"]), kind="switch", hosts=hosts)
     cpus = wiring.add(host_names(nodes, numbered("cpu", 2)), kind="switch", hosts=np.repeat(hosts, 2))
     cpus = cpus.reshape(nodes, 2)
-    wiring.duplex(
-        gpus, hubs[:, None], gb_per_s=1200 / 8, alpha_us=NVLINK_ALPHA_US, back_us=0.0, channel="nvlink"
-    )
+    wiring.duplex(gpus, hubs[:, None], gb_per_s=1200 / 8, alpha_us=NVLINK_ALPHA_US, back_us=0.0, channel="nvlink")
     wiring.duplex(
         gpus,
         np.repeat(cpus, 4, axis=1),

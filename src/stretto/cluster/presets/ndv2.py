@@ -28,9 +28,7 @@ def cube_mesh(wiring: Wiring, gpus: np.ndarray, *, double: float, single: float,
         wiring.duplex(gpus[:, first], gpus[:, second], gb_per_s=rate, alpha_us=alpha_us, channel="nvlink")
 
 
-@register(
-    "ndv2", "Azure NDv2 (TACCL): 8 V100 in an NVLink cube-mesh, 1 NIC", default_nodes=1, devices_per_node=8
-)
+@register("ndv2", "Azure NDv2 (TACCL): 8 V100 in an NVLink cube-mesh, 1 NIC", default_nodes=1, devices_per_node=8)
 def ndv2(name: str, nodes: int) -> Cluster:
     """TACCL's numbers: NVLink 0.3 us and 23 (double) or 46 us/MB, InfiniBand 2.6 us and 105 us/MB."""
     hosts = np.arange(nodes)
@@ -64,9 +62,7 @@ def ndv2(name: str, nodes: int) -> Cluster:
     return wiring.cluster(f"{name}:{nodes}", notes=notes)
 
 
-@register(
-    "ndv2_teccl", "NDv2 as TE-CCL models it: GPUs forward, no PCIe", default_nodes=1, devices_per_node=8
-)
+@register("ndv2_teccl", "NDv2 as TE-CCL models it: GPUs forward, no PCIe", default_nodes=1, devices_per_node=8)
 def ndv2_teccl(name: str, nodes: int) -> Cluster:
     """NVLink 50/25 GB/s, 0.7 us; GPU 0 sends and GPU 1 receives over a NIC of 12.5 GB/s and 1.3 us."""
     wiring = Wiring(host_names(nodes, numbered("gpu", 8)), hosts=np.repeat(np.arange(nodes), 8))

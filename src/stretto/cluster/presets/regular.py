@@ -27,9 +27,7 @@ def ring(name: str, nodes: int, *, gb_per_s: float = GB_PER_S, alpha_us: float =
 
 
 @register("fully_connected", "every device linked with every other", default_nodes=8, max_nodes=2048)
-def fully_connected(
-    name: str, nodes: int, *, gb_per_s: float = GB_PER_S, alpha_us: float = ALPHA_US
-) -> Cluster:
+def fully_connected(name: str, nodes: int, *, gb_per_s: float = GB_PER_S, alpha_us: float = ALPHA_US) -> Cluster:
     """A clique, `gb_per_s` per link and direction."""
     return build_regular(f"{name}:{nodes}", [_dimension("fully_connected", nodes, gb_per_s, alpha_us)])
 
@@ -63,9 +61,7 @@ def torus(
 ) -> Cluster:
     """Rings of sides `dims` (2D, as square as `nodes` allows, when not given)."""
     sides = _sides(nodes, dims)
-    return build_regular(
-        _named(name, nodes, dims), [_dimension("ring", side, gb_per_s, alpha_us) for side in sides]
-    )
+    return build_regular(_named(name, nodes, dims), [_dimension("ring", side, gb_per_s, alpha_us) for side in sides])
 
 
 @register("hypercube", "2^d devices, each linked with d neighbours", default_nodes=16)

@@ -28,8 +28,7 @@ def _build(name: str, nodes: int) -> Cluster:
     inner = math.prod(sizes[:-1])
     if nodes % inner or nodes < 2 * inner:
         raise InvalidInput(
-            f"nodes: {name} takes a multiple of {inner} from {2 * inner} on "
-            f"(the last dimension grows), not {nodes}"
+            f"nodes: {name} takes a multiple of {inner} from {2 * inner} on (the last dimension grows), not {nodes}"
         )
     kinds = [KINDS[part] for part in name.split("_")[2:] if part in KINDS]
     dimensions = [

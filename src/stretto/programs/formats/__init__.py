@@ -44,20 +44,27 @@ def load_program(
     """
     text = read_text(path)
     try:
-        kind = sniff(text)
+        return _parse(text, str(path), collective, in_place)
     except InvalidInput as error:
-        raise InvalidInput(f"{path}: {error}") from None
+        message = str(error)
+        raise InvalidInput(message if message.startswith(str(path)) else f"{path}: {message}") from None
+
+
+def _parse(
+    text: str, where: str, collective: Collective | None, in_place: bool | None
+) -> Program | Lowered | Plan:
+    kind = sniff(text)
     if kind == "text":
         from . import text as text_form
 
-        return text_form.loads(text, where=str(path))
+        return text_form.loads(text, where=where)
     if kind == "msccl":
         from . import msccl_xml
 
-        return msccl_xml.loads(text, collective=collective, in_place=in_place, where=str(path))
+        return msccl_xml.loads(text, collective=collective, in_place=in_place, where=where)
     from . import mscclpp_reader
 
-    return mscclpp_reader.loads(text, where=str(path))
+    return mscclpp_reader.loads(text, where=where)
 
 
 def save_program(program: Program | Lowered, path: str | Path, **options: Any) -> None:

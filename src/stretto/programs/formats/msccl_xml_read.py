@@ -82,7 +82,7 @@ def loads(
         raise InvalidInput(f"algo name: longer than {MAX_NAME} characters")
     num_gpus = _integer(root, "ngpus", "algo", 1, MAX_INT)
     channels = _integer(root, "nchannels", "algo", 1, MAX_CHANNELS)
-    num_chunks = _integer(root, "nchunksperloop", "algo", 1, MAX_INT)
+    num_chunks = _integer(root, "nchunksperloop", "algo", 1, MAX_ENTRIES)
     protocol = _text(root, "proto", "algo")
     if protocol not in PROTOCOLS:
         raise unknown("algo proto", protocol, PROTOCOLS)

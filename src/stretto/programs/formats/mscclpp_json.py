@@ -63,9 +63,7 @@ def dumps(
     name = _check_collective(lowered.collective)
     ranks = lowered.collective.num_ranks
     if hosts is not None and len(hosts) != ranks:
-        raise InvalidInput(
-            f"hosts: must give the host of each of the {ranks} ranks, not {len(hosts)} of them"
-        )
+        raise InvalidInput(f"hosts: must give the host of each of the {ranks} ranks, not {len(hosts)} of them")
     for key, value in (("fifo_depth", fifo_depth), ("max_threadblocks", max_threadblocks)):
         if value < 1:
             raise InvalidInput(f"{key}: must be >= 1, not {value}")
@@ -306,9 +304,7 @@ def _translate(step: Step, block: _Block) -> None:
     block.signal([channel])
 
 
-def _render(
-    streams: Streams, rank: int, blocks: list[_Block], semaphores: int, scratch: int
-) -> dict[str, Any]:
+def _render(streams: Streams, rank: int, blocks: list[_Block], semaphores: int, scratch: int) -> dict[str, Any]:
     c = streams.collective
     # Channels pair up by order: the k-th from a to b with the k-th from b to a, so both ends sort alike.
     touching = [x for _, x in sorted(streams.connections.items()) if rank in (x.src, x.dst)]
@@ -373,8 +369,6 @@ def _render_block(
         "ops": ops,
         "channels": [{"channel_type": kind, "channel_ids": found} for kind, found in ids.items() if found],
         "remote_buffer_refs": [
-            {"access_channel_type": kind, "remote_buffer_ids": found}
-            for kind, found in buffers.items()
-            if found
+            {"access_channel_type": kind, "remote_buffer_ids": found} for kind, found in buffers.items() if found
         ],
     }

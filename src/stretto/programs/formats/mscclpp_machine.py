@@ -208,9 +208,7 @@ class Machine:
         block = lane.block
         if lane.pc == len(block.actions):
             block.met += 1
-            if all(
-                b.met == len(b.lanes) and b.lanes[0].pc == len(b.actions) for b in self._blocks[block.rank]
-            ):
+            if all(b.met == len(b.lanes) and b.lanes[0].pc == len(b.actions) for b in self._blocks[block.rank]):
                 self._begin(block.rank)
             return False
         action = block.actions[lane.pc]
@@ -224,9 +222,7 @@ class Machine:
             self._tell(lane, action)
         elif action.ends:
             if lane.number < len(action.ends):
-                part = Action(
-                    name="put", src=(action.src[lane.number],), dst=(action.dst[lane.number],), op=action.op
-                )
+                part = Action(name="put", src=(action.src[lane.number],), dst=(action.dst[lane.number],), op=action.op)
                 self._use(lane, action, "signal on channel", action.ends[lane.number])
                 self._ask(lane, action.ends[lane.number], part)
                 if action.name == "pws":
@@ -357,17 +353,13 @@ class Machine:
         """Read, add up and write: many sources go to every destination, or each source to its own."""
         if action.name in ("copy", "put", "get"):
             for src, dst in zip(action.src, action.dst, strict=True):
-                self._write(
-                    tid, clock, action.op, dst, self._read(tid, clock, action.op, src, columns), columns
-                )
+                self._write(tid, clock, action.op, dst, self._read(tid, clock, action.op, src, columns), columns)
             return
         total = sum(self._read(tid, clock, action.op, src, columns) for src in action.src)
         for dst in action.dst:
             self._write(tid, clock, action.op, dst, total, columns)
 
-    def _read(
-        self, tid: int, clock: Clock, op: int, rows: Rows, columns: NDArray[np.intp] | None = None
-    ) -> Data:
+    def _read(self, tid: int, clock: Clock, op: int, rows: Rows, columns: NDArray[np.intp] | None = None) -> Data:
         cells = self._cells(rows, columns)
         self._check_writers(tid, clock, op, cells)
         seen = int(clock[tid]), op
@@ -412,9 +404,7 @@ class Machine:
             for name, rows in buffers.items()
             if rows.at <= row < rows.at + rows.count
         )
-        first, second = (
-            self._names[t] + (f" op {k}" if k >= 0 else "") for t, k in ((other, its_op), (tid, op))
-        )
+        first, second = (self._names[t] + (f" op {k}" if k >= 0 else "") for t, k in ((other, its_op), (tid, op)))
         return VerificationError(f"race on {name}[{at}] of rank {rank}: {first} and {second} are not ordered")
 
     def _check_end(self) -> None:
@@ -435,6 +425,4 @@ class Machine:
                 )
         for at, (queue, value) in enumerate(zip(self._semaphores, self.image.semaphores, strict=True)):
             if len(queue) != value:
-                raise VerificationError(
-                    f"semaphore {at} ends at {len(queue)}, not at its initial value {value}"
-                )
+                raise VerificationError(f"semaphore {at} ends at {len(queue)}, not at its initial value {value}")

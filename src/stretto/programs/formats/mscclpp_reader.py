@@ -43,6 +43,12 @@ SHAPES = {
 """The sources and destinations of each data operation: l this rank's, r a peer's, + any number more."""
 PAIRWISE = ("get", "put", "pws", "pwsf")
 """Operations that move each source to its own destination; the others work on one size."""
+CHANNELS = {
+    **dict.fromkeys(("signal", "rlxsignal", "wait", "rlxwait", "put"), ("memory", "port")),
+    **dict.fromkeys(("pws", "pwsf", "flush"), ("port",)),
+    **dict.fromkeys(("get", "res", "rre", "rres"), ("memory",)),
+}
+"""The types of channel an operation can work over."""
 OPERATIONS = (
     "nop",
     "barrier",
@@ -158,7 +164,7 @@ class Gpu(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
 class Plan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """An execution plan; `root` is ours (the format has no place for it) and ignored by the executor."""
 
-    name: Name
+    name: str
     collective: Name
     protocol: Name
     inplace: bool
@@ -208,9 +214,7 @@ def _check_names(data: object, where: str) -> None:
                 at = f"{where}: gpus[{g}].threadblocks[{b}].ops[{k}]"
                 for what, names in ELSEWHERE.items():
                     if name in names:
-                        raise InvalidInput(
-                            f"{at}: {name!r}: {what} cannot be run here; can: {', '.join(OPERATIONS)}"
-                        )
+                        raise InvalidInput(f"{at}: {name!r}: {what} cannot be run here; can: {', '.join(OPERATIONS)}")
                 if isinstance(name, str) and name not in OPERATIONS:
                     raise InvalidInput(f"{at}: {unknown('operation', name, OPERATIONS)}")
                 if isinstance(op, dict) and "tbg_info" in op:
@@ -243,6 +247,8 @@ def resolve(plan: Plan) -> Image:
             scope = _Scope(plan, r, b, buffers, ends, number, first_semaphore[r])
             blocks.append((r, b, tuple(a for k, op in enumerate(tb.ops) for a in scope.actions(k, op))))
     semaphores = tuple(s.init_value for gpu in plan.gpus for s in gpu.semaphores)
+    if sum(semaphores) > MAX_TOTAL_OPS:
+        raise InvalidInput(f"gpus: semaphores start at {sum(semaphores)} in all; at most {MAX_TOTAL_OPS}")
     return Image(blocks=tuple(blocks), ends=ends, semaphores=semaphores, rows=rows, buffers=buffers)
 
 
@@ -261,9 +267,7 @@ def _lay_out(plan: Plan) -> tuple[tuple[dict[str, Rows], ...], int]:
             o = at + r * n_out if n_out < n_in else at
             end = at + max(n_in, n_out)
             if max(i + n_in, o + n_out) > end:
-                raise InvalidInput(
-                    f"gpus[{r}]: in place, {n_in} input and {n_out} output chunks do not fit together"
-                )
+                raise InvalidInput(f"gpus[{r}]: in place, {n_in} input and {n_out} output chunks do not fit together")
         buffers.append(
             {
                 "i": Rows(at=i, count=n_in),
@@ -310,18 +314,11 @@ class _Scope:
         """One operation as the machine does it (`pwsf` is two)."""
         where = f"gpus[{self.rank}].threadblocks[{self.block}].ops[{k}]"
         gpu = self.plan.gpus[self.rank]
-        needs_channels = op.name in ("signal", "rlxsignal", "wait", "rlxwait", "flush")
-        by_port = op.name in ("put", "pws", "pwsf") and op.channel_type == "port"
-        if (needs_channels or op.name in ("put", "pws", "pwsf", "get")) and op.channel_type not in (
-            "memory",
-            "port",
-        ):
-            raise InvalidInput(f"{where}.channel_type: must be memory or port, not {op.channel_type}")
-        if op.name in ("pws", "pwsf", "flush") and op.channel_type != "port":
-            raise InvalidInput(f"{where}.channel_type: {op.name} needs a port, not {op.channel_type}")
-        if op.name in ("get", "res", "rre", "rres") and op.channel_type != "memory":
-            raise InvalidInput(f"{where}.channel_type: {op.name} needs memory, not {op.channel_type}")
-        ends = self._ends(where, op) if needs_channels or by_port else ()
+        kinds = CHANNELS.get(op.name, (op.channel_type,))
+        if op.channel_type not in kinds:
+            raise InvalidInput(f"{where}.channel_type: {op.name} needs {' or '.join(kinds)}, not {op.channel_type}")
+        by_port = op.channel_type == "port" and op.name in SHAPES
+        ends = self._ends(where, op) if by_port or op.name in CHANNELS.keys() - SHAPES.keys() else ()
         src = tuple(self._rows(f"{where}.src_buff[{j}]", op, part) for j, part in enumerate(op.src_buff))
         dst = tuple(self._rows(f"{where}.dst_buff[{j}]", op, part) for j, part in enumerate(op.dst_buff))
         self._check_shape(where, op)
@@ -332,15 +329,9 @@ class _Scope:
         if op.name.startswith("sem_"):
             bad = [s for s in op.semaphore_ids if s >= len(gpu.semaphores)]
             if bad or not op.semaphore_ids:
-                raise InvalidInput(
-                    f"{where}.semaphore_ids: must be of the {len(gpu.semaphores)} there are, not {bad}"
-                )
-        if op.name == "barrier" and (
-            op.barrier_id is None or not 1 <= op.num_threadblocks <= len(gpu.threadblocks)
-        ):
-            raise InvalidInput(
-                f"{where}: barrier needs barrier_id and num_threadblocks 1..{len(gpu.threadblocks)}"
-            )
+                raise InvalidInput(f"{where}.semaphore_ids: must be of the {len(gpu.semaphores)} there are, not {bad}")
+        if op.name == "barrier" and (op.barrier_id is None or not 1 <= op.num_threadblocks <= len(gpu.threadblocks)):
+            raise InvalidInput(f"{where}: barrier needs barrier_id and num_threadblocks 1..{len(gpu.threadblocks)}")
         action = Action(
             name="pws" if op.name == "pwsf" else op.name,
             src=src,
@@ -369,11 +360,7 @@ class _Scope:
         gpu = self.plan.gpus[self.rank]
         refs = gpu.threadblocks[self.block].remote_buffer_refs
         mine = [b for r in refs if r.access_channel_type == op.channel_type for b in r.remote_buffer_ids]
-        if (
-            part.buffer_id is None
-            or part.buffer_id >= len(mine)
-            or mine[part.buffer_id] >= len(gpu.remote_buffers)
-        ):
+        if part.buffer_id is None or part.buffer_id >= len(mine) or mine[part.buffer_id] >= len(gpu.remote_buffers):
             return None
         found = gpu.remote_buffers[mine[part.buffer_id]]
         return found if op.channel_type in found.access_channel_types else None
@@ -404,9 +391,7 @@ class _Scope:
     def _check_shape(self, where: str, op: Operation) -> None:
         """Whether an operation has the sources and destinations it works on, all of one size."""
         shapes = SHAPES.get(op.name, ("", ""))
-        for key, parts, shape in zip(
-            ("src_buff", "dst_buff"), (op.src_buff, op.dst_buff), shapes, strict=True
-        ):
+        for key, parts, shape in zip(("src_buff", "dst_buff"), (op.src_buff, op.dst_buff), shapes, strict=True):
             got = "".join("r" if p.type is None else "l" for p in parts)
             if not re.fullmatch(shape, got):
                 raise InvalidInput(
@@ -431,10 +416,10 @@ class Outcome:
     launches: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.plan}: right and free of races in {self.interleavings} interleavings of {self.launches} "
-            f"launches ({self.operations} operations over {self.collective.num_ranks} ranks)"
-        )
+        runs = f"{self.interleavings} interleaving{'s' * (self.interleavings != 1)}"
+        launches = f"{self.launches} launch{'es' * (self.launches != 1)}"
+        size = f"{self.operations} operations over {self.collective.num_ranks} ranks"
+        return f"{self.plan}: right and free of races in {runs} of {launches} ({size})"
 
 
 def collective_of(plan: Plan) -> Collective:
@@ -450,9 +435,7 @@ def collective_of(plan: Plan) -> Collective:
         "alltoall": n_in == n_out and n_in % ranks == 0,
     }.get(plan.collective, n_in == n_out)
     if len(counts) > 1 or not fits:
-        raise InvalidInput(
-            f"gpus: {n_in} input and {n_out} output chunks are not those of an {plan.collective}"
-        )
+        raise InvalidInput(f"gpus: {n_in} input and {n_out} output chunks are not those of an {plan.collective}")
     if plan.collective == "allgather":
         return AllGather(ranks, chunks=n_in, in_place=plan.inplace)
     if plan.collective == "reducescatter":
@@ -470,21 +453,15 @@ def execute(plan: Plan, inputs: Sequence[Data], *, seed: int = 0) -> list[Data]:
     Raises `VerificationError` for a race, a deadlock, or a launch that leaves signals behind.
     """
     if len(inputs) != len(plan.gpus):
-        raise InvalidInput(
-            f"inputs: must be one array for each of the {len(plan.gpus)} ranks, not {len(inputs)}"
-        )
+        raise InvalidInput(f"inputs: must be one array for each of the {len(plan.gpus)} ranks, not {len(inputs)}")
     elements = inputs[0].shape[-1]
     for r, (gpu, data) in enumerate(zip(plan.gpus, inputs, strict=True)):
         if data.shape != (gpu.input_chunks, elements):
-            raise InvalidInput(
-                f"inputs[{r}]: must have the shape {(gpu.input_chunks, elements)}, not {data.shape}"
-            )
+            raise InvalidInput(f"inputs[{r}]: must have the shape {(gpu.input_chunks, elements)}, not {data.shape}")
     return Machine(resolve(plan), elements=elements, seed=seed).run([inputs])[0]
 
 
-def check(
-    plan: Plan, collective: Collective, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 2
-) -> Outcome:
+def check(plan: Plan, collective: Collective, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 2) -> Outcome:
     """Run a plan on random data and compare with what a collective demands; raises `VerificationError`.
 
     The launches follow each other without the ranks waiting for one another, as in a training loop.
@@ -494,15 +471,14 @@ def check(
     image = resolve(plan)
     for seed in seeds:
         rng = np.random.default_rng(seed)
+        machine = Machine(image, elements=image.widest, seed=seed)
         cases = [_case(plan, collective, image.widest, rng) for _ in range(launches)]
-        outputs = Machine(image, elements=image.widest, seed=seed).run([inputs for inputs, _ in cases])
+        outputs = machine.run([inputs for inputs, _ in cases])
         for launch, (_, wanted) in enumerate(cases):
             for rank, want in enumerate(wanted):
                 wrong = np.flatnonzero(np.any(outputs[launch][rank] != want, axis=1))
                 if len(wrong):
-                    raise VerificationError(
-                        f"o[{wrong[0]}] of rank {rank} is wrong after launch {launch}, seed {seed}"
-                    )
+                    raise VerificationError(f"o[{wrong[0]}] of rank {rank} is wrong after launch {launch}, seed {seed}")
     operations = sum(len(tb.ops) for gpu in plan.gpus for tb in gpu.threadblocks)
     return Outcome(
         plan=plan.name,
@@ -518,9 +494,7 @@ def check_plan(plan: Plan, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 
     return check(plan, collective_of(plan), seeds=seeds, launches=launches)
 
 
-def _case(
-    plan: Plan, collective: Collective, elements: int, rng: np.random.Generator
-) -> tuple[list[Data], list[Data]]:
+def _case(plan: Plan, collective: Collective, elements: int, rng: np.random.Generator) -> tuple[list[Data], list[Data]]:
     """Random inputs (whole numbers, so that sums are exact in any order) and the outputs they ask for."""
     c = collective
     values = rng.integers(1, 1 << 30, (len(c.in_chunk), elements)).astype(np.float64)

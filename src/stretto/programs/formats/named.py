@@ -12,7 +12,7 @@ from ... import collectives as library
 from ...collectives import Collective
 from ...errors import InvalidInput, StrettoError, unknown
 
-MAX_ENTRIES = 1 << 25
+MAX_ENTRIES = 1 << 24
 """The most buffer positions (over all ranks) that a file may ask for."""
 MAX_COUNT_UNIT = 4096
 

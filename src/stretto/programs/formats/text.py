@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...collectives import ALL_PARTS, Collective
-from ...errors import InvalidInput
+from ...collectives.conditions import MAX_RANKS
+from ...errors import InvalidInput, unknown
 from ..ir import Program
 from .named import MAX_ENTRIES, Named, name_of
 
@@ -33,6 +34,7 @@ HEADER = "stretto-program"
 VERSION = 1
 MAX_INT = (1 << 31) - 1
 
+_OPTIONS = ("ranks", "devices", "chunks", "num_chunks", "root", "in-place", "pairs", "counts")
 _TRANSFER = re.compile(
     r"(?P<t>\d{1,9}): (?P<src>\d{1,9})>(?P<dst>\d{1,9}) (?P<add>\+?)(?P<chunks>c[c\d,-]*)"
     r"(?: after (?P<after>[\d,-]+))?(?: gate (?P<gate>[\d,-]+))?(?: lane (?P<lane>\d{1,5}))?"
@@ -247,14 +249,18 @@ class _Reader:
     def options(self, text: str) -> dict[str, str]:
         """Words in pairs; ``in-place`` stands alone."""
         words = iter(text.split())
-        return {word: "" if word == "in-place" else next(words, "") for word in words}
+        options = {word: "" if word == "in-place" else next(words, "") for word in words}
+        for word in options:
+            if word not in _OPTIONS:
+                raise unknown("word", word[:40], _OPTIONS)
+        return options
 
     def ranks(self, options: dict[str, str]) -> tuple[int, ...]:
         if "devices" in options:
             return tuple(self.integers(options["devices"], MAX_INT))
         count = self.integer(options, "ranks")
-        if not 1 <= count <= MAX_ENTRIES:
-            self.fail(f"ranks: must be 1..{MAX_ENTRIES}, not {count}")
+        if not 1 <= count <= MAX_RANKS:
+            self.fail(f"ranks: must be 1..{MAX_RANKS}, not {count}")
         return tuple(range(count))
 
     def integer(self, options: dict[str, str], key: str, default: int | None = None) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import highspy
 import numpy as np
 from numpy.typing import NDArray
 
@@ -78,14 +77,17 @@ def lengths(net: Net, needs: Needs) -> Iterable[Floats]:
         yield (net.channel == channel).astype(np.float64)
 
 
-def concurrent_flow(net: Net, needs: Needs) -> tuple[Floats, bool]:
-    """Lengths that prove the maximum concurrent flow (the dual of its linear program); whether it was solved.
+def concurrent_flow(net: Net, needs: Needs) -> tuple[float, Floats]:
+    """The least time in which all needs can be met (infinite if the solver fails), and lengths that prove it.
 
     One flow per source: the sinks of source s receive (a common factor x amount) of it, and every arc carries
-    at most its rate; the factor is maximised.
+    at most its rate; the factor is maximised. The lengths are the dual of this linear program.
     """
+    import highspy  # slow to import, and most bounds need no solver
+
     count, arcs, nodes = len(needs.sources), len(net.src), net.num_nodes
-    rate = net.rate / net.rate[net.link >= 0].max()
+    fastest, largest = net.rate[net.link >= 0].max(), needs.amounts.max()
+    rate = net.rate / fastest
     column = np.arange(count * arcs)
     flow, arc = column // arcs, column % arcs
     limited = np.flatnonzero(np.isfinite(rate))
@@ -96,7 +98,7 @@ def concurrent_flow(net: Net, needs: Needs) -> tuple[Floats, bool]:
     row = np.concatenate([into, out_of, limit_row[arc], row_of_sink])
     col = np.concatenate([column, column, column, np.full(len(row_of_sink), count * arcs)])
     one = np.ones(len(column))
-    value = np.concatenate([one, -one, one, -needs.amounts / needs.amounts.max()])
+    value = np.concatenate([one, -one, one, -needs.amounts / largest])
     # A source's own balance follows from all others.
     used = np.ones(count * nodes + len(limited), np.bool_)
     used[np.arange(count) * nodes + needs.sources] = False
@@ -118,12 +120,12 @@ def concurrent_flow(net: Net, needs: Needs) -> tuple[Floats, bool]:
     lp.a_matrix_.start_ = np.append(0, np.cumsum(np.bincount(col, minlength=lp.num_col_)))
     lp.a_matrix_.index_, lp.a_matrix_.value_ = row[order], value[order]
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    for option, setting in (("output_flag", False), ("threads", 1), ("solver", "ipm")):
-        solver.setOptionValue(option, setting)
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("solver", "ipm")
     solver.passModel(lp)
     solver.run()
+    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return np.inf, np.zeros(arcs)
     length = np.zeros(arcs)
-    dual = np.asarray(solver.getSolution().row_dual)
-    if len(dual):
-        length[limited] = np.abs(dual[lp.num_row_ - len(limited) :])
-    return length, bool(solver.getModelStatus() == highspy.HighsModelStatus.kOptimal)
+    length[limited] = np.abs(np.asarray(solver.getSolution().row_dual)[lp.num_row_ - len(limited) :])
+    return float(largest / fastest / solver.getInfo().objective_function_value), length

@@ -56,7 +56,7 @@ class Demand:
     @cached_property
     def distinct(self) -> bool:
         """Whether no two bundles belong to one payload."""
-        return len(np.unique(self.payload)) == self.num_bundles
+        return int(np.bincount(self.payload).max(initial=0)) <= 1
 
     @cached_property
     def same_sources(self) -> bool:
@@ -113,17 +113,17 @@ def demand_of(collective: Collective, num_nodes: int) -> Demand:
     item_ptr = np.searchsorted(item_kind, np.arange(len(first) + 1))
 
     keep = first[kind[c.out_chunk]] == c.out_chunk
-    want_kind, want_set, wanter = kind[c.out_chunk[keep]], _merged(c)[c.out_set[keep]], device[out_rank[keep]]
-    listed = np.unique(np.stack([want_kind, want_set]), axis=1)
-    ptr, item = _members(c, first, listed, item_ptr, item_part)
-    # A set that lists every part there is says the same as ALL_PARTS; one thing must have one name.
-    whole = listed[:, np.diff(ptr) == np.diff(item_ptr)[listed[0]]]
-    want_set[np.isin(_key(want_kind, want_set), _key(*whole))] = ALL_PARTS
+    want_kind, wanter = kind[c.out_chunk[keep]], device[out_rank[keep]]
+    want_set = c.out_set[keep].astype(np.int64)
+    if c.part_sets:
+        want_set = _named_once(c, first, want_kind, want_set, item_ptr, item_part)
     order = np.lexsort((wanter, want_set, want_kind))
     want_kind, want_set, wanter = want_kind[order], want_set[order], wanter[order]
     begins = np.flatnonzero(_changes(want_kind, want_set))
     bundle_kind, bundle_set = want_kind[begins], want_set[begins]
     ptr, item = _members(c, first, np.stack([bundle_kind, bundle_set]), item_ptr, item_part)
+    part = source[item]
+    part = part[np.lexsort((part, np.repeat(np.arange(len(bundle_kind)), np.diff(ptr))))]
     combined = np.zeros(len(first), np.bool_)
     combined[bundle_kind[np.diff(ptr) > 1]] = True
     apart = len(first) + np.arange(len(bundle_kind))
@@ -132,7 +132,7 @@ def demand_of(collective: Collective, num_nodes: int) -> Demand:
         share=np.bincount(kind, c.chunk_share, len(first))[bundle_kind],
         payload=np.where(combined[bundle_kind], bundle_kind, apart),
         source_ptr=ptr,
-        source=source[item],
+        source=part,
         wanter_ptr=np.append(begins, len(wanter)).astype(np.int64),
         wanter=wanter.astype(np.int32),
         shared=shared,
@@ -182,11 +182,22 @@ def _sources(
     return source, tuple(shared)
 
 
-def _merged(c: Collective) -> NDArray[np.int64]:
-    """A number for each set of parts, equal ones alike; the last entry stands for ALL_PARTS."""
+def _named_once(
+    c: Collective,
+    first: NDArray[np.int64],
+    kind: NDArray[np.int64],
+    which: NDArray[np.int64],
+    item_ptr: NDArray[np.int64],
+    item_part: NDArray[np.int32],
+) -> NDArray[np.int64]:
+    """Wanted sets with one name for equal ones, and ALL_PARTS for those that list every part there is."""
     numbers: dict[frozenset[int], int] = {}
     names = [numbers.setdefault(frozenset(parts), at) for at, parts in enumerate(c.part_sets)]
-    return np.array([*names, ALL_PARTS], np.int64)
+    which = np.array([*names, ALL_PARTS])[which]
+    listed = np.unique(np.stack([kind, which]), axis=1)
+    ptr, _ = _members(c, first, listed, item_ptr, item_part)
+    whole = listed[:, np.diff(ptr) == np.diff(item_ptr)[listed[0]]]
+    return np.where(np.isin(_key(kind, which), _key(*whole)), ALL_PARTS, which)
 
 
 def _members(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,6 +18,9 @@ from .cuts import Cut, Need, prefix_cuts, region_cuts, regions, sink_needs, sour
 from .demand import Demand, demand_of
 from .net import Floats, Net
 from .partition import narrowest_partition
+
+BYTES = "<bytes>"
+"""Stands in a proof's reason for the size, which depends on nbytes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -79,7 +82,7 @@ def lower_bound(
         total_us=max(latency.us, total),
         bandwidth_us=nbytes * widest.us,
         latency_us=latency.us,
-        reason=latency.reason if by_latency else decides.reason.format(bytes=_size(nbytes * decides.share)),
+        reason=latency.reason if by_latency else decides.reason.replace(BYTES, _size(nbytes * decides.share)),
         method="shortest path" if by_latency else decides.method,
         exact=widest.exact,
         links=widest.links,
@@ -238,35 +241,39 @@ def _all_reduce(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
 
 
 def _adopt_relays(cluster: Cluster, ranks: NDArray[np.int32]) -> NDArray[np.int64]:
-    """A vertex for each rank; other devices join a rank of their host, or the first: all ways are valid."""
-    vertex = np.zeros(cluster.num_devices, np.int64)
-    host = cluster.node_host[: cluster.num_devices]
-    for number, rank in reversed(list(enumerate(ranks))):
-        vertex[(host == host[rank]) & (host >= 0)] = number
-    vertex[ranks] = np.arange(len(ranks))
+    """A vertex for each rank; other devices join the first rank of their host, or of all: every way is valid."""
+    host, at = np.unique(cluster.node_host[: cluster.num_devices], return_inverse=True)
+    number = np.arange(len(ranks))
+    first = np.zeros(len(host), np.int64)
+    first[at[ranks[::-1]]] = number[::-1]
+    vertex = np.where(host[at] >= 0, first[at], 0)
+    vertex[ranks] = number
     return vertex
 
 
 def _mixed(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
     """Different things to different places."""
-    exact, best = False, 0.0
-    if not demand.combining:
-        needs = Needs.of(demand)
-        small = len(needs.sources) * len(net.src) <= MAX_VARIABLES
-        candidates: Iterable[Floats] = lengths(net, needs)
-        if small:
-            length, solved = concurrent_flow(net, needs)
-            exact = solved and len(demand.pairs[0]) == len(np.unique(demand.pairs[2]))
-            candidates = [length]
-        method = f"concurrent-flow LP{', exact' * exact}" if small else "distance and capacity"
-        found = [_length_proof(net, needs, length, method, exact) for length in candidates if length.any()]
-        best = max((proof.us for proof in found), default=0.0)
-        yield from found
-    if exact:
-        return
     cuts = [*prefix_cuts(net, demand)]
     for group in regions(cluster):
         cuts += region_cuts(net, demand, group)
+    best = 0.0
+    if not demand.combining:
+        needs = Needs.of(demand)
+        if len(needs.sources) * len(net.src) <= MAX_VARIABLES:
+            us, length = concurrent_flow(net, needs)
+            proof = _length_proof(net, needs, length, "concurrent-flow LP")
+            one_taker_each = len(demand.pairs[0]) == len(np.unique(demand.pairs[2]))
+            if one_taker_each and proof.us >= us * (1 - 1e-6):
+                cuts += region_cuts(net, demand, np.arange(cluster.num_devices))
+                plain = _plainest(cluster, net, proof, cuts)
+                yield replace(plain, method=f"{proof.method}, exact", exact=True)
+                return
+            yield proof
+            best = proof.us
+        for length in lengths(net, needs):
+            proof = _length_proof(net, needs, length, "distance and capacity")
+            yield proof
+            best = max(best, proof.us)
     tightest = max(cuts, key=lambda cut: cut.us, default=None)
     best = max(best, tightest.us if tightest else 0.0)
     inward = worst_sink(net, sink_needs(demand), best)
@@ -276,15 +283,23 @@ def _mixed(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
             yield _cut_proof(cluster, net, cut, False)
 
 
-def _length_proof(net: Net, needs: Needs, length: Floats, method: str, exact: bool) -> Proof:
-    length = np.where(net.link >= 0, length / length.max(), 0.0)
+def _plainest(cluster: Cluster, net: Net, proof: Proof, cuts: list[Cut]) -> Proof:
+    """The proof, or a cut that proves the same and is easier to read."""
+    for cut in cuts:
+        if cut.us >= proof.us * (1 - 1e-9):
+            return _cut_proof(cluster, net, cut, False)
+    return proof
+
+
+def _length_proof(net: Net, needs: Needs, length: Floats, method: str) -> Proof:
+    length = np.where(net.link >= 0, length / max(length.max(), 1e-300), 0.0)
     share = needed(net, needs, length)
     used = length > 0
     rate = float(length[used] @ net.rate[used])
-    weighted = " (weighted)" if length[used].min() < 1 - 1e-9 else ""
+    weighted = " (weighted)" if length[used].min(initial=1.0) < 1 - 1e-9 else ""
     links = f"{np.count_nonzero(used)} links of {rate / 1e3:.6g} GB/s in all"
-    reason = f"flow: {{bytes}}{weighted} must pass {links}"
-    return Proof.of(net, length, share, reason, method, exact)
+    reason = f"flow: {BYTES}{weighted} must pass {links}"
+    return Proof.of(net, length, share, reason, method, False)
 
 
 def _cut_proof(cluster: Cluster, net: Net, cut: Cut | None, exact: bool) -> Proof:
@@ -292,7 +307,7 @@ def _cut_proof(cluster: Cluster, net: Net, cut: Cut | None, exact: bool) -> Proo
     inside = cut.sink_side[: cluster.num_devices]
     receive = np.count_nonzero(inside) <= np.count_nonzero(~inside)
     who = _devices_in_words(cluster, np.flatnonzero(inside if receive else ~inside))
-    reason = f"cut: {who} must {'receive' if receive else 'send'} {{bytes}} over {cut.rate / 1e3:.6g} GB/s"
+    reason = f"cut: {who} must {'receive' if receive else 'send'} {BYTES} over {cut.rate / 1e3:.6g} GB/s"
     method = f"max-flow{', exact' * exact}"
     return Proof.of(net, cut.arcs.astype(np.float64), cut.share, reason, method, exact)
 

@@ -1,0 +1,83 @@
+"""``stretto cluster``: each command does what its help says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto import Cluster, InvalidInput
+from stretto.cli.cluster import app
+from stretto.cluster.presets import presets
+
+DATA = Path(__file__).parent / "data"
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_list_names_every_preset() -> None:
+    text = run("list")
+    for entry in presets():
+        assert entry.name in text
+
+
+def test_show_draws_in_the_terminal() -> None:
+    text = run("show", "ndv2:2")
+    assert "hosts 0 1 (2 alike)" in text
+    assert "43.48 GB/s" in text
+
+
+def test_show_writes_svg(tmp_path: Path) -> None:
+    path = tmp_path / "x.svg"
+    assert run("show", "dgx2:2", "--svg", str(path)).startswith("wrote")
+    assert ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+def test_check_says_what_is_odd() -> None:
+    text = run("check", "ndv2_teccl:2")
+    assert "ndv2_teccl:2: valid, 16 devices that all reach each other" in text
+    assert "channel nvlink joins groups of 2 x 8 devices by itself" in text
+    assert "odd: 2 links have no link back" in text
+    assert "channel ethernet joins no devices by itself" in run("check", "hgx2:2")
+
+
+def test_check_refuses_devices_that_cannot_reach_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "islands.yaml"
+    path.write_text(
+        "stretto: cluster\nversion: 1\nname: islands\nnodes: [{kind: device, names: 'd[0..2]'}]\n"
+        "links: [{gb_per_s: 1, alpha_us: 0, between: [[d0, d1]]}]\n"
+    )
+    with pytest.raises(InvalidInput, match="links: no route from d0 to d2"):
+        run("check", str(path))
+
+
+def test_convert_keeps_everything(tmp_path: Path) -> None:
+    path = tmp_path / "four.yaml"
+    text = run("convert", f"{DATA / 'nccl_dgx1.xml'}:4", str(path))
+    assert "32 devices" in text
+    assert "note: assumed" in text
+    assert Cluster.load(path) == Cluster.load(f"{DATA / 'nccl_dgx1.xml'}:4")
+    again = tmp_path / "again.json"
+    run("convert", str(path), str(again))
+    assert Cluster.load(again) == Cluster.load(path)
+
+
+def test_convert_refuses_forms_it_does_not_write(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"must end in .yaml, .yml or .json"):
+        run("convert", "ring", str(tmp_path / "x.xml"))
+
+
+def test_show_refuses_a_place_it_cannot_write() -> None:
+    with pytest.raises(InvalidInput, match="No such file or directory"):
+        run("show", "ring", "--svg", "/nonexistent/x.svg")
+
+
+@pytest.mark.parametrize("command", ["list", "show", "check", "convert"])
+def test_help_teaches_with_examples(command: str) -> None:
+    assert f"stretto cluster {command}" in run(command, "--help")
