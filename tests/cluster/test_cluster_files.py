@@ -299,6 +299,17 @@ def test_truncated_files_are_refused_or_still_valid(cut: int) -> None:
         assert "\n" not in str(error)
 
 
+def test_yaml_is_bounded_and_json_takes_what_is_larger(tmp_path: Path) -> None:
+    cluster = Cluster.preset("fully_connected", nodes=500)
+    with pytest.raises(InvalidInput, match=r"too large for YAML \(\d+ bytes\); give a name that ends in .json"):
+        cluster.save(tmp_path / "x.yaml")
+    cluster.save(tmp_path / "x.json")
+    assert Cluster.load(tmp_path / "x.json") == cluster
+    (tmp_path / "long.yaml").write_text("- 1\n" * 600_000)
+    with pytest.raises(InvalidInput, match="YAML of more than 2097152 bytes"):
+        load(tmp_path / "long.yaml")
+
+
 def test_nodes_cannot_repeat_a_file_that_is_already_whole(tmp_path: Path) -> None:
     path = tmp_path / "pair.yaml"
     path.write_text(GOOD)

@@ -157,6 +157,13 @@ def test_runs_cannot_stand_for_more_than_a_file_may_hold() -> None:
         read({"stretto": "collective", "version": 1, "ranks": 64, "num_chunks": 1 << 22, "start": rows, "end": rows})
 
 
+def test_yaml_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "long.yaml"
+    path.write_text("- 1\n" * 600_000)
+    with pytest.raises(InvalidInput, match="YAML of more than 2097152 bytes"):
+        load_collective(path)
+
+
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="No such file"):
         load_collective(tmp_path / "missing.yaml")

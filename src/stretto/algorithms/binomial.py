@@ -4,8 +4,8 @@ The root first serves the rank half of all away, then both serve the rank a quar
 subtrees are ranges of neighbours. The choice for small broadcasts; gather and scatter move every byte at
 most log2(n) times but pay only log2(n) latencies at the root.
 
-Cost, one port per rank, n a power of two: broadcast, reduce ``log2(n) (alpha + beta S)``; gather, scatter
-``log2(n) alpha + beta S (n-1)/n``. Any n.
+Cost, one port per rank: broadcast, reduce ``ceil(log2 n) (alpha + beta S)``; gather, scatter, n a power
+of two, ``log2(n) alpha + beta S (n-1)/n``. Any n.
 """
 
 from __future__ import annotations

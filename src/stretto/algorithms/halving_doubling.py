@@ -7,8 +7,8 @@ the farthest.
 
 Cost for n a power of two: reduce-scatter, all-gather ``log2(n) alpha + beta S (n-1)/n``; all-reduce twice
 that. Otherwise n - p ranks (p the power of two below n) fold into a neighbour first (``alpha + beta S``
-for reduce-scatter and all-reduce, ``alpha + beta S/n`` for all-gather) and get their part at the end. Any
-n.
+for reduce-scatter and all-reduce, ``alpha + beta S/n`` for all-gather) and get their part at the end.
+Any n.
 """
 
 from __future__ import annotations

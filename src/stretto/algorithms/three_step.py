@@ -1,13 +1,12 @@
-"""Three-step all-to-all: gather inside the host, one message per pair of hosts, scatter inside the other
-host.
+"""Three-step all-to-all: gather inside the host, one message per pair of hosts, scatter there.
 
 For every pair of hosts one rank on either side is the gateway (the same local number on both, so rails
 stay rails, and spread over the local ranks). It collects everything its host has for the other one and
 sends it in a single message. The fewest messages between hosts of all: for small messages, or networks
 with a high cost per message.
 
-Cost with L ranks on each of H hosts, H - 1 <= L and a link per pair used: ``2 (alpha_in + beta_in (S/n)
-(L + 1))`` at most ``+ alpha_out + beta_out (S/n) L^2``. Any n = L H with L, H > 1.
+Cost with L ranks on each of H <= L hosts (n = L H) and a link per pair used: ``alpha_in + beta_in (S/n)
+(L + 1) + alpha_out + beta_out (S/n) L^2 + alpha_in + beta_in (S/n) L``. Any n = L H with L, H > 1.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What chain, binomial and binary trees share: data flowing down (broadcast) or up (reduce) a tree, in
-pieces."""
+"""What chain, binomial and binary trees share: pieces that flow down (broadcast) or up (reduce) a tree."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ from .presets.registry import check_nodes, check_options
 from .wiring import MAX_DEVICES
 
 MAX_FILE_BYTES = 32 << 20
+MAX_YAML_BYTES = 2 << 20
+"""YAML takes many seconds per megabyte to read; the same structure as JSON does not."""
 
 
 def load(source: str | Path, *, nodes: int | None = None, **options: Any) -> Cluster:
@@ -55,7 +57,10 @@ def loads(text: str, *, where: str = "<text>", name: str = "cluster", **options:
 
 def save(cluster: Cluster, path: str | Path) -> None:
     """Write the versioned form: JSON where the name ends in ``.json``, YAML otherwise."""
-    text = yaml_form.dumps(cluster, json=Path(path).suffix == ".json")
+    json = Path(path).suffix == ".json"
+    text = yaml_form.dumps(cluster, json=json)
+    if not json and len(text) > MAX_YAML_BYTES:
+        raise InvalidInput(f"{path}: too large for YAML ({len(text)} bytes); give a name that ends in .json")
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -84,7 +89,12 @@ def _sniff(text: str, where: str) -> tuple[str, Any]:
         return "nccl", nccl_xml.parse(text, where=where)
     if nvidia_smi.looks_like(text):
         return "nvidia_smi", text
-    data = parse_json(text, where=where) if start.startswith("{") else parse_yaml(text, where=where)
+    if start.startswith("{"):
+        data = parse_json(text, where=where)
+    elif len(text) > MAX_YAML_BYTES:
+        raise InvalidInput(f"{where}: YAML of more than {MAX_YAML_BYTES} bytes; use the same structure as JSON")
+    else:
+        data = parse_yaml(text, where=where)
     if isinstance(data, dict):
         if "stretto" in data:
             return "stretto", data

@@ -38,6 +38,8 @@ from .conditions import ALL_PARTS, MAX_RANKS, Collective, as_ranks
 
 VERSION = 1
 MAX_FILE_BYTES = 32 << 20
+MAX_YAML_BYTES = 2 << 20
+"""YAML takes many seconds per megabyte to read; the same structure as JSON does not."""
 MAX_FILE_ENTRIES = 1 << 24
 MAX_FILE_CHUNKS = 1 << 22
 
@@ -75,6 +77,8 @@ def load_collective(path: str | Path) -> Collective:
     """The collective of a file."""
     text = read_text(path, max_bytes=MAX_FILE_BYTES)
     json = text.lstrip("\ufeff \t\r\n").startswith("{")
+    if not json and len(text) > MAX_YAML_BYTES:
+        raise InvalidInput(f"{path}: YAML of more than {MAX_YAML_BYTES} bytes; use the same structure as JSON")
     data = parse_json(text, where=str(path)) if json else parse_yaml(text, where=str(path))
     try:
         return read(data)
@@ -90,6 +94,8 @@ def save_collective(collective: Collective, path: str | Path) -> None:
     else:
         dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
         text = yaml.dump(data, Dumper=dumper, sort_keys=False, default_flow_style=None, width=100)
+        if len(text) > MAX_YAML_BYTES:
+            raise InvalidInput(f"{path}: too large for YAML ({len(text)} bytes); give a name that ends in .json")
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

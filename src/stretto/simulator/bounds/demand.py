@@ -14,6 +14,9 @@ from ...errors import InvalidInput
 from ...programs.ir import take_rows
 
 
+MAX_PAIRS = 1 << 27
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Demand:
     """Bundles: bundle k is ``share[k]`` of nbytes, made of one part from each of
@@ -84,6 +87,8 @@ class Demand:
         """Every (source, wanter, bundle) whose wanter does not hold the part itself, ordered by source."""
         bundle = np.repeat(np.arange(self.num_bundles), self.num_sources)
         fan = self.num_wanters[bundle]
+        if fan.sum() > MAX_PAIRS:
+            raise InvalidInput(f"ranks: a bound looks at every pair of ranks, here {fan.sum()}; at most {MAX_PAIRS}")
         first = np.repeat(self.wanter_ptr[bundle] - (np.cumsum(fan) - fan), fan)
         source, wanter = np.repeat(self.source, fan), self.wanter[first + np.arange(len(first))]
         bundle = np.repeat(bundle, fan)
