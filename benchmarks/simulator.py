@@ -25,7 +25,12 @@ Either = Program | SymmetricProgram
 
 
 def measure(
-    case: str, build: Callable[[], Either], cluster: st.Cluster, nbytes: float, bound: bool = True, contention: str | None = None
+    case: str,
+    build: Callable[[], Either],
+    cluster: st.Cluster,
+    nbytes: float,
+    bound: bool = True,
+    contention: str | None = None,
 ) -> Row:
     times = [time.perf_counter()]
     program = build()
@@ -132,7 +137,7 @@ def fair(quick: bool) -> list[Row]:
     ]
 
 
-CASES = {
+CASES: dict[str, Callable[[bool], list[Row]]] = {
     "ring_1024": ring_1024,
     "hierarchical_4096": hierarchical_4096,
     "full_1024": full_1024,

@@ -11,6 +11,7 @@
 namespace stretto {
 
 constexpr int64_t kNothing = -1;
+constexpr int32_t kNobody = -1;
 
 struct Network {
   Rows<int32_t> routes;
@@ -23,7 +24,7 @@ struct Network {
 
 struct Transfers {
   int32_t count;
-  const int32_t* route;
+  const int32_t *route, *connection;  // on one connection transfers start in order
   const bool* reduce;
   const double* bytes;
   Rows<int32_t> after, gate;
@@ -88,8 +89,14 @@ class Driver {
     for (int32_t x = 0; x < t.count; x++) first_stage_[x + 1] = first_stage_[x] + hops(x) + 1;
     cause_.assign(first_stage_[t.count], kNothing);
     run.link_busy.assign(num_links, 0), run.link_bytes.assign(num_links, 0);
+    next_.assign(t.count, kNobody);
+    std::vector<int32_t> last;
     for (int32_t x = 0; x < t.count; x++) {
       after_left_[x] = (int32_t)t.after.size(x), gate_left_[x] = (int32_t)t.gate.size(x);
+      size_t c = (size_t)t.connection[x];
+      if (c >= last.size()) last.resize(c + 1, kNobody);
+      if (last[c] != kNobody) next_[last[c]] = x, after_left_[x]++;  // one more to wait for: that it has its turn
+      last[c] = x;
       if (!after_left_[x]) ready_.push_back(x);
     }
   }
@@ -134,10 +141,7 @@ class Driver {
   void finish(int32_t x, double now) {
     run.end[x] = now;
     for (const int32_t* w = waits_.begin(x); w != waits_.end(x); w++)
-      if (--after_left_[*w] == 0) {
-        blame(stage(*w, 0), last_stage(x));
-        ready_.push_back(*w);
-      }
+      release(*w, last_stage(x));
     for (const int32_t* w = write_gated_.begin(x); w != write_gated_.end(x); w++) open_gate(*w, last_stage(x), now);
   }
 
@@ -163,10 +167,24 @@ class Driver {
       finish(x, now);
   }
 
+  void release(int32_t x, int64_t cause) {
+    if (--after_left_[x] == 0) {
+      blame(stage(x, 0), cause);
+      ready_.push_back(x);
+    }
+  }
+
+  // Starting one may give the next on its connection its turn, in the same moment.
   void start_ready(double now) {
-    std::sort(ready_.begin(), ready_.end());
-    for (int32_t x : ready_) static_cast<Model*>(this)->begin(x, now);
-    ready_.clear();
+    while (!ready_.empty()) {
+      batch_.swap(ready_);
+      std::sort(batch_.begin(), batch_.end());
+      for (int32_t x : batch_) {
+        static_cast<Model*>(this)->begin(x, now);
+        if (next_[x] != kNobody) release(next_[x], stage(x, 0));
+      }
+      batch_.clear();
+    }
     static_cast<Model*>(this)->settle(now);
   }
 
@@ -183,7 +201,7 @@ class Driver {
 
   std::vector<int64_t> first_stage_, cause_;
   Waiters waits_, read_gated_, write_gated_;
-  std::vector<int32_t> after_left_, gate_left_, ready_;
+  std::vector<int32_t> after_left_, gate_left_, ready_, batch_, next_;
 };
 
 Run simulate_fifo(const Transfers& t, const Network& net, int64_t num_links);

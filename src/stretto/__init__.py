@@ -29,7 +29,7 @@ from .errors import (
     StrettoError,
     VerificationError,
 )
-from .programs import Lowered, Program
+from .programs import Lowered, Program, SymmetricProgram
 from .simulator import Bound, Timeline, lower_bound, simulate
 from .units import GB, GIB, KB, KIB, MB, MIB
 
@@ -39,5 +39,6 @@ __all__ = [
     "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Bound", "Broadcast", "Cluster", "Collective", "Dimension",
     "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link", "Lowered", "MB", "MIB", "Node",
     "PeerLost", "Permute", "PlanMismatch", "Program", "Reduce", "ReduceScatter", "Scatter", "SearchTimeout",
-    "StrettoError", "Timeline", "VerificationError", "algorithm", "algorithms", "lower_bound", "simulate",
+    "StrettoError", "SymmetricProgram", "Timeline", "VerificationError", "algorithm", "algorithms",
+    "lower_bound", "simulate",
 ]

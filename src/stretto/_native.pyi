@@ -62,6 +62,7 @@ def simulate(
     gate_ptr: NDArray[np.int64],
     gate: NDArray[np.int32],
     gate_reads: NDArray[np.bool_],
+    connection: NDArray[np.int32],
     route: NDArray[np.int32],
     route_ptr: NDArray[np.int64],
     route_links: NDArray[np.int32],

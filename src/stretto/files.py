@@ -42,28 +42,30 @@ def convert(value: Any, kind: type[T], *, where: str) -> T:
         raise InvalidInput(f"{where}: {path.strip('`')}: {text}" if text else f"{where}: {message}") from None
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader without anchors and aliases (a few lines of them can expand to gigabytes)."""
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
-            raise yaml.YAMLError("aliases (*name) are not allowed")
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise yaml.YAMLError(f"nested deeper than {MAX_DEPTH}")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+_YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
     """Plain data from YAML (or JSON, which is YAML), without aliases and without Python objects."""
     try:
-        return yaml.load(text, Loader=_StrictLoader)
+        _refuse_hostile_yaml(text, where)
+        return yaml.load(text, Loader=_YamlLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _refuse_hostile_yaml(text: str, where: str) -> None:
+    """A few lines of aliases can expand to gigabytes, and deep nesting to a stack overflow."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_YamlLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise InvalidInput(f"{where}: not valid YAML here: aliases (*name) are not allowed")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise InvalidInput(f"{where}: YAML nested deeper than {MAX_DEPTH}")
 
 
 def parse_json(text: str, *, where: str) -> Any:

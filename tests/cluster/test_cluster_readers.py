@@ -117,6 +117,15 @@ def test_broken_nccl_xml_is_refused_by_element(body: str, message: str) -> None:
         loads(XML.format(body))
 
 
+def test_nccl_xml_bounds_its_parts() -> None:
+    bridges = "".join(f'<pci busid="{i}" class="0x060400"/>' for i in range(20_000))
+    with pytest.raises(InvalidInput, match="system: more than 16384 processors, bridges, GPUs and NICs"):
+        loads(XML.format(bridges))
+    cpus = "".join(f'<cpu numaid="{i}"/>' for i in range(300))
+    with pytest.raises(InvalidInput, match="system: a host has at most 256 <cpu>, not 301"):
+        loads(XML.format(GPU.format("1", 0, "")).replace("</system>", f"{cpus}</system>"))
+
+
 def test_hosts_without_nics_cannot_be_joined() -> None:
     with pytest.raises(InvalidInput, match="nodes: the file names no NIC, so 2 hosts cannot be joined"):
         loads(XML.format(GPU.format("1", 0, "")), nodes=2)

@@ -100,10 +100,11 @@ def test_convert_run_and_verify_work_on_every_format(
 
 def test_convert_changes_the_dialect(tmp_path: Path, capsys: Capture) -> None:
     new, old = DATA / "msccl" / "ring_all_gather_3_new.xml", tmp_path / "old.xml"
-    stretto(capsys, "convert", new, old, "--dialect", "old")
+    stretto(capsys, "convert", new, old, "--dialect", "old", "--protocol", "LL")
     assert "outofplace" not in old.read_text()
+    assert 'proto="LL"' in old.read_text()
     back = tmp_path / "new.xml"
-    stretto(capsys, "convert", old, back)
+    stretto(capsys, "convert", old, back, "--protocol", "Simple")
     assert back.read_text() == new.read_text()
 
 
@@ -165,13 +166,16 @@ def test_custom_files_need_their_collective(tmp_path: Path, capsys: Capture) -> 
         (["convert", "{ring}", "out.xml", "--dialect", "ancient"], "unknown dialect 'ancient'; choose from: new, old"),
         (["convert", "{ring}", "out.xml", "--instances", "0"], "instances: must be 1..256, not 0"),
         (["convert", "{ring}", "out.xml", "--min-bytes", "x"], "size 'x': expected a number"),
-        (["convert", "{ring}", "out.txt", "--instances", "2"], "--instances: only"),
+        (["convert", "{ring}", "out.txt", "--instances", "2"], "--instances: the text form knows nothing of it"),
+        (["convert", "{ring}", "out.json", "--dialect", "old"], "--dialect: only MSCCL XML has it"),
+        (["convert", "{xml}", "out.xml", "--fifo-depth", "2"], "--fifo-depth: instruction streams cannot be low"),
         (["run", "{ring}", "--op", "avg"], "unknown op 'avg'; choose from: sum, prod, max, min"),
         (["run", "{ring}", "--fifo-depth", "0"], "fifo_depth: must be >= 1, not 0"),
     ],
 )
 def test_mistakes_are_one_line(ring: Path, capsys: Capture, arguments: list[str], message: str) -> None:
-    assert message in refused(capsys, *(a.format(ring=ring) for a in arguments))
+    xml = DATA / "msccl" / "ring_all_gather_3_new.xml"
+    assert message in refused(capsys, *(a.format(ring=ring, xml=xml) for a in arguments))
 
 
 def test_plans_cannot_be_converted_back(ring: Path, tmp_path: Path, capsys: Capture) -> None:

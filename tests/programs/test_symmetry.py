@@ -115,6 +115,13 @@ def test_a_cluster_without_the_symmetry_is_refused() -> None:
         link_orbits(Cluster.preset("ring", nodes=4), (5,))
 
 
+def test_equal_routes_are_refused_because_ranks_may_differ() -> None:
+    torus = Cluster.preset("torus", dims=(4, 4))
+    far = symmetric_hierarchical("all_reduce", (4, 4), inside="direct")
+    with pytest.raises(InvalidInput, match="several equal routes from npu0 to npu2"):
+        simulate(far, torus, nbytes=1e6)
+
+
 def test_orbits_of_a_torus_are_its_directions() -> None:
     orbit, first = link_orbits(Cluster.preset("torus", dims=(4, 4)), (4, 4))
     assert len(first) == 4 and np.bincount(orbit).tolist() == [16] * 4

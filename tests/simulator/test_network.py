@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -147,6 +148,22 @@ def test_a_reduction_costs_gamma_at_the_receiver() -> None:
     assert simulate(incast(2), slow, nbytes=MB).total_us == pytest.approx(1000 + 7)
 
 
+def test_a_connection_keeps_its_order_even_if_a_later_message_is_ready_first() -> None:
+    # 1>2 c0 waits for a slow link; 1>2 c1 is there at once, but stands behind it on the same lane.
+    nodes = [Node(name=n) for n in "abc"]
+    links = [Link(src=0, dst=1, alpha_us=0, gb_per_s=0.001), Link(src=1, dst=2, alpha_us=0, gb_per_s=1.0)]
+    cluster = Cluster.build("slow", nodes=nodes, links=links)
+
+    def ends(lane: list[int]) -> list[float]:
+        c = Permute(3, [(0, 2), (1, 0)])
+        c = dataclasses.replace(c, out_ptr=np.array([0, 0, 0, 2]), out_chunk=np.array([0, 1], np.int32))
+        p = Program.from_steps("o", c, src=[0, 1, 1], dst=[1, 2, 2], chunk=[0, 0, 1], step=[0, 1, 1], lane=lane)
+        return [float(us) for us in simulate(p, cluster, nbytes=1000).end_us]
+
+    assert ends([0, 0, 0]) == pytest.approx([1000, 1001, 1002])
+    assert ends([0, 0, 1]) == pytest.approx([1000, 1001, 1])
+
+
 def test_a_gate_holds_the_write_until_the_old_value_has_been_read() -> None:
     # Rank 1 forwards its own part slowly; what comes in for the same slot waits until that has left.
     nodes = [Node(name=n) for n in "abc"]
@@ -243,7 +260,9 @@ def test_a_wrong_program_is_never_timed() -> None:
 
 def reference_fair(program: Program, cluster: Cluster, nbytes: float) -> np.ndarray:
     """Fair sharing by definition: at every event, water-fill all flows anew. Slow and plain."""
-    route, ptr, links = routes_of(program, cluster)
+    _, route, ptr, links = routes_of(program, cluster)
+    pipes = list(zip(program.src.tolist(), program.dst.tolist(), program.lane.tolist(), strict=True))
+    ahead = [[u for u in range(t) if pipes[u] == pipes[t]] for t in range(program.num_transfers)]
     paths = [links[ptr[r] : ptr[r + 1]].tolist() for r in route]
     size = program.transfer_bytes(nbytes)
     count = program.num_transfers
@@ -260,7 +279,8 @@ def reference_fair(program: Program, cluster: Cluster, nbytes: float) -> np.ndar
             progress = False
             for t in range(count):
                 done = ~np.isnan(end)
-                if t not in active and t not in read and done[program.after_of(t)].all():
+                begun = active | read
+                if t not in begun and done[program.after_of(t)].all() and begun.issuperset(ahead[t]):
                     active.add(t)
                     progress = True
             for t in list(held):
@@ -334,7 +354,9 @@ def test_fifo_never_serves_two_at_once_and_respects_every_dependency(
     program = make_random_program(seed)
     cluster = random_cluster(random.Random(seed), program.collective.num_ranks)
     t = simulate(program, cluster, nbytes=777.0, contention="fifo", alpha=alpha)
-    route, ptr, links = routes_of(program, cluster)
+    connection, route, ptr, links = routes_of(program, cluster)
+    for c in set(connection.tolist()):
+        assert np.all(np.diff(t.start_us[connection == c]) >= 0)  # messages of a connection start in order
     size = program.transfer_bytes(777.0)
     first: dict[int, list[tuple[float, float]]] = {}
     for x in range(program.num_transfers):

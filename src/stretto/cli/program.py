@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .common import out
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..collectives import Collective
     from ..programs import Lowered, Program
     from ..programs.formats.mscclpp_reader import Plan
@@ -104,17 +107,19 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A program file.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: .txt, .prog, .xml or .json.")],
     dialect: Annotated[
-        str, typer.Option(help="MSCCL XML for the 'new' runtime (and RCCL) or the 'old' one.")
-    ] = "new",
+        str | None, typer.Option(help="MSCCL XML for the 'new' runtime (and RCCL; default) or the 'old' one.")
+    ] = None,
     instances: Annotated[
-        int, typer.Option(help="Cut every chunk in so many, each on channels of its own.")
-    ] = 1,
+        int | None, typer.Option(help="Cut every chunk in so many, each on channels of its own.")
+    ] = None,
+    fifo_depth: Annotated[
+        int | None, typer.Option(help="Be safe with FIFOs this deep: 1 (default), or 2, which fuses more.")
+    ] = None,
     protocol: Annotated[
-        str, typer.Option(help="NCCL protocol of an XML file: Simple, LL or LL128.")
-    ] = "Simple",
-    fifo_depth: Annotated[int, typer.Option(help="Be safe with FIFOs this deep; 2 fuses more than 1.")] = 1,
-    min_bytes: Annotated[str, typer.Option(help="Smallest size the file is used for, such as 1M.")] = "",
-    max_bytes: Annotated[str, typer.Option(help="Largest size the file is used for; none: no limit.")] = "",
+        str | None, typer.Option(help="NCCL protocol of an XML file: Simple (default), LL or LL128.")
+    ] = None,
+    min_bytes: Annotated[str | None, typer.Option(help="Smallest size the file is for, such as 1M.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Largest size the file is for.")] = None,
     in_place: InPlace = None,
     collective: CollectiveFile = None,
 ) -> None:
@@ -137,21 +142,38 @@ def convert(
     if not isinstance(loaded, Program | Lowered):
         raise InvalidInput(f"{source}: an MSCCL++ plan cannot be converted back")
     kind = SUFFIXES.get(target.suffix, "")
-    if isinstance(loaded, Program) and kind in ("msccl", "mscclpp"):
-        loaded = loaded.lower(instances=instances, protocol=protocol, fifo_depth=fifo_depth)
-    elif instances != 1:
-        raise InvalidInput("--instances: only a program in text form can be cut; instruction streams cannot")
-    sizes = {
-        key: parse_bytes(text) for key, text in (("min_bytes", min_bytes), ("max_bytes", max_bytes)) if text
-    }
-    if kind == "msccl":
-        save_program(loaded, target, dialect=dialect, **sizes)
-    elif kind == "mscclpp":
-        named = {"min_bytes": "min_message_size", "max_bytes": "max_message_size"}
-        save_program(loaded, target, **{named[key]: value for key, value in sizes.items()})
+    lowering = _given(instances=instances, fifo_depth=fifo_depth)
+    sizes = {key: parse_bytes(text) for key, text in _given(min_bytes=min_bytes, max_bytes=max_bytes).items()}
+    for_xml = _given(dialect=dialect, protocol=protocol)
+    if kind == "text":
+        _refuse(lowering | sizes | for_xml, "the text form knows nothing of it")
+    if isinstance(loaded, Lowered):
+        _refuse(lowering, "instruction streams cannot be lowered again")
+    elif kind in ("msccl", "mscclpp"):
+        loaded = loaded.lower(**lowering)
+    if kind == "mscclpp":
+        _refuse(for_xml, "only MSCCL XML has it")
+        names = {"min_bytes": "min_message_size", "max_bytes": "max_message_size"}
+        save_program(loaded, target, **{names[key]: size for key, size in sizes.items()})
+    elif kind == "msccl" and isinstance(loaded, Lowered):
+        if protocol is not None:
+            loaded = replace(loaded, protocol=protocol)
+        save_program(loaded, target, **sizes, **_given(dialect=dialect))
     else:
         save_program(loaded, target)
     print(f"{target}: {repr(loaded)[1:-1]}")
+
+
+def _given(**options: object) -> dict[str, Any]:
+    """The options that were given at all."""
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    from ..errors import InvalidInput
+
+    for key in options:
+        raise InvalidInput(f"--{key.replace('_', '-')}: {why}")
 
 
 @app.command()
@@ -191,8 +213,6 @@ def run(
 
 
 def _load(path: Path, in_place: bool | None, collective: Path | None) -> Program | Lowered | Plan:
-    from dataclasses import replace
-
     from ..errors import InvalidInput
     from ..programs import Lowered, Program
     from ..programs.formats import load_program
@@ -239,50 +259,40 @@ def _show_transfers(program: Program, rank: int | None) -> None:
 
 
 def _show_streams(lowered: Lowered, rank: int | None) -> None:
-    from rich.table import Table
-
-    from ..programs.lowered import BUFFERS, NOP, OPS, READS_SRC, RECEIVES, SENDS, WRITES_DST
+    from ..programs.lowered import BUFFERS, OPS, READS_SRC, RECEIVES, SENDS, WRITES_DST
 
     x, console = lowered, out()
-    console.print(repr(x)[1:-1])
-    first = 0
-    for b in range(len(x.tb_rank)):
-        owner = int(x.tb_rank[b])
+    print(repr(x)[1:-1])
+    first = -1
+    for b, owner in enumerate(x.tb_rank.tolist()):
         if b == 0 or x.tb_rank[b - 1] != owner:
             first = b
-        if rank is not None and owner != rank:
+        if rank not in (None, owner):
             continue
-        table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold")
-        ends = [f"from {x.tb_recv[b]}"] * (x.tb_recv[b] >= 0) + [f"to {x.tb_send[b]}"] * (x.tb_send[b] >= 0)
-        table.title = f"rank {owner} tb {b - first}: {' '.join(ends) or 'local'}, channel {x.tb_channel[b]}"
-        for heading in ("step", "op", "reads", "writes", "after"):
-            table.add_column(heading)
-        for k in range(int(x.tb_ptr[b]), int(x.tb_ptr[b + 1])):
-            op = int(x.op[k])
-            reads = [f"from {x.tb_recv[b]}"] * bool(RECEIVES[op])
-            reads += [_span(BUFFERS[x.src_buf[k]], x.src_off[k], x.count[k])] * bool(READS_SRC[op])
-            writes = [_span(BUFFERS[x.dst_buf[k]], x.dst_off[k], x.count[k])] * bool(WRITES_DST[op])
-            writes += [f"to {x.tb_send[b]}"] * bool(SENDS[op])
+        source, target = int(x.tb_recv[b]), int(x.tb_send[b])
+        ends = [f"from {source}" if source >= 0 else "", f"to {target}" if target >= 0 else ""]
+        peers = " ".join(filter(None, ends)) or "local"
+        table = _table(f"rank {owner} tb {b - first}: {peers}, channel {x.tb_channel[b]}", "after")
+        for step, k in enumerate(range(int(x.tb_ptr[b]), int(x.tb_ptr[b + 1]))):
+            op, count = int(x.op[k]), int(x.count[k])
+            mine = _span(BUFFERS[x.src_buf[k]], int(x.src_off[k]), count) if READS_SRC[op] else ""
+            result = _span(BUFFERS[x.dst_buf[k]], int(x.dst_off[k]), count) if WRITES_DST[op] else ""
+            reads = " + ".join(filter(None, [ends[0] if RECEIVES[op] else "", mine]))
+            writes = ", ".join(filter(None, [result, ends[1] if SENDS[op] else ""]))
             after = f"tb {x.dep_tb[k]} step {x.dep_step[k]}" if x.dep_tb[k] >= 0 else ""
-            step = str(k - int(x.tb_ptr[b]))
-            table.add_row(step, OPS[op], " + ".join(reads), ", ".join(writes) if op != NOP else "", after)
+            table.add_row(str(step), OPS[op], reads, writes, after)
         console.print()
         console.print(table)
 
 
 def _show_plan(plan: Plan, rank: int | None) -> None:
-    from rich.table import Table
-
     console = out()
-    console.print(repr(plan)[1:-1])
+    print(repr(plan)[1:-1])
     for gpu in plan.gpus:
-        if rank is not None and gpu.id != rank:
+        if rank not in (None, gpu.id):
             continue
         for block in gpu.threadblocks:
-            table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold")
-            table.title = f"rank {gpu.id} tb {block.id}"
-            for heading in ("step", "op", "reads", "writes", "channels"):
-                table.add_column(heading)
+            table = _table(f"rank {gpu.id} tb {block.id}", "channels")
             for step, op in enumerate(block.ops):
                 sides = [
                     ", ".join(_span(p.type or f"peer{p.buffer_id}", p.index, p.size) for p in parts)
@@ -292,6 +302,15 @@ def _show_plan(plan: Plan, rank: int | None) -> None:
                 table.add_row(str(step), op.name, *sides, ids)
             console.print()
             console.print(table)
+
+
+def _table(title: str, last: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for heading in ("step", "op", "reads", "writes", last):
+        table.add_column(heading)
+    return table
 
 
 def _span(buffer: str, offset: int, count: int) -> str:

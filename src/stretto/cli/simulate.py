@@ -28,7 +28,7 @@ ALL = "all"
 def simulate(
     what: Annotated[
         str,
-        typer.Argument(metavar="ALGORITHM|all|FILE", help="An algorithm, all of them, or a program file (text or MSCCL XML)."),
+        typer.Argument(metavar="ALGORITHM|all|FILE", help="An algorithm, all of them, or a text or MSCCL file."),
     ],
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="A preset (dgx2), with a node count (dgx2:2), or a file.")
@@ -103,10 +103,8 @@ def simulate(
     settings = parse_options(options or [])
     if root is not None:
         settings["root"] = root
-    if symmetric:
-        programs, left_out = _symmetric(what, job.cluster, collective, ranks, chunks, settings), {}
-    else:
-        programs, left_out = _programs(what, job.cluster, collective, ranks, chunks, settings)
+    find = _symmetric if symmetric else _programs
+    programs, left_out = find(what, job.cluster, collective, ranks, chunks, settings)
     console = out()
     sweep, fastest = job.sweep(programs, sizes, left_out)
     if len(programs) == len(sizes) == 1:
@@ -249,7 +247,7 @@ def _symmetric(
     ranks: str | None,
     chunks: int | None,
     options: dict[str, Any],
-) -> dict[str, Runnable]:
+) -> tuple[dict[str, Runnable], dict[str, str]]:
     """The hierarchical program of the cluster's dimensions, stored as rank 0's part of it."""
     from ..algorithms import collective_kind
     from ..algorithms.hierarchical import suited_to
@@ -269,7 +267,7 @@ def _symmetric(
         chunks=1 if chunks is None else chunks,
         inside=inside,
     )
-    return {"hierarchical": program}
+    return {"hierarchical": program}, {}
 
 
 def _read(path: str) -> Runnable:

@@ -21,6 +21,7 @@ from .wiring import ETHERNET_ALPHA_US, NVLINK_ALPHA_US, PCIE_ALPHA_US, RDMA_ALPH
 _LANE_GBIT = {2.5: 1.5, 5.0: 3.0, 8.0: 6.0, 16.0: 12.0, 32.0: 24.0, 64.0: 48.0}
 # (least compute capability, GB/s of one NVLink one way), first match wins.
 _NVLINK = ((100, 40.1), (90, 20.6), (87, 20.0), (86, 12.0), (70, 20.0), (60, 18.0), (0, 20.0))
+MAX_PARTS, MAX_CPUS = 16384, 256
 _RDMA_NAMES = ("mlx", "ib", "roce", "hfi", "bnxt_re", "efa", "rdmap", "irdma", "cxi", "opa")
 
 
@@ -125,6 +126,8 @@ class _Box:
                 raise InvalidInput(f"{path}.target: no pci with busid {target!r}")
             self.link(bridge, self.bus[host, target], 5000.0, "pcie", 0.0)
         for sockets in self.cpus.values():
+            if len(sockets) > MAX_CPUS:
+                raise InvalidInput(f"system: a host has at most {MAX_CPUS} <cpu>, not {len(sockets)}")
             for at, (a, rate) in enumerate(sockets):
                 for b, other in sockets[at + 1 :]:
                     self.duplex(a, b, min(rate, other), "pcie", 0.0, 0.0)
@@ -179,6 +182,8 @@ class _Box:
         return len(self.nodes) - 1
 
     def node(self, label: str, kind: str, host: int) -> int:
+        if len(self.nodes) >= MAX_PARTS:
+            raise InvalidInput(f"system: more than {MAX_PARTS} processors, bridges, GPUs and NICs")
         self.nodes.append(Node(name=label if host == 0 else f"s{host}.{label}", kind=kind, host=host))
         return len(self.nodes) - 1
 

@@ -114,13 +114,21 @@ def _custom(wiring: Wiring, form: _File, size: float) -> None:
             raise InvalidInput(f"$.{key}: must be {gpus} rows of {gpus} numbers")
     count = np.array(form.links, np.float64)
     beta = np.array(form.betas, np.float64)
-    for dst, src in np.argwhere(count != 0).tolist():
-        if dst == src:
-            raise InvalidInput(f"$.links[{dst}][{src}]: a GPU is not linked with itself")
-        _check(count[dst, src], f"$.links[{dst}][{src}]")
-        _check(beta[dst, src], f"$.betas[{dst}][{src}]")
-        rate = count[dst, src] * size / beta[dst, src] / 1000
-        wiring.link(src, dst, gb_per_s=rate, alpha_us=form.alpha, channel="nvlink")
+    linked = np.argwhere(count != 0)
+    dst, src = linked.T
+    for key, good in (
+        ("links", (dst != src) & (count[dst, src] > 0) & np.isfinite(count[dst, src])),
+        ("betas", (beta[dst, src] > 0) & np.isfinite(beta[dst, src])),
+    ):
+        bad = np.flatnonzero(~good)
+        if len(bad):
+            row, column = linked[bad[0]].tolist()
+            if row == column:
+                raise InvalidInput(f"$.links[{row}][{column}]: a GPU is not linked with itself")
+            value = {"links": count, "betas": beta}[key][row, column]
+            raise InvalidInput(f"$.{key}[{row}][{column}]: must be > 0, not {value:g}")
+    rate = count[dst, src] * size / beta[dst, src] / 1000
+    wiring.link(src, dst, gb_per_s=rate, alpha_us=form.alpha, channel="nvlink")
 
 
 def _check(value: float, path: str, *, least: float | None = None) -> None:

@@ -7,6 +7,7 @@ Nodes and links stand in groups that share everything but their names and ends; 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -116,7 +117,7 @@ def read(data: Any, name: str) -> Cluster:
     order = sorted(range(len(names)), key=lambda i: kinds[i] != DEVICE)
     ids = {names[old]: new for new, old in enumerate(order)}
     if len(ids) != len(names):
-        twice = next(n for i, n in enumerate(names) if n in names[:i])
+        twice = Counter(names).most_common(1)[0][0]
         raise InvalidInput(f"$.nodes: names must differ; {twice!r} is used twice")
     channels = list(dict.fromkeys((*form.channels, *(group.channel for group in form.links))))
     parts = [_links_of(group, ids, channels, len(form.incast_curves), at) for at, group in enumerate(form.links)]

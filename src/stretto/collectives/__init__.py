@@ -1,6 +1,7 @@
 """What has to be true after a collective."""
 
 from .conditions import ALL_PARTS, Collective
+from .files import load_collective, save_collective
 from .library import (
     AllGather,
     AllReduce,
@@ -16,5 +17,5 @@ from .library import (
 
 __all__ = [
     "ALL_PARTS", "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Collective",
-    "Gather", "Permute", "Reduce", "ReduceScatter", "Scatter",
+    "Gather", "Permute", "Reduce", "ReduceScatter", "Scatter", "load_collective", "save_collective",
 ]

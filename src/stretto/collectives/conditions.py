@@ -135,7 +135,10 @@ def as_ranks(ranks: int | Sequence[int]) -> tuple[int, ...]:
         if not 1 <= ranks <= MAX_RANKS:
             raise InvalidInput(f"ranks: must be 1..{MAX_RANKS}, not {ranks}")
         return tuple(range(ranks))
-    return tuple(int(r) for r in ranks)
+    devices = tuple(int(r) for r in ranks)
+    if not devices:
+        raise InvalidInput("ranks: at least one device must take part")
+    return devices
 
 
 def from_buffers(

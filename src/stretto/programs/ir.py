@@ -191,7 +191,7 @@ class Program:
 def slot_numbers(
     num_ranks: int, num_chunks: int, uses: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
 ) -> tuple[NDArray[np.int64] | None, list[NDArray[np.int32]]]:
-    """A number for each (rank, chunk) slot that is used; the table back to rank * num_chunks + chunk is None if dense."""
+    """A number for each (rank, chunk) slot that is used, and the table back to rank * num_chunks + chunk, if needed."""
     keys = [rank.astype(np.int64) * num_chunks + chunk for rank, chunk in uses]
     if num_ranks * num_chunks <= 4 * sum(len(key) for key in keys) + 1024:
         return None, [key.astype(np.int32) for key in keys]

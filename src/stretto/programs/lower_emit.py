@@ -213,22 +213,15 @@ def instructions(
             step.reads = base + operand[m]
         else:
             step.op = RECV if on < 0 else RECV_COPY_SEND
-            step.src, step.src_rank = read[m], there
+            # only informative, and nowhere at all when the sender never stored it
+            step.src, step.src_rank = (read[m], there) if read[m] >= 0 else (write[m], here)
         if write[m] >= 0:
             step.writes = base + write[m]
         else:
             step.op = RECV_REDUCE_SEND
             step.dst, step.dst_rank = (write[on] if write[on] >= 0 else operand[on]), dst[on]
         result.append(step)
-    return _with_sources(result)
-
-
-def _with_sources(steps: list[Instruction]) -> list[Instruction]:
-    """A fused receive of something never stored names the sum's operand as where it came from."""
-    for step in steps:
-        if step.src < 0:
-            step.src, step.src_rank = step.dst, step.dst_rank
-    return steps
+    return result
 
 
 def wait_for_each_other(steps: list[Instruction], num_blocks: int) -> list[list[Instruction]]:

@@ -57,11 +57,13 @@ def simulate(
     links = np.arange(cluster.num_links)
     if isinstance(moves, SymmetricProgram):
         orbit, links = link_orbits(cluster, moves.sizes)
-        route, route_ptr, route_links = _routes(moves.dst, moves.lane, cluster, channels)
+        _require_one_route(moves, cluster, channels)
+        connection, route_ptr, route_links = _routes(moves.dst, moves.lane, cluster, channels)
+        route = connection
         route_links = orbit[route_links].astype(np.int32)
         sender = np.zeros(len(moves.dst), np.int32)
     else:
-        route, route_ptr, route_links = routes_of(moves, cluster, channels)
+        connection, route, route_ptr, route_links = routes_of(moves, cluster, channels)
         sender = moves.src
     if special and contention == "fifo":
         _refuse_caps(cluster, links[route_links])
@@ -75,6 +77,7 @@ def simulate(
         gate_ptr=moves.gate_ptr,
         gate=moves.gate,
         gate_reads=moves.gate_reads,
+        connection=connection,
         route=route,
         route_ptr=route_ptr,
         route_links=route_links,
@@ -123,8 +126,11 @@ def simulate(
 
 def routes_of(
     program: Program | Messages, cluster: Cluster, channels: Iterable[str] | None = None
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-    """Each transfer's route as an index into ``(ptr, links)``; its own where it names one, else the cluster's."""
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+    """Each transfer's connection, and its route as an index into ``(ptr, links)``.
+
+    The route is its own where it names one, else the cluster's.
+    """
     c = program.collective
     if max(c.ranks) >= cluster.num_devices:
         raise InvalidInput(
@@ -133,14 +139,14 @@ def routes_of(
     if isinstance(program, Program) and program.routes and program.routes_digest != cluster.digest:
         raise InvalidInput(f"routes: program {program.name} was routed on another cluster than {cluster.name}")
     device = np.array(c.ranks, np.int32)
-    pair_of, ptr, links = _routes(device[program.dst], program.lane, cluster, channels, src=device[program.src])
+    connection, ptr, links = _routes(device[program.dst], program.lane, cluster, channels, src=device[program.src])
     if isinstance(program, Messages) or not program.routes:
-        return pair_of, ptr, links
+        return connection, connection, ptr, links
     _check_routes(program, cluster)
     own = np.array([link for route in program.routes for link in route], np.int32)
     own_ptr = ptr[-1] + np.cumsum([len(route) for route in program.routes])
-    named = np.where(program.route >= 0, len(ptr) - 1 + program.route, pair_of).astype(np.int32)
-    return named, np.concatenate([ptr, own_ptr]), np.concatenate([links, own])
+    named = np.where(program.route >= 0, len(ptr) - 1 + program.route, connection).astype(np.int32)
+    return connection, named, np.concatenate([ptr, own_ptr]), np.concatenate([links, own])
 
 
 def _routes(
@@ -159,6 +165,16 @@ def _routes(
     a, b = (end.astype(np.int32) for end in np.divmod(ends, devices))
     ptr, links = cluster.route_table(a, b, a.astype(np.int64) + b + which, channels=channels)
     return pair_of, ptr, links
+
+
+def _require_one_route(program: SymmetricProgram, cluster: Cluster, channels: Iterable[str] | None) -> None:
+    """Where equal routes exist, ranks may take different ones, and rank 0 does not stand for them all."""
+    for dst in np.unique(program.dst).tolist():
+        if len(cluster.routes(0, dst, channels=channels, limit=2)) > 1:
+            raise InvalidInput(
+                f"symmetry: {cluster.name} has several equal routes from {cluster.node_names[0]} to "
+                f"{cluster.node_names[dst]}, so ranks may differ; simulate the expanded program"
+            )
 
 
 def _check_routes(program: Program, cluster: Cluster) -> None:

@@ -13,7 +13,6 @@ from ...collectives import ALL_PARTS, Collective
 from ...errors import InvalidInput
 from ...programs.ir import take_rows
 
-
 MAX_PAIRS = 1 << 27
 
 
