@@ -29,7 +29,6 @@ def measure(
     build: Callable[[], Either],
     cluster: st.Cluster,
     nbytes: float,
-    bound: bool = True,
     contention: str | None = None,
 ) -> Row:
     times = [time.perf_counter()]
@@ -54,17 +53,27 @@ def measure(
         "fifo_depth": depth,
         "time_us": timeline.total_us,
     }
-    if bound:
-        row["bound_us"] = st.lower_bound(program.collective, cluster, nbytes=nbytes).total_us
+    row["bound_us"] = st.lower_bound(program.collective, cluster, nbytes=nbytes).total_us
     return row
 
 
 def ring_1024(quick: bool) -> list[Row]:
     cluster = st.Cluster.preset("ring", nodes=1024)
-    row = measure(
-        "ring all-reduce, 1024 ranks", lambda: st.algorithm("ring", "all_reduce", 1024), cluster, 1024 * st.MB
-    )
+    size = 1024 * st.MB
+    row = measure("ring all-reduce, 1024 ranks", lambda: st.algorithm("ring", "all_reduce", 1024), cluster, size)
     return [row | {"reported_astra_sim_s": "7 to 35"}]
+
+
+def both_ways_1024(quick: bool) -> list[Row]:
+    cluster = st.Cluster.preset("ring", nodes=1024)
+    return [
+        measure(
+            "ring all-reduce, 1024 ranks, both directions",
+            lambda: st.algorithm("ring", "all_reduce", 1024, directions=2),
+            cluster,
+            1024 * st.MB,
+        )
+    ]
 
 
 def hierarchical_4096(quick: bool) -> list[Row]:
@@ -72,10 +81,7 @@ def hierarchical_4096(quick: bool) -> list[Row]:
     rates = (200.0, 100.0, 50.0)
     cluster = regular("16x16x16", [st.Dimension(kind="switch", size=16, gb_per_s=g, alpha_us=0.7) for g in rates])
     case = "hierarchical all-reduce, 4096 ranks, 64 chunks (one rank stands for all)"
-    # The bound of a cluster with 4096 devices is the benchmark of another script.
-    row = measure(
-        case, lambda: symmetric_hierarchical("all_reduce", dims, chunks=64), cluster, 1024 * st.MB, bound=False
-    )
+    row = measure(case, lambda: symmetric_hierarchical("all_reduce", dims, chunks=64), cluster, 1024 * st.MB)
     return [row | {"reported_astra_sim_s": "88"}]
 
 
@@ -139,6 +145,7 @@ def fair(quick: bool) -> list[Row]:
 
 CASES: dict[str, Callable[[bool], list[Row]]] = {
     "ring_1024": ring_1024,
+    "both_ways_1024": both_ways_1024,
     "hierarchical_4096": hierarchical_4096,
     "full_1024": full_1024,
     "representative": representative_against_full,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 
@@ -14,8 +15,8 @@ Value = tuple[int, frozenset[tuple[int, int]]]
 """A chunk and how often each part is in it."""
 
 
-def random_program(seed: int) -> Program:
-    """A correct program over random spanning trees, with random multi-chunk messages, lanes and steps."""
+def random_program(seed: int, *, wide: bool = False) -> Program:
+    """A correct program over random spanning trees, with random lanes and steps; if wide, some messages are merged."""
     rng = random.Random(seed)
     n = rng.randint(2, 6)
     chunks = rng.randint(1, 3)
@@ -71,8 +72,21 @@ def random_program(seed: int) -> Program:
             send(via, r, c, at, False)
             at += rng.randint(1, 2)
             reached.append(r)
+    messages: dict[tuple[int, ...], list[int]] = {}
+    for t in range(len(src)):
+        alone = -1 if wide and rng.random() < 0.8 else t
+        messages.setdefault((src[t], dst[t], step[t], reduce[t], 0 if wide else lane[t], alone), []).append(chunk[t])
+    columns = list(zip(*messages, strict=True)) or [()] * 6
     return Program.from_steps(
-        f"random{seed}", collective, src=src, dst=dst, chunk=chunk, step=step, reduce=reduce, lane=lane
+        f"random{seed}",
+        collective,
+        src=columns[0],
+        dst=columns[1],
+        step=columns[2],
+        reduce=columns[3],
+        lane=columns[4],
+        chunk=[c for chunks in messages.values() for c in chunks],
+        chunk_ptr=[0, *accumulate(len(chunks) for chunks in messages.values())],
     )
 
 
@@ -142,6 +156,11 @@ def execute(program: Program, rng: random.Random, fifo_depth: int) -> str | None
 @pytest.fixture(scope="session")
 def make_random_program() -> Callable[[int], Program]:
     return random_program
+
+
+@pytest.fixture(scope="session")
+def make_wide_program() -> Callable[[int], Program]:
+    return lambda seed: random_program(seed, wide=True)
 
 
 @pytest.fixture(scope="session")

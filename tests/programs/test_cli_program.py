@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -169,6 +170,9 @@ def test_custom_files_need_their_collective(tmp_path: Path, capsys: Capture) -> 
         (["convert", "{ring}", "out.txt", "--instances", "2"], "--instances: the text form knows nothing of it"),
         (["convert", "{ring}", "out.json", "--dialect", "old"], "--dialect: only MSCCL XML has it"),
         (["convert", "{xml}", "out.xml", "--fifo-depth", "2"], "--fifo-depth: instruction streams cannot be low"),
+        (["convert", "{ring}", "out.xml", "--zero-copy"], "--zero-copy: only an MSCCL++ plan (.json) has it"),
+        (["convert", "{ring}", "out.json", "--hosts", "0,a"], "--hosts: '0,a' is not a list of host numbers"),
+        (["convert", "{ring}", "out.json", "--hosts", "0,1"], "hosts: must give the host of each of the 4 ranks"),
         (["run", "{ring}", "--op", "avg"], "unknown op 'avg'; choose from: sum, prod, max, min"),
         (["run", "{ring}", "--fifo-depth", "0"], "fifo_depth: must be >= 1, not 0"),
     ],
@@ -176,6 +180,14 @@ def test_custom_files_need_their_collective(tmp_path: Path, capsys: Capture) -> 
 def test_mistakes_are_one_line(ring: Path, capsys: Capture, arguments: list[str], message: str) -> None:
     xml = DATA / "msccl" / "ring_all_gather_3_new.xml"
     assert message in refused(capsys, *(a.format(ring=ring, xml=xml) for a in arguments))
+
+
+def test_plans_use_ports_between_hosts(ring: Path, tmp_path: Path, capsys: Capture) -> None:
+    plan = tmp_path / "ring.json"
+    stretto(capsys, "convert", ring, plan, "--hosts", "0,0,1,1", "--zero-copy")
+    kinds = {channel["channel_type"] for gpu in json.loads(plan.read_text())["gpus"] for channel in gpu["channels"]}
+    assert kinds == {"memory", "port"}
+    assert "right and free of races" in stretto(capsys, "run", plan)
 
 
 def test_plans_cannot_be_converted_back(ring: Path, tmp_path: Path, capsys: Capture) -> None:

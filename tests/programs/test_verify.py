@@ -140,11 +140,14 @@ def test_a_rank_subset_is_verified_by_position() -> None:
 
 @given(st.integers(0, 10**9))
 @settings(max_examples=80, deadline=None)
-def test_random_correct_programs_verify_and_run(make_random_program: Make, run_in_random_order: Run, seed: int) -> None:
-    program = make_random_program(seed)
-    report = program.verify()
-    for order in range(3):
-        assert run_in_random_order(program, random.Random(order), report.fifo_depth) is None
+def test_random_correct_programs_verify_and_run(
+    make_random_program: Make, make_wide_program: Make, run_in_random_order: Run, seed: int
+) -> None:
+    for make in (make_random_program, make_wide_program):
+        program = make(seed)
+        report = program.verify()
+        for order in range(3):
+            assert run_in_random_order(program, random.Random(order), report.fifo_depth) is None
 
 
 def mutate(program: Program, rng: random.Random) -> Program | None:

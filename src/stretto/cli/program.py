@@ -120,6 +120,13 @@ def convert(
     ] = None,
     min_bytes: Annotated[str | None, typer.Option(help="Smallest size the file is for, such as 1M.")] = None,
     max_bytes: Annotated[str | None, typer.Option(help="Largest size the file is for.")] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="0,0,1,1", help="Host of each rank: an MSCCL++ plan uses port channels between hosts."),
+    ] = None,
+    zero_copy: Annotated[
+        bool | None, typer.Option("--zero-copy", help="An MSCCL++ plan puts straight into place where that is safe.")
+    ] = None,
     in_place: InPlace = None,
     collective: CollectiveFile = None,
 ) -> None:
@@ -129,7 +136,7 @@ def convert(
     Examples:
       stretto program convert ring.txt ring.xml --instances 4
       stretto program convert ring.txt ring.xml --in-place --dialect old
-      stretto program convert allreduce.xml allreduce.json
+      stretto program convert allreduce.xml allreduce.json --hosts 0,0,1,1 --zero-copy
       stretto program convert new.xml old.xml --dialect old
     """
     from ..errors import InvalidInput
@@ -145,8 +152,11 @@ def convert(
     lowering = _given(instances=instances, fifo_depth=fifo_depth)
     sizes = {key: parse_bytes(text) for key, text in _given(min_bytes=min_bytes, max_bytes=max_bytes).items()}
     for_xml = _given(dialect=dialect, protocol=protocol)
+    for_plan = _given(hosts=None if hosts is None else _host_list(hosts), zero_copy=zero_copy)
     if kind == "text":
         _refuse(lowering | sizes | for_xml, "the text form knows nothing of it")
+    if kind != "mscclpp":
+        _refuse(for_plan, "only an MSCCL++ plan (.json) has it")
     if isinstance(loaded, Lowered):
         _refuse(lowering, "instruction streams cannot be lowered again")
     elif kind in ("msccl", "mscclpp"):
@@ -154,7 +164,7 @@ def convert(
     if kind == "mscclpp":
         _refuse(for_xml, "only MSCCL XML has it")
         names = {"min_bytes": "min_message_size", "max_bytes": "max_message_size"}
-        save_program(loaded, target, **{names[key]: size for key, size in sizes.items()})
+        save_program(loaded, target, **{names[key]: size for key, size in sizes.items()}, **for_plan)
     elif kind == "msccl" and isinstance(loaded, Lowered):
         if protocol is not None:
             loaded = replace(loaded, protocol=protocol)
@@ -162,6 +172,15 @@ def convert(
     else:
         save_program(loaded, target)
     print(f"{target}: {repr(loaded)[1:-1]}")
+
+
+def _host_list(text: str) -> list[int]:
+    from ..errors import InvalidInput
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidInput(f"--hosts: {text!r} is not a list of host numbers such as 0,0,1,1") from None
 
 
 def _given(**options: object) -> dict[str, Any]:
