@@ -32,6 +32,7 @@ def options(about: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--quick", action="store_true", help="end within a minute on two cores")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--markdown", action="store_true", help="print the table as docs/results.md has it")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, in a process of its own
     return parser.parse_args()
 
@@ -56,8 +57,17 @@ def show(rows: list[Row], *, title: str) -> None:
     Console(width=max(120, 14 * len(columns))).print(table)
 
 
+def print_markdown(rows: list[Row]) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for cells in (columns, ["---"] * len(columns), *([_text(row.get(c)) for c in columns] for row in rows)):
+        print("| " + " | ".join(cells) + " |")
+
+
 def finish(rows: list[Row], args: argparse.Namespace, *, title: str) -> None:
-    show(rows, title=title)
+    if args.markdown:
+        print_markdown(rows)
+    else:
+        show(rows, title=title)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"rows": rows, "machine": machine()}, indent=1) + "\n")
@@ -75,4 +85,6 @@ def run_cases(script: str, about: str | None, title: str, cases: dict[str, Calla
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if isinstance(value, float | int) else str(value)
