@@ -28,7 +28,7 @@ setup: $(VENV)/.stamp
 $(VENV)/.stamp: pyproject.toml constraints.txt $(NATIVE) | system
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt scikit-build-core nanobind
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,solvers]'
 	@touch $@
 
 system:

@@ -19,6 +19,7 @@ LAYERS = [
     {"programs"},
     {"simulator"},
     {"algorithms"},
+    {"synthesis"},
     {"report"},
     {"cli"},
 ]
