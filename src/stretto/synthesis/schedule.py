@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from ..cluster import Cluster
 from ..collectives import Collective
@@ -20,7 +20,7 @@ def program_from_schedule(
     start_us: ArrayLike,
     src: ArrayLike,
     dst: ArrayLike,
-    chunks: Sequence[Sequence[int]] | ArrayLike,
+    chunks: Sequence[Sequence[int]] | NDArray[np.integer],
     routes: Sequence[tuple[int, ...]] | None = None,
     reduce: ArrayLike = False,
     lane: ArrayLike = 0,
@@ -33,7 +33,7 @@ def program_from_schedule(
     """
     times = np.asarray(start_us, np.float64)
     order = np.argsort(times, kind="stable")
-    moved = [[int(c)] for c in np.asarray(chunks)] if isinstance(chunks, np.ndarray) else [list(c) for c in chunks]
+    moved = [[c] for c in chunks.tolist()] if isinstance(chunks, np.ndarray) else [list(c) for c in chunks]
     count = len(times)
     route = None
     table: dict[tuple[int, ...], int] = {}
