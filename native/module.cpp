@@ -2,6 +2,8 @@
 #include "arrays.h"
 
 NB_MODULE(_native, m) {
+  // Clusters keep their routers, and caches keep clusters, until the interpreter ends: that is no leak to report.
+  nanobind::set_leak_warnings(false);
   stretto::bind_depend(m);
   stretto::bind_router(m);
   stretto::bind_check(m);
