@@ -24,7 +24,7 @@ struct Network {
 
 struct Transfers {
   int32_t count;
-  const int32_t *route, *connection;  // on one connection transfers start in order
+  const int32_t *route, *connection;  // on one connection transfers start, and finish, in order
   const bool* reduce;
   const double* bytes;
   Rows<int32_t> after, gate;
@@ -95,7 +95,7 @@ class Driver {
       after_left_[x] = (int32_t)t.after.size(x), gate_left_[x] = (int32_t)t.gate.size(x);
       size_t c = (size_t)t.connection[x];
       if (c >= last.size()) last.resize(c + 1, kNobody);
-      if (last[c] != kNobody) next_[last[c]] = x, after_left_[x]++;  // one more to wait for: that it has its turn
+      if (last[c] != kNobody) next_[last[c]] = x, after_left_[x]++, gate_left_[x]++;  // it must also wait its turn
       last[c] = x;
       if (!after_left_[x]) ready_.push_back(x);
     }
@@ -114,6 +114,7 @@ class Driver {
         run.events++;
         now = e.time;
         static_cast<Model*>(this)->handle(e);
+        for (; !opened_.empty(); opened_.pop()) write(opened_.front(), now);
       }
       start_ready(now);
     }
@@ -126,12 +127,12 @@ class Driver {
 
   bool has_read_gates(int32_t x) const { return read_gated_.begin(x) != read_gated_.end(x); }
 
-  void read_done(int32_t x, double now) {  // the source may be overwritten
-    for (const int32_t* w = read_gated_.begin(x); w != read_gated_.end(x); w++) open_gate(*w, stage(x, 0), now);
+  void read_done(int32_t x) {  // the source may be overwritten
+    for (const int32_t* w = read_gated_.begin(x); w != read_gated_.end(x); w++) open_gate(*w, stage(x, 0));
   }
 
-  void arrived(int32_t x, double now) {
-    blame(last_stage(x), last_stage(x) - 1);
+  void arrived(int32_t x, int64_t cause, double now) {
+    blame(last_stage(x), cause);
     if (gate_left_[x] > 0)
       gate_left_[x] += kHeld;  // remember that it waits at the gate
     else
@@ -142,7 +143,8 @@ class Driver {
     run.end[x] = now;
     for (const int32_t* w = waits_.begin(x); w != waits_.end(x); w++)
       release(*w, last_stage(x));
-    for (const int32_t* w = write_gated_.begin(x); w != write_gated_.end(x); w++) open_gate(*w, last_stage(x), now);
+    for (const int32_t* w = write_gated_.begin(x); w != write_gated_.end(x); w++) open_gate(*w, last_stage(x));
+    if (next_[x] != kNobody) open_gate(next_[x], last_stage(x));
   }
 
   const Transfers& t_;
@@ -152,10 +154,10 @@ class Driver {
  private:
   static constexpr int32_t kHeld = 1 << 30;
 
-  void open_gate(int32_t x, int64_t opener, double now) {
+  void open_gate(int32_t x, int64_t opener) {
     if (--gate_left_[x] == kHeld) {
       blame(last_stage(x), opener);
-      write(x, now);
+      opened_.push(x);  // not written here: thousands may stand behind one another
     }
   }
 
@@ -202,6 +204,7 @@ class Driver {
   std::vector<int64_t> first_stage_, cause_;
   Waiters waits_, read_gated_, write_gated_;
   std::vector<int32_t> after_left_, gate_left_, ready_, batch_, next_;
+  std::queue<int32_t> opened_;  // have arrived, and wait for nothing any more
 };
 
 Run simulate_fifo(const Transfers& t, const Network& net, int64_t num_links);

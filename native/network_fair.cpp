@@ -28,18 +28,18 @@ class Fair : public Driver<Fair> {
     int32_t x = e.transfer;
     switch (e.kind) {
       case kHop: return join(x, e.time);
-      case kArrive: return arrived(x, e.time);
+      case kArrive: return arrived(x, stage(x, 0), e.time);
       case kFinish: return finish(x, e.time);
       default: break;
     }
     if (e.kind - kDrain != version_[x]) return;  // its rate has changed since
     leave(x);
-    read_done(x, e.time);
+    read_done(x);
     double delay = net_.alpha_blocks ? 0 : latency(x);
     if (delay > 0)
       queue_.push({e.time + delay, x, kArrive});
     else
-      arrived(x, e.time);
+      arrived(x, stage(x, 0), e.time);
   }
 
   void settle(double now) {

@@ -1,8 +1,8 @@
 // Contention `fifo`: a link serves one transfer at a time, in order of request.
 //
-// A message is cut through: the next link begins as soon as it can then run at its full rate to the end, so each link
-// is busy for exactly bytes/rate (plus alpha where that blocks) and a lone transfer takes sum(alpha) + bytes/slowest.
-// Requests reach a link in time order, so its queue is just the time at which it is free again.
+// A message is cut through: it asks for the next link when its head gets there, and its tail follows no sooner than it
+// came in. So each link is busy for exactly bytes/rate (plus alpha where that blocks), and a lone transfer takes
+// sum(alpha) + bytes/slowest. Requests reach a link in time order, so its queue is just the time it is free again.
 #include "network.h"
 
 namespace stretto {
@@ -12,18 +12,23 @@ class Fifo : public Driver<Fifo> {
  public:
   Fifo(const Transfers& t, const Network& net, int64_t num_links)
       : Driver(t, net, num_links, [&](int32_t x) { return net.routes.size(t.route[x]); }), free_at_(num_links, 0),
-        last_(num_links, kNothing), hop_(t.count, 0) {
+        last_(num_links, kNothing), hop_(t.count, 0), tail_(t.count, 0), slowest_(t.count, 0) {
     simulate();
   }
 
-  void begin(int32_t x, double now) { serve(x, now); }
-  void settle(double) {}
+  void begin(int32_t x, double) { requests_.push_back(x); }
+
+  void settle(double now) {
+    std::sort(requests_.begin(), requests_.end());
+    for (int32_t x : requests_) serve(x, now);
+    requests_.clear();
+  }
 
   void handle(const Event& e) {
     switch (e.kind) {
-      case kHop: return serve(e.transfer, e.time);
-      case kReadDone: return read_done(e.transfer, e.time);
-      case kArrive: return arrived(e.transfer, e.time);
+      case kHop: return requests_.push_back(e.transfer);
+      case kReadDone: return read_done(e.transfer);
+      case kArrive: return arrived(e.transfer, stage(e.transfer, slowest_[e.transfer]), e.time);
       default: return finish(e.transfer, e.time);
     }
   }
@@ -42,22 +47,23 @@ class Fifo : public Driver<Fifo> {
     free_at_[link] = begins + occupied;
     last_[link] = stage(x, hop);
     run.link_busy[link] += occupied, run.link_bytes[link] += bytes;
-    double tail = begins + busy + alpha;
+    if (begins + busy >= tail_[x]) tail_[x] = begins + busy, slowest_[x] = hop;  // else its tail is still to come in
+    tail_[x] += alpha;
     if (hop == 0) {
       run.start[x] = begins;
       if (has_read_gates(x)) queue_.push({begins + occupied, x, kReadDone});
     }
-    if (hop + 1 < net_.routes.size(t_.route[x])) {
-      double next_busy = bytes / net_.rate[route[hop + 1]];
-      queue_.push({std::max(begins + alpha, tail - next_busy), x, kHop});
-    } else {
-      queue_.push({tail, x, kArrive});
-    }
+    if (hop + 1 < net_.routes.size(t_.route[x]))
+      queue_.push({begins + alpha, x, kHop});
+    else
+      queue_.push({tail_[x], x, kArrive});
   }
 
   std::vector<double> free_at_;
   std::vector<int64_t> last_;  // the stage that a link served last
-  std::vector<uint16_t> hop_;
+  std::vector<int32_t> hop_, requests_;
+  std::vector<double> tail_;      // when the last byte of a transfer leaves the link it was served by last
+  std::vector<int32_t> slowest_;  // the hop that decides this
 };
 
 }  // namespace

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,8 +65,9 @@ def test_every_span_of_the_representative_is_the_spans_of_its_orbit() -> None:
 
 
 def ring(**changes: object) -> SymmetricProgram:
-    columns: dict[str, object] = {"dst": [1, 1, 1], "home": [0, 3, 2], "piece": [0, 0, 0], "step": [0, 1, 2]}
-    return SymmetricProgram.from_steps("ring", "all_gather", (4,), pieces=1, **(columns | changes))  # type: ignore[arg-type]
+    columns: dict[str, Any] = {"dst": [1, 1, 1], "home": [0, 3, 2], "piece": [0, 0, 0], "step": [0, 1, 2]}
+    columns |= {"sizes": (4,), "pieces": 1} | changes
+    return SymmetricProgram.from_steps("ring", "all_gather", **columns)
 
 
 def test_wrong_symmetric_programs_are_refused() -> None:
@@ -96,6 +99,40 @@ def test_symmetric_and_expanded_verdicts_agree_on_random_rings() -> None:
         assert verdicts[0] <= verdicts[1]  # what the representative proves holds for the whole
         agreed[verdicts[0] == verdicts[1]] += 1
     assert agreed[False] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"home": [0, 3, 9]}, "home must be 0..3 and piece 0..0"),
+        ({"dst": [1, 0, 1]}, "dst: must be 1..3"),
+        ({"chunk_ptr": [0, 0, 2, 3]}, "each must move at least one chunk"),
+        ({"chunk_ptr": [0, 2, 3], "dst": [1, 1], "home": [0, 0, 3], "step": [0, 1]}, "moves a chunk twice"),
+        ({"step": [0, 1]}, "step: must be a list of 3 numbers"),
+        ({"lane": -1}, "lane must be >= 0"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        ring(**changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("after", 99), ("gate", -1), ("after_ptr", 7), ("home", -1), ("sizes", (0,)), ("pieces", 1 << 40)],
+)
+def test_a_hand_made_symmetric_program_is_checked_before_it_is_used(field: str, value: Any) -> None:
+    one = symmetric_hierarchical("all_reduce", (2, 2), inside="halving_doubling")
+    old = getattr(one, field)
+    new = np.where(np.arange(len(old)) == 0, value, old).astype(old.dtype) if isinstance(old, np.ndarray) else value
+    changes: dict[str, Any] = {field: new}
+    with pytest.raises(InvalidInput):
+        dataclasses.replace(one, **changes)
+
+
+def test_one_rank_alone_has_nothing_to_send() -> None:
+    alone = ring(sizes=(1,), dst=[], home=[], piece=[], step=[])
+    assert alone.verify().fifo_depth == alone.expand().verify().fifo_depth == 1
 
 
 def test_translation_is_a_group() -> None:

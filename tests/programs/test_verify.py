@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,6 +137,30 @@ def test_multi_chunk_messages_are_checked_chunk_by_chunk() -> None:
 
 def test_a_rank_subset_is_verified_by_position() -> None:
     assert Program.from_steps("s", Broadcast([5, 9]), src=[0], dst=[1], chunk=[0], step=[0]).verify().fifo_depth == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": [0, 1, 2]}, "step: must be a list of 2 numbers"),
+        ({"lane": 1 << 20}, "lane: must be numbers of type int16"),
+        ({"src": [1 << 40, 1]}, "src: must be numbers of type int32"),
+        ({"dst": [1]}, "transfers: src, dst and chunks differ in length"),
+        ({"route": [0]}, "route: must be a list of 2 numbers"),
+        ({"chunk_ptr": [0, 5, 2], "step": [1, 0]}, "transfers: each must move at least one chunk"),
+        ({"chunk_ptr": [0, 1], "step": [1, 0]}, "transfers: src, dst and chunks differ in length"),
+        ({"chunk": [0, 2]}, "transfers: chunk 2 does not exist; there are 2"),
+    ],
+)
+def test_columns_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
+    columns: dict[str, Any] = {"src": [0, 1], "dst": [1, 0], "chunk": [0, 1], "step": [0, 0]}
+    with pytest.raises(InvalidInput, match=message):
+        Program.from_steps("bad", AllGather(2), **(columns | changes))
+
+
+def test_a_lone_rank_needs_no_transfers() -> None:
+    alone = Program.from_steps("alone", AllReduce(1, chunks=2), src=[], dst=[], chunk=[], step=[])
+    assert alone.verify().fifo_depth == 1 and alone.lower().verify().fifo_depth == 1
 
 
 @given(st.integers(0, 10**9))

@@ -85,31 +85,30 @@ class Program:
         >>> p
         <Program pair: all_gather over 2 ranks, 2 transfers, 0 dependencies, 1 lane>
         """
-        sources = np.asarray(src, np.int32)
+        sources = column("src", src, np.int32)
         count = len(sources)
-        steps = np.broadcast_to(np.asarray(step, np.int64), (count,))
-        chunks = np.asarray(chunk, np.int32)
-        ptr = np.arange(count + 1, dtype=np.int64) if chunk_ptr is None else np.asarray(chunk_ptr, np.int64)
+        chunks = column("chunk", chunk, np.int32)
+        ptr = np.arange(count + 1) if chunk_ptr is None else column("chunk_ptr", chunk_ptr, np.int64)
+        steps = column("step", step, np.int64, count)
         columns: dict[str, NDArray[Any]] = {
             "src": sources,
-            "dst": np.asarray(dst, np.int32),
-            "reduce": np.broadcast_to(np.asarray(reduce, np.bool_), (count,)),
-            "lane": np.broadcast_to(np.asarray(lane, np.int16), (count,)),
-            "route": np.full(count, -1, np.int32) if route is None else np.asarray(route, np.int32),
+            "dst": column("dst", dst, np.int32),
+            "reduce": column("reduce", reduce, np.bool_, count),
+            "lane": column("lane", lane, np.int16, count),
+            "route": column("route", -1 if route is None else route, np.int32, count),
         }
+        _check_columns(collective, columns["src"], columns["dst"], ptr, chunks)
         if np.any(np.diff(steps) < 0):
             order = np.argsort(steps, kind="stable")
             columns = {key: value[order] for key, value in columns.items()}
             ptr, chunks = take_rows(ptr, chunks, order)
             steps = steps[order]
-        columns = {key: np.ascontiguousarray(value) for key, value in columns.items()}
-        _check_columns(collective, columns["src"], columns["dst"], ptr, chunks)
         rows = np.diff(ptr)
         ranks_and_chunks = [(np.repeat(columns[end], rows), chunks) for end in ("src", "dst")]
         number, (src_slot, dst_slot) = slot_numbers(collective.num_ranks, collective.num_chunks, ranks_and_chunks)
         after_ptr, after, gate_ptr, gate, _ = _native.derive_dependencies(
             collective.num_ranks * collective.num_chunks if number is None else len(number),
-            columns["reduce"], ptr, src_slot, dst_slot, np.ascontiguousarray(steps),
+            columns["reduce"], ptr, src_slot, dst_slot, steps,
         )
         return cls(
             name=name, collective=collective, chunk_ptr=ptr, chunk=chunks, after_ptr=after_ptr, after=after,
@@ -188,6 +187,19 @@ class Program:
         )
 
 
+def column(name: str, values: ArrayLike, dtype: Any, count: int | None = None) -> NDArray[Any]:
+    """Numbers as an array: `count` of them, or one that stands for all."""
+    try:
+        array = np.asarray(values, dtype)
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidInput(f"{name}: must be numbers of type {np.dtype(dtype).name}") from None
+    if array.ndim == 0 and count is not None:
+        return np.full(count, array)
+    if array.ndim != 1 or (count is not None and len(array) != count):
+        raise InvalidInput(f"{name}: must be a list of {'' if count is None else f'{count} '}numbers")
+    return np.ascontiguousarray(array)
+
+
 def slot_numbers(
     num_ranks: int, num_chunks: int, uses: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
 ) -> tuple[NDArray[np.int64] | None, list[NDArray[np.int32]]]:
@@ -243,6 +255,15 @@ def _check_columns(
             raise InvalidInput(f"transfers[{at}]: moves chunk {twice} twice")
 
 
+def check_table(name: str, ptr: NDArray[Any], other: NDArray[Any], count: int) -> None:
+    """Raises `InvalidInput` unless this is a CSR table that names `count` transfers in as many rows."""
+    if len(ptr) != count + 1 or ptr[0] != 0 or ptr[-1] != len(other) or np.any(np.diff(ptr) < 0):
+        raise InvalidInput(f"{name}: pointers do not match the list")
+    bad = np.flatnonzero((other < 0) | (other >= count))
+    if len(bad):
+        raise InvalidInput(f"{name}: transfer {other[bad[0]]} does not exist; there are {count}")
+
+
 def _validate(program: Program) -> None:
     p = program
     count = p.num_transfers
@@ -250,12 +271,8 @@ def _validate(program: Program) -> None:
     for key in ("reduce", "lane", "route"):
         if len(getattr(p, key)) != count:
             raise InvalidInput(f"transfers: {key} has {len(getattr(p, key))} entries, not {count}")
-    for name, ptr, other in (("after", p.after_ptr, p.after), ("gate", p.gate_ptr, p.gate)):
-        if len(ptr) != count + 1 or ptr[0] != 0 or ptr[-1] != len(other) or np.any(np.diff(ptr) < 0):
-            raise InvalidInput(f"{name}: pointers do not match the list")
-        bad = np.flatnonzero((other < 0) | (other >= count))
-        if len(bad):
-            raise InvalidInput(f"{name}: transfer {other[bad[0]]} does not exist; there are {count}")
+    check_table("after", p.after_ptr, p.after, count)
+    check_table("gate", p.gate_ptr, p.gate, count)
     if len(p.gate):
         at = np.repeat(np.arange(count), np.diff(p.gate_ptr))
         bad = np.flatnonzero((p.src[p.gate] != p.dst[at]) & (p.dst[p.gate] != p.dst[at]))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
+from ..collectives.conditions import MAX_ENTRIES
+from ..errors import InvalidInput
 
 if TYPE_CHECKING:
     from .verify import Report
@@ -17,6 +19,7 @@ OPS = ("nop", "s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re")
 NOP, SEND, RECV, RECV_COPY_SEND, RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND, COPY, REDUCE = range(9)
 BUFFERS = ("i", "o", "s")
 INPUT, OUTPUT, SCRATCH = range(3)
+MAX_CHANNELS = 1 << 20
 
 RECEIVES = np.array([False, False, True, True, True, True, True, False, False])
 SENDS = np.array([False, True, False, True, True, False, True, False, False])
@@ -72,6 +75,7 @@ class Lowered:
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array.setflags(write=False)
+        _validate(self)
 
     @property
     def num_instructions(self) -> int:
@@ -94,3 +98,38 @@ class Lowered:
             f"<Lowered {self.name}: {self.collective.kind} over {self.collective.num_ranks} ranks, "
             f"{len(self.tb_rank)} threadblocks, {self.num_instructions} instructions, {self.num_channels} channels>"
         )
+
+
+def _validate(x: Lowered) -> None:
+    """The shape of the arrays and the range of every number; that it does the right thing is for `verify`."""
+    ranks, blocks, count = x.collective.num_ranks, len(x.tb_rank), x.num_instructions
+    of_block = ("tb_send", "tb_recv", "tb_channel")
+    of_instruction = ("src_buf", "src_off", "dst_buf", "dst_off", "count", "dep_tb", "dep_step")
+    sizes = {"scratch": ranks, "tb_ptr": blocks + 1} | dict.fromkeys(of_block, blocks)
+    for key, size in (sizes | dict.fromkeys(of_instruction, count)).items():
+        if len(getattr(x, key)) != size:
+            raise InvalidInput(f"{key}: has {len(getattr(x, key))} entries, not {size}")
+    if x.tb_ptr[0] != 0 or x.tb_ptr[-1] != count or np.any(np.diff(x.tb_ptr) < 0):
+        raise InvalidInput(f"tb_ptr: must rise from 0 to {count}, the number of instructions")
+    _each("tb_rank", x.tb_rank, (x.tb_rank >= 0) & (x.tb_rank < ranks), f"must be a rank 0..{ranks - 1}")
+    _each("tb_rank", x.tb_rank[1:], np.diff(x.tb_rank) >= 0, "threadblocks must be sorted by rank", first=1)
+    for key, peer in (("tb_send", x.tb_send), ("tb_recv", x.tb_recv)):
+        _each(key, peer, (peer >= -1) & (peer < ranks), f"must be a rank 0..{ranks - 1}, or -1 for none")
+        _each(key, peer, peer != x.tb_rank, "a rank cannot be its own peer")
+    channel = (x.tb_channel >= 0) & (x.tb_channel < MAX_CHANNELS)
+    _each("tb_channel", x.tb_channel, channel, f"must be 0..{MAX_CHANNELS - 1}")
+    _each("op", x.op, x.op < len(OPS), f"must be 0..{len(OPS) - 1}")
+    for key, buffer in (("src_buf", x.src_buf), ("dst_buf", x.dst_buf)):
+        _each(key, buffer, (buffer >= 0) & (buffer < len(BUFFERS)), f"must be 0..{len(BUFFERS) - 1}")
+    _each("count", x.count, (x.count >= 1) | (x.op == NOP), "must be >= 1")
+    _each("dep_tb", x.dep_tb, x.dep_tb >= -1, "must be a threadblock of the rank, or -1 for none")
+    _each("scratch", x.scratch, x.scratch >= 0, "must be >= 0")
+    for key, total in (("scratch", x.scratch.sum(dtype=np.int64)), ("count", x.count[x.op != NOP].sum(dtype=np.int64))):
+        if total > MAX_ENTRIES:
+            raise InvalidInput(f"{key}: {total} chunks in all are more than {MAX_ENTRIES}")
+
+
+def _each(key: str, values: NDArray[Any], good: NDArray[np.bool_], rule: str, *, first: int = 0) -> None:
+    bad = np.flatnonzero(~good)
+    if len(bad):
+        raise InvalidInput(f"{key}[{bad[0] + first}]: {rule}, not {values[bad[0]]}")

@@ -115,8 +115,7 @@ class Memory:
         self, rank: NDArray[Any], buf: NDArray[Any], off: NDArray[Any], count: NDArray[Any]
     ) -> NDArray[np.bool_]:
         """Whether a whole run of offsets lies in its buffer."""
-        at = self.locate(rank, buf, off)
-        good: NDArray[np.bool_] = (at >= self.begin[rank, buf]) & (at + count <= self.end[rank, buf])
+        good: NDArray[np.bool_] = (off >= 0) & (self.locate(rank, buf, off) + count <= self.end[rank, buf])
         return good
 
     def describe(self, location: int) -> tuple[int, str]:

@@ -17,8 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from .. import _native
 from ..collectives import AllGather, AllReduce, Broadcast, Collective, Reduce, ReduceScatter
+from ..collectives.conditions import MAX_ENTRIES, MAX_RANKS
 from ..errors import InvalidInput, VerificationError, unknown
-from .ir import Program
+from .ir import Program, check_table, column
 from .verify import Report, fifo_depth
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -66,6 +67,19 @@ class SymmetricProgram:
     gate_reads: NDArray[np.bool_]
     lane: NDArray[np.int16]
 
+    def __post_init__(self) -> None:
+        for array in vars(self).values():
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
+        _check(self.kind, self.sizes, self.pieces, self.dst, self.chunk_ptr, self.home, self.piece)
+        count = len(self.dst)
+        check_table("after", self.after_ptr, self.after, count)
+        check_table("gate", self.gate_ptr, self.gate, count)
+        if not len(self.reduce) == len(self.lane) == count or len(self.gate_reads) != len(self.gate):
+            raise InvalidInput("transfers: reduce, lane and gate_reads differ in length from what they belong to")
+        if self.lane.min(initial=0) < 0:
+            raise InvalidInput("transfers: lane must be >= 0")
+
     @classmethod
     def from_steps(
         cls,
@@ -89,29 +103,26 @@ class SymmetricProgram:
         >>> ring, ring.verify().fifo_depth, ring.expand().verify().fifo_depth
         (<SymmetricProgram ring: all_gather over 4 ranks (4), 3 orbits = 12 transfers>, 1, 1)
         """
-        if kind not in KINDS:
-            raise unknown("symmetric collective", kind, KINDS)
-        to = np.asarray(dst, np.int32)
+        to = column("dst", dst, np.int32)
         count = len(to)
-        steps = np.ascontiguousarray(np.broadcast_to(np.asarray(step, np.int64), (count,)))
+        steps = column("step", step, np.int64, count)
         if np.any(np.diff(steps) < 0):
             raise InvalidInput("step: transfers must be in order of step")
-        homes, which = np.asarray(home, np.int32), np.asarray(piece, np.int32)
-        ptr = np.arange(count + 1, dtype=np.int64) if chunk_ptr is None else np.asarray(chunk_ptr, np.int64)
-        reduces = np.ascontiguousarray(np.broadcast_to(np.asarray(reduce, np.bool_), (count,)))
-        ranks = prod(sizes)
-        _check(ranks, pieces, to, ptr, homes, which)
+        homes, which = column("home", home, np.int32), column("piece", piece, np.int32)
+        ptr = np.arange(count + 1) if chunk_ptr is None else column("chunk_ptr", chunk_ptr, np.int64)
+        reduces = column("reduce", reduce, np.bool_, count)
+        _check(kind, sizes, pieces, to, ptr, homes, which)
         # A slot of the quotient is a chunk seen from the rank that holds it.
         there = translate(homes, np.repeat(to, np.diff(ptr)), sizes, sign=-1)
         slots = [np.ascontiguousarray((h * pieces + which).astype(np.int32)) for h in (homes.astype(np.int64), there)]
         after_ptr, after, gate_ptr, gate, reads = _native.derive_dependencies(
-            ranks * pieces, reduces, ptr, slots[0], slots[1], steps
+            prod(sizes) * pieces, reduces, ptr, slots[0], slots[1], steps
         )
         return cls(
             name=name, kind=kind, sizes=tuple(sizes), pieces=pieces, dst=to, reduce=reduces, chunk_ptr=ptr,
             home=homes, piece=which, after_ptr=after_ptr, after=after, gate_ptr=gate_ptr, gate=gate,
             gate_reads=reads.astype(np.bool_),
-            lane=np.ascontiguousarray(np.broadcast_to(np.asarray(lane, np.int16), (count,))),
+            lane=column("lane", lane, np.int16, count),
         )  # fmt: skip
 
     @property
@@ -168,7 +179,7 @@ class SymmetricProgram:
             dst=translate(all_ranks, self.dst[:, None], self.sizes).ravel().astype(np.int32),
             reduce=np.repeat(self.reduce, ranks),
             chunk_ptr=np.concatenate([[0], np.cumsum(sizes)]),
-            chunk=np.concatenate([c.ravel() for c in chunk]).astype(np.int32),
+            chunk=np.concatenate([np.zeros(0), *(c.ravel() for c in chunk)]).astype(np.int32),
             after_ptr=after_ptr,
             after=after,
             gate_ptr=gate_ptr,
@@ -271,11 +282,31 @@ class SymmetricProgram:
 
 
 def _check(
-    ranks: int, pieces: int, dst: NDArray[np.int32], ptr: Ints, home: NDArray[np.int32], piece: NDArray[np.int32]
+    kind: str,
+    sizes: tuple[int, ...],
+    pieces: int,
+    dst: NDArray[np.int32],
+    ptr: Ints,
+    home: NDArray[np.int32],
+    piece: NDArray[np.int32],
 ) -> None:
+    if kind not in KINDS:
+        raise unknown("symmetric collective", kind, KINDS)
+    ranks = prod(sizes)
+    if min(sizes, default=1) < 1 or ranks > MAX_RANKS:
+        raise InvalidInput(f"sizes: must be >= 1 and multiply to at most {MAX_RANKS}, not {sizes}")
+    if not 1 <= pieces <= MAX_ENTRIES // ranks:
+        raise InvalidInput(f"pieces: must be 1..{MAX_ENTRIES // ranks} for {ranks} ranks, not {pieces}")
     if len(ptr) != len(dst) + 1 or len(home) != len(piece) or ptr[0] != 0 or ptr[-1] != len(home):
         raise InvalidInput("transfers: dst, chunk_ptr, home and piece differ in length")
+    if np.any(np.diff(ptr) <= 0):
+        raise InvalidInput("transfers: each must move at least one chunk")
     if np.any((dst < 1) | (dst >= ranks)):
         raise InvalidInput(f"dst: must be 1..{ranks - 1}, where rank 0 sends to")
     if np.any((home < 0) | (home >= ranks)) or np.any((piece < 0) | (piece >= pieces)):
         raise InvalidInput(f"chunks: home must be 0..{ranks - 1} and piece 0..{pieces - 1}")
+    owner = np.repeat(np.arange(len(dst)), np.diff(ptr))
+    slots = np.sort((owner * ranks + home) * pieces + piece)
+    again = np.flatnonzero(slots[1:] == slots[:-1])
+    if len(again):
+        raise InvalidInput(f"transfers[{slots[again[0]] // (ranks * pieces)}]: moves a chunk twice")

@@ -116,7 +116,7 @@ def verify_lowered(lowered: Lowered) -> Report:
         if len(bad):
             e = int(bad[0])
             raise VerificationError(
-                f"{x.name}: {streams.event(e)} uses {BUFFERS[buf[e]]}[{off[e]}..{off[e] + count[e] - 1}], "
+                f"{x.name}: {streams.event(e)} uses {BUFFERS[buf[e]]}[{off[e]}..{int(off[e]) + int(count[e]) - 1}], "
                 f"which rank {streams.rank[e]} does not have"
             )
         spread = np.repeat(first - item_ptr[:-1], count) + np.arange(item_ptr[-1])
@@ -125,6 +125,12 @@ def verify_lowered(lowered: Lowered) -> Report:
     rd = places(READS_SRC[x.op], x.src_buf, x.src_off)
     wr = places(WRITES_DST[x.op], x.dst_buf, x.dst_off)
     rd2 = np.where(np.repeat(x.op == REDUCE, count), wr, -1).astype(np.int32)
+    # What it reads last may be what it wrote first, or not: no order of its chunks is promised.
+    shift = np.where((rd >= 0) & (wr >= 0), np.abs(rd - wr), 0)
+    bad = np.flatnonzero((shift > 0) & (shift < np.repeat(count, count)))
+    if len(bad):
+        e = int(np.searchsorted(item_ptr, bad[0], side="right")) - 1
+        raise VerificationError(f"{x.name}: {streams.event(e)} reads from where it writes, but not in step")
     received = np.flatnonzero(streams.pop >= 0)
     pred_ptr, pred = rows_from_edges(
         x.num_instructions, [*streams.local_edges(), (streams.senders[streams.pop[received]], received)]

@@ -35,7 +35,7 @@ class Messages:
     collective: Collective
     src: NDArray[np.int32]
     dst: NDArray[np.int32]
-    lane: NDArray[np.int16]
+    lane: NDArray[np.int32]
     reduce: NDArray[np.bool_]
     count: NDArray[np.int32]
     after_ptr: NDArray[np.int64]
@@ -67,7 +67,7 @@ class Messages:
             collective=x.collective,
             src=streams.rank[streams.senders],
             dst=streams.rank[at],
-            lane=x.tb_channel[streams.tb[at]].astype(np.int16),
+            lane=x.tb_channel[streams.tb[at]],
             reduce=np.isin(x.op[at], REDUCING),
             count=x.count[at],
             after_ptr=after_ptr,

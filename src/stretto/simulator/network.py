@@ -151,7 +151,7 @@ def routes_of(
 
 def _routes(
     dst: NDArray[np.int32],
-    lane: NDArray[np.int16],
+    lane: NDArray[np.integer],
     cluster: Cluster,
     channels: Iterable[str] | None,
     *,
@@ -216,7 +216,7 @@ def _unique(key: NDArray[np.int64], limit: int) -> tuple[NDArray[np.int64], NDAr
     return values, number[key]
 
 
-def _streams(dst: NDArray[np.int32], lane: NDArray[np.int16]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+def _streams(dst: NDArray[np.int32], lane: NDArray[np.integer]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
     lanes = int(lane.max(initial=0)) + 1
     values, stream = _unique(dst.astype(np.int64) * lanes + lane, (int(dst.max(initial=0)) + 1) * lanes)
     return tuple(f"to {v // lanes}" + (f" lane {v % lanes}" if lanes > 1 else "") for v in values), stream

@@ -54,6 +54,8 @@ def _parse(
     text: str, where: str, collective: Collective | None, in_place: bool | None
 ) -> Program | Lowered | Plan:
     kind = sniff(text)
+    if collective is not None and kind != "msccl":
+        raise InvalidInput("collective: only an MSCCL file leaves this open")
     if kind == "text":
         from . import text as text_form
 

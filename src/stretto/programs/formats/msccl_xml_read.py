@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.etree.ElementTree import Element
 
 import numpy as np
@@ -98,6 +98,9 @@ def loads(
         collective = _collective(root, num_gpus, num_chunks, gpus, _aliased(root, dialect, in_place))
     elif collective.num_ranks != num_gpus:
         raise InvalidInput(f"algo ngpus: is {num_gpus}, but the collective has {collective.num_ranks} ranks")
+    else:
+        wanted = collective.in_place if in_place is None else in_place
+        collective = replace(collective, in_place=_aliased(root, dialect, wanted))
     _check_bounds(gpus, collective)
     return _lowered(name, collective, protocol, gpus)
 
