@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import Any, TypeVar
 from xml.etree.ElementTree import Element, TreeBuilder
@@ -22,9 +23,12 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
     """The text of a file, refused when it is missing, too large or not UTF-8."""
     path = Path(path)
     try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise InvalidInput(f"{path}: {size} bytes is more than the limit of {max_bytes}")
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
+            # A pipe may never end and /dev/zero never does; neither says how large it is.
+            raise InvalidInput(f"{path}: not a regular file")
+        if about.st_size > max_bytes:
+            raise InvalidInput(f"{path}: {about.st_size} bytes is more than the limit of {max_bytes}")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror or error}") from None

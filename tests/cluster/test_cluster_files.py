@@ -177,6 +177,8 @@ def test_the_good_example_is_good() -> None:
         ("gb_per_s: 10", "gb_per_s: -10", "$.links[0].gb_per_s: must be > 0, not -10"),
         ("gb_per_s: 10", "gb_per_s: .nan", "$.links[0].gb_per_s: must be > 0, not nan"),
         ("gb_per_s: 10", "gb_per_s: .inf", "$.links[0].gb_per_s: must be > 0, not inf"),
+        ("gb_per_s: 10", "gb_per_s: 1.0e-308", "$.links[0].gb_per_s: must be 1e-09 to 1e+09, not 1e-308"),
+        ("alpha_us: 1", "alpha_us: 1.0e+308", "$.links[0].alpha_us: must be at most 1e+09, not 1e+308"),
         ("gb_per_s: 10", "gb_per_s: ten", "$.links[0].gb_per_s: Expected `float`, got `str`"),
         ("gb_per_s: 10", "gb_per_s: 10, speed: 3", "$.links[0]: Object contains unknown field `speed`"),
         ("alpha_us: 1", "alpha_us: [1, -1]", "$.links[0].alpha_us: must be >= 0, not -1"),

@@ -140,6 +140,8 @@ def one_link(**changes: object) -> Cluster:
         ({"gb_per_s": 0}, "links[0].gb_per_s: must be > 0, not 0"),
         ({"gb_per_s": math.nan}, "links[0].gb_per_s: must be > 0, not nan"),
         ({"gb_per_s": math.inf}, "links[0].gb_per_s: must be > 0, not inf"),
+        ({"gb_per_s": 1e-308}, "links[0].gb_per_s: must be 1e-09 to 1e+09, not 1e-308"),
+        ({"alpha_us": 1e308}, "links[0].alpha_us: must be 0 to 1e+09, not 1e+308"),
         ({"alpha_us": -1}, "links[0].alpha_us: must be >= 0, not -1"),
         ({"alpha_us": math.nan}, "links[0].alpha_us: must be >= 0, not nan"),
         ({"flow_gb_per_s": 0}, "links[0].flow_gb_per_s: must be > 0, not 0"),

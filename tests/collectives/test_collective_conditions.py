@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -196,3 +197,22 @@ def test_equality_is_by_content() -> None:
     assert AllGather(4) == AllGather(4)
     assert AllGather(4) != AllGather(4, in_place=True)
     assert hash(Broadcast(4, root=1)) == hash(Broadcast(4, root=1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"part_sets": ((-1000,),)}, "part_sets[0]: must be distinct parts"),
+        ({"part_sets": ((0, 0),)}, "part_sets[0]: must be distinct parts"),
+        ({"part_sets": ((),)}, "part_sets[0]: must be distinct parts"),
+        ({"in_ptr": np.array([0, 1])}, "inputs: pointers, chunks and parts differ in length"),
+        ({"out_ptr": np.array([0, 4, 2, 4, 4])}, "outputs: pointers"),
+        ({"place": np.zeros(2, np.int64)}, "place: must be 4 offsets, one per rank"),
+        ({"chunk_share": np.ones(1)}, "chunk_share: must be 4 shares > 0"),
+        ({"chunk_share": np.full(4, np.inf)}, "chunk_share: must be 4 shares > 0"),
+    ],
+)
+def test_inconsistent_arrays_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        dataclasses.replace(AllGather(4), **changes)  # type: ignore[arg-type]
+    assert message in str(error.value)

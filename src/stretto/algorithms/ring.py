@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..cluster import Cluster
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+MAX_SEARCHED_RINGS = 256
 
 
 def ring(
@@ -137,7 +138,10 @@ def _nested(order: Sequence[int] | Sequence[Sequence[int]] | None) -> bool:
 def _from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[str, Any]) -> dict[str, Any]:
     if "order" in chosen or "strides" in chosen:
         return {}
-    orders = fast_orders(cluster, devices, rings=int(chosen.get("rings", 1)))
+    rings = int(chosen.get("rings", 1))
+    if rings > MAX_SEARCHED_RINGS:
+        raise InvalidInput(f"rings: at most {MAX_SEARCHED_RINGS} are laid out on a cluster, not {rings}")
+    orders = fast_orders(cluster, devices, rings=rings)
     if orders is None:
         return {}
     return {"order": orders[0] if len(orders) == 1 else orders}

@@ -174,12 +174,14 @@ def _count(cluster: Cluster, nodes: list[int]) -> str:
     kinds = {"device": 0, "switch": 0, "nic": 0}
     for node in nodes:
         kinds[cluster.node(node).kind] += 1
-    words = {"device": "devices", "switch": "switches", "nic": "NICs"}
-    text = " and ".join(f"{count} {words[kind]}" for kind, count in kinds.items() if count)
+    words = {"device": ("device", "devices"), "switch": ("switch", "switches"), "nic": ("NIC", "NICs")}
+    text = " and ".join(f"{count} {words[kind][count > 1]}" for kind, count in kinds.items() if count)
     if hosts == {-1}:
         return ranges(cluster.node_names[n] for n in nodes)
     first = [local_name(cluster, n) for n in nodes if cluster.node_host[n] == min(hosts)]
-    return f"{text} of {len(hosts)} hosts: {ranges(first)}{' of each' if len(hosts) > 1 else ''}"
+    if len(hosts) == 1:
+        return f"{text} of host {min(hosts)}: {ranges(first)}"
+    return f"{text} of {len(hosts)} hosts: {ranges(first)} of each"
 
 
 def _across(cluster: Cluster) -> Iterator[RenderableType]:

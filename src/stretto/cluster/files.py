@@ -112,10 +112,10 @@ def _split(source: str | Path) -> tuple[str | Path, str]:
     head, _, tail = source.partition(":")
     if head in known:
         return head, tail
-    if Path(source).exists():
+    if source and Path(source).exists():
         return Path(source), ""
     head, _, tail = source.rpartition(":") if ":" in source else (source, "", "")
-    if Path(head).exists() or "/" in head or Path(head).suffix:
+    if head and (Path(head).exists() or "/" in head or Path(head).suffix):
         return Path(head), tail
     raise InvalidInput(f"{unknown('preset', head, sorted(known))}; or give the path of a file")
 

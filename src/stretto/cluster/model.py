@@ -25,6 +25,9 @@ DIMENSION_KINDS = ("ring", "fully_connected", "switch")
 MAX_NODES = 1 << 20
 MAX_LINKS = 1 << 24
 NO_CAP = math.inf
+GB_PER_S = (1e-9, 1e9)
+MAX_ALPHA_US = 1e9
+"""From a byte to an exabyte per second, and a quarter of an hour: beyond that no sum of times is a number any more."""
 
 Curve = tuple[tuple[int, float], ...]
 
@@ -327,16 +330,18 @@ def _validate(cluster: Cluster) -> None:
         least = values >= 0 if key == "alpha_us" else values > 0
         finite = np.isfinite(values) | (key == "flow_gb_per_s")
         _each(values, least & finite, key, f"must be {'>= 0' if key == 'alpha_us' else '> 0'}")
+        low, high = (0.0, MAX_ALPHA_US) if key == "alpha_us" else GB_PER_S
+        _each(values, (values >= low) & (values <= high) | ~np.isfinite(values), key, f"must be {low:g} to {high:g}")
     for at, curve in enumerate(cluster.incast_curves):
         flows = [count for count, _ in curve]
         if flows != sorted(set(flows)) or any(not 0 < share <= 1 for _, share in curve) or min(flows) < 1:
             raise InvalidInput(f"incast[{at}]: pairs need rising flows >= 1 and shares in (0, 1]")
-    if not (math.isfinite(cluster.reduce_us_per_mb) and cluster.reduce_us_per_mb >= 0):
-        raise InvalidInput("reduce_us_per_mb: must be >= 0")
+    if not 0 <= cluster.reduce_us_per_mb <= MAX_ALPHA_US:
+        raise InvalidInput(f"reduce_us_per_mb: must be >= 0 and at most {MAX_ALPHA_US:g}")
     for at, dim in enumerate(cluster.dimensions):
         if dim.kind not in DIMENSION_KINDS:
             raise InvalidInput(f"dimensions[{at}].kind: {unknown('kind', dim.kind, DIMENSION_KINDS)}")
-        if dim.size < 1 or not 0 < dim.gb_per_s < math.inf or not 0 <= dim.alpha_us < math.inf:
+        if dim.size < 1 or not 0 < dim.gb_per_s <= GB_PER_S[1] or not 0 <= dim.alpha_us <= MAX_ALPHA_US:
             raise InvalidInput(f"dimensions[{at}]: size must be >= 1, gb_per_s > 0, alpha_us >= 0")
     size = math.prod(d.size for d in cluster.dimensions)
     if cluster.dimensions and size != cluster.num_devices:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidInput
 from ..files import convert
-from .model import DEVICE, KINDS, MAX_LINKS, MAX_NODES, NO_CAP, Cluster, Dimension
+from .model import DEVICE, GB_PER_S, KINDS, MAX_ALPHA_US, MAX_LINKS, MAX_NODES, NO_CAP, Cluster, Dimension
 
 VERSION = 1
 
@@ -161,8 +161,12 @@ def _links_of(
     for name, value in (("gb_per_s", group.gb_per_s), ("flow_gb_per_s", flow)):
         if not value > 0 or (value == NO_CAP and name == "gb_per_s"):
             raise InvalidInput(f"{path}.{name}: must be > 0, not {value:g}")
+        if not GB_PER_S[0] <= value <= GB_PER_S[1] and value != NO_CAP:
+            raise InvalidInput(f"{path}.{name}: must be {GB_PER_S[0]:g} to {GB_PER_S[1]:g}, not {value:g}")
     if not all(0 <= a < NO_CAP for a in alpha):
         raise InvalidInput(f"{path}.alpha_us: must be >= 0, not {min(alpha):g}")
+    if max(alpha) > MAX_ALPHA_US:
+        raise InvalidInput(f"{path}.alpha_us: must be at most {MAX_ALPHA_US:g}, not {max(alpha):g}")
     if group.incast is not None and group.incast >= curves:
         raise InvalidInput(f"{path}.incast: there are {curves} incast_curves, no number {group.incast}")
     if len(pairs) > MAX_LINKS:

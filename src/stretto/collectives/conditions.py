@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from ..errors import InvalidInput
 
 ALL_PARTS = -1
 MAX_RANKS = 1 << 17
-MAX_ENTRIES = 1 << 28
+MAX_ENTRIES = 1 << 26
 
 Csr = tuple[NDArray[np.int64], NDArray[np.int32]]
 
@@ -161,8 +161,8 @@ def from_buffers(
         raise InvalidInput(f"chunks: must be >= 1, not {chunks}")
     if not 1 <= num_chunks <= MAX_ENTRIES:
         raise InvalidInput(f"chunks: {kind} over {count} ranks would have {num_chunks} chunks; at most {MAX_ENTRIES}")
-    in_ptr, in_chunk = _csr([inputs(r) for r in range(count)])
-    out_ptr, out_chunk = _csr([outputs(r) for r in range(count)])
+    in_ptr, in_chunk = _csr(f"{kind} over {count} ranks", (inputs(r) for r in range(count)))
+    out_ptr, out_chunk = _csr(f"{kind} over {count} ranks", (outputs(r) for r in range(count)))
     return Collective(
         kind=kind,
         ranks=ranks,
@@ -181,11 +181,14 @@ def from_buffers(
     )
 
 
-def _csr(rows: Sequence[NDArray[np.int64]]) -> Csr:
-    ptr = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=ptr[1:])
-    flat = np.concatenate(rows) if rows else np.zeros(0)
-    return ptr, flat.astype(np.int32)
+def _csr(what: str, rows: Iterable[NDArray[np.int64]]) -> Csr:
+    ptr, kept = [0], []
+    for row in rows:
+        ptr.append(ptr[-1] + len(row))
+        if ptr[-1] > MAX_ENTRIES:
+            raise InvalidInput(f"ranks, chunks: the buffers of {what} hold over {MAX_ENTRIES} chunks")
+        kept.append(row.astype(np.int32))
+    return np.array(ptr, np.int64), np.concatenate(kept)
 
 
 def _validate(collective: Collective) -> None:
@@ -194,14 +197,22 @@ def _validate(collective: Collective) -> None:
         raise InvalidInput(f"ranks: must be 1..{MAX_RANKS} of them, not {c.num_ranks}")
     if min(c.ranks) < 0 or len(set(c.ranks)) != c.num_ranks:
         raise InvalidInput("ranks: must be distinct devices >= 0")
-    for side, ptr, chunk in (("inputs", c.in_ptr, c.in_chunk), ("outputs", c.out_ptr, c.out_chunk)):
+    for side, ptr, chunk, beside in (
+        ("inputs", c.in_ptr, c.in_chunk, c.in_part),
+        ("outputs", c.out_ptr, c.out_chunk, c.out_set),
+    ):
+        fits = len(ptr) == c.num_ranks + 1 and ptr[0] == 0 and ptr[-1] == len(chunk) == len(beside)
+        if not fits or np.any(np.diff(ptr) < 0):
+            raise InvalidInput(f"{side}: pointers, chunks and parts differ in length")
         if np.any((chunk < 0) | (chunk >= c.num_chunks)):
             raise InvalidInput(f"{side}: chunks must be 0..{c.num_chunks - 1}")
         slot = np.sort(np.repeat(np.arange(c.num_ranks), np.diff(ptr)) * c.num_chunks + chunk)
         if np.any(slot[1:] == slot[:-1]):
             raise InvalidInput(f"{side}: a rank holds one chunk twice")
-    if np.any(~(c.chunk_share > 0)):
-        raise InvalidInput("chunk_share: every share must be > 0")
+    if len(c.chunk_share) != c.num_chunks or not np.all(np.isfinite(c.chunk_share) & (c.chunk_share > 0)):
+        raise InvalidInput(f"chunk_share: must be {c.num_chunks} shares > 0")
+    if len(c.place) != c.num_ranks:
+        raise InvalidInput(f"place: must be {c.num_ranks} offsets, one per rank")
     held = np.zeros(c.num_chunks, np.bool_)
     held[c.in_chunk] = True
     missing = c.out_chunk[~held[c.out_chunk]]
@@ -209,3 +220,6 @@ def _validate(collective: Collective) -> None:
         raise InvalidInput(f"outputs: chunk {missing[0]} is wanted but no rank has it at the start")
     if np.any((c.out_set < ALL_PARTS) | (c.out_set >= len(c.part_sets))) or c.in_part.min(initial=0) < 0:
         raise InvalidInput("parts: must be >= 0, and sets must be listed")
+    for at, parts in enumerate(c.part_sets):
+        if not parts or min(parts) < 0 or max(parts) >= MAX_RANKS or len(set(parts)) != len(parts):
+            raise InvalidInput(f"part_sets[{at}]: must be distinct parts 0..{MAX_RANKS - 1}")

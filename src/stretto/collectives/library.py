@@ -96,7 +96,10 @@ def AllToAllV(ranks: Ranks, counts: Sequence[Sequence[float]], *, chunks: int = 
     """As all-to-all, but rank r sends ``counts[r][q]`` (any unit) to rank q; a zero sends nothing."""
     devices = as_ranks(ranks)
     n = len(devices)
-    matrix = np.asarray(counts, np.float64)
+    try:
+        matrix = np.asarray(counts, np.float64)
+    except (TypeError, ValueError):
+        matrix = np.zeros(0)
     if matrix.shape != (n, n) or not np.all(np.isfinite(matrix)) or np.any(matrix < 0) or not matrix.any():
         raise InvalidInput(f"counts: must be {n} rows of {n} numbers >= 0, not all zero")
     number = np.full((n, n), -1, np.int64)

@@ -80,7 +80,7 @@ def comparison_table(sweep: Sweep) -> Table:
 def _summary(timeline: Timeline, bound: Bound | None) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
-    table.add_column()
+    table.add_column(overflow="fold")
     for key, value in timeline.facts:
         table.add_row(Text(key), Text(value))
     table.add_row("transfers", f"{timeline.num_spans:,}, {format_bytes(float(timeline.nbytes.sum()))} in all")

@@ -88,7 +88,7 @@ def check_options(what: str, options: Mapping[str, Any], known: Sequence[str]) -
     """Refuse unknown options, and values that are not a number in range or a list of sides."""
     for option, value in options.items():
         if option not in known:
-            raise unknown(f"option of {what}", option, ("nodes", *known))
+            raise unknown(f"option of {what}", option, dict.fromkeys(("nodes", *known)))
         if option == "dims":
             if not isinstance(value, Sequence) or not all(isinstance(x, int) and x >= 1 for x in value):
                 raise InvalidInput(f"dims: must be whole numbers >= 1 such as 4x4, not {value!r}")
