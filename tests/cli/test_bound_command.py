@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from stretto import AllGather
+from stretto.collectives import save_collective
+
+Run = Callable[..., str]
+
+
+def test_a_bound_says_why(good: Run) -> None:
+    text = good("bound", "all_reduce", "--cluster", "ring:4,gb_per_s=10,alpha_us=1", "--bytes", "4M")
+    assert "301 us" in text and "counting" in text and "no algorithm is faster" in text
+
+
+def test_sizes_channels_roots_and_subsets(good: Run, bad: Run) -> None:
+    assert good("bound", "allgather", "--cluster", "dgx2:2", "--bytes", "1K..1M", "--ranks", "0-7").count("us") >= 6
+    assert "broadcast" in good("bound", "broadcast", "--cluster", "ndv2:1", "--root", "3", "--channels", "nvlink")
+    assert "root: must be a rank 0..3" in bad("bound", "broadcast", "--cluster", "ring:4", "--root", "9")
+    assert "unknown collective" in bad("bound", "allgathr", "--cluster", "ring:4")
+    assert "needs pairs or counts" in bad("bound", "permute", "--cluster", "ring:4")
+
+
+def test_a_custom_collective_has_a_bound(good: Run, tmp_path: Path) -> None:
+    save_collective(AllGather(4), tmp_path / "mine.yaml")
+    assert "no algorithm is faster" in good("bound", str(tmp_path / "mine.yaml"), "--cluster", "ring:4")

@@ -1,0 +1,78 @@
+"""Whatever is in a file or behind an option: success, or one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import MAX_MESSAGE, run
+
+Run = Callable[..., str]
+TOKENS = (b"-1", b"0", b"99999999999", b"1e308", b"nan", b"[", b"{", b"\x00", b"\xff", b"\x1b[31m", b"*a", b"<a>", b"")
+
+
+@pytest.mark.parametrize("command", [("cluster", "show"), ("program", "verify"), ("collective", "show")])
+def test_pipes_and_devices_are_refused_instead_of_read(command: tuple[str, str], tmp_path: Path, bad: Run) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert bad(*command, str(pipe)).endswith("pipe: not a regular file")
+    assert bad(*command, "/dev/zero").endswith("/dev/zero: not a regular file")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("simulate ring -c ring:2,alpha_us=1e308", "alpha_us: must be 0 to 1e+09"),
+        ("simulate ring -c ring:2,gb_per_s=1e-308", "gb_per_s: must be 1e-09 to 1e+09"),
+        ("simulate ring -c ring:4 --set rings=1000000000", "rings: at most 256"),
+        ("simulate ring -c ring:4 --set ranks=3", "--set ranks: not an option of an algorithm"),
+        ("simulate ring -c :", "unknown preset ''"),
+        ("simulate direct -c ring:2 --collective alltoallv --set counts=0,1;2", "counts"),
+        ("collective show all_gather -n 100000", "ranks, chunks: the buffers"),
+        ("collective show all_to_all_v -n 100000", "--ranks: all_to_all_v over 100000 ranks"),
+        ("collective show permute -n 1000000000", "ranks: must be 1..131072"),
+        ("collective show all_reduce --root 1", "--root: all_reduce has no root"),
+        ("collective show permute --in-place", "--in-place: permute is out of place"),
+    ],
+)
+def test_options_out_of_all_bounds_are_refused_at_once(arguments: str, message: str, bad: Run) -> None:
+    assert message in bad(*arguments.split())
+
+
+def test_a_message_neither_floods_nor_commands_the_terminal(tmp_path: Path, bad: Run) -> None:
+    file = tmp_path / "c.json"
+    file.write_text('{"stretto": "cluster", "version": 1, "name": "x", "\\u001b[31m' + "x" * 5000 + '": 1}')
+    line = bad("cluster", "check", str(file))
+    assert "\x1b" not in line
+    assert "unknown field" in line
+    assert len(line) < MAX_MESSAGE + 100
+
+
+@pytest.mark.parametrize("kind", ["cluster", "collective", "text", "xml", "json"])
+def test_damaged_files_never_cause_a_traceback(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "cluster":
+        file, command = tmp_path / "c.yaml", ("cluster", "check")
+        assert run(["cluster", "convert", "hgx2:2", str(file)]) == 0
+    elif kind == "collective":
+        file, command = tmp_path / "c.yaml", ("collective", "show")
+        assert run(["collective", "show", "all_to_all_v", "--save", str(file)]) == 0
+    else:
+        file, command = tmp_path / f"p.{kind.replace('text', 'txt')}", ("program", "run")
+        assert run(["simulate", "ring", "-c", "ring:3", "--program", str(file)]) == 0
+    whole = file.read_bytes()
+    draw = random.Random(kind)
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 2, 5))):
+            at = draw.randrange(len(data) + 1)
+            data[at : at + draw.choice((0, 1, 3, 40))] = draw.choice(TOKENS)
+        file.write_bytes(data[: draw.choice((len(data), draw.randrange(len(data) + 1)))])
+        capsys.readouterr()
+        code, said = run([*command, str(file)]), capsys.readouterr().err
+        assert (code, said.count("\n")) in ((0, 0), (2, 1)), said
