@@ -1,0 +1,379 @@
+"""The time-indexed models of exact mode, and the two solvers for them."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..collectives import Collective
+from ..errors import Infeasible
+from . import cp_sat
+from .exact_grid import Grid, Move, Net
+
+MAX_VARIABLES = 60_000
+
+
+@dataclass(eq=False)
+class Model(ABC):
+    """Binary variables "stage j of hop h begins to send chunk c in slot t", and rows over them.
+
+    Rows are ``sum(positive) - sum(negative) <= bound``, or equal to it.
+    """
+
+    collective: Collective
+    net: Net
+    grid: Grid
+    slots: int = 0
+    rigid: bool = False
+    """Whether a message crosses all links of its route without waiting on the way."""
+    rows: list[cp_sat.Row] = field(default_factory=list)
+    keys: list[tuple[int, int, int, int]] = field(default_factory=list)
+    taken: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        if self.slots:
+            self.build()
+
+    @abstractmethod
+    def build(self) -> None:
+        """Write all variables and rows."""
+
+    def at_most(self, positive: list[int], negative: list[int], bound: int = 0) -> None:
+        """A row, unless it says nothing."""
+        if len(positive) > bound:
+            self.rows.append((positive, negative, bound, False))
+
+    def exactly(self, positive: list[int], bound: int = 1) -> None:
+        """An equality."""
+        self.rows.append((positive, [], bound, True))
+
+    def hop_variables(self, chunk: int, hop: int, first: float, last: float, tag: int = 0) -> HopVariables:
+        """Variables for a hop whose first link may begin in slots first..last (for its least way to the end)."""
+        lead = 0
+        begins: list[tuple[int, int]] = []
+        before: list[tuple[int, int]] = []
+        slots = range(int(max(first, 0)), int(min(last, self.slots)) + 1)
+        for stage, gap in enumerate(self.grid.leads[hop]):
+            if stage == 0 or not self.rigid:
+                made = [(t + lead, len(self.keys) + at) for at, t in enumerate(slots)]
+                self.keys += [(chunk, hop + tag * len(self.net.src), stage, t) for t, _ in made]
+            else:
+                made = [(t + lead, v) for t, v in begins]
+            if len(self.keys) > MAX_VARIABLES:
+                raise Infeasible(f"exact: needs more than {MAX_VARIABLES} variables; this mode is for small cases")
+            for t, variable in made:
+                for slot in range(t, t + self.grid.busy[hop][stage]):
+                    self.taken[self.net.routes[hop][stage], slot].append(variable)
+            if stage == 0:
+                begins = made
+            elif not self.rigid:
+                self.follow(made, before)
+            before = [(t + gap, v) for t, v in made]
+            lead += gap
+        return HopVariables(begins=begins, arrivals=before)
+
+    def follow(self, later: Sequence[tuple[int, int]], earlier: Sequence[tuple[int, int]], held: int = 0) -> None:
+        """No more begins by any slot than has arrived by then, beside what was held."""
+        for t in sorted({t for t, _ in later}):
+            self.at_most([v for s, v in later if s <= t], [v for s, v in earlier if s <= t], held)
+
+    def close(self) -> None:
+        """Every link sends one thing at a time."""
+        rows = {tuple(sorted(variables)) for variables in self.taken.values()}
+        for row in sorted(rows):
+            self.at_most(list(row), [], 1)
+
+    def moves(self, values: Sequence[bool]) -> list[Move]:
+        """What is sent, without what nobody needs."""
+        count = len(self.net.src)
+        last = [0 if self.rigid else len(leads) - 1 for leads in self.grid.leads]
+        begun: dict[tuple[int, int], int] = {}
+        for (c, h, stage, t), on in zip(self.keys, values, strict=True):
+            if on and stage == 0:
+                begun[c, h] = min(t, begun.get((c, h), t))
+        sent = [
+            (c, h, begun[c, h]) for (c, h, stage, _), on in zip(self.keys, values, strict=True)
+            if on and stage == last[h % count]
+        ]  # fmt: skip
+        return self.needed(sorted(sent, key=lambda move: (move[2], move[1], move[0])))
+
+    def needed(self, moves: list[Move]) -> list[Move]:
+        """The moves that bring something to where it is wanted."""
+        return moves
+
+    def most(self, slots: int, ranks: Iterable[int], *, last: bool) -> float:
+        """How many chunks these ranks can receive over the last links of hops (or send over the first) in time."""
+        net, at, chosen = self.net, -1 if last else 0, set(ranks)
+        ends = net.dst if last else net.src
+        links = {net.routes[h][at]: self.grid.busy[h][at] for h, end in enumerate(ends) if end in chosen}
+        return sum(slots // busy if busy else math.inf for busy in links.values())
+
+    def solve(self, solver: str, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
+        """``infeasible``, ``unknown``, or ``feasible`` with the values."""
+        if any(equal and bound > len(positive) for positive, _, bound, equal in self.rows):
+            return "infeasible", None
+        return _SOLVE[solver](self, max(limit_s, 0.1), seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopVariables:
+    """(slot, variable) of a hop's starts, and of its arrivals."""
+
+    begins: list[tuple[int, int]]
+    arrivals: list[tuple[int, int]]
+
+
+class Spread(Model):
+    """Chunks are copied from whoever has them to whoever wants them; any rank may relay."""
+
+    def wants(self) -> tuple[list[set[int]], list[set[int]]]:
+        """Per chunk, who has it, and who else wants it."""
+        c = self.collective
+        has: list[set[int]] = [set() for _ in range(c.num_chunks)]
+        wants: list[set[int]] = [set() for _ in range(c.num_chunks)]
+        for rank in range(c.num_ranks):
+            for chunk in c.inputs(rank).tolist():
+                has[chunk].add(rank)
+            for chunk in c.outputs(rank).tolist():
+                wants[chunk].add(rank)
+        return has, [want - have for want, have in zip(wants, has, strict=True)]
+
+    def single(self) -> bool:
+        """Whether each chunk goes from one rank to at most one other."""
+        has, wants = self.wants()
+        return all(len(want) <= 1 and len(have) == 1 for have, want in zip(has, wants, strict=True))
+
+    def least_slots(self) -> int:
+        """By distance, by what each rank has to receive, and by what all together have to send."""
+        has, wants = self.wants()
+        far = self.net.distances(self.grid)
+        least = 1
+        need = [0] * self.collective.num_ranks
+        for chunk, want in enumerate(wants):
+            for rank in want:
+                distance = min(far[a, rank] for a in has[chunk])
+                if not math.isfinite(distance):
+                    raise Infeasible(f"exact: no route brings chunk {chunk} to rank {rank} on {self.net.cluster.name}")
+                least = max(least, int(distance))
+                need[rank] += 1
+        for rank, count in enumerate(need):
+            while self.most(least, [rank], last=True) < count:
+                least += 1
+        while self.most(least, range(len(need)), last=False) < sum(need):
+            least += 1
+        return least
+
+    def build(self) -> None:
+        """Who wants a chunk receives it once, others at most once, and nothing is sent on before it has arrived."""
+        net, grid = self.net, self.grid
+        has, wants = self.wants()
+        far = net.distances(grid)
+        for chunk, (have, want) in enumerate(zip(has, wants, strict=True)):
+            if not want:
+                continue
+            soonest = far[sorted(have)].min(axis=0)
+            to_go = far[:, sorted(want)].min(axis=1)
+            into: list[list[HopVariables]] = [[] for _ in range(self.collective.num_ranks)]
+            starts: list[tuple[int, HopVariables]] = []
+            for h, (a, b) in enumerate(zip(net.src, net.dst, strict=True)):
+                last = self.slots - grid.arrives[h] - to_go[b]
+                if b in have or soonest[a] > last:
+                    continue
+                made = self.hop_variables(chunk, h, soonest[a], last)
+                into[b].append(made)
+                starts.append((a, made))
+            for rank, ways in enumerate(into):
+                once = [v for way in ways for _, v in way.arrivals]
+                if rank in want:
+                    self.exactly(once)
+                else:
+                    self.at_most(once, [], 1)
+            for a, made in starts:
+                if a not in have:
+                    self.follow(made.begins, [pair for way in into[a] for pair in way.arrivals])
+        self.close()
+
+    def needed(self, moves: list[Move]) -> list[Move]:
+        """Without relaying to ranks that neither want a chunk nor pass it on."""
+        _, wants = self.wants()
+        used = {(c, r) for c, want in enumerate(wants) for r in want}
+        kept = []
+        for c, h, t in reversed(moves):
+            if (c, self.net.dst[h]) in used:
+                used.add((c, self.net.src[h]))
+                kept.append((c, h, t))
+        return kept[::-1]
+
+
+class Flow(Spread):
+    """Every chunk goes to one rank only. Chunks for the same rank are interchangeable on the way, so variables say
+    "something for rank d", and chunks are told apart afterwards."""
+
+    def supply(self) -> dict[int, dict[int, list[int]]]:
+        """Per destination, the chunks that each rank has for it."""
+        found: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for chunk, (have, want) in enumerate(zip(*self.wants(), strict=True)):
+            for rank in want:
+                found[rank][min(have)].append(chunk)
+        return found
+
+    def build(self) -> None:
+        """No rank sends on more than it had and received, and the destination receives it all."""
+        net, grid = self.net, self.grid
+        far = net.distances(grid)
+        for goal, given in sorted(self.supply().items()):
+            soonest = far[sorted(given)].min(axis=0)
+            into: list[list[tuple[int, int]]] = [[] for _ in range(self.collective.num_ranks)]
+            out: list[list[tuple[int, int]]] = [[] for _ in range(self.collective.num_ranks)]
+            for h, (a, b) in enumerate(zip(net.src, net.dst, strict=True)):
+                if a == goal:
+                    continue
+                made = self.hop_variables(goal, h, soonest[a], self.slots - grid.arrives[h] - far[b, goal])
+                into[b] += made.arrivals
+                out[a] += made.begins
+            self.exactly([v for _, v in into[goal]], sum(map(len, given.values())))
+            for rank in range(self.collective.num_ranks):
+                self.follow(out[rank], into[rank], len(given.get(rank, [])))
+        self.close()
+
+    def moves(self, values: Sequence[bool]) -> list[Move]:
+        """What is sent: each time the chunk that has been there longest."""
+        stages: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for (goal, hop, stage, t), on in zip(self.keys, values, strict=True):
+            if on:
+                stages[goal, hop, stage].append(t)
+        sent = []
+        for (goal, hop, stage), times in stages.items():
+            leads = self.grid.leads[hop][stage:]
+            if self.rigid or len(leads) == 1:
+                begun = sorted(stages[goal, hop, 0])
+                sent += [(a, b + sum(leads), hop, goal) for a, b in zip(begun, sorted(times), strict=False)]
+        held = {(goal, r): [(0, c) for c in chunks] for goal, at in self.supply().items() for r, chunks in at.items()}
+        ways: dict[int, list[Move]] = defaultdict(list)
+        for begins, arrives, hop, goal in sorted(sent):
+            here = held.get((goal, self.net.src[hop]))
+            if not here or here[0][0] > begins:
+                continue
+            _, chunk = heapq.heappop(here)
+            ways[chunk].append((chunk, hop, begins))
+            heapq.heappush(held.setdefault((goal, self.net.dst[hop]), []), (arrives, chunk))
+        return sorted((m for way in ways.values() for m in self.straight(way)), key=lambda move: (move[2], move[1]))
+
+    def straight(self, way: list[Move]) -> list[Move]:
+        """A chunk's way without detours that come back to where it was."""
+        kept: list[Move] = []
+        for move in way:
+            at = next((i for i, (_, hop, _) in enumerate(kept) if self.net.src[hop] == self.net.dst[move[1]]), None)
+            if at is None:
+                kept.append(move)
+            else:
+                del kept[at:]
+        return kept
+
+
+class Reduced(Model):
+    """All-reduce: chunk c is reduced to rank ``c // (chunks per rank)`` along a tree, and from there sent to all."""
+
+    def least_slots(self) -> int:
+        """Each chunk crosses into ranks 2 (n - 1) times, whatever the algorithm."""
+        c, net = self.collective, self.net
+        far = net.distances(self.grid)
+        if not np.isfinite(far).all():
+            a, b = np.argwhere(~np.isfinite(far))[0]
+            raise Infeasible(f"exact: no route from rank {a} to rank {b} on {net.cluster.name}")
+        least = max(1, int(far.max()))
+        ranks = range(c.num_ranks)
+        needed = 2 * (c.num_ranks - 1) * c.num_chunks
+        while min(self.most(least, ranks, last=True), self.most(least, ranks, last=False)) < needed:
+            least += 1
+        return least
+
+    def build(self) -> None:
+        """All chunks; they only meet on links."""
+        far = self.net.distances(self.grid)
+        each = self.collective.num_chunks // self.collective.num_ranks
+        for chunk in range(self.collective.num_chunks):
+            self.reduce_and_send(chunk, chunk // each, far)
+        self.close()
+
+    def reduce_and_send(self, chunk: int, root: int, far: NDArray[np.float64]) -> None:
+        """Every other rank adds its sum to another's once, when it is whole, and receives the result once."""
+        net, grid, n = self.net, self.grid, self.collective.num_ranks
+        gathered, spread = far[:, root].max(), far[root].max()
+        up_in: list[list[HopVariables]] = [[] for _ in range(n)]
+        up_out: list[list[HopVariables]] = [[] for _ in range(n)]
+        down_in: list[list[HopVariables]] = [[] for _ in range(n)]
+        down_out: list[list[HopVariables]] = [[] for _ in range(n)]
+        for h, (a, b) in enumerate(zip(net.src, net.dst, strict=True)):
+            if a != root:
+                last = self.slots - spread - far[b, root] - grid.arrives[h]
+                made = self.hop_variables(chunk, h, 0, last)
+                up_in[b].append(made)
+                up_out[a].append(made)
+            if b != root:
+                made = self.hop_variables(chunk, h, gathered + far[root, a], self.slots - grid.arrives[h], tag=1)
+                down_in[b].append(made)
+                down_out[a].append(made)
+        for rank in range(n):
+            if rank != root:
+                self.exactly([v for way in up_out[rank] for _, v in way.begins])
+                self.exactly([v for way in down_in[rank] for _, v in way.arrivals])
+                self.whole(up_in[rank], [pair for way in up_out[rank] for pair in way.begins])
+            for way in down_out[rank]:
+                if rank == root:
+                    self.whole(up_in[rank], way.begins)
+                else:
+                    self.follow(way.begins, [pair for come in down_in[rank] for pair in come.arrivals])
+
+    def whole(self, come: list[HopVariables], go: list[tuple[int, int]]) -> None:
+        """Nothing arrives after the sum has been sent on."""
+        for way in come:
+            for t in sorted({t for t, _ in go}):
+                late = [v for s, v in way.arrivals if s > t]
+                if late:
+                    self.at_most(late + [v for s, v in go if s <= t], [], 1)
+
+
+def _solve_cp_sat(model: Model, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
+    return cp_sat.decide(len(model.keys), model.rows, limit_s=limit_s, seed=seed)
+
+
+def _solve_highs(model: Model, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
+    import highspy
+
+    count = len(model.keys)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = count, len(model.rows)
+    lp.col_cost_ = np.zeros(count)
+    lp.col_lower_, lp.col_upper_ = np.zeros(count), np.ones(count)
+    lp.integrality_ = [highspy.HighsVarType.kInteger] * count
+    lp.row_upper_ = np.array([bound for _, _, bound, _ in model.rows], np.float64)
+    lp.row_lower_ = np.array([bound if equal else -highspy.kHighsInf for _, _, bound, equal in model.rows])
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = np.cumsum([0, *(len(p) + len(m) for p, m, _, _ in model.rows)]).astype(np.int32)
+    lp.a_matrix_.index_ = np.array([v for p, m, _, _ in model.rows for v in (*p, *m)], np.int32)
+    lp.a_matrix_.value_ = np.array([s for p, m, _, _ in model.rows for s in [1.0] * len(p) + [-1.0] * len(m)])
+    highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs.silent()
+    highs.setOptionValue("threads", 1)
+    highs.setOptionValue("random_seed", seed)
+    highs.setOptionValue("time_limit", limit_s)
+    highs.passModel(lp)
+    highs.run()
+    status = highs.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return "infeasible", None
+    if highs.getInfo().primal_solution_status == highspy.kSolutionStatusFeasible:
+        return "feasible", [value > 0.5 for value in highs.getSolution().col_value]
+    return "unknown", None
+
+
+_SOLVE = {"cp-sat": _solve_cp_sat, "highs": _solve_highs}
