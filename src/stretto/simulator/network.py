@@ -179,19 +179,23 @@ def _require_one_route(program: SymmetricProgram, cluster: Cluster, channels: It
 
 def _check_routes(program: Program, cluster: Cluster) -> None:
     """A named route must lead from the sender's device to the receiver's over links that meet."""
-    device = program.collective.ranks
+    ends = np.empty((len(program.routes), 2), np.int64)
     for at, route in enumerate(program.routes):
-        users = np.flatnonzero(program.route == at)
         if not route or min(route) < 0 or max(route) >= cluster.num_links:
             raise InvalidInput(f"routes[{at}]: links must be 0..{cluster.num_links - 1}")
-        nodes = [int(cluster.link_src[route[0]]), *(int(cluster.link_dst[link]) for link in route)]
-        if any(int(cluster.link_src[link]) != node for link, node in zip(route, nodes[:-1], strict=True)):
+        links = np.array(route)
+        if np.any(cluster.link_dst[links[:-1]] != cluster.link_src[links[1:]]):
             raise InvalidInput(f"routes[{at}]: its links do not meet")
-        for t in users:
-            if (device[program.src[t]], device[program.dst[t]]) != (nodes[0], nodes[-1]):
-                raise InvalidInput(
-                    f"transfers[{t}].route: routes[{at}] does not lead from its source to its destination"
-                )
+        ends[at] = cluster.link_src[links[0]], cluster.link_dst[links[-1]]
+    named = np.flatnonzero(program.route >= 0)
+    device = np.array(program.collective.ranks)
+    wanted = np.stack([device[program.src[named]], device[program.dst[named]]], axis=1)
+    astray = named[np.any(ends[program.route[named]] != wanted, axis=1)]
+    if len(astray):
+        t = int(astray[0])
+        raise InvalidInput(
+            f"transfers[{t}].route: routes[{program.route[t]}] does not lead from its source to its destination"
+        )
 
 
 def _refuse_caps(cluster: Cluster, links: NDArray[np.integer]) -> None:
