@@ -299,12 +299,15 @@ def test_instances_of_runs_that_cross_shards_keep_their_offsets(build: Build) ->
     assert lowered.collective == AllGather(8, chunks=2, in_place=True)
 
 
-def test_order_without_data_is_not_enforced_across_ranks() -> None:
-    program = Program.from_steps("two", AllGather(2), src=[0, 1], dst=[1, 0], chunk=[0, 1], step=0)
-    ordered = program.replace(after_ptr=np.array([0, 0, 1]), after=np.array([0], np.int32))
-    lowered = lower(ordered)
+@pytest.mark.parametrize(("first", "waits"), [(0, True), (2, False)])
+def test_a_send_waits_for_an_arrival_it_does_not_need_but_not_for_another_ranks(first: int, waits: bool) -> None:
+    # Transfer 1 (from rank 1) is told to wait for 0>1, which rank 1 sees, or for 2>0, which it does not.
+    everybody = {"src": [0, 1, 2, 0, 1, 2], "dst": [1, 2, 0, 2, 0, 1], "chunk": [0, 1, 2, 0, 1, 2]}
+    program = Program.from_steps("told", AllGather(3), step=0, **everybody)
+    told = program.replace(after_ptr=np.array([0, 0, 1, 1, 1, 1, 1]), after=np.array([first], np.int32))
+    lowered, plain = lower(told), lower(program)
     prove(lowered)
-    assert not np.any(lowered.dep_tb >= 0)
+    assert (np.count_nonzero(lowered.dep_tb >= 0) > np.count_nonzero(plain.dep_tb >= 0)) == waits
 
 
 def test_a_program_without_transfers_is_only_copies() -> None:

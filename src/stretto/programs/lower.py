@@ -42,7 +42,7 @@ def lower(
     They cannot deadlock with FIFOs of `fifo_depth` messages if the program allows that, else with 2. (A ring
     in which every rank forwards in one fused instruction needs 2: ask for 2 to have all of them fused.) With
     `instances` every chunk is cut into that many and the program runs once for each, on channels of its own.
-    Order that no data needs is kept only inside a threadblock.
+    Order that no data needs is kept where a send waits for an arrival on its own rank, else only inside a threadblock.
 
     >>> from stretto import AllGather
     >>> p = Program.from_steps("pair", AllGather(2), src=[0, 1], dst=[1, 0], chunk=[0, 1], step=[0, 0])
@@ -86,7 +86,7 @@ def _attempt(
         position = order
     moves = instructions(program, blocks, memory, messages, position)
     steps, ranks = add_copies(moves, memory.copies, blocks.rank.tolist())
-    streams = wait_for_each_other(steps, len(ranks))
+    streams = wait_for_each_other(program, steps, len(ranks))
     local = [-1] * (len(ranks) - len(blocks.rank))
     return _arrays(
         program.name,

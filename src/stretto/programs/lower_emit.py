@@ -41,6 +41,9 @@ class Instruction:
     position: int
     reads: int = -1
     writes: int = -1
+    sends: int = -1
+    receives: int = -1
+    """Transfers of the program; -1: none."""
     waits: list[tuple[int, int]] = field(default_factory=list)
     """(threadblock, index of an instruction in it)"""
 
@@ -192,6 +195,7 @@ def instructions(
     send_block = blocks.send_block[blocks.connection[t]].tolist()
     recv_block = blocks.recv_block[blocks.connection[t]].tolist()
     src, dst, reduces = program.src[t].tolist(), program.dst[t].tolist(), program.reduce[t].tolist()
+    transfer = t.tolist()
     count, forwarded, at = messages.count.tolist(), messages.forwarded_as.tolist(), position.tolist()
     fused = set(forwarded)
     result: list[Instruction] = []
@@ -201,12 +205,13 @@ def instructions(
             result.append(Instruction(
                 block=send_block[m], op=SEND, src=read[m], dst=write[m] if write[m] >= 0 else operand[m],
                 src_rank=there, dst_rank=here, count=count[m], position=2 * at[m],
-                reads=there * RANK + read[m],
+                reads=there * RANK + read[m], sends=transfer[m],
             ))
         on = forwarded[m]
         step = Instruction(
             block=recv_block[m], op=RECV, src=operand[m], dst=write[m], src_rank=here, dst_rank=here,
             count=count[m], position=2 * at[num + m],
+            sends=-1 if on < 0 else transfer[on], receives=transfer[m],
         )
         if reduces[m]:
             step.op = RECV_REDUCE_COPY if on < 0 else RECV_REDUCE_COPY_SEND
@@ -224,7 +229,7 @@ def instructions(
     return result
 
 
-def wait_for_each_other(steps: list[Instruction], num_blocks: int) -> list[list[Instruction]]:
+def wait_for_each_other(program: Program, steps: list[Instruction], num_blocks: int) -> list[list[Instruction]]:
     """Streams per threadblock, with the fewest waits: none inside a stream and none that another implies."""
     streams: list[list[Instruction]] = [[] for _ in range(num_blocks)]
     index: list[int] = []
@@ -233,6 +238,7 @@ def wait_for_each_other(steps: list[Instruction], num_blocks: int) -> list[list[
         streams[step.block].append(step)
     touches = ((k, s.reads, s.writes, s.count) for k, s in enumerate(steps))
     needed = dict(hazards(touches))
+    _add_pacing(program, steps, needed)
     # known[k]: for each threadblock of the rank, how many of its instructions are done once step k is
     known: list[dict[int, int]] = []
     latest: list[dict[int, int]] = [{} for _ in streams]
@@ -253,6 +259,20 @@ def wait_for_each_other(steps: list[Instruction], num_blocks: int) -> list[list[
         latest[step.block] = clock
         known.append(clock)
     return streams
+
+
+def _add_pacing(program: Program, steps: list[Instruction], needed: dict[int, list[int]]) -> None:
+    """A send also waits for what the program says must have come in first, though it may not be what is sent."""
+    received = {step.receives: k for k, step in enumerate(steps) if step.receives >= 0}
+    after, ptr = program.after.tolist(), program.after_ptr.tolist()
+    src, dst = program.src.tolist(), program.dst.tolist()
+    for k, step in enumerate(steps):
+        if step.sends < 0:
+            continue
+        for d in after[ptr[step.sends] : ptr[step.sends + 1]]:
+            # Only arrivals on the sending rank can be waited for; cutting transfers may have put them later.
+            if dst[d] == src[step.sends] and received[d] < k:
+                needed.setdefault(k, []).append(received[d])
 
 
 def add_copies(

@@ -50,14 +50,20 @@ class Messages:
     def of(cls, x: Lowered) -> Messages:
         """The messages of a lowered program (verify it first)."""
         streams = Streams.of(x)
-        waits = _received_before(streams, x.num_instructions)
+        # Threadblocks run side by side: what is early in its stream goes first where several are ready.
+        order = np.argsort(streams.step[streams.senders], kind="stable")
+        senders, receivers = streams.senders[order], streams.receivers[order]
+        number = np.empty(len(order), np.int64)
+        number[order] = np.arange(len(order))
+        pop = np.where(streams.pop >= 0, number[streams.pop], -1)
+        waits = _received_before(streams, pop)
         # A fused instruction sends on what it receives.
-        own = streams.pop[streams.senders].tolist()
+        own = pop[senders].tolist()
         after_ptr, after = _table(
-            [frozenset({m}) if m >= 0 else waits[e] for m, e in zip(own, streams.senders.tolist(), strict=True)]
+            [frozenset({m}) if m >= 0 else waits[e] for m, e in zip(own, senders.tolist(), strict=True)]
         )
-        gate_ptr, gate = _table([waits[e] for e in streams.receivers.tolist()])
-        at = streams.receivers
+        gate_ptr, gate = _table([waits[e] for e in receivers.tolist()])
+        at = receivers
         stores = [
             f"{OPS[op]} {BUFFERS[buf]}[{off}]" if WRITES_DST[op] else OPS[op]
             for op, buf, off in zip(x.op[at].tolist(), x.dst_buf[at].tolist(), x.dst_off[at].tolist(), strict=True)
@@ -65,7 +71,7 @@ class Messages:
         return cls(
             name=x.name,
             collective=x.collective,
-            src=streams.rank[streams.senders],
+            src=streams.rank[senders],
             dst=streams.rank[at],
             lane=x.tb_channel[streams.tb[at]],
             reduce=np.isin(x.op[at], REDUCING),
@@ -86,8 +92,9 @@ class Messages:
         return self.count.astype(np.float64) * (float(share[0]) * nbytes)
 
 
-def _received_before(streams: Streams, count: int) -> list[frozenset[int]]:
+def _received_before(streams: Streams, pop: NDArray[np.int64]) -> list[frozenset[int]]:
     """For each instruction, the messages that must have come in before it may run (only the last ones of a chain)."""
+    count = len(pop)
     before: list[list[int]] = [[] for _ in range(count)]
     waiting = np.zeros(count, np.int64)
     followers: list[list[int]] = [[] for _ in range(count)]
@@ -102,7 +109,7 @@ def _received_before(streams: Streams, count: int) -> list[frozenset[int]]:
         e = ready.pop()
         found: set[int] = set()
         for a in before[e]:
-            got = int(streams.pop[a])
+            got = int(pop[a])
             found |= {got} if got >= 0 else result[a]
         result[e] = frozenset(found)
         for b in followers[e]:
