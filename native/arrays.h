@@ -36,4 +36,7 @@ void bind_router(nb::module_& m);
 void bind_check(nb::module_& m);
 void bind_network(nb::module_& m);
 void bind_maxflow(nb::module_& m);
+void bind_forest(nb::module_& m);
+void bind_flow(nb::module_& m);
+void bind_greedy(nb::module_& m);
 }  // namespace stretto

@@ -9,4 +9,7 @@ NB_MODULE(_native, m) {
   stretto::bind_check(m);
   stretto::bind_network(m);
   stretto::bind_maxflow(m);
+  stretto::bind_forest(m);
+  stretto::bind_flow(m);
+  stretto::bind_greedy(m);
 }

@@ -31,14 +31,15 @@ from .errors import (
 )
 from .programs import Lowered, Program, SymmetricProgram
 from .simulator import Bound, Timeline, lower_bound, simulate
+from .synthesis import Certificate, Synthesis, synthesize
 from .units import GB, GIB, KB, KIB, MB, MIB
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Bound", "Broadcast", "Cluster", "Collective", "Dimension",
-    "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link", "Lowered", "MB", "MIB", "Node",
-    "PeerLost", "Permute", "PlanMismatch", "Program", "Reduce", "ReduceScatter", "Scatter", "SearchTimeout",
-    "StrettoError", "SymmetricProgram", "Timeline", "VerificationError", "algorithm", "algorithms",
-    "lower_bound", "simulate",
+    "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Bound", "Broadcast", "Certificate", "Cluster",
+    "Collective", "Dimension", "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link",
+    "Lowered", "MB", "MIB", "Node", "PeerLost", "Permute", "PlanMismatch", "Program", "Reduce",
+    "ReduceScatter", "Scatter", "SearchTimeout", "StrettoError", "SymmetricProgram", "Synthesis", "Timeline",
+    "VerificationError", "algorithm", "algorithms", "lower_bound", "simulate", "synthesize",
 ]

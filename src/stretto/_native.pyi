@@ -111,3 +111,86 @@ def crowded_lengths(
     amounts: NDArray[np.float64],
     rounds: int,
 ) -> NDArray[np.float64]: ...
+
+def route_items(
+    num_nodes: int,
+    src: NDArray[np.int32],
+    dst: NDArray[np.int32],
+    use_ptr: NDArray[np.int64],
+    use: NDArray[np.int32],
+    relays: NDArray[np.bool_],
+    base: NDArray[np.float64],
+    rate: NDArray[np.float64],
+    open: NDArray[np.float64],
+    from_node: NDArray[np.int32],
+    to_node: NDArray[np.int32],
+    size: NDArray[np.float64],
+    target: float,
+    sharpness: float,
+    sweeps: int,
+    walk: int,
+    seed: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int32], float]: ...
+
+def plan_messages(
+    after_ptr: NDArray[np.int64],
+    after: NDArray[np.int32],
+    route: NDArray[np.int32],
+    route_ptr: NDArray[np.int64],
+    route_links: NDArray[np.int32],
+    bytes: NDArray[np.float64],
+    alpha_us: NDArray[np.float64],
+    bytes_per_us: NDArray[np.float64],
+    key: NDArray[np.float64],
+    alpha_blocks: bool,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...
+
+def greedy_schedule(
+    num_devices: int,
+    hop_src: NDArray[np.int32],
+    hop_dst: NDArray[np.int32],
+    link_ptr: NDArray[np.int64],
+    link: NDArray[np.int32],
+    alpha_us: NDArray[np.float64],
+    bytes_per_us: NDArray[np.float64],
+    shift: NDArray[np.int32],
+    there: NDArray[np.int32],
+    back: NDArray[np.int32],
+    nbytes: NDArray[np.float64],
+    kind: NDArray[np.int32],
+    region: NDArray[np.int32],
+    crosses: NDArray[np.bool_],
+    goal: NDArray[np.int32],
+    distance: NDArray[np.float64],
+    held: NDArray[np.int64],
+    alpha_blocks: bool,
+    mirrored: bool,
+    once: bool,
+    patient: bool,
+    seed: int,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], NDArray[np.int32], int]: ...
+
+def pack_forest(
+    num_nodes: int,
+    src: NDArray[np.int32],
+    dst: NDArray[np.int32],
+    capacity: NDArray[np.int64],
+    terminals: NDArray[np.int32],
+    supply: NDArray[np.int64],
+    max_height: int,
+) -> tuple[
+    int,
+    int,
+    NDArray[np.int32],
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.int64],
+    NDArray[np.int32],
+]: ...
+
+def colour_edges(
+    left: NDArray[np.int32], right: NDArray[np.int32], num_left: int, num_right: int
+) -> NDArray[np.int32]: ...

@@ -180,3 +180,21 @@ def test_a_file_says_its_collective_itself(bad: Run, tmp_path: Path) -> None:
     path = tmp_path / "program.xml"
     path.write_text("<algo/>")
     assert "--collective" in bad("simulate", str(path), "--cluster", "ring:4", "--collective", "all_reduce")
+
+
+def test_pairs_and_counts_are_given_as_the_text_form_writes_them(good: Run, tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    for kind, option in (("permute", "pairs=0>1,1>2"), ("all_to_all_v", "counts=0,1,2;2,0,1;1,1,0")):
+        good("simulate", "direct", "-c", "ring:3", "--collective", kind, "--set", option, "--program", str(file))
+        assert option.replace("=", " ") in file.read_text()
+
+
+def test_a_custom_msccl_file_is_simulated_with_the_collective_it_is_for(good: Run, bad: Run, tmp_path: Path) -> None:
+    wanted, program, custom = tmp_path / "want.yaml", tmp_path / "ag.xml", tmp_path / "custom.xml"
+    good("collective", "show", "all_gather", "-n", "3", "--save", str(wanted))
+    good("simulate", "ring", "-c", "ring:3", "--collective", "all_gather", "--program", str(program))
+    custom.write_text(program.read_text().replace('coll="allgather"', 'coll="custom"'))
+    assert "give the collective" in bad("simulate", str(custom), "-c", "ring:3")
+    assert "takes a file" in bad("simulate", str(custom), "-c", "ring:3", "--collective", "all_gather")
+    assert "lower bound" in good("simulate", str(custom), "-c", "ring:3", "--collective", str(wanted))
+    assert "not for in-place" in bad("program", "verify", str(custom), "--collective", str(wanted), "--in-place")

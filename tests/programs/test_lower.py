@@ -302,8 +302,8 @@ def test_instances_of_runs_that_cross_shards_keep_their_offsets(build: Build) ->
 @pytest.mark.parametrize(("first", "waits"), [(0, True), (2, False)])
 def test_a_send_waits_for_an_arrival_it_does_not_need_but_not_for_another_ranks(first: int, waits: bool) -> None:
     # Transfer 1 (from rank 1) is told to wait for 0>1, which rank 1 sees, or for 2>0, which it does not.
-    everybody = {"src": [0, 1, 2, 0, 1, 2], "dst": [1, 2, 0, 2, 0, 1], "chunk": [0, 1, 2, 0, 1, 2]}
-    program = Program.from_steps("told", AllGather(3), step=0, **everybody)
+    src, dst = [0, 1, 2, 0, 1, 2], [1, 2, 0, 2, 0, 1]
+    program = Program.from_steps("told", AllGather(3), step=0, src=src, dst=dst, chunk=src)
     told = program.replace(after_ptr=np.array([0, 0, 1, 1, 1, 1, 1]), after=np.array([first], np.int32))
     lowered, plain = lower(told), lower(program)
     prove(lowered)

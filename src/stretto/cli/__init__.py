@@ -12,14 +12,17 @@ import typer
 from .. import __version__
 from ..errors import StrettoError
 from .algorithms import algorithms
+from .bound import bound
 from .cluster import app as cluster_app
 from .collective import app as collective_app
 from .demo import demo
 from .program import app as program_app
 from .simulate import simulate
+from .synth import synth
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
+MAX_MESSAGE = 1500
 
 app = typer.Typer(
     name="stretto",
@@ -31,6 +34,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(simulate)
+app.command()(bound)
+app.command()(synth)
 app.command()(algorithms)
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(collective_app, name="collective")
@@ -56,6 +61,7 @@ def _main(
       stretto demo
       stretto cluster show dgx2:2
       stretto simulate all --cluster dgx2:2 --bytes 1K..1G
+      stretto synth allgather --cluster dgx2:2 --bytes 64M -o ag.xml
       stretto program verify FILE
     """
 
@@ -83,6 +89,8 @@ def run(arguments: Sequence[str]) -> int:
         # Whoever read our output has gone (``| head``); nothing may be written any more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError:
+        return _fail("not enough memory for this; try fewer ranks or chunks")
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
@@ -93,5 +101,9 @@ def _command(error: typer.TyperException) -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"stretto: error: {' '.join(message.split())}", file=sys.stderr)
+    """One line; what a file smuggled into the message neither floods the terminal nor commands it."""
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(message.split()))
+    if len(line) > MAX_MESSAGE:
+        line = f"{line[: MAX_MESSAGE // 2]} ... {line[-MAX_MESSAGE // 2 :]}"
+    print(f"stretto: error: {line}", file=sys.stderr)
     return WRONG_INPUT

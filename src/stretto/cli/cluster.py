@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InvalidInput
-from .common import out
+from .common import out, progress
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,12 +71,15 @@ def show(
     from ..cluster.draw import picture, to_svg
     from ..cluster.files import load
 
-    loaded = load(cluster)
+    with progress("drawing", 1) as advance:
+        advance(cluster)
+        loaded = load(cluster)
+        drawing = picture(loaded) if svg is None else to_svg(loaded)
     if svg is None:
-        out().print(picture(loaded))
+        out().print(drawing)
         return
     try:
-        svg.write_text(to_svg(loaded), encoding="utf-8")
+        svg.write_text(str(drawing), encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{svg}: {error.strerror or error}") from None
     typer.echo(f"wrote {svg}")
@@ -94,12 +97,15 @@ def check(cluster: ClusterArgument) -> None:
     from ..cluster.check import channel_groups, oddities, require_reachable
     from ..cluster.files import load
 
-    loaded = load(cluster)
-    require_reachable(loaded)
+    with progress("checking", 1) as advance:
+        advance(cluster)
+        loaded = load(cluster)
+        require_reachable(loaded)
+        joined, odd = channel_groups(loaded), oddities(loaded)
     typer.echo(f"{loaded.name}: valid, {loaded.num_devices} devices that all reach each other")
-    for channel, groups in channel_groups(loaded).items():
+    for channel, groups in joined.items():
         typer.echo(f"  channel {channel} {_joined(groups)}")
-    for line in oddities(loaded):
+    for line in odd:
         typer.echo(f"  odd: {line}")
     for note in loaded.notes:
         typer.echo(f"  note: {note}")
@@ -121,8 +127,10 @@ def convert(
 
     if target.suffix not in (".yaml", ".yml", ".json"):
         raise InvalidInput(f"OUT: {target} must end in .yaml, .yml or .json")
-    loaded = load(source)
-    save(loaded, target)
+    with progress("converting", 1) as advance:
+        advance(source)
+        loaded = load(source)
+        save(loaded, target)
     typer.echo(f"wrote {target}: {loaded.num_devices} devices, {loaded.num_links} links")
     for note in loaded.notes:
         typer.echo(f"  note: {note}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import out, wrote
+from ..errors import InvalidInput
+from .common import out, progress, wrote
 
 if TYPE_CHECKING:
     from ..collectives import Collective
@@ -44,10 +45,10 @@ def list_all() -> None:
 @app.command()
 def show(
     what: Annotated[str, typer.Argument(metavar="KIND|FILE", help="A collective's name, or a file.")],
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks (for a name).")] = 4,
+    ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="How many ranks (for a name; default 4).")] = None,
     chunks: Annotated[int | None, typer.Option(help="Pieces per shard (for a name).")] = None,
-    root: Annotated[int, typer.Option(help="The root, where there is one.")] = 0,
-    in_place: Annotated[bool, typer.Option("--in-place", help="Input and output share memory.")] = False,
+    root: Annotated[int | None, typer.Option(help="The root, where there is one (default 0).")] = None,
+    in_place: Annotated[bool | None, typer.Option("--in-place", help="Input and output share memory.")] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="FILE.yaml", help="Also write it down, as a start for one's own.")
     ] = None,
@@ -65,7 +66,10 @@ def show(
     """
     from rich.table import Table
 
-    collective = _load(what, ranks, chunks, root, in_place)
+    given = {"ranks": ranks, "chunks": chunks, "root": root, "in_place": in_place}
+    with progress("building", 1) as advance:
+        advance(what)
+        collective = _load(what, {key: value for key, value in given.items() if value is not None})
     table = Table(box=None, pad_edge=False)
     for heading in ("rank", "device", "starts with", "must end with"):
         table.add_column(heading, overflow="fold")
@@ -90,24 +94,36 @@ def show(
         wrote(console, save)
 
 
-def _load(what: str, ranks: int, chunks: int | None, root: int, in_place: bool) -> Collective:
+def _load(what: str, given: dict[str, Any]) -> Collective:
+    """A collective by name with the options that were given, or a file, which takes none."""
     from ..algorithms.base import COLLECTIVES, ROOTED, collective_kind
+    from ..collectives.conditions import MAX_ENTRIES, as_ranks
 
     if Path(what).suffix or Path(what).exists():
         from ..collectives.files import load_collective
 
+        _refuse(given, given, "a file says this itself")
         return load_collective(what)
     kind = collective_kind(what)
-    options: dict[str, object] = {} if chunks is None else {"chunks": chunks}
-    if kind in ROOTED:
-        options["root"] = root
+    if kind not in ROOTED:
+        _refuse(given, ("root",), f"{kind} has no root; rooted are {', '.join(ROOTED)}")
+    ranks = given.pop("ranks", 4)
+    as_ranks(ranks)
+    if kind in ("permute", "all_to_all_v"):
+        _refuse(given, ("in_place",), f"{kind} is out of place")
     if kind == "permute":
-        options["pairs"] = [(r, (r + 1) % ranks) for r in range(ranks)]
+        given["pairs"] = [(r, (r + 1) % ranks) for r in range(ranks)]
     elif kind == "all_to_all_v":
-        options["counts"] = [[(r + q) % ranks for q in range(ranks)] for r in range(ranks)]
-    else:
-        options["in_place"] = in_place
-    return COLLECTIVES[kind](ranks, **options)
+        if ranks * ranks > MAX_ENTRIES:
+            raise InvalidInput(f"--ranks: {kind} over {ranks} ranks would have over {MAX_ENTRIES} chunks")
+        given["counts"] = [[(r + q) % ranks for q in range(ranks)] for r in range(ranks)]
+    return COLLECTIVES[kind](ranks, **given)
+
+
+def _refuse(given: Mapping[str, Any], options: Iterable[str], why: str) -> None:
+    for key in options:
+        if key in given:
+            raise InvalidInput(f"--{key.replace('_', '-')}: {why}")
 
 
 def _buffer(entries: Sequence[tuple[int, tuple[int, ...]]]) -> str:

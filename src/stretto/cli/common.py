@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -96,10 +97,12 @@ def parse_ranks(text: str | None, count: int) -> tuple[int, ...]:
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:
-    """Options of an algorithm as ``key=value``; numbers, true/false and lists of numbers are read as such.
+    """Options of an algorithm as ``key=value``; numbers, true/false, lists, rows and pairs are read as such.
 
     >>> parse_options(["rings=2", "order=0,2,1,3", "two_way=true", "style=chain"])
     {'rings': 2, 'order': [0, 2, 1, 3], 'two_way': True, 'style': 'chain'}
+    >>> parse_options(["counts=0,1;2,0", "pairs=0>1,1>2"])
+    {'counts': [[0, 1], [2, 0]], 'pairs': [(0, 1), (1, 2)]}
     """
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -116,10 +119,16 @@ def _value(text: str) -> Any:
     words: Mapping[str, bool] = {"true": True, "false": False}
     if text in words:
         return words[text]
-    parts = text.split(",")
-    if all(part.isdecimal() and len(part) < 16 for part in parts):
-        return [int(part) for part in parts] if len(parts) > 1 else int(text)
-    return text
+    if re.fullmatch(r"[0-9]{1,9}>[0-9]{1,9}(,[0-9]{1,9}>[0-9]{1,9})*", text):
+        ends = [pair.split(">") for pair in text.split(",")]
+        return [(int(a), int(b)) for a, b in ends]
+    rows = [row.split(",") for row in text.split(";")]
+    if not all(re.fullmatch("[0-9]{1,15}", part) for row in rows for part in row):
+        return text
+    numbers = [[int(part) for part in row] for row in rows]
+    if len(numbers) > 1:
+        return numbers
+    return numbers[0] if len(numbers[0]) > 1 else numbers[0][0]
 
 
 def write_json(path: Path, value: object) -> None:

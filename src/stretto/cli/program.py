@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import out
+from .common import out, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,15 +55,18 @@ def verify(
     """
     from ..errors import StrettoError, VerificationError
 
-    wrong = 0
-    for path in files:
-        try:
-            print(f"{path}: {_prove(_load(path, in_place, collective))}")
-        except StrettoError as error:
-            if len(files) == 1:
-                raise
-            wrong += 1
-            print(f"{path}: WRONG: {error}")
+    wrong, verdicts = 0, []
+    with progress("verifying", len(files)) as advance:
+        for path in files:
+            advance(path.name)
+            try:
+                verdicts.append(f"{path}: {_prove(path, _load(path, in_place, collective))}")
+            except StrettoError as error:
+                if len(files) == 1:
+                    raise
+                wrong += 1
+                verdicts.append(f"{path}: WRONG: {str(error).removeprefix(f'{path}: ')}")
+    print(*verdicts, sep="\n")
     if wrong:
         raise VerificationError(f"{wrong} of {len(files)} files are wrong")
 
@@ -86,9 +89,11 @@ def show(
     """
     from ..programs import Lowered, Program
 
-    loaded = _load(file, in_place, collective)
-    if isinstance(loaded, Program) and lower:
-        loaded = loaded.lower()
+    with progress("reading", 1) as advance:
+        advance(file.name)
+        loaded = _load(file, in_place, collective)
+        if isinstance(loaded, Program) and lower:
+            loaded = loaded.lower()
     ranks = loaded.collective.num_ranks if isinstance(loaded, Program | Lowered) else len(loaded.gpus)
     if rank is not None and not 0 <= rank < ranks:
         from ..errors import InvalidInput
@@ -144,8 +149,10 @@ def convert(
     from ..programs.formats import SUFFIXES, save_program
     from ..units import parse_bytes
 
-    loaded = _load(source, in_place, collective)
-    _prove(loaded)
+    with progress("verifying", 1) as advance:
+        advance(source.name)
+        loaded = _load(source, in_place, collective)
+        _prove(source, loaded)
     if not isinstance(loaded, Program | Lowered):
         raise InvalidInput(f"{source}: an MSCCL++ plan cannot be converted back")
     kind = SUFFIXES.get(target.suffix, "")
@@ -159,18 +166,21 @@ def convert(
         _refuse(for_plan, "only an MSCCL++ plan (.json) has it")
     if isinstance(loaded, Lowered):
         _refuse(lowering, "instruction streams cannot be lowered again")
-    elif kind in ("msccl", "mscclpp"):
-        loaded = loaded.lower(**lowering)
     if kind == "mscclpp":
         _refuse(for_xml, "only MSCCL XML has it")
-        names = {"min_bytes": "min_message_size", "max_bytes": "max_message_size"}
-        save_program(loaded, target, **{names[key]: size for key, size in sizes.items()}, **for_plan)
-    elif kind == "msccl" and isinstance(loaded, Lowered):
-        if protocol is not None:
-            loaded = replace(loaded, protocol=protocol)
-        save_program(loaded, target, **sizes, **_given(dialect=dialect))
-    else:
-        save_program(loaded, target)
+    with progress("converting", 1) as advance:
+        advance(target.name)
+        if isinstance(loaded, Program) and kind in ("msccl", "mscclpp"):
+            loaded = loaded.lower(**lowering)
+        if kind == "mscclpp":
+            names = {"min_bytes": "min_message_size", "max_bytes": "max_message_size"}
+            save_program(loaded, target, **{names[key]: size for key, size in sizes.items()}, **for_plan)
+        elif kind == "msccl" and isinstance(loaded, Lowered):
+            if protocol is not None:
+                loaded = replace(loaded, protocol=protocol)
+            save_program(loaded, target, **sizes, **_given(dialect=dialect))
+        else:
+            save_program(loaded, target)
     print(f"{target}: {repr(loaded)[1:-1]}")
 
 
@@ -198,9 +208,9 @@ def _refuse(options: dict[str, Any], why: str) -> None:
 @app.command()
 def run(
     file: File,
-    fifo_depth: Annotated[int, typer.Option(help="Messages that fit into a connection.")] = 2,
-    op: Annotated[str, typer.Option(help="What reductions do: sum, prod, max or min.")] = "sum",
-    seed: Annotated[int, typer.Option(help="Draws the data and the order in which threadblocks run.")] = 0,
+    fifo_depth: Annotated[int | None, typer.Option(help="Messages that fit into a connection (default 2).")] = None,
+    op: Annotated[str | None, typer.Option(help="What reductions do: sum (default), prod, max or min.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Draws the data and the order in which threadblocks run.")] = 0,
     in_place: InPlace = None,
     collective: CollectiveFile = None,
 ) -> None:
@@ -214,21 +224,24 @@ def run(
     from ..programs import Lowered, Program
     from ..programs.interpret import check
 
-    loaded = _load(file, in_place, collective)
-    _prove(loaded)
-    if isinstance(loaded, Program):
-        loaded = loaded.lower()
-    if not isinstance(loaded, Lowered):
-        from ..programs.formats.mscclpp_reader import check_plan
+    with progress("running", 1) as advance:
+        advance(file.name)
+        loaded = _load(file, in_place, collective)
+        if not isinstance(loaded, Program | Lowered):
+            from ..programs.formats.mscclpp_reader import check_plan
 
-        print(f"{file}: {check_plan(loaded, seeds=(seed,))}")
-        return
-    check(loaded, fifo_depth=fifo_depth, op=op, seed=seed)
-    outputs = len(loaded.collective.out_chunk)
-    print(
-        f"{file}: {loaded.num_instructions} instructions on {loaded.collective.num_ranks} ranks ran with "
-        f"FIFO depth {fifo_depth}; all {outputs} output chunks are right ({op})"
-    )
+            _refuse(_given(fifo_depth=fifo_depth, op=op), "a plan settles this itself")
+            result = str(check_plan(loaded, seeds=(seed,)))
+        else:
+            _prove(file, loaded)
+            lowered = loaded.lower() if isinstance(loaded, Program) else loaded
+            depth, how = 2 if fifo_depth is None else fifo_depth, op or "sum"
+            check(lowered, fifo_depth=depth, op=how, seed=seed)
+            result = (
+                f"{lowered.num_instructions} instructions on {lowered.collective.num_ranks} ranks ran with FIFO depth "
+                f"{depth}; all {len(lowered.collective.out_chunk)} output chunks are right ({how})"
+            )
+    print(f"{file}: {result}")
 
 
 def _load(path: Path, in_place: bool | None, collective: Path | None) -> Program | Lowered | Plan:
@@ -252,12 +265,16 @@ def _load_collective(path: Path) -> Collective:
     return load_collective(path)
 
 
-def _prove(loaded: Program | Lowered | Plan) -> str:
+def _prove(path: Path, loaded: Program | Lowered | Plan) -> str:
     """Verify, and say in one line what was proved."""
+    from ..errors import VerificationError
     from ..programs import Lowered, Program
 
     if isinstance(loaded, Program | Lowered):
-        report = loaded.verify()
+        try:
+            report = loaded.verify()
+        except VerificationError as error:
+            raise VerificationError(f"{path}: {error}") from None
         notes = "".join(f"; {note}" for note in report.warnings)
         return f"right: {repr(loaded)[1:-1]}; cannot deadlock with FIFO depth {report.fifo_depth}{notes}"
     from ..programs.formats.mscclpp_reader import check_plan

@@ -37,7 +37,10 @@ def simulate(
         str, typer.Option("--bytes", "-b", metavar="SIZE|LOW..HIGH", help="One size, a list, or a range.")
     ] = "64M",
     collective: Annotated[
-        str | None, typer.Option("--collective", help="all_reduce unless a program file says otherwise.")
+        str | None,
+        typer.Option(
+            "--collective", help="Default: all_reduce. For an MSCCL file of coll=custom: what it must achieve, a file."
+        ),
     ] = None,
     ranks: Annotated[
         str | None,
@@ -75,20 +78,19 @@ def simulate(
 ) -> None:
     """Say how long a collective takes on a cluster, and how far that is from the lower bound.
 
-    One algorithm, one size: channels, busiest links, critical path, who sends when.
-    Several of either: a plot against the bound and a table; trace, timeline and program
-    are then those of the fastest algorithm at the largest size.
-    Every program is verified before it is simulated.
+    One algorithm, one size: channels, busiest links, critical path, who sends when. Several of either: a plot
+    against the bound and a table; trace, timeline and program are then those of the fastest algorithm at the
+    largest size. Every program is verified before it is simulated.
 
     \b
     Examples:
       stretto simulate ring --cluster dgx2:2 --bytes 64M
       stretto simulate all --cluster dgx2:2 --bytes 1K..1G --plot sweep.html
-      stretto simulate ring --cluster hgx2:4 --collective all_gather --trace t.pftrace
+      stretto simulate ring -c hgx2:4 --collective all_gather --trace t.pftrace
       stretto simulate ring --cluster dgx_a100:2 --set rings=2 --program ring.xml
       stretto simulate my_algorithm.txt --cluster ndv2:2 --bytes 1M
       stretto simulate algorithm.xml --cluster dgx_a100 --bytes 64M
-      stretto simulate hierarchical --symmetric --chunks 64 --cluster themis_2d_sw_sw --bytes 1G
+      stretto simulate hierarchical --symmetric --chunks 64 -c themis_2d_sw_sw
     """
     from ..cluster import Cluster
     from ..report.sweep import parse_sizes
@@ -98,7 +100,7 @@ def simulate(
         cluster=Cluster.load(cluster),
         contention=contention,
         alpha=alpha,
-        channels=None if channels is None else tuple(channels.split(",")),
+        channels=None if channels is None else tuple(name.strip() for name in channels.split(",")),
     )
     settings = parse_options(options or [])
     if root is not None:
@@ -206,11 +208,15 @@ def _programs(
     if what != ALL and what not in NAMES:
         if not Path(what).exists():
             raise unknown("algorithm or file", what, (ALL, *NAMES))
-        given = {"--collective": collective, "--ranks": ranks, "--chunks": chunks, "--set or --root": options}
+        given = {"--ranks": ranks, "--chunks": chunks, "--set or --root": options}
         for flag, value in given.items():
             if value not in (None, {}):
                 raise InvalidInput(f"{flag}: a program file says this itself")
-        return {Path(what).name: _read(what)}, {}
+        if collective is not None and not Path(collective).suffix:
+            raise InvalidInput("--collective: a program file says this itself; one of coll=custom takes a file")
+        return {Path(what).name: _read(what, collective)}, {}
+    for key in options.keys() & {"name", "collective", "ranks", "cluster", "chunks"}:
+        raise InvalidInput(f"--set {key}: not an option of an algorithm; 'stretto algorithms' lists them")
     kind = collective_kind(collective or "all_reduce")
     devices = parse_ranks(ranks, cluster.num_devices)
 
@@ -270,12 +276,13 @@ def _symmetric(
     return {"hierarchical": program}, {}
 
 
-def _read(path: str) -> Runnable:
+def _read(path: str, collective: str | None) -> Runnable:
+    from ..collectives.files import load_collective
     from ..errors import InvalidInput
     from ..programs import Lowered, Program
     from ..programs.formats import load_program
 
-    program = load_program(path)
+    program = load_program(path, collective=None if collective is None else load_collective(collective))
     if not isinstance(program, Program | Lowered):
         raise InvalidInput(
             f"{path}: an MSCCL++ plan can be executed ('stretto program run') but not simulated; "
@@ -288,8 +295,12 @@ def _print_one(console: Console, job: Job, program: Runnable, timeline: Timeline
     from ..report.plots import busy_plot
     from ..report.tables import timeline_tables
 
-    console.print(timeline_tables(timeline, cluster=job.cluster, bound=job.bound(program, nbytes)))
-    console.print(busy_plot(timeline, width=plot_width(console)), end="")
+    with progress("summing up", 1) as advance:
+        advance("where the time went")
+        tables = timeline_tables(timeline, cluster=job.cluster, bound=job.bound(program, nbytes))
+        busy = busy_plot(timeline, width=plot_width(console))
+    console.print(tables)
+    console.print(busy, end="")
 
 
 def _print_many(console: Console, sweep: Sweep) -> None:

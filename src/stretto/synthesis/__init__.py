@@ -1,1 +1,11 @@
-"""New algorithms for a given cluster: from sketches, by exact search, by flows and trees, and greedily at scale."""
+"""New algorithms for a given cluster: from sketches, by exact search, by flows and trees, and greedily at scale.
+
+`synthesize` asks everybody who can make a program, and returns the best with its certificate; `select` does so
+for a range of sizes. Solvers are loaded only by the makers that use one.
+"""
+
+from .certificate import Candidate, Certificate, Lowering, Synthesis
+from .portfolio import synthesize
+from .table import Selection, select
+
+__all__ = ["Candidate", "Certificate", "Lowering", "Selection", "Synthesis", "select", "synthesize"]

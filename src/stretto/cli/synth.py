@@ -1,0 +1,303 @@
+"""``stretto synth``: search the best program for a collective on a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import out, parse_ranks, write_json, wrote
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..cluster import Cluster
+    from ..collectives import Collective
+    from ..synthesis import Candidate, Selection, Synthesis
+
+SHOWN = 12
+
+
+def synth(
+    collective: Annotated[
+        str, typer.Argument(metavar="COLLECTIVE", help="allgather, reduce_scatter, allreduce, alltoall, broadcast, ...")
+    ],
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="A preset (dgx2), with a node count (dgx2:2), or a file.")
+    ],
+    nbytes: Annotated[
+        str, typer.Option("--bytes", "-b", metavar="SIZE", help="The larger of one rank's send and receive buffer.")
+    ] = "64M",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE|DIR",
+            help="Write the program (.txt, .xml for MSCCL, .json for MSCCL++) with its certificate beside it; "
+            "with --sizes a folder.",
+        ),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(metavar="LOW..HIGH", help="Find the best program for each of these sizes, and where to switch."),
+    ] = None,
+    factor: Annotated[float, typer.Option(help="By how much sizes grow in a range.")] = 4.0,
+    ranks: Annotated[
+        str | None, typer.Option(help="Devices that take part: a count or a list such as 0-7,16. Default: all.")
+    ] = None,
+    chunks: Annotated[int | None, typer.Option(help="Chunks per shard to begin with; makers may cut finer.")] = None,
+    root: Annotated[int, typer.Option(help="Root of a broadcast, reduce, gather or scatter.")] = 0,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Input and output share memory.")] = False,
+    sketch: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A communication sketch: YAML, or TACCL's JSON.")
+    ] = None,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Search this long, for each size.")] = 30.0,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Makers that run at once, each in its own process.")] = 1,
+    makers: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,NAME", help="Ask only these, such as forest,library:ring. Default: all."),
+    ] = None,
+    alpha: Annotated[
+        str, typer.Option(metavar="pipelined|blocking", help="Whether latency also occupies the link.")
+    ] = "pipelined",
+    contention: Annotated[
+        str | None, typer.Option(metavar="fifo|fair", help="How transfers share a link. Default: what its links need.")
+    ] = None,
+    lower: Annotated[
+        bool,
+        typer.Option(
+            "--lower",
+            help="Judge programs as instruction streams, search instances and FIFO depth. Implied by .xml and .json.",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Same seed, same search.")] = 0,
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use results of earlier searches.")] = True,
+    show_all: Annotated[bool, typer.Option("--all", help="List every candidate, not only each maker's best.")] = False,
+    rows: Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Write all candidates.")] = None,
+) -> None:
+    """Search the fastest program for a collective, and say how far it is from optimal.
+
+    Everybody who can make one is asked: the algorithm library, spanning trees,
+    flows, greedy search, sketches, exact search. Each program is proved right and
+    simulated; the best is written with a certificate: its time, a bound that no
+    algorithm beats, who made it and how long that took. A maker that fails is
+    listed with its reason.
+
+    \b
+    Examples:
+      stretto synth allgather --cluster dgx2:2 --bytes 64M -o ag.xml
+      stretto synth allreduce --cluster ndv2:2 --bytes 1M --budget 60 --jobs 2
+      stretto synth alltoall --cluster dgx2:2 --sizes 1K..1G -o tables/
+      stretto synth allgather --cluster ndv2:2 --sketch my.yaml
+      stretto synth allgather --cluster topology.xml --bytes 16M -o ag.xml
+    """
+    from ..cluster import Cluster
+    from ..report.sweep import parse_sizes
+    from ..synthesis import select, synthesize
+    from ..units import parse_bytes
+
+    machine = Cluster.load(cluster)
+    wanted = _collective(collective, machine, ranks, chunks, root, in_place)
+    options: dict[str, Any] = {
+        "budget_s": budget,
+        "sketch": None if sketch is None else _sketch(sketch),
+        "alpha": alpha,
+        "contention": contention,
+        "seed": seed,
+        "jobs": jobs,
+        "cache": cache,
+        "makers": None if makers is None else [name.strip() for name in makers.split(",") if name.strip()],
+    }
+    console = out()
+    if sizes is not None:
+        every = parse_sizes(sizes, factor=factor)
+        with _live(budget * len(every)) as progress:
+            table = select(wanted, machine, every, progress=progress, lower=lower or output is not None, **options)
+        _print_selection(console, table)
+        if output is not None:
+            for path in table.save(output):
+                wrote(console, path)
+        if rows is not None:
+            write_json(rows, {"rows": table.rows()})
+            wrote(console, rows)
+        return
+    if output is not None:
+        lower |= _format(output) != "text"
+    with _live(budget) as progress:
+        found = synthesize(wanted, machine, parse_bytes(nbytes), lower=lower, progress=progress, **options)
+    _print_candidates(console, found, show_all)
+    if output is not None:
+        found.save(output)
+        wrote(console, output)
+    if rows is not None:
+        write_json(rows, {"rows": [_row(found, candidate) for candidate in found.candidates]})
+        wrote(console, rows)
+
+
+def _collective(
+    text: str, cluster: Cluster, ranks: str | None, chunks: int | None, root: int, in_place: bool
+) -> Collective:
+    from ..algorithms import collective_kind
+    from ..algorithms.base import COLLECTIVES, ROOTED
+    from ..errors import InvalidInput
+
+    kind = collective_kind(text)
+    devices = parse_ranks(ranks, cluster.num_devices)
+    if kind in ("all_to_all_v", "permute"):
+        raise InvalidInput(f"{kind}: its sizes have no place on a command line; call stretto.synthesize")
+    options: dict[str, Any] = {"in_place": in_place}
+    if chunks is not None:
+        if not 1 <= chunks <= 1 << 16:
+            raise InvalidInput(f"--chunks: must be 1..{1 << 16}, not {chunks}")
+        options["chunks"] = chunks
+    if kind in ROOTED:
+        options["root"] = root
+    return COLLECTIVES[kind](devices, **options)
+
+
+def _sketch(path: Path) -> Any:
+    from ..synthesis.sketch import Sketch
+
+    return Sketch.load(path)
+
+
+def _format(path: Path) -> str:
+    """Asked before the search, so that a wrong ending is said at once."""
+    from ..errors import InvalidInput
+    from ..programs.formats import SUFFIXES
+
+    if path.suffix not in SUFFIXES:
+        raise InvalidInput(f"{path}: unknown ending {path.suffix!r}; choose from: {', '.join(SUFFIXES)}")
+    return SUFFIXES[path.suffix]
+
+
+@contextmanager
+def _live(budget_s: float) -> Iterator[Callable[[str, float], None]]:
+    """One line on stderr, if that is a terminal: the best so far, who is at work, how much time is left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.fields[left]}"), BarColumn(bar_width=20), TextColumn("{task.description}"), console=console,
+        transient=True,
+    )
+    began = time.monotonic()
+    task = bar.add_task("starting", total=1.0, left="")
+
+    def progress(message: str, fraction: float) -> None:
+        from rich.markup import escape
+
+        left = max(0.0, budget_s - (time.monotonic() - began))
+        bar.update(task, completed=fraction, description=escape(message), left=f"{left:.0f} s left")
+
+    if not console.is_terminal:
+        yield lambda message, fraction: None
+        return
+    with bar:
+        yield progress
+
+
+def _print_candidates(console: Console, found: Synthesis, show_all: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..units import format_bytes, format_us
+
+    certificate = found.certificate
+    timed = [c for c in found.candidates if c.time_us is not None]
+    shown = timed if show_all else _best_of_each(timed, certificate.program)[:SHOWN]
+    table = Table(box=None, pad_edge=False)
+    for heading, justify in (("program", "left"), ("time", "right"), ("gap", "right"), ("made in", "right")):
+        table.add_column(heading, justify="left" if justify == "left" else "right")
+    table.add_column("maker")
+    for candidate in shown:
+        took = candidate.time_us or 0.0
+        chosen = (candidate.name, candidate.maker) == (certificate.program, certificate.maker)
+        table.add_row(
+            Text(candidate.name), format_us(took), _gap(took, certificate.bound_us), f"{candidate.seconds:.2f} s",
+            Text(f"{candidate.maker} (too long for a file)" if candidate.reason else candidate.maker),
+            style="bold" if chosen else "dim" if candidate.reason else "",
+        )
+    table.add_row("lower bound", format_us(certificate.bound_us), "", "", Text(""), style="dim")
+    console.print(table)
+    if len(shown) < len(timed):
+        console.print(f"{len(timed) - len(shown)} more candidates: --all lists them", style="dim")
+    for candidate in found.candidates:
+        if candidate.time_us is None:
+            console.print(Text(f"{candidate.maker}: {candidate.reason}", style="dim"), soft_wrap=True)
+    console.print()
+    console.print(
+        Text(
+            f"{certificate.collective} of {format_bytes(certificate.nbytes)} on {certificate.cluster} "
+            f"(alpha {certificate.alpha}, contention {certificate.contention}): "
+        ),
+        Text(format_us(certificate.time_us), style="bold"),
+        Text(f"by {certificate.maker}, {_gap(certificate.time_us, certificate.bound_us)} above the lower bound"),
+        soft_wrap=True,
+    )
+    console.print(Text(f"the bound: {certificate.bound_reason} ({certificate.bound_method})"), soft_wrap=True)
+    source = "from the cache, proved and simulated anew" if found.cached else f"searched {certificate.search_s:.1f} s"
+    console.print(source, style="dim")
+    if found.lowering is not None:
+        lowering = found.lowering
+        console.print(
+            Text(
+                f"as instruction streams {format_us(lowering.time_us)}, "
+                f"{_gap(lowering.time_us, certificate.bound_us)} above the bound: {lowering.instances} instances, "
+                f"{lowering.lowered.num_channels} channels, FIFO depth {lowering.fifo_depth}"
+            )
+        )
+
+
+def _print_selection(console: Console, table: Selection) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..units import format_bytes, format_us
+
+    view = Table(box=None, pad_edge=False, title=f"{table.collective} on {table.cluster}", title_justify="left")
+    for heading in ("bytes", "time", "bound", "gap", "used for"):
+        view.add_column(heading, justify="right")
+    for heading in ("program", "maker"):
+        view.add_column(heading)
+    for row in table.rows():
+        low, high = int(row["min_bytes"]), int(row["max_bytes"])
+        used = f"{format_bytes(low) if low else '0'}..{format_bytes(high) if high else ''}"
+        view.add_row(
+            format_bytes(row["nbytes"]), format_us(row["time_us"]), format_us(row["bound_us"]),
+            _gap(row["time_us"], row["bound_us"]), used, Text(row["program"]), Text(row["maker"]),
+        )
+    console.print(view)
+
+
+def _best_of_each(timed: Sequence[Candidate], chosen: str) -> list[Candidate]:
+    """The fastest candidate of every maker, and the chosen one; they come sorted."""
+    first: dict[str, Candidate] = {}
+    for candidate in timed:
+        first.setdefault(candidate.maker, candidate)
+    return [c for c in timed if first[c.maker] is c or c.name == chosen]
+
+
+def _gap(time_us: float, bound_us: float) -> str:
+    return f"{100 * (time_us / bound_us - 1):.2f} %" if bound_us > 0 else "-"
+
+
+def _row(found: Synthesis, candidate: Candidate) -> dict[str, object]:
+    certificate = found.certificate
+    return {
+        "case": f"{certificate.collective} on {certificate.cluster}",
+        "system": "stretto",
+        "maker": candidate.maker,
+        "program": candidate.name,
+        "cluster": certificate.cluster,
+        "collective": certificate.collective,
+        "nbytes": certificate.nbytes,
+        "time_us": candidate.time_us,
+        "bound_us": certificate.bound_us,
+        "synth_s": candidate.seconds,
+        "reason": candidate.reason,
+    }

@@ -1,0 +1,159 @@
+"""Results kept on disk, addressed by what they are the result of.
+
+An entry is two files: the program in its text form, and its certificate as JSON with a checksum of the program. Both
+are written to a temporary name and moved into place. An entry that cannot be read, does not verify, or no longer gives
+the time it promises is ignored with a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import InvalidInput, StrettoError
+from ..files import MAX_BYTES, parse_json, read_text
+from ..programs import Program
+from ..programs.formats import text as text_form
+from ..simulator import simulate
+from . import certificate as certificates
+from .certificate import Synthesis
+from .matching import same_task
+
+if TYPE_CHECKING:
+    from .makers import Problem
+
+VARIABLE = "STRETTO_CACHE"
+ROOMS = ("algorithms", "programs", "simulator", "synthesis")
+MAX_TRANSFERS = 1 << 18
+"""Larger programs take longer to read back than to make again."""
+CLOSE = 1e-9
+
+log = logging.getLogger(__name__)
+
+
+def directory() -> Path:
+    """Where results are kept: ``$STRETTO_CACHE``, else the user's cache directory."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "stretto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """The place of one result."""
+
+    key: str
+    folder: Path
+
+    @classmethod
+    def of(cls, problem: Problem, options: Mapping[str, Any]) -> Cache:
+        """Where the result of this search belongs."""
+        sketch = problem.sketch
+        asked = {
+            "collective": problem.collective.digest,
+            "cluster": problem.cluster.digest,
+            "nbytes": float(problem.nbytes),
+            "alpha": problem.alpha,
+            "contention": problem.contention,
+            "seed": problem.seed,
+            "lower": problem.lower,
+            "sketch": None if sketch is None else repr(sketch),
+            "code": code_digest(),
+            **options,
+        }
+        text = msgspec.json.encode(asked, order="deterministic")
+        return cls(key=hashlib.sha256(text).hexdigest()[:32], folder=directory() / "synthesis")
+
+    @property
+    def program_file(self) -> Path:
+        """The program's text form."""
+        return self.folder / f"{self.key}.prog"
+
+    @property
+    def certificate_file(self) -> Path:
+        """The certificate, and the checksum of the program's file."""
+        return self.folder / f"{self.key}.json"
+
+    def load(self, problem: Problem) -> Synthesis | None:
+        """The result, proved and simulated anew; None if there is none that can be trusted."""
+        if not self.certificate_file.exists():
+            return None
+        try:
+            return self._read(problem)
+        except StrettoError as error:
+            log.warning("cache entry ignored: %s", error)
+            return None
+
+    def _read(self, problem: Problem) -> Synthesis:
+        where = str(self.certificate_file)
+        data = parse_json(read_text(self.certificate_file), where=where)
+        if not isinstance(data, dict) or not isinstance(data.get("result"), str):
+            raise InvalidInput(f"{where}: not a cache entry")
+        certificate, candidates = certificates.loads(data["result"], where=where)
+        text = read_text(self.program_file)
+        if hashlib.sha256(text.encode()).hexdigest() != data.get("sha256"):
+            raise InvalidInput(f"{self.program_file}: not the program that its certificate is for")
+        program = text_form.loads(text, where=str(self.program_file))
+        self._check(program, problem, certificate.time_us)
+        return Synthesis(program=program, certificate=certificate, candidates=candidates, cached=True)
+
+    def _check(self, program: Program, problem: Problem, time_us: float) -> None:
+        program.verify()
+        if not same_task(program.collective, problem.collective):
+            raise InvalidInput(f"{self.program_file}: does {program.collective!r}, not {problem.collective!r}")
+        again = simulate(
+            program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
+        ).total_us
+        if abs(again - time_us) > CLOSE * max(again, time_us):
+            raise InvalidInput(f"{self.program_file}: takes {again:.6g} us, not {time_us:.6g}")
+
+    def save(self, found: Synthesis) -> None:
+        """Keep a result; a full or read-only disk is a warning."""
+        if found.program.num_transfers > MAX_TRANSFERS:
+            log.info("not cached: %d transfers are more than %d", found.program.num_transfers, MAX_TRANSFERS)
+            return
+        text = text_form.dumps(found.program)
+        if len(text) > MAX_BYTES:
+            return
+        result = certificates.dumps(found.certificate, found.candidates).decode()
+        entry = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "result": result}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write(self.program_file, text.encode())
+            _write(self.certificate_file, msgspec.json.encode(entry))
+        except OSError as error:
+            log.warning("not cached: %s: %s", error.filename or self.folder, error.strerror or error)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All or nothing: readers see the old file or the new one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@cache
+def code_digest() -> str:
+    """A hash of the code that a result depends on: another version searches anew."""
+    root = Path(__file__).parents[1]
+    state = hashlib.sha256()
+    for room in ROOMS:
+        for path in sorted((root / room).rglob("*.py")):
+            state.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return state.hexdigest()[:16]

@@ -1,0 +1,166 @@
+"""What a synthesis returns: the program, a certificate of how good it is, and everything that was tried."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..collectives import Collective
+from ..errors import InvalidInput
+from ..files import convert, parse_json
+from ..programs import Lowered, Program
+from ..units import format_bytes, format_us
+
+PACKAGES = ("stretto", "numpy", "highspy", "ortools")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One program that was tried, with its simulated time; or the reason why there is none.
+
+    One with a time *and* a reason cannot be turned into a file that the runtimes take (see `too_long` in lowering.py).
+    """
+
+    maker: str
+    name: str = ""
+    time_us: float | None = None
+    seconds: float = 0.0
+    """From the start of its maker until the program was there."""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.time_us is None:
+            return f"{self.maker}: {self.reason}"
+        return f"{self.maker}: {self.name} {format_us(self.time_us)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """How good a program is: its simulated time beside a lower bound that knows nothing of algorithms.
+
+    `maker` made the program in `seconds`; the whole search took `search_s`. `bound_reason` says in words what no
+    algorithm can avoid. Both hold for `nbytes` on the cluster with `cluster_digest` under `alpha` and `contention`.
+    """
+
+    program: str
+    maker: str
+    time_us: float
+    bound_us: float
+    bound_reason: str
+    bound_method: str
+    seconds: float
+    search_s: float
+    collective: str
+    collective_digest: str
+    cluster: str
+    cluster_digest: str
+    nbytes: float
+    alpha: str
+    contention: str
+    seed: int
+    budget_s: float
+    lowered_us: float | None = None
+    """The time of the instruction streams, where lowering was searched too."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """How far the time is above the bound: 0.02 is two per cent."""
+        return self.time_us / self.bound_us - 1 if self.bound_us > 0 else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.collective} of {format_bytes(self.nbytes)} on {self.cluster}: {format_us(self.time_us)}, "
+            f"{100 * self.gap:.2f} % above the bound of {format_us(self.bound_us)} ({self.bound_reason}); "
+            f"{self.program} by {self.maker} in {self.seconds:.2f} s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowering:
+    """The instruction streams that ran fastest, and how they were made from the program."""
+
+    lowered: Lowered
+    time_us: float
+    instances: int
+    fifo_depth: int
+    tried: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Synthesis:
+    """The best `program` that was found, its `certificate`, and all `candidates` (fastest first, then the refusals).
+
+    With ``lower=True`` also the best `lowering`. `cached` says that nothing had to be searched.
+    """
+
+    program: Program
+    certificate: Certificate
+    candidates: tuple[Candidate, ...] = ()
+    lowering: Lowering | None = None
+    cached: bool = False
+
+    @property
+    def time_us(self) -> float:
+        """The simulated time of the program."""
+        return self.certificate.time_us
+
+    @property
+    def runnable(self) -> Program | Lowered:
+        """The instruction streams where there are some, else the program."""
+        return self.program if self.lowering is None else self.lowering.lowered
+
+    @property
+    def collective(self) -> Collective:
+        """What the program does, with the chunks that its maker chose."""
+        return self.program.collective
+
+    def save(self, path: str | Path, **options: Any) -> None:
+        """Write the program (.txt, .prog, .xml, .json) and its certificate beside it (``NAME.certificate.json``)."""
+        from ..programs.formats import SUFFIXES, save_program
+
+        path = Path(path)
+        save_program(self.program if SUFFIXES.get(path.suffix) == "text" else self.runnable, path, **options)
+        beside = path.with_name(path.stem + ".certificate.json")
+        try:
+            beside.write_bytes(msgspec.json.format(dumps(self.certificate, self.candidates), indent=2) + b"\n")
+        except OSError as error:
+            raise InvalidInput(f"{beside}: {error.strerror or error}") from None
+
+    def __repr__(self) -> str:
+        return f"<Synthesis {self.certificate}>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    certificate: Certificate
+    candidates: tuple[Candidate, ...] = ()
+
+
+def dumps(certificate: Certificate, candidates: tuple[Candidate, ...] = ()) -> bytes:
+    """The JSON form of a certificate."""
+    return msgspec.json.encode(_File(certificate=certificate, candidates=candidates))
+
+
+def loads(text: str, *, where: str = "certificate") -> tuple[Certificate, tuple[Candidate, ...]]:
+    """Read the JSON form; errors name the field."""
+    form = convert(parse_json(text, where=where), _File, where=where)
+    return form.certificate, form.candidates
+
+
+@cache
+def versions() -> dict[str, str]:
+    """What the search ran on, without importing any of it."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

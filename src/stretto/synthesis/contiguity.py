@@ -1,0 +1,244 @@
+"""Stage 3: neighbours on a connection that travel as one message, and the exact times of a plan.
+
+A message of several chunks pays alpha once, but leaves only when all of them are there and arrives as a whole. Where
+alpha only delays arrival (``pipelined``) a link loses nothing to it and merging never helps; where it takes the link
+(``blocking``), small plans are merged by a model of the paper's kind, large ones by trying.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import Infeasible
+from .milp import Milp, solve
+from .ordering import Tasks
+
+MAX_MERGED = 6
+RUNS = (2, 3, 4, 6)
+MAX_EXACT = 150
+"""Sends up to which the model is worth solving."""
+WORTH_US = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Messages:
+    """A plan: message m starts at ``start_us[m]`` and carries the sends ``sends[m]``, all over one hop."""
+
+    tasks: Tasks
+    start_us: NDArray[np.float64]
+    sends: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def single(cls, tasks: Tasks, start_us: NDArray[np.float64]) -> Messages:
+        """Every send for itself."""
+        return cls(tasks=tasks, start_us=start_us, sends=tuple((t,) for t in range(tasks.count)))
+
+    @cached_property
+    def ends_us(self) -> NDArray[np.float64]:
+        """When each message arrives, by plan."""
+        tasks, alpha = self.tasks, self.tasks.problem.logical.hops.alpha_us
+        took = [sum(tasks.us[t] for t in m) - (len(m) - 1) * float(alpha[tasks.hop[m[0]]]) for m in self.sends]
+        ends: NDArray[np.float64] = self.start_us + np.array(took)
+        return ends
+
+    @property
+    def end_us(self) -> float:
+        """When everything has arrived, by plan."""
+        return float(self.ends_us.max(initial=0.0))
+
+    def joined(self, pairs: set[tuple[int, int]]) -> Messages | None:
+        """The plan in which these neighbours on a hop go together; None if they would wait in a circle."""
+        following = dict(pairs)
+        later = set(following.values())
+        groups = []
+        for (first,) in self.sends:
+            if first not in later:
+                group = [first]
+                while group[-1] in following:
+                    group.append(following[group[-1]])
+                groups.append(tuple(group))
+        start = _replan(self.tasks, groups, [max(float(self.start_us[t]) for t in group) for group in groups])
+        return None if start is None else Messages(tasks=self.tasks, start_us=start, sends=tuple(groups))
+
+
+def _replan(tasks: Tasks, groups: list[tuple[int, ...]], wanted: list[float]) -> NDArray[np.float64] | None:
+    """Start times of messages in the wanted order, each after what brings its chunks."""
+    alpha = tasks.problem.logical.hops.alpha_us
+    owner = {t: m for m, group in enumerate(groups) for t in group}
+    waits = [{owner[tasks.before[t]] for t in group if tasks.before[t] >= 0} for group in groups]
+    after: list[list[int]] = [[] for _ in groups]
+    for m, others in enumerate(waits):
+        for other in others:
+            after[other].append(m)
+    missing = [len(others) for others in waits]
+    ready = [0.0] * len(groups)
+    free: dict[int, float] = {}
+    start = np.zeros(len(groups))
+    heap = [(wanted[m], m) for m in range(len(groups)) if not missing[m]]
+    heapq.heapify(heap)
+    done = 0
+    while heap:
+        _, m = heapq.heappop(heap)
+        group = groups[m]
+        saved = (len(group) - 1) * float(alpha[tasks.hop[group[0]]])
+        begin = max([ready[m], *(free.get(link, 0.0) for link, _ in tasks.busy[group[0]])])
+        start[m], done = begin, done + 1
+        for at, (link, _) in enumerate(tasks.busy[group[0]]):
+            free[link] = begin + max(0.0, sum(tasks.busy[t][at][1] for t in group) - saved)
+        for other in after[m]:
+            ready[other] = max(ready[other], begin + sum(tasks.us[t] for t in group) - saved)
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(heap, (wanted[other], other))
+    return start if done == len(groups) else None
+
+
+def neighbours(plan: Messages) -> list[tuple[int, int]]:
+    """Sends that follow one another on a hop, where alpha is worth saving."""
+    tasks = plan.tasks
+    by_hop: dict[int, list[int]] = {}
+    for t in np.argsort(plan.start_us, kind="stable").tolist():
+        by_hop.setdefault(tasks.hop[t], []).append(t)
+    alpha = tasks.problem.logical.hops.alpha_us
+    return [
+        pair
+        for hop, sends in by_hop.items()
+        if alpha[hop] > WORTH_US
+        for pair in pairwise(sends)
+    ]
+
+
+def merge(
+    plan: Messages, score: Callable[[Messages], float], *, limit_s: float, seed: int = 0, solver: str = "highs"
+) -> tuple[Messages, float]:
+    """The best plan found, by what `score` (the simulator) says, and its time."""
+    best, best_us = plan, score(plan)
+    candidates = neighbours(plan)
+    if not plan.tasks.problem.blocking or not candidates:
+        return best, best_us
+    end = time.monotonic() + limit_s
+    chosen: set[tuple[int, int]] = set()
+    if plan.tasks.count <= MAX_EXACT:
+        pairs = _exact(plan, candidates, limit_s=limit_s / 2, seed=seed, solver=solver)
+        exact = plan.joined(pairs)
+        if exact is not None and (us := score(exact)) < best_us:
+            best, best_us, chosen = exact, us, pairs
+    rng = np.random.default_rng(seed)
+    for removed, added in _moves(plan, candidates, rng):
+        if time.monotonic() > end:
+            break
+        tried = (chosen - removed) | added if len(removed) > 1 else chosen ^ added
+        if tried == chosen or _longest(tried) > MAX_MERGED:
+            continue
+        plan_tried = plan.joined(tried)
+        if plan_tried is not None and (us := score(plan_tried)) < best_us * (1 - 1e-9):
+            best, best_us, chosen = plan_tried, us, tried
+    return best, best_us
+
+
+def _moves(
+    plan: Messages, candidates: list[tuple[int, int]], rng: np.random.Generator
+) -> Iterator[tuple[set[tuple[int, int]], set[tuple[int, int]]]]:
+    """Pairs to part and pairs to join: runs of a length on all hops of one alpha, on one hop, then single pairs."""
+    alpha = plan.tasks.problem.logical.hops.alpha_us
+    chains: dict[int, list[tuple[int, int]]] = {}
+    for pair in candidates:
+        chains.setdefault(plan.tasks.hop[pair[0]], []).append(pair)
+    alphas = sorted({float(alpha[hop]) for hop in chains}, reverse=True)
+    groups = [[hop for hop in chains if alpha[hop] == value] for value in alphas]
+    groups += [[hop] for hop in sorted(chains, key=lambda h: (-float(alpha[h]), h)) if len(chains) > 1]
+    for hops in groups:
+        for length in RUNS:
+            runs = {pair for hop in hops for at, pair in enumerate(chains[hop]) if (at + 1) % length}
+            yield {pair for hop in hops for pair in chains[hop]}, runs
+    for k in rng.permutation(len(candidates)).tolist():
+        yield set(), {candidates[k]}
+
+
+def _longest(pairs: set[tuple[int, int]]) -> int:
+    following, later = dict(pairs), {b for _, b in pairs}
+    longest = 1
+    for first in following:
+        if first not in later:
+            length, at = 1, first
+            while at in following:
+                length, at = length + 1, following[at]
+            longest = max(longest, length)
+    return longest
+
+
+def _exact(
+    plan: Messages, candidates: Sequence[tuple[int, int]], *, limit_s: float, seed: int, solver: str
+) -> set[tuple[int, int]]:
+    """Which neighbours travel together when the order on every link stays as planned: the least time (appendix B.3)."""
+    tasks = plan.tasks
+    horizon = tasks.end_us(plan.start_us) * 1.5 + 1e-6
+    model = Milp()
+    start = [model.column(upper=horizon) for _ in range(tasks.count)]
+    end = [model.column(upper=horizon) for _ in range(tasks.count)]
+    total = model.column(cost=1.0, upper=horizon)
+    together = {pair: model.column(cost=1e-7, upper=1.0, integer=True) for pair in candidates}
+    alpha = tasks.problem.logical.hops.alpha_us
+    push = [tasks.us[t] - float(alpha[tasks.hop[t]]) for t in range(tasks.count)]
+    most = MAX_MERGED * max(push, default=0.0)
+    # filled[t]: how long the message that t is in takes to push, counted up to t.
+    filled = [model.column(lower=push[t], upper=most) for t in range(tasks.count)]
+    for t in range(tasks.count):
+        model.row({end[t]: 1.0, start[t]: -1.0, filled[t]: -1.0}, lower=float(alpha[tasks.hop[t]]))
+        model.row({total: 1.0, end[t]: -1.0}, lower=0.0)
+        if tasks.before[t] >= 0:
+            model.row({start[t]: 1.0, end[tasks.before[t]]: -1.0}, lower=0.0)
+    for (a, b), join in together.items():
+        model.row({start[b]: 1.0, start[a]: -1.0}, lower=0.0)
+        model.row({start[b]: 1.0, start[a]: -1.0, join: horizon}, upper=horizon)
+        model.row({end[a]: 1.0, end[b]: -1.0, join: -horizon}, lower=-horizon)
+        model.row({filled[b]: 1.0, filled[a]: -1.0, join: -most}, lower=push[b] - most)
+    _in_order(plan, model, start, end, together, horizon)
+    for chain in _chains(candidates):
+        for at in range(len(chain) - MAX_MERGED + 1):
+            window = list(zip(chain[at : at + MAX_MERGED], chain[at + 1 : at + MAX_MERGED + 1], strict=False))
+            if len(window) == MAX_MERGED:
+                model.row({together[pair]: 1.0 for pair in window}, upper=MAX_MERGED - 1.0)
+    try:
+        solved = solve(model, solver=solver, limit_s=limit_s, seed=seed)
+    except Infeasible:
+        return set()
+    if solved.values is None:
+        return set()
+    return {pair for pair, join in together.items() if solved.values[join] > 0.5}
+
+
+def _in_order(
+    plan: Messages, model: Milp, start: list[int], end: list[int], together: dict[tuple[int, int], int], horizon: float
+) -> None:
+    """A physical link serves its sends in the order of the plan, one after the other unless they go together."""
+    served: dict[int, list[int]] = {}
+    for t in np.argsort(plan.start_us, kind="stable").tolist():
+        for link, _ in plan.tasks.busy[t]:
+            served.setdefault(link, []).append(t)
+    for sends in served.values():
+        for a, b in pairwise(sends):
+            terms = {start[b]: 1.0, end[a]: -1.0}
+            if (a, b) in together:
+                terms[together[a, b]] = horizon
+            model.row(terms, lower=0.0)
+
+
+def _chains(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
+    following, later = dict(pairs), {b for _, b in pairs}
+    chains = []
+    for first in following:
+        if first not in later:
+            chain = [first]
+            while chain[-1] in following:
+                chain.append(following[chain[-1]])
+            chains.append(chain)
+    return chains

@@ -1,0 +1,85 @@
+"""Switches that send and receive at unequal rates: the part of their rates that trees can use."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _native
+from ..errors import Infeasible
+from .forest_optimum import Graph
+
+ROUNDS = 200
+FINEST = 1 << 16
+
+
+def balanced(graph: Graph) -> tuple[Graph, float]:
+    """The same links at rates that leave every switch balanced and supply the terminals best.
+
+    Also the rate per unit of weight, in the given graph's units, that no trees exceed. Without multicast a switch
+    sends what it receives, so any trees use balanced rates; and where switches are balanced, cuts alone decide. The
+    best rates are a linear program with one row per cut, found as they are needed.
+    """
+    import highspy  # slow to import, and most clusters have balanced switches
+
+    links, nodes = len(graph.link), graph.cluster.num_nodes
+    scale = int(graph.rate.max())
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    for rate in (graph.rate / scale).tolist():
+        solver.addVar(0.0, rate)
+    solver.addVar(0.0, highspy.kHighsInf)
+    solver.changeColCost(links, 1.0)
+    solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
+    inner = np.ones(nodes, np.bool_)
+    inner[graph.terminals] = False
+    for w in np.flatnonzero(inner).tolist():
+        into, out = np.flatnonzero(graph.dst == w), np.flatnonzero(graph.src == w)
+        value = np.append(np.ones(len(into)), -np.ones(len(out)))
+        solver.addRow(0.0, 0.0, len(value), np.append(into, out).astype(np.int32), value)
+    sides = [np.arange(nodes) == v for v in graph.terminals.tolist()]
+    for _ in range(ROUNDS):
+        for side in sides:
+            cut = np.flatnonzero(graph.into(side))
+            outside = float(graph.weight[~side].sum())
+            if outside > 0:
+                index = np.append(cut, links).astype(np.int32)
+                solver.addRow(0.0, highspy.kHighsInf, len(index), index, np.append(np.ones(len(cut)), -outside))
+        solver.run()
+        solution = np.asarray(solver.getSolution().col_value)
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal or solution[links] <= 0:
+            raise Infeasible("forest: the switches' balance leaves no rate for every rank")
+        sides = _violated(graph, solution[:links], float(solution[links]))
+        if not sides:
+            return _whole(graph, solution[:links] * scale), float(solution[links]) * scale
+    raise Infeasible(f"forest: the rates of unequal switches were not settled in {ROUNDS} rounds")
+
+
+def _violated(graph: Graph, rate: NDArray[np.float64], supply: float) -> list[NDArray[np.bool_]]:
+    flow = _native.MaxFlow(graph.cluster.num_nodes, graph.src, graph.dst)
+    roots = np.flatnonzero(graph.weight).astype(np.int32)
+    amounts = graph.weight[roots].astype(np.float64) * supply
+    total = float(amounts.sum())
+    flow.set_capacity(np.maximum(rate, 0.0), total * 2.0**-50)
+    found = []
+    for v in graph.terminals:
+        if flow.run(roots, amounts, np.array([v], np.int32), np.array([total])) < total * (1 - 1e-8):
+            found.append(flow.sink_side().astype(np.bool_))
+    return found
+
+
+def _whole(graph: Graph, rate: NDArray[np.float64]) -> Graph:
+    """Rates in whole units: simple fractions if the solution has them, else rounded down."""
+    simple = [Fraction(r).limit_denominator(1000) for r in rate.tolist()]
+    common = math.lcm(*(r.denominator for r in simple))
+    if common <= FINEST and np.allclose([float(r) for r in simple], rate, rtol=1e-7, atol=1e-7):
+        whole = np.array([int(r * common) for r in simple], np.int64)
+        candidate = graph.with_rate(np.minimum(whole, graph.rate * common), graph.unit / common)
+        if candidate.balanced:
+            return candidate
+    return graph.with_rate(np.floor(rate * FINEST + 1e-3).astype(np.int64), graph.unit / FINEST)

@@ -1,0 +1,189 @@
+"""The exact rate at which roots can supply every rank, and the smallest number of trees that reaches it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _native
+from ..cluster import Cluster
+from ..cluster.model import DEVICE
+from ..errors import Infeasible
+
+MAX_NODES = 4096
+MAX_UNITS = 1 << 52
+"""Capacities stay below this: they pass through doubles unharmed."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Graph:
+    """The links that trees may use, with whole-number rates: ``rate[e] * unit`` GB/s.
+
+    `weight[v]` is what node v supplies to every one of `terminals`, relative to the others.
+    """
+
+    cluster: Cluster
+    link: NDArray[np.int64]
+    src: NDArray[np.int32]
+    dst: NDArray[np.int32]
+    rate: NDArray[np.int64]
+    unit: Fraction
+    terminals: NDArray[np.int32]
+    weight: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, cluster: Cluster, terminals: Sequence[int], roots: Sequence[int], *, reverse: bool = False) -> Graph:
+        """All links between ranks, switches and NICs; other devices only relay where devices forward."""
+        if cluster.num_nodes > MAX_NODES:
+            raise Infeasible(f"forest: {cluster.num_nodes} nodes are too many; at most {MAX_NODES}")
+        usable = (cluster.node_kind != DEVICE) | cluster.devices_forward
+        usable[list(terminals)] = True
+        link = np.flatnonzero(usable[cluster.link_src] & usable[cluster.link_dst])
+        rates = [_fraction(x) for x in cluster.link_gb_per_s[link].tolist()]
+        unit = Fraction(math.gcd(*(r.numerator for r in rates)), math.lcm(*(r.denominator for r in rates)))
+        if rates and max(rates) / unit > 1 << 30:
+            unit = max(rates) / (1 << 30)
+        weight = np.zeros(cluster.num_nodes, np.int64)
+        weight[list(roots)] = 1
+        ends = cluster.link_src[link], cluster.link_dst[link]
+        return cls(
+            cluster=cluster,
+            link=link,
+            src=ends[reverse],
+            dst=ends[not reverse],
+            rate=np.array([int(r / unit) for r in rates], np.int64),
+            unit=unit,
+            terminals=np.array(terminals, np.int32),
+            weight=weight,
+        )
+
+    @property
+    def total(self) -> int:
+        """The weight of all roots."""
+        return int(self.weight.sum())
+
+    @cached_property
+    def balanced(self) -> bool:
+        """Whether every switch sends as fast as it receives."""
+        into, out = (np.bincount(ends, self.rate, self.cluster.num_nodes) for ends in (self.dst, self.src))
+        inner = np.ones(self.cluster.num_nodes, np.bool_)
+        inner[self.terminals] = False
+        return bool(np.all((into == out)[inner]))
+
+    def with_rate(self, rate: NDArray[np.int64], unit: Fraction) -> Graph:
+        """The same links with other rates."""
+        return replace(self, rate=rate, unit=unit)
+
+    def short(self, capacity: NDArray[np.int64], trees: int, start: int = 0) -> tuple[int, NDArray[np.bool_]] | None:
+        """The first terminal (from number `start`) that capacities cannot supply with `trees` per unit of weight,
+        and the side of the cut it is on."""
+        flow = _native.MaxFlow(self.cluster.num_nodes, self.src, self.dst)
+        flow.set_capacity(capacity.astype(np.float64), 1.0)
+        roots = np.flatnonzero(self.weight).astype(np.int32)
+        supply = (self.weight[roots] * trees).astype(np.float64)
+        need = np.array([float(supply.sum())])
+        for at in range(start, len(self.terminals)):
+            if flow.run(roots, supply, self.terminals[at : at + 1], need) < need[0]:
+                return at, flow.sink_side().astype(np.bool_)
+        return None
+
+    def capacity(self, scale: Fraction) -> NDArray[np.int64]:
+        """The rates times a factor, rounded down."""
+        distinct, at = np.unique(self.rate, return_inverse=True)
+        values = [int(r) * scale.numerator // scale.denominator for r in distinct.tolist()]
+        if max(values, default=0) * len(self.rate) > MAX_UNITS:
+            raise Infeasible("forest: the rates of the links have no common measure; round them")
+        return np.array(values, np.int64)[at]
+
+    def into(self, side: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The links that lead into a set of nodes."""
+        return ~side[self.src] & side[self.dst]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Optimum:
+    """No algorithm supplies more than ``1 / inverse`` units of rate per unit of weight: the cut into `side`."""
+
+    inverse: Fraction
+    side: NDArray[np.bool_]
+
+
+def optimum(graph: Graph) -> Optimum:
+    """The tightest of all cuts around a terminal, exactly: Newton's method on whole numbers."""
+    best, side = Fraction(0), np.zeros(graph.cluster.num_nodes, np.bool_)
+    for v in graph.terminals.tolist():
+        into = int(graph.rate[graph.dst == v].sum())
+        outside = graph.total - int(graph.weight[v])
+        if outside and not into:
+            raise Infeasible(f"forest: no link leads to {graph.cluster.node_names[v]}")
+        if outside and Fraction(outside, into) > best:
+            best = Fraction(outside, into)
+            side = np.arange(graph.cluster.num_nodes) == v
+    start = 0
+    while best:
+        found = graph.short(graph.rate * best.numerator, best.denominator, start)
+        if found is None:
+            break
+        start, side = found
+        into = int(graph.rate[graph.into(side)].sum())
+        if not into:
+            name = graph.cluster.node_names[int(graph.terminals[start])]
+            raise Infeasible(f"forest: {name} cannot be reached from all ranks")
+        best = Fraction(int(graph.weight[~side].sum()), into)
+    return Optimum(inverse=best, side=side)
+
+
+def exact_trees(graph: Graph, best: Optimum, most: int) -> tuple[int, NDArray[np.int64]] | None:
+    """The smallest number of trees per unit of weight, up to `most`, that reaches the optimum, and the capacities.
+
+    Every link of the tightest cut must be used up, so the number is a multiple of what makes these whole.
+    """
+    tight = np.unique(graph.rate[graph.into(best.side)])
+    least = math.lcm(*((best.inverse * int(r)).denominator for r in tight))
+    for trees in range(least, most + 1, least):
+        capacity = graph.capacity(best.inverse * trees)
+        if graph.short(capacity, trees) is None:
+            return trees, capacity
+    return None
+
+
+def near_trees(graph: Graph, best: Optimum, most: int) -> tuple[int, NDArray[np.int64], Fraction]:
+    """The number of trees up to `most` that comes closest to the optimum, the capacities, and the inverse reached."""
+    cuts = [graph.into(best.side)]
+    weights = [int(graph.weight[~best.side].sum())]
+    reached: tuple[Fraction, int] | None = None
+    for trees in range(1, most + 1):
+        inverse = best.inverse * trees
+        while True:
+            for cut, weight in zip(cuts, weights, strict=True):
+                inverse = _least_scale(graph.rate[cut], inverse, weight * trees)
+            if reached is not None and inverse / trees >= reached[0]:
+                break
+            found = graph.short(graph.capacity(inverse), trees)
+            if found is None:
+                reached = inverse / trees, trees
+                break
+            cuts.append(graph.into(found[1]))
+            weights.append(int(graph.weight[~found[1]].sum()))
+    assert reached is not None, "one tree always fits if links are fast enough"
+    return reached[1], graph.capacity(reached[0] * reached[1]), reached[0]
+
+
+def _least_scale(rate: NDArray[np.int64], scale: Fraction, need: int) -> Fraction:
+    """The least factor, at least `scale`, with which the whole parts of these rates add up to `need`."""
+    distinct, count = (x.tolist() for x in np.unique(rate, return_counts=True))
+    while sum(n * int(r * scale) for r, n in zip(distinct, count, strict=True)) < need:
+        scale = min(Fraction(int(r * scale) + 1, r) for r in distinct)
+    return scale
+
+
+def _fraction(value: float) -> Fraction:
+    """The simple fraction meant by a rate: 21.73913043478261 is 500/23."""
+    simple = Fraction(value).limit_denominator(100_000)
+    return simple if abs(float(simple) - value) <= 1e-12 * value else Fraction(value).limit_denominator(1 << 30)

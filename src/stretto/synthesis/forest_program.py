@@ -1,0 +1,151 @@
+"""From trees to a pipelined `Program`: every tree carries its share of the data in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..collectives import Collective
+from ..programs import Program
+from .forest_trees import Forest
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sends:
+    """One transfer of a chunk each: `round` is when it may run if every round moves one piece of every tree, `edge`
+    the edge of a tree that it belongs to."""
+
+    src: Ints
+    dst: Ints
+    chunk: Ints
+    round: Ints
+    route: Ints
+    reduce: NDArray[np.bool_]
+    edge: Ints
+
+    def __add__(self, other: Sends) -> Sends:
+        joined = {key: np.append(getattr(self, key), getattr(other, key)) for key in self.__dataclass_fields__}
+        return Sends(**joined | {"edge": np.append(self.edge, other.edge + self.edge.max(initial=-1) + 1)})
+
+
+def sends(forest: Forest, ranks: tuple[int, ...], chunks: int, after: Ints | None = None) -> tuple[Sends, Ints]:
+    """What the trees send, with `chunks` (a multiple of k) per root, and the round in which each chunk is done.
+
+    `after` is the round before which a chunk must not start.
+    """
+    rank = np.zeros(forest.cluster.num_devices, np.int64)
+    rank[list(ranks)] = np.arange(len(ranks))
+    roots = np.zeros(forest.cluster.num_devices, np.int64)
+    roots[list(forest.roots)] = np.arange(len(forest.roots))
+    pieces = chunks // forest.k
+    sizes = np.diff(forest.ptr)
+    # One row per tree, then one per edge of each tree, then one per piece on each edge.
+    bundle = np.repeat(np.arange(len(forest.root)), forest.amount)
+    at_root = roots[forest.root[bundle]]
+    order = np.argsort(at_root, kind="stable")
+    bundle, at_root = bundle[order], at_root[order]
+    first_chunk = at_root * chunks + (np.arange(len(bundle)) % forest.k) * pieces
+    rows = sizes[bundle]
+    begin = np.cumsum(rows) - rows
+    edge = np.repeat(forest.ptr[bundle] - begin, rows) + np.arange(int(rows.sum()))
+    level = (_height_below(forest) if forest.reverse else forest.depth)[edge].astype(np.int64)
+    base = np.repeat(first_chunk, rows)
+    piece = np.tile(np.arange(pieces), len(edge))
+
+    def each(values: NDArray[np.generic]) -> Ints:
+        return np.repeat(values.astype(np.int64), pieces)
+
+    chunk = each(base) + piece
+    earliest = piece if after is None else after[chunk]
+    near, far = each(rank[forest.src[edge]]), each(rank[forest.dst[edge]])
+    done = np.zeros(len(forest.roots) * chunks, np.int64)
+    rounds = earliest + each(level)
+    np.maximum.at(done, chunk, rounds + 1)
+    return Sends(
+        src=far if forest.reverse else near,
+        dst=near if forest.reverse else far,
+        chunk=chunk,
+        round=rounds,
+        route=each(forest.route[edge]),
+        reduce=np.full(len(chunk), forest.reverse),
+        edge=each(np.arange(len(edge))),
+    ), done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How far a rank may run ahead with data that it holds from the start.
+
+    It sends the next piece only when the one `window` places before it has arrived: on the same edge of a tree, or
+    (`port`) among all that leaves over the same link. Otherwise everything would queue at its links at once, in front
+    of what it has to pass on for others.
+    """
+
+    window: int
+    port: bool = False
+
+
+PACES: tuple[Pace, ...] = (
+    Pace(window=1), Pace(window=2), Pace(window=2, port=True), Pace(window=8, port=True), Pace(window=64, port=True)
+)  # fmt: skip
+
+
+def program(name: str, collective: Collective, forests: tuple[Forest, ...], chunks: int, pace: Pace) -> Program:
+    """The transfers of one forest, or of one that reduces and then one that spreads, as a program."""
+    routes: list[tuple[int, ...]] = []
+    total: Sends | None = None
+    done: Ints | None = None
+    for forest in forests:
+        part, done = sends(forest, collective.ranks, chunks, done)
+        part = Sends(**(vars(part) | {"route": part.route + len(routes)}))
+        routes += forest.routes
+        total = part if total is None else total + part
+    assert total is not None
+    order = np.argsort(total.round, kind="stable")
+    plain = Program.from_steps(
+        name,
+        collective,
+        src=total.src[order],
+        dst=total.dst[order],
+        chunk=total.chunk[order],
+        step=total.round[order],
+        reduce=total.reduce[order],
+        route=total.route[order],
+        routes=tuple(routes),
+        routes_digest=forests[0].cluster.digest,
+    )
+    first_link = np.array([route[0] for route in routes], np.int64)
+    return _paced(plain, first_link[plain.route] if pace.port else total.edge[order], pace.window)
+
+
+def _paced(plain: Program, group: Ints, window: int) -> Program:
+    """What depends on nothing waits for the transfer `window` places before it in its group."""
+    order = np.argsort(group, kind="stable")
+    before = np.full(len(group), -1, np.int64)
+    same = group[order[window:]] == group[order[:-window]]
+    before[order[window:][same]] = order[:-window][same]
+    given = np.diff(plain.after_ptr)
+    waits = (before >= 0) & (given == 0)
+    ptr = np.concatenate([[0], np.cumsum(given + waits)])
+    after = np.empty(ptr[-1], np.int32)
+    after[np.repeat(ptr[:-1] - plain.after_ptr[:-1], given) + np.arange(len(plain.after))] = plain.after
+    after[ptr[:-1][waits]] = before[waits]
+    return plain.replace(after_ptr=ptr, after=after)
+
+
+def _height_below(forest: Forest) -> NDArray[np.int32]:
+    """For each edge the height of the tree that hangs at its end."""
+    below = np.zeros(len(forest.src), np.int32)
+    height = np.zeros(forest.cluster.num_nodes, np.int32)
+    for bundle in range(len(forest.root)):
+        edges = range(int(forest.ptr[bundle + 1]) - 1, int(forest.ptr[bundle]) - 1, -1)
+        for e in edges:
+            height[forest.src[e]] = height[forest.dst[e]] = 0
+        for e in edges:
+            below[e] = height[forest.dst[e]]
+            height[forest.src[e]] = max(height[forest.src[e]], below[e] + 1)
+    return below

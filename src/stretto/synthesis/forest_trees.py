@@ -1,0 +1,216 @@
+"""Spanning trees that together use a network to the full: `Forest`, and how it is packed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _native
+from ..cluster import Cluster
+from ..errors import Infeasible
+from .forest_balance import balanced
+from .forest_optimum import Graph, exact_trees, near_trees, optimum
+
+DONE, STARVED, UNBALANCED, TOO_HIGH = range(4)
+NO_LIMIT = 1 << 30
+MAX_PAIRS = 1 << 16
+"""Roots x ranks: 256 ranks take half a minute."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Forest:
+    """`k` spanning out-trees from every root, packed into the links' rates without multicast in switches.
+
+    Bundle b stands for ``amount[b]`` equal trees from device ``root[b]``; its edges are
+    ``ptr[b]:ptr[b+1]``, parents first; edge e leads from ``src[e]`` to ``dst[e]`` (``depth[e]`` edges below the
+    root) over the links ``routes[route[e]]``. With `reverse` all links are turned round: trees that gather.
+    Each tree may send ``throughput / k`` GB/s at the same time as all others; no packing reaches more than `optimum`.
+    """
+
+    cluster: Cluster
+    reverse: bool
+    roots: tuple[int, ...]
+    k: int
+    optimum: Fraction
+    """GB/s per root that no algorithm exceeds: a cut forbids it (or, with unequal switches, their balance)."""
+    throughput: Fraction
+    """GB/s per root that these trees reach together."""
+    root: NDArray[np.int32]
+    amount: NDArray[np.int64]
+    ptr: NDArray[np.int64]
+    src: NDArray[np.int32]
+    dst: NDArray[np.int32]
+    depth: NDArray[np.int32]
+    route: NDArray[np.int32]
+    routes: tuple[tuple[int, ...], ...]
+
+    @property
+    def algorithm_gb_per_s(self) -> Fraction:
+        """All roots together: bytes of the whole result per time."""
+        return self.throughput * len(self.roots)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the trees reach the optimum."""
+        return self.throughput == self.optimum
+
+    @cached_property
+    def heights(self) -> NDArray[np.int32]:
+        """The height of each bundle's trees."""
+        if not len(self.src):
+            return np.zeros(len(self.root), np.int32)
+        deepest: NDArray[np.int32] = np.maximum.reduceat(self.depth, self.ptr[:-1]) + 1
+        return deepest
+
+    @property
+    def height(self) -> int:
+        """The height of the highest tree."""
+        return int(self.heights.max(initial=0))
+
+    @property
+    def mean_height(self) -> float:
+        """The mean height of all trees."""
+        return float(np.average(self.heights, weights=self.amount)) if len(self.root) else 0.0
+
+    def load(self) -> NDArray[np.int64]:
+        """How many trees use each link of the cluster."""
+        used = np.zeros(self.cluster.num_links, np.int64)
+        per_route = np.bincount(self.route, np.repeat(self.amount, np.diff(self.ptr)), len(self.routes))
+        for route, trees in zip(self.routes, per_route.astype(np.int64).tolist(), strict=True):
+            np.add.at(used, list(route), trees)
+        return used
+
+    def __repr__(self) -> str:
+        share = "optimal" if self.exact else f"{float(self.throughput / self.optimum):.4%} of the optimum"
+        return (
+            f"<Forest on {self.cluster.name}: {self.k} trees from each of {len(self.roots)} roots, "
+            f"{float(self.algorithm_gb_per_s):.4g} GB/s ({share}), height {self.height} (mean {self.mean_height:.1f})>"
+        )
+
+
+def pack_trees(
+    cluster: Cluster,
+    devices: Sequence[int],
+    roots: Sequence[int],
+    *,
+    reverse: bool = False,
+    max_k: int = 1 << 16,
+    max_height: int | None = None,
+    multiple: int = 1,
+) -> Forest:
+    """Trees over `devices` from each of `roots`: the smallest k that reaches the optimum, times `multiple`.
+
+    Where that k is larger than `max_k`, the k up to it that comes closest. With `max_height` no tree is higher, or
+    `Infeasible` is raised (the search is greedy: there may be such trees all the same).
+
+    >>> pack_trees(Cluster.preset("dgx_a100", nodes=2), range(16), range(16)).algorithm_gb_per_s
+    Fraction(1040, 3)
+    """
+    if len(devices) * len(roots) > MAX_PAIRS:
+        raise Infeasible(f"forest: {len(roots)} roots and {len(devices)} ranks are too many; at most {MAX_PAIRS} pairs")
+    graph = Graph.of(cluster, devices, roots, reverse=reverse)
+    limit = NO_LIMIT if max_height is None else max_height
+    best = optimum(graph)
+    if not best.inverse:
+        return _forest(graph, reverse, roots, 1, Fraction(0), Fraction(0), None)
+    bound = graph.unit / best.inverse
+    packed = _pack(graph, max_k, limit, multiple)
+    if packed[1][0] == UNBALANCED and not graph.balanced:
+        unit = graph.unit
+        graph, most = balanced(graph)
+        settled = graph.unit / optimum(graph).inverse
+        # The solver's optimum is a float; if the exact rates are as good, theirs is the number meant.
+        bound = settled if float(settled / unit) > most * (1 - 1e-7) else Fraction(most) * unit
+        packed = _pack(graph, max_k, limit, multiple)
+    k, result, inverse = packed
+    status, where = result[:2]
+    if status == TOO_HIGH:
+        raise Infeasible(f"max_height: no trees of height {limit} were found on {cluster.name}; allow more")
+    if status != DONE:
+        what = "cannot be supplied" if status == STARVED else "cannot be replaced by direct links"
+        raise Infeasible(f"forest: {cluster.node_names[where]} {what}")
+    return _forest(graph, reverse, roots, k, bound, graph.unit / inverse, result)
+
+
+_Packed = tuple[
+    int, int, NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32],
+    NDArray[np.int32], NDArray[np.int64], NDArray[np.int32],
+]  # fmt: skip
+
+
+def _pack(graph: Graph, max_k: int, max_height: int, multiple: int) -> tuple[int, _Packed, Fraction]:
+    best = optimum(graph)
+    inverse = best.inverse
+    found = exact_trees(graph, best, max_k)
+    if found is None:
+        k, capacity, inverse = near_trees(graph, best, min(max_k, 64))
+    else:
+        k, capacity = found
+    if multiple > 1:
+        k *= multiple
+        capacity = graph.capacity(inverse * k)
+
+    def packed() -> _Packed:
+        return _native.pack_forest(
+            graph.cluster.num_nodes, graph.src, graph.dst, capacity, graph.terminals, graph.weight * k, max_height
+        )
+
+    result = packed()
+    if result[0] == UNBALANCED and graph.balanced:
+        # Rounding down has upset a switch: take as many trees as make every rate whole.
+        k *= math.lcm(*((inverse * k * r).denominator for r in np.unique(graph.rate).tolist()))
+        capacity = graph.capacity(inverse * k)
+        result = packed()
+    return k, result, inverse
+
+
+def _forest(
+    graph: Graph,
+    reverse: bool,
+    roots: Sequence[int],
+    k: int,
+    bound: Fraction,
+    reached: Fraction,
+    result: _Packed | None,
+) -> Forest:
+    none = np.zeros(0, np.int32)
+    if result is None:
+        root, amount, ptr = none, np.zeros(0, np.int64), np.zeros(1, np.int64)
+        src = dst = route = none
+        routes: list[tuple[int, ...]] = []
+    else:
+        root, amount, ptr, src, dst, route, link_ptr, links = result[2:]
+        links = graph.link[links].astype(np.int32)
+        routes = [tuple(links[a:b].tolist()[:: -1 if reverse else 1]) for a, b in pairwise(link_ptr.tolist())]
+        used, number = np.unique(route, return_inverse=True)
+        routes, route = [routes[r] for r in used.tolist()], number.astype(np.int32)
+    depth = np.zeros(len(src), np.int32)
+    at = np.zeros(graph.cluster.num_nodes, np.int32)
+    for bundle, (first, last) in enumerate(pairwise(ptr.tolist())):
+        at[root[bundle]] = 0
+        for e in range(first, last):
+            depth[e] = at[src[e]]
+            at[dst[e]] = depth[e] + 1
+    return Forest(
+        cluster=graph.cluster,
+        reverse=reverse,
+        roots=tuple(roots),
+        k=k,
+        optimum=bound,
+        throughput=reached,
+        root=root,
+        amount=amount,
+        ptr=ptr,
+        src=src,
+        dst=dst,
+        depth=depth,
+        route=route,
+        routes=tuple(routes),
+    )

@@ -1,0 +1,396 @@
+"""Scale mode: a time-expanded greedy for hundreds to thousands of devices and for irregular networks.
+
+At every moment free hops are matched with chunks that their receivers lack (``native/greedy.cpp``). On a network that
+translations leave unchanged (a torus, equal hosts) only one device of each orbit is planned, and the others do the
+same: the problem shrinks by the size of the symmetry, and all copies of a hop run side by side without conflict. Runs
+with different rules and seeds are compared by what they plan, and the best of them by what `simulate` says.
+
+Sums are planned as copies on the reversed network with time running backwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _native
+from ..cluster import Cluster
+from ..collectives import Collective
+from ..errors import Infeasible, InvalidInput
+from ..programs import Program
+from ..programs.symmetry import translate
+from ..simulator import Timeline, simulate
+from .combine import all_reduce_from, like, reversed_cluster
+from .hops import Hops
+from .pacing import one_then_other, paced
+from .quotient import Quotient, quotient
+from .schedule import program_from_schedule
+
+MAX_MOVES = 1 << 20
+"""Transfers up to which finer chunks are tried."""
+MAX_TABLE = 1 << 26
+MAX_OVERLAPPED = 1 << 13
+"""Transfers of a half up to which ways to overlap both halves of an all-reduce are tried."""
+FINALISTS = 2
+RESTARTS = 8
+KEPT_WAYS = 4
+"""Of the ways to decide, those that are kept for finer chunks."""
+PIECES = (1, 2, 4, 8)
+SYMMETRIC = ("all_gather", "all_to_all")
+INVERSE = {"reduce_scatter": "all_gather", "reduce": "broadcast"}
+
+Progress = Callable[[str, float], None]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def synthesise(
+    collective: Collective,
+    cluster: Cluster,
+    *,
+    nbytes: float,
+    budget_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    alpha: str = "pipelined",
+    pieces: Sequence[int] | None = None,
+    symmetric: bool = True,
+) -> Program:
+    """The best program that greedy runs find within the budget.
+
+    Chunks are cut further into each number of `pieces` (default: 1, 2, 4 and 8, as far as the program stays small).
+
+    >>> from stretto import AllGather, MB
+    >>> torus = Cluster.preset("torus", nodes=16, alpha_us=0.0, gb_per_s=1.0)
+    >>> program = synthesise(AllGather(16), torus, nbytes=16 * MB, pieces=[1])
+    >>> program.num_transfers, simulate(program, torus, nbytes=16 * MB).total_us
+    (240, 4000.0)
+    """
+    deadline = time.monotonic() + budget_s
+    search = Search(nbytes=nbytes, seed=seed, alpha=alpha, pieces=pieces, symmetric=symmetric, tell=progress or _quiet)
+    if max(collective.ranks) >= cluster.num_devices:
+        raise InvalidInput(f"ranks: device {max(collective.ranks)} does not exist in {cluster.name}")
+    if collective.num_ranks == 1:
+        return program_from_schedule("greedy", collective, cluster, start_us=[], src=[], dst=[], chunks=[])
+    if collective.kind == "all_reduce":
+        return search.all_reduce(collective, cluster, deadline)
+    if not collective.combining:
+        return search.program(collective, cluster, deadline)
+    if collective.kind not in INVERSE:
+        raise Infeasible(f"greedy: {collective.kind} is none of {', '.join(INVERSE)}, all_reduce")
+    return search.program(like(collective, kind=INVERSE[collective.kind]), cluster, deadline, backwards=collective.kind)
+
+
+def _quiet(message: str, fraction: float) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Search:
+    """What every run of a synthesis shares."""
+
+    nbytes: float
+    seed: int
+    alpha: str
+    pieces: Sequence[int] | None
+    symmetric: bool
+    tell: Progress
+
+    def run(self, program: Program, cluster: Cluster) -> Timeline:
+        """What the simulator says."""
+        return simulate(program, cluster, nbytes=self.nbytes, contention="fifo", alpha=self.alpha)
+
+    def program(self, collective: Collective, cluster: Cluster, deadline: float, *, backwards: str = "") -> Program:
+        """The best program for a collective that only copies, or for the kind that is its inverse."""
+        hops = Hops.of(reversed_cluster(cluster) if backwards else cluster, devices=collective.ranks)
+        if not hops.num_hops:
+            raise Infeasible(f"greedy: no hop of {cluster.name} joins two of the ranks")
+        view = quotient(hops, collective.ranks, symmetric=self.symmetric and collective.kind in SYMMETRIC)
+        ways = _ways(view, blocking=self.alpha == "blocking", mirrored=bool(backwards))
+        best: tuple[float, Program] | None = None
+        cuts = list(_cuts(collective, self.pieces))
+        took = 0.0
+        for at, count in enumerate(cuts):
+            began = time.monotonic()
+            left = deadline - began
+            if best and left < 3 * took:
+                break  # twice as many chunks take more than twice as long
+            finer = collective if count == 1 else like(collective, chunks=collective.chunks * count)
+            until = began + 0.6 * left / (len(cuts) - at)
+            plans = _plans(Demand.of(finer, view, self.nbytes), ways, self.seed, until)
+            for plan in plans[: FINALISTS if finer.num_chunks * finer.num_ranks <= MAX_MOVES // 4 else 1]:
+                name = f"greedy(pieces={count})" if count > 1 else "greedy"
+                program = _program(name, plan, finer, hops, cluster, backwards)
+                time_us = self.run(program, cluster).total_us
+                best = min(best or (time_us, program), (time_us, program), key=lambda pair: pair[0])
+                self.tell(f"{name}: {time_us:.6g} us (planned {plan.end_us:.6g})", (at + 1) / len(cuts))
+            ways = list(dict.fromkeys(plan.way for plan in plans))[:KEPT_WAYS]
+            took = time.monotonic() - began
+        assert best is not None, "there is always a cut, and a plan for it"
+        return best[1]
+
+    def all_reduce(self, collective: Collective, cluster: Cluster, deadline: float) -> Program:
+        """All-reduce from a reduce-scatter and an all-gather, one after the other or overlapped."""
+        gather = like(collective, kind="all_gather", chunks=max(1, collective.num_chunks // collective.num_ranks))
+        now = time.monotonic()
+        spread = self.program(gather, cluster, now + (deadline - now) / 2)
+        same = replace(self, pieces=(1,))
+        summed = same.program(spread.collective, cluster, deadline, backwards="reduce_scatter")
+        target = like(collective, chunks=spread.collective.num_chunks)
+        timelines = (self.run(summed, cluster), self.run(spread, cluster))
+        found = [one_then_other(spread.name, target, (summed, spread), timelines, cluster)]
+        if spread.num_transfers <= MAX_OVERLAPPED:
+            overlapped = all_reduce_from(summed, spread, cluster, nbytes=self.nbytes, alpha=self.alpha)
+            found.append(overlapped.replace(name=spread.name))
+        for program in found:
+            program.verify()
+        return min(found, key=lambda program: self.run(program, cluster).total_us)
+
+
+def _cuts(collective: Collective, pieces: Sequence[int] | None) -> Iterator[int]:
+    moves = collective.num_chunks * (1 if collective.kind == "all_to_all" else collective.num_ranks)
+    for count in PIECES if pieces is None else pieces:
+        if count < 1:
+            raise InvalidInput(f"pieces: must be >= 1, not {count}")
+        if count == 1 or pieces is not None or moves * count <= MAX_MOVES:
+            yield count
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Demand:
+    """Who holds what, and who wants it, as the local devices of a quotient see it."""
+
+    nbytes: Floats
+    kind: NDArray[np.int32]
+    held: Ints
+    goal: NDArray[np.int32]
+    """Per chunk the only rank that wants it; empty where all want all."""
+    there: NDArray[np.int32]
+    back: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, collective: Collective, view: Quotient, nbytes: float) -> Demand:
+        """The demand of a collective that copies: everything to all, or each chunk to one rank."""
+        chunks, ranks = collective.num_chunks, collective.num_ranks
+        holder = np.repeat(np.arange(ranks), np.diff(collective.in_ptr))
+        wanter = np.repeat(np.arange(ranks), np.diff(collective.out_ptr))
+        wanted = np.bincount(collective.out_chunk, minlength=chunks)
+        goal = np.zeros(0, np.int32)
+        if not np.all(wanted == ranks):
+            if np.any(wanted != 1) or np.any(np.bincount(collective.in_chunk, minlength=chunks) != 1):
+                raise Infeasible(f"greedy: {collective.kind} wants some chunks at some ranks only, but not at one")
+            goal = np.empty(chunks, np.int32)
+            goal[collective.out_chunk] = wanter
+        if chunks * len(view.moves) > MAX_TABLE:
+            raise Infeasible(f"greedy: {chunks} chunks under {len(view.moves)} translations are too many")
+        here = holder < view.local
+        kind = np.arange(chunks)
+        for t in range(1, view.copies):
+            kind = np.minimum(kind, _translated(collective, view, t))
+        there = [_translated(collective, view, t) for t in view.moves.tolist()]
+        back = [_translated(collective, view, t, sign=-1) for t in view.moves.tolist()]
+        none = [np.zeros(0, np.int64)]
+        return cls(
+            nbytes=collective.chunk_bytes(nbytes),
+            kind=np.unique(kind, return_inverse=True)[1].astype(np.int32),
+            held=holder[here] * chunks + collective.in_chunk[here],
+            goal=goal,
+            there=np.concatenate(there or none).astype(np.int32),
+            back=np.concatenate(back or none).astype(np.int32),
+        )
+
+
+def _translated(collective: Collective, view: Quotient, by: int, sign: int = 1) -> Ints:
+    """The number of each chunk after a translation."""
+    count = collective.num_ranks
+    rank = np.arange(count)
+    moved = rank % view.local + view.local * translate(rank // view.local, by, view.sizes, sign=sign)
+    piece = np.arange(collective.chunks)
+    if collective.kind == "all_to_all":
+        return np.asarray(((moved[:, None] * count + moved)[..., None] * collective.chunks + piece).ravel())
+    return np.asarray((moved[:, None] * collective.chunks + piece).ravel())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Way:
+    """One way to decide: which hops, and by which rules."""
+
+    view: Quotient
+    blocking: bool
+    """Plan as if the link were taken for alpha, too; what arrives a little later is then chosen from as well."""
+    mirrored: bool
+    once: bool
+    """Each chunk comes into a region once."""
+    patient: bool
+    """A slow link stays idle when the faster ones will bring everything sooner."""
+
+
+def _ways(view: Quotient, *, blocking: bool, mirrored: bool) -> list[Way]:
+    views = [*filter(None, (_without_shared(view), _without_slowest(view))), view]
+    taken = (True,) if blocking else (False, True) if view.alpha_us.any() else (False,)
+    patient = (False,) if len(np.unique(view.rate)) == 1 else (True, False)
+    once = (True, False) if view.crosses.any() else (False,)
+    return [
+        Way(view=v, blocking=b, mirrored=mirrored, once=o, patient=p)
+        for o in once for b in taken for p in patient for v in views
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """When which hop carries which chunk (as the receiver names it)."""
+
+    way: Way
+    start_us: Floats
+    arrive_us: Floats
+    hop: NDArray[np.int32]
+    chunk: NDArray[np.int32]
+
+    @property
+    def end_us(self) -> float:
+        """When the last chunk arrives."""
+        return float(self.arrive_us.max(initial=0.0))
+
+
+def _plans(demand: Demand, ways: list[Way], seed: int, until: float) -> list[Plan]:
+    """Plans made in every way and with several seeds, the shortest first."""
+    usual = float(demand.nbytes.mean())
+    far = {id(way.view): way.view.distances(usual) if len(demand.goal) else np.zeros(0) for way in ways}
+    goal_us = min(_counting_us(demand, way) for way in ways)
+    found: list[Plan] = []
+    for at in range(RESTARTS * len(ways)):
+        way = ways[at % len(ways)]
+        found.append(_plan(demand, way, far[id(way.view)], seed + at))
+        if found[-1].end_us <= goal_us * (1 + 1e-9) or time.monotonic() > until:
+            break
+    found.sort(key=lambda plan: plan.end_us)
+    return found
+
+
+def _plan(demand: Demand, way: Way, distance: Floats, seed: int) -> Plan:
+    view = way.view
+    start, arrive, hop, chunk, missing = _native.greedy_schedule(
+        num_devices=view.local, hop_src=view.src, hop_dst=view.dst, link_ptr=view.link_ptr, link=view.link,
+        alpha_us=view.alpha_us, bytes_per_us=view.rate, shift=view.shift, there=demand.there, back=demand.back,
+        nbytes=demand.nbytes, kind=demand.kind, region=view.region, crosses=view.crosses, goal=demand.goal,
+        distance=distance, held=demand.held, alpha_blocks=way.blocking, mirrored=way.mirrored, once=way.once,
+        patient=way.patient, seed=seed,
+    )  # fmt: skip
+    if missing:
+        raise Infeasible(f"greedy: no hops lead to {missing} of the places where chunks are wanted")
+    return Plan(way=way, start_us=start, arrive_us=arrive, hop=hop, chunk=chunk)
+
+
+def _without_shared(view: Quotient) -> Quotient | None:
+    """Without local hops over links that foreign chunks come in or go out by, where the others still join all."""
+    foreign = np.zeros(len(view.rate), np.bool_)
+    lengths = np.diff(view.link_ptr)
+    foreign[view.link[np.repeat(view.crosses, lengths)]] = True
+    shares = np.logical_or.reduceat(foreign[view.link], view.link_ptr[:-1]) & ~view.crosses
+    if not shares.any():
+        return None
+    kept = view.keep(~shares)
+    inside = ~kept.crosses
+    reach = np.eye(view.local, dtype=np.bool_)
+    reach[kept.src[inside], kept.dst[inside]] = True
+    for _ in range(max(1, view.local.bit_length())):
+        reach = reach @ reach
+    same = view.region[:, None] == view.region
+    return kept if np.all(reach[same]) else None
+
+
+def _without_slowest(view: Quotient) -> Quotient | None:
+    """Without the slowest hops, where the others still join all."""
+    rate = np.minimum.reduceat(view.rate[view.link], view.link_ptr[:-1])
+    slow = rate < rate.min() * (1 + 1e-9)
+    kept = view.keep(~slow)
+    src, dst = kept.ends()
+    for a, b in ((src, dst), (dst, src)):
+        reached = np.zeros(view.local * view.copies, np.bool_)
+        reached[0] = True
+        before = 0
+        while (now := int(np.count_nonzero(reached))) > before:
+            before = now
+            reached[b[reached[a]]] = True
+        if not reached.all():
+            return None
+    return kept
+
+
+def _counting_us(demand: Demand, way: Way) -> float:
+    """When the links into each device could at the earliest have brought all it lacks, were they never idle."""
+    if len(demand.goal):
+        return 0.0
+    view, size = way.view, float(demand.nbytes.min(initial=np.inf))
+    chunks, worst = len(demand.nbytes), 0.0
+    held = np.bincount(demand.held // chunks, minlength=view.local)
+    last = view.link[view.link_ptr[1:] - 1]
+    for device in range(view.local):
+        into = np.unique(last[view.dst == device])
+        each = size / view.rate[into] + (view.alpha_us[into] if way.blocking else 0.0)
+        wanted = chunks - int(held[device])
+        moments = np.sort((each[:, None] * np.arange(1, wanted + 1)).ravel()) if len(into) else np.zeros(0)
+        worst = max(worst, float(moments[wanted - 1]) if 0 < wanted <= len(moments) else 0.0)
+    return worst
+
+
+def _program(
+    name: str, plan: Plan, collective: Collective, hops: Hops, cluster: Cluster, backwards: str = ""
+) -> Program:
+    """The plan with all copies of each transfer, in order of start; backwards it is its mirror image, with sums."""
+    view = plan.way.view
+    start, arrive = plan.start_us, plan.arrive_us
+    if backwards:
+        start, arrive = plan.end_us - arrive, plan.end_us - start
+    order = np.argsort(start, kind="stable")
+    hop = plan.hop[order]
+    src, dst = (all_ends.reshape(-1, view.copies)[hop] for all_ends in view.ends())
+    # The receiver's own place on the torus is what its name for the chunk is relative to.
+    moved = np.stack([_translated(collective, view, t) for t in range(view.copies)], axis=1)
+    chunk = moved[plan.chunk[order][:, None], dst // view.local]
+    begin, end = (dst.ravel(), src.ravel()) if backwards else (src.ravel(), dst.ravel())
+    route, routes = _routes(begin, end, collective.ranks, hops, cluster)
+    program = Program.from_steps(
+        name,
+        like(collective, kind=backwards) if backwards else collective,
+        src=begin,
+        dst=end,
+        chunk=chunk.ravel(),
+        step=np.arange(src.size),
+        reduce=bool(backwards),
+        route=route,
+        routes=routes,
+        routes_digest=cluster.digest if routes else "",
+    )
+    if _shares_links(view):
+        program = paced(program, *(np.repeat(times[order], view.copies) for times in (start, arrive)))
+    program.verify()
+    return program
+
+
+def _shares_links(view: Quotient) -> bool:
+    """Whether two hops use the same link; otherwise the order on connections is the order on links."""
+    return len(np.unique(view.link)) < len(view.link)
+
+
+def _routes(
+    src: Ints, dst: Ints, ranks: tuple[int, ...], hops: Hops, cluster: Cluster
+) -> tuple[NDArray[np.int32] | None, tuple[tuple[int, ...], ...]]:
+    """The routes of transfers, where they are not the cluster's own; hops of the reversed cluster are turned."""
+    device, count = np.array(ranks, np.int64), cluster.num_devices
+    turned = hops.cluster is not cluster
+    begins, ends = (hops.dst, hops.src) if turned else (hops.src, hops.dst)
+    key = begins.astype(np.int64) * count + ends
+    by_key = np.argsort(key)
+    used, which = np.unique(device[src] * count + device[dst], return_inverse=True)
+    hop = by_key[np.searchsorted(key[by_key], used)]
+    a, b = begins[hop], ends[hop]
+    ptr, links = cluster.route_table(a, b, a.astype(np.int64) + b)
+    mine = [hops.route(h)[:: -1 if turned else 1] for h in hop.tolist()]
+    if all(tuple(links[ptr[i] : ptr[i + 1]].tolist()) == route for i, route in enumerate(mine)):
+        return None, ()
+    return which.astype(np.int32), tuple(mine)

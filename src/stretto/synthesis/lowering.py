@@ -1,0 +1,120 @@
+"""Which instruction streams run fastest: chunk count, instances, channels, FIFO depth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import Infeasible, StrettoError
+from ..programs import Program
+from ..programs.formats import msccl_xml
+from ..programs.formats.msccl_rules import MAX_STEPS
+from ..simulator import simulate
+from .certificate import Candidate, Lowering
+
+if TYPE_CHECKING:
+    from .makers import Problem
+    from .portfolio import Made
+
+MAX_INSTANCES = 16
+MAX_MOVES = 1 << 17
+"""Chunks moved in all instances together: larger files help no runtime."""
+WORTHWHILE = 0.999
+HOPELESS = 2.0
+"""A program this many times slower than the fastest is not lowered."""
+
+
+def search_lowering(
+    programs: Sequence[Made],
+    problem: Problem,
+    *,
+    budget_s: float,
+    report: Callable[[str], None] = lambda message: None,
+) -> tuple[Made, Lowering]:
+    """Lower programs (fastest first) in several ways, simulate the streams as threadblocks would run them.
+
+    Returns the program whose streams are fastest, and these. First every maker's best program is lowered once; then
+    the number of instances of whatever is fastest is doubled for as long as that helps. Streams that no MSCCL
+    runtime accepts (too many channels, threadblocks or steps) are left out.
+    """
+    search = _Search(problem=problem, report=report, deadline=time.monotonic() + budget_s)
+    for made in _one_of_each_first(programs):
+        if not search.over() and made.time_us <= HOPELESS * programs[0].time_us:
+            search.lower(made, 1)
+    while search.growing and not search.over():
+        took, at = min((growing[0], at) for at, growing in enumerate(search.growing))
+        _, made, instances = search.growing.pop(at)
+        search.lower(made, 2 * instances, better_than=took * WORTHWHILE)
+    if search.best is None:
+        first = search.tried[0]
+        raise Infeasible(
+            f"no program fits the limits of the runtimes; tried {len(search.tried)} lowerings, "
+            f"such as {first.name}: {first.reason}"
+        )
+    made, found = search.best
+    if not search.over():
+        search.lower(made, found.instances, depth=1)
+    made, found = search.best
+    return made, replace(found, tried=tuple(search.tried))
+
+
+@dataclass(kw_only=True)
+class _Search:
+    problem: Problem
+    report: Callable[[str], None]
+    deadline: float
+    best: tuple[Made, Lowering] | None = None
+    tried: list[Candidate] = field(default_factory=list)
+    growing: list[tuple[float, Made, int]] = field(default_factory=list)
+    """Streams that more instances may make faster: time, program, instances."""
+
+    def over(self) -> bool:
+        """Whether the time is spent; something is always found first."""
+        return self.best is not None and time.monotonic() > self.deadline
+
+    def lower(self, made: Made, instances: int, *, depth: int = 2, better_than: float = float("inf")) -> None:
+        """One way to lower one program; FIFO depth 2 lets more instructions be fused."""
+        name = f"{made.program.name} instances={instances} fifo_depth={depth}"
+        self.report(f"lowering {name}")
+        problem = self.problem
+        try:
+            why = too_long(made.program)
+            if why:
+                raise Infeasible(why)
+            lowered = made.program.lower(instances=instances, fifo_depth=depth)
+            msccl_xml.dumps(lowered)
+            took = simulate(
+                lowered, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
+            ).total_us
+        except StrettoError as error:
+            self.tried.append(Candidate(maker=made.maker, name=name, reason=str(error)))
+            return
+        self.tried.append(Candidate(maker=made.maker, name=name, time_us=took))
+        if self.best is None or took < self.best[1].time_us:
+            found = Lowering(lowered=lowered, time_us=took, instances=instances, fifo_depth=depth)
+            self.best = made, found
+        fits = 2 * instances <= MAX_INSTANCES and 2 * instances * len(made.program.chunk) <= MAX_MOVES
+        if took < better_than and fits and depth == 2:
+            self.growing.append((took, made, instances))
+
+
+def _one_of_each_first(programs: Sequence[Made]) -> list[Made]:
+    """The fastest program of every maker, then the others."""
+    first = {made.maker: made for made in reversed(programs)}
+    return sorted(programs, key=lambda made: (first[made.maker] is not made, made.time_us))
+
+
+def too_long(program: Program) -> str:
+    """Why no runtime could take a program however it is lowered, as far as that is seen at a glance."""
+    c = program.collective
+    connection = (program.src.astype(np.int64) * c.num_ranks + program.dst) * program.num_lanes + program.lane
+    steps = int(np.unique(connection, return_counts=True)[1].max(initial=0))
+    if steps > MAX_STEPS:
+        return f"{steps} messages on one connection are more than the {MAX_STEPS} steps of the runtimes"
+    if c.chunk_share.max() > c.chunk_share.min() * (1 + 1e-9):
+        return "chunk_share: MSCCL files need chunks of equal size; these differ"
+    return ""

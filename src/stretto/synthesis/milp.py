@@ -1,0 +1,142 @@
+"""A small sparse mixed-integer model, and two free solvers for it: HiGHS, and CP-SAT with the extra ``solvers``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import Infeasible, InvalidInput, unknown
+from . import milp_cpsat
+
+SOLVERS = ("highs", "cpsat")
+CPSAT_STEPS = 1 << 20
+"""CP-SAT knows integers only: continuous columns and their rows are counted in so many steps of the largest value."""
+
+
+@dataclass(kw_only=True)
+class Milp:
+    """Minimise cost over columns with bounds, some of them integer, under rows ``lower <= sum <= upper``."""
+
+    cost: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    rows: dict[tuple[float, float, tuple[tuple[int, float], ...]], None] = field(default_factory=dict)
+
+    def column(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = math.inf, integer: bool = False) -> int:
+        """Add a column; returns its number."""
+        self.cost.append(cost)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def row(self, terms: Mapping[int, float], *, lower: float = -math.inf, upper: float = math.inf) -> None:
+        """Add a row, once: symmetric problems say the same thing many times."""
+        self.rows[lower, upper, tuple(sorted(terms.items()))] = None
+
+    @property
+    def counts(self) -> str:
+        """How large the model is, in words."""
+        entries = sum(len(terms) for _, _, terms in self.rows)
+        return f"{sum(self.integer)} binaries, {len(self.cost)} columns, {len(self.rows)} rows, {entries} entries"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """What a solver found: the values of the columns (None: nothing yet), a proved bound, and whether they meet."""
+
+    values: NDArray[np.float64] | None
+    bound: float
+    optimal: bool
+
+
+def solve(
+    model: Milp, *, solver: str = "highs", limit_s: float, seed: int = 0, gap: float = 1e-4,
+    start: Sequence[float] | None = None,
+) -> Solved:
+    """The best solution inside the time limit; raises `Infeasible` where there is provably none."""
+    if solver == "highs":
+        return _highs(model, limit_s, seed, gap, start)
+    if solver == "cpsat":
+        return _cpsat(model, limit_s, seed, gap, start)
+    raise unknown("solver", solver, SOLVERS)
+
+
+def _highs(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> Solved:
+    import highspy
+
+    h = highspy.Highs()  # type: ignore[no-untyped-call]
+    for key, value in {
+        "output_flag": False, "threads": 1, "random_seed": seed % (1 << 31), "time_limit": max(limit_s, 0.05),
+        "mip_rel_gap": gap,
+    }.items():
+        h.setOptionValue(key, value)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(model.cost), len(model.rows)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = (np.array(x) for x in (model.cost, model.lower, model.upper))
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    lp.integrality_ = [kinds[whole] for whole in model.integer]
+    lp.row_lower_ = np.array([lower for lower, _, _ in model.rows])
+    lp.row_upper_ = np.array([upper for _, upper, _ in model.rows])
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = lp.num_col_, lp.num_row_
+    lp.a_matrix_.start_ = np.cumsum([0, *(len(terms) for _, _, terms in model.rows)])
+    lp.a_matrix_.index_ = np.array([at for _, _, terms in model.rows for at, _ in terms], np.int32)
+    lp.a_matrix_.value_ = np.array([value for _, _, terms in model.rows for _, value in terms])
+    h.passModel(lp)
+    if start is not None:
+        given = highspy.HighsSolution()
+        given.col_value = list(start)
+        h.setSolution(given)
+    h.run()
+    status = h.getModelStatus()
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        raise Infeasible("the model has no solution")
+    info = h.getInfo()
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    values = np.array(h.getSolution().col_value) if found else None
+    bound = info.mip_dual_bound if any(model.integer) else info.objective_function_value
+    return Solved(values=values, bound=float(bound), optimal=status == highspy.HighsModelStatus.kOptimal)
+
+
+def _cpsat(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> Solved:
+    if not milp_cpsat.available():
+        raise InvalidInput("solver: cpsat needs OR-Tools; install stretto[solvers]")
+    largest = max((u for u, whole in zip(model.upper, model.integer, strict=True) if not whole), default=1.0)
+    if not math.isfinite(largest):
+        raise InvalidInput("solver: cpsat needs an upper bound on every column")
+    step = max(largest, 1e-9) / CPSAT_STEPS
+    unit = [1.0 if whole else step for whole in model.integer]
+    rows: list[tuple[int | None, int | None, list[int], list[int]]] = []
+    for lower, upper, terms in model.rows:
+        # A row of binaries is exact; one with times is rounded to steps, and simulation has the last word on times.
+        per = 1.0 if all(model.integer[at] and value == round(value) for at, value in terms) else step
+        rows.append(
+            (
+                math.floor(lower / per) if math.isfinite(lower) else None,
+                math.ceil(upper / per) if math.isfinite(upper) else None,
+                [at for at, _ in terms],
+                [round(value * unit[at] / per) for at, value in terms],
+            )
+        )
+    costs = [abs(c) * u for c, u in zip(model.cost, unit, strict=True) if c]
+    factor = min(1000.0 / min(costs, default=1.0), (1 << 40) / max(costs, default=1.0))
+    task = {
+        "lower": [math.floor(lo / u) for lo, u in zip(model.lower, unit, strict=True)],
+        "upper": [math.ceil(up / u) for up, u in zip(model.upper, unit, strict=True)],
+        "cost": [round(c * u * factor) for c, u in zip(model.cost, unit, strict=True)],
+        "rows": rows,
+        "hint": None if start is None else [math.ceil(v / u - 1e-9) for v, u in zip(start, unit, strict=True)],
+        "gap": gap,
+        "seed": seed,
+    }
+    status, values, bound = milp_cpsat.minimise(task, limit_s=max(limit_s, 0.05))
+    if status == "infeasible":
+        raise Infeasible("the model has no solution")
+    found = None if values is None else np.array(values) * np.array(unit)
+    return Solved(values=found, bound=bound / factor, optimal=status == "optimal")

@@ -1,0 +1,73 @@
+"""Integer programs by CP-SAT, in a process of its own.
+
+OR-Tools and highspy each bring a HiGHS library under the same name, so one process can load only one of them. This
+file is also the program that the child runs; it must not import the rest of the package.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+START_S = 20.0
+"""Leave for the child to load the solver on a busy machine."""
+
+
+def available() -> bool:
+    """Whether OR-Tools is installed."""
+    return find_spec("ortools") is not None
+
+
+def minimise(task: dict[str, Any], *, limit_s: float) -> tuple[str, list[int] | None, float]:
+    """``optimal``, ``feasible``, ``infeasible`` or ``unknown``; the values; a bound on the cost.
+
+    The task has integer `lower`, `upper`, `cost` per column, `rows` of (lower or null, upper or null, columns,
+    factors), `hint` (values or null), `gap` and `seed`.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__],
+            input=json.dumps({**task, "limit_s": limit_s}),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=limit_s + START_S,
+        )
+    except subprocess.TimeoutExpired:
+        return "unknown", None, float("-inf")
+    status, values, bound = json.loads(done.stdout)
+    return status, values, bound
+
+
+def _child() -> None:
+    from ortools.sat.python import cp_model
+
+    task = json.load(sys.stdin)
+    model = cp_model.CpModel()
+    x = [model.new_int_var(lo, up, "") for lo, up in zip(task["lower"], task["upper"], strict=True)]
+    for lower, upper, columns, factors in task["rows"]:
+        total = cp_model.LinearExpr.weighted_sum([x[c] for c in columns], factors)
+        if lower is not None:
+            model.add(total >= lower)
+        if upper is not None:
+            model.add(total <= upper)
+    model.minimize(cp_model.LinearExpr.weighted_sum(x, task["cost"]))
+    for variable, value in zip(x, task["hint"] or [], strict=False):
+        model.add_hint(variable, value)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = task["seed"] % (1 << 31)
+    solver.parameters.max_time_in_seconds = task["limit_s"]
+    solver.parameters.relative_gap_limit = task["gap"]
+    status = solver.solve(model)
+    names = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
+    answer = names.get(status, "unknown")
+    values = [solver.value(variable) for variable in x] if answer in ("optimal", "feasible") else None
+    json.dump([answer, values, solver.best_objective_bound], sys.stdout)
+
+
+if __name__ == "__main__":
+    _child()

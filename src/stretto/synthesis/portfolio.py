@@ -1,0 +1,307 @@
+"""`synthesize`: everything that could make a program for a collective, and the best of what it made."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..collectives import Collective
+from ..errors import Infeasible, InvalidInput, StrettoError, VerificationError, unknown
+from ..programs import Program
+from ..simulator import Bound, lower_bound, simulate
+from ..simulator.network import ALPHA, CONTENTION
+from ..units import format_us
+from .cache import Cache
+from .certificate import Candidate, Certificate, Synthesis, versions
+from .lowering import search_lowering, too_long
+from .makers import LIBRARY, Problem, Progress, Task, makers, plan_tasks
+from .matching import same_task
+
+CLOSE_ENOUGH = 1e-3
+"""A candidate this near to the bound ends the search: nothing else could be faster by more."""
+LEAST_S = 0.25
+"""A task is not started with less time than this."""
+MAX_JOBS = 256
+LOWERING = 0.3
+"""The share of the budget that is kept for turning programs into instruction streams."""
+KEPT_TO_LOWER = 6
+"""Programs of one task that are worth lowering: the fastest may not fit a runtime's limits."""
+SMALL = 256
+"""Up to so many ranks a task without a process of its own is over in good time."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Made:
+    """A program that was proved and simulated."""
+
+    maker: str
+    program: Program
+    time_us: float
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """What one task came to: all its candidates, and the best programs, fastest first."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+
+    @classmethod
+    def without(cls, task: Task, reason: str) -> Attempt:
+        """A task that made nothing."""
+        return cls(candidates=[Candidate(maker=task.label, reason=reason)])
+
+
+@dataclass(kw_only=True)
+class Board:
+    """Where a search stands: what has been tried, what is best, how much time is left."""
+
+    bound: Bound
+    budget_s: float
+    began: float
+    progress: Progress | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the budget."""
+        return self.began + self.budget_s - time.monotonic()
+
+    @property
+    def best(self) -> Made | None:
+        """The fastest so far."""
+        return self.made[0] if self.made else None
+
+    def add(self, attempt: Attempt) -> None:
+        """Take note of what a task came to."""
+        self.candidates += attempt.candidates
+        # Sorting is stable: of equally fast programs the one that came first, from the simpler maker, stays ahead.
+        self.made = sorted(self.made + attempt.made, key=lambda made: made.time_us)
+
+    def at_bound(self) -> str:
+        """The line that says so when nothing can be noticeably better, or nothing."""
+        best = self.best
+        if best is None or best.time_us > self.bound.total_us * (1 + CLOSE_ENOUGH):
+            return ""
+        return f"{best.program.name} is within {100 * CLOSE_ENOUGH:g} % of the lower bound"
+
+    def enough(self) -> str:
+        """Why nothing more has to be tried, or nothing. As long as there is no program, one more is tried."""
+        if self.at_bound():
+            return f"not tried: {self.at_bound()}"
+        if self.left_s < LEAST_S and self.made:
+            return f"not tried: the budget of {self.budget_s:g} s was spent"
+        return ""
+
+    def report(self, message: str) -> None:
+        """Say what is going on, to whoever wants to know."""
+        if self.progress is not None:
+            so_far = ""
+            if self.best is not None:
+                gap = self.best.time_us / self.bound.total_us - 1 if self.bound.total_us > 0 else 0.0
+                so_far = f"best {format_us(self.best.time_us)}, {100 * gap:.1f} % above the bound, {self.best.maker}; "
+            self.progress(so_far + message, min(1.0, 1 - self.left_s / self.budget_s))
+
+    def reporter(self, task: Task) -> Progress:
+        """What a task's maker calls to say how far it is."""
+        return lambda message, fraction: self.report(f"{task.label}: {message}")
+
+
+def synthesize(
+    collective: Collective,
+    cluster: Cluster,
+    nbytes: float,
+    *,
+    budget_s: float = 30.0,
+    sketch: Any = None,
+    alpha: str = "pipelined",
+    contention: str | None = None,
+    seed: int = 0,
+    jobs: int = 1,
+    cache: bool = True,
+    makers: Sequence[str] | None = None,
+    lower: bool = False,
+    progress: Progress | None = None,
+) -> Synthesis:
+    """The fastest program for a collective of `nbytes` on a cluster that can be found in `budget_s` seconds.
+
+    Every maker that applies is asked (library algorithms, trees, flows, greedy, sketches, exact search), or only
+    `makers` (``["forest", "library:ring"]``); each of their programs is proved right and simulated. A maker that
+    fails is listed among the candidates with its reason. A `sketch` is for the makers that follow one. With
+    `jobs` > 1, or for more than 256 ranks, makers run in processes that are ended when the time is over. With
+    `lower` the program is the one whose instruction streams run fastest within the limits of the runtimes. Results are
+    kept on disk (see `stretto.synthesis.cache`) unless `cache` is False. `progress` is called with a line of text and
+    the share of the budget that is spent.
+
+    >>> from stretto import MB, AllGather
+    >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
+    >>> found = synthesize(AllGather(4), ring, 4 * MB, makers=["library:ring"], cache=False)
+    >>> found.program.name, found.certificate.time_us, found.certificate.bound_us
+    ('ring(chunks=2)', 301.0, 151.0)
+    """
+    problem = _checked(collective, cluster, nbytes, sketch, alpha, contention, seed, budget_s, jobs)
+    problem = replace(problem, lower=lower)
+    options = {"budget_s": float(budget_s), "makers": None if makers is None else sorted(makers)}
+    store = Cache.of(problem, options) if cache else None
+    found = store.load(problem) if store else None
+    if found is None:
+        found = _search(problem, budget_s, jobs, makers, progress)
+        if store:
+            store.save(found)
+    elif lower:
+        made = Made(maker=found.certificate.maker, program=found.program, time_us=found.time_us, seconds=0.0)
+        found = replace(found, lowering=search_lowering([made], problem, budget_s=LOWERING * budget_s)[1])
+    return found
+
+
+def _search(
+    problem: Problem, budget_s: float, jobs: int, wanted: Sequence[str] | None, progress: Progress | None
+) -> Synthesis:
+    tasks, refused = plan_tasks(problem, wanted)
+    board = Board(
+        bound=lower_bound(problem.collective, problem.cluster, problem.nbytes),
+        budget_s=budget_s * (1 - LOWERING if problem.lower else 1),
+        began=time.monotonic(),
+        progress=progress,
+        candidates=[Candidate(maker=name, reason=reason) for name, reason in refused.items()],
+    )
+    # What is over soon runs here. Processes run side by side, and can be ended where a maker overstays.
+    small = problem.ranks <= SMALL
+    here = [task for task in tasks if small and (jobs == 1 or task.maker == LIBRARY)]
+    there = [task for task in tasks if task not in here]
+    _in_turn(problem, here, board, later=sum(task.weight for task in there))
+    if there:
+        from .worker import run_workers
+
+        run_workers(problem, there, board, jobs=jobs)
+    if board.best is None:
+        raise Infeasible(_why_nothing(problem, board.candidates))
+    best, lowering = board.best, None
+    if problem.lower:
+        left = max(board.left_s, LOWERING * budget_s)
+        best, lowering = search_lowering(board.made, problem, budget_s=left, report=board.report)
+    # What a worker process says is checked once more here.
+    timeline = simulate(
+        best.program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
+    )
+    certificate = Certificate(
+        program=best.program.name,
+        maker=best.maker,
+        time_us=timeline.total_us,
+        bound_us=board.bound.total_us,
+        bound_reason=board.bound.reason,
+        bound_method=board.bound.method,
+        seconds=round(best.seconds, 4),
+        search_s=round(time.monotonic() - board.began, 4),
+        collective=problem.collective.kind,
+        collective_digest=problem.collective.digest,
+        cluster=problem.cluster.name,
+        cluster_digest=problem.cluster.digest,
+        nbytes=float(problem.nbytes),
+        alpha=problem.alpha,
+        contention=dict(timeline.facts)["contention"],
+        seed=problem.seed,
+        budget_s=float(budget_s),
+        lowered_us=None if lowering is None else lowering.time_us,
+        versions=versions(),
+    )
+    return Synthesis(
+        program=best.program, certificate=certificate, candidates=_ordered(board.candidates), lowering=lowering
+    )
+
+
+def attempt(task: Task, problem: Problem, budget_s: float, progress: Progress) -> Attempt:
+    """Run one task; whatever goes wrong with it becomes the reason of a candidate without a time."""
+    began = time.monotonic()
+    result = Attempt()
+    keep = KEPT_TO_LOWER if problem.lower else 1
+
+    def offer(program: Program) -> float:
+        seconds = time.monotonic() - began
+        program.verify()
+        if not same_task(program.collective, problem.collective):
+            raise VerificationError(f"{program.name} does {program.collective!r}, not {problem.collective!r}")
+        took = simulate(
+            program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
+        ).total_us
+        unfit = too_long(program) if problem.lower else ""
+        result.candidates.append(
+            Candidate(maker=task.label, name=program.name, time_us=took, seconds=round(seconds, 4), reason=unfit)
+        )
+        made = Made(maker=task.label, program=program, time_us=took, seconds=seconds)
+        if not unfit:
+            result.made = sorted([*result.made, made], key=lambda made: made.time_us)[:keep]
+        return took
+
+    try:
+        makers()[task.maker].run(task, problem, budget_s, offer, progress)
+    except Exception as error:
+        # One broken maker must not take the others with it; what is wrong with it is shown, and logged if it is a bug.
+        reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, VerificationError):
+            reason = f"wrong program: {error}"
+        if not isinstance(error, StrettoError | ImportError | MemoryError):
+            log.warning("maker %s failed: %s", task.label, reason, exc_info=True)
+        result.candidates.append(
+            Candidate(maker=task.label, reason=" ".join(reason.split()), seconds=round(time.monotonic() - began, 4))
+        )
+    return result
+
+
+def _in_turn(problem: Problem, tasks: Sequence[Task], board: Board, *, later: float) -> None:
+    """One task after the other in this process; each is told its share of the time that is left."""
+    for at, task in enumerate(tasks):
+        why = board.enough()
+        if why:
+            board.add(Attempt.without(task, why))
+            continue
+        share = board.left_s * task.weight / (later + sum(rest.weight for rest in tasks[at:]))
+        board.report(task.label)
+        board.add(attempt(task, problem, max(share, LEAST_S), board.reporter(task)))
+
+
+def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Fastest first; then those without a time, as they came."""
+    timed = sorted((c for c in candidates if c.time_us is not None), key=lambda c: c.time_us or 0.0)
+    return (*timed, *(c for c in candidates if c.time_us is None))
+
+
+def _why_nothing(problem: Problem, candidates: Sequence[Candidate]) -> str:
+    pair = problem.cluster.unreachable() if not problem.cluster.devices_forward else None
+    names = problem.cluster.node_names
+    hint = f"; no route from {names[pair[0]]} to {names[pair[1]]}" if pair else ""
+    reasons = "; ".join(dict.fromkeys(f"{c.maker}: {c.reason}" for c in candidates))
+    return f"{problem.collective.kind} on {problem.cluster.name}: no maker succeeded{hint} ({reasons})"
+
+
+def _checked(
+    collective: Collective, cluster: Cluster, nbytes: float, sketch: Any, alpha: str, contention: str | None,
+    seed: int, budget_s: float, jobs: int,
+) -> Problem:
+    if alpha not in ALPHA:
+        raise unknown("alpha mode", alpha, ALPHA)
+    if contention is not None and contention not in CONTENTION:
+        raise unknown("contention mode", contention, CONTENTION)
+    if not (np.isfinite(nbytes) and nbytes > 0):
+        raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
+    if not (np.isfinite(budget_s) and budget_s > 0):
+        raise InvalidInput(f"budget_s: must be > 0, not {budget_s}")
+    if not 1 <= jobs <= MAX_JOBS:
+        raise InvalidInput(f"jobs: must be 1..{MAX_JOBS}, not {jobs}")
+    if max(collective.ranks) >= cluster.num_devices:
+        has = f"{cluster.name} has {cluster.num_devices} devices"
+        raise InvalidInput(f"ranks: device {max(collective.ranks)} does not exist; {has}")
+    return Problem(
+        collective=collective, cluster=cluster, nbytes=nbytes, alpha=alpha, contention=contention, seed=seed,
+        sketch=sketch,
+    )

@@ -1,0 +1,154 @@
+"""Making a plan better: other ways and other orders at random, kept when they help, and sends paced by arrivals."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..programs import Program
+from .contiguity import Messages
+from .ordering import Tasks, justify, schedule
+from .routing import Routing, RoutingProblem
+from .routing_search import Trees
+
+CLOSE = 1 + 1e-3
+"""A plan this close to a proved bound is done."""
+WALKS = 12
+PATIENCE = 4000
+"""Moves without gain after which a search starts again elsewhere."""
+
+
+class Judge(Protocol):
+    """Times plans and keeps the best."""
+
+    best_us: float
+
+    def see(self, plan: Messages) -> float:
+        """The simulated time of a plan."""
+        ...
+
+
+def paced(program: Program, plan: Messages) -> Program:
+    """The program in which a send also waits for the last arrival at its sender that the plan has before it.
+
+    Links serve in order of request, so a send whose data is there too early would overtake a more urgent one that
+    is still on its way. What arrives is the one clock that a sender has.
+    """
+    order = np.argsort(plan.start_us, kind="stable")
+    start = plan.start_us[order]
+    end = plan.ends_us[order]
+    extra = np.full(len(order), -1, np.int64)
+    arrivals: dict[int, list[tuple[float, int]]] = {}
+    for t, (rank, when) in enumerate(zip(program.dst.tolist(), end.tolist(), strict=True)):
+        arrivals.setdefault(rank, []).append((when, t))
+    ends = {rank: sorted(found) for rank, found in arrivals.items()}
+    times = {rank: np.array([when for when, _ in found]) for rank, found in ends.items()}
+    for t, (rank, when) in enumerate(zip(program.src.tolist(), start.tolist(), strict=True)):
+        if rank in times:
+            at = int(np.searchsorted(times[rank], when * (1 + 1e-9) + 1e-9, side="right")) - 1
+            if at >= 0 and ends[rank][at][1] < t:
+                extra[t] = ends[rank][at][1]
+    return _with_after(program, extra)
+
+
+def _with_after(program: Program, extra: NDArray[np.int64]) -> Program:
+    ptr, pointers = [0], program.after_ptr.tolist()
+    after: list[int] = []
+    given = program.after.tolist()
+    for t, more in enumerate(extra.tolist()):
+        row = given[pointers[t] : pointers[t + 1]]
+        after += row if more < 0 or more in row else sorted([*row, more])
+        ptr.append(len(after))
+    return program.replace(after_ptr=np.array(ptr, np.int64), after=np.array(after, np.int32))
+
+
+def improve(
+    judge: Judge, plan: Messages, routings: Sequence[Routing], *, limit_s: float, seed: int, bound_us: float
+) -> None:
+    """Simulated annealing over ways and priorities until the time is up or the bound is met."""
+    problem = plan.tasks.problem
+    end = time.monotonic() + limit_s
+    fixed = problem.logical.sketch.own_first
+    policies = problem.logical.sketch.balance != "none" or any(s != "none" for s, _ in problem.logical.connections)
+    starts = [list(plan.tasks.routing.hops), *([list(r.hops) for r in routings])]
+    for attempt in range(WALKS):
+        if time.monotonic() > end or judge.best_us <= bound_us * CLOSE:
+            return
+        walk = _Walk(problem, starts[attempt % len(starts)], seed + attempt, reroute=not policies, reorder=not fixed)
+        if attempt == 0:
+            walk.adopt(plan.start_us)
+        walk.run(judge, end, bound_us)
+
+
+class _Walk:
+    """One annealing run: trees and priorities change, the planned end decides, the simulator confirms."""
+
+    def __init__(
+        self, problem: RoutingProblem, hops: list[tuple[int, ...]], seed: int, *, reroute: bool, reorder: bool
+    ) -> None:
+        self.problem, self.reroute, self.reorder = problem, reroute, reorder
+        self.rng = np.random.default_rng(seed)
+        self.trees = Trees(problem, hops, seed)
+        self.tasks = Tasks.of(problem, self.trees.routing())
+        self.noise: dict[tuple[int, int], float] = {}
+        self.scale = float(np.mean(self.tasks.us)) if self.tasks.us else 1.0
+
+    def adopt(self, start: NDArray[np.float64]) -> None:
+        """Begin with the order of a plan."""
+        wanted = start + self.tasks.remaining_us
+        for t, value in enumerate(wanted.tolist()):
+            self.noise[self.tasks.chunk[t], self.tasks.hop[t]] = value
+
+    def plan(self, tasks: Tasks) -> NDArray[np.float64]:
+        """Longest remaining first, each send a little earlier or later than that."""
+        noise = self.noise
+        shift = [noise.get(key, 0.0) for key in zip(tasks.chunk, tasks.hop, strict=True)]
+        return schedule(tasks, np.array(shift) - tasks.remaining_us)
+
+    def cost(self, tasks: Tasks, start: NDArray[np.float64]) -> float:
+        """How much comes later than the target, and by how much."""
+        late = (start + np.array(tasks.us) - self.target_us) / self.scale
+        return float(np.maximum(late, 0.0).sum())
+
+    def run(self, judge: Judge, end: float, bound_us: float) -> None:
+        """Walk until patience or time runs out."""
+        self.target_us = max(bound_us, 0.97 * judge.best_us)
+        start = self.plan(self.tasks)
+        now = best = self.cost(self.tasks, start)
+        judge.see(Messages.single(self.tasks, start))
+        idle, heat = 0, 0.3
+        while idle < PATIENCE and time.monotonic() < end and judge.best_us > bound_us * CLOSE:
+            idle, heat = idle + 1, max(heat * 0.999, 0.002)
+            undo: list[tuple[tuple[int, int], float | None]] = []
+            changed = self.reroute and self.rng.random() < (0.6 if self.reorder else 1.0)
+            if changed and not self.trees.move():
+                continue
+            tasks = Tasks.of(self.problem, self.trees.routing()) if changed else self.tasks
+            if not changed:
+                for t in self.rng.integers(tasks.count, size=int(self.rng.integers(1, 4))).tolist():
+                    key = (tasks.chunk[t], tasks.hop[t])
+                    undo.append((key, self.noise.get(key)))
+                    self.noise[key] = self.noise.get(key, 0.0) + float(self.rng.normal()) * self.scale
+            start = self.plan(tasks)
+            cost = self.cost(tasks, start)
+            if cost <= now or math.log(max(self.rng.random(), 1e-12)) * heat > now - cost:
+                now, self.tasks = cost, tasks
+                if cost < best * (1 - 1e-9):
+                    best, idle = cost, 0
+                    if tasks.end_us(start) < judge.best_us * (1 - 1e-9):
+                        judge.see(Messages.single(tasks, start))
+                        judge.see(Messages.single(tasks, justify(tasks, start)))
+                        return
+                continue
+            if changed:
+                self.trees.undo()
+            for key, value in undo:
+                if value is None:
+                    self.noise.pop(key, None)
+                else:
+                    self.noise[key] = value

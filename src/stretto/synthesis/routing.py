@@ -1,0 +1,618 @@
+"""Stage 1: which hops every chunk takes. A sparse model: columns only for (chunk, hop) pairs that some near-shortest
+path uses, one column for all pairs that the sketch's rotations make equal, times only as sums per physical link.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import Infeasible, InvalidInput
+from .logical import Logical
+from .milp import Milp, solve
+
+MAX_TABLE = 1 << 24
+MAX_COLUMNS = 200_000
+MANY_PAIRS = 50_000
+"""Beyond so many pairs, chunks with one target must come nearer to it with every hop."""
+POLICY_WEIGHT = 1e-2
+"""What all connections (uc-min, uc-max), or the balance, weigh against the whole time."""
+HASTE = (0.0, 0.3, 1.0)
+"""How much the quick searches weigh early arrival against the load of links."""
+TIE_WEIGHT = 1e-4
+"""What all sends together weigh: of routings that are equally fast, the one that sends less."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routing:
+    """A choice of hops. `hops[c]` leads chunk c from its sources to its targets, each hop after the one it needs."""
+
+    hops: tuple[tuple[int, ...], ...]
+    bound_us: float
+    """No routing of this model has less load (0 where nothing was proved)."""
+    load_us: float
+    """The busiest link's load."""
+    by: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingProblem:
+    """The pairs that may be chosen, and what they cost."""
+
+    logical: Logical
+    chunk_bytes: NDArray[np.float64]
+    blocking: bool
+    chunk: NDArray[np.int32]
+    hop: NDArray[np.int32]
+    """Pair p sends ``chunk[p]`` over ``hop[p]``."""
+    orbit: NDArray[np.int32]
+    """Pairs with one number are chosen together."""
+    reach_us: NDArray[np.float64]
+    """[chunk, rank]: the earliest that a chunk can be there."""
+    limit_us: NDArray[np.float64]
+    """Per chunk: how long its way may take when nothing else moves."""
+
+    @classmethod
+    def of(cls, logical: Logical, *, nbytes: float, alpha: str = "pipelined", detour: float = 0.5) -> RoutingProblem:
+        """The sparse pairs: on paths that take at most `detour` longer than the shortest (alone on the network)."""
+        c = logical.collective
+        if c.num_chunks * max(logical.hops.num_hops, c.num_ranks) > MAX_TABLE:
+            raise Infeasible(
+                f"routing: {c.num_chunks} chunks over {logical.hops.num_hops} hops is too large for this synthesiser"
+            )
+        size = c.chunk_bytes(nbytes)
+        cost = _hop_us(logical, size)
+        allowed = logical.allowed & ~_returns(logical)
+        reach = _distances(logical.src, logical.dst, cost, allowed, logical.sources, c.num_ranks)
+        _require_paths(logical, reach)
+        left = _distances(logical.dst, logical.src, cost, allowed, logical.targets, c.num_ranks)
+        wanted = np.zeros_like(reach, np.bool_)
+        for at, ranks in enumerate(logical.targets):
+            wanted[at, list(ranks)] = True
+        radius = np.max(np.where(wanted, reach, 0.0), axis=1)
+        single = np.array([len(ranks) == 1 for ranks in logical.targets])
+        limit = (1 + detour) * radius * (1 + 1e-9)
+        # A tree may be as deep as the whole takes anyway: a ring, in the extreme, when few connections are wanted.
+        limit = np.where(single, limit, np.maximum(limit, _receive_us(logical, size)))
+        keep = allowed & (reach[:, logical.src] + cost + left[:, logical.dst] <= limit[:, None])
+        if np.count_nonzero(keep) > MANY_PAIRS:
+            keep &= ~single[:, None] | (left[:, logical.dst] < left[:, logical.src] * (1 - 1e-9))
+        for at in np.flatnonzero(single).tolist():
+            keep[at, logical.src == logical.targets[at][0]] = False
+        chunk, hop = np.nonzero(keep)
+        orbit, alive = _orbits(logical, chunk, hop, keep)
+        problem = cls(
+            logical=logical, chunk_bytes=size, blocking=alpha == "blocking", chunk=chunk[alive].astype(np.int32),
+            hop=hop[alive].astype(np.int32), orbit=orbit, reach_us=reach, limit_us=limit,
+        )
+        if problem.num_orbits > MAX_COLUMNS:
+            raise Infeasible(f"routing: {problem.num_orbits} binaries is too large for this synthesiser")
+        problem._require_symmetric_paths()
+        return problem
+
+    @cached_property
+    def num_orbits(self) -> int:
+        """How many binaries the model has."""
+        return int(self.orbit.max(initial=-1)) + 1
+
+    @cached_property
+    def us(self) -> NDArray[np.float64]:
+        """How long each pair takes alone."""
+        h = self.logical.hops
+        return h.alpha_us[self.hop] + self.chunk_bytes[self.chunk] / (h.gb_per_s[self.hop] * 1e3)
+
+    @cached_property
+    def pairs_of(self) -> list[list[int]]:
+        """The pairs of each chunk."""
+        found: list[list[int]] = [[] for _ in self.chunk_bytes]
+        for pair, c in enumerate(self.chunk.tolist()):
+            found[c].append(pair)
+        return found
+
+    @cached_property
+    def orbit_loads(self) -> list[list[tuple[int, float]]]:
+        """Per orbit: the physical links that its pairs use, and for how long."""
+        h = self.logical.hops
+        links = h.cluster
+        found: list[dict[int, float]] = [{} for _ in range(self.num_orbits)]
+        alpha, rate = links.link_alpha_us * self.blocking, links.link_gb_per_s * 1e3
+        split = self.logical.split
+        for pair, (c, hop) in enumerate(zip(self.chunk.tolist(), self.hop.tolist(), strict=True)):
+            at = found[self.orbit[pair]]
+            for link in h.route(hop):
+                busy = alpha[link] + self.chunk_bytes[c] / rate[link] * split[hop]
+                at[link] = at.get(link, 0.0) + float(busy)
+        return [sorted(at.items()) for at in found]
+
+    def send(self, c: int, hop: int) -> tuple[float, list[tuple[int, float]]]:
+        """How long one send takes alone, and how long it takes each physical link of its hop."""
+        size = float(self.chunk_bytes[c])
+        known = self._sends.get((hop, size))
+        if known is None:
+            h, cluster = self.logical.hops, self.logical.hops.cluster
+            us = float(h.alpha_us[hop]) + size / float(h.gb_per_s[hop] * 1e3)
+            alpha, rate = cluster.link_alpha_us * self.blocking, cluster.link_gb_per_s * 1e3
+            known = self._sends[hop, size] = (us, [(k, float(alpha[k] + size / rate[k])) for k in h.route(hop)])
+        return known
+
+    @cached_property
+    def _sends(self) -> dict[tuple[int, float], tuple[float, list[tuple[int, float]]]]:
+        return {}
+
+    @cached_property
+    def link_rows(self) -> list[tuple[tuple[int, float], ...]]:
+        """Per physical link that may matter: the orbits over it and how long each takes it."""
+        rows: dict[int, list[tuple[int, float]]] = {}
+        for orbit, loads in enumerate(self.orbit_loads):
+            for link, us in loads:
+                rows.setdefault(link, []).append((orbit, us))
+        # Of links that serve the same orbits (a GPU's PCIe link before its NIC), the slowest says it all.
+        slowest: dict[tuple[int, ...], tuple[tuple[int, float], ...]] = {}
+        for row in rows.values():
+            key = tuple(orbit for orbit, _ in row)
+            if key not in slowest or sum(us for _, us in row) > sum(us for _, us in slowest[key]):
+                slowest[key] = tuple(row)
+        return list(slowest.values())
+
+    def load_us(self, chosen: NDArray[np.bool_]) -> float:
+        """The busiest link when these orbits are chosen."""
+        return max((sum(us for orbit, us in row if chosen[orbit]) for row in self.link_rows), default=0.0)
+
+    def tree(self, c: int, chosen: NDArray[np.bool_]) -> tuple[int, ...] | None:
+        """The hops of one chunk among the chosen ones, without waste, or None when they miss a target."""
+        src, dst = self.logical.src, self.logical.dst
+        into: dict[int, int] = {}
+        at = dict.fromkeys(self.logical.sources[c], 0.0)
+        taken = [p for p in self.pairs_of[c] if chosen[self.orbit[p]]]
+        ways = [(int(src[self.hop[p]]), int(dst[self.hop[p]]), float(self.us[p]), int(self.hop[p])) for p in taken]
+        while True:
+            steps = [(at[a] + us, hop, b) for a, b, us, hop in ways if a in at and b not in at]
+            if not steps:
+                break
+            when, hop, rank = min(steps)
+            into[rank], at[rank] = hop, when
+        needed: set[int] = set()
+        for target in self.logical.targets[c]:
+            if target not in into:
+                return None
+            rank = target
+            while rank in into and into[rank] not in needed:
+                needed.add(into[rank])
+                rank = int(src[into[rank]])
+        return tuple(sorted(needed, key=lambda h: at[int(dst[h])]))
+
+    def routing(self, chosen: NDArray[np.bool_], *, bound_us: float = 0.0, by: str) -> Routing | None:
+        """The chosen pairs as trees without waste, or None when they do not reach every target."""
+        trees = []
+        for c in range(len(self.pairs_of)):
+            tree = self.tree(c, chosen)
+            if tree is None:
+                return None
+            trees.append(tree)
+        return Routing(hops=tuple(trees), bound_us=bound_us, load_us=self.load_us(chosen), by=by)
+
+    def chosen(self, routing: Routing) -> NDArray[np.bool_]:
+        """The orbits that a routing uses."""
+        taken = np.zeros(self.num_orbits, np.bool_)
+        for c, hops in enumerate(routing.hops):
+            wanted = set(hops)
+            taken[[self.orbit[p] for p in self.pairs_of[c] if int(self.hop[p]) in wanted]] = True
+        return taken
+
+    def _require_symmetric_paths(self) -> None:
+        """Dropping pairs whose rotation does not exist must leave a way for every chunk."""
+        if not self.logical.sketch.symmetry_offsets:
+            return
+        left = np.zeros_like(self.logical.allowed)
+        left[self.chunk, self.hop] = True
+        cost = _hop_us(self.logical, self.chunk_bytes)
+        ranks = self.logical.collective.num_ranks
+        reach = _distances(self.logical.src, self.logical.dst, cost, left, self.logical.sources, ranks)
+        _require_paths(self.logical, reach, because="symmetry_offsets rotates onto links that do not exist")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingModel:
+    """The model: column k < num_orbits says whether orbit k is chosen, `total` is the time."""
+
+    problem: RoutingProblem
+    model: Milp
+    total: int
+    connections: tuple[tuple[int, tuple[int, ...]], ...]
+    """A column for each connection with a policy, and the orbits that use it."""
+
+    def start(self, routing: Routing) -> list[float]:
+        """Values of the binaries for a known routing; the solver finds the others."""
+        chosen = self.problem.chosen(routing)
+        values = [0.0] * len(self.model.cost)
+        values[: len(chosen)] = chosen.astype(float).tolist()
+        for column, orbits in self.connections:
+            values[column] = float(any(chosen[k] for k in orbits))
+        return values
+
+
+def build(problem: RoutingProblem, *, scale_us: float) -> RoutingModel:
+    """The sparse model; `scale_us` is about the time to expect, against which policies and ties are weighed."""
+    sketch = problem.logical.sketch
+    scale = max(scale_us, 1e-9)
+    model = Milp()
+    weight = np.zeros(problem.num_orbits)
+    np.add.at(weight, problem.orbit, problem.us)
+    weight *= TIE_WEIGHT / max(weight.sum(), 1e-9)
+    for orbit in range(problem.num_orbits):
+        model.column(cost=float(weight[orbit]), upper=1.0, integer=True)
+    most = max((sum(us for _, us in row) for row in problem.link_rows), default=1.0) + problem.limit_us.max(initial=0)
+    total = model.column(cost=1 / scale, upper=float(most))
+    for row in problem.link_rows:
+        model.row({**dict(row), total: -1.0}, upper=0.0)
+    _ways(problem, model, total)
+    connections = _policies(problem, model)
+    if sketch.balance != "none":
+        _balance(problem, model, scale, total)
+    return RoutingModel(problem=problem, model=model, total=total, connections=tuple(connections))
+
+
+def route(
+    problem: RoutingProblem,
+    *,
+    limit_s: float,
+    seed: int = 0,
+    solver: str = "highs",
+    solutions: int = 3,
+    rate: Callable[[Routing], float] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> list[Routing]:
+    """Several routings: from the model and its near-optimal ties, and from the quick search that it begins with.
+
+    With a policy the model's routings come first, else all are sorted by `rate` (default: by load).
+    """
+    from .routing_search import search
+
+    tell = progress or (lambda message, fraction: None)
+    end = time.monotonic() + limit_s
+    policies = problem.logical.sketch.balance != "none" or any(s != "none" for s, _ in problem.logical.connections)
+    quick: list[Routing] = []
+    rate = rate or (lambda routing: routing.load_us)
+    for attempt in range(max(len(HASTE), solutions)):
+        found = search(problem, seed=seed + attempt, haste=HASTE[attempt % len(HASTE)])
+        if found is not None:
+            quick.append(found)
+        if time.monotonic() > end - limit_s * 0.9:
+            break
+    quick.sort(key=lambda r: r.load_us)
+    scale = quick[0].load_us if quick else float(problem.limit_us.max(initial=1.0))
+    built = build(problem, scale_us=scale)
+    model, total = built.model, built.total
+    tell(f"routing: {model.counts}", 0.0)
+    free = list(model.cost)
+    exact: list[Routing] = []
+    start = built.start(quick[0]) if quick else None
+    rng = np.random.default_rng(seed)
+    bound = 0.0
+    for attempt in range(solutions):
+        left = end - time.monotonic()
+        if left < 0.2 and (exact or quick):
+            break
+        # Ties between optima change the schedule. Starting elsewhere gives other ones; from the third on, the time is
+        # held and random pairs are preferred.
+        try:
+            solved = solve(
+                model, solver=solver, limit_s=left * 0.6, seed=seed + attempt, gap=1e-3 if attempt < 2 else 0.05,
+                start=None if attempt == 1 else start,
+            )
+        except Infeasible:
+            if exact or quick:
+                break  # the held time was rounded away
+            raise Infeasible(
+                f"sketch {problem.logical.sketch.name}: its limits and symmetry_offsets together leave no routing"
+            ) from None
+        if attempt == 0 and not policies and np.isfinite(solved.bound):
+            # With policies in it, the cost proves nothing about the time.
+            bound = max(0.0, (solved.bound - TIE_WEIGHT) * scale)
+        if solved.values is None:
+            continue
+        chosen = solved.values[: problem.num_orbits] > 0.5
+        found = problem.routing(chosen, bound_us=bound, by=solver)
+        if found is not None:
+            exact.append(found)
+            tell(f"routing {attempt}: busiest link {found.load_us:.4g} us", (attempt + 1) / solutions)
+        if attempt >= 1:
+            start = built.start(min(exact, key=lambda r: r.load_us)) if exact else start
+            model.upper[total] = max(float(solved.values[total]), 1e-9) * (1 + 1e-4)
+            model.cost = [c + float(rng.random()) * 0.1 if k < problem.num_orbits else c for k, c in enumerate(free)]
+    exact.sort(key=rate)
+    return [*exact, *quick] if policies else sorted([*exact, *quick], key=rate)
+
+
+def _ways(problem: RoutingProblem, model: Milp, total: int) -> None:
+    """Every target is reached once, nothing is sent before it is there, and ways take time (eq. 2-5 of the paper)."""
+    logical = problem.logical
+    arrival: dict[tuple[int, ...], int] = {}
+    src, dst = logical.src.tolist(), logical.dst.tolist()
+    for c, pairs in enumerate(problem.pairs_of):
+        sources, targets = set(logical.sources[c]), set(logical.targets[c])
+        into: dict[int, dict[int, float]] = {}
+        out: dict[int, dict[int, float]] = {}
+        for p in pairs:
+            orbit = int(problem.orbit[p])
+            for table, rank in ((into, dst[problem.hop[p]]), (out, src[problem.hop[p]])):
+                at = table.setdefault(rank, {})
+                at[orbit] = at.get(orbit, 0.0) + 1.0
+        for rank, terms in into.items():
+            if rank in targets:
+                model.row(terms, lower=1.0, upper=1.0)
+            elif len(targets) == 1:
+                model.row(_difference(terms, out.get(rank, {})), lower=0.0, upper=0.0)
+            else:
+                model.row(terms, upper=1.0)
+        for rank, terms in out.items():
+            if rank in sources or rank in targets:
+                continue
+            if rank not in into:
+                for orbit in terms:
+                    model.row({orbit: 1.0}, upper=0.0)
+            elif len(targets) > 1:
+                for orbit in terms:
+                    model.row(_difference({orbit: 1.0}, into[rank]), upper=0.0)
+        _enter_hosts(problem, model, c)
+        if len(targets) == 1:
+            way: dict[int, float] = {}
+            for p in pairs:
+                way[int(problem.orbit[p])] = way.get(int(problem.orbit[p]), 0.0) + float(problem.us[p])
+            model.row({**way, total: -1.0}, upper=0.0)
+        elif targets:
+            _arrivals(problem, model, total, c, sources, arrival)
+
+
+def _enter_hosts(problem: RoutingProblem, model: Milp, c: int) -> None:
+    """A chunk wanted in another host comes there at least once: implied, but a relaxation does not see it."""
+    logical = problem.logical
+    homes = {int(logical.host[r]) for r in logical.sources[c]}
+    entering: dict[int, dict[int, float]] = {int(logical.host[r]): {} for r in logical.targets[c]}
+    for p in problem.pairs_of[c]:
+        hop = problem.hop[p]
+        host = int(logical.host[logical.dst[hop]])
+        if logical.crosses[hop] and host in entering:
+            entering[host][int(problem.orbit[p])] = 1.0
+    for host, terms in entering.items():
+        if host not in homes:
+            model.row(terms, lower=1.0)
+
+
+def _arrivals(
+    problem: RoutingProblem, model: Milp, total: int, c: int, sources: set[int], known: dict[tuple[int, ...], int]
+) -> None:
+    """A tree's arrival times: they count, and they forbid circles."""
+    src, dst = problem.logical.src.tolist(), problem.logical.dst.tolist()
+    incoming: dict[int, list[int]] = {}
+    for p in problem.pairs_of[c]:
+        incoming.setdefault(dst[problem.hop[p]], []).append(p)
+    limit = float(problem.limit_us[c])
+    column: dict[int, int] = {}
+    for rank, pairs in incoming.items():
+        # The same orbits lead into rotated ranks: one column serves them all.
+        key = tuple(sorted(int(problem.orbit[p]) for p in pairs))
+        if key not in known:
+            known[key] = model.column(lower=float(problem.reach_us[c, rank]), upper=limit)
+            model.row({known[key]: 1.0, total: -1.0}, upper=0.0)
+        column[rank] = known[key]
+    _sends_from(problem, model, total, c, column)
+    for rank, pairs in incoming.items():
+        for p in pairs:
+            start, orbit, us = src[problem.hop[p]], int(problem.orbit[p]), float(problem.us[p])
+            if start in sources:
+                model.row({column[rank]: 1.0, orbit: -us}, lower=0.0)
+            elif start in column and column[start] != column[rank]:
+                slack = limit - float(problem.reach_us[c, rank]) + us
+                model.row({column[rank]: 1.0, column[start]: -1.0, orbit: -slack}, lower=us - slack)
+
+
+def _sends_from(problem: RoutingProblem, model: Milp, total: int, c: int, column: dict[int, int]) -> None:
+    """A chunk that is sent on several times through one port takes that long from its arrival on."""
+    ports: dict[tuple[int, int], dict[int, float]] = {}
+    for p in problem.pairs_of[c]:
+        hop, rank = int(problem.hop[p]), problem.logical.src_list[problem.hop[p]]
+        for link, us in problem.send(c, hop)[1]:
+            terms = ports.setdefault((rank, link), {})
+            orbit = int(problem.orbit[p])
+            terms[orbit] = terms.get(orbit, 0.0) + us
+    for (rank, _), terms in ports.items():
+        if len(terms) > 1 and rank in column:
+            model.row({**terms, column[rank]: 1.0, total: -1.0}, upper=0.0)
+
+
+def _policies(problem: RoutingProblem, model: Milp) -> list[tuple[int, tuple[int, ...]]]:
+    """uc-min and uc-max: a column per connection of a hyperedge says whether it is used (eq. 9-11)."""
+    over: dict[int, set[int]] = {}
+    for pair, hop in enumerate(problem.hop.tolist()):
+        over.setdefault(hop, set()).add(int(problem.orbit[pair]))
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for strategy, hops in problem.logical.connections:
+        used: dict[tuple[int, ...], int] = {}
+        weight = POLICY_WEIGHT / max(len(hops), 1) * (1 if strategy == "uc-min" else -1)
+        for hop in hops.tolist():
+            orbits = tuple(sorted(over.get(hop, ())))
+            if strategy == "none" or not orbits:
+                continue
+            if orbits in used:
+                model.cost[used[orbits]] += weight
+                continue
+            connection = used[orbits] = model.column(cost=weight, upper=1.0, integer=True)
+            found.append((connection, orbits))
+            if strategy == "uc-min":
+                for orbit in orbits:
+                    model.row({orbit: 1.0, connection: -1.0}, upper=0.0)
+            else:
+                model.row({connection: 1.0, **dict.fromkeys(orbits, -1.0)}, upper=0.0)
+    return found
+
+
+def _balance(problem: RoutingProblem, model: Milp, scale: float, total: int) -> None:
+    """minmax: the busiest link beside the time; maxmin: the idlest link, as busy as it can be."""
+    least = problem.logical.sketch.balance == "maxmin"
+    column = model.column(cost=(-POLICY_WEIGHT if least else POLICY_WEIGHT) / scale, upper=model.upper[total])
+    for row in problem.link_rows:
+        if least:
+            model.row({column: 1.0, **{orbit: -us for orbit, us in row}}, upper=0.0)
+        else:
+            model.row({column: -1.0, **dict(row)}, upper=0.0)
+
+
+def _difference(a: dict[int, float], b: dict[int, float]) -> dict[int, float]:
+    terms = dict(a)
+    for key, value in b.items():
+        terms[key] = terms.get(key, 0.0) - value
+    return terms
+
+
+def _hop_us(logical: Logical, size: NDArray[np.float64]) -> NDArray[np.float64]:
+    h = logical.hops
+    table: NDArray[np.float64] = h.alpha_us[None, :] + size[:, None] / (h.gb_per_s[None, :] * 1e3)
+    return table
+
+
+def _receive_us(logical: Logical, size: NDArray[np.float64]) -> float:
+    """How long some rank takes to receive what it wants over all its links together, at least."""
+    wanted = np.zeros(logical.collective.num_ranks)
+    for c, ranks in enumerate(logical.targets):
+        wanted[list(ranks)] += size[c]
+    last = {rank: set[int]() for rank in range(len(wanted))}
+    for hop, rank in enumerate(logical.dst_list):
+        last[rank].add(logical.hops.route(hop)[-1])
+    rate = np.array([logical.hops.cluster.link_gb_per_s[sorted(links)].sum() * 1e3 for links in last.values()])
+    return float(np.max(wanted / np.maximum(rate, 1e-12), where=rate > 0, initial=0.0))
+
+
+def _returns(logical: Logical) -> NDArray[np.bool_]:
+    """Hops back into a host that has the chunk already, where ways inside it exist."""
+    table = np.zeros_like(logical.allowed)
+    if not logical.crosses.any() or logical.crosses.all():
+        return table
+    for c, ranks in enumerate(logical.sources):
+        homes = logical.host[list(ranks)]
+        table[c] = logical.crosses & np.isin(logical.host[logical.dst], homes)
+    return table
+
+
+def _distances(
+    src: NDArray[np.int32], dst: NDArray[np.int32], cost: NDArray[np.float64], allowed: NDArray[np.bool_],
+    starts: Sequence[Sequence[int]], ranks: int,
+) -> NDArray[np.float64]:
+    """[chunk, rank]: the shortest way from any of the chunk's starts."""
+    table = np.full((len(starts), ranks), np.inf)
+    for c, at in enumerate(starts):
+        table[c, list(at)] = 0.0
+    price = np.where(allowed, cost, np.inf)
+    for _ in range(ranks):
+        before = table.copy()
+        for hop, (a, b) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
+            np.minimum(table[:, b], table[:, a] + price[:, hop], out=table[:, b])
+        if np.array_equal(before, table):
+            break
+    return table
+
+
+def _require_paths(logical: Logical, reach: NDArray[np.float64], because: str | None = None) -> None:
+    """Raise `Infeasible` for the first chunk without a way, naming the limit that takes it."""
+    for c, targets in enumerate(logical.targets):
+        for target in targets:
+            if np.isfinite(reach[c, target]):
+                continue
+            names = logical.hops.cluster.node_names
+            a, b = (names[logical.collective.ranks[r]] for r in (logical.sources[c][0], target))
+            why = because or _culprit(logical, c, target)
+            raise Infeasible(f"sketch {logical.sketch.name}: no path for chunk {c} from {a} to {b}: {why}")
+
+
+def _culprit(logical: Logical, c: int, target: int) -> str:
+    """The first limit without which the chunk would have a way; with none of them, the cluster has none."""
+    one = np.ones((1, logical.hops.num_hops))
+    ranks = logical.collective.num_ranks
+
+    def reached(limits: Sequence[NDArray[np.bool_]]) -> bool:
+        allowed = np.ones_like(one, np.bool_)
+        for limit in limits:
+            allowed &= limit[c]
+        found = _distances(logical.src, logical.dst, one, allowed, [logical.sources[c]], ranks)
+        return bool(np.isfinite(found[0, target]))
+
+    limits = logical.restrictions
+    if not reached([]):
+        where = "" if logical.sketch.channels == "all" else f" over links.channels {logical.sketch.channels}"
+        return f"the cluster has no links{where} that lead there"
+    for at, (name, _) in enumerate(limits):
+        if reached([limit for i, (_, limit) in enumerate(limits) if i != at]):
+            return name
+    for at in range(1, len(limits) + 1):
+        if not reached([limit for _, limit in limits[:at]]):
+            return " and ".join(name for name, _ in limits[:at])
+    return "the way leads through its own host again"
+
+
+def _orbits(
+    logical: Logical, chunk: NDArray[np.intp], hop: NDArray[np.intp], keep: NDArray[np.bool_]
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Number pairs by orbit under the sketch's rotations; pairs whose rotation is not there are dropped."""
+    number = np.full(keep.shape, -1, np.int64)
+    number[chunk, hop] = np.arange(len(chunk))
+    label = np.arange(len(chunk))
+    alive = np.ones(len(chunk), np.bool_)
+    images = []
+    for at, (offset, group) in enumerate(logical.sketch.symmetry_offsets):
+        rank = _rotation(logical, at, offset, group)
+        moved = _rotated_chunks(logical, rank, at)
+        between = {pair: h for h, pair in enumerate(zip(logical.src.tolist(), logical.dst.tolist(), strict=True))}
+        ends = zip(rank[logical.src].tolist(), rank[logical.dst].tolist(), strict=True)
+        hops = np.array([between.get(pair, -1) for pair in ends], np.int64)
+        image = np.where(hops[hop] >= 0, number[moved[chunk], hops[hop]], -1)
+        # As in TACCL, links between groups need not be symmetric: they are tied only where their image exists.
+        across = (logical.src // group != logical.dst // group)[hop]
+        alive &= (image >= 0) | across
+        images.append(image)
+    changed = True
+    while changed:
+        changed = False
+        for image in images:
+            here = np.flatnonzero(image >= 0)
+            there = image[here]
+            low = np.minimum(label[here], label[there])
+            good = alive[here] & alive[there]
+            across_alive = (label[here] != low).any() or (label[there] != low).any()
+            if across_alive or (alive[here] != good).any() or (alive[there] != good).any():
+                np.minimum.at(label, here, low)
+                np.minimum.at(label, there, low)
+                alive[here] &= good
+                alive[there] &= good
+                changed = True
+    _, orbit = np.unique(label[alive], return_inverse=True)
+    return orbit.astype(np.int32), alive
+
+
+def _rotation(logical: Logical, at: int, offset: int, group: int) -> NDArray[np.int64]:
+    count = logical.collective.num_ranks
+    if count % group:
+        raise InvalidInput(f"symmetry_offsets[{at}]: groups of {group} do not divide {count} ranks")
+    rank = np.arange(count)
+    return rank // group * group + (rank % group + offset) % group
+
+
+def _rotated_chunks(logical: Logical, rank: NDArray[np.int64], at: int) -> NDArray[np.int64]:
+    """The chunk that starts and ends where the rotation puts a chunk's start and end; equal ones in order."""
+    c = logical.collective
+    numbered: dict[tuple[frozenset[int], frozenset[int]], list[int]] = {}
+    keys = []
+    for sources, targets in zip(logical.sources, logical.targets, strict=True):
+        keys.append((frozenset(sources), frozenset((*sources, *targets))))
+        numbered.setdefault(keys[-1], []).append(len(keys) - 1)
+    moved = np.zeros(c.num_chunks, np.int64)
+    for (start, end), chunks in numbered.items():
+        image = numbered.get((frozenset(rank[list(start)].tolist()), frozenset(rank[list(end)].tolist())), [])
+        if len(image) != len(chunks):
+            raise Infeasible(f"symmetry_offsets[{at}]: {c.kind} changes with this rotation (chunk {chunks[0]})")
+        moved[chunks] = image
+    return moved

@@ -1,0 +1,141 @@
+"""Communication sketches: what a person already knows about a good algorithm, as limits on the search for one.
+
+A `Sketch` says which links may be used (also chunk by chunk), who relays between hosts, how many connections a
+switch should carry, which rotations leave the algorithm unchanged, and how finely the data is cut. `Logical`
+(logical.py) is a sketch applied to a cluster and a collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import InvalidInput, unknown
+
+STRATEGIES = ("uc-min", "uc-max", "none")
+BALANCE = ("none", "minmax", "maxmin")
+PATTERNS = ("fully-connected", "direct-map")
+CHANNEL_WORDS = ("auto", "all")
+MAX_CHUNKUP = 1 << 12
+
+Connections = str | Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRule:
+    """Hops from a device of `src` to one of `dst` (names or numbers; empty: any), for these chunks (empty: all)."""
+
+    src: tuple[int | str, ...] = ()
+    dst: tuple[int | str, ...] = ()
+    chunks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperedge:
+    """GPUs of every host that meet in a switch, and whether few or many connections over it are wanted."""
+
+    gpus: tuple[int, ...]
+    strategy: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """Limits on a search. GPUs of `switches` and of the relay fields are numbered within their host.
+
+    >>> Sketch(symmetry_offsets=((8, 16),)).vary(input_chunkup=2).input_chunkup
+    2
+    """
+
+    name: str = "sketch"
+    nodes: int | None = None
+    """How many hosts the sketch is written for; checked against the cluster."""
+    channels: str | tuple[str, ...] = "auto"
+    """Links between GPUs of one host: of these channels, ``all``, or ``auto``: the widest channel if it joins them."""
+    keep: tuple[LinkRule, ...] = ()
+    """If there are any, only hops of these rules remain."""
+    drop: tuple[LinkRule, ...] = ()
+    switches: tuple[Hyperedge, ...] = ()
+    balance: str = "none"
+    internode_conn: Connections = "fully-connected"
+    """GPU i of a host sends to GPUs ``internode_conn[i]`` of other hosts only."""
+    beta_split: Mapping[int, float] = field(default_factory=dict)
+    """GPU i is planned with 1/n-th of the bandwidth between hosts."""
+    chunk_to_relay_map: tuple[int, int] | None = None
+    """(r1, r2): a chunk of GPU p leaves its host through GPU ``p // r1 * r1 + r2``."""
+    gpus_to_sender: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Chunks of the listed GPUs leave their host through the key."""
+    own_first: bool = False
+    """A relay sends its own chunks to other hosts before those of others."""
+    symmetry_offsets: tuple[tuple[int, int], ...] = ()
+    """(o, g): rotating ranks by o within groups of g leaves the algorithm unchanged."""
+    input_chunkup: int = 1
+    input_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Sketch:
+        """A sketch from our YAML form or from one of TACCL's JSON files."""
+        from .sketch_files import load
+
+        return load(path)
+
+    def save(self, path: str | Path) -> None:
+        """Write the versioned YAML form."""
+        from .sketch_files import save
+
+        save(self, path)
+
+    def vary(self, **changes: object) -> Sketch:
+        """A copy with some fields changed: what an ablation needs."""
+        known = [f.name for f in dataclasses.fields(self)]
+        for key in changes:
+            if key not in known:
+                raise unknown("field of a sketch", key, known)
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def with_connections(self, count: int, gpus: int) -> Sketch:
+        """Each GPU of a host of `gpus` sends to `count` GPUs of another host: the paper's first ablation."""
+        if not 1 <= count <= gpus:
+            raise InvalidInput(f"internode_conn: a GPU has 1 to {gpus} connections, not {count}")
+        conn = {i: tuple((i + j) % gpus for j in range(count)) for i in range(gpus)}
+        return self.vary(internode_conn=conn, beta_split={}, chunk_to_relay_map=None, gpus_to_sender={})
+
+    def with_strategy(self, strategy: str) -> Sketch:
+        """Every switch with this policy: ``uc-min``, ``uc-max`` or ``none``."""
+        return self.vary(switches=tuple(dataclasses.replace(s, strategy=strategy) for s in self.switches))
+
+
+def _validate(sketch: Sketch) -> None:
+    for at, edge in enumerate(sketch.switches):
+        if edge.strategy not in STRATEGIES:
+            raise InvalidInput(f"switches[{at}].strategy: {unknown('strategy', edge.strategy, STRATEGIES)}")
+        if len(set(edge.gpus)) < max(2, len(edge.gpus)):
+            raise InvalidInput(f"switches[{at}].gpus: a switch joins at least two different GPUs")
+    if sketch.balance not in BALANCE:
+        raise InvalidInput(f"balance: {unknown('strategy', sketch.balance, BALANCE)}")
+    if isinstance(sketch.internode_conn, str) and sketch.internode_conn not in PATTERNS:
+        choices = (*PATTERNS, "a table of GPUs")
+        raise InvalidInput(f"internode_conn: {unknown('pattern', sketch.internode_conn, choices)}")
+    if isinstance(sketch.channels, str) and sketch.channels not in CHANNEL_WORDS:
+        choices = (*CHANNEL_WORDS, "a list of channels")
+        raise InvalidInput(f"links.channels: {unknown('choice', sketch.channels, choices)}")
+    for gpu, n in sketch.beta_split.items():
+        if not 1 <= n < float("inf"):
+            raise InvalidInput(f"beta_split.{gpu}: must be >= 1, not {n:g}")
+    if sketch.chunk_to_relay_map is not None:
+        r1, r2 = sketch.chunk_to_relay_map
+        if r1 < 1 or r2 < 0:
+            raise InvalidInput(f"chunk_to_relay_map: needs r1 >= 1 and r2 >= 0, not [{r1}, {r2}]")
+    for at, (offset, group) in enumerate(sketch.symmetry_offsets):
+        if not 1 <= offset < group:
+            raise InvalidInput(f"symmetry_offsets[{at}]: needs 1 <= offset < group size, not [{offset}, {group}]")
+    if not 1 <= sketch.input_chunkup <= MAX_CHUNKUP:
+        raise InvalidInput(f"input_chunkup: must be 1..{MAX_CHUNKUP}, not {sketch.input_chunkup}")
+    if sketch.nodes is not None and sketch.nodes < 1:
+        raise InvalidInput(f"nodes: must be >= 1, not {sketch.nodes}")
+    if sketch.input_bytes is not None and not 1 <= sketch.input_bytes <= 1 << 50:
+        raise InvalidInput(f"input_size: must be 1 byte to 1 PiB, not {sketch.input_bytes}")

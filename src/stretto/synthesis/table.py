@@ -1,0 +1,180 @@
+"""Which program for which size: a table indexed by the number of bytes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..cluster import Cluster
+from ..collectives import Collective
+from ..errors import InvalidInput
+from ..programs import Program
+from ..simulator import lower_bound, simulate
+from .certificate import Synthesis
+from .makers import Progress
+from .portfolio import synthesize
+
+COLUMNS = ("file", "program", "maker", "min_bytes", "max_bytes", "nbytes", "time_us", "bound_us", "gap")
+MAX_SIZES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """For `min_bytes` to `max_bytes` (0: without limit) use the program of `synthesis`, which was made for one of them.
+
+    ``points`` are the sizes that were simulated, each with (nbytes, time_us, bound_us).
+    """
+
+    synthesis: Synthesis
+    min_bytes: int
+    max_bytes: int
+    points: tuple[tuple[int, float, float], ...]
+
+    @property
+    def program(self) -> Program:
+        """What to run."""
+        return self.synthesis.program
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection:
+    """The choices, by rising size; together they cover every size."""
+
+    collective: str
+    cluster: str
+    choices: tuple[Choice, ...]
+
+    def best(self, nbytes: float) -> Program:
+        """The program for a size."""
+        for choice in self.choices:
+            if not choice.max_bytes or nbytes <= choice.max_bytes:
+                return choice.program
+        raise AssertionError("the last choice has no limit")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per simulated size."""
+        return [
+            {
+                "program": choice.program.name,
+                "maker": choice.synthesis.certificate.maker,
+                "min_bytes": choice.min_bytes,
+                "max_bytes": choice.max_bytes,
+                "nbytes": nbytes,
+                "time_us": took,
+                "bound_us": bound,
+                "gap": took / bound - 1 if bound > 0 else 0.0,
+            }
+            for choice in self.choices
+            for nbytes, took, bound in choice.points
+        ]
+
+    def save(self, folder: str | Path, *, suffix: str = ".xml") -> list[Path]:
+        """One program file per choice, ``index.json`` and ``index.csv``; returns what was written.
+
+        MSCCL files carry their size range themselves, so that the runtime picks the right one.
+        """
+        from ..programs.formats import SUFFIXES, save_program
+
+        if suffix not in SUFFIXES:
+            raise InvalidInput(f"suffix {suffix!r}: choose from: {', '.join(SUFFIXES)}")
+        folder = Path(folder)
+        names = [f"{self.collective}-{at}{suffix}" for at in range(len(self.choices))]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, choice in zip(names, self.choices, strict=True):
+                limits = {"min_bytes": choice.min_bytes, "max_bytes": choice.max_bytes} if suffix == ".xml" else {}
+                is_text = SUFFIXES[suffix] == "text"
+                save_program(choice.program if is_text else choice.synthesis.runnable, folder / name, **limits)
+            rows = [
+                {"file": name, **row}
+                for name, choice in zip(names, self.choices, strict=True)
+                for row in self.rows()
+                if row["min_bytes"] == choice.min_bytes
+            ]
+            index = {"collective": self.collective, "cluster": self.cluster, "rows": rows}
+            (folder / "index.json").write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
+            table = io.StringIO()
+            writer = csv.DictWriter(table, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+            (folder / "index.csv").write_text(table.getvalue())
+        except OSError as error:
+            raise InvalidInput(f"{error.filename or folder}: {error.strerror or error}") from None
+        return [*(folder / name for name in names), folder / "index.json", folder / "index.csv"]
+
+
+def select(
+    collective: Collective,
+    cluster: Cluster,
+    sizes: Sequence[int],
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Selection:
+    """Synthesise for every size, try each program at every other size too, and divide the sizes among the best.
+
+    `options` go to `synthesize` (its budget is for one size); with ``lower=True`` instruction streams are compared, and
+    fit the runtimes that read MSCCL files. Where the best program changes between two sizes, the
+    border is where both take the same time.
+
+    >>> from stretto import AllGather, KB, MB
+    >>> ring = Cluster.preset("ring", nodes=8)
+    >>> table = select(AllGather(8), ring, [KB, MB], makers=["library"], cache=False)
+    >>> [len(table.choices) >= 1, table.choices[0].min_bytes, table.choices[-1].max_bytes]
+    [True, 0, 0]
+    """
+    ordered = sorted(set(sizes))
+    if not 1 <= len(ordered) <= MAX_SIZES:
+        raise InvalidInput(f"sizes: must be 1..{MAX_SIZES} different ones, not {len(ordered)}")
+    found: list[Synthesis] = []
+    for at, nbytes in enumerate(ordered):
+        def step(message: str, fraction: float, at: int = at) -> None:
+            if progress is not None:
+                progress(message, (at + fraction) / len(ordered))
+
+        found.append(synthesize(collective, cluster, nbytes, progress=step, **options))
+    physics = {key: options[key] for key in ("alpha", "contention") if key in options}
+
+    def time_us(one: Synthesis, nbytes: int) -> float:
+        return simulate(one.runnable, cluster, nbytes=nbytes, **physics).total_us
+
+    programs = [s for at, s in enumerate(found) if all(s.program != other.program for other in found[:at])]
+    chosen: list[tuple[Synthesis, list[tuple[int, float, float]]]] = []
+    for nbytes in ordered:
+        took, at = min((time_us(s, nbytes), at) for at, s in enumerate(programs))
+        point = (nbytes, took, lower_bound(collective, cluster, nbytes).total_us)
+        if chosen and chosen[-1][0] is programs[at]:
+            chosen[-1][1].append(point)
+        else:
+            chosen.append((programs[at], [point]))
+    borders = [
+        _border(lambda n, a=a, b=b: time_us(a, n) - time_us(b, n), before[-1][0], after[0][0])
+        for (a, before), (b, after) in pairwise(chosen)
+    ]
+    lows, highs = [0, *(b + 1 for b in borders)], [*borders, 0]
+    return Selection(
+        collective=collective.kind,
+        cluster=cluster.name,
+        choices=tuple(
+            Choice(synthesis=s, min_bytes=low, max_bytes=high, points=tuple(points))
+            for (s, points), low, high in zip(chosen, lows, highs, strict=True)
+        ),
+    )
+
+
+def _border(difference: Any, low: int, high: int, steps: int = 10) -> int:
+    """The last size at which the first of two programs still wins: it does at `low` and does not at `high`."""
+    for _ in range(steps):
+        middle = round(math.sqrt(low * high))
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if difference(middle) <= 0 else (low, middle)
+    return low

@@ -1,0 +1,221 @@
+"""TACCL's three stages, sketch in hand: routing, ordering, contiguity; every plan is judged by the simulator."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import Cluster
+from ..collectives import Collective
+from ..errors import Infeasible, InvalidInput
+from ..programs import Program
+from ..simulator import simulate
+from .contiguity import Messages, merge
+from .logical import Logical, default_sketch
+from .ordering import VARIANTS, Tasks, justify, priorities, schedule
+from .refine import CLOSE, improve, paced
+from .routing import Routing, RoutingProblem, route
+from .schedule import program_from_schedule
+from .sketch import Sketch
+from .slots import on_grid
+
+Progress = Callable[[str, float], None]
+MAX_TRANSFERS = 1 << 18
+LARGE = 1500
+"""Binaries from which routing takes most of the time, for searching further comes to little."""
+POLICY_WORTH = 0.97
+"""With a policy, a routing that does not know it must be this much faster to be taken."""
+
+
+def synthesise(
+    collective: Collective,
+    cluster: Cluster,
+    *,
+    nbytes: float | None = None,
+    budget_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    sketch: Sketch | None = None,
+    alpha: str = "pipelined",
+    solver: str = "highs",
+    solutions: int = 3,
+    detour: float = 0.5,
+) -> Program:
+    """The fastest program found that keeps to the sketch (default: what the cluster's own structure suggests).
+
+    For all-gather, all-to-all, broadcast, gather, scatter and anything else that does not combine chunks. The
+    sketch's `input_chunkup` cuts chunks further; its `input_size` stands in for `nbytes`.
+
+    >>> from stretto import AllGather, Cluster, simulate
+    >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=1.0, alpha_us=0.0)
+    >>> program = synthesise(AllGather(4), ring, nbytes=4e6, budget_s=2.0)
+    >>> simulate(program, ring, nbytes=4e6).total_us
+    2000.0
+    """
+    began = time.monotonic()
+    tell = progress or (lambda message, fraction: None)
+    chosen = default_sketch(cluster, collective) if sketch is None else sketch
+    fine = refined(collective, math.lcm(collective.chunks, chosen.input_chunkup) // collective.chunks)
+    size = bytes_of(chosen, fine) if nbytes is None else nbytes
+    logical = Logical.of(chosen, cluster, fine)
+    problem = RoutingProblem.of(logical, nbytes=size, alpha=alpha, detour=detour)
+    name = f"three_stage({chosen.name}, chunks={fine.chunks})"
+    judge = _Judge(problem, name, size, alpha)
+    share = 0.55 if problem.num_orbits > LARGE else 0.4
+    routings = route(
+        problem, limit_s=budget_s * share, seed=seed, solver=solver, solutions=solutions, rate=_rated(problem),
+        progress=lambda message, fraction: tell(message, 0.4 * fraction),
+    )
+    if not routings:
+        raise Infeasible(f"sketch {chosen.name}: no routing was found in {budget_s:g} s; allow more time or more links")
+    bound = max(r.bound_us for r in routings)
+    policies = _has_policies(chosen)
+    rated = _rated(problem)
+    for at, routing in enumerate(routings):
+        if policies and routing.by == "search" and rated(routing) > POLICY_WORTH * judge.best_us:
+            continue
+        tasks = Tasks.of(problem, routing)
+        if tasks.count > MAX_TRANSFERS:
+            raise Infeasible(f"routing: {tasks.count} transfers is too large for this synthesiser")
+        for variant in VARIANTS:
+            plan = schedule(tasks, priorities(tasks, variant))
+            judge.see(Messages.single(tasks, plan))
+            if not chosen.own_first:
+                judge.see(Messages.single(tasks, justify(tasks, plan)))
+            if time.monotonic() - began > budget_s * 0.75:
+                break
+        tell(f"ordering {at}: {judge.best_us:.6g} us", 0.4 + 0.2 * (at + 1) / len(routings))
+        if time.monotonic() - began > budget_s * 0.75:
+            break
+    left = budget_s - (time.monotonic() - began)
+    if judge.best_us > bound * CLOSE and left > 0 and not policies:
+        exact = on_grid(problem, bound_us=bound, best_us=judge.best_us, limit_s=left / 3, seed=seed, solver=solver)
+        if exact is not None:
+            judge.see(exact)
+            tell(f"exact on a grid: {judge.best_us:.6g} us", 0.7)
+    left = budget_s - (time.monotonic() - began)
+    if judge.best_us > bound * CLOSE and left > 0:
+        share = 0.4 if problem.blocking and logical.hops.alpha_us.any() else 0.9
+        improve(judge, judge.plan, routings, limit_s=left * share, seed=seed, bound_us=bound)
+        tell(f"search: {judge.best_us:.6g} us", 0.8)
+    left = budget_s - (time.monotonic() - began)
+    if problem.blocking and left > 0:
+        merge(judge.plan, judge.see, limit_s=left * 0.9, seed=seed, solver=solver)
+        tell(f"contiguity: {judge.best_us:.6g} us", 1.0)
+    judge.program.verify()
+    return judge.program
+
+
+def _rated(problem: RoutingProblem) -> Callable[[Routing], float]:
+    """A routing's time by the first rule of ordering."""
+
+    def rate(routing: Routing) -> float:
+        tasks = Tasks.of(problem, routing)
+        return tasks.end_us(schedule(tasks, priorities(tasks, "longest remaining first")))
+
+    return rate
+
+
+def _has_policies(sketch: Sketch) -> bool:
+    """Whether the sketch asks for more than a short time, so that only the routing model may choose ways."""
+    return sketch.balance != "none" or sketch.own_first or any(s.strategy != "none" for s in sketch.switches)
+
+
+class _Judge:
+    """Turns plans into programs, times them, and keeps the best."""
+
+    def __init__(self, problem: RoutingProblem, name: str, nbytes: float, alpha: str) -> None:
+        self.problem, self.name, self.nbytes, self.alpha = problem, name, nbytes, alpha
+        self.best_us = math.inf
+
+    def see(self, plan: Messages) -> float:
+        """The simulated time of a plan, as it is and with its sends paced by what arrives."""
+        program = self.program_of(plan)
+        us = self._time(program, plan)
+        if us > plan.end_us * (1 + 1e-6):
+            us = min(us, self._time(paced(program, plan), plan))
+        return us
+
+    def _time(self, program: Program, plan: Messages) -> float:
+        us = simulate(program, self.cluster, nbytes=self.nbytes, alpha=self.alpha).total_us
+        if us < self.best_us:
+            self.best_us, self.plan, self.program = us, plan, program
+        return us
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where it runs."""
+        return self.problem.logical.hops.cluster
+
+    def program_of(self, plan: Messages) -> Program:
+        """The plan as a program: its order is the plan's order."""
+        logical, tasks = self.problem.logical, plan.tasks
+        hop = [tasks.hop[sends[0]] for sends in plan.sends]
+        return program_from_schedule(
+            self.name,
+            logical.collective,
+            self.cluster,
+            start_us=plan.start_us,
+            src=logical.src[hop],
+            dst=logical.dst[hop],
+            chunks=[[tasks.chunk[t] for t in sends] for sends in plan.sends],
+            routes=[logical.hops.route(h) for h in hop],
+        )
+
+
+def refined(collective: Collective, pieces: int) -> Collective:
+    """The same collective with every chunk cut into equal pieces.
+
+    >>> from stretto import AllGather
+    >>> refined(AllGather(4), 2) == AllGather(4, chunks=2)
+    True
+    """
+    if pieces == 1:
+        return collective
+    c = collective
+
+    def cut(chunks: NDArray[np.int32]) -> NDArray[np.int32]:
+        return (chunks[:, None] * pieces + np.arange(pieces, dtype=np.int32)).ravel().astype(np.int32)
+
+    return Collective(
+        kind=c.kind, ranks=c.ranks, num_chunks=c.num_chunks * pieces, chunks=c.chunks * pieces,
+        in_ptr=c.in_ptr * pieces, in_chunk=cut(c.in_chunk), in_part=np.repeat(c.in_part, pieces),
+        out_ptr=c.out_ptr * pieces, out_chunk=cut(c.out_chunk), out_set=np.repeat(c.out_set, pieces),
+        chunk_share=np.repeat(c.chunk_share / pieces, pieces), place=c.place * pieces, part_sets=c.part_sets,
+        in_place=c.in_place, root=c.root,
+    )
+
+
+def bytes_of(sketch: Sketch, collective: Collective) -> float:
+    """What a sketch's `input_size` (the data one GPU starts with) is as the collective's bytes."""
+    if sketch.input_bytes is None:
+        raise InvalidInput("nbytes: is needed, for the sketch has no input_size")
+    held = np.zeros(collective.num_ranks)
+    rank = np.repeat(np.arange(collective.num_ranks), np.diff(collective.in_ptr))
+    np.add.at(held, rank, collective.chunk_share[collective.in_chunk])
+    return sketch.input_bytes / float(held.max())
+
+
+def ablation(
+    sketch: Sketch,
+    *,
+    gpus: int,
+    connections: Sequence[int] = (),
+    chunks: Sequence[int] = (),
+    strategies: Sequence[str] = (),
+) -> Iterable[tuple[str, Sketch]]:
+    """The paper's ablations of a sketch, one field at a time: (what was changed, the sketch).
+
+    >>> [label for label, _ in ablation(Sketch(), gpus=8, connections=(1, 4), chunks=(2,))]
+    ['internode_conn=1', 'internode_conn=4', 'input_chunkup=2']
+    """
+    for count in connections:
+        yield f"internode_conn={count}", sketch.with_connections(count, gpus)
+    for count in chunks:
+        yield f"input_chunkup={count}", sketch.vary(input_chunkup=count)
+    for strategy in strategies:
+        yield f"switches={strategy}", sketch.with_strategy(strategy)

@@ -1,0 +1,318 @@
+"""Routing, ordering, contiguity: right programs, no larger than they need be, as fast as is claimed."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import stretto as st
+from stretto.errors import Infeasible, InvalidInput
+from stretto.synthesis.contiguity import Messages, merge
+from stretto.synthesis.logical import Logical
+from stretto.synthesis.milp import Milp, solve
+from stretto.synthesis.ordering import VARIANTS, Tasks, justify, priorities, schedule
+from stretto.synthesis.routing import RoutingProblem, build, route
+from stretto.synthesis.routing_search import search
+from stretto.synthesis.sketch import LinkRule, Sketch
+from stretto.synthesis.three_stage import ablation, bytes_of, refined, synthesise
+
+DATA = Path(__file__).parent / "data"
+MB = 1e6
+
+
+def nvlinks_as_taccl_counts() -> st.Cluster:
+    """One NDv2 host by its NVLinks alone, alpha folded into beta."""
+    box = st.Cluster.load("ndv2:1")
+    links = [
+        st.Link(src=x.src, dst=x.dst, alpha_us=0.0, gb_per_s=x.gb_per_s, channel=x.channel)
+        for x in box.links()
+        if x.channel == "nvlink"
+    ]
+    return st.Cluster.build("nvlinks", nodes=list(box.nodes())[:8], links=links)
+
+
+def simulated_us(program: st.Program, cluster: st.Cluster, nbytes: float, alpha: str = "blocking") -> float:
+    return st.simulate(program, cluster, nbytes=nbytes, alpha=alpha).total_us
+
+
+def problem_on(
+    cluster: st.Cluster, collective: st.Collective, sketch: Sketch, nbytes: float, alpha: str = "blocking"
+) -> RoutingProblem:
+    return RoutingProblem.of(Logical.of(sketch, cluster, collective), nbytes=nbytes, alpha=alpha)
+
+
+def test_all_gather_on_one_ndv2_meets_the_optimum_for_whole_and_for_split_chunks() -> None:
+    cluster = nvlinks_as_taccl_counts()
+    whole = synthesise(st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=6)
+    assert simulated_us(whole, cluster, 8 * MB) == pytest.approx(69.0)
+    split = synthesise(
+        st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(input_chunkup=2), alpha="blocking", budget_s=8
+    )
+    assert split.collective.chunks == 2
+    assert simulated_us(split, cluster, 8 * MB) < 69.0
+
+
+def test_all_to_all_on_one_ndv2_meets_the_optimum() -> None:
+    cluster = nvlinks_as_taccl_counts()
+    program = synthesise(st.AllToAll(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=3)
+    assert simulated_us(program, cluster, 8 * MB) == pytest.approx(138.0)
+
+
+def test_all_gather_on_two_ndv2_beats_taccl() -> None:
+    cluster = st.Cluster.load("ndv2:2")
+    program = synthesise(st.AllGather(16), cluster, nbytes=16 * MB, alpha="blocking", budget_s=3)
+    assert simulated_us(program, cluster, 16 * MB) < 945
+
+
+def test_models_of_two_hosts_stay_in_the_thousands() -> None:
+    paper = Sketch.load(DATA / "taccl_listing1_dgx2_sk1.json")
+    cases = [
+        (st.Cluster.load("ndv2:2"), st.AllToAll(16), Sketch.load(DATA / "taccl_repo_ndv2_n2.json"), 10_000),
+        (st.Cluster.load("dgx2:2"), st.AllGather(32, chunks=2), paper, 4_000),
+        (st.Cluster.load("dgx2:2"), st.AllToAll(32), paper, 20_000),
+    ]
+    for cluster, collective, sketch, most in cases:
+        problem = problem_on(cluster, collective, sketch, 32 * MB)
+        assert len(build(problem, scale_us=1.0).model.cost) < most
+        assert problem.num_orbits * (len(sketch.symmetry_offsets) + 1) <= len(problem.chunk)
+
+
+def test_symmetric_pairs_are_one_column_and_rotate_onto_each_other() -> None:
+    cluster = st.Cluster.load("dgx2:2")
+    problem = problem_on(cluster, st.AllGather(32), Sketch(symmetry_offsets=((2, 16), (16, 32))), 32 * MB)
+    logical = problem.logical
+    pairs = {(int(c), int(logical.src[h]), int(logical.dst[h])): int(k)
+             for c, h, k in zip(problem.chunk, problem.hop, problem.orbit, strict=True)}
+
+    def turn(rank: int) -> int:
+        return rank // 16 * 16 + (rank % 16 + 2) % 16
+
+    assert all(pairs[turn(c), turn(a), turn(b)] == k for (c, a, b), k in pairs.items())
+    assert all(pairs[(c + 16) % 32, (a + 16) % 32, (b + 16) % 32] == k for (c, a, b), k in pairs.items())
+    assert np.all(np.bincount(problem.orbit) == 16)
+
+
+def test_routings_reach_every_target_and_respect_their_bound() -> None:
+    cluster = st.Cluster.load("ndv2:2")
+    problem = problem_on(cluster, st.AllGather(16), Sketch(symmetry_offsets=((8, 16),)), 16 * MB)
+    for routing in route(problem, limit_s=3, solutions=2):
+        assert routing.load_us >= routing.bound_us * (1 - 1e-9)
+        for c, hops in enumerate(routing.hops):
+            reached = set(problem.logical.sources[c])
+            for hop in hops:
+                assert problem.logical.src[hop] in reached
+                reached.add(int(problem.logical.dst[hop]))
+            assert reached == set(range(16))
+
+
+def test_uc_min_uses_fewer_connections_than_uc_max() -> None:
+    cluster = st.Cluster.load("dgx2:1")
+    sketch = loads_switch("uc-min")
+    used = {}
+    for strategy in ("uc-min", "uc-max"):
+        problem = problem_on(cluster, st.AllGather(16), sketch.with_strategy(strategy), 16 * MB)
+        best = route(problem, limit_s=4, solutions=1)[0]
+        used[strategy] = len({hop for hops in best.hops for hop in hops})
+    assert used["uc-min"] < used["uc-max"]
+
+
+def loads_switch(strategy: str) -> Sketch:
+    from stretto.synthesis.sketch import Hyperedge
+
+    return Sketch(
+        switches=(Hyperedge(gpus=tuple(range(16)), strategy=strategy),), symmetry_offsets=((1, 16),)
+    )
+
+
+@pytest.mark.parametrize("solver", ["highs", "cpsat"])
+def test_both_solvers_solve_the_model(solver: str) -> None:
+    model = Milp()
+    x = [model.column(cost=-value, upper=1.0, integer=True) for value in (5.0, 4.0, 3.0)]
+    t = model.column(cost=1.0, upper=100.0)
+    model.row({x[0]: 2.0, x[1]: 3.0, x[2]: 1.0}, upper=5.0)
+    model.row({x[0]: 1.5, x[1]: 1.5, t: -1.0}, upper=0.0)
+    solved = solve(model, solver=solver, limit_s=5)
+    assert solved.values is not None and solved.optimal
+    assert solved.values[:3].round().tolist() == [1, 0, 1]
+    assert solved.values[3] == pytest.approx(1.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("solver", ["highs", "cpsat"])
+def test_both_solvers_prove_that_there_is_no_solution(solver: str) -> None:
+    model = Milp()
+    x = model.column(upper=1.0, integer=True)
+    model.row({x: 2.0}, lower=1.0, upper=1.0)
+    with pytest.raises(Infeasible):
+        solve(model, solver=solver, limit_s=5)
+
+
+def test_cp_sat_routes_as_well() -> None:
+    cluster = nvlinks_as_taccl_counts()
+    program = synthesise(
+        st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=6, solver="cpsat"
+    )
+    assert simulated_us(program, cluster, 8 * MB) <= 92.0
+
+
+def test_every_rule_gives_a_plan_that_no_link_breaks() -> None:
+    cluster = nvlinks_as_taccl_counts()
+    problem = problem_on(cluster, st.AllGather(8), Sketch(), 8 * MB)
+    routing = search(problem, seed=1)
+    assert routing is not None
+    tasks = Tasks.of(problem, routing)
+    for variant in VARIANTS:
+        first = schedule(tasks, priorities(tasks, variant))
+        better = justify(tasks, first)
+        assert tasks.end_us(better) <= tasks.end_us(first)
+        for start in (first, better):
+            for link in range(cluster.num_links):
+                on = [(t, us) for t in range(tasks.count) for k, us in tasks.busy[t] if k == link]
+                uses = sorted((start[t], start[t] + us) for t, us in on)
+                assert all(b[0] >= a[1] - 1e-9 for a, b in pairwise(uses))
+            for t, before in enumerate(tasks.before):
+                assert before < 0 or start[t] >= start[before] + tasks.us[before] - 1e-9
+
+
+def test_small_messages_travel_together_where_alpha_takes_the_link() -> None:
+    cluster = st.Cluster.preset("ring", nodes=2, gb_per_s=1.0, alpha_us=10.0)
+    sketch = Sketch(input_chunkup=4)
+    program = synthesise(st.AllGather(2), cluster, nbytes=8000, sketch=sketch, alpha="blocking", budget_s=3)
+    assert simulated_us(program, cluster, 8000) == pytest.approx(14.0)
+    assert program.num_transfers == 2
+    apart = synthesise(st.AllGather(2), cluster, nbytes=8000, sketch=sketch, alpha="pipelined", budget_s=3)
+    assert apart.num_transfers == 8, "where alpha only delays arrival there is nothing to save"
+
+
+def test_merging_keeps_what_the_simulator_says_is_best() -> None:
+    cluster = st.Cluster.preset("ring", nodes=4, gb_per_s=1.0, alpha_us=3.0)
+    problem = problem_on(cluster, st.AllGather(4, chunks=3), Sketch(), 12000)
+    routing = search(problem, seed=0)
+    assert routing is not None
+    tasks = Tasks.of(problem, routing)
+    plan = Messages.single(tasks, schedule(tasks, priorities(tasks, "longest remaining first")))
+    seen: list[float] = []
+
+    def score(tried: Messages) -> float:
+        seen.append(tried.end_us)
+        return tried.end_us
+
+    best, us = merge(plan, score, limit_s=2)
+    assert us == min(seen) and us < plan.end_us
+    assert max(len(sends) for sends in best.sends) > 1
+    assert sorted(t for sends in best.sends for t in sends) == list(range(tasks.count))
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [st.Broadcast(8, root=3, chunks=2), st.Gather(8, root=1), st.Scatter(8, root=6), st.AllToAll(8), st.AllGather(8)],
+    ids=lambda c: c.kind,
+)
+def test_every_collective_that_does_not_combine_is_synthesised(collective: st.Collective) -> None:
+    cluster = st.Cluster.load("ndv2:1")
+    program = synthesise(collective, cluster, nbytes=8 * MB, budget_s=1)
+    assert program.verify() and program.name.startswith("three_stage(")
+    assert program.collective == collective
+    bound = st.lower_bound(collective, cluster, nbytes=8 * MB).total_us
+    assert bound * (1 - 1e-9) <= simulated_us(program, cluster, 8 * MB, "pipelined") < math.inf
+
+
+def test_ranks_may_be_some_of_the_devices() -> None:
+    cluster = st.Cluster.load("dgx2:2")
+    program = synthesise(st.AllGather([3, 5, 19, 30]), cluster, nbytes=MB, sketch=Sketch(), budget_s=1)
+    assert program.verify() and simulated_us(program, cluster, MB) > 0
+
+
+def test_without_a_sketch_roots_and_subsets_work_on_several_hosts() -> None:
+    cluster = st.Cluster.load("ndv2:2")
+    for collective in (st.Broadcast(16, root=5), st.AllToAll([1, 2, 9]), st.Scatter(16)):
+        program = synthesise(collective, cluster, nbytes=MB, budget_s=1)
+        assert program.verify() and program.collective == collective
+
+
+def test_same_seed_same_program() -> None:
+    cluster = st.Cluster.preset("ring", nodes=4, gb_per_s=1.0, alpha_us=1.0)
+    made = [synthesise(st.AllGather(4), cluster, nbytes=4000, sketch=Sketch(), budget_s=2, seed=5) for _ in range(2)]
+    assert made[0] == made[1]
+
+
+def test_torus_without_hosts_is_one_node_with_its_rotation() -> None:
+    cluster = st.Cluster.load("torus:4x4")
+    sketch = Sketch(symmetry_offsets=((1, 4), (4, 16)))
+    program = synthesise(st.AllGather(16), cluster, nbytes=16 * MB, sketch=sketch, budget_s=4)
+    bound = st.lower_bound(st.AllGather(16), cluster, nbytes=16 * MB).total_us
+    assert simulated_us(program, cluster, 16 * MB, "pipelined") <= 1.5 * bound
+
+
+def test_dropped_links_are_named_when_a_chunk_has_no_way() -> None:
+    ring = st.Cluster.preset("ring", nodes=4)
+    names = ring.node_names
+    gone = Sketch(name="cut", drop=(LinkRule(dst=(names[2],), chunks=(3,)),))
+    says = rf"sketch cut: no path for chunk 3 from {names[3]} to {names[2]}: links.drop\[0\] is gone"
+    with pytest.raises(Infeasible, match=says):
+        synthesise(st.AllGather(4), ring, nbytes=MB, sketch=gone)
+
+
+def test_relays_that_cannot_be_reached_are_named() -> None:
+    cluster = st.Cluster.load("dgx2:2")
+    sketch = Sketch(internode_conn={1: (0,)}, chunk_to_relay_map=(2, 1))
+    with pytest.raises(Infeasible, match=r"no path for chunk 2 from h0.gpu2 to h1.gpu0: internode_conn limits"):
+        synthesise(st.AllGather(32), cluster, nbytes=MB, sketch=sketch)
+
+
+def test_a_rotation_that_the_collective_does_not_have_is_named() -> None:
+    ring = st.Cluster.preset("ring", nodes=4)
+    with pytest.raises(Infeasible, match=r"symmetry_offsets\[0\]: broadcast changes with this rotation"):
+        synthesise(st.Broadcast(4), ring, nbytes=MB, sketch=Sketch(symmetry_offsets=((1, 4),)))
+    with pytest.raises(InvalidInput, match=r"symmetry_offsets\[0\]: groups of 3 do not divide 4 ranks"):
+        synthesise(st.AllGather(4), ring, nbytes=MB, sketch=Sketch(symmetry_offsets=((1, 3),)))
+
+
+def test_a_disconnected_cluster_is_named() -> None:
+    nodes = [st.Node(name=f"d{i}") for i in range(3)]
+    cluster = st.Cluster.build("broken", nodes=nodes, links=[st.Link(src=0, dst=1, alpha_us=1.0, gb_per_s=1.0)])
+    with pytest.raises(Infeasible, match="no path for chunk 0 from d0 to d2: the cluster has no links"):
+        synthesise(st.AllGather(3), cluster, nbytes=MB)
+
+
+def test_progress_tells_the_size_of_the_model_and_rises() -> None:
+    told: list[tuple[str, float]] = []
+    cluster = st.Cluster.load("ndv2:1")
+    synthesise(st.AllGather(8), cluster, nbytes=MB, budget_s=1, progress=lambda m, f: told.append((m, f)))
+    assert "binaries" in told[0][0]
+    assert [f for _, f in told] == sorted(f for _, f in told)
+
+
+def test_input_size_stands_in_for_bytes() -> None:
+    sketch = Sketch(input_bytes=MB)
+    assert bytes_of(sketch, st.AllGather(8)) == pytest.approx(8 * MB)
+    assert bytes_of(sketch, st.AllToAll(8)) == pytest.approx(MB)
+    with pytest.raises(InvalidInput, match="nbytes: is needed"):
+        synthesise(st.AllGather(2), st.Cluster.preset("ring", nodes=2))
+
+
+def test_refining_is_what_more_chunks_are() -> None:
+    for make in (st.AllGather, st.AllToAll):
+        assert refined(make(4, chunks=2), 3) == make(4, chunks=6)
+    assert refined(st.Scatter(4, root=2), 2) == st.Scatter(4, root=2, chunks=2)
+
+
+def test_ablations_are_labelled() -> None:
+    paper = Sketch.load(DATA / "taccl_listing1_dgx2_sk1.json")
+    made = dict(ablation(paper, gpus=16, connections=(1, 8), chunks=(1, 4), strategies=("uc-max",)))
+    assert list(made) == [
+        "internode_conn=1", "internode_conn=8", "input_chunkup=1", "input_chunkup=4", "switches=uc-max"
+    ]
+    assert made["input_chunkup=4"].input_chunkup == 4
+
+
+def test_solvers_are_loaded_only_when_they_solve() -> None:
+    import subprocess
+
+    code = "import sys, stretto.synthesis.three_stage; print([m for m in ('highspy', 'ortools') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
