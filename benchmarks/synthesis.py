@@ -6,24 +6,26 @@ link for alpha (alpha=blocking), TE-CCL's only delay arrival (pipelined). `ratio
 or below the peer. In TE-CCL's DGX-2 rows the switch multicasts, in ours it never does. Its NDv2x2 rows serve only 15 of
 16 GPUs, its DGX-2 rows from 16 MB on leave the switch's alpha out, and its times are rounded up to epochs.
 
-`--only GROUP,GROUP` runs some of: ndv2x1, taccl, teccl, scale, throughput, torus, alltoall, ablation.
+`--only GROUP,GROUP` runs some of: ndv2x1, taccl, teccl, scale, throughput, torus, alltoall, ablation, export.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import Row, run_cases
 
 import stretto as st
-from stretto.algorithms.base import COLLECTIVES
-from stretto.collectives import Collective
+from stretto.collectives import COLLECTIVES, Collective
 from stretto.synthesis.sketch import Sketch
 from stretto.units import format_bytes
 
@@ -227,20 +229,62 @@ def ablation(quick: bool) -> list[Row]:
     for policy in ("uc-min", "uc-max"):
         for nbytes in (32 * st.KB, 32 * st.MB):
             sketched(f"{policy} {format_bytes(nbytes)}", dgx2, base[f"auto,{policy}"], nbytes)
-    ring = st.algorithm("ring", "all_gather", 16, cluster=ndv2)
-    for instances in (1, 2, 4, 8):
+    program = st.algorithm("hierarchical", "all_gather", 16, cluster=ndv2)
+    for instances in (1, 2, 4, 8, 16):
         began = time.perf_counter()
-        lowered = ring.lower(instances=instances)
+        lowered = program.lower(instances=instances)
         took = st.simulate(lowered, ndv2, nbytes=16 * st.MB, alpha="blocking").total_us
-        bound = st.lower_bound(ring.collective, ndv2, 16 * st.MB)
+        bound = st.lower_bound(program.collective, ndv2, 16 * st.MB)
         rows.append(
             {"case": f"ablation instances={instances}", "system": "stretto", "cluster": ndv2.name,
              "collective": "all_gather", "nbytes": 16 * st.MB, "alpha": "blocking"}
             | measured(took, bound.total_us, time.perf_counter() - began, "", None)
-            | {"maker": f"ring, {lowered.num_channels} channels"}
+            | {"maker": f"hierarchical, {lowered.num_channels} channels"}
         )  # fmt: skip
     rows.append(case("mixture of experts", st.AllToAll(16), ndv2, 6 * st.MB, budget_s=2 * budget_s))
     rows.append(case("mixture of experts", st.AllReduce(16), ndv2, 256 * st.MB, budget_s=2 * budget_s))
+    return rows
+
+
+def export(quick: bool) -> list[Row]:
+    """The instruction streams of the best programs as files, read back, proved and run on data."""
+    from stretto.programs.formats import SUFFIXES, load_program
+    from stretto.programs.formats.mscclpp_reader import Plan, check_plan
+    from stretto.programs.interpret import check
+
+    rows = []
+    kinds = (st.AllGather, st.ReduceScatter, st.AllReduce, st.AllToAll)
+    sources = ("ndv2",) if quick else ("ndv2", "ndv2:2", "dgx2:2")
+    for source, build, suffix in product(sources, kinds, (".xml", ".json")):
+        cluster = st.Cluster.load(source)
+        collective = build(cluster.num_devices)
+        began = time.perf_counter()
+        row: Row = {
+            "case": f"export {collective.kind} {source}{suffix}", "system": "stretto", "cluster": cluster.name,
+            "collective": collective.kind, "nbytes": 16 * st.MB, "alpha": "pipelined",
+        }  # fmt: skip
+        try:
+            found = st.synthesize(
+                collective, cluster, 16 * st.MB, lower=SUFFIXES[suffix], budget_s=3.0 if quick else BUDGET_S, cache=False
+            )
+            lowering = found.lowering
+            assert lowering is not None
+            seconds = time.perf_counter() - began
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / f"program{suffix}"
+                found.save(path)
+                again = load_program(path)
+                if isinstance(again, st.Lowered):
+                    again.verify()
+                    check(again, fifo_depth=2, op="sum", seed=0)
+                else:
+                    assert isinstance(again, Plan)
+                    check_plan(again)
+            row |= measured(lowering.time_us, found.certificate.bound_us, seconds, "", None)
+            row |= {"maker": f"{found.program.name}, {lowering.instances} instances", "note": "proved and run"}
+        except st.StrettoError as error:
+            row |= {"note": str(error)[:100]}
+        rows.append(row)
     return rows
 
 
@@ -258,6 +302,7 @@ CASES: dict[str, Case] = {
     "torus": torus,
     "alltoall": alltoall,
     "ablation": ablation,
+    "export": export,
 }
 QUICK = ("ndv2x1", "teccl ndv2_teccl:2 all_gather", "scale ndv2:10", "throughput dgx_a100:2", "torus")
 

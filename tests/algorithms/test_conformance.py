@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stretto import Cluster, Collective, InvalidInput, Program, algorithm, simulate
 from stretto.algorithms import NAMES, algorithms, defined_for
-from stretto.algorithms.base import COLLECTIVES, ROOTED
+from stretto.collectives import COLLECTIVES, ROOTED
 from stretto.programs import interpret
 from stretto.programs.formats import msccl_xml, mscclpp_json, mscclpp_reader, text
 from stretto.programs.lowered import Lowered

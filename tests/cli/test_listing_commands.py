@@ -41,7 +41,7 @@ def test_many_ranks_are_cut_short(good: Run) -> None:
 
 
 def test_every_named_collective_can_be_shown(good: Run) -> None:
-    from stretto.algorithms.base import COLLECTIVES
+    from stretto.collectives import COLLECTIVES
 
     for kind in COLLECTIVES:
         assert kind in good("collective", "show", kind)

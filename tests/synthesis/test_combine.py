@@ -13,7 +13,6 @@ import stretto as st
 from stretto.programs import Program
 from stretto.synthesis.combine import (
     all_reduce_from,
-    held_back,
     inverse,
     like,
     reduce_from,
@@ -22,6 +21,7 @@ from stretto.synthesis.combine import (
     reversed_cluster,
 )
 from stretto.synthesis.hops import Hops
+from stretto.synthesis.pacing import paced
 from stretto.synthesis.schedule import program_from_schedule
 
 
@@ -189,7 +189,7 @@ def test_holding_back_lets_a_relayed_message_take_its_planned_turn() -> None:
         step=range(6), lane=[0, 0, 0, 0, 1, 0],
     )  # fmt: skip
     start, end = [0, 0, 1, 1, 2, 2], [1, 1, 2, 2, 3, 3]
-    held = held_back(plain, start, end)
+    held = paced(plain, start, end)
     held.verify()
     assert held.after_of(4).tolist() == [2]
     times = [st.simulate(p, cluster, nbytes=3e3) for p in (plain, held)]

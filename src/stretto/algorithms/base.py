@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .. import collectives as library
-from ..collectives import Collective
+from ..collectives import COLLECTIVES, Collective
 from ..collectives.conditions import as_ranks
 from ..errors import InvalidInput, unknown
 from ..programs.ir import Program
@@ -24,19 +23,6 @@ if TYPE_CHECKING:
 Ranks = int | Sequence[int]
 Ints = NDArray[np.int64]
 
-COLLECTIVES: dict[str, Callable[..., Collective]] = {
-    "all_gather": library.AllGather,
-    "reduce_scatter": library.ReduceScatter,
-    "all_reduce": library.AllReduce,
-    "all_to_all": library.AllToAll,
-    "all_to_all_v": library.AllToAllV,
-    "broadcast": library.Broadcast,
-    "reduce": library.Reduce,
-    "gather": library.Gather,
-    "scatter": library.Scatter,
-    "permute": library.Permute,
-}
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
 MAX_MOVES = 1 << 27
 """Chunks moved by one program: what an ordinary machine's memory holds."""
 MAX_NAME = 63

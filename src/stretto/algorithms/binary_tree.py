@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..collectives import COLLECTIVES
 from ..programs.ir import Program
-from .base import COLLECTIVES, Algorithm, Ints, Ranks, Steps, choose, devices_of, label, placement, unless
+from .base import Algorithm, Ints, Ranks, Steps, choose, devices_of, label, placement, unless
 from .trees import KINDS, add_tree, depths
 
 

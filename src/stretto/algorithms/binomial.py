@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..collectives import COLLECTIVES
 from ..programs.ir import Program
-from .base import COLLECTIVES, Algorithm, Ranks, Steps, choose, devices_of, label, placement, unless
+from .base import Algorithm, Ranks, Steps, choose, devices_of, label, placement, unless
 from .trees import add_tree
 
 KINDS = ("broadcast", "reduce", "gather", "scatter")

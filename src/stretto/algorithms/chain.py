@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..collectives import COLLECTIVES
 from ..programs.ir import Program
-from .base import COLLECTIVES, Algorithm, Ranks, Steps, choose, devices_of, label, placement, unless
+from .base import Algorithm, Ranks, Steps, choose, devices_of, label, placement, unless
 from .orders import fast_orders
 from .trees import add_tree
 

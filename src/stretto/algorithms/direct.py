@@ -16,23 +16,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..collectives import AllToAllV, Collective, Permute
+from ..collectives import COLLECTIVES, ROOTED, AllToAllV, Collective, Permute
 from ..errors import InvalidInput
 from ..programs.ir import Program
-from .base import (
-    COLLECTIVES,
-    ROOTED,
-    Algorithm,
-    Ints,
-    Ranks,
-    Steps,
-    choose,
-    devices_of,
-    each_to_each,
-    label,
-    placement,
-    unless,
-)
+from .base import Algorithm, Ints, Ranks, Steps, choose, devices_of, each_to_each, label, placement, unless
 
 KINDS = (
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_all_v",

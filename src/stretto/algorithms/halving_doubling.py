@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..collectives import COLLECTIVES
 from ..programs.ir import Program
-from .base import COLLECTIVES, Algorithm, Ints, Ranks, Steps, choose, devices_of, each_to_each, label, placement, unless
+from .base import Algorithm, Ints, Ranks, Steps, choose, devices_of, each_to_each, label, placement, unless
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..collectives import COLLECTIVES
 from ..errors import InvalidInput
 from ..programs.ir import Program
 from .base import (
-    COLLECTIVES,
     Algorithm,
     Ints,
     Ranks,

@@ -16,21 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..collectives import COLLECTIVES
 from ..errors import InvalidInput
 from ..programs.ir import Program
-from .base import (
-    COLLECTIVES,
-    Algorithm,
-    Ranks,
-    Steps,
-    choose,
-    devices_of,
-    each_to_each,
-    is_power_of_two,
-    label,
-    placement,
-    unless,
-)
+from .base import Algorithm, Ranks, Steps, choose, devices_of, each_to_each, is_power_of_two, label, placement, unless
 
 KINDS = ("all_gather", "all_reduce")
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..collectives import ROOTED
 from ..collectives.conditions import as_ranks
 from ..errors import InvalidInput, unknown
 from ..programs.ir import Program
-from .base import ROOTED, Algorithm, collective_kind
+from .base import Algorithm, collective_kind
 from .options import checked
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..collectives import COLLECTIVES
 from ..errors import InvalidInput
 from ..programs.ir import Program
-from .base import COLLECTIVES, Algorithm, Ints, Ranks, Steps, choose, devices_of, label, placement, unless
+from .base import Algorithm, Ints, Ranks, Steps, choose, devices_of, label, placement, unless
 from .orders import fast_orders
 
 if TYPE_CHECKING:

@@ -64,8 +64,8 @@ def bound(
 
 
 def _collective(what: str, devices: tuple[int, ...], root: int) -> Collective:
-    from ..algorithms.base import COLLECTIVES, ROOTED, collective_kind
-    from ..collectives import load_collective
+    from ..algorithms.base import collective_kind
+    from ..collectives import COLLECTIVES, ROOTED, load_collective
     from ..errors import InvalidInput
 
     if Path(what).suffix or Path(what).exists():

@@ -30,7 +30,7 @@ def list_all() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..algorithms.base import COLLECTIVES
+    from ..collectives import COLLECTIVES
 
     table = Table(box=None, pad_edge=False)
     table.add_column("collective")
@@ -96,7 +96,8 @@ def show(
 
 def _load(what: str, given: dict[str, Any]) -> Collective:
     """A collective by name with the options that were given, or a file, which takes none."""
-    from ..algorithms.base import COLLECTIVES, ROOTED, collective_kind
+    from ..algorithms.base import collective_kind
+    from ..collectives import COLLECTIVES, ROOTED
     from ..collectives.conditions import MAX_ENTRIES, as_ranks
 
     if Path(what).suffix or Path(what).exists():

@@ -124,10 +124,10 @@ def synth(
             write_json(rows, {"rows": table.rows()})
             wrote(console, rows)
         return
-    if output is not None:
-        lower |= _format(output) != "text"
+    form = _format(output) if output is not None else "text"
+    streams = form if form != "text" else lower
     with _live(budget) as progress:
-        found = synthesize(wanted, machine, parse_bytes(nbytes), lower=lower, progress=progress, **options)
+        found = synthesize(wanted, machine, parse_bytes(nbytes), lower=streams, progress=progress, **options)
     _print_candidates(console, found, show_all)
     if output is not None:
         found.save(output)
@@ -141,7 +141,7 @@ def _collective(
     text: str, cluster: Cluster, ranks: str | None, chunks: int | None, root: int, in_place: bool
 ) -> Collective:
     from ..algorithms import collective_kind
-    from ..algorithms.base import COLLECTIVES, ROOTED
+    from ..collectives import COLLECTIVES, ROOTED
     from ..errors import InvalidInput
 
     kind = collective_kind(text)

@@ -3,6 +3,8 @@
 from .conditions import ALL_PARTS, Collective
 from .files import load_collective, save_collective
 from .library import (
+    COLLECTIVES,
+    ROOTED,
     AllGather,
     AllReduce,
     AllToAll,
@@ -16,6 +18,6 @@ from .library import (
 )
 
 __all__ = [
-    "ALL_PARTS", "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Collective",
+    "ALL_PARTS", "COLLECTIVES", "ROOTED", "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Collective",
     "Gather", "Permute", "Reduce", "ReduceScatter", "Scatter", "load_collective", "save_collective",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -219,3 +219,19 @@ def Permute(ranks: Ranks, pairs: Sequence[tuple[int, int]], *, chunks: int = 1) 
 def _check_root(root: int, count: int) -> None:
     if not 0 <= root < count:
         raise InvalidInput(f"root: must be a rank 0..{count - 1}, not {root}")
+
+
+COLLECTIVES: dict[str, Callable[..., Collective]] = {
+    "all_gather": AllGather,
+    "reduce_scatter": ReduceScatter,
+    "all_reduce": AllReduce,
+    "all_to_all": AllToAll,
+    "all_to_all_v": AllToAllV,
+    "broadcast": Broadcast,
+    "reduce": Reduce,
+    "gather": Gather,
+    "scatter": Scatter,
+    "permute": Permute,
+}
+"""Every collective of the library by its kind."""
+ROOTED = ("broadcast", "reduce", "gather", "scatter")

@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from ..algorithms.base import COLLECTIVES, MAX_NAME, ROOTED
+from ..algorithms.base import MAX_NAME
 from ..cluster import Cluster
-from ..collectives import Collective
+from ..collectives import COLLECTIVES, ROOTED, Collective
 from ..errors import Infeasible, InvalidInput, VerificationError
 from ..programs import Program
 from ..programs.ir import take_rows
 from ..simulator import simulate
 from ..simulator.network import routes_of
 from ..units import MB
+from .pacing import paced
 
 INVERSE = {
     "all_gather": "reduce_scatter",
@@ -113,7 +114,7 @@ def inverse(
     found = [_backwards(forth, target, order, cluster) for order in orders]
     if len(index) <= MAX_RANKED:
         mirrored = [(times.total_us - us)[orders[0]] for us in (times.end_us, times.start_us)]
-        found.append(held_back(found[0], *mirrored))
+        found.append(paced(found[0], *mirrored))
     return _best(found, cluster, nbytes, alpha)
 
 
@@ -159,28 +160,6 @@ def all_reduce_from(
         if first.collective.chunks == second.collective.chunks:
             break
     return _best(found, cluster, nbytes, alpha)
-
-
-def held_back(program: Program, start_us: ArrayLike, end_us: ArrayLike) -> Program:
-    """The program, with each transfer waiting for the last arrival at its rank that comes before it in a plan.
-
-    Links serve in order of request, so a message that is ready long before its turn may take another's. This holds it
-    back by something that its rank can observe, and never beyond its planned start.
-    """
-    start, end = np.asarray(start_us, np.float64), np.asarray(end_us, np.float64)
-    rows = []
-    arrivals = {}
-    for rank in np.unique(program.src).tolist():
-        there = np.flatnonzero(program.dst == rank)
-        there = there[np.argsort(end[there], kind="stable")]
-        arrivals[rank] = there, end[there]
-    for t, rank in enumerate(program.src.tolist()):
-        there, ends = arrivals[rank]
-        known = there[: np.searchsorted(ends, start[t] + 1e-9 * abs(start[t]), side="right")]
-        earlier = known[known < t][-1:]
-        rows.append(np.union1d(program.after_of(t), earlier))
-    ptr = np.cumsum([0, *map(len, rows)])
-    return program.replace(after_ptr=ptr, after=np.concatenate([*rows, []]).astype(np.int32))
 
 
 def _inverse_of(kind: str, program: Program, cluster: Cluster, nbytes: float, alpha: str) -> Program:

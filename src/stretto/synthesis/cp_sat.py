@@ -1,4 +1,4 @@
-"""Binary feasibility by CP-SAT, in a process of its own.
+"""Integer programs by CP-SAT, in a process of its own.
 
 OR-Tools and highspy each bring a HiGHS library under the same name, so one process can load only one of them. This
 file is also the program that the child runs; it must not import the rest of the package.
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 Row = tuple[list[int], list[int], int, bool]
 """``sum(first) - sum(second) <= bound``, or with True equal to it."""
@@ -24,25 +25,36 @@ def available() -> bool:
     return find_spec("ortools") is not None
 
 
-def decide(count: int, rows: Sequence[Row], *, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
-    """``feasible`` with the values of `count` binary variables, ``infeasible``, or ``unknown``."""
-    task = json.dumps({"count": count, "rows": rows, "limit_s": limit_s, "seed": seed})
+def minimise(task: dict[str, Any], *, limit_s: float) -> tuple[str, list[int] | None, float]:
+    """``optimal``, ``feasible``, ``infeasible`` or ``unknown``; the values; a bound on the cost.
+
+    The task has integer `lower`, `upper`, `cost` per column, `rows` of (lower or null, upper or null, columns,
+    factors), `hint` (values or null), `gap` and `seed`.
+    """
     try:
         done = subprocess.run(
             [sys.executable, __file__],
-            input=task,
+            input=json.dumps({**task, "limit_s": limit_s}),
             capture_output=True,
             text=True,
             check=True,
             timeout=limit_s + START_S,
         )
     except subprocess.TimeoutExpired:
-        return "unknown", None
-    status, ones = json.loads(done.stdout)
-    if ones is None:
-        return status, None
-    chosen = set(ones)
-    return status, [v in chosen for v in range(count)]
+        return "unknown", None, float("-inf")
+    status, values, bound = json.loads(done.stdout)
+    return status, values, bound
+
+
+def decide(count: int, rows: Sequence[Row], *, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
+    """``feasible`` with the values of `count` binary variables, ``infeasible``, or ``unknown``."""
+    limits = [
+        (bound if equal else None, bound, [*first, *second], [1] * len(first) + [-1] * len(second))
+        for first, second, bound, equal in rows
+    ]
+    task = {"lower": [0] * count, "upper": [1] * count, "cost": [0] * count, "rows": limits, "hint": None, "gap": 0.0}
+    status, values, _ = minimise({**task, "seed": seed}, limit_s=limit_s)
+    return "feasible" if status == "optimal" else status, None if values is None else [v == 1 for v in values]
 
 
 def _child() -> None:
@@ -50,25 +62,26 @@ def _child() -> None:
 
     task = json.load(sys.stdin)
     model = cp_model.CpModel()
-    x = [model.new_bool_var("") for _ in range(task["count"])]
-    for positive, negative, bound, equal in task["rows"]:
-        left = [x[v] for v in positive]
-        if bound == 1 and not negative:
-            (model.add_exactly_one if equal else model.add_at_most_one)(left)
-        elif bound == 0 and len(left) == 1 and not equal:
-            model.add_bool_or([*(x[v] for v in negative), left[0].negated()])
-        else:
-            total = sum(left) - sum(x[v] for v in negative)
-            model.add(total == bound if equal else total <= bound)
+    x = [model.new_int_var(lo, up, "") for lo, up in zip(task["lower"], task["upper"], strict=True)]
+    for lower, upper, columns, factors in task["rows"]:
+        total = cp_model.LinearExpr.weighted_sum([x[c] for c in columns], factors)
+        if lower is not None:
+            model.add(total >= lower)
+        if upper is not None:
+            model.add(total <= upper)
+    model.minimize(cp_model.LinearExpr.weighted_sum(x, task["cost"]))
+    for variable, value in zip(x, task["hint"] or [], strict=False):
+        model.add_hint(variable, value)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = task["seed"] % (1 << 31)
     solver.parameters.max_time_in_seconds = task["limit_s"]
+    solver.parameters.relative_gap_limit = task["gap"]
     status = solver.solve(model)
-    names = {cp_model.OPTIMAL: "feasible", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
+    names = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
     answer = names.get(status, "unknown")
-    ones = [v for v, var in enumerate(x) if solver.value(var)] if answer == "feasible" else None
-    json.dump([answer, ones], sys.stdout)
+    values = [solver.value(variable) for variable in x] if answer in ("optimal", "feasible") else None
+    json.dump([answer, values, solver.best_objective_bound], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from ..cluster import Cluster
 from ..collectives import Collective
 from ..errors import Infeasible, InvalidInput
 from ..programs import Program
-from .combine import held_back
 from .hops import Hops
+from .pacing import paced
 from .schedule import program_from_schedule
 
 MAX_SLOTS = 16
@@ -133,7 +133,7 @@ class Net:
     def programs(self, collective: Collective, grid: Grid, moves: list[Move]) -> list[Program]:
         """The program of these moves; for all-reduce hops are numbered on for the way out of the root.
 
-        Where ports are shared, a second one holds messages back as planned (see `held_back`).
+        Where ports are shared, a second one holds messages back as planned (see `paced`).
         """
         count = len(self.src)
         hop = [h % count for _, h, _ in moves]
@@ -151,7 +151,7 @@ class Net:
         )
         if not self.staged:
             return [plain]
-        return [plain, held_back(plain, start, [t + grid.arrives[h] for t, h in zip(start, hop, strict=True)])]
+        return [plain, paced(plain, start, [t + grid.arrives[h] for t, h in zip(start, hop, strict=True)])]
 
 
 def _common_divisor(values: Iterable[float]) -> float | None:

@@ -36,7 +36,7 @@ def sketches(cluster: Cluster, *, split: bool = True) -> Iterator[Sketch]:
     """Candidate sketches, the most promising first; none twice.
 
     >>> [sketch.name for sketch in sketches(Cluster.load("ndv2:2"))][:3]
-    ['auto', 'auto,chunks=2', 'direct']
+    ['auto', 'auto,chunks=2', 'auto,chunks=4']
     """
     from dataclasses import replace
 
@@ -59,8 +59,8 @@ def _candidates(cluster: Cluster, split: bool) -> Iterator[Sketch]:
     if turns and turns != auto.symmetry_offsets:
         label = "+".join(f"{offset}/{group}" for offset, group in turns)
         yield auto.vary(name=f"auto,rotate={label}", symmetry_offsets=turns)
-    if split:
-        yield auto.vary(name="auto,chunks=2", input_chunkup=2)
+    for chunks in (2, 4) if split else ():
+        yield auto.vary(name=f"auto,chunks={chunks}", input_chunkup=chunks)
     joined = _switched(cluster, hosts)
     if joined:
         for strategy in ("uc-min", "uc-max"):

@@ -13,6 +13,7 @@ from ..collectives import Collective
 from ..programs import Program
 from ..programs.ir import take_rows
 from .flow_routes import Floats, Ints, Nodes, Paths, Traffic
+from .pacing import paced
 
 BUSY = 0.9
 """Links at least so busy as the busiest one decide."""
@@ -71,28 +72,9 @@ class Messages:
             routes=self.routes,
             routes_digest=self.cluster.digest,
         )
-        return program if slack_us is None else _paced(program, self, plan, order, slack_us)
-
-
-def _paced(program: Program, messages: Messages, plan: Plan, order: Ints, slack_us: float) -> Program:
-    """The program in which each message also waits for what its rank receives `slack_us` before its planned start."""
-    m, count = messages, len(order)
-    place = np.empty(count, np.int64)
-    place[order] = np.arange(count)
-    arrival = np.lexsort((plan.end_us, m.dst))
-    span = 2 * (plan.total_us + slack_us) + 1
-    times = m.dst[arrival] * span + plan.end_us[arrival]
-    latest = np.searchsorted(times, m.src * span + plan.start_us - slack_us, side="right") - 1
-    clock = np.where(latest >= 0, arrival[latest], 0)
-    ready = np.zeros(count)
-    waiter = np.repeat(np.arange(count), np.diff(m.after_ptr))
-    np.maximum.at(ready, waiter, plan.end_us[m.after])
-    held = (latest >= 0) & (m.dst[clock] == m.src) & (plan.end_us[clock] > ready) & (place[clock] < place)
-    waiter = np.concatenate([np.repeat(np.arange(count), np.diff(program.after_ptr)), place[held]])
-    pairs = np.unique(waiter * count + np.concatenate([program.after, place[clock[held]]]))
-    waiter, waited = np.divmod(pairs, count)
-    ptr = np.searchsorted(waiter, np.arange(count + 1)).astype(np.int64)
-    return program.replace(after_ptr=ptr, after=waited.astype(np.int32))
+        if slack_us is None:
+            return program
+        return paced(program, plan.start_us[order] - slack_us, plan.end_us[order])
 
 
 def messages_of(

@@ -367,7 +367,7 @@ def _program(
         routes_digest=cluster.digest if routes else "",
     )
     if _shares_links(view):
-        program = paced(program, *(np.repeat(times[order], view.copies) for times in (start, arrive)))
+        program = paced(program, *(np.repeat(times[order], view.copies) for times in (start, arrive)), sends=True)
     program.verify()
     return program
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import Infeasible, StrettoError
-from ..programs import Program
+from ..programs import Lowered, Program
 from ..programs.formats import msccl_xml
 from ..programs.formats.msccl_rules import MAX_STEPS
 from ..simulator import simulate
@@ -37,14 +37,15 @@ def search_lowering(
 ) -> tuple[Made, Lowering]:
     """Lower programs (fastest first) in several ways, simulate the streams as threadblocks would run them.
 
-    Returns the program whose streams are fastest, and these. First every maker's best program is lowered once; then
-    the number of instances of whatever is fastest is doubled for as long as that helps. Streams that no MSCCL
-    runtime accepts (too many channels, threadblocks or steps) are left out.
+    Returns the program whose streams are fastest, and these. First one program of every maker is lowered, the fastest
+    that can be; then the number of instances of whatever is fastest is doubled for as long as that helps. Streams
+    that no runtime of the wanted format accepts (too many channels, threadblocks or steps) are left out.
     """
     search = _Search(problem=problem, report=report, deadline=time.monotonic() + budget_s)
-    for made in _one_of_each_first(programs):
-        if not search.over() and made.time_us <= HOPELESS * programs[0].time_us:
-            search.lower(made, 1)
+    for group in _by_maker(programs):
+        for made in group:
+            if search.over() or search.lower(made, 1):
+                break
     while search.growing and not search.over():
         took, at = min((growing[0], at) for at, growing in enumerate(search.growing))
         _, made, instances = search.growing.pop(at)
@@ -76,8 +77,8 @@ class _Search:
         """Whether the time is spent; something is always found first."""
         return self.best is not None and time.monotonic() > self.deadline
 
-    def lower(self, made: Made, instances: int, *, depth: int = 2, better_than: float = float("inf")) -> None:
-        """One way to lower one program; FIFO depth 2 lets more instructions be fused."""
+    def lower(self, made: Made, instances: int, *, depth: int = 2, better_than: float = float("inf")) -> bool:
+        """One way to lower one program, and whether it can be; FIFO depth 2 lets more instructions be fused."""
         name = f"{made.program.name} instances={instances} fifo_depth={depth}"
         self.report(f"lowering {name}")
         problem = self.problem
@@ -86,13 +87,13 @@ class _Search:
             if why:
                 raise Infeasible(why)
             lowered = made.program.lower(instances=instances, fifo_depth=depth)
-            msccl_xml.dumps(lowered)
+            _DUMPS[problem.lower](lowered)
             took = simulate(
                 lowered, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
             ).total_us
         except StrettoError as error:
             self.tried.append(Candidate(maker=made.maker, name=name, reason=str(error)))
-            return
+            return False
         self.tried.append(Candidate(maker=made.maker, name=name, time_us=took))
         if self.best is None or took < self.best[1].time_us:
             found = Lowering(lowered=lowered, time_us=took, instances=instances, fifo_depth=depth)
@@ -100,12 +101,26 @@ class _Search:
         fits = 2 * instances <= MAX_INSTANCES and 2 * instances * len(made.program.chunk) <= MAX_MOVES
         if took < better_than and fits and depth == 2:
             self.growing.append((took, made, instances))
+        return True
 
 
-def _one_of_each_first(programs: Sequence[Made]) -> list[Made]:
-    """The fastest program of every maker, then the others."""
-    first = {made.maker: made for made in reversed(programs)}
-    return sorted(programs, key=lambda made: (first[made.maker] is not made, made.time_us))
+def _by_maker(programs: Sequence[Made]) -> list[list[Made]]:
+    """The programs of every maker, fastest first and none that is hopeless; the cheapest to lower come first."""
+    groups: dict[str, list[Made]] = {}
+    for made in sorted(programs, key=lambda made: made.time_us):
+        if made.time_us <= HOPELESS * programs[0].time_us:
+            groups.setdefault(made.maker, []).append(made)
+    return sorted(groups.values(), key=lambda group: len(group[0].program.chunk))
+
+
+def _dumps_mscclpp(lowered: Lowered) -> str:
+    from ..programs.formats import mscclpp_json
+
+    return mscclpp_json.dumps(lowered)
+
+
+FORMATS = ("msccl", "mscclpp")
+_DUMPS: dict[str, Callable[[Lowered], str]] = {"msccl": msccl_xml.dumps, "mscclpp": _dumps_mscclpp}
 
 
 def too_long(program: Program) -> str:

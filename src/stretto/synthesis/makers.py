@@ -10,10 +10,9 @@ from importlib import import_module
 from typing import Any
 
 from ..algorithms import algorithms
-from ..algorithms.base import COLLECTIVES, ROOTED
 from ..algorithms.registry import algorithm, entry
 from ..cluster import Cluster
-from ..collectives import Collective
+from ..collectives import COLLECTIVES, ROOTED, Collective
 from ..errors import Infeasible, StrettoError, unknown
 from ..programs import Program
 
@@ -39,7 +38,8 @@ class Problem:
     contention: str | None = None
     seed: int = 0
     sketch: Any = None
-    lower: bool = False
+    lower: str = ""
+    """The format whose runtimes the program must fit, if any."""
 
     @property
     def ranks(self) -> int:

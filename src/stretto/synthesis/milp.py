@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Infeasible, InvalidInput, unknown
-from . import milp_cpsat
+from . import cp_sat
 
 SOLVERS = ("highs", "cpsat")
 CPSAT_STEPS = 1 << 20
@@ -105,7 +105,7 @@ def _highs(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[f
 
 
 def _cpsat(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> Solved:
-    if not milp_cpsat.available():
+    if not cp_sat.available():
         raise InvalidInput("solver: cpsat needs OR-Tools; install stretto[solvers]")
     largest = max((u for u, whole in zip(model.upper, model.integer, strict=True) if not whole), default=1.0)
     if not math.isfinite(largest):
@@ -135,7 +135,7 @@ def _cpsat(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[f
         "gap": gap,
         "seed": seed,
     }
-    status, values, bound = milp_cpsat.minimise(task, limit_s=max(limit_s, 0.05))
+    status, values, bound = cp_sat.minimise(task, limit_s=max(limit_s, 0.05))
     if status == "infeasible":
         raise Infeasible("the model has no solution")
     found = None if values is None else np.array(values) * np.array(unit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..cluster import Cluster
 from ..collectives import Collective
@@ -14,19 +14,21 @@ from ..simulator import Timeline
 Floats = NDArray[np.float64]
 
 
-def paced(program: Program, start_us: Floats, arrive_us: Floats) -> Program:
-    """The program in which each transfer also waits for what its rank should last have received and delivered.
+def paced(program: Program, start_us: ArrayLike, arrive_us: ArrayLike, *, sends: bool = False) -> Program:
+    """The program in which each transfer also waits for what its rank should last have received (and delivered).
 
     A link serves whoever asks first, so what a rank holds early would overtake what the plan sends first. Transfers
     must be in order of planned start. A rank knows by itself what it waits for: nobody else has to tell it the time.
+    What it received is known to a lowered program too; what it delivered (`sends`) is not.
     """
+    start_us, arrive_us = np.asarray(start_us, np.float64), np.asarray(arrive_us, np.float64)
     count = program.num_transfers
     end = float(arrive_us.max(initial=0.0))
     span = 2 * end + 1
     src = program.src.astype(np.int64)
     waiter = [np.repeat(np.arange(count), np.diff(program.after_ptr))]
     waited = [program.after.astype(np.int64)]
-    for rank in (program.dst.astype(np.int64), src):
+    for rank in (program.dst.astype(np.int64), src)[: 1 + sends]:
         arrival = np.lexsort((arrive_us, rank))
         times = rank[arrival] * span + arrive_us[arrival]
         latest = np.searchsorted(times, src * span + start_us + 1e-9 * end, "right") - 1
@@ -60,4 +62,4 @@ def one_then_other(
         step=np.arange(len(order)), route=route[order], routes=first.routes + second.routes,
         routes_digest=cluster.digest if first.routes or second.routes else "",
     )  # fmt: skip
-    return paced(joined, start[order], arrive[order])
+    return paced(joined, start[order], arrive[order], sends=True)

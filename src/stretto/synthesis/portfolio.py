@@ -19,7 +19,7 @@ from ..simulator.network import ALPHA, CONTENTION
 from ..units import format_us
 from .cache import Cache
 from .certificate import Candidate, Certificate, Synthesis, versions
-from .lowering import search_lowering, too_long
+from .lowering import FORMATS, search_lowering, too_long
 from .makers import LIBRARY, Problem, Progress, Task, makers, plan_tasks
 from .matching import same_task
 
@@ -130,7 +130,7 @@ def synthesize(
     jobs: int = 1,
     cache: bool = True,
     makers: Sequence[str] | None = None,
-    lower: bool = False,
+    lower: bool | str = False,
     progress: Progress | None = None,
 ) -> Synthesis:
     """The fastest program for a collective of `nbytes` on a cluster that can be found in `budget_s` seconds.
@@ -139,9 +139,10 @@ def synthesize(
     `makers` (``["forest", "library:ring"]``); each of their programs is proved right and simulated. A maker that
     fails is listed among the candidates with its reason. A `sketch` is for the makers that follow one. With
     `jobs` > 1, or for more than 256 ranks, makers run in processes that are ended when the time is over. With
-    `lower` the program is the one whose instruction streams run fastest within the limits of the runtimes. Results are
-    kept on disk (see `stretto.synthesis.cache`) unless `cache` is False. `progress` is called with a line of text and
-    the share of the budget that is spent.
+    `lower` (``msccl``, ``mscclpp``, or True for the first) the program is the one whose instruction streams run
+    fastest within the limits of the runtimes that read this format. Results are kept on disk (see
+    `stretto.synthesis.cache`) unless `cache` is False. `progress` is called with a line of text and the share of the
+    budget that is spent.
 
     >>> from stretto import MB, AllGather
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
@@ -150,7 +151,10 @@ def synthesize(
     ('ring(chunks=2)', 301.0, 151.0)
     """
     problem = _checked(collective, cluster, nbytes, sketch, alpha, contention, seed, budget_s, jobs)
-    problem = replace(problem, lower=lower)
+    form = "msccl" if lower is True else lower or ""
+    if form and form not in FORMATS:
+        raise unknown("format to lower for", form, FORMATS)
+    problem = replace(problem, lower=form)
     options = {"budget_s": float(budget_s), "makers": None if makers is None else sorted(makers)}
     store = Cache.of(problem, options) if cache else None
     found = store.load(problem) if store else None

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..programs import Program
+from . import pacing
 from .contiguity import Messages
 from .ordering import Tasks, justify, schedule
 from .routing import Routing, RoutingProblem
@@ -40,31 +41,7 @@ def paced(program: Program, plan: Messages) -> Program:
     is still on its way. What arrives is the one clock that a sender has.
     """
     order = np.argsort(plan.start_us, kind="stable")
-    start = plan.start_us[order]
-    end = plan.ends_us[order]
-    extra = np.full(len(order), -1, np.int64)
-    arrivals: dict[int, list[tuple[float, int]]] = {}
-    for t, (rank, when) in enumerate(zip(program.dst.tolist(), end.tolist(), strict=True)):
-        arrivals.setdefault(rank, []).append((when, t))
-    ends = {rank: sorted(found) for rank, found in arrivals.items()}
-    times = {rank: np.array([when for when, _ in found]) for rank, found in ends.items()}
-    for t, (rank, when) in enumerate(zip(program.src.tolist(), start.tolist(), strict=True)):
-        if rank in times:
-            at = int(np.searchsorted(times[rank], when * (1 + 1e-9) + 1e-9, side="right")) - 1
-            if at >= 0 and ends[rank][at][1] < t:
-                extra[t] = ends[rank][at][1]
-    return _with_after(program, extra)
-
-
-def _with_after(program: Program, extra: NDArray[np.int64]) -> Program:
-    ptr, pointers = [0], program.after_ptr.tolist()
-    after: list[int] = []
-    given = program.after.tolist()
-    for t, more in enumerate(extra.tolist()):
-        row = given[pointers[t] : pointers[t + 1]]
-        after += row if more < 0 or more in row else sorted([*row, more])
-        ptr.append(len(after))
-    return program.replace(after_ptr=np.array(ptr, np.int64), after=np.array(after, np.int32))
+    return pacing.paced(program, plan.start_us[order], plan.ends_us[order])
 
 
 def improve(

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ... import collectives as library
-from ...collectives import Collective
+from ...collectives import COLLECTIVES, ROOTED, Collective
 from ...errors import InvalidInput, StrettoError, unknown
 
 MAX_ENTRIES = 1 << 24
 """The most buffer positions (over all ranks) that a file may ask for."""
 MAX_COUNT_UNIT = 4096
 
-BUILDERS: dict[str, Callable[..., Collective]] = {
-    "all_gather": library.AllGather,
-    "reduce_scatter": library.ReduceScatter,
-    "all_reduce": library.AllReduce,
-    "all_to_all": library.AllToAll,
-    "all_to_all_v": library.AllToAllV,
-    "broadcast": library.Broadcast,
-    "reduce": library.Reduce,
-    "gather": library.Gather,
-    "scatter": library.Scatter,
-    "permute": library.Permute,
-}
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
 ONLY_OUT_OF_PLACE = ("all_to_all_v", "permute")
 
 
@@ -46,8 +31,8 @@ class Named:
 
     def build(self) -> Collective:
         """The collective, refused before anything large is made."""
-        if self.kind not in BUILDERS:
-            raise unknown("collective", self.kind, BUILDERS)
+        if self.kind not in COLLECTIVES:
+            raise unknown("collective", self.kind, COLLECTIVES)
         n = len(self.ranks)
         if not 1 <= self.chunks <= MAX_ENTRIES:
             raise InvalidInput(f"chunks: must be 1..{MAX_ENTRIES}, not {self.chunks}")
@@ -69,13 +54,13 @@ class Named:
                 raise InvalidInput(f"in-place: {self.kind} is always out of place")
         else:
             options["in_place"] = self.in_place
-        return BUILDERS[self.kind](self.ranks, **options)
+        return COLLECTIVES[self.kind](self.ranks, **options)
 
 
 def name_of(collective: Collective) -> Named | None:
     """How the library would build exactly this collective, or None if it cannot."""
     c = collective
-    if c.kind not in BUILDERS:
+    if c.kind not in COLLECTIVES:
         return None
     first = c.num_chunks // c.chunks
     pairs: list[tuple[int, int]] = []
