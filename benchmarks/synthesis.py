@@ -265,7 +265,8 @@ def export(quick: bool) -> list[Row]:
         }  # fmt: skip
         try:
             found = st.synthesize(
-                collective, cluster, 16 * st.MB, lower=SUFFIXES[suffix], budget_s=3.0 if quick else BUDGET_S, cache=False
+                collective, cluster, 16 * st.MB, lower=SUFFIXES[suffix], cache=False,
+                budget_s=3.0 if quick else BUDGET_S / 2,
             )
             lowering = found.lowering
             assert lowering is not None

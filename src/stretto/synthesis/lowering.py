@@ -37,14 +37,15 @@ def search_lowering(
 ) -> tuple[Made, Lowering]:
     """Lower programs (fastest first) in several ways, simulate the streams as threadblocks would run them.
 
-    Returns the program whose streams are fastest, and these. First one program of every maker is lowered, the fastest
-    that can be; then the number of instances of whatever is fastest is doubled for as long as that helps. Streams
-    that no runtime of the wanted format accepts (too many channels, threadblocks or steps) are left out.
+    Returns the program whose streams are fastest, and these. First the programs of every maker are lowered, from coarse
+    to fine, until one does not fit; then the number of instances of whatever is fastest is doubled for as long as
+    that helps. Streams that no runtime of the wanted format accepts (too many channels, threadblocks or steps) are
+    left out.
     """
     search = _Search(problem=problem, report=report, deadline=time.monotonic() + budget_s)
     for group in _by_maker(programs):
         for made in group:
-            if search.over() or search.lower(made, 1):
+            if search.over() or not search.lower(made, 1):
                 break
     while search.growing and not search.over():
         took, at = min((growing[0], at) for at, growing in enumerate(search.growing))
@@ -105,12 +106,12 @@ class _Search:
 
 
 def _by_maker(programs: Sequence[Made]) -> list[list[Made]]:
-    """The programs of every maker, fastest first and none that is hopeless; the cheapest to lower come first."""
+    """The programs of every maker, coarse ones first and none that is hopeless; the cheapest makers come first."""
     groups: dict[str, list[Made]] = {}
-    for made in sorted(programs, key=lambda made: made.time_us):
+    for made in sorted(programs, key=lambda made: len(made.program.chunk)):
         if made.time_us <= HOPELESS * programs[0].time_us:
             groups.setdefault(made.maker, []).append(made)
-    return sorted(groups.values(), key=lambda group: len(group[0].program.chunk))
+    return sorted(groups.values(), key=lambda group: len(group[-1].program.chunk))
 
 
 def _dumps_mscclpp(lowered: Lowered) -> str:
