@@ -80,7 +80,6 @@ def test_only_algorithms_that_are_defined_are_offered() -> None:
         ({"name": "two_step", "collective": "all_to_all", "local": 3}, "local: 8 ranks cannot be cut"),
         ({"name": "two_step", "collective": "all_to_all", "ranks": 5}, "ranks: two_step needs ranks"),
         ({"name": "recursive_doubling", "collective": "all_gather", "ranks": 6}, "needs a power of two, not 6"),
-        ({"name": "direct", "collective": "permute", "in_place": True}, "in_place: permute has no in-place"),
         ({"name": "direct", "collective": "permute", "pairs": [(0, 9)]}, "pairs: ranks must be 0..7"),
         ({"name": "direct", "collective": "permute", "pairs": [3]}, "pairs: must be pairs of ranks"),
         ({"name": "direct", "collective": "all_to_all_v", "counts": 3}, "counts: must be rows of numbers"),

@@ -36,7 +36,6 @@ def test_pipes_and_devices_are_refused_instead_of_read(command: tuple[str, str],
         ("collective show all_to_all_v -n 100000", "--ranks: all_to_all_v over 100000 ranks"),
         ("collective show permute -n 1000000000", "ranks: must be 1..131072"),
         ("collective show all_reduce --root 1", "--root: all_reduce has no root"),
-        ("collective show permute --in-place", "--in-place: permute is out of place"),
     ],
 )
 def test_options_out_of_all_bounds_are_refused_at_once(arguments: str, message: str, bad: Run) -> None:

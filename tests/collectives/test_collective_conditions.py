@@ -216,3 +216,10 @@ def test_inconsistent_arrays_are_refused(changes: dict[str, object], message: st
     with pytest.raises(InvalidInput) as error:
         dataclasses.replace(AllGather(4), **changes)  # type: ignore[arg-type]
     assert message in str(error.value)
+
+
+def test_in_place_exchanges_need_room_for_what_comes_in() -> None:
+    assert Permute(3, [(0, 1), (1, 0)], in_place=True).in_place
+    assert AllToAllV(2, [[0, 3], [3, 1]], in_place=True).in_place
+    with pytest.raises(InvalidInput, match="in_place: counts must be symmetric"):
+        AllToAllV(2, [[0, 3], [2, 1]], in_place=True)

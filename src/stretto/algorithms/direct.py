@@ -50,11 +50,9 @@ def direct(
     built = Steps()
     name = label("direct", chunks=unless(1, chunks), steps=unless(2, steps))
     if kind in ("permute", "all_to_all_v"):
-        if in_place:
-            raise InvalidInput(f"in_place: {kind} has no in-place form")
         if kind == "permute":
-            return built.program(name, _permute(built, devices, chunks, pairs))
-        return built.program(name, _all_to_all_v(built, devices, chunks, counts))
+            return built.program(name, _permute(built, devices, chunks, pairs, in_place))
+        return built.program(name, _all_to_all_v(built, devices, chunks, counts, in_place))
     piece = np.arange(chunks)[:, None, None]
     if kind in ROOTED:
         other = np.arange(1, n)
@@ -92,11 +90,11 @@ def _everyone(built: Steps, kind: str, n: int, chunks: int, steps: int) -> None:
 
 
 def _permute(
-    built: Steps, devices: tuple[int, ...], chunks: int, pairs: Sequence[tuple[int, int]] | None
+    built: Steps, devices: tuple[int, ...], chunks: int, pairs: Sequence[tuple[int, int]] | None, in_place: bool
 ) -> Collective:
     n = len(devices)
     moves = [(r, (r + 1) % n) for r in range(n)] if pairs is None else list(pairs)
-    collective = Permute(devices, moves, chunks=chunks)
+    collective = Permute(devices, moves, chunks=chunks, in_place=in_place)
     ends = np.asarray(moves, np.int64)
     away = np.flatnonzero(ends[:, 0] != ends[:, 1])
     piece = np.arange(chunks)[:, None]
@@ -106,11 +104,11 @@ def _permute(
 
 
 def _all_to_all_v(
-    built: Steps, devices: tuple[int, ...], chunks: int, counts: Sequence[Sequence[float]] | None
+    built: Steps, devices: tuple[int, ...], chunks: int, counts: Sequence[Sequence[float]] | None, in_place: bool
 ) -> Collective:
     n = len(devices)
     matrix = np.ones((n, n)) if counts is None else np.asarray(counts, np.float64)
-    collective = AllToAllV(devices, matrix.tolist(), chunks=chunks)
+    collective = AllToAllV(devices, matrix.tolist(), chunks=chunks, in_place=in_place)
     src, dst = np.nonzero(matrix > 0)
     pair = np.arange(len(src))
     away = np.flatnonzero(src != dst)

@@ -110,8 +110,6 @@ def _load(what: str, given: dict[str, Any]) -> Collective:
         _refuse(given, ("root",), f"{kind} has no root; rooted are {', '.join(ROOTED)}")
     ranks = given.pop("ranks", 4)
     as_ranks(ranks)
-    if kind in ("permute", "all_to_all_v"):
-        _refuse(given, ("in_place",), f"{kind} is out of place")
     if kind == "permute":
         given["pairs"] = [(r, (r + 1) % ranks) for r in range(ranks)]
     elif kind == "all_to_all_v":

@@ -92,8 +92,13 @@ def AllToAll(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collec
     )
 
 
-def AllToAllV(ranks: Ranks, counts: Sequence[Sequence[float]], *, chunks: int = 1) -> Collective:
-    """As all-to-all, but rank r sends ``counts[r][q]`` (any unit) to rank q; a zero sends nothing."""
+def AllToAllV(
+    ranks: Ranks, counts: Sequence[Sequence[float]], *, chunks: int = 1, in_place: bool = False
+) -> Collective:
+    """As all-to-all, but rank r sends ``counts[r][q]`` (any unit) to rank q; a zero sends nothing.
+
+    In place, what comes from a rank takes the room of what went to it, so the counts must be symmetric.
+    """
     devices = as_ranks(ranks)
     n = len(devices)
     try:
@@ -102,6 +107,8 @@ def AllToAllV(ranks: Ranks, counts: Sequence[Sequence[float]], *, chunks: int = 
         matrix = np.zeros(0)
     if matrix.shape != (n, n) or not np.all(np.isfinite(matrix)) or np.any(matrix < 0) or not matrix.any():
         raise InvalidInput(f"counts: must be {n} rows of {n} numbers >= 0, not all zero")
+    if in_place and not np.array_equal(matrix, matrix.T):
+        raise InvalidInput("in_place: counts must be symmetric, so that what comes in fits where the other left")
     number = np.full((n, n), -1, np.int64)
     pairs = np.argwhere(matrix > 0)
     number[tuple(pairs.T)] = np.arange(len(pairs))
@@ -118,6 +125,7 @@ def AllToAllV(ranks: Ranks, counts: Sequence[Sequence[float]], *, chunks: int = 
         share=np.repeat(matrix[tuple(pairs.T)], chunks) / (largest * chunks),
         inputs=lambda r: chunk_ids(number[r]),
         outputs=lambda r: chunk_ids(number[:, r]),
+        in_place=in_place,
     )
 
 
@@ -193,7 +201,9 @@ def Scatter(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = Fa
     )
 
 
-def Permute(ranks: Ranks, pairs: Sequence[tuple[int, int]], *, chunks: int = 1) -> Collective:
+def Permute(
+    ranks: Ranks, pairs: Sequence[tuple[int, int]], *, chunks: int = 1, in_place: bool = False
+) -> Collective:
     """Send and receive: for each (src, dst), dst ends with src's tensor. ``[(0, 1)]`` is one send."""
     devices = as_ranks(ranks)
     n = len(devices)
@@ -213,6 +223,7 @@ def Permute(ranks: Ranks, pairs: Sequence[tuple[int, int]], *, chunks: int = 1) 
         share=1 / max(chunks, 1),
         inputs=lambda r: sent_by[r] * chunks + _whole(chunks) if r in sent_by else _none(),
         outputs=lambda r: sent_to[r] * chunks + _whole(chunks) if r in sent_to else _none(),
+        in_place=in_place,
     )
 
 

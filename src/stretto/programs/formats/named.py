@@ -14,7 +14,6 @@ MAX_ENTRIES = 1 << 24
 """The most buffer positions (over all ranks) that a file may ask for."""
 MAX_COUNT_UNIT = 4096
 
-ONLY_OUT_OF_PLACE = ("all_to_all_v", "permute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +41,13 @@ class Named:
         per_rank = self.chunks * (n if shards > n else shards)
         if n * per_rank > MAX_ENTRIES:
             raise InvalidInput(f"chunks: {n} ranks with {per_rank} chunks each is more than {MAX_ENTRIES}")
-        options: dict[str, Any] = {"chunks": self.chunks}
+        options: dict[str, Any] = {"chunks": self.chunks, "in_place": self.in_place}
         if self.kind in ROOTED:
             options["root"] = self.root
         if self.kind == "permute":
             options["pairs"] = self.pairs
         if self.kind == "all_to_all_v":
             options["counts"] = self.counts
-        if self.kind in ONLY_OUT_OF_PLACE:
-            if self.in_place:
-                raise InvalidInput(f"in-place: {self.kind} is always out of place")
-        else:
-            options["in_place"] = self.in_place
         return COLLECTIVES[self.kind](self.ranks, **options)
 
 
@@ -65,7 +59,7 @@ def name_of(collective: Collective) -> Named | None:
     first = c.num_chunks // c.chunks
     pairs: list[tuple[int, int]] = []
     counts: list[list[float]] = []
-    if c.kind in ONLY_OUT_OF_PLACE:
+    if c.kind in ("all_to_all_v", "permute"):
         sender = _holders(c, c.in_ptr, c.in_chunk)
         receiver = _holders(c, c.out_ptr, c.out_chunk)
         pairs = [(sender.get(i * c.chunks, 0), receiver.get(i * c.chunks, 0)) for i in range(first)]
