@@ -54,8 +54,3 @@ def format_us(us: float) -> str:
     if us >= 1e3:
         return f"{us / 1e3:.4g} ms"
     return f"{us:.4g} us"
-
-
-def transfer_us(nbytes: float, gb_per_s: float) -> float:
-    """Time to push bytes through a rate: 1 GB/s moves 1000 bytes per microsecond."""
-    return nbytes / (gb_per_s * 1e3)

@@ -223,3 +223,7 @@ def test_in_place_exchanges_need_room_for_what_comes_in() -> None:
     assert AllToAllV(2, [[0, 3], [3, 1]], in_place=True).in_place
     with pytest.raises(InvalidInput, match="in_place: counts must be symmetric"):
         AllToAllV(2, [[0, 3], [2, 1]], in_place=True)
+
+
+def test_the_digest_does_not_depend_on_the_type_of_a_number() -> None:
+    assert AllGather(4, chunks=int(np.int64(6))).digest == AllGather(4, chunks=np.int64(6)).digest  # type: ignore[arg-type]

@@ -166,8 +166,8 @@ def from_buffers(
     return Collective(
         kind=kind,
         ranks=ranks,
-        num_chunks=num_chunks,
-        chunks=chunks,
+        num_chunks=int(num_chunks),  # a NumPy integer would print, and so hash, differently
+        chunks=int(chunks),
         in_ptr=in_ptr,
         in_chunk=in_chunk,
         in_part=np.repeat(np.array([part(r) for r in range(count)], np.int32), np.diff(in_ptr)),
