@@ -27,8 +27,10 @@ struct Batch {
 
 class Packer {
  public:
-  Packer(Flows& graph, const std::vector<int32_t>& terminals, const int64_t* supply, int32_t max_height)
-      : max_height_(max_height), count_((int32_t)terminals.size()),
+  // Nodes from `num_devices` on are switches that multicast: passing one adds nothing to a tree's height.
+  Packer(Flows& graph, const std::vector<int32_t>& terminals, const int64_t* supply, int32_t max_height,
+         int32_t num_devices)
+      : max_height_(max_height), num_devices_(num_devices), count_((int32_t)terminals.size()),
         node_(terminals), waiting_(count_, 0), into_(count_), left_((int64_t)count_ * count_, 0),
         entry_(count_, 0) {
     for (int32_t x = 0; x < count_; x++)
@@ -160,7 +162,7 @@ class Packer {
         if (batch.depth[y] >= 0) continue;
         for (int32_t x : into_[y]) {
           int64_t room = std::min(left_[(int64_t)x * count_ + y], batch.tree.amount);
-          if (batch.depth[x] < 0 || room <= 0 || batch.depth[x] >= max_height_) continue;
+          if (batch.depth[x] < 0 || room <= 0 || batch.depth[x] + rise(y) > max_height_) continue;
           steps.push_back({x, y, batch.depth[x], room});
         }
       }
@@ -206,7 +208,7 @@ class Packer {
     left -= s.room;
     entry_[s.y] -= s.room;
     flow_->set_capacity(index_[(int64_t)s.x * count_ + s.y], left);
-    batch.depth[s.y] = batch.depth[s.x] + 1;
+    batch.depth[s.y] = batch.depth[s.x] + rise(s.y);
     batch.tree.edges.push_back({s.x, s.y});
     if (++batch.size == 2) {
       waiting_[batch.tree.root] -= batch.tree.amount;
@@ -216,7 +218,9 @@ class Packer {
     }
   }
 
-  int32_t max_height_, count_;
+  int32_t rise(int32_t y) const { return node_[y] < num_devices_; }
+
+  int32_t max_height_, num_devices_, count_;
   std::vector<int32_t> node_;
   std::vector<int64_t> waiting_;  // at each root: trees of which nothing is known yet
   std::vector<std::vector<int32_t>> into_;
@@ -257,7 +261,7 @@ struct Routed {
 enum Status { kDone, kStarved, kUnbalanced, kTooHigh };
 
 nb::object pack_forest(int32_t num_nodes, In<int32_t> src, In<int32_t> dst, In<int64_t> capacity, In<int32_t> terminals,
-                       In<int64_t> supply, int32_t max_height) {
+                       In<int64_t> supply, int32_t max_height, int32_t num_devices) {
   Status status = kDone;
   int32_t where = -1;
   std::vector<Tree> trees;
@@ -278,7 +282,7 @@ nb::object pack_forest(int32_t num_nodes, In<int32_t> src, In<int32_t> dst, In<i
     for (int32_t w : others)
       if (status == kDone && !graph.remove_node(w)) status = kUnbalanced, where = w;
     if (status == kDone) {
-      Packer packer(graph, ends, supply.data(), max_height);
+      Packer packer(graph, ends, supply.data(), max_height, num_devices);
       if (!packer.run(trees)) status = kTooHigh;
     }
     if (status == kDone) {
@@ -300,6 +304,6 @@ nb::object pack_forest(int32_t num_nodes, In<int32_t> src, In<int32_t> dst, In<i
 
 void bind_forest(nb::module_& m) {
   m.def("pack_forest", &pack_forest, nb::arg("num_nodes"), nb::arg("src"), nb::arg("dst"), nb::arg("capacity"),
-        nb::arg("terminals"), nb::arg("supply"), nb::arg("max_height"));
+        nb::arg("terminals"), nb::arg("supply"), nb::arg("max_height"), nb::arg("num_devices"));
 }
 }  // namespace stretto

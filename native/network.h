@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <queue>
+#include <utility>
 #include <vector>
 
 #include "arrays.h"
@@ -30,12 +31,57 @@ struct Transfers {
   Rows<int32_t> after, gate;
   const bool* gate_reads;  // beside gate.values: that transfer must have been read, not have been written
   double reduce_us_per_byte;
+  const double* delay_us = nullptr;  // how long each waits once it may start, if any does
+  const int32_t* cast = nullptr;     // the multicast message that each belongs to, or -1, if there are any
 };
 
 struct Run {
   std::vector<double> start, end, link_busy, link_bytes;
   std::vector<int32_t> critical_path;  // transfers, each held up by the one before it
   int64_t events = 0;
+};
+
+// Multicast messages: members travel as one over the links that their routes begin with in common. Of those on a link
+// the first is the one that is served; the others follow it up to where they part from it.
+class Casts {
+ public:
+  Casts(const Transfers& t, const Rows<int32_t>& routes);
+
+  bool any() const { return !leader_.empty(); }
+  bool follows(int32_t x) const { return any() && leader_[x] != x; }
+  int32_t leader(int32_t x) const { return any() ? leader_[x] : x; }
+  // All that x leads, itself included.
+  template <class Visit>
+  void each_member(int32_t x, Visit&& visit) const {
+    if (!any() || size_[x] == 1) return visit(x);
+    for (int32_t m = x; m != kNobody; m = next_[m]) visit(m);
+  }
+  int32_t size(int32_t x) const { return any() ? size_[x] : 1; }
+  int32_t parts(int32_t x) const { return any() ? parts_[x] : 0; }  // the first hop that is its own
+  // Those that part from x in front of this hop.
+  template <class Visit>
+  void each_follower(int32_t x, int32_t hop, Visit&& visit) const {
+    if (!any()) return;
+    for (int32_t f = first_[x]; f != kNobody; f = other_[f])
+      if (parts_[f] == hop) visit(f);
+  }
+  // Those that travel as one with x, which is served for them at this hop.
+  template <class Visit>
+  void each_together(int32_t x, int32_t hop, Visit&& visit) const {
+    visit(x);
+    if (!any()) return;
+    for (int32_t f = first_[x]; f != kNobody; f = other_[f])
+      if (parts_[f] > hop) each_together(f, hop, visit);
+  }
+  // Who is served on x's behalf.
+  int32_t owner(int32_t x, int32_t hop) const {
+    while (hop < parts(x)) x = guide_[x];
+    return x;
+  }
+
+ private:
+  std::vector<int32_t> leader_, next_, size_, guide_, parts_;
+  std::vector<int32_t> first_, other_;  // the followers of each, as a list
 };
 
 // Reverse of Rows: who waits for each transfer.
@@ -72,24 +118,27 @@ struct Event {
 };
 using Queue = std::priority_queue<Event, std::vector<Event>, std::greater<Event>>;
 
-enum Kind : int32_t { kHop, kReadDone, kArrive, kFinish, kDrain };
+enum Kind : int32_t { kHop, kReadDone, kArrive, kFinish, kDelayed, kPass, kDrain };
 
 // The dependency side of a run: who may start, who may write. The contention model is the derived class, which
-// implements begin(t, now): transfer t may start; handle(event); settle(now): all of this moment is known.
+// implements begin(t, now): transfer t may start, and with it all that it leads; handle(event); settle(now): all of
+// this moment is known.
 template <class Model>
 class Driver {
  public:
   // Every hop of a transfer, and at last its writing, is a stage that something held up; `hops` counts the hops.
   template <class Hops>
   Driver(const Transfers& t, const Network& net, int64_t num_links, Hops&& hops)
-      : t_(t), net_(net), waits_(t.count, t.after), read_gated_(t.count, t.gate, t.gate_reads, true),
-        write_gated_(t.count, t.gate, t.gate_reads, false), after_left_(t.count), gate_left_(t.count) {
+      : t_(t), net_(net), casts_(t, net.routes), waits_(t.count, t.after), read_gated_(t.count, t.gate, t.gate_reads, true),
+        write_gated_(t.count, t.gate, t.gate_reads, false), after_left_(t.count), gate_left_(t.count),
+        members_left_(casts_.any() ? t.count : 0) {
     run.start.assign(t.count, -1), run.end.assign(t.count, -1);
     first_stage_.assign(t.count + 1, 0);
-    for (int32_t x = 0; x < t.count; x++) first_stage_[x + 1] = first_stage_[x] + hops(x) + 1;
+    for (int32_t x = 0; x < t.count; x++) first_stage_[x + 1] = first_stage_[x] + std::max<int64_t>(1, hops(x)) + 1;
     cause_.assign(first_stage_[t.count], kNothing);
     run.link_busy.assign(num_links, 0), run.link_bytes.assign(num_links, 0);
     next_.assign(t.count, kNobody);
+    for (size_t x = 0; x < members_left_.size(); x++) members_left_[x] = casts_.size((int32_t)x);
     std::vector<int32_t> last;
     for (int32_t x = 0; x < t.count; x++) {
       after_left_[x] = (int32_t)t.after.size(x), gate_left_[x] = (int32_t)t.gate.size(x);
@@ -97,7 +146,7 @@ class Driver {
       if (c >= last.size()) last.resize(c + 1, kNobody);
       if (last[c] != kNobody) next_[last[c]] = x, after_left_[x]++, gate_left_[x]++;  // it must also wait its turn
       last[c] = x;
-      if (!after_left_[x]) ready_.push_back(x);
+      if (!after_left_[x]) free(x, 0);
     }
   }
 
@@ -112,8 +161,12 @@ class Driver {
         Event e = queue_.top();
         queue_.pop();
         run.events++;
-        now = e.time;
-        static_cast<Model*>(this)->handle(e);
+        now = now_ = e.time;
+        switch (e.kind) {
+          case kDelayed: ready(e.transfer); break;
+          case kPass: pass(e.transfer, now); break;
+          default: static_cast<Model*>(this)->handle(e);
+        }
         for (; !opened_.empty(); opened_.pop()) write(opened_.front(), now);
       }
       start_ready(now);
@@ -149,10 +202,19 @@ class Driver {
 
   const Transfers& t_;
   const Network& net_;
+  const Casts casts_;
   Queue queue_;
 
  private:
   static constexpr int32_t kHeld = 1 << 30;
+
+  bool has_links(int32_t x) const { return net_.routes.size(t_.route[x]) > 0; }
+
+  // A transfer without links stands for work on its rank: its delay is all there is to it.
+  void pass(int32_t x, double now) {
+    read_done(x);
+    arrived(x, stage(x, 0), now);
+  }
 
   void open_gate(int32_t x, int64_t opener) {
     if (--gate_left_[x] == kHeld) {
@@ -172,18 +234,40 @@ class Driver {
   void release(int32_t x, int64_t cause) {
     if (--after_left_[x] == 0) {
       blame(stage(x, 0), cause);
-      ready_.push_back(x);
+      free(x, now_);
     }
+  }
+
+  void free(int32_t x, double now) {
+    if (!has_links(x)) run.start[x] = now;
+    if (t_.delay_us && t_.delay_us[x] > 0)
+      queue_.push({now + t_.delay_us[x], x, kDelayed});
+    else
+      ready(x);
+  }
+
+  void ready(int32_t x) {
+    int32_t first = casts_.leader(x);
+    if (casts_.any() && --members_left_[first] > 0) return;
+    if (first != x) blame(stage(first, 0), cause_[stage(x, 0)]);
+    ready_.push_back(first);
   }
 
   // Starting one may give the next on its connection its turn, in the same moment.
   void start_ready(double now) {
+    now_ = now;
     while (!ready_.empty()) {
       batch_.swap(ready_);
       std::sort(batch_.begin(), batch_.end());
       for (int32_t x : batch_) {
-        static_cast<Model*>(this)->begin(x, now);
-        if (next_[x] != kNobody) release(next_[x], stage(x, 0));
+        if (has_links(x))
+          static_cast<Model*>(this)->begin(x, now);
+        else
+          queue_.push({now, x, kPass});
+        casts_.each_member(x, [&](int32_t m) {
+          if (m != x) blame(stage(m, 0), stage(x, 0));
+          if (next_[m] != kNobody) release(next_[m], stage(m, 0));
+        });
       }
       batch_.clear();
     }
@@ -194,7 +278,8 @@ class Driver {
   void trace_back() {
     if (!t_.count) return;
     int32_t last = (int32_t)(std::max_element(run.end.begin(), run.end.end()) - run.end.begin());
-    for (int64_t s = last_stage(last); s >= 0; s = cause_[s]) {
+    // Of what starts in one moment each may seem to have held up the other; no stage is visited twice.
+    for (int64_t s = last_stage(last); s >= 0; s = std::exchange(cause_[s], kNothing)) {
       auto x = (int32_t)(std::upper_bound(first_stage_.begin(), first_stage_.end(), s) - first_stage_.begin() - 1);
       if (run.critical_path.empty() || run.critical_path.back() != x) run.critical_path.push_back(x);
     }
@@ -203,7 +288,8 @@ class Driver {
 
   std::vector<int64_t> first_stage_, cause_;
   Waiters waits_, read_gated_, write_gated_;
-  std::vector<int32_t> after_left_, gate_left_, ready_, batch_, next_;
+  std::vector<int32_t> after_left_, gate_left_, members_left_, ready_, batch_, next_;
+  double now_ = 0;
   std::queue<int32_t> opened_;  // have arrived, and wait for nothing any more
 };
 

@@ -3,6 +3,9 @@
 // A transfer is one flow over all links of its route. When flows come or go, only the part of the network that is
 // connected to them through shared links is computed anew (progressive filling). A link may cap one flow's rate, and
 // lose throughput when many flows meet in it (incast).
+//
+// The members of a multicast are flows of their own, but a link that they share carries them as one strand, at the rate
+// of the fastest; once that one is through, the link has carried everything, and the others live on what lies behind.
 #include "network.h"
 
 namespace stretto {
@@ -11,17 +14,21 @@ namespace {
 class Fair : public Driver<Fair> {
  public:
   Fair(const Transfers& t, const Network& net, int64_t num_links)
-      : Driver(t, net, num_links, [](int32_t) { return 1; }), flows_on_(num_links), rate_(t.count, 0), left_(t.count, 0), since_(t.count, 0),
-        version_(t.count, 0), marked_link_(num_links, 0), marked_flow_(t.count, 0), room_(num_links), open_(num_links) {
+      : Driver(t, net, num_links, [](int32_t) { return 1; }), flows_on_(num_links), rate_(t.count, kIdle),
+        left_(t.count, 0), since_(t.count, 0), strands_(casts_.any() ? t.count : 0), version_(t.count, 0), marked_link_(num_links, 0), marked_flow_(t.count, 0), room_(num_links), open_(num_links) {
+    for (int32_t x = 0; x < (int32_t)strands_.size(); x++)
+      if (casts_.size(casts_.leader(x)) > 1) strands_[x].resize(net.routes.size(t.route[x]));
     simulate();
   }
 
-  void begin(int32_t x, double now) {
-    run.start[x] = now;
-    if (net_.alpha_blocks && latency(x) > 0)
-      queue_.push({now + latency(x), x, kHop});
-    else
-      join(x, now);
+  void begin(int32_t first, double now) {
+    casts_.each_member(first, [&](int32_t x) {
+      run.start[x] = now;
+      if (net_.alpha_blocks && latency(x) > 0)
+        queue_.push({now + latency(x), x, kHop});
+      else
+        join(x, now);
+    });
   }
 
   void handle(const Event& e) {
@@ -62,6 +69,35 @@ class Fair : public Driver<Fair> {
   }
 
  private:
+  enum State : int8_t { kAhead, kFlowing, kThrough };
+  struct Strand {  // what a link carries for one member, or for several
+    State state = kAhead;
+    int32_t open = 0;  // members whose rate is not fixed yet
+  };
+
+  // Every link of a flow that has still something to carry for it; with the strand, if it is multicast.
+  template <class Visit>
+  void each_link(int32_t x, Visit&& visit) const {
+    const int32_t* route = net_.routes.begin(t_.route[x]);
+    auto hops = (int32_t)net_.routes.size(t_.route[x]);
+    for (int32_t hop = 0; hop < hops; hop++) {
+      int32_t owner = casts_.owner(x, hop);
+      Strand* strand = strands_.empty() || strands_[owner].empty() ? nullptr : &strands_[owner][hop];
+      if (!strand || strand->state != kThrough) visit(route[hop], owner, strand);
+    }
+  }
+
+  // The flows that a link carries as one.
+  template <class Visit>
+  void each_flow(int32_t link, int32_t owner, Visit&& visit) const {
+    if (strands_.empty() || strands_[owner].empty()) return visit(owner);
+    const int32_t* route = net_.routes.begin(t_.route[owner]);
+    auto hop = (int32_t)(std::find(route + casts_.parts(owner), net_.routes.end(t_.route[owner]), link) - route);
+    casts_.each_together(owner, hop, [&](int32_t m) {
+      if (rate_[m] != kIdle) visit(m);
+    });
+  }
+
   double latency(int32_t x) const {
     double total = 0;
     for (const int32_t* l = net_.routes.begin(t_.route[x]); l != net_.routes.end(t_.route[x]); l++) total += net_.alpha[*l];
@@ -71,20 +107,24 @@ class Fair : public Driver<Fair> {
   void join(int32_t x, double now) {
     left_[x] = t_.bytes[x];
     since_[x] = now;
-    for (const int32_t* l = net_.routes.begin(t_.route[x]); l != net_.routes.end(t_.route[x]); l++) {
-      flows_on_[*l].push_back(x);
-      changed_.push_back(*l);
-      run.link_busy[*l] += t_.bytes[x] / net_.rate[*l], run.link_bytes[*l] += t_.bytes[x];
-    }
+    rate_[x] = 0;
+    each_link(x, [&](int32_t l, int32_t owner, Strand* strand) {
+      changed_.push_back(l);
+      if (strand && strand->state == kFlowing) return;
+      if (strand) strand->state = kFlowing;
+      flows_on_[l].push_back(owner);
+      run.link_busy[l] += t_.bytes[x] / net_.rate[l], run.link_bytes[l] += t_.bytes[x];
+    });
   }
 
   void leave(int32_t x) {
-    rate_[x] = 0;
-    for (const int32_t* l = net_.routes.begin(t_.route[x]); l != net_.routes.end(t_.route[x]); l++) {
-      auto& flows = flows_on_[*l];
-      flows.erase(std::find(flows.begin(), flows.end(), x));
-      changed_.push_back(*l);
-    }
+    rate_[x] = kIdle;
+    each_link(x, [&](int32_t l, int32_t owner, Strand* strand) {
+      auto& flows = flows_on_[l];
+      flows.erase(std::find(flows.begin(), flows.end(), owner));
+      changed_.push_back(l);
+      if (strand) strand->state = kThrough;
+    });
   }
 
   // All links and flows connected to what changed.
@@ -94,14 +134,15 @@ class Fair : public Driver<Fair> {
     auto add_link = [&](int32_t l) {
       if (marked_link_[l] != stamp_) marked_link_[l] = stamp_, links_.push_back(l);
     };
+    auto add_flow = [&](int32_t x) {
+      if (marked_flow_[x] == stamp_) return;
+      marked_flow_[x] = stamp_;
+      flows_.push_back(x);
+      each_link(x, [&](int32_t l, int32_t, Strand*) { add_link(l); });
+    };
     for (int32_t l : changed_) add_link(l);
     for (size_t head = 0; head < links_.size(); head++)
-      for (int32_t x : flows_on_[links_[head]])
-        if (marked_flow_[x] != stamp_) {
-          marked_flow_[x] = stamp_;
-          flows_.push_back(x);
-          for (const int32_t* l = net_.routes.begin(t_.route[x]); l != net_.routes.end(t_.route[x]); l++) add_link(*l);
-        }
+      for (int32_t owner : flows_on_[links_[head]]) each_flow(links_[head], owner, add_flow);
     std::sort(flows_.begin(), flows_.end());
   }
 
@@ -116,8 +157,7 @@ class Fair : public Driver<Fair> {
 
   double cap(int32_t x) const {
     double least = std::numeric_limits<double>::infinity();
-    for (const int32_t* l = net_.routes.begin(t_.route[x]); l != net_.routes.end(t_.route[x]); l++)
-      least = std::min(least, net_.flow_cap[*l]);
+    each_link(x, [&](int32_t l, int32_t, const Strand*) { least = std::min(least, net_.flow_cap[l]); });
     return least;
   }
 
@@ -130,30 +170,38 @@ class Fair : public Driver<Fair> {
       if (open_[l]) levels.push({room_[l] / open_[l], l});
     }
     for (int32_t x : flows_) {
-      rate_[x] = -1;
+      rate_[x] = kOpen;
+      each_link(x, [](int32_t, int32_t, Strand* strand) { if (strand) strand->open++; });
       if (double c = cap(x); std::isfinite(c)) levels.push({c, ~x});
     }
+    // A strand takes as much as the last of its flows to be fixed, which is the fastest.
     auto fix = [&](int32_t x, double rate) {
       rate_[x] = rate;
-      for (const int32_t* l = net_.routes.begin(t_.route[x]); l != net_.routes.end(t_.route[x]); l++) {
-        room_[*l] = std::max(0.0, room_[*l] - rate);
-        if (--open_[*l] > 0) levels.push({room_[*l] / open_[*l], *l});
-      }
+      each_link(x, [&](int32_t l, int32_t, Strand* strand) {
+        if (strand && --strand->open > 0) return;
+        room_[l] = std::max(0.0, room_[l] - rate);
+        if (--open_[l] > 0) levels.push({room_[l] / open_[l], l});
+      });
     };
     while (!levels.empty()) {
       auto [level, who] = levels.top();
       levels.pop();
       if (who < 0) {
-        if (rate_[~who] < 0) fix(~who, level);
+        if (rate_[~who] == kOpen) fix(~who, level);
       } else if (open_[who] > 0 && level == room_[who] / open_[who]) {
-        for (int32_t x : flows_on_[who])
-          if (rate_[x] < 0) fix(x, level);
+        for (int32_t owner : flows_on_[who])
+          each_flow(who, owner, [&](int32_t x) {
+            if (rate_[x] == kOpen) fix(x, level);
+          });
       }
     }
   }
 
+  static constexpr double kOpen = -1, kIdle = -2;  // in place of a rate: not fixed yet; not under way
+
   std::vector<std::vector<int32_t>> flows_on_;
   std::vector<double> rate_, old_rate_, left_, since_;
+  mutable std::vector<std::vector<Strand>> strands_;  // of each member of a multicast, one for each hop it owns
   std::vector<int32_t> version_, marked_link_, marked_flow_;
   std::vector<double> room_;
   std::vector<int32_t> open_, changed_, links_, flows_;

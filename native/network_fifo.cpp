@@ -3,6 +3,7 @@
 // A message is cut through: it asks for the next link when its head gets there, and its tail follows no sooner than it
 // came in. So each link is busy for exactly bytes/rate (plus alpha where that blocks), and a lone transfer takes
 // sum(alpha) + bytes/slowest. Requests reach a link in time order, so its queue is just the time it is free again.
+// What is multicast is served once on the links that its members share; where they part, each asks for its own link.
 #include "network.h"
 
 namespace stretto {
@@ -28,7 +29,7 @@ class Fifo : public Driver<Fifo> {
     switch (e.kind) {
       case kHop: return requests_.push_back(e.transfer);
       case kReadDone: return read_done(e.transfer);
-      case kArrive: return arrived(e.transfer, stage(e.transfer, slowest_[e.transfer]), e.time);
+      case kArrive: return arrived(e.transfer, slowest_[e.transfer], e.time);
       default: return finish(e.transfer, e.time);
     }
   }
@@ -42,17 +43,22 @@ class Fifo : public Driver<Fifo> {
     if (begins > same_moment(now))
       blame(stage(x, hop), last_[link]);
     else if (hop > 0)
-      blame(stage(x, hop), stage(x, hop - 1));
+      blame(stage(x, hop), stage(casts_.owner(x, hop - 1), hop - 1));
     double occupied = busy + (net_.alpha_blocks ? alpha : 0);
     free_at_[link] = begins + occupied;
     last_[link] = stage(x, hop);
     run.link_busy[link] += occupied, run.link_bytes[link] += bytes;
-    if (begins + busy >= tail_[x]) tail_[x] = begins + busy, slowest_[x] = hop;  // else its tail is still to come in
+    if (begins + busy >= tail_[x]) tail_[x] = begins + busy, slowest_[x] = stage(x, hop);  // else its tail is still to come in
     tail_[x] += alpha;
-    if (hop == 0) {
-      run.start[x] = begins;
-      if (has_read_gates(x)) queue_.push({begins + occupied, x, kReadDone});
-    }
+    if (hop == 0)
+      casts_.each_member(x, [&](int32_t m) {
+        run.start[m] = begins;
+        if (has_read_gates(m)) queue_.push({begins + occupied, m, kReadDone});
+      });
+    casts_.each_follower(x, hop + 1, [&](int32_t f) {
+      hop_[f] = hop + 1, tail_[f] = tail_[x], slowest_[f] = slowest_[x];
+      queue_.push({begins + alpha, f, kHop});
+    });
     if (hop + 1 < net_.routes.size(t_.route[x]))
       queue_.push({begins + alpha, x, kHop});
     else
@@ -63,7 +69,7 @@ class Fifo : public Driver<Fifo> {
   std::vector<int64_t> last_;  // the stage that a link served last
   std::vector<int32_t> hop_, requests_;
   std::vector<double> tail_;      // when the last byte of a transfer leaves the link it was served by last
-  std::vector<int32_t> slowest_;  // the hop that decides this
+  std::vector<int64_t> slowest_;  // the stage that decides this
 };
 
 }  // namespace

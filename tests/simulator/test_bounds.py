@@ -163,10 +163,18 @@ def test_ring_values(count: int) -> None:
 
 def test_star_with_unequal_directions() -> None:
     machine = star(4, 10.0, 40.0)
-    assert st.lower_bound(st.AllGather(4), machine, 4 * MB).bandwidth_us == pytest.approx(1e6 / 1e4)
+    gathered = st.lower_bound(st.AllGather(4), machine, 4 * MB)
+    assert gathered.bandwidth_us == pytest.approx(3e6 / 1e4) and gathered.exact
+    assert gathered.weights @ np.full(len(gathered.links), 3 * MB) >= gathered.demand_bytes
+    assert "switches only pass data on" in gathered.reason
     assert st.lower_bound(st.ReduceScatter(4), machine, 4 * MB).bandwidth_us == pytest.approx(3e6 / 1e4)
     assert st.lower_bound(st.AllToAll(4), machine, 4 * MB).bandwidth_us == pytest.approx(3e6 / 1e4)
-    assert not st.lower_bound(st.AllGather(4), machine, 4 * MB).exact, "the switch would have to multicast"
+    copying = st.lower_bound(st.AllGather(4), machine.with_multicast(), 4 * MB)
+    assert copying.bandwidth_us == pytest.approx(1e6 / 1e4) and not copying.exact
+    backwards = star(4, 40.0, 10.0)
+    for either in (backwards, backwards.with_multicast()):
+        reduced = st.lower_bound(st.ReduceScatter(4), either, 4 * MB)
+        assert reduced.bandwidth_us == pytest.approx(3e6 / 1e4), "switches do not add, and copies do not help"
 
 
 def test_two_hosts_are_limited_by_what_joins_them() -> None:

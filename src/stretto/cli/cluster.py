@@ -20,6 +20,7 @@ app = typer.Typer(
       dgx2:2                 a preset with a node count
       torus:4x4x4            a grid by its sides
       torus:16,gb_per_s=25   a preset with options
+      dgx2:2+multicast       the same, with switches that multicast
       topo.xml               a file of one of the forms below
       topo.xml:4             a file of one host, repeated behind a switch
 
@@ -107,6 +108,9 @@ def check(cluster: ClusterArgument) -> None:
         typer.echo(f"  channel {channel} {_joined(groups)}")
     for line in odd:
         typer.echo(f"  odd: {line}")
+    if loaded.multicasts:
+        names = [loaded.node_names[n] for n in loaded.node_multicast.nonzero()[0][:8]]
+        typer.echo(f"  multicast: {', '.join(names)}{', ...' if loaded.node_multicast.sum() > 8 else ''}")
     for note in loaded.notes:
         typer.echo(f"  note: {note}")
 

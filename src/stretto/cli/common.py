@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from ..errors import InvalidInput
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
 
 SHOW_AFTER_S = 2.0
 
@@ -68,6 +71,13 @@ def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
             timer.join()
         if bar.live.is_started:
             bar.stop()
+
+
+def with_multicast(cluster: Cluster, asked: bool | None) -> Cluster:
+    """The cluster as it is (None), with all its switches multicasting (unless some do already), or with none."""
+    if asked is None or asked == cluster.multicasts:
+        return cluster
+    return cluster.with_multicast(None if asked else ())
 
 
 def parse_ranks(text: str | None, count: int) -> tuple[int, ...]:

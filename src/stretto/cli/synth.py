@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import out, parse_ranks, write_json, wrote
+from .common import out, parse_ranks, with_multicast, write_json, wrote
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +45,13 @@ def synth(
         typer.Option(metavar="LOW..HIGH", help="Find the best program for each of these sizes, and where to switch."),
     ] = None,
     factor: Annotated[float, typer.Option(help="By how much sizes grow in a range.")] = 4.0,
+    multicast: Annotated[
+        bool | None,
+        typer.Option(
+            "--multicast/--no-multicast",
+            help="Whether switches can copy a message to several ports. Default: as the cluster says.",
+        ),
+    ] = None,
     ranks: Annotated[
         str | None, typer.Option(help="Devices that take part: a count or a list such as 0-7,16. Default: all.")
     ] = None,
@@ -56,6 +63,12 @@ def synth(
     ] = None,
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="Search this long, for each size.")] = 30.0,
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="Makers that run at once, each in its own process.")] = 1,
+    backend: Annotated[
+        str, typer.Option(metavar="processes|ray", help="Where makers run at once: here, or as tasks of a Ray cluster.")
+    ] = "processes",
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Ray's head node. Default: $RAY_ADDRESS, else a local Ray.")
+    ] = None,
     makers: Annotated[
         str | None,
         typer.Option(metavar="NAME,NAME", help="Ask only these, such as forest,library:ring. Default: all."),
@@ -93,13 +106,14 @@ def synth(
       stretto synth alltoall --cluster dgx2:2 --sizes 1K..1G -o tables/
       stretto synth allgather --cluster ndv2:2 --sketch my.yaml
       stretto synth allgather --cluster topology.xml --bytes 16M -o ag.xml
+      stretto synth allgather --cluster dgx2:2 --multicast -o ag.txt
     """
     from ..cluster import Cluster
     from ..report.sweep import parse_sizes
     from ..synthesis import select, synthesize
     from ..units import parse_bytes
 
-    machine = Cluster.load(cluster)
+    machine = with_multicast(Cluster.load(cluster), multicast)
     wanted = _collective(collective, machine, ranks, chunks, root, in_place)
     options: dict[str, Any] = {
         "budget_s": budget,
@@ -108,6 +122,8 @@ def synth(
         "contention": contention,
         "seed": seed,
         "jobs": jobs,
+        "backend": backend,
+        "ray_address": ray_address,
         "cache": cache,
         "makers": None if makers is None else [name.strip() for name in makers.split(",") if name.strip()],
     }

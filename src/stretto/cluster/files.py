@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import InvalidInput, unknown
 from ..files import parse_json, parse_yaml, read_text
 from . import astra, nccl_xml, nvidia_smi, taccl_json, yaml_form
-from .model import Cluster
+from .model import MULTICAST, Cluster
 from .presets import preset, presets
 from .presets.registry import check_nodes, check_options
 from .wiring import MAX_DEVICES
@@ -24,11 +24,14 @@ MAX_YAML_BYTES = 2 << 20
 def load(source: str | Path, *, nodes: int | None = None, **options: Any) -> Cluster:
     """A cluster from ``preset``, ``preset:nodes``, ``preset:nodes,key=value,...`` or a file.
 
-    A file may carry the same tail (``topo.xml:4``): a file of one host is then repeated behind a switch.
+    A file may carry the same tail (``topo.xml:4``): a file of one host is then repeated behind a switch. Behind either,
+    ``+multicast`` says that all switches multicast.
 
     >>> load("torus:4x2,alpha_us=1")
     <Cluster torus:4x2: 8 devices on 8 hosts, 24 links over dim0, dim1, dimensions 4x2>
     """
+    if isinstance(source, str) and source.endswith(MULTICAST) and not Path(source).exists():
+        return load(source.removesuffix(MULTICAST), nodes=nodes, **options).with_multicast()
     head, tail = _split(source)
     given = _parse_tail(tail)
     if nodes is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ DIMENSION_KINDS = ("ring", "fully_connected", "switch")
 MAX_NODES = 1 << 20
 MAX_LINKS = 1 << 24
 NO_CAP = math.inf
+MULTICAST = "+multicast"
+"""Behind a cluster's name, and behind a source that is loaded: its switches multicast."""
 GB_PER_S = (1e-9, 1e9)
 MAX_ALPHA_US = 1e9
 """From a byte to an exabyte per second, and a quarter of an hour: beyond that no sum of times is a number any more."""
@@ -34,11 +36,15 @@ Curve = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One node of the network. Devices compute and hold data; switches and NICs only forward."""
+    """One node of the network. Devices compute and hold data; switches and NICs only forward.
+
+    One that multicasts can send what comes in over one link out over several at once.
+    """
 
     name: str
     kind: str = "device"
     host: int = -1
+    multicast: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +105,12 @@ class Cluster:
     """gamma: what a reduction costs at the receiver, per 10^6 bytes."""
     notes: tuple[str, ...] = field(default=())
     """What a reader assumed or left out; shown by ``stretto cluster show``."""
+    node_multicast: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """Whether a node can copy what passes it to several links; empty stands for: none can."""
 
     def __post_init__(self) -> None:
+        if len(self.node_multicast) == 0:
+            object.__setattr__(self, "node_multicast", np.zeros(len(self.node_names), np.bool_))
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array.setflags(write=False)
@@ -136,6 +146,7 @@ class Cluster:
             link_flow_gb_per_s=np.array([link.flow_gb_per_s for link in links], np.float64),
             link_incast=np.array([curves.index(x.incast) if x.incast else -1 for x in links], np.int16),
             incast_curves=curves,
+            node_multicast=np.array([node.multicast for node in nodes], np.bool_),
             **rest,
         )
 
@@ -186,6 +197,7 @@ class Cluster:
             name=self.node_names[index],
             kind=KINDS[self.node_kind[index]],
             host=int(self.node_host[index]),
+            multicast=bool(self.node_multicast[index]),
         )
 
     def link(self, index: int) -> Link:
@@ -259,6 +271,32 @@ class Cluster:
         pairs = ((a, b) for a in devices for b in devices if a != b)
         return next(((a, b) for a, b in pairs if not forth.count_paths(a, b)), None)
 
+    @cached_property
+    def multicasts(self) -> bool:
+        """Whether any node can copy what passes it."""
+        return bool(self.node_multicast.any())
+
+    def with_multicast(self, names: Iterable[str] | None = None) -> Cluster:
+        """The same cluster in which these nodes (None: all switches) multicast, and no others do.
+
+        >>> Cluster.preset("dgx2", nodes=2).with_multicast()
+        <Cluster dgx2:2+multicast: 32 devices on 2 hosts, 160 links over nvlink, pcie, rdma>
+        """
+        if names is None:
+            chosen = self.node_kind == SWITCH
+            if not chosen.any():
+                raise InvalidInput(f"multicast: {self.name} has no switch")
+        else:
+            chosen = np.zeros(self.num_nodes, np.bool_)
+            places = {name: at for at, name in enumerate(self.node_names)}
+            for name in names:
+                if name not in places:
+                    switches = [n for n, kind in zip(self.node_names, self.node_kind, strict=True) if kind != DEVICE]
+                    raise unknown("switch", name, switches)
+                chosen[places[name]] = True
+        plain = self.name.removesuffix(MULTICAST)
+        return replace(self, name=plain + MULTICAST if chosen.any() else plain, node_multicast=chosen)
+
     def _router(self, channels: Iterable[str] | None) -> _native.Router:
         key = None if channels is None else frozenset(channels)
         if key not in self._routers:
@@ -289,7 +327,8 @@ class Cluster:
         state = hashlib.sha256()
         for key in sorted(self.__dataclass_fields__):
             value = getattr(self, key)
-            if key != "notes":
+            # Without multicast the digest is what it was before there was any: files that name it stay valid.
+            if key != "notes" and (key != "node_multicast" or self.multicasts):
                 state.update(key.encode() + b"=")
                 state.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return state.hexdigest()[:16]
@@ -318,6 +357,11 @@ def _validate(cluster: Cluster) -> None:
         raise InvalidInput("nodes: a cluster needs at least one node of kind 'device'")
     if np.any(cluster.node_kind[: cluster.num_devices] != DEVICE):
         raise InvalidInput("nodes: devices come first")
+    if len(cluster.node_multicast) != nodes:
+        raise InvalidInput(f"multicast: has {len(cluster.node_multicast)} entries for {nodes} nodes")
+    copies = np.flatnonzero(cluster.node_multicast & (cluster.node_kind == DEVICE))
+    if len(copies):
+        raise InvalidInput(f"nodes[{copies[0]}].multicast: only switches and NICs multicast, not devices")
     if len(set(cluster.node_names)) != nodes:
         raise InvalidInput(f"nodes: names must differ; {_repeated(cluster.node_names)!r} is used twice")
     for key in ("src", "dst"):

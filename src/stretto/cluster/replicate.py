@@ -71,4 +71,5 @@ def replicate(box: Cluster, nodes: int, ports: Mapping[int, Port], *, name: str,
         devices_forward=box.devices_forward,
         reduce_us_per_mb=box.reduce_us_per_mb,
         notes=notes,
+        node_multicast=np.append(order(np.tile(box.node_multicast, (nodes, 1))), False).astype(np.bool_),
     )

@@ -30,6 +30,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 class _Nodes(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     kind: Literal["device", "switch", "nic"]
     host: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] = -1
+    multicast: bool = False
     names: Name | list[Name]
 
 
@@ -107,11 +108,15 @@ def read(data: Any, name: str) -> Cluster:
     names: list[str] = []
     kinds: list[int] = []
     hosts: list[int] = []
+    copies: list[bool] = []
     for at, group in enumerate(form.nodes):
         found = _expand(group.names, f"$.nodes[{at}].names") if isinstance(group.names, str) else group.names
         names += found
         kinds += [KINDS.index(group.kind)] * len(found)
         hosts += [group.host] * len(found)
+        copies += [group.multicast] * len(found)
+        if group.multicast and group.kind == "device":
+            raise InvalidInput(f"$.nodes[{at}].multicast: only switches and NICs multicast, not devices")
         if len(names) > MAX_NODES:
             raise InvalidInput(f"$.nodes: more than {MAX_NODES} nodes")
     order = sorted(range(len(names)), key=lambda i: kinds[i] != DEVICE)
@@ -143,6 +148,7 @@ def read(data: Any, name: str) -> Cluster:
         devices_forward=form.devices_forward,
         reduce_us_per_mb=form.reduce_us_per_mb or 0.0,
         notes=tuple(form.notes),
+        node_multicast=np.array([copies[i] for i in order], np.bool_),
     )
 
 
@@ -207,12 +213,14 @@ def _expand(text: str, path: str) -> list[str]:
 
 
 def _node_groups(cluster: Cluster) -> Iterator[_Nodes]:
-    kinds, hosts, names = cluster.node_kind.tolist(), cluster.node_host.tolist(), cluster.node_names
+    columns = cluster.node_kind.tolist(), cluster.node_host.tolist(), cluster.node_multicast.tolist()
+    shared, names = list(zip(*columns, strict=True)), cluster.node_names
     first = 0
     for at in range(1, len(names) + 1):
-        if at == len(names) or (kinds[at], hosts[at]) != (kinds[first], hosts[first]):
-            run = list(names[first:at])
-            yield _Nodes(kind=KINDS[kinds[first]], host=hosts[first], names=_compress(run))  # type: ignore[arg-type]
+        if at == len(names) or shared[at] != shared[first]:
+            kind, host, copies = shared[first]
+            run = _compress(list(names[first:at]))
+            yield _Nodes(kind=KINDS[kind], host=host, multicast=copies, names=run)  # type: ignore[arg-type]
             first = at
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,9 @@ class Program:
     Transfers between the same two ranks on the same `lane` stay in program order (a FIFO connection).
     ``route[t]`` is an index into `routes` (link indices of the cluster with `routes_digest`), or -1: the
     cluster's own route. Array order is priority where two transfers could start at the same moment.
+    Transfers with the same ``cast[t] >= 0`` are one multicast message: the same chunks from the same rank after the
+    same transfers, copied to different ranks. They start together and travel once over the links that their routes
+    begin with in common, until a switch that multicasts parts them.
     """
 
     name: str
@@ -50,8 +53,11 @@ class Program:
     route: NDArray[np.int32]
     routes: tuple[tuple[int, ...], ...] = ()
     routes_digest: str = ""
+    cast: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
+        if len(self.cast) == 0:
+            object.__setattr__(self, "cast", np.broadcast_to(np.int32(-1), len(self.src)))
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array.setflags(write=False)
@@ -73,6 +79,7 @@ class Program:
         route: ArrayLike | None = None,
         routes: Sequence[tuple[int, ...]] = (),
         routes_digest: str = "",
+        cast: ArrayLike | None = None,
     ) -> Program:
         """A program from synchronous steps: transfers of one step read before any of them writes.
 
@@ -97,6 +104,8 @@ class Program:
             "lane": column("lane", lane, np.int16, count),
             "route": column("route", -1 if route is None else route, np.int32, count),
         }
+        if cast is not None:
+            columns["cast"] = column("cast", cast, np.int32, count)
         _check_columns(collective, columns["src"], columns["dst"], ptr, chunks)
         if np.any(np.diff(steps) < 0):
             order = np.argsort(steps, kind="stable")
@@ -124,6 +133,11 @@ class Program:
     def num_lanes(self) -> int:
         """Lanes are numbered 0..num_lanes-1."""
         return int(self.lane.max(initial=0)) + 1
+
+    @cached_property
+    def multicasts(self) -> bool:
+        """Whether any messages are multicast."""
+        return bool(np.any(self.cast >= 0))
 
     def chunks_of(self, transfer: int) -> NDArray[np.int32]:
         """The chunks one transfer moves."""
@@ -170,6 +184,8 @@ class Program:
     def replace(self, **changes: Any) -> Program:
         """A copy with some fields changed, validated anew."""
         fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
+        if not self.multicasts:
+            del fields["cast"]  # so that the copy may have another number of transfers
         return Program(**(fields | changes))
 
     def __eq__(self, other: object) -> bool:
@@ -268,7 +284,7 @@ def _validate(program: Program) -> None:
     p = program
     count = p.num_transfers
     _check_columns(p.collective, p.src, p.dst, p.chunk_ptr, p.chunk)
-    for key in ("reduce", "lane", "route"):
+    for key in ("reduce", "lane", "route", "cast"):
         if len(getattr(p, key)) != count:
             raise InvalidInput(f"transfers: {key} has {len(getattr(p, key))} entries, not {count}")
     check_table("after", p.after_ptr, p.after, count)
@@ -282,3 +298,44 @@ def _validate(program: Program) -> None:
             )
     if count and (p.lane.min() < 0 or p.route.min() < -1 or p.route.max() >= len(p.routes)):
         raise InvalidInput(f"transfers: lane must be >= 0 and route -1..{len(p.routes) - 1}")
+    if p.multicasts:
+        _check_casts(p)
+
+
+def _check_casts(p: Program) -> None:
+    """Members of one cast differ in nothing but where they go, and each goes somewhere else."""
+    if p.cast.min() < -1:
+        raise InvalidInput("transfers: cast must be >= -1")
+    member = np.flatnonzero(p.cast >= 0)
+    member = member[np.argsort(p.cast[member], kind="stable")]
+    number = p.cast[member]
+    begins = np.append(True, number[1:] != number[:-1])
+    leader = member[begins][np.cumsum(begins) - 1]
+
+    def refuse(bad: NDArray[np.bool_], what: str) -> None:
+        if bad.any():
+            t, first = int(member[bad][0]), int(leader[bad][0])
+            raise InvalidInput(f"transfers[{t}].cast: {what} transfer {first}, with which it is one multicast")
+
+    refuse(p.reduce[member], "adds up, and so does not go with")
+    refuse(p.src[member] != p.src[leader], "has another source than")
+    refuse(_rows_differ(p.chunk_ptr, p.chunk, member, leader), "moves other chunks than")
+    refuse(_rows_differ(p.after_ptr, p.after, member, leader), "waits for others than")
+    ends = np.sort(number.astype(np.int64) * p.collective.num_ranks + p.dst[member])
+    again = np.flatnonzero(ends[1:] == ends[:-1])
+    if len(again):
+        which, rank = divmod(int(ends[again[0]]), p.collective.num_ranks)
+        raise InvalidInput(f"transfers: cast {which} goes to rank {rank} twice")
+
+
+def _rows_differ(
+    ptr: NDArray[np.int64], values: NDArray[np.int32], a: NDArray[np.intp], b: NDArray[np.intp]
+) -> NDArray[np.bool_]:
+    """Whether rows a[i] and b[i] of a CSR table hold different things, or the same in another order."""
+    sizes = np.diff(ptr)
+    differ: NDArray[np.bool_] = sizes[a] != sizes[b]
+    same = np.flatnonzero(~differ)
+    (rows, left), (_, right) = (take_rows(ptr, values, side[same]) for side in (a, b))
+    at = np.repeat(same, np.diff(rows))
+    differ[at[left != right]] = True
+    return differ

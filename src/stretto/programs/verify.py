@@ -72,8 +72,16 @@ def verify(program: Program) -> Report:
     pred_ptr, pred = _transfer_predecessors(p.after_ptr, p.after, p.gate_ptr, p.gate, p.gate_reads)
     connection = (p.src.astype(np.int64) * c.num_ranks + p.dst) * p.num_lanes + p.lane
     order = np.argsort(connection, kind="stable").astype(np.int32)
+    if p.multicasts:
+        turn = np.flatnonzero(connection[order[1:]] == connection[order[:-1]])
+        pred_ptr, pred = _start_together(p.cast, pred_ptr, pred, (order[turn], order[turn + 1]))
+    joint = len(pred_ptr) - 1 - 2 * count
+    none = np.full(joint, -1, np.int32)
+    item_ptr = np.append(item_ptr, np.full(joint, item_ptr[-1]))
 
     def event(e: int) -> str:
+        if e >= 2 * count:
+            return f"cast {np.unique(p.cast[p.cast >= 0])[e - 2 * count]}"
         return f"transfer {e // 2} ({describe(p, e // 2)})"
 
     def location(loc: int) -> tuple[int, str]:
@@ -87,9 +95,9 @@ def verify(program: Program) -> Report:
         location,
         num_locations=c.num_ranks * c.num_chunks if number is None else len(number),
         reductions_commute=True,
-        thread=np.full(2 * count, -1, np.int32),
-        pop=pop,
-        push=push,
+        thread=np.full(2 * count + joint, -1, np.int32),
+        pop=np.append(pop, none),
+        push=np.append(push, none),
         item_ptr=item_ptr,
         rd=rd,
         rd2=np.full(len(rd), -1, np.int32),
@@ -239,6 +247,33 @@ def _transfer_predecessors(
         gate_reads, 2 * gate, 2 * gate + 1
     )
     return ptr, pred
+
+
+def _start_together(
+    cast: NDArray[np.int32],
+    pred_ptr: NDArray[np.int64],
+    pred: NDArray[np.int32],
+    turns: tuple[NDArray[np.int32], NDArray[np.int32]],
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """The same with one more event for each multicast, behind all others: its members have all started.
+
+    A member's start takes the room on its own connection; but nothing leaves, and nothing is read, before every
+    member has room. So whatever waits for one of the starts waits for that event instead, and the next message on a
+    member's connection (`turns` pairs neighbours) has its turn after it.
+    """
+    member = np.flatnonzero(cast >= 0)
+    _, number = np.unique(cast[member], return_inverse=True)
+    events = len(pred_ptr) - 1
+    joint = np.arange(events, dtype=np.int64)
+    joint[2 * member] = events + number
+    return rows_from_edges(
+        events + int(number.max()) + 1,
+        [
+            (joint[pred], row_numbers(pred_ptr)),
+            (2 * member, events + number),
+            (joint[2 * turns[0].astype(np.int64)], 2 * turns[1].astype(np.int64)),
+        ],
+    )
 
 
 def _part_rows(c: Collective) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:

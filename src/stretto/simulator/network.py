@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +14,17 @@ from ..cluster import Cluster
 from ..cluster.symmetry import link_orbits
 from ..errors import InvalidInput, unknown
 from ..programs import Lowered, Program, SymmetricProgram
+from ..programs.ir import check_table
 from ..units import MB, format_bytes
 from .messages import Messages
 from .timeline import Timeline
 
 CONTENTION = ("fifo", "fair")
 ALPHA = ("pipelined", "blocking")
+MAX_CONNECTIONS = 1 << 28
+
+Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
+"""Rows of variable length: row i is ``values[ptr[i]:ptr[i+1]]``."""
 
 
 def simulate(
@@ -35,6 +42,7 @@ def simulate(
     but fair where a link caps single flows or loses throughput to incast, which only fair can express.
     `alpha`: ``pipelined`` (latency delays arrival only) or ``blocking`` (the link is taken for it too; with fair
     sharing the flow then starts after it). `channels` restricts routes to links of these channels.
+    What the program multicasts travels once up to the switch that parts it, which has to multicast.
     A `SymmetricProgram` is simulated by rank 0 alone, on a cluster that looks the same from every device; a
     `Lowered` one (an MSCCL file, say) as its threadblocks would run it.
 
@@ -43,15 +51,9 @@ def simulate(
     >>> simulate(algorithm("ring", "all_reduce", 4), ring, nbytes=4 * MB).total_us
     606.0
     """
-    if alpha not in ALPHA:
-        raise unknown("alpha mode", alpha, ALPHA)
     if not (np.isfinite(nbytes) and nbytes > 0):
         raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
-    special = bool(np.isfinite(cluster.link_flow_gb_per_s).any() or (cluster.link_incast >= 0).any())
-    if contention is None:
-        contention = "fair" if special else "fifo"
-    if contention not in CONTENTION:
-        raise unknown("contention mode", contention, CONTENTION)
+    contention = _physics(cluster, contention, alpha)
     program.verify()
     moves = Messages.of(program) if isinstance(program, Lowered) else program
     links = np.arange(cluster.num_links)
@@ -65,10 +67,12 @@ def simulate(
     else:
         connection, route, route_ptr, route_links = routes_of(moves, cluster, channels)
         sender = moves.src
-    if special and contention == "fifo":
+    cast = moves.cast if isinstance(moves, Program) and moves.multicasts else None
+    if cast is not None:
+        _check_casts(cluster, cast, route, route_ptr, route_links)
+    if contention == "fifo":
         _refuse_caps(cluster, links[route_links])
     nbytes_each = moves.transfer_bytes(nbytes)
-    curves = cluster.incast_curves
     start, end, critical_path, busy, moved, events = _native.simulate(
         reduce=moves.reduce,
         bytes=nbytes_each,
@@ -81,16 +85,8 @@ def simulate(
         route=route,
         route_ptr=route_ptr,
         route_links=route_links,
-        alpha_us=cluster.link_alpha_us[links],
-        bytes_per_us=cluster.link_gb_per_s[links] * 1e3,
-        flow_cap=cluster.link_flow_gb_per_s[links] * 1e3,
-        incast=cluster.link_incast[links].astype(np.int32),
-        curve_ptr=np.cumsum([0, *(len(c) for c in curves)]).astype(np.int64),
-        curve_flows=np.array([flows for c in curves for flows, _ in c], np.int32),
-        curve_share=np.array([share for c in curves for _, share in c], np.float64),
-        reduce_us_per_byte=cluster.reduce_us_per_mb / MB,
-        alpha_blocks=alpha == "blocking",
-        fair=contention == "fair",
+        cast=cast,
+        **_network(cluster, links, contention, alpha),
     )
     facts = {
         "program": moves.name,
@@ -122,6 +118,156 @@ def simulate(
         critical_path=critical_path,
         facts=tuple(facts.items()),
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Times:
+    """When each transfer starts and ends, and what each link of the cluster carries."""
+
+    start_us: NDArray[np.float64]
+    end_us: NDArray[np.float64]
+    link_busy_us: NDArray[np.float64]
+    link_bytes: NDArray[np.float64]
+    critical_path: NDArray[np.int32]
+    """Transfers up to the one that ends last, each held up by the one before it."""
+
+
+def simulate_transfers(
+    cluster: Cluster,
+    *,
+    routes: Rows,
+    route: NDArray[np.int32],
+    connection: NDArray[np.int32],
+    nbytes: NDArray[np.float64],
+    after: Rows,
+    reduce: NDArray[np.bool_] | None = None,
+    gate: Rows | None = None,
+    gate_reads: NDArray[np.bool_] | None = None,
+    delay_us: NDArray[np.float64] | None = None,
+    cast: NDArray[np.int32] | None = None,
+    contention: str | None = None,
+    alpha: str = "pipelined",
+) -> Times:
+    """The simulator below `simulate`: any transfers, such as those of many programs and the work between them.
+
+    Tables of rows are ``(ptr, values)``. Transfer t takes the links of row ``route[t]`` of `routes` once all of
+    ``after[t]`` have ended; on one `connection` transfers start, and end, in order. `gate`, `gate_reads` and `cast`
+    are as in `Program`. With `delay_us` it waits so long, once it may start, before it asks for its first link. One
+    whose route is empty ends after its delay: work on a rank. Nothing is verified here but sizes and numbers, so the
+    parts must have been; what waits for itself never starts, and is refused.
+
+    >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
+    >>> times = simulate_transfers(
+    ...     ring, routes=(np.array([0, 0, 1]), np.array([0], np.int32)), route=np.array([0, 1], np.int32),
+    ...     connection=np.array([0, 1], np.int32), nbytes=np.array([0.0, 1e6]), delay_us=np.array([50.0, 0.0]),
+    ...     after=(np.array([0, 0, 1]), np.array([0], np.int32)),
+    ... )
+    >>> times.start_us.tolist(), times.end_us.tolist()
+    ([0.0, 50.0], [50.0, 151.0])
+    """
+    contention = _physics(cluster, contention, alpha)
+    count = len(nbytes)
+    nothing = np.zeros(count + 1, np.int64), np.zeros(0, np.int32)
+    gates = nothing if gate is None else gate
+    reads = np.zeros(len(gates[1]), np.bool_) if gate_reads is None else gate_reads
+    added = np.zeros(count, np.bool_) if reduce is None else reduce
+    columns = {
+        "route": (route, count), "connection": (connection, count), "reduce": (added, count),
+        "delay_us": (delay_us, count), "cast": (cast, count), "gate_reads": (reads, len(gates[1])),
+    }  # fmt: skip
+    for key, (values, size) in columns.items():
+        if values is not None and len(values) != size:
+            raise InvalidInput(f"{key}: has {len(values)} entries, not {size}")
+    check_table("after", *after, count)
+    check_table("gate", *gates, count)
+    ptr, links = routes
+    _within("routes", links, cluster.num_links)
+    _within("route", route, len(ptr) - 1)
+    _within("connection", connection, MAX_CONNECTIONS)
+    if len(ptr) == 0 or ptr[0] != 0 or ptr[-1] != len(links) or np.any(np.diff(ptr) < 0):
+        raise InvalidInput("routes: pointers do not match the list")
+    for key, amounts in (("nbytes", nbytes), ("delay_us", delay_us)):
+        if amounts is not None and not np.all(np.isfinite(amounts) & (amounts >= 0)):
+            raise InvalidInput(f"{key}: must be >= 0 and finite")
+    if cast is not None:
+        _check_casts(cluster, cast, route, ptr, links)
+    if contention == "fifo":
+        _refuse_caps(cluster, links)
+    start, end, critical_path, busy, moved, _ = _native.simulate(
+        reduce=added,
+        bytes=nbytes,
+        after_ptr=after[0],
+        after=after[1],
+        gate_ptr=gates[0],
+        gate=gates[1],
+        gate_reads=reads,
+        connection=connection,
+        route=route,
+        route_ptr=ptr,
+        route_links=links,
+        delay_us=delay_us,
+        cast=cast,
+        **_network(cluster, np.arange(cluster.num_links), contention, alpha),
+    )
+    stuck = np.flatnonzero(end < 0)
+    if len(stuck):
+        raise InvalidInput(f"after: transfer {stuck[0]} waits for itself ({len(stuck)} never end)")
+    return Times(start_us=start, end_us=end, link_busy_us=busy, link_bytes=moved, critical_path=critical_path)
+
+
+def _within(name: str, values: NDArray[np.integer], limit: int) -> None:
+    bad = np.flatnonzero((values < 0) | (values >= limit))
+    if len(bad):
+        raise InvalidInput(f"{name}[{bad[0]}]: must be 0..{limit - 1}, not {values[bad[0]]}")
+
+
+def _physics(cluster: Cluster, contention: str | None, alpha: str) -> str:
+    """The contention mode: the one asked for, or the one that the links need."""
+    if alpha not in ALPHA:
+        raise unknown("alpha mode", alpha, ALPHA)
+    if contention is None:
+        special = np.isfinite(cluster.link_flow_gb_per_s).any() or (cluster.link_incast >= 0).any()
+        return "fair" if special else "fifo"
+    if contention not in CONTENTION:
+        raise unknown("contention mode", contention, CONTENTION)
+    return contention
+
+
+def _network(cluster: Cluster, links: NDArray[np.integer], contention: str, alpha: str) -> dict[str, Any]:
+    """These links of a cluster, and the rules, as the native simulator takes them."""
+    curves = cluster.incast_curves
+    return {
+        "alpha_us": cluster.link_alpha_us[links],
+        "bytes_per_us": cluster.link_gb_per_s[links] * 1e3,
+        "flow_cap": cluster.link_flow_gb_per_s[links] * 1e3,
+        "incast": cluster.link_incast[links].astype(np.int32),
+        "curve_ptr": np.cumsum([0, *(len(c) for c in curves)]).astype(np.int64),
+        "curve_flows": np.array([flows for c in curves for flows, _ in c], np.int32),
+        "curve_share": np.array([share for c in curves for _, share in c], np.float64),
+        "reduce_us_per_byte": cluster.reduce_us_per_mb / MB,
+        "alpha_blocks": alpha == "blocking",
+        "fair": contention == "fair",
+    }
+
+
+def _check_casts(
+    cluster: Cluster,
+    cast: NDArray[np.int32],
+    route: NDArray[np.int32],
+    route_ptr: NDArray[np.int64],
+    route_links: NDArray[np.int32],
+) -> None:
+    """What is multicast may part only where the cluster copies."""
+    fork = _native.cast_forks(cast, route, route_ptr, route_links)
+    parts = np.flatnonzero(fork != -1)
+    if not len(parts):
+        return
+    where = np.where(fork[parts] >= 0, cluster.link_dst[fork[parts]], -1)
+    bad = np.flatnonzero((where < 0) | ~cluster.node_multicast[where])
+    if len(bad):
+        t, node = int(parts[bad[0]]), int(where[bad[0]])
+        place = "at its source" if node < 0 else f"at {cluster.node_names[node]}, which does not multicast"
+        raise InvalidInput(f"transfers[{t}].cast: parts from the others of cast {cast[t]} {place}")
 
 
 def routes_of(

@@ -36,8 +36,11 @@ def forests_of(
     max_k: int | None = None,
     max_height: int | None = None,
     multiple: int = 1,
+    multicast: bool | None = None,
 ) -> tuple[Forest, ...]:
     """The trees of a collective: one forest, or for all-reduce one that reduces and one that spreads.
+
+    With `multicast` (None: if the cluster has any) those that spread are copied in switches that multicast.
 
     >>> from stretto import AllGather
     >>> forests_of(AllGather(8), Cluster.preset("dgx_a100"))
@@ -53,12 +56,14 @@ def forests_of(
     for name, value in (("max_k", max_k), ("max_height", max_height)):
         if value is not None and value < 1:
             raise InvalidInput(f"{name}: must be >= 1, not {value}")
+    copies = _multicast(cluster, multicast)
     roots = _roots(collective)
     edges = len(roots) * max(1, collective.num_ranks - 1)
     most = max(1, MAX_TRANSFERS // 4 // edges) if max_k is None else max_k
     return tuple(
         pack_trees(
-            cluster, collective.ranks, roots, reverse=reverse, max_k=most, max_height=max_height, multiple=multiple
+            cluster, collective.ranks, roots, reverse=reverse, max_k=most, max_height=max_height, multiple=multiple,
+            multicast=copies,
         )
         for reverse in _KINDS[collective.kind]
     )
@@ -76,11 +81,13 @@ def synthesise(
     max_k: int | None = None,
     max_height: int | None = None,
     max_transfers: int = MAX_TRANSFERS,
+    multicast: bool | None = None,
 ) -> Program:
     """A program that sends along optimally packed trees, cut into as many pieces as simulation finds best.
 
     All trees carry equal shares (so every chunk has the same size, as MSCCL needs). `seed` changes nothing: there is
-    no chance involved. `max_k` trades throughput for fewer trees, `max_height` bounds them.
+    no chance involved. `max_k` trades throughput for fewer trees, `max_height` bounds them. Where switches multicast
+    (`multicast`, None: if any does) trees that use it are tried beside those that do not.
     """
     del seed
     began = time.monotonic()
@@ -96,13 +103,17 @@ def synthesise(
         return simulate(made, cluster, nbytes=nbytes, alpha=alpha).total_us, made
 
     tell("packing trees", 0.0)
-    candidates = _candidates(collective, cluster, max_k, max_height, began + budget_s / 5)
+    copies = _multicast(cluster, multicast) and not all(_KINDS.get(collective.kind, ()))
+    candidates: list[tuple[Forest, ...]] = []
+    for part, with_copies in enumerate((True, False)[not copies :]):
+        until = began + budget_s * (part + 1) / (10 if copies else 5)
+        candidates += _candidates(collective, cluster, max_k, max_height, until, with_copies)
     chosen = candidates[0]
     if len(candidates) > 1:
         tell(f"comparing {len(candidates)} forests", 0.2)
         trials = []
         for forests in candidates:
-            most = max(1, TRY_ALL // _edges(forests))
+            most = max(1, TRY_ALL // _edges(forests), min(2, max_transfers // _edges(forests)))
             tried = {n: min(timed(forests, n, pace)[0] for pace in PACES[::4]) for n in {1, max(1, most // 4), most}}
             trials.append(_promise(forests, tried, nbytes, max_transfers))
         chosen = candidates[trials.index(min(trials))]
@@ -134,7 +145,7 @@ def synthesise(
 
 
 def _candidates(
-    collective: Collective, cluster: Cluster, max_k: int | None, max_height: int | None, until: float
+    collective: Collective, cluster: Cluster, max_k: int | None, max_height: int | None, until: float, multicast: bool
 ) -> list[tuple[Forest, ...]]:
     """The smallest k, multiples of it whose trees are lower, as long as they are quick to pack, and where that k is
     large, smaller ones that come near: with fewer trees there are more pieces to each."""
@@ -143,7 +154,9 @@ def _candidates(
     for multiple in MULTIPLES:
         began = time.monotonic()
         try:
-            now = forests_of(collective, cluster, max_k=max_k, max_height=max_height, multiple=multiple)
+            now = forests_of(
+                collective, cluster, max_k=max_k, max_height=max_height, multiple=multiple, multicast=multicast
+            )
         except Infeasible as error:
             refused = error
         else:
@@ -159,8 +172,14 @@ def _candidates(
         raise refused
     for fewer in FEWER:
         if max_k is None and max(f.k for f in found[0]) > 2 * fewer:
-            found.append(forests_of(collective, cluster, max_k=fewer, max_height=max_height))
+            found.append(forests_of(collective, cluster, max_k=fewer, max_height=max_height, multicast=multicast))
     return found
+
+
+def _multicast(cluster: Cluster, asked: bool | None) -> bool:
+    if asked and not cluster.multicasts:
+        raise InvalidInput(f"multicast: no switch of {cluster.name} multicasts; see Cluster.with_multicast")
+    return cluster.multicasts if asked is None else asked
 
 
 def _promise(forests: tuple[Forest, ...], took: dict[int, float], nbytes: float, max_transfers: int) -> float:
@@ -170,7 +189,7 @@ def _promise(forests: tuple[Forest, ...], took: dict[int, float], nbytes: float,
     if took[finest] > best:
         return best
     full = sum(nbytes / float(f.throughput * len(f.roots)) / 1e3 for f in forests)
-    finer = min(32.0, max(1.0, max_transfers / _edges(forests) / finest))
+    finer = min(32, max(1, max_transfers // (_edges(forests) * finest)))
     return full + (best - full) / finer
 
 
@@ -186,9 +205,10 @@ def _height(forests: tuple[Forest, ...]) -> float:
 
 def _build(collective: Collective, forests: tuple[Forest, ...], pieces: int, pace: Pace) -> Program:
     k = "+".join(str(k) for k in sorted({f.k for f in forests}))
+    how = ",multicast" if any(np.any(f.cast >= 0) for f in forests) else ""
     chunks = pieces * math.lcm(*(f.k for f in forests))
     total = chunks * collective.num_ranks if collective.kind == "all_reduce" else chunks
-    return program(f"forest(k={k},pieces={pieces})", _finer(collective, total), forests, chunks, pace)
+    return program(f"forest(k={k},pieces={pieces}{how})", _finer(collective, total), forests, chunks, pace)
 
 
 _KINDS: dict[str, tuple[bool, ...]] = {

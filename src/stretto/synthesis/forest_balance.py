@@ -22,7 +22,8 @@ def balanced(graph: Graph) -> tuple[Graph, float]:
 
     Also the rate per unit of weight, in the given graph's units, that no trees exceed. Without multicast a switch
     sends what it receives, so any trees use balanced rates; and where switches are balanced, cuts alone decide. The
-    best rates are a linear program with one row per cut, found as they are needed.
+    best rates are a linear program with one row per cut, found as they are needed. (Switches that may copy need no
+    balance; then the rate is still an upper bound.)
     """
     import highspy  # slow to import, and most clusters have balanced switches
 
@@ -36,9 +37,7 @@ def balanced(graph: Graph) -> tuple[Graph, float]:
     solver.addVar(0.0, highspy.kHighsInf)
     solver.changeColCost(links, 1.0)
     solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
-    inner = np.ones(nodes, np.bool_)
-    inner[graph.terminals] = False
-    for w in np.flatnonzero(inner).tolist():
+    for w in np.flatnonzero(graph.passive).tolist():
         into, out = np.flatnonzero(graph.dst == w), np.flatnonzero(graph.src == w)
         value = np.append(np.ones(len(into)), -np.ones(len(out)))
         solver.addRow(0.0, 0.0, len(value), np.append(into, out).astype(np.int32), value)

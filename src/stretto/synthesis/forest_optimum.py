@@ -25,7 +25,8 @@ MAX_UNITS = 1 << 52
 class Graph:
     """The links that trees may use, with whole-number rates: ``rate[e] * unit`` GB/s.
 
-    `weight[v]` is what node v supplies to every one of `terminals`, relative to the others.
+    `weight[v]` is what node v supplies to every one of `terminals`, relative to the others. Nodes that `copies` marks
+    may multicast.
     """
 
     cluster: Cluster
@@ -36,9 +37,18 @@ class Graph:
     unit: Fraction
     terminals: NDArray[np.int32]
     weight: NDArray[np.int64]
+    copies: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, cluster: Cluster, terminals: Sequence[int], roots: Sequence[int], *, reverse: bool = False) -> Graph:
+    def of(
+        cls,
+        cluster: Cluster,
+        terminals: Sequence[int],
+        roots: Sequence[int],
+        *,
+        reverse: bool = False,
+        multicast: bool = False,
+    ) -> Graph:
         """All links between ranks, switches and NICs; other devices only relay where devices forward."""
         if cluster.num_nodes > MAX_NODES:
             raise Infeasible(f"forest: {cluster.num_nodes} nodes are too many; at most {MAX_NODES}")
@@ -61,6 +71,7 @@ class Graph:
             unit=unit,
             terminals=np.array(terminals, np.int32),
             weight=weight,
+            copies=cluster.node_multicast & multicast,
         )
 
     @property
@@ -69,12 +80,55 @@ class Graph:
         return int(self.weight.sum())
 
     @cached_property
-    def balanced(self) -> bool:
-        """Whether every switch sends as fast as it receives."""
-        into, out = (np.bincount(ends, self.rate, self.cluster.num_nodes) for ends in (self.dst, self.src))
-        inner = np.ones(self.cluster.num_nodes, np.bool_)
+    def passive(self) -> NDArray[np.bool_]:
+        """The nodes that send what they receive, and no more: neither terminals nor allowed to copy."""
+        inner = ~self.copies
         inner[self.terminals] = False
-        return bool(np.all((into == out)[inner]))
+        return inner
+
+    @cached_property
+    def balanced(self) -> bool:
+        """Whether every such node sends as fast as it receives."""
+        into, out = (np.bincount(ends, self.rate, self.cluster.num_nodes) for ends in (self.dst, self.src))
+        return bool(np.all((into == out)[self.passive]))
+
+    def spanning(self, nodes: NDArray[np.int64]) -> Graph:
+        """The same graph with these switches among the terminals, and no others that copy."""
+        terminals = np.append(self.terminals, nodes).astype(np.int32)
+        return replace(self, terminals=terminals, copies=np.zeros_like(self.copies))
+
+    def fans_out(self, switch: int) -> bool:
+        """Whether one link out of a switch leads, over nodes that cannot copy, to several that want a copy.
+
+        A multicast from there would have to part too late, or to pass the link more than once.
+        """
+        for link in np.flatnonzero(self.src == switch).tolist():
+            ends, seen = set(), {switch}
+            found = [int(self.dst[link])]
+            while found:
+                node = found.pop()
+                if node in seen:
+                    continue
+                seen.add(node)
+                if self.passive[node]:
+                    found += self.dst[self.src == node].tolist()
+                else:
+                    ends.add(node)
+            if len(ends) > 1:
+                return True
+        return False
+
+    def suppliable(self, inverse: Fraction) -> NDArray[np.int64]:
+        """The switches that may copy and that all roots together reach at a rate of ``1 / inverse`` each."""
+        candidates = np.flatnonzero(self.copies)
+        asked = replace(self, terminals=candidates.astype(np.int32))
+        found, at = [], 0
+        while at < len(candidates):
+            short = asked.short(self.rate * inverse.numerator, inverse.denominator, at)
+            stop = len(candidates) if short is None else short[0]
+            found.append(candidates[at:stop])
+            at = stop + 1
+        return np.concatenate([np.zeros(0, np.int64), *found])
 
     def with_rate(self, rate: NDArray[np.int64], unit: Fraction) -> Graph:
         """The same links with other rates."""

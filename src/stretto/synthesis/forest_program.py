@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sends:
     """One transfer of a chunk each: `round` is when it may run if every round moves one piece of every tree, `edge`
-    the edge of a tree that it belongs to."""
+    the edge of a tree that it belongs to, `cast` the multicast (or -1), `onward` how many more follow it in turn."""
 
     src: Ints
     dst: Ints
@@ -26,10 +26,15 @@ class Sends:
     route: Ints
     reduce: NDArray[np.bool_]
     edge: Ints
+    cast: Ints
+    onward: Ints
 
     def __add__(self, other: Sends) -> Sends:
         joined = {key: np.append(getattr(self, key), getattr(other, key)) for key in self.__dataclass_fields__}
-        return Sends(**joined | {"edge": np.append(self.edge, other.edge + self.edge.max(initial=-1) + 1)})
+        edge = np.append(self.edge, other.edge + self.edge.max(initial=-1) + 1)
+        casts = np.where(other.cast >= 0, other.cast + self.cast.max(initial=-1) + 1, -1)
+        onward = np.append(self.onward + other.onward.max(initial=-1) + 1, other.onward)
+        return Sends(**joined | {"edge": edge, "cast": np.append(self.cast, casts), "onward": onward})
 
 
 def sends(forest: Forest, ranks: tuple[int, ...], chunks: int, after: Ints | None = None) -> tuple[Sends, Ints]:
@@ -52,7 +57,7 @@ def sends(forest: Forest, ranks: tuple[int, ...], chunks: int, after: Ints | Non
     rows = sizes[bundle]
     begin = np.cumsum(rows) - rows
     edge = np.repeat(forest.ptr[bundle] - begin, rows) + np.arange(int(rows.sum()))
-    level = (_height_below(forest) if forest.reverse else forest.depth)[edge].astype(np.int64)
+    level, onward = (forest.below, forest.depth) if forest.reverse else (forest.depth, forest.below)
     base = np.repeat(first_chunk, rows)
     piece = np.tile(np.arange(pieces), len(edge))
 
@@ -63,7 +68,7 @@ def sends(forest: Forest, ranks: tuple[int, ...], chunks: int, after: Ints | Non
     earliest = piece if after is None else after[chunk]
     near, far = each(rank[forest.src[edge]]), each(rank[forest.dst[edge]])
     done = np.zeros(len(forest.roots) * chunks, np.int64)
-    rounds = earliest + each(level)
+    rounds = earliest + each(level[edge])
     np.maximum.at(done, chunk, rounds + 1)
     return Sends(
         src=far if forest.reverse else near,
@@ -73,7 +78,41 @@ def sends(forest: Forest, ranks: tuple[int, ...], chunks: int, after: Ints | Non
         route=each(forest.route[edge]),
         reduce=np.full(len(chunk), forest.reverse),
         edge=each(np.arange(len(edge))),
+        cast=_cast_numbers(forest, edge, np.repeat(np.arange(len(bundle)), rows), piece),
+        onward=each(onward[edge]),
     ), done
+
+
+def _cast_numbers(forest: Forest, edge: Ints, tree: Ints, piece: Ints) -> Ints:
+    """A number for every piece of every multicast of every tree: trees of one bundle are alike, but not the same."""
+    pieces = len(piece) // max(1, len(edge))
+    numbers = np.full(len(piece), -1, np.int64)
+    casts = int(forest.cast.max(initial=-1)) + 1
+    if casts:
+        of_tree = np.where(forest.cast[edge] >= 0, tree * casts + forest.cast[edge], -1)
+        at = np.repeat(of_tree, pieces)
+        several = at >= 0
+        numbers[several] = np.unique(at[several] * pieces + piece[several], return_inverse=True)[1]
+    return numbers
+
+
+def _turn(total: Sends) -> Ints:
+    """The multicasts of one rank in one round, numbered, since they must follow each other alike on all connections;
+    before them goes what is sent to one rank only."""
+    turn = np.full(len(total.src), -1, np.int64)
+    several = np.flatnonzero(total.cast >= 0)
+    if len(several):
+        several = several[np.lexsort((-total.onward[several], total.cast[several]))]
+        begins = np.diff(total.cast[several], prepend=-1) > 0
+        first = several[begins]
+        order = np.lexsort((-total.onward[first], total.src[first], total.round[first]))
+        who = np.stack([total.round[first], total.src[first]])[:, order]
+        fresh = np.append(True, np.any(who[:, 1:] != who[:, :-1], axis=0))
+        place = np.arange(len(order))
+        number = np.empty(len(order), np.int64)
+        number[order] = place - np.maximum.accumulate(np.where(fresh, place, 0))
+        turn[several] = number[np.cumsum(begins) - 1]
+    return turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +144,7 @@ def program(name: str, collective: Collective, forests: tuple[Forest, ...], chun
         routes += forest.routes
         total = part if total is None else total + part
     assert total is not None
-    order = np.argsort(total.round, kind="stable")
+    order = np.lexsort((-total.onward, _turn(total), total.round))
     plain = Program.from_steps(
         name,
         collective,
@@ -117,17 +156,28 @@ def program(name: str, collective: Collective, forests: tuple[Forest, ...], chun
         route=total.route[order],
         routes=tuple(routes),
         routes_digest=forests[0].cluster.digest,
+        cast=total.cast[order],
     )
     first_link = np.array([route[0] for route in routes], np.int64)
     return _paced(plain, first_link[plain.route] if pace.port else total.edge[order], pace.window)
 
 
 def _paced(plain: Program, group: Ints, window: int) -> Program:
-    """What depends on nothing waits for the transfer `window` places before it in its group."""
-    order = np.argsort(group, kind="stable")
+    """What depends on nothing waits for the transfer `window` places before it in its group.
+
+    A multicast is one transfer here: its first member stands for all.
+    """
+    leader = np.arange(len(group))
+    if plain.multicasts:
+        several = np.flatnonzero(plain.cast >= 0)
+        _, first, which = np.unique(plain.cast[several], return_index=True, return_inverse=True)
+        leader[several] = several[first][which]
+    ahead = np.flatnonzero(leader == np.arange(len(group)))
+    order = ahead[np.argsort(group[ahead], kind="stable")]
     before = np.full(len(group), -1, np.int64)
     same = group[order[window:]] == group[order[:-window]]
     before[order[window:][same]] = order[:-window][same]
+    before = before[leader]
     given = np.diff(plain.after_ptr)
     waits = (before >= 0) & (given == 0)
     ptr = np.concatenate([[0], np.cumsum(given + waits)])
@@ -135,17 +185,3 @@ def _paced(plain: Program, group: Ints, window: int) -> Program:
     after[np.repeat(ptr[:-1] - plain.after_ptr[:-1], given) + np.arange(len(plain.after))] = plain.after
     after[ptr[:-1][waits]] = before[waits]
     return plain.replace(after_ptr=ptr, after=after)
-
-
-def _height_below(forest: Forest) -> NDArray[np.int32]:
-    """For each edge the height of the tree that hangs at its end."""
-    below = np.zeros(len(forest.src), np.int32)
-    height = np.zeros(forest.cluster.num_nodes, np.int32)
-    for bundle in range(len(forest.root)):
-        edges = range(int(forest.ptr[bundle + 1]) - 1, int(forest.ptr[bundle]) - 1, -1)
-        for e in edges:
-            height[forest.src[e]] = height[forest.dst[e]] = 0
-        for e in edges:
-            below[e] = height[forest.dst[e]]
-            height[forest.src[e]] = max(height[forest.src[e]], below[e] + 1)
-    return below

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..model import Cluster
@@ -19,6 +21,10 @@ from ..wiring import (
 from .registry import register
 
 NIC_GB_PER_S = 12.5
+INCAST = ((33, 0.9), (65, 0.75), (129, 0.65), (257, 0.6))
+"""Assumed: what is left of a NIC's rate when that many flows enter it. The paper shows that more senders into one port
+lose throughput (its figure 17: 128, 64 and 32 destinations at a time win small, medium and large all-to-alls) and no
+numbers; these are chosen so that its order appears."""
 
 
 @register(
@@ -52,9 +58,20 @@ def hgx2(name: str, nodes: int) -> Cluster:
         f"{PCIE_ALPHA_US:g} us PCIe, {ETHERNET_ALPHA_US:g} us TCP",
         f"assumed: PCIe {PCIE3_GB_PER_S:g} GB/s one way per GPU, {SOCKET_GB_PER_S:g} GB/s between the "
         "sockets; each socket holds 4 GPUs and a host NIC",
+        "assumed: incast leaves a NIC "
+        + ", ".join(f"{share:.0%} of its rate from {flows} flows on" for flows, share in INCAST),
         "use channels nvlink+rdma or pcie+ethernet: they share no link",
     )
-    return wiring.cluster(f"{name}:{nodes}", notes=notes)
+    return _with_incast(wiring.cluster(f"{name}:{nodes}", notes=notes))
+
+
+def _with_incast(cluster: Cluster) -> Cluster:
+    """Many senders into one NIC lose throughput where the network's switch feeds its port."""
+    if cluster.num_hosts == 1:
+        return cluster
+    network = [cluster.node_names.index(name) for name in ("roce", "ethernet")]
+    into_nic = np.isin(cluster.link_src, network)
+    return replace(cluster, link_incast=np.where(into_nic, 0, -1).astype(np.int16), incast_curves=(INCAST,))
 
 
 def _network(wiring: Wiring, gpus: np.ndarray, cpus: np.ndarray) -> None:

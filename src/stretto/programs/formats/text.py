@@ -10,7 +10,8 @@
 
 One line per transfer: ``7: 2>3 +c1,c4-6 after 4,5 gate 3 lane 1 via 0`` is transfer 7 from rank 2 to 3, which
 adds (``+``) chunks 1, 4, 5 and 6, starts after 4 and 5 have finished, writes once 3 is done with rank 3, and
-takes lane 1 and route 0. Lines that begin with # are comments.
+takes lane 1 and route 0. Lines that end in the same ``cast N`` are one multicast message. Lines that begin with # are
+comments.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _OPTIONS = ("ranks", "devices", "chunks", "num_chunks", "root", "in-place", "pai
 _TRANSFER = re.compile(
     r"(?P<t>\d{1,9}): (?P<src>\d{1,9})>(?P<dst>\d{1,9}) (?P<add>\+?)(?P<chunks>c[c\d,-]*)"
     r"(?: after (?P<after>[\d,-]+))?(?: gate (?P<gate>[\d,-]+))?(?: lane (?P<lane>\d{1,5}))?"
-    r"(?: via (?P<via>\d{1,9}))?"
+    r"(?: via (?P<via>\d{1,9}))?(?: cast (?P<cast>\d{1,9}))?"
 )
 
 
@@ -59,7 +60,7 @@ def dumps(program: Program) -> str:
     if p.routes_digest:
         lines.append(f"routes {_quote(p.routes_digest)}")
     lines += [f"route {i}: {_ranges(route)}".rstrip() for i, route in enumerate(p.routes)]
-    src, dst, add, lane, via = (a.tolist() for a in (p.src, p.dst, p.reduce, p.lane, p.route))
+    src, dst, add, lane, via, cast = (a.tolist() for a in (p.src, p.dst, p.reduce, p.lane, p.route, p.cast))
     chunks, after, gate = (
         [values[a:b] for a, b in pairwise(ptr.tolist())]
         for ptr, values in (
@@ -76,6 +77,8 @@ def dumps(program: Program) -> str:
             line += f" lane {lane[t]}"
         if via[t] >= 0:
             line += f" via {via[t]}"
+        if cast[t] >= 0:
+            line += f" cast {cast[t]}"
         lines.append(line)
     return "\n".join(lines) + "\n"
 
@@ -129,7 +132,7 @@ class _Reader:
             if number != str(len(routes)):
                 self.fail(f"expected route {len(routes)}, not {number[:20]!r}")
             routes.append(tuple(self.integers(links.strip(), MAX_INT)))
-        columns: dict[str, list[int]] = {key: [] for key in ("src", "dst", "add", "lane", "via")}
+        columns: dict[str, list[int]] = {key: [] for key in ("src", "dst", "add", "lane", "via", "cast")}
         lists: dict[str, tuple[list[int], list[int]]]
         lists = {key: ([0], []) for key in ("chunks", "after", "gate")}
         limits = {"chunks": collective.num_chunks, "after": len(self.lines), "gate": len(self.lines)}
@@ -137,12 +140,12 @@ class _Reader:
             match = _TRANSFER.fullmatch(self.line())
             if match is None:
                 self.fail(
-                    "expected 'N: SRC>DST [+]cCHUNKS [after N,..] [gate N,..] [lane L] [via R]', "
+                    "expected 'N: SRC>DST [+]cCHUNKS [after N,..] [gate N,..] [lane L] [via R] [cast C]', "
                     f"not {self.lines[self.next - 1][1][:60]!r}"
                 )
             if int(match["t"]) != len(columns["src"]):
                 self.fail(f"expected transfer {len(columns['src'])}, not {match['t']}")
-            for key, default in (("src", 0), ("dst", 0), ("lane", 0), ("via", -1)):
+            for key, default in (("src", 0), ("dst", 0), ("lane", 0), ("via", -1), ("cast", -1)):
                 columns[key].append(default if match[key] is None else int(match[key]))
             columns["add"].append(bool(match["add"]))
             if columns["lane"][-1] >= 1 << 15:
@@ -172,6 +175,7 @@ class _Reader:
                 route=np.array(columns["via"], np.int32),
                 routes=tuple(routes),
                 routes_digest=digest,
+                cast=np.array(columns["cast"], np.int32),
             )
         except InvalidInput as error:
             raise InvalidInput(f"{self.where}: {error}") from None

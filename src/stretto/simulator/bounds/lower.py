@@ -18,6 +18,7 @@ from .cuts import Cut, Need, prefix_cuts, region_cuts, regions, sink_needs, sour
 from .demand import Demand, demand_of
 from .net import Floats, Net
 from .partition import narrowest_partition
+from .passing import helps, passing_weights
 
 BYTES = "<bytes>"
 """Stands in a proof's reason for the size, which depends on nbytes."""
@@ -56,7 +57,7 @@ class Bound:
 def lower_bound(
     collective: Collective, cluster: Cluster, nbytes: float, *, channels: Iterable[str] | None = None
 ) -> Bound:
-    """A time that no algorithm beats, without in-network reduction but with multicast or without.
+    """A time that no algorithm beats, without in-network reduction, and with multicast only where the cluster has it.
 
     It holds for both contention modes and both alpha modes of `simulate`. Any device may relay; with
     `channels` only over links of these channels. ``docs/bounds.md`` has the proofs. What does not depend on
@@ -189,17 +190,43 @@ def _proofs(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
     if not demand.combining and demand.same_wanters:
         wanters = demand.wanter[: demand.num_wanters[0]]
         exact = len(wanters) == 1 or _reaches_all(net, demand, wanters)
-        cut = worst_sink(net, _everything_to(wanters, demand.source, demand.share))
+        needs = [*_everything_to(wanters, demand.source, demand.share)]
+        cut = worst_sink(net, needs)
         yield _cut_proof(cluster, net, cut, exact)
+        yield from _passing(cluster, net, demand, needs, cut, ~cluster.node_multicast)
     elif demand.distinct and demand.same_sources and np.all(demand.num_wanters == 1):
         sources = demand.source[: demand.num_sources[0]]
         exact = len(sources) == 1 or _reaches_all(net, demand, sources)
-        cut = worst_sink(net.reverse, _everything_to(sources, demand.wanter, demand.share))
+        needs = [*_everything_to(sources, demand.wanter, demand.share)]
+        cut = worst_sink(net.reverse, needs)
         yield _cut_proof(cluster, net, cut and cut.reverse, exact)
+        # Nothing is added up in a switch, and a copy is of no use to a sum: what comes in goes out.
+        yield from _passing(cluster, net.reverse, demand, needs, cut, np.ones(cluster.num_nodes, np.bool_))
     elif demand.distinct and demand.same_sources and demand.same_wanters and not demand.shared:
         yield from _all_reduce(cluster, net, demand)
     else:
         yield from _mixed(cluster, net, demand)
+
+
+def _passing(
+    cluster: Cluster, net: Net, demand: Demand, needs: list[Need], cut: Cut | None, plain: NDArray[np.bool_]
+) -> Iterator[Proof]:
+    """The same needs where switches that are `plain` send no more than they receive."""
+    passive = plain & (np.arange(cluster.num_nodes) >= cluster.num_devices)
+    if demand.shared or cut is None or not helps(net, passive):
+        return
+    found = passing_weights(net, needs, passive, cut)
+    if found is None:
+        return
+    weights, share, settled = found
+    used = weights > 0
+    rate = f"{float(weights[used] @ net.rate[used]) / 1e3:.6g} GB/s"
+    links = f"{np.count_nonzero(used)} links of {rate} in all"
+    reason = f"flow: {BYTES} (weighted) must pass {links}, as switches only pass data on"
+    ends = np.array([end for end, _, _ in needs])
+    linked = np.intersect1d(net.src, net.dst)
+    exact = settled and bool(plain.all() and np.isin(linked[linked < net.num_devices], ends).all())
+    yield Proof.of(net, weights, share, reason, f"max-flow LP{', exact' * exact}", exact)
 
 
 def _reaches_all(net: Net, demand: Demand, ends: NDArray[np.int32]) -> bool:

@@ -1,0 +1,95 @@
+"""Switches that only pass data on: what leaves one came in, which can be tighter than every cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ... import _native
+from .cuts import Cut, Need
+from .net import Floats, Mask, Net
+
+MAX_ARCS = 4096
+MAX_SINKS = 256
+ROUNDS = 60
+
+
+def helps(net: Net, passive: Mask) -> bool:
+    """Whether some passive node could send more than it receives, so that cuts alone are too kind to it."""
+    rate = np.where(net.link >= 0, net.rate, 0.0)
+    into, out = (np.bincount(ends, rate, net.num_nodes) for ends in (net.dst, net.src))
+    return bool(np.any(passive & (out > into * (1 + 1e-9)) & (into > 0)))
+
+
+def passing_weights(net: Net, needs: Sequence[Need], passive: Mask, first: Cut) -> tuple[Floats, float, bool] | None:
+    """Weights w on arcs and a share D with ``sum(w x bytes) >= D``, and whether no rates do better; None if too large.
+
+    Each sink must be supplied over rates within the links', of which every passive node sends no more than it
+    receives: a linear program with one row per cut, found as it is needed. Let z be the duals of the cuts and y those
+    of the nodes. Adding z times ``bytes into the cut >= what it lacks`` and y times ``bytes out <= bytes in`` gives
+    the weights, whatever z and y the solver found: they are only rounded up to 0.
+    """
+    import highspy  # slow to import, and most clusters have balanced switches
+
+    arcs = len(net.src)
+    if arcs > MAX_ARCS or len(needs) > MAX_SINKS:
+        return None
+    scale = float(net.rate.max())
+    largest = max(float(amounts.sum()) for _, _, amounts in needs)
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    for rate in (net.rate / scale).tolist():
+        solver.addVar(0.0, rate)
+    solver.addVar(0.0, highspy.kHighsInf)
+    solver.changeColCost(arcs, 1.0)
+    solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
+    nodes = np.flatnonzero(passive)
+    for v in nodes.tolist():
+        into, out = np.flatnonzero(net.dst == v), np.flatnonzero(net.src == v)
+        value = np.append(np.ones(len(into)), -np.ones(len(out)))
+        solver.addRow(0.0, highspy.kHighsInf, len(value), np.append(into, out).astype(np.int32), value)
+    cuts: list[Cut] = []
+    fresh, settled = [first], False
+    for _ in range(ROUNDS):
+        for cut in fresh:
+            index = np.append(np.flatnonzero(cut.arcs), arcs).astype(np.int32)
+            value = np.append(np.ones(len(index) - 1), -cut.share / largest)
+            solver.addRow(0.0, highspy.kHighsInf, len(index), index, value)
+        cuts += fresh
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        solution = np.asarray(solver.getSolution().col_value)
+        fresh = _short(net, needs, np.maximum(solution[:arcs], 0.0), float(solution[arcs]) / largest)
+        if not fresh:
+            settled = True
+            break
+    dual = np.abs(np.asarray(solver.getSolution().row_dual))
+    potential = np.zeros(net.num_nodes)
+    potential[nodes] = dual[: len(nodes)]
+    weights = potential[net.dst] - potential[net.src]
+    share = 0.0
+    for cut, z in zip(cuts, dual[len(nodes) :].tolist(), strict=True):
+        weights = weights + z * cut.arcs
+        share += z * cut.share
+    weights = np.where(weights > 1e-9, weights, 0.0)
+    if not weights.max(initial=0.0) > 0:
+        return None
+    most = float(weights.max())
+    return weights / most, share / most, settled
+
+
+def _short(net: Net, needs: Sequence[Need], rate: Floats, supply: float) -> list[Cut]:
+    """The cuts that rates leave too narrow for `supply` times the needs."""
+    found = []
+    flow = _native.MaxFlow(net.num_nodes, net.src, net.dst)
+    for sink, sources, amounts in needs:
+        total = float(amounts.sum()) * supply
+        flow.set_capacity(rate, total * 2.0**-50)
+        if flow.run(sources, amounts * supply, np.array([sink], np.int32), np.array([np.inf])) < total * (1 - 1e-8):
+            side = flow.sink_side().astype(np.bool_)
+            found.append(Cut.into(net, side, float(amounts[~side[sources]].sum())))
+    return found
