@@ -27,8 +27,10 @@ setup: $(VENV)/.stamp
 
 $(VENV)/.stamp: pyproject.toml constraints.txt $(NATIVE) | system
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# First and alone: left to a later resolution, torch may come in another version with gigabytes of its own.
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt scikit-build-core nanobind
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,solvers]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,solvers,ray]'
 	@touch $@
 
 system:

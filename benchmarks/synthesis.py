@@ -3,10 +3,12 @@
 Every program is verified and simulated; `time_us` is what `simulate` says (contention fifo), `bound_us` what no
 algorithm beats, `synth_s` the whole search. Peers' figures are quoted, not measured here: TACCL's and TACOS's block the
 link for alpha (alpha=blocking), TE-CCL's only delay arrival (pipelined). `ratio` is time_us / peer_us: at most 1 is at
-or below the peer. In TE-CCL's DGX-2 rows the switch multicasts, in ours it never does. Its NDv2x2 rows serve only 15 of
-16 GPUs, its DGX-2 rows from 16 MB on leave the switch's alpha out, and its times are rounded up to epochs.
+or below the peer. In TE-CCL's DGX-2 rows the switch multicasts, in ours only where the cluster's name says so. Its
+NDv2x2 rows serve only 15 of 16 GPUs, its DGX-2 rows from 16 MB on leave the switch's alpha out, and its times are
+rounded up to epochs.
 
-`--only GROUP,GROUP` runs some of: ndv2x1, taccl, teccl, scale, throughput, torus, alltoall, ablation, export.
+`--only GROUP,GROUP` runs some of: ndv2x1, taccl, teccl, multicast, scale, throughput, torus, alltoall, ablation,
+export.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ FOREST_S = {"dgx_a100:8": 724.0, "mi250:2": 63.0, "torus:10x10": 488.0}
 
 def case(
     name: str, collective: Collective, cluster: st.Cluster, nbytes: float, *, peer: str = "",
-    peer_us: float | None = None, alpha: str = "pipelined", budget_s: float = BUDGET_S, **options: Any,
+    peer_us: float | None = None, alpha: str = "pipelined", budget_s: float = BUDGET_S,
+    note: Callable[[st.Program], str] = lambda program: "", **options: Any,
 ) -> Row:
     """One search as a row; a search that fails is a row that says why."""
     row: Row = {
@@ -62,8 +65,13 @@ def case(
     except st.StrettoError as error:
         return row | {"synth_s": time.perf_counter() - began, "peer": peer, "peer_us": peer_us, "note": str(error)[:80]}
     return row | measured(found.time_us, found.certificate.bound_us, time.perf_counter() - began, peer, peer_us) | {
-        "maker": found.certificate.program, "maker_s": found.certificate.seconds,
+        "maker": found.certificate.program, "maker_s": found.certificate.seconds, "note": note(found.program),
     }  # fmt: skip
+
+
+def connections(program: st.Program) -> str:
+    """How many pairs of ranks a program connects: what uc-min and uc-max are about."""
+    return f"{len(set(zip(program.src.tolist(), program.dst.tolist(), strict=True)))} connections"
 
 
 def measured(time_us: float, bound_us: float, synth_s: float, peer: str, peer_us: float | None) -> Row:
@@ -139,6 +147,28 @@ def teccl(source: str, kind: str, quick: bool) -> list[Row]:
     ]
 
 
+def multicast(quick: bool) -> list[Row]:
+    """The same machine with switches that copy and without; a star whose ports are faster down than up, and DGX-2."""
+    n = 8
+    nodes = [st.Node(name=f"gpu{i}") for i in range(n)] + [st.Node(name="switch", kind="switch")]
+    links = [st.Link(src=i, dst=n, alpha_us=0.5, gb_per_s=25.0) for i in range(n)]
+    links += [st.Link(src=n, dst=i, alpha_us=0.5, gb_per_s=100.0) for i in range(n)]
+    star = st.Cluster.build("star 25 up 100 down", nodes=nodes, links=links)
+    pair = st.Cluster.load("dgx2_teccl:2")
+    rows = []
+    for cluster, nbytes, peer_us in (
+        (star, 64 * st.MB, None),
+        *((pair, size, us) for size, us in zip(SIZES[2::2], TECCL["dgx2_teccl:2", "all_gather"][2::2], strict=True)),
+    )[: 1 if quick else None]:
+        for machine in (cluster, cluster.with_multicast()):
+            rows.append(
+                case(f"all_gather {machine.name} {format_bytes(nbytes)}", st.AllGather(machine.num_devices), machine,
+                     nbytes, peer="" if peer_us is None else "te-ccl", peer_us=peer_us,
+                     budget_s=3.0 if quick else BUDGET_S)
+            )
+    return rows
+
+
 def scale(source: str, budget_s: float, peer: str, quick: bool) -> list[Row]:
     cluster = st.Cluster.load(source)
     n = cluster.num_devices
@@ -212,23 +242,24 @@ def ablation(quick: bool) -> list[Row]:
     from stretto.synthesis.explorer import sketches
 
     budget_s = 3.0 if quick else 10.0
-    ndv2, dgx2 = st.Cluster.load("ndv2:2"), st.Cluster.load("dgx2:2")
+    ndv2, dgx2, box = (st.Cluster.load(source) for source in ("ndv2:2", "dgx2:2", "dgx2"))
     rows = []
 
     def sketched(name: str, cluster: st.Cluster, sketch: Sketch, nbytes: float) -> None:
         rows.append(
             case(f"ablation {name}", st.AllGather(cluster.num_devices), cluster, nbytes, alpha="blocking",
-                 budget_s=budget_s, makers=["three_stage"], sketch=sketch)
+                 budget_s=budget_s, makers=["three_stage"], sketch=sketch, note=connections)
         )
 
-    base = {sketch.name: sketch for sketch in sketches(dgx2)}
     for count in (1, 4, 8):
         sketched(f"connections={count}", dgx2, Sketch(name=f"conn={count}").with_connections(count, 16), 32 * st.KB)
     for chunks in (1, 2) if quick else (1, 2, 4):
         sketched(f"chunks={chunks}", ndv2, next(sketches(ndv2)).vary(input_chunkup=chunks), 16 * st.MB)
-    for policy in ("uc-min", "uc-max"):
-        for nbytes in (32 * st.KB, 32 * st.MB):
-            sketched(f"{policy} {format_bytes(nbytes)}", dgx2, base[f"auto,{policy}"], nbytes)
+    # One message is planned per chunk, and a connection costs nothing by itself: policies decide about the messages.
+    for cluster, nbytes in ((dgx2, 32 * st.KB), (box, 32 * st.MB), (dgx2, 32 * st.MB)):
+        by_name = {sketch.name: sketch for sketch in sketches(cluster)}
+        for policy in ("uc-min", "uc-max"):
+            sketched(f"{policy} {cluster.name} {format_bytes(nbytes)}", cluster, by_name[f"auto,{policy}"], nbytes)
     program = st.algorithm("hierarchical", "all_gather", 16, cluster=ndv2)
     for instances in (1, 2, 4, 8, 16):
         began = time.perf_counter()
@@ -294,6 +325,7 @@ CASES: dict[str, Case] = {
     "ndv2x1": ndv2x1,
     "taccl": taccl,
     **{f"teccl {source} {kind}": partial(teccl, source, kind) for source, kind in TECCL},
+    "multicast": multicast,
     "scale ndv2:10": partial(scale, "ndv2:10", 10.0, "taccl 480 s"),
     "scale dgx2:8": partial(scale, "dgx2:8", 40.0, "taccl 11 h"),
     "scale torus:6x8": partial(scale, "torus:6x8", 15.0, ""),

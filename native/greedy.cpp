@@ -6,6 +6,7 @@
 // fewest of them could bring: a chunk that only one link can bring is not taken by another.
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <queue>
 
@@ -37,7 +38,7 @@ struct Problem {
 struct Plan {
   std::vector<double> start, arrive;
   std::vector<int32_t> hop, chunk;  // chunk as the receiver names it
-  int64_t missing = 0;  // deliveries that no hop could make
+  int64_t missing = 0;  // deliveries that no hop could make; -1: there was no time to find out
 };
 
 constexpr int kMaxSources = 24;  // hops that end on one link: after so many useful ones the rest is not looked at
@@ -89,10 +90,13 @@ struct Offer {  // what one port could bring now
   std::vector<std::pair<int32_t, int32_t>> pairs;  // (chunk, hop)
 };
 
+using Clock = std::chrono::steady_clock;
+
 class Greedy {
  public:
-  Greedy(const Problem& p, const std::vector<int64_t>& held, uint64_t seed, bool once, bool patient)
-      : p_(p), random_(seed), once_(once), patient_(patient), single_(!p.goal.empty()),
+  Greedy(const Problem& p, const std::vector<int64_t>& held, uint64_t seed, bool once, bool patient,
+         Clock::time_point end)
+      : p_(p), end_(end), random_(seed), once_(once), patient_(patient), single_(!p.goal.empty()),
         has_(p.num_devices, p.num_chunks), lacks_(p.num_devices, p.num_chunks),
         free_at_(p.alpha.size(), 0.0), wakes_at_(p.hop_src.size(), -1.0) {
     int32_t kinds = 0, regions = 0;
@@ -120,16 +124,16 @@ class Greedy {
 
   Plan run() {
     push(0);
-    while (left_ > 0) {
+    while (left_ > 0 && !late_) {
       if (times_.empty() && arrivals_.empty()) {
         if (!once_ && !patient_) break;
         once_ = patient_ = false;  // a region cannot spread what it got, or the faster links have nothing to bring
         push(now_);
       }
       advance();
-      for (int pass = any_crosses_ ? 0 : 1; pass < 2 && left_ > 0; pass++) serve(pass == 0);
+      for (int pass = any_crosses_ ? 0 : 1; pass < 2 && left_ > 0 && !late_; pass++) serve(pass == 0);
     }
-    plan_.missing = left_;
+    plan_.missing = late_ && left_ > 0 ? -1 : left_;
     return std::move(plan_);
   }
 
@@ -239,6 +243,7 @@ class Greedy {
   void serve(bool crossing) {
     for (int32_t i = p_.num_devices - 1; i > 0; i--) std::swap(order_[i], order_[random_.below(i + 1)]);
     for (int32_t d : order_) {
+      if ((late_ = Clock::now() > end_)) return;
       offers_.clear();
       for (int32_t port : ports_of_[d])
         if (ports_[port].crosses == crossing) look(port);
@@ -397,6 +402,8 @@ class Greedy {
   }
 
   const Problem& p_;
+  Clock::time_point end_;
+  bool late_ = false;
   Random random_;
   bool once_, patient_, single_, any_crosses_ = false;
   Bits has_, lacks_;  // has: arrived; lacks: neither arrived nor on the way
@@ -427,7 +434,7 @@ nb::object schedule(int32_t num_devices, In<int32_t> hop_src, In<int32_t> hop_ds
                     In<int32_t> there, In<int32_t> back, In<double> nbytes, In<int32_t> kind,
                     In<int32_t> region, In<bool> crosses, In<int32_t> goal,
                     In<double> distance, In<int64_t> held, bool alpha_blocks, bool mirrored, bool once,
-                    bool patient, uint64_t seed) {
+                    bool patient, uint64_t seed, double limit_s) {
   Problem p;
   p.num_devices = num_devices, p.num_chunks = (int32_t)nbytes.shape(0);
   p.hop_src = copy(hop_src), p.hop_dst = copy(hop_dst), p.link_ptr = copy(link_ptr), p.link = copy(link);
@@ -445,7 +452,10 @@ nb::object schedule(int32_t num_devices, In<int32_t> hop_src, In<int32_t> hop_ds
   Plan plan;
   {
     nb::gil_scoped_release release;
-    plan = Greedy(p, start_with, seed, once, patient).run();
+    // Within a year: what is longer does not fit the clock.
+    std::chrono::duration<double> limit(std::clamp(limit_s, 0.0, 3e7));
+    Clock::time_point end = Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+    plan = Greedy(p, start_with, seed, once, patient, end).run();
   }
   return nb::make_tuple(to_numpy(std::move(plan.start)), to_numpy(std::move(plan.arrive)),
                         to_numpy(std::move(plan.hop)), to_numpy(std::move(plan.chunk)), plan.missing);
@@ -458,6 +468,6 @@ void bind_greedy(nb::module_& m) {
         nb::arg("link_ptr"), nb::arg("link"), nb::arg("alpha_us"), nb::arg("bytes_per_us"), nb::arg("shift"),
         nb::arg("there"), nb::arg("back"), nb::arg("nbytes"), nb::arg("kind"), nb::arg("region"), nb::arg("crosses"),
         nb::arg("goal"), nb::arg("distance"), nb::arg("held"), nb::arg("alpha_blocks"), nb::arg("mirrored"),
-        nb::arg("once"), nb::arg("patient"), nb::arg("seed"));
+        nb::arg("once"), nb::arg("patient"), nb::arg("seed"), nb::arg("limit_s"));
 }
 }  // namespace stretto

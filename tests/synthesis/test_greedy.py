@@ -22,6 +22,7 @@ from stretto import (
     Reduce,
     ReduceScatter,
     Scatter,
+    SearchTimeout,
     lower_bound,
     simulate,
 )
@@ -138,6 +139,13 @@ def test_a_network_that_does_not_reach_everyone_is_refused() -> None:
     links = [Link(src=0, dst=1, alpha_us=0.0, gb_per_s=1.0), Link(src=1, dst=0, alpha_us=0.0, gb_per_s=1.0)]
     with pytest.raises(Infeasible, match="no hops lead"):
         synthesise(AllGather(3), Cluster.build("split", nodes=nodes, links=links), nbytes=MB)
+
+
+def test_a_plan_that_takes_longer_than_the_budget_is_given_up() -> None:
+    # One plan for 1024 ranks takes many seconds.
+    cluster = Cluster.load("dgx2:64")
+    with pytest.raises(SearchTimeout, match="one plan for 1024 ranks takes longer than the budget"):
+        synthesise(AllGather(1024), cluster, nbytes=GB, budget_s=0.5)
 
 
 def test_ranks_beyond_the_cluster_are_refused() -> None:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import stretto as st
+from stretto.cluster.presets.registry import presets
 from stretto.errors import Infeasible, InvalidInput
 from stretto.synthesis.logical import Logical, default_sketch
+from stretto.synthesis.routing import RoutingProblem
 from stretto.synthesis.sketch import Hyperedge, LinkRule, Sketch
 from stretto.synthesis.sketch_files import dumps, loads
 
@@ -142,6 +144,46 @@ def test_the_default_sketch_sees_shared_nics_and_equal_hosts() -> None:
     dgx2 = default_sketch(st.Cluster.load("dgx2:2"))
     assert dgx2.internode_conn == {i: (i - 1,) for i in range(1, 16, 2)}
     assert default_sketch(st.Cluster.load("ndv2:1")).symmetry_offsets == ()
+
+
+SMALL = [
+    (info.name, nodes)
+    for info in presets()
+    for nodes in (1, 2)
+    if not info.name.startswith(("themis_", "mesh", "torus"))
+]
+"""Themis's systems, meshes and tori have no variant of one or two nodes."""
+
+
+@pytest.mark.parametrize(("name", "nodes"), SMALL)
+def test_the_default_sketch_leaves_a_path_for_every_chunk(name: str, nodes: int) -> None:
+    if (name, nodes) == ("hypercube", 1):
+        nodes = 4
+    cluster = st.Cluster.preset(name, nodes=nodes)
+    gather = st.AllGather(cluster.num_devices)
+    problem = RoutingProblem.of(Logical.of(default_sketch(cluster), cluster, gather), nbytes=st.MB)
+    targets = [len(ranks) for ranks in problem.logical.targets]
+    assert targets == [cluster.num_devices - 1] * gather.num_chunks
+    everything = problem.routing(np.ones(problem.num_orbits, np.bool_), by="all")
+    assert everything is not None
+
+
+def test_the_default_relays_are_those_beside_the_nics() -> None:
+    rails = default_sketch(st.Cluster.load("dgx_h100:2"))
+    assert rails.internode_conn == "direct-map"
+    paired = default_sketch(st.Cluster.load("dgx2_teccl:2"))
+    assert paired.internode_conn == {i: (i - 1,) for i in range(1, 16, 2)}
+
+
+def test_relays_that_other_hosts_do_not_have_are_not_asked_for() -> None:
+    # The first two hosts are joined from GPU 0 to GPU 0; the third is reached at its GPU 1 only.
+    nodes = [st.Node(name=f"h{h}.gpu{g}", host=h) for h in range(3) for g in range(2)]
+    pairs = [(0, 1), (2, 3), (4, 5), (0, 2), (2, 5)]
+    links = [
+        st.Link(src=a, dst=b, alpha_us=1, gb_per_s=1) for one, other in pairs for a, b in ((one, other), (other, one))
+    ]
+    cluster = st.Cluster.build("uneven", nodes=nodes, links=links)
+    assert default_sketch(cluster).internode_conn == "fully-connected"
 
 
 def test_ablations_change_one_field_each() -> None:

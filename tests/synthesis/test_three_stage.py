@@ -121,6 +121,17 @@ def test_uc_min_uses_fewer_connections_than_uc_max() -> None:
     assert used["uc-min"] < used["uc-max"]
 
 
+def test_a_switch_policy_reaches_the_program() -> None:
+    cluster = st.Cluster.load("dgx2:1")
+    connected = {}
+    for strategy in ("uc-min", "uc-max"):
+        sketch = loads_switch(strategy).vary(symmetry_offsets=((1, 16),))
+        program = synthesise(st.AllGather(16), cluster, nbytes=32 * MB, budget_s=5.0, sketch=sketch, alpha="blocking")
+        connected[strategy] = len(set(zip(program.src.tolist(), program.dst.tolist(), strict=True)))
+    assert connected["uc-max"] == 16 * 15
+    assert connected["uc-min"] <= 16 * 4
+
+
 def loads_switch(strategy: str) -> Sketch:
     from stretto.synthesis.sketch import Hyperedge
 

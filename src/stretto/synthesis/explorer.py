@@ -56,16 +56,18 @@ def _candidates(cluster: Cluster, split: bool) -> Iterator[Sketch]:
     hosts, size = _hosts(cluster)
     yield auto
     turns = smallest(rotations(cluster))
-    if turns and turns != auto.symmetry_offsets:
+    # Few variables let the model find the routing that a policy asks for.
+    turned = auto.vary(symmetry_offsets=turns) if turns else auto
+    if turned != auto:
         label = "+".join(f"{offset}/{group}" for offset, group in turns)
-        yield auto.vary(name=f"auto,rotate={label}", symmetry_offsets=turns)
+        yield turned.vary(name=f"auto,rotate={label}")
     for chunks in (2, 4) if split else ():
         yield auto.vary(name=f"auto,chunks={chunks}", input_chunkup=chunks)
     joined = _switched(cluster, hosts)
     if joined:
         for strategy in ("uc-min", "uc-max"):
             edges = (Hyperedge(gpus=joined, strategy=strategy),)
-            yield auto.vary(name=f"auto,{strategy}", switches=edges)
+            yield turned.vary(name=f"auto,{strategy}", switches=edges)
     if hosts > 1:
         # Every GPU may cross, or only to its own number: what a shared NIC's relays forbid.
         yield auto.vary(name="direct", internode_conn="direct-map")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from .. import _native
 from ..cluster import Cluster
 from ..collectives import Collective
-from ..errors import Infeasible, InvalidInput
+from ..errors import Infeasible, InvalidInput, SearchTimeout
 from ..programs import Program
 from ..programs.symmetry import translate
 from ..simulator import Timeline, simulate
@@ -40,6 +40,10 @@ RESTARTS = 8
 KEPT_WAYS = 4
 """Of the ways to decide, those that are kept for finer chunks."""
 PIECES = (1, 2, 4, 8)
+PLANNING = 0.8
+"""The share of what is left of the budget after which a plan that is not done is given up."""
+LEAST_S = 2.0
+"""So long a plan may take in any case: what is small is made, however short the budget and busy the machine."""
 SYMMETRIC = ("all_gather", "all_to_all")
 INVERSE = {"reduce_scatter": "all_gather", "reduce": "broadcast"}
 
@@ -121,7 +125,10 @@ class Search:
                 break  # twice as many chunks take more than twice as long
             finer = collective if count == 1 else like(collective, chunks=collective.chunks * count)
             until = began + 0.6 * left / (len(cuts) - at)
-            plans = _plans(Demand.of(finer, view, self.nbytes), ways, self.seed, until)
+            # The rest is for turning the plan into a program, proving and timing it.
+            plans = _plans(Demand.of(finer, view, self.nbytes), ways, self.seed, until, began + PLANNING * left)
+            if not plans:
+                break
             for plan in plans[: FINALISTS if finer.num_chunks * finer.num_ranks <= MAX_MOVES // 4 else 1]:
                 name = f"greedy(pieces={count})" if count > 1 else "greedy"
                 program = _program(name, plan, finer, hops, cluster, backwards)
@@ -130,7 +137,8 @@ class Search:
                 self.tell(f"{name}: {time_us:.6g} us (planned {plan.end_us:.6g})", (at + 1) / len(cuts))
             ways = list(dict.fromkeys(plan.way for plan in plans))[:KEPT_WAYS]
             took = time.monotonic() - began
-        assert best is not None, "there is always a cut, and a plan for it"
+        if best is None:
+            raise SearchTimeout(f"greedy: one plan for {collective.num_ranks} ranks takes longer than the budget")
         return best[1]
 
     def all_reduce(self, collective: Collective, cluster: Cluster, deadline: float) -> Program:
@@ -256,30 +264,37 @@ class Plan:
         return float(self.arrive_us.max(initial=0.0))
 
 
-def _plans(demand: Demand, ways: list[Way], seed: int, until: float) -> list[Plan]:
-    """Plans made in every way and with several seeds, the shortest first."""
+def _plans(demand: Demand, ways: list[Way], seed: int, until: float, last: float) -> list[Plan]:
+    """Plans made in every way and with several seeds, the shortest first; none is begun after `until`, and one that is
+    not done at `last` is given up, so that there may be none.
+    """
     usual = float(demand.nbytes.mean())
     far = {id(way.view): way.view.distances(usual) if len(demand.goal) else np.zeros(0) for way in ways}
     goal_us = min(_counting_us(demand, way) for way in ways)
     found: list[Plan] = []
     for at in range(RESTARTS * len(ways)):
         way = ways[at % len(ways)]
-        found.append(_plan(demand, way, far[id(way.view)], seed + at))
+        plan = _plan(demand, way, far[id(way.view)], seed + at, max(last - time.monotonic(), LEAST_S))
+        if plan is None:
+            break
+        found.append(plan)
         if found[-1].end_us <= goal_us * (1 + 1e-9) or time.monotonic() > until:
             break
     found.sort(key=lambda plan: plan.end_us)
     return found
 
 
-def _plan(demand: Demand, way: Way, distance: Floats, seed: int) -> Plan:
+def _plan(demand: Demand, way: Way, distance: Floats, seed: int, limit_s: float) -> Plan | None:
     view = way.view
     start, arrive, hop, chunk, missing = _native.greedy_schedule(
         num_devices=view.local, hop_src=view.src, hop_dst=view.dst, link_ptr=view.link_ptr, link=view.link,
         alpha_us=view.alpha_us, bytes_per_us=view.rate, shift=view.shift, there=demand.there, back=demand.back,
         nbytes=demand.nbytes, kind=demand.kind, region=view.region, crosses=view.crosses, goal=demand.goal,
         distance=distance, held=demand.held, alpha_blocks=way.blocking, mirrored=way.mirrored, once=way.once,
-        patient=way.patient, seed=seed,
+        patient=way.patient, seed=seed, limit_s=limit_s,
     )  # fmt: skip
+    if missing < 0:
+        return None
     if missing:
         raise Infeasible(f"greedy: no hops lead to {missing} of the places where chunks are wanted")
     return Plan(way=way, start_us=start, arrive_us=arrive, hop=hop, chunk=chunk)

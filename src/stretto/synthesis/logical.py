@@ -131,6 +131,11 @@ class Logical:
             found.append((edge.strategy, np.flatnonzero(inside)))
         return tuple(found)
 
+    @property
+    def has_policies(self) -> bool:
+        """Whether the sketch asks the routing model for more than a short time."""
+        return self.sketch.balance != "none" or any(policy != "none" for policy, _ in self.connections)
+
     @cached_property
     def restrictions(self) -> tuple[tuple[str, NDArray[np.bool_]], ...]:
         """The sketch's limits by name, each as a table [chunk, hop] of what it permits."""
@@ -296,26 +301,56 @@ def _merge(a: Hops, rows_a: NDArray[np.intp], b: Hops, rows_b: NDArray[np.intp])
 
 
 def _nearest_relays(cluster: Cluster, hosts: NDArray[np.int32], local: NDArray[np.int32]) -> Connections:
-    """GPUs with the shortest way to other hosts; of those that share a NIC the last sends and the first receives."""
-    here = np.flatnonzero(hosts == 0)
-    there = int(np.flatnonzero(hosts == 1)[0])
-    hops = Hops.of(cluster, devices=[*here.tolist(), there])
-    leaving: dict[int, list[int]] = {}
-    cost = {}
-    for d in here.tolist():
-        hop = hops.between.get((d, there))
-        if hop is not None:
-            cost[d] = (float(hops.alpha_us[hop]), -float(hops.gb_per_s[hop]), len(hops.route(hop)))
+    """GPUs with the shortest way to another host; of those that share a NIC the last sends and the first receives."""
+    here, there = (np.flatnonzero(hosts == h).tolist() for h in (0, 1))
+    hops = Hops.of(cluster, devices=[*here, *there])
+    leaving = np.flatnonzero((hosts[hops.src] == 0) & (hosts[hops.dst] == 1)).tolist()
+    cost = {h: (float(hops.alpha_us[h]), -float(hops.gb_per_s[h]), len(hops.route(h))) for h in leaving}
     if not cost:
         return "fully-connected"
     best = min(cost.values())
-    for d in (d for d in cost if cost[d] == best):
-        route = hops.route(hops.between[d, there])
-        rates = cluster.link_gb_per_s[list(route)]
-        leaving.setdefault(route[int(np.argmin(rates))], []).append(int(local[d]))
-    if any(len(gpus) == 1 for gpus in leaving.values()):
-        return "direct-map" if len(leaving) == len(here) else {g[-1]: (g[0],) for g in leaving.values()}
-    return {g[-1]: (g[0],) for g in leaving.values()}
+    senders: dict[int, set[int]] = {}
+    receivers: dict[int, set[int]] = {}
+    joined: dict[tuple[int, int], tuple[int, int]] = {}
+    for h in (h for h in leaving if cost[h] == best):
+        route = np.array(hops.route(h))
+        narrow = route[cluster.link_gb_per_s[route] <= cluster.link_gb_per_s[route].min() * (1 + 1e-9)].tolist()
+        a, b = int(local[hops.src[h]]), int(local[hops.dst[h]])
+        senders.setdefault(narrow[0], set()).add(a)
+        receivers.setdefault(narrow[-1], set()).add(b)
+        joined[a, b] = narrow[0], narrow[-1]
+    conn: dict[int, tuple[int, ...]] = {}
+    for nic, sharing in senders.items():
+        relay = max(sharing)
+        mine = {b for (a, b), links in joined.items() if a == relay and links[0] == nic}
+        first = {min(group & mine) for group in receivers.values() if group & mine}
+        # A GPU's own NIC is on the same rail, or beside the same switch; where there is none, all that it reaches.
+        conn[relay] = tuple(sorted({*conn.get(relay, ()), *((first & sharing) or first)}))
+    if conn == {gpu: (gpu,) for gpu in range(len(here))}:
+        return "direct-map"
+    return conn if _connected(cluster, hosts, local, conn) else "fully-connected"
+
+
+def _connected(
+    cluster: Cluster, hosts: NDArray[np.int32], local: NDArray[np.int32], conn: Mapping[int, tuple[int, ...]]
+) -> bool:
+    """Whether these relays still lead from every device to every other one: hosts may be wired differently."""
+    hops = Hops.of(cluster)
+    pairs = np.zeros((int(local.max()) + 1,) * 2, np.bool_)
+    for a, dsts in conn.items():
+        pairs[a, list(dsts)] = True
+    kept = (hosts[hops.src] == hosts[hops.dst]) | pairs[local[hops.src], local[hops.dst]]
+    src, dst = hops.src[kept], hops.dst[kept]
+    for a, b in ((src, dst), (dst, src)):
+        reached = np.zeros(cluster.num_devices, np.bool_)
+        reached[0] = True
+        before = 0
+        while (now := int(np.count_nonzero(reached))) > before:
+            before = now
+            reached[b[reached[a]]] = True
+        if not reached.all():
+            return False
+    return True
 
 
 def _rotates(cluster: Cluster, size: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,6 +129,8 @@ def synthesize(
     contention: str | None = None,
     seed: int = 0,
     jobs: int = 1,
+    backend: str = "processes",
+    ray_address: str | None = None,
     cache: bool = True,
     makers: Sequence[str] | None = None,
     lower: bool | str = False,
@@ -138,7 +141,8 @@ def synthesize(
     Every maker that applies is asked (library algorithms, trees, flows, greedy, sketches, exact search), or only
     `makers` (``["forest", "library:ring"]``); each of their programs is proved right and simulated. A maker that
     fails is listed among the candidates with its reason. A `sketch` is for the makers that follow one. With
-    `jobs` > 1, or for more than 256 ranks, makers run in processes that are ended when the time is over. With
+    `jobs` > 1, or for more than 256 ranks, makers run in processes that are ended when the time is over; with the
+    backend ``ray`` as tasks on the Ray cluster at `ray_address` (default: ``$RAY_ADDRESS``, else a local one). With
     `lower` (``msccl``, ``mscclpp``, or True for the first) the program is the one whose instruction streams run
     fastest within the limits of the runtimes that read this format. Results are kept on disk (see
     `stretto.synthesis.cache`) unless `cache` is False. `progress` is called with a line of text and the share of the
@@ -150,7 +154,10 @@ def synthesize(
     >>> found.program.name, found.certificate.time_us, found.certificate.bound_us
     ('ring(chunks=2)', 301.0, 151.0)
     """
+    from .worker import check_backend
+
     problem = _checked(collective, cluster, nbytes, sketch, alpha, contention, seed, budget_s, jobs)
+    check_backend(backend, ray_address)
     form = "msccl" if lower is True else lower or ""
     if form and form not in FORMATS:
         raise unknown("format to lower for", form, FORMATS)
@@ -159,7 +166,7 @@ def synthesize(
     store = Cache.of(problem, options) if cache else None
     found = store.load(problem) if store else None
     if found is None:
-        found = _search(problem, budget_s, jobs, makers, progress)
+        found = _search(problem, budget_s, jobs, makers, progress, backend, ray_address)
         if store:
             store.save(found)
     elif lower:
@@ -169,32 +176,36 @@ def synthesize(
 
 
 def _search(
-    problem: Problem, budget_s: float, jobs: int, wanted: Sequence[str] | None, progress: Progress | None
+    problem: Problem, budget_s: float, jobs: int, wanted: Sequence[str] | None, progress: Progress | None, backend: str,
+    ray_address: str | None,
 ) -> Synthesis:
-    tasks, refused = plan_tasks(problem, wanted)
-    board = Board(
-        bound=lower_bound(problem.collective, problem.cluster, problem.nbytes),
-        budget_s=budget_s * (1 - LOWERING if problem.lower else 1),
-        began=time.monotonic(),
-        progress=progress,
-        candidates=[Candidate(maker=name, reason=reason) for name, reason in refused.items()],
-    )
-    # What is over soon runs here. Processes run side by side, and can be ended where a maker overstays.
-    small = problem.ranks <= SMALL
-    here = [task for task in tasks if small and (jobs == 1 or task.maker == LIBRARY)]
-    there = [task for task in tasks if task not in here]
-    _in_turn(problem, here, board, later=sum(task.weight for task in there))
-    if there:
-        from .worker import run_workers
+    from . import worker
 
-        run_workers(problem, there, board, jobs=jobs)
+    tasks, refused = plan_tasks(problem, wanted)
+    # What is over soon runs here. Workers run side by side, and can be ended where a maker overstays.
+    small = problem.ranks <= SMALL
+    alone = jobs == 1 and backend == "processes"
+    here = [task for task in tasks if small and (alone or task.maker == LIBRARY)]
+    there = [task for task in tasks if task not in here]
+    # A cluster that has to be started first is no part of the search.
+    with worker.backend(backend, jobs=jobs, address=ray_address) if there else nullcontext() as start:
+        board = Board(
+            bound=lower_bound(problem.collective, problem.cluster, problem.nbytes),
+            budget_s=budget_s * (1 - LOWERING if problem.lower else 1),
+            began=time.monotonic(),
+            progress=progress,
+            candidates=[Candidate(maker=name, reason=reason) for name, reason in refused.items()],
+        )
+        _in_turn(problem, here, board, later=sum(task.weight for task in there))
+        if start is not None:
+            worker.run_tasks(problem, there, board, jobs=jobs, start=start)
     if board.best is None:
         raise Infeasible(_why_nothing(problem, board.candidates))
     best, lowering = board.best, None
     if problem.lower:
         left = max(board.left_s, LOWERING * budget_s)
         best, lowering = search_lowering(board.made, problem, budget_s=left, report=board.report)
-    # What a worker process says is checked once more here.
+    # What a worker says is checked once more here.
     timeline = simulate(
         best.program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
     )

@@ -50,13 +50,12 @@ def improve(
     """Simulated annealing over ways and priorities until the time is up or the bound is met."""
     problem = plan.tasks.problem
     end = time.monotonic() + limit_s
-    fixed = problem.logical.sketch.own_first
-    policies = problem.logical.sketch.balance != "none" or any(s != "none" for s, _ in problem.logical.connections)
+    fixed, free = problem.logical.sketch.own_first, not problem.logical.has_policies
     starts = [list(plan.tasks.routing.hops), *([list(r.hops) for r in routings])]
     for attempt in range(WALKS):
         if time.monotonic() > end or judge.best_us <= bound_us * CLOSE:
             return
-        walk = _Walk(problem, starts[attempt % len(starts)], seed + attempt, reroute=not policies, reorder=not fixed)
+        walk = _Walk(problem, starts[attempt % len(starts)], seed + attempt, reroute=free, reorder=not fixed)
         if attempt == 0:
             walk.adopt(plan.start_us)
         walk.run(judge, end, bound_us)

@@ -163,6 +163,39 @@ class RoutingProblem:
         """The busiest link when these orbits are chosen."""
         return max((sum(us for orbit, us in row if chosen[orbit]) for row in self.link_rows), default=0.0)
 
+    @cached_property
+    def orbit_policy(self) -> list[tuple[str, int]]:
+        """Per orbit: the switch policy over its hops, and the first of these, which stands for its rotations."""
+        policy = ["none"] * self.logical.hops.num_hops
+        for strategy, hops in self.logical.connections:
+            for hop in hops.tolist():
+                policy[hop] = strategy
+        first = np.full(self.num_orbits, len(policy))
+        np.minimum.at(first, self.orbit, self.hop)
+        return [(policy[hop], hop) for hop in first.tolist()]
+
+    def cost_us(self, chosen: NDArray[np.bool_]) -> float:
+        """The busiest link, and what the policies add to it in the model."""
+        load = self.load_us(chosen)
+        if not self.logical.has_policies:
+            return load
+        used = set(self.hop[chosen[self.orbit]].tolist())
+        for strategy, hops in self.logical.connections:
+            if strategy != "none" and len(hops):
+                share = len(used & set(hops.tolist())) / len(hops)
+                load *= 1 + POLICY_WEIGHT * (share if strategy == "uc-min" else -share)
+        return load
+
+    def longest_us(self, routing: Routing) -> float:
+        """When the last chunk would be everywhere, were it alone."""
+        last = 0.0
+        for c, hops in enumerate(routing.hops):
+            at = dict.fromkeys(self.logical.sources[c], 0.0)
+            for hop in hops:
+                at[self.logical.dst_list[hop]] = at[self.logical.src_list[hop]] + self.send(c, hop)[0]
+            last = max(last, *at.values(), 0.0)
+        return last
+
     def tree(self, c: int, chosen: NDArray[np.bool_]) -> tuple[int, ...] | None:
         """The hops of one chunk among the chosen ones, without waste, or None when they miss a target."""
         src, dst = self.logical.src, self.logical.dst
@@ -275,7 +308,7 @@ def route(
 
     tell = progress or (lambda message, fraction: None)
     end = time.monotonic() + limit_s
-    policies = problem.logical.sketch.balance != "none" or any(s != "none" for s, _ in problem.logical.connections)
+    policies = problem.logical.has_policies
     quick: list[Routing] = []
     rate = rate or (lambda routing: routing.load_us)
     for attempt in range(max(len(HASTE), solutions)):
@@ -284,17 +317,20 @@ def route(
             quick.append(found)
         if time.monotonic() > end - limit_s * 0.9:
             break
-    quick.sort(key=lambda r: r.load_us)
+    quick.sort(key=lambda r: max(problem.cost_us(problem.chosen(r)), problem.longest_us(r) if policies else 0.0))
     scale = quick[0].load_us if quick else float(problem.limit_us.max(initial=1.0))
     built = build(problem, scale_us=scale)
     model, total = built.model, built.total
     tell(f"routing: {model.counts}", 0.0)
     free = list(model.cost)
     exact: list[Routing] = []
+    costs: list[float] = []
     start = built.start(quick[0]) if quick else None
     rng = np.random.default_rng(seed)
     bound = 0.0
-    for attempt in range(solutions):
+    # Random preferences would drown a policy, and a gap that is small beside the time is not small beside the policy.
+    gap = POLICY_WEIGHT / (4 * max(len(built.connections), 1)) if policies else 1e-3
+    for attempt in range(min(solutions, 2) if policies else solutions):
         left = end - time.monotonic()
         if left < 0.2 and (exact or quick):
             break
@@ -302,7 +338,7 @@ def route(
         # held and random pairs are preferred.
         try:
             solved = solve(
-                model, solver=solver, limit_s=left * 0.6, seed=seed + attempt, gap=1e-3 if attempt < 2 else 0.05,
+                model, solver=solver, limit_s=left * 0.6, seed=seed + attempt, gap=gap if attempt < 2 else 0.05,
                 start=None if attempt == 1 else start,
             )
         except Infeasible:
@@ -320,11 +356,15 @@ def route(
         found = problem.routing(chosen, bound_us=bound, by=solver)
         if found is not None:
             exact.append(found)
+            costs.append(float(solved.values @ np.array(free)))
             tell(f"routing {attempt}: busiest link {found.load_us:.4g} us", (attempt + 1) / solutions)
         if attempt >= 1:
             start = built.start(min(exact, key=lambda r: r.load_us)) if exact else start
             model.upper[total] = max(float(solved.values[total]), 1e-9) * (1 + 1e-4)
             model.cost = [c + float(rng.random()) * 0.1 if k < problem.num_orbits else c for k, c in enumerate(free)]
+    if policies:
+        # A second optimum is as good only if it keeps to the policy as well.
+        exact = [r for r, cost in zip(exact, costs, strict=True) if cost <= min(costs) + POLICY_WEIGHT * 1e-2]
     exact.sort(key=rate)
     return [*exact, *quick] if policies else sorted([*exact, *quick], key=rate)
 

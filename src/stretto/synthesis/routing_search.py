@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from .routing import Routing, RoutingProblem
 
 ROUNDS = 4
+UNWANTED = 1e9
+"""How much dearer a way is that opens a connection under uc-min. All connections of a GPU over a switch share its port,
+so that one is no harder on the links than many, but ways become long: not for the hasty. Many open by themselves."""
 SHARPNESS = 6
 """How much harder a link is avoided as it nears the busiest one."""
 
@@ -22,7 +25,7 @@ def search(problem: RoutingProblem, *, seed: int = 0, rounds: int = ROUNDS, hast
     order = sorted(range(len(problem.pairs_of)), key=lambda c: -float(problem.limit_us[c]))
     for c in order:
         state.grow(c)
-    best, best_load = state.chosen.copy(), problem.load_us(state.chosen)
+    best, best_cost = state.chosen.copy(), problem.cost_us(state.chosen)
     for _ in range(rounds):
         for c in state.rng.permutation(order).tolist():
             if state.leaders[c]:
@@ -30,9 +33,9 @@ def search(problem: RoutingProblem, *, seed: int = 0, rounds: int = ROUNDS, hast
                 state.grow(c)
                 for other in state.family.get(c, ()):
                     state.grow(other)
-        load = problem.load_us(state.chosen)
-        if load < best_load:
-            best, best_load = state.chosen.copy(), load
+        cost = problem.cost_us(state.chosen)
+        if cost < best_cost:
+            best, best_cost = state.chosen.copy(), cost
     return problem.routing(best, by="search")
 
 
@@ -43,6 +46,7 @@ class _State:
         self.haste = 0.0
         self.chosen = np.zeros(problem.num_orbits, np.bool_)
         self.load = [0.0] * problem.logical.hops.cluster.num_links
+        self.uses = [0] * problem.logical.hops.num_hops
         src, dst = problem.logical.src.tolist(), problem.logical.dst.tolist()
         self.out: list[dict[int, list[tuple[int, int, float]]]] = []
         orbit, us = problem.orbit.tolist(), problem.us.tolist()
@@ -69,6 +73,9 @@ class _State:
         total = 0.02 * us
         for link, busy in self.problem.orbit_loads[orbit]:
             total += busy * float(((self.load[link] + busy) / top) ** SHARPNESS)
+        policy, hop = ("none", 0) if self.haste else self.problem.orbit_policy[orbit]
+        if policy == "uc-min" and not self.uses[hop]:
+            total *= UNWANTED
         return total * (1 + 0.1 * float(self.rng.random()))
 
     def grow(self, c: int) -> None:
@@ -118,6 +125,7 @@ class _State:
         """Choose an orbit."""
         if not self.chosen[orbit]:
             self.chosen[orbit] = True
+            self.uses[self.problem.orbit_policy[orbit][1]] += 1
             for link, busy in self.problem.orbit_loads[orbit]:
                 self.load[link] += busy
 
@@ -127,6 +135,7 @@ class _State:
             self.take(orbit)
             return
         self.chosen[orbit] = False
+        self.uses[self.problem.orbit_policy[orbit][1]] -= 1
         for link, busy in self.problem.orbit_loads[orbit]:
             self.load[link] -= busy
 

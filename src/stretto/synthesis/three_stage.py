@@ -73,7 +73,7 @@ def synthesise(
     if not routings:
         raise Infeasible(f"sketch {chosen.name}: no routing was found in {budget_s:g} s; allow more time or more links")
     bound = max(r.bound_us for r in routings)
-    policies = _has_policies(chosen)
+    policies = logical.has_policies or chosen.own_first
     rated = _rated(problem)
     for at, routing in enumerate(routings):
         if policies and routing.by == "search" and rated(routing) > POLICY_WORTH * judge.best_us:
@@ -100,7 +100,8 @@ def synthesise(
     left = budget_s - (time.monotonic() - began)
     if judge.best_us > bound * CLOSE and left > 0:
         share = 0.4 if problem.blocking and logical.hops.alpha_us.any() else 0.9
-        improve(judge, judge.plan, routings, limit_s=left * share, seed=seed, bound_us=bound)
+        others = [r for r in routings if r.by != "search"] if policies else routings
+        improve(judge, judge.plan, others, limit_s=left * share, seed=seed, bound_us=bound)
         tell(f"search: {judge.best_us:.6g} us", 0.8)
     left = budget_s - (time.monotonic() - began)
     if problem.blocking and left > 0:
@@ -118,11 +119,6 @@ def _rated(problem: RoutingProblem) -> Callable[[Routing], float]:
         return tasks.end_us(schedule(tasks, priorities(tasks, "longest remaining first")))
 
     return rate
-
-
-def _has_policies(sketch: Sketch) -> bool:
-    """Whether the sketch asks for more than a short time, so that only the routing model may choose ways."""
-    return sketch.balance != "none" or sketch.own_first or any(s.strategy != "none" for s in sketch.switches)
 
 
 class _Judge:

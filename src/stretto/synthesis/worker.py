@@ -1,7 +1,9 @@
-"""Tasks in processes of their own: several at once, each ended when its time is over.
+"""Tasks beside this process: several at once, each ended when its time is over.
 
-A worker is ``python -m stretto.synthesis.worker``: it reads a task from its standard input and writes what comes of
-it to its standard output, so that nothing of the caller's program is run again (as starting from a copy of it would).
+`run_tasks` shares the budget and listens; where a task runs is up to a backend. The one here starts processes: a worker
+is ``python -m stretto.synthesis.worker``, which reads a task from its standard input and writes what comes of it to
+its standard output, so that nothing of the caller's program is run again (as starting from a copy of it would). Ray
+tasks (ray_backend.py) are the other.
 """
 
 from __future__ import annotations
@@ -10,34 +12,73 @@ import contextlib
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
+from ..errors import InvalidInput, unknown
 from ..programs import Program
 from .makers import Problem, Task
 from .portfolio import LEAST_S, Attempt, Board, attempt
 
+BACKENDS = ("processes", "ray")
 GRACE_S = 2.0
 """How long after the end of the budget a task is ended that has not come to an end by itself."""
 
-
-Inbox = queue.Queue[tuple[int, str | Attempt | None]]
-"""Lines of progress and at last what came of it (None: nothing), with the number of the worker."""
-
-
-@dataclass(kw_only=True)
-class _Worker:
-    task: Task
-    process: subprocess.Popen[bytes]
+Message = str | Attempt | None
+"""A line of progress, or at last what came of it (None: nothing)."""
+Tell = Callable[[Message], None]
+Inbox = queue.Queue[tuple[int, Message]]
 
 
-def run_workers(problem: Problem, tasks: Sequence[Task], board: Board, *, jobs: int) -> None:
+class Running(Protocol):
+    """A task that was started somewhere."""
+
+    def end(self) -> None:
+        """End it at once, with what it has started."""
+
+    def reason(self) -> str:
+        """Why it came to nothing, once it has said so."""
+
+
+Start = Callable[[bytes, Tell], Running]
+"""Start a task (as bytes for `work`) somewhere; its messages go to the second argument, from any thread."""
+
+
+@contextlib.contextmanager
+def backend(name: str, *, jobs: int, address: str | None = None) -> Iterator[Start]:
+    """A place to run tasks, for as long as it is needed."""
+    check_backend(name, address)
+    if name == "processes":
+        yield _Process
+    else:
+        from .ray_backend import connected
+
+        with connected(jobs=jobs, address=address) as start:
+            yield start
+
+
+def check_backend(name: str, address: str | None) -> None:
+    """Refuse a backend that does not exist or is not installed, before anything is started."""
+    if name not in BACKENDS:
+        raise unknown("backend", name, BACKENDS)
+    if name == "ray":
+        from .ray_backend import check_installed
+
+        check_installed(address)
+    elif address is not None:
+        raise InvalidInput(f"ray_address: is for the backend ray, not {name}")
+
+
+def run_tasks(problem: Problem, tasks: Sequence[Task], board: Board, *, jobs: int, start: Start) -> None:
     """Run the tasks, `jobs` at a time."""
     waiting = list(tasks)
-    running: dict[int, _Worker] = {}
+    running: dict[int, tuple[Task, Running]] = {}
     inbox: Inbox = queue.Queue()
     payload = pickle.dumps(replace(problem, cluster=replace(problem.cluster), collective=replace(problem.collective)))
     started = 0
@@ -51,88 +92,104 @@ def run_workers(problem: Problem, tasks: Sequence[Task], board: Board, *, jobs: 
                     continue
                 share = jobs * board.left_s * task.weight / (task.weight + sum(t.weight for t in waiting))
                 budget_s = max(min(share, board.left_s), LEAST_S)
-                running[started] = _start(started, task, payload, budget_s, inbox)
+                request = pickle.dumps((payload, task, budget_s))
+                running[started] = task, start(request, partial(_deliver, inbox, started))
                 board.report(task.label)
                 started += 1
             if running:
                 _collect(running, inbox, board)
     finally:
-        for worker in running.values():
-            worker.process.kill()
-            worker.process.wait()
+        for _, far in running.values():
+            far.end()
 
 
-def _collect(running: dict[int, _Worker], inbox: Inbox, board: Board) -> None:
+def _deliver(inbox: Inbox, number: int, message: Message) -> None:
+    inbox.put((number, message))
+
+
+def _collect(running: dict[int, tuple[Task, Running]], inbox: Inbox, board: Board) -> None:
     """Wait for one message; end what is late, and everything once the bound is reached."""
     with contextlib.suppress(queue.Empty):
         number, message = inbox.get(timeout=0.1)
-        worker = running.get(number)
-        if worker is not None:
+        if number in running:
+            task, far = running[number]
             if isinstance(message, str):
-                board.report(f"{worker.task.label}: {message}")
+                board.report(f"{task.label}: {message}")
             else:
-                worker.process.wait()
                 del running[number]
-                code = worker.process.returncode
-                board.add(message or Attempt.without(worker.task, f"its process ended with code {code}"))
+                board.add(message or Attempt.without(task, far.reason()))
     reached = board.at_bound()
-    for number, worker in list(running.items()):
-        late = board.left_s < -GRACE_S
-        if late or reached:
-            worker.process.kill()
-            worker.process.wait()
+    if reached or board.left_s < -GRACE_S:
+        why = reached or f"the budget of {board.budget_s:g} s was spent"
+        for number, (task, far) in list(running.items()):
+            far.end()
             del running[number]
-            why = reached or f"the budget of {board.budget_s:g} s was spent"
-            board.add(Attempt.without(worker.task, f"ended: {why}"))
+            board.add(Attempt.without(task, f"ended: {why}"))
 
 
-def _start(number: int, task: Task, payload: bytes, budget_s: float, inbox: Inbox) -> _Worker:
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert process.stdin is not None and process.stdout is not None
-    request = pickle.dumps((payload, task, budget_s))
-    threading.Thread(target=_listen, args=(number, process, request, inbox), daemon=True).start()
-    return _Worker(task=task, process=process)
+class _Process:
+    """A task in a process of this machine."""
+
+    def __init__(self, request: bytes, tell: Tell) -> None:
+        # Its own session, so that a solver that it has started ends with it.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        threading.Thread(target=self._listen, args=(request, tell), daemon=True).start()
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def reason(self) -> str:
+        try:
+            self.process.wait(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.end()
+        return f"its process ended with code {self.process.returncode}"
+
+    def _listen(self, request: bytes, tell: Tell) -> None:
+        """Pass on lines of progress, and at last the attempt; None when the process ends without one."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        message: Message = ""
+        try:
+            self.process.stdin.write(request)
+            self.process.stdin.close()
+            while not isinstance(message, Attempt):
+                message = pickle.load(self.process.stdout)
+                tell(message)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            tell(None)
+        self.process.stdout.close()
+        self.process.wait()
 
 
-def _listen(number: int, process: subprocess.Popen[bytes], request: bytes, inbox: Inbox) -> None:
-    """Pass on lines of progress, and at last the attempt; None when the process ends without one."""
-    assert process.stdin is not None and process.stdout is not None
-    result: Attempt | None = None
-    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-        process.stdin.write(request)
-        process.stdin.close()
-        while result is None:
-            message = pickle.load(process.stdout)
-            if isinstance(message, Attempt):
-                result = message
-            else:
-                inbox.put((number, str(message)))
-    process.stdout.close()
-    inbox.put((number, result))
+def work(request: bytes, tell: Callable[[str], None]) -> Attempt:
+    """What a worker does with a request, wherever it runs."""
+    payload, task, budget_s = pickle.loads(request)
+    problem: Problem = pickle.loads(payload)
+    result = attempt(task, problem, budget_s, lambda message, fraction: tell(message))
+    result.made = [replace(made, program=_plain(made.program)) for made in result.made]
+    return result
+
+
+def _plain(program: Program) -> Program:
+    """A copy without what was computed on the way."""
+    return program.replace(collective=replace(program.collective))
 
 
 def _main() -> None:
     # Solvers print to descriptor 1; only we may write to the pipe.
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    payload, task, budget_s = pickle.load(sys.stdin.buffer)
-    problem: Problem = pickle.loads(payload)
 
-    def progress(message: str, fraction: float) -> None:
+    def tell(message: Message) -> None:
         pickle.dump(message, pipe)
         pipe.flush()
 
-    result = attempt(task, problem, budget_s, progress)
-    result.made = [replace(made, program=_plain(made.program)) for made in result.made]
-    pickle.dump(result, pipe)
-    pipe.flush()
-
-
-def _plain(program: Program) -> Program:
-    """A copy without what was computed on the way."""
-    return program.replace(collective=replace(program.collective))
+    tell(work(sys.stdin.buffer.read(), tell))
 
 
 if __name__ == "__main__":

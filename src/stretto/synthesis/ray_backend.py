@@ -1,0 +1,162 @@
+"""Tasks on a Ray cluster: that of this process, one at an address, or a local one for the time of a search.
+
+A task is a Ray generator of the messages that a worker process would write to its pipe. Each runs in a Ray worker that
+does nothing else before or after, so that what a maker loads (a HiGHS library, say) never meets what another has
+loaded. The nodes of a cluster need this package, in the same version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidInput
+from .worker import Message, Start, Tell, work
+
+if TYPE_CHECKING:
+    from .portfolio import Attempt
+
+ADDRESS = "RAY_ADDRESS"
+STORE_BYTES = 256 << 20
+"""For results on their way from a local Ray's workers."""
+CONNECT_S = 5.0
+LOCAL = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # With it Ray keeps to the loopback device, which it does by itself only where it knows no clusters.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+"""The environment a local Ray is started with."""
+
+log = logging.getLogger(__name__)
+
+
+def check_installed(address: str | None) -> None:
+    """Raise `InvalidInput` where Ray is not installed, or cannot serve at this address."""
+    if find_spec("ray") is None:
+        raise InvalidInput("backend ray: Ray is not installed; pip install 'stretto[ray]'")
+    if address is not None and address.startswith("ray://"):
+        raise InvalidInput(
+            f"ray_address: {address} is for Ray's client, which cannot stream; use HOST:PORT of the head node"
+        )
+
+
+@contextlib.contextmanager
+def connected(*, jobs: int, address: str | None = None) -> Iterator[Start]:
+    """A Ray to start tasks on: what this process is connected to, else that at the address, else a local one.
+
+    The address is `address` or ``$RAY_ADDRESS``. What was started or connected here is shut down in the end.
+    """
+    given = address or os.environ.get(ADDRESS) or "local"
+    check_installed(given)
+    with _environment(LOCAL if given == "local" else {}):
+        ray = _ray()
+        mine = not ray.is_initialized()
+        if mine:
+            options: dict[str, Any] = {}
+            if given != "local":
+                _check_listening(given)
+            else:
+                options = {"num_cpus": jobs, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+                options["_node_ip_address"] = "127.0.0.1"
+            try:
+                ray.init(address=given, log_to_driver=False, logging_level=logging.ERROR, **options)
+            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                line = " ".join(str(error).split())[:200]
+                raise InvalidInput(f"ray_address: cannot use Ray at {given}: {line}") from None
+            node = ray.util.get_node_ip_address()
+            if given == "local" and not node.startswith("127."):
+                log.warning("Ray was imported before stretto.synthesize and listens at %s, not only locally", node)
+        elif address is not None:
+            log.warning("ray_address %s is not used: this process is connected to a Ray already", address)
+    try:
+        yield _RayTask
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _check_listening(address: str) -> None:
+    """Ray itself would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto"
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise InvalidInput(f"ray_address: nothing answers at {address}: {error}") from None
+
+
+def _ray() -> Any:
+    """The module; its types know nothing of tasks that stream."""
+    return import_module("ray")
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """These variables where nobody has set them, for a while."""
+    fresh = {key: value for key, value in values.items() if key not in os.environ}
+    os.environ.update(fresh)
+    try:
+        yield
+    finally:
+        for key in fresh:
+            os.environ.pop(key, None)
+
+
+class _RayTask:
+    """A task on the cluster."""
+
+    def __init__(self, request: bytes, tell: Tell) -> None:
+        ray = _ray()
+        # One call per Ray worker, and no second try: a task that was ended stays ended.
+        remote = ray.remote(num_cpus=1, max_calls=1, max_retries=0)(_messages)
+        self.stream = remote.remote(request)
+        self.failure = "its Ray task ended without a result"
+        threading.Thread(target=self._listen, args=(tell,), daemon=True).start()
+
+    def end(self) -> None:
+        ray = _ray()
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.cancel(self.stream, force=True)
+
+    def reason(self) -> str:
+        return self.failure
+
+    def _listen(self, tell: Tell) -> None:
+        ray = _ray()
+        last: Message = None
+        try:
+            for item in self.stream:
+                last = ray.get(item)
+                tell(last)
+        except Exception as error:  # also what the task itself raised, such as that its node lacks this package
+            cause = getattr(error, "cause", None) or error
+            self.failure = f"its Ray task failed: {type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
+        if last is None or isinstance(last, str):
+            tell(None)
+
+
+def _messages(request: bytes) -> Iterator[str | Attempt]:
+    """Runs on the cluster: lines of progress as they come, and at last the attempt."""
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            said.put(work(request, said.put))
+        except BaseException as error:
+            said.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while isinstance(message := said.get(), str):
+        yield message
+    if isinstance(message, BaseException):
+        raise message
+    yield message
