@@ -1,0 +1,1 @@
+"""Parametric models: each makes a `Workload` from a few numbers, with a roofline for its compute."""

@@ -1,0 +1,254 @@
+"""Convolutional networks, data parallel: ResNet from its real layers, and RegNetZ, SYNDICATE's A6.
+
+What is assumed: FP16 products and activations, FP32 parameters and gradients (mixed precision as PyTorch does it), SGD
+with momentum, DDP's buckets of 25 MiB after a first one of 1 MiB. The paper says of A6 only "RegNetZ" and "data
+parallel": the 4 GFLOP member of the family (28 blocks, w0 48, wa 14.5, wm 2.226, groups of 8, expansion 4,
+squeeze-and-excitation 1/4; 27.1 M parameters) at 256 x 256 pixels, 64 images per GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ...errors import unknown
+from ...units import MB
+from ..dag import Workload
+from ..roofline import Accelerator, accelerator
+from .common import (
+    DDP_BUCKET_BYTES,
+    DDP_FIRST_BUCKET_BYTES,
+    Steps,
+    blocks_of_buckets,
+    buckets,
+    check_count,
+    check_ranks,
+    check_scale,
+)
+from .parallel import Replicas
+
+CLASSES = 1000
+GRADIENT_BYTES = 4
+ACTIVATION_BYTES = 2
+MOMENTUM_BYTES = 20
+"""Per parameter: read parameter, gradient and momentum, write parameter and momentum."""
+NORM_PASSES = 4
+"""How often an activation is read or written beside the convolution itself: normalisation and non-linearity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One convolution (or the classifier), with what follows it."""
+
+    params: float
+    flops: float
+    """Of one image, forward."""
+    moved: float
+    """Elements of one image that are read and written, forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Layers that are computed, and whose gradients come, together."""
+
+    name: str
+    layers: tuple[Layer, ...]
+
+    @property
+    def params(self) -> float:
+        """Of all its layers."""
+        return sum(layer.params for layer in self.layers)
+
+    @property
+    def flops(self) -> float:
+        """Of one image, forward."""
+        return sum(layer.flops for layer in self.layers)
+
+
+def conv(inputs: int, outputs: int, size: int, side: int, *, groups: int = 1, stride: int = 1) -> Layer:
+    """A convolution with `size` x `size` kernels to `side` x `side` outputs, and its normalisation."""
+    weights = inputs // groups * outputs * size**2
+    return Layer(
+        params=weights + 2 * outputs,
+        flops=2.0 * weights * side**2,
+        moved=float(inputs * (side * stride) ** 2 + (1 + NORM_PASSES) * outputs * side**2),
+    )
+
+
+def dense(inputs: int, outputs: int) -> Layer:
+    """A fully connected layer."""
+    return Layer(params=inputs * outputs + outputs, flops=2.0 * inputs * outputs, moved=float(inputs + outputs))
+
+
+RESNET_BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
+
+
+def resnet_blocks(depth: str) -> list[Block]:
+    """Stem, bottleneck blocks (stride in the 3 x 3 convolution) and classifier, for 224 x 224 pixels."""
+    blocks = [Block(name="stem", layers=(conv(3, 64, 7, 112, stride=2),))]
+    inputs, side = 64, 56
+    for stage, count in enumerate(RESNET_BLOCKS[depth]):
+        width = 64 << stage
+        for number in range(count):
+            stride = 2 if stage > 0 and number == 0 else 1
+            before, side = side, side // stride
+            layers = [
+                conv(inputs, width, 1, before),
+                conv(width, width, 3, side, stride=stride),
+                conv(width, 4 * width, 1, side),
+            ]
+            if number == 0:
+                layers.append(conv(inputs, 4 * width, 1, side, stride=stride))
+            blocks.append(Block(name=f"stage{stage + 1}.{number}", layers=tuple(layers)))
+            inputs = 4 * width
+    blocks.append(Block(name="classifier", layers=(dense(inputs, CLASSES),)))
+    return blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegNet:
+    """A member of the RegNet family: widths grow linearly and are rounded to a few stages."""
+
+    depth: int
+    start: int
+    slope: float
+    ratio: float
+    group: int
+    side: int
+
+    def stages(self) -> Iterator[tuple[int, int]]:
+        """Width and number of blocks of each stage."""
+        widths = []
+        for at in range(self.depth):
+            power = round(math.log((self.start + self.slope * at) / self.start) / math.log(self.ratio))
+            widths.append(round(self.start * self.ratio**power / 8) * 8)
+        for width, same in groupby(widths):
+            yield width, len(list(same))
+
+
+REGNETZ = {
+    "4gf": RegNet(depth=28, start=48, slope=14.5, ratio=2.226, group=8, side=256),
+}
+REGNETZ_EXPANSION = 4
+STEM_WIDTH = 32
+
+
+def regnetz_blocks(variant: str) -> list[Block]:
+    """Stem, inverted bottlenecks with squeeze-and-excitation, and classifier."""
+    model = REGNETZ[variant]
+    side = model.side // 2
+    blocks = [Block(name="stem", layers=(conv(3, STEM_WIDTH, 3, side, stride=2),))]
+    inputs = STEM_WIDTH
+    for stage, (width, count) in enumerate(model.stages()):
+        for number in range(count):
+            stride = 2 if number == 0 else 1
+            before, side = side, side // stride
+            inner = REGNETZ_EXPANSION * width
+            squeeze = round(inputs / 4)
+            layers = (
+                conv(inputs, inner, 1, before),
+                conv(inner, inner, 3, side, groups=inner // model.group, stride=stride),
+                dense(inner, squeeze),
+                dense(squeeze, inner),
+                conv(inner, width, 1, side),
+            )
+            blocks.append(Block(name=f"stage{stage + 1}.{number}", layers=layers))
+            inputs = width
+    blocks.append(Block(name="classifier", layers=(dense(inputs, CLASSES),)))
+    return blocks
+
+
+def resnet(
+    variant: str = "50",
+    *,
+    ranks: int = 128,
+    batch: int = 32,
+    bucket_mb: float = DDP_BUCKET_BYTES / MB,
+    gradient_bytes: int = GRADIENT_BYTES,
+    efficiency: float | None = None,
+    device: str = "a100",
+) -> Workload:
+    """ResNet-50, 101 or 152 on 224 x 224 pixels, data parallel; `batch` images per rank."""
+    if variant not in RESNET_BLOCKS:
+        raise unknown("variant of resnet", variant, RESNET_BLOCKS)
+    chosen = accelerator(device, efficiency=efficiency)
+    return _data_parallel(
+        f"resnet:{variant}", resnet_blocks(variant), ranks, batch, bucket_mb, gradient_bytes, chosen
+    )
+
+
+def regnetz(
+    variant: str = "4gf",
+    *,
+    ranks: int = 128,
+    batch: int = 64,
+    bucket_mb: float = DDP_BUCKET_BYTES / MB,
+    gradient_bytes: int = GRADIENT_BYTES,
+    efficiency: float | None = None,
+    device: str = "v100_hgx2",
+) -> Workload:
+    """RegNetZ, SYNDICATE's A6: all-reduces that depend on each other one after the other, and nothing else."""
+    if variant not in REGNETZ:
+        raise unknown("variant of regnetz", variant, REGNETZ)
+    chosen = accelerator(device, efficiency=efficiency)
+    return _data_parallel(
+        f"regnetz:{variant}", regnetz_blocks(variant), ranks, batch, bucket_mb, gradient_bytes, chosen
+    )
+
+
+def _data_parallel(
+    name: str,
+    blocks: Sequence[Block],
+    ranks: int,
+    batch: int,
+    bucket_mb: float,
+    gradient_bytes: int,
+    device: Accelerator,
+) -> Workload:
+    check_ranks(ranks)
+    check_count("batch", batch, 1, 1 << 20)
+    check_count("gradient_bytes", gradient_bytes, 1, 8)
+    check_scale("bucket_mb", bucket_mb, 0.001, 1e6)
+    steps = Steps(ranks)
+    sizes = [block.params * gradient_bytes for block in blocks]
+    first = min(DDP_FIRST_BUCKET_BYTES, bucket_mb * MB)
+    replicas = Replicas(
+        steps,
+        device,
+        what="grads",
+        params=[block.params for block in blocks],
+        units=blocks_of_buckets(buckets(sizes, bucket_mb * MB, first_bytes=first)),
+        members=ranks,
+        param_bytes=GRADIENT_BYTES,
+        grad_bytes=gradient_bytes,
+        optimizer_bytes=MOMENTUM_BYTES,
+        dtype="fp16",
+    )
+
+    def duration_us(block: Block, passes: int) -> float:
+        return sum(
+            device.compute_us(
+                passes * batch * layer.flops,
+                passes * (batch * layer.moved * ACTIVATION_BYTES + layer.params * ACTIVATION_BYTES),
+                kernels=passes,
+            )
+            for layer in block.layers
+        )
+
+    before: list[str] = []
+    for at, block in enumerate(blocks):
+        needs = [*before, *replicas.enter_forward(at)]
+        before = [steps.compute(f"fwd-{block.name}", duration_us(block, 1), needs, phase="forward")]
+        replicas.leave_forward(at, before[0])
+    for at in reversed(range(len(blocks))):
+        before = [steps.compute(f"bwd-{blocks[at].name}", duration_us(blocks[at], 2), before, phase="backward")]
+        replicas.leave_backward(at, before[0])
+    total = sum(block.params for block in blocks)
+    notes = (
+        f"{total / 1e6:.4g} M parameters, {sum(block.flops for block in blocks) / 2e9:.3g} G multiply-adds per image; "
+        f"{batch} images per rank",
+        f"compute: {device.name} at {device.efficiency:.3g} of its roofline, FP16",
+    )
+    return steps.workload(name, samples=batch * ranks, unit="images", notes=notes)

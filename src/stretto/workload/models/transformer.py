@@ -1,0 +1,215 @@
+"""Transformers with tensor, pipeline, data and expert parallelism: GPT, mixtures of experts, and SYNDICATE's A5.
+
+What is assumed: matrix products, activations, parameters and gradients on the wire in FP16, Adam in FP32; the backward
+pass costs twice the forward pass, nothing is recomputed; biases, norms and the loss are too small to count. Experts get
+equal shares of the tokens. With one pipeline stage the output layer shares the matrix of the embedding, with several it
+has its own. Rank ``(stage * replicas + replica) * tensor + shard``: shards next to each other, then replicas, then
+stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ...errors import InvalidInput, unknown
+from ...units import MB
+from ..dag import Workload
+from ..roofline import Accelerator, accelerator
+from .common import check_count, check_divides, check_ranks, check_scale
+from .parallel import check_mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The model, and how it is spread."""
+
+    layers: int
+    hidden: int
+    heads: int
+    seq: int = 2048
+    vocab: int = 51200
+    batch: int = 1
+    """Sequences of one micro-batch on one replica."""
+    micro_batches: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    sequence_parallel: bool = False
+    mode: str = "ddp"
+    bucket_mb: float = 25.0
+    unit_layers: int = 1
+    experts: int = 0
+    expert_parallel: int = 1
+    top_k: int = 2
+    moe_every: int = 2
+
+    def __post_init__(self) -> None:
+        for name, most in _LIMITS.items():
+            check_count(name, getattr(self, name), 0 if name == "experts" else 1, most)
+        check_scale("bucket_mb", self.bucket_mb, 0.001, 1e6)
+        object.__setattr__(self, "mode", check_mode(self.mode))
+        if not isinstance(self.sequence_parallel, bool):
+            raise InvalidInput(f"sequence_parallel: must be true or false, not {self.sequence_parallel!r}")
+        check_divides("pipeline", self.pipeline, "layers", self.layers)
+        check_divides("tensor", self.tensor, "hidden", self.hidden)
+        if self.experts:
+            check_divides("expert_parallel", self.expert_parallel, "experts", self.experts)
+            if self.top_k > self.experts:
+                raise InvalidInput(f"top_k: {self.top_k} of {self.experts} experts")
+        elif self.expert_parallel > 1:
+            raise InvalidInput(f"expert_parallel: {self.expert_parallel} needs experts")
+
+    @property
+    def bucket_bytes(self) -> float:
+        """How much travels together in data parallelism."""
+        return self.bucket_mb * MB
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.batch * self.seq
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of its MLP."""
+        return self.experts > 0 and layer % self.moe_every == self.moe_every - 1
+
+    @property
+    def parameters(self) -> float:
+        """Of the whole model."""
+        moe = sum(self.is_moe(layer) for layer in range(self.layers))
+        dense = 12 * self.layers - 8 * moe
+        return (dense + 8 * moe * self.experts) * self.hidden**2 + self.vocab * self.hidden * min(self.pipeline, 2)
+
+
+_LIMITS = {
+    "layers": 10_000,
+    "hidden": 1 << 20,
+    "heads": 1 << 14,
+    "seq": 1 << 24,
+    "vocab": 1 << 24,
+    "batch": 1 << 20,
+    "micro_batches": 10_000,
+    "tensor": 1 << 14,
+    "pipeline": 10_000,
+    "unit_layers": 10_000,
+    "experts": 1 << 14,
+    "expert_parallel": 1 << 14,
+    "top_k": 64,
+    "moe_every": 10_000,
+}
+
+GPT = {
+    "125m": Shape(layers=12, hidden=768, heads=12, batch=4),
+    "1.3b": Shape(layers=24, hidden=2048, heads=16, batch=4),
+    "6.7b": Shape(layers=32, hidden=4096, heads=32, batch=2, mode="zero3"),
+    "13b": Shape(layers=40, hidden=5120, heads=40, tensor=8, pipeline=2, micro_batches=8),
+    "175b": Shape(layers=96, hidden=12288, heads=96, tensor=8, pipeline=8, micro_batches=16, sequence_parallel=True),
+    "1t": Shape(layers=128, hidden=25600, heads=160, tensor=128, mode="zero2", batch=16, bucket_mb=500.0),
+}
+MOE = {
+    "1.3b-8e": replace(GPT["1.3b"], experts=8, expert_parallel=8),
+    "1.3b-64e": replace(GPT["1.3b"], experts=64, expert_parallel=64),
+    "6.7b-64e": replace(GPT["6.7b"], mode="zero1", tensor=8, experts=64, expert_parallel=16),
+}
+XLMR = {
+    "xl": Shape(layers=36, hidden=2560, heads=32, seq=512, vocab=250_002, mode="zero3"),
+    "xxl": Shape(layers=48, hidden=4096, heads=32, seq=512, vocab=250_002, mode="zero3"),
+}
+
+
+def gpt(
+    variant: str = "1.3b",
+    *,
+    ranks: int = 128,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    seq: int | None = None,
+    vocab: int | None = None,
+    batch: int | None = None,
+    micro_batches: int | None = None,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+    sequence_parallel: bool | None = None,
+    mode: str | None = None,
+    bucket_mb: float | None = None,
+    unit_layers: int | None = None,
+    efficiency: float | None = None,
+    device: str = "a100",
+) -> Workload:
+    """A GPT: what is not given is the variant's.
+
+    `batch` counts sequences of one micro-batch on one replica; `mode` is ddp, zero1, zero2, zero3 or fsdp.
+
+    >>> gpt("125m", ranks=8)
+    <Workload gpt:125m: 42 ops (7 of communication) over 8 ranks, 95.34 ms of compute, 248.5MB moved>
+    """
+    given = dict(
+        layers=layers, hidden=hidden, heads=heads, seq=seq, vocab=vocab, batch=batch, micro_batches=micro_batches,
+        tensor=tensor, pipeline=pipeline, sequence_parallel=sequence_parallel, mode=mode, bucket_mb=bucket_mb,
+        unit_layers=unit_layers,
+    )  # fmt: skip
+    return _named("gpt", GPT, variant, given, ranks, accelerator(device, efficiency=efficiency))
+
+
+def moe(
+    variant: str = "1.3b-64e",
+    *,
+    ranks: int = 128,
+    experts: int | None = None,
+    expert_parallel: int | None = None,
+    top_k: int | None = None,
+    moe_every: int | None = None,
+    layers: int | None = None,
+    seq: int | None = None,
+    batch: int | None = None,
+    micro_batches: int | None = None,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+    mode: str | None = None,
+    efficiency: float | None = None,
+    device: str = "a100",
+) -> Workload:
+    """A GPT with experts in the place of the MLP of every `moe_every`-th layer, spread over `expert_parallel` ranks."""
+    given = dict(
+        experts=experts, expert_parallel=expert_parallel, top_k=top_k, moe_every=moe_every, layers=layers, seq=seq,
+        batch=batch, micro_batches=micro_batches, tensor=tensor, pipeline=pipeline, mode=mode,
+    )  # fmt: skip
+    return _named("moe", MOE, variant, given, ranks, accelerator(device, efficiency=efficiency))
+
+
+def xlmr(
+    variant: str = "xl",
+    *,
+    ranks: int = 128,
+    batch: int | None = None,
+    unit_layers: int | None = None,
+    mode: str | None = None,
+    efficiency: float | None = None,
+    device: str = "v100_hgx2",
+) -> Workload:
+    """XLM-R-XL, SYNDICATE's A5: parameters sharded over all GPUs, gathered layer by layer.
+
+    The paper gives no batch. One sequence of 512 tokens per GPU is the regime in which its finding holds that A5 gains
+    from overlapping all-gather with reduce-scatter in the backward pass: with more, compute hides both.
+    """
+    given = dict(batch=batch, unit_layers=unit_layers, mode=mode)
+    return _named("xlmr", XLMR, variant, given, ranks, accelerator(device, efficiency=efficiency))
+
+
+def _named(
+    family: str, variants: dict[str, Shape], variant: str, given: dict[str, Any], ranks: int, device: Accelerator
+) -> Workload:
+    from .transformer_step import Step
+
+    if variant not in variants:
+        raise unknown(f"variant of {family}", variant, variants)
+    check_ranks(ranks)
+    changes = {key: value for key, value in given.items() if value is not None}
+    assert changes.keys() <= {field.name for field in fields(Shape)}
+    shape = replace(variants[variant], **changes)
+    check_divides("tensor x pipeline", shape.tensor * shape.pipeline, "ranks", ranks)
+    replicas = ranks // (shape.tensor * shape.pipeline)
+    check_divides("expert_parallel", shape.expert_parallel, "replicas", replicas)
+    return Step(shape, replicas, device).workload(f"{family}:{variant}", unit="words")
+

@@ -1,0 +1,103 @@
+"""Models by name: ``dlrm:A2``, ``gpt:13b,ranks=64,tensor=4``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidInput, unknown
+from .dag import Workload
+from .models import cnn, dlrm, transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One family of models."""
+
+    name: str
+    build: Callable[..., Workload]
+    variants: tuple[str, ...]
+    what: str
+
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        """What can be set beside the variant."""
+        parameters = inspect.signature(self.build).parameters.values()
+        return {entry.name: entry for entry in parameters if entry.kind is entry.KEYWORD_ONLY}
+
+    @property
+    def default(self) -> str:
+        """The variant that is meant when none is named."""
+        return str(inspect.signature(self.build).parameters["variant"].default)
+
+
+MODELS: dict[str, Model] = {}
+
+
+def _register(name: str, build: Callable[..., Workload], variants: Iterable[str], what: str) -> None:
+    MODELS[name] = Model(name=name, build=build, variants=tuple(variants), what=what)
+
+
+_register("dlrm", dlrm.dlrm, dlrm.MODELS, "recommendation: sharded tables, replicated MLPs (SYNDICATE A1 to A4)")
+_register("gpt", transformer.gpt, transformer.GPT, "GPT with tensor, pipeline and data parallelism, ZeRO 1 to 3")
+_register("moe", transformer.moe, transformer.MOE, "GPT with experts spread over ranks")
+_register("xlmr", transformer.xlmr, transformer.XLMR, "XLM-R under FSDP (xl: SYNDICATE A5)")
+_register("regnetz", cnn.regnetz, cnn.REGNETZ, "RegNetZ, data parallel (4gf: SYNDICATE A6)")
+_register("resnet", cnn.resnet, cnn.RESNET_BLOCKS, "ResNet, data parallel")
+
+
+def model(name: str) -> Model:
+    """A family by name."""
+    if name not in MODELS:
+        raise unknown("model", name, MODELS)
+    return MODELS[name]
+
+
+def from_spec(spec: str) -> Workload:
+    """The workload of ``model[:variant][,key=value...]``.
+
+    >>> from_spec("resnet:50,ranks=8,batch=64")
+    <Workload resnet:50: 46 ops (5 of communication) over 8 ranks, 28.24 ms of compute, 102.2MB moved>
+    """
+    head, *tail = spec.split(",")
+    name, colon, variant = head.partition(":")
+    chosen = model(name)
+    return _build(chosen, variant if colon else chosen.default, _options(chosen, tail))
+
+
+def _build(chosen: Model, variant: str, options: Mapping[str, Any]) -> Workload:
+    if variant not in chosen.variants:
+        raise unknown(f"variant of {chosen.name}", variant, chosen.variants)
+    return chosen.build(variant, **options)
+
+
+def _options(chosen: Model, items: Iterable[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise InvalidInput(f"{item!r}: expected key=value, as in {chosen.name}:{chosen.default},ranks=64")
+        if key not in chosen.options:
+            raise unknown(f"option of {chosen.name}", key, chosen.options)
+        if key in options:
+            raise InvalidInput(f"{key}: is given twice")
+        options[key] = _value(key, text, str(chosen.options[key].annotation))
+    return options
+
+
+def _value(key: str, text: str, kind: str) -> Any:
+    """Read a value as what the option takes; numbers are kept short, so that none can be made to take long."""
+    kind = kind.removesuffix(" | None")
+    if kind == "bool":
+        if text not in ("true", "false"):
+            raise InvalidInput(f"{key}: must be true or false, not {text!r}")
+        return text == "true"
+    if kind == "str":
+        return text
+    try:
+        return {"int": int, "float": float}[kind](text[:40])
+    except ValueError:
+        wanted = "a whole number" if kind == "int" else "a number"
+        raise InvalidInput(f"{key}: must be {wanted}, not {text!r}") from None

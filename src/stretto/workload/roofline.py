@@ -1,0 +1,76 @@
+"""How long a kernel computes: the higher of two roofs, arithmetic and memory, neither reached in full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..errors import InvalidInput, unknown
+
+EFFICIENCY = 0.997
+"""The share of either roof that kernels reach on SYNDICATE's testbed, for A1 to A6: the one constant to calibrate
+(ByteScheduler+ has to idle 44.9 % on A2). This value is an estimate; nothing has been calibrated yet."""
+TYPICAL = 0.5
+"""The same for other accelerators: what well-tuned training reaches of the data sheet."""
+LAUNCH_US = 5.0
+"""What one kernel costs however little it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """What one device computes and reads per second, and what share of that real kernels reach.
+
+    >>> v100 = accelerator("v100_hgx2", efficiency=1.0)
+    >>> round(v100.compute_us(125e9, 0.0, "fp16"), 3), round(v100.compute_us(0.0, 900e6, "fp16"), 3)
+    (1005.0, 1005.0)
+    """
+
+    name: str
+    tflops: Mapping[str, float]
+    """Peak 10^12 floating point operations per second, by data type."""
+    hbm_gb_per_s: float
+    efficiency: float = TYPICAL
+    launch_us: float = LAUNCH_US
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.efficiency) and 0 < self.efficiency <= 1):
+            raise InvalidInput(f"efficiency: must be above 0 and at most 1, not {self.efficiency:g}")
+
+    def compute_us(self, flops: float, nbytes: float, dtype: str = "fp16", *, kernels: int = 1) -> float:
+        """The time of `kernels` kernels that together do this much arithmetic and this much reading and writing."""
+        if dtype not in self.tflops:
+            raise unknown(f"data type of {self.name}", dtype, self.tflops)
+        roof_us = max(flops / (self.tflops[dtype] * 1e6), nbytes / (self.hbm_gb_per_s * 1e3))
+        return roof_us / self.efficiency + kernels * self.launch_us
+
+
+ACCELERATORS: dict[str, Accelerator] = {
+    entry.name: entry
+    for entry in (
+        # An eighth of SYNDICATE's Table 1, which describes a node of eight.
+        Accelerator(
+            name="v100_hgx2", tflops={"fp32": 120 / 8, "fp16": 1000 / 8}, hbm_gb_per_s=7200 / 8, efficiency=EFFICIENCY
+        ),
+        Accelerator(
+            name="a100", tflops={"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}, hbm_gb_per_s=2039.0
+        ),
+        Accelerator(
+            name="h100",
+            tflops={"fp32": 67.0, "tf32": 494.5, "fp16": 989.0, "bf16": 989.0, "fp8": 1979.0},
+            hbm_gb_per_s=3350.0,
+        ),
+        # Themis 5.1: "roofline FP16 performance from the total FLOPS" of an A100, taken at its word.
+        Accelerator(
+            name="themis_npu", tflops={"fp16": 312.0}, hbm_gb_per_s=2039.0, efficiency=1.0, launch_us=0.0
+        ),
+    )
+}
+
+
+def accelerator(name: str, *, efficiency: float | None = None) -> Accelerator:
+    """A preset, perhaps with another efficiency."""
+    if name not in ACCELERATORS:
+        raise unknown("accelerator", name, ACCELERATORS)
+    chosen = ACCELERATORS[name]
+    return chosen if efficiency is None else replace(chosen, efficiency=efficiency)
