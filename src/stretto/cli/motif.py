@@ -1,0 +1,153 @@
+"""``stretto motif``: rewrite collectives into motifs, and have each rewriting proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import out, wrote
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+    from ..planner.motif import Expr, Motif
+    from ..planner.motif import Path as Place
+
+app = typer.Typer(no_args_is_help=True, help="Rewrite collectives into motifs, and have each rewriting proved.")
+
+MAX_ROWS = 60
+
+
+@app.command("list")
+def list_all(
+    kind: Annotated[str | None, typer.Option("--kind", "-k", help="Only rules for this motif (AR, AA, ...).")] = None,
+) -> None:
+    """List the rules, what they rewrite and their parameters.
+
+    \b
+    Examples:
+      stretto motif list
+      stretto motif list --kind AA
+    """
+    from rich.padding import Padding
+
+    from ..planner.motif import KINDS
+    from ..planner.rules import rules
+
+    console = out()
+    for rule in rules(kind):
+        console.print(rule.name, style="bold")
+        given = ", ".join(rule.parameters)
+        for line, style in (
+            (rule.summary, ""),
+            (f"rewrites {', '.join(rule.kinds)}{f'; parameters {given}' if given else ''}", "dim"),
+        ):
+            console.print(Padding(line, (0, 0, 0, 4), style=style, expand=False))
+    if kind is None:
+        console.print("\nMotifs: " + ", ".join(f"{code} {name}" for code, name in KINDS.items()))
+
+
+@app.command()
+def show(
+    text: Annotated[
+        str, typer.Argument(metavar="EXPRESSION", help="In the notation, such as 'AR(T[0:1024], PG[0:8])'.")
+    ],
+    steps: Annotated[
+        list[str] | None,
+        typer.Option("--apply", "-a", metavar="RULE[:VALUE,KEY=VALUE][@PATH]", help="Apply a rule; repeat for more."),
+    ] = None,
+    original: Annotated[
+        str | None, typer.Option("--of", metavar="MOTIF", help="What several motifs should be together.")
+    ] = None,
+    expand: Annotated[bool, typer.Option("--expand", help="Write every motif out.")] = False,
+    program: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the whole as a program (.txt, .xml or .json).")
+    ] = None,
+) -> None:
+    """Show an expression as a tree, after rewriting it, and prove that it still is the original collective.
+
+    \b
+    Examples:
+      stretto motif show "AR(T[0:1024], PG[0:8])" --apply segment:4
+      stretto motif show "AR(T[0:1024], PG[0:16])" -a hierarchical:8 -a ring@1.0
+      stretto motif show "AA(T[0:8, 0:64], PG[0:8])" -a spline:4 --program aa.txt
+
+    A rule is applied to every motif it serves, or to the one at a path: @1.0 is the first child of the second.
+    Without --of the expression that is given is the original, if it is a single motif.
+    """
+    from ..errors import InvalidInput
+    from ..planner.lowering import check
+    from ..planner.motif import Motif
+    from ..planner.notation import parse, show
+    from ..planner.rules import parse_step
+
+    start = parse(text)
+    whole = parse(original) if original is not None else start
+    if original is not None and not isinstance(whole, Motif):
+        raise InvalidInput("--of: must be a single motif")
+    expr = start
+    for step in steps or []:
+        expr = parse_step(step)(expr)
+    console = out()
+    console.print(show(expr, expand=expand), markup=False, soft_wrap=True)
+    if expr.children:
+        console.print()
+        console.print(_tree(expr))
+    console.print()
+    if not isinstance(whole, Motif):
+        if program is not None:
+            raise InvalidInput("--of: say what the motifs should be together, such as --of 'AR(T[0:64], PG[0:4])'")
+        console.print("not proved: --of says what these motifs should be together", soft_wrap=True)
+        return
+    proved = check(expr, whole)
+    count = len(expr.leaves)
+    console.print(
+        f"proved: {count} motif{'s' * (count > 1)}, {proved.num_transfers} transfers, "
+        f"{proved.collective.num_chunks} chunks: {whole}",
+        markup=False, soft_wrap=True,
+    )
+    if program is not None:
+        from ..programs.formats import save_program
+
+        save_program(proved, program)
+        wrote(console, program)
+
+
+def _tree(expr: Expr) -> Tree:
+    """The tree, cut short where it is long."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    from ..planner.motif import Motif, Par
+
+    rows = 0
+
+    def label(here: Expr, path: Place) -> Text:
+        where = ".".join(map(str, path))
+        if isinstance(here, Motif):
+            return Text.assemble((f"{where}  ", "dim"), str(here), (f"  {_what(here)}", "dim"))
+        word = "|| in parallel" if isinstance(here, Par) else "-> one after the other"
+        return Text.assemble((f"{where}  " if where else "", "dim"), (word, "bold"))
+
+    def grow(node: Tree, here: Expr, path: Place) -> None:
+        nonlocal rows
+        for number, child in enumerate(here.children):
+            if rows >= MAX_ROWS:
+                left = len(here.children) - number
+                node.add(Text(f"... {left} more", style="dim"))
+                return
+            rows += 1
+            grow(node.add(label(child, (*path, number))), child, (*path, number))
+
+    top = Tree(label(expr, ()))
+    grow(top, expr, ())
+    return top
+
+
+def _what(motif: Motif) -> str:
+    from ..planner.lowering import default_algorithm
+    from ..units import format_bytes
+
+    return f"{motif.collective_kind}, {format_bytes(motif.nbytes)}, {default_algorithm(motif)}"
