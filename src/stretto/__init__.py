@@ -30,9 +30,11 @@ from .errors import (
     VerificationError,
 )
 from .programs import Lowered, Program, SymmetricProgram
+from .runtime.capture import capture
 from .simulator import Bound, Timeline, lower_bound, simulate
 from .synthesis import Certificate, Synthesis, synthesize
 from .units import GB, GIB, KB, KIB, MB, MIB
+from .workload import Workload, workloads
 
 __version__ = "0.1.0"
 
@@ -41,5 +43,6 @@ __all__ = [
     "Collective", "Dimension", "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link",
     "Lowered", "MB", "MIB", "Node", "PeerLost", "Permute", "PlanMismatch", "Program", "Reduce",
     "ReduceScatter", "Scatter", "SearchTimeout", "StrettoError", "SymmetricProgram", "Synthesis", "Timeline",
-    "VerificationError", "algorithm", "algorithms", "lower_bound", "simulate", "synthesize",
+    "VerificationError", "Workload", "algorithm", "algorithms", "capture", "lower_bound", "simulate", "synthesize",
+    "workloads",
 ]

@@ -1,0 +1,1 @@
+"""Small models that train on CPU ranks: a DLRM and a GPT."""

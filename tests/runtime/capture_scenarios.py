@@ -1,0 +1,79 @@
+"""What the processes of a capture test run: scenarios by name, each recorded, each outcome reported as JSON."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import stretto
+
+Step = Callable[[int], object]
+
+
+def record(step: Step, *, iterations: int = 3, skip: int = 2, extra: int = 0) -> Any:
+    """The workload of a step function that is called with the iteration's number, or the error's message."""
+    try:
+        with stretto.capture(iterations=iterations, skip=skip) as recorder:
+            for number in range(skip + iterations + extra):
+                step(number)
+                recorder.step()
+    except stretto.InvalidInput as error:
+        return str(error)
+    return asdict(recorder.workload)
+
+
+def compute(amount: int = 256) -> torch.Tensor:
+    """A fraction of a millisecond of work."""
+    return torch.ones(amount, amount) @ torch.ones(amount, amount)
+
+
+def run(scenarios: dict[str, Callable[[], Any]]) -> None:
+    """Run all scenarios one after the other on every rank of one job, and report."""
+    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+
+    def rank_main(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        outcomes = {name: scenario() for name, scenario in scenarios.items()}
+        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+        dist.barrier()
+        dist.destroy_process_group()
+
+    fork(ranks, rank_main)
+
+
+def fork(ranks: int, rank_main: Callable[[int], None]) -> None:
+    """Run the ranks as forks of this process, so that torch is imported once; the first that fails ends it."""
+    waiting = {_start(rank, rank_main): rank for rank in range(ranks)}
+    while waiting:
+        process, status = os.wait()
+        rank = waiting.pop(process)
+        if status:
+            sys.exit(f"rank {rank} failed")
+
+
+def _start(rank: int, rank_main: Callable[[int], None]) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    # A hanging rank says where, well before its parent is killed.
+    faulthandler.dump_traceback_later(40, exit=True)
+    try:
+        torch.set_num_threads(1)
+        rank_main(rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,69 @@
+"""Real jobs of several processes, bounded in time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stretto.workload import Workload
+
+Outcome = Workload | str
+"""What one rank got: a workload, or the message of the error."""
+Job = Callable[..., dict[str, list[Any]]]
+
+collect_ignore_glob = ["capture_*.py"]
+"""What the processes run; pytest itself must not import it."""
+
+LIMIT_S = 50.0
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def launch(script: Path, folder: Path, *, ranks: int, reporting: int = 0) -> dict[str, list[Any]]:
+    """Run every scenario of a job script on some ranks; what each rank (or the first `reporting`) says, by scenario.
+
+    A rank that fails or hangs takes the whole job down, with its output in the assertion.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(ranks)],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(EXAMPLES)},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | str = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = f"none after {LIMIT_S:g} s"
+        finally:
+            # The ranks are a session of their own, so a hanging one goes with its parent.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert code == 0, f"exit code {code}\n{log.read_text()[-6000:]}"
+    reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(reporting or ranks)]
+    return {name: [_read(report[name]) for report in reports] for name in reports[0]}
+
+
+def _read(report: Any) -> Any:
+    if isinstance(report, dict) and "ops" in report:
+        return msgspec.convert(report, Workload)
+    return report
+
+
+@pytest.fixture(scope="session")
+def job() -> Job:
+    """Run a job script of this directory."""
+    return launch

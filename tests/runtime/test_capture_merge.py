@@ -1,0 +1,138 @@
+"""One workload from the recorded times of several ranks, without any process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto import InvalidInput
+from stretto.runtime.merge import merge
+from stretto.runtime.tape import Call, Iteration, Mark, RankTrace, Shape, Step, trace_of
+from stretto.workload import Workload
+
+SUM = Shape(kind="all_reduce", group=(0, 1), channel="0", phase="step")
+
+
+def one_op(
+    rank: int, submits: list[float], ends: list[float], *, shape: Shape = SUM, exact: bool = True, nbytes: int = 1000
+) -> RankTrace:
+    """Iterations that compute until an op's submit (in us after their begin), wait for its end, and compute 50 us."""
+    iterations = []
+    for number, (submit, end) in enumerate(zip(submits, ends, strict=True)):
+        begin = 10_000.0 * number
+        at, done = begin + submit, begin + end
+        call = Call(
+            iteration=number, number=0, shape=shape, nbytes=nbytes, workers=1, submit_us=at, end_us=done, exact=exact
+        )
+        marks = [
+            Mark(step=Step(what="submit", call=0), enter_us=at, leave_us=at),
+            Mark(step=Step(what="wait", call=0), enter_us=at, leave_us=done),
+        ]
+        iterations.append(Iteration(begin_us=begin, end_us=done + 50, marks=marks, calls=[call]))
+    return trace_of(rank, iterations)
+
+
+def shifted(trace: RankTrace, by_us: float) -> RankTrace:
+    """The same, as a rank sees it whose clock is ahead."""
+    keys = ("enter_us", "leave_us", "begin_us", "end_us", "started_us", "ended_us")
+    return replace(trace, **{key: getattr(trace, key) + by_us for key in keys})
+
+
+def together(*traces: RankTrace, offsets_us: list[float] | None = None) -> Workload:
+    return merge(traces, offsets_us or [0.0] * len(traces), name="test", samples=0.0, notes=())
+
+
+def test_transfer_begins_when_the_last_rank_is_there_and_the_rest_is_waiting() -> None:
+    early, late = one_op(0, [100.0] * 3, [450.0] * 3), one_op(1, [300.0] * 3, [450.0] * 3)
+    (op,) = together(early, late).comm_ops
+    assert (op.duration_us, op.wait_us) == (150.0, 100.0)
+
+
+def test_clocks_are_set_beside_each_other_first() -> None:
+    early, late = one_op(0, [100.0] * 3, [450.0] * 3), one_op(1, [300.0] * 3, [450.0] * 3)
+    assert together(early, shifted(late, 7e6), offsets_us=[0.0, -7e6]) == together(early, late)
+
+
+def test_ranks_keep_durations_that_never_overlap() -> None:
+    fast, slow = one_op(0, [100.0, 110.0, 120.0], [450.0] * 3), one_op(1, [300.0, 310.0, 320.0], [450.0] * 3)
+    before, _, after = together(fast, slow).ops
+    assert before.durations_us == (110.0, 310.0)
+    assert (after.durations_us, after.duration_us) == ((), 50.0)
+
+
+def test_ranks_whose_durations_overlap_share_the_median() -> None:
+    one, other = one_op(0, [100.0, 200.0, 300.0], [450.0] * 3), one_op(1, [120.0, 260.0, 310.0], [450.0] * 3)
+    before = together(one, other).ops[0]
+    assert (before.durations_us, before.duration_us) == ((), 230.0)
+
+
+def test_an_end_known_from_a_wait_counts_only_where_no_rank_knows_better() -> None:
+    told, waited = one_op(0, [100.0] * 2, [150.0] * 2), one_op(1, [100.0] * 2, [900.0] * 2, exact=False)
+    assert together(told, waited).comm_ops[0].duration_us == 50.0
+    earlier = one_op(0, [100.0] * 2, [400.0] * 2, exact=False)
+    assert together(earlier, waited).comm_ops[0].duration_us == 300.0
+
+
+def test_an_op_that_queues_behind_another_is_not_under_way() -> None:
+    calls = [
+        Call(iteration=0, number=at, shape=SUM, nbytes=8, workers=1, submit_us=10.0 + at, end_us=end)
+        for at, end in enumerate((100.0, 130.0))
+    ]
+    iteration = Iteration(begin_us=0.0, end_us=200.0, calls=calls)
+    assert trace_of(0, [iteration]).started_us.tolist() == [[10.0, 100.0]]
+    for call in calls:
+        call.workers = 2
+    assert trace_of(0, [iteration]).started_us.tolist() == [[10.0, 11.0]]
+
+
+def test_an_op_whose_end_was_never_seen_has_no_duration() -> None:
+    traces = [one_op(rank, [100.0] * 2, [150.0] * 2) for rank in (0, 1)]
+    for trace in traces:
+        trace.ended_us[:] = math.nan
+    assert together(*traces).comm_ops[0].duration_us == 0.0
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (one_op(1, [1.0], [2.0], shape=replace(SUM, kind="broadcast")), "broadcast of ranks 0, 1 on rank 1"),
+        (one_op(1, [1.0], [2.0], nbytes=999), "has 999 bytes on one rank and 1000 on another"),
+        (one_op(1, [1.0], [2.0], shape=replace(SUM, channel="other")), "rank 1 nothing"),
+    ],
+)
+def test_ranks_that_do_not_agree_are_refused(other: RankTrace, said: str) -> None:
+    with pytest.raises(InvalidInput, match="op 0 that ranks 0, 1 submit together") as error:
+        together(one_op(0, [1.0], [2.0]), other)
+    assert said in str(error.value)
+
+
+@given(st.data())
+def test_no_compute_is_lost_and_no_op_either(data: st.DataObject) -> None:
+    """Random programs of submits and waits, whose gaps are compute of random length."""
+    clock, total = 0.0, 0.0
+    marks: list[Mark] = []
+    calls: list[Call] = []
+    open_calls: list[int] = []
+    for _ in range(data.draw(st.integers(0, 12))):
+        gap = data.draw(st.sampled_from([0.0, 1.0, 19.0, 21.0, 400.0]))
+        clock, total = clock + gap, total + gap
+        if data.draw(st.booleans()) and open_calls:
+            waited = open_calls.pop(data.draw(st.integers(0, len(open_calls) - 1)))
+            step = Step(what="wait", call=waited)
+        else:
+            step = Step(what="submit", call=len(calls))
+            open_calls.append(len(calls))
+            calls.append(
+                Call(iteration=0, number=len(calls), shape=SUM, nbytes=8, workers=2, submit_us=clock, end_us=clock + 5)
+            )
+        marks.append(Mark(step=step, enter_us=clock, leave_us=clock + 3))
+        clock += 3
+    total += 30
+    iteration = Iteration(begin_us=0.0, end_us=clock + 30, marks=marks, calls=calls)
+    workload = together(*(trace_of(rank, [iteration]) for rank in (0, 1)))
+    assert workload.compute_us == pytest.approx(total)
+    assert len(workload.comm_ops) == len(calls)
