@@ -20,6 +20,10 @@ LAYERS = [
     {"simulator"},
     {"algorithms"},
     {"synthesis"},
+    {"workload"},
+    {"dimensions"},
+    {"planner"},
+    {"runtime"},
     {"report"},
     {"cli"},
 ]

@@ -76,9 +76,17 @@ def simulate(
     reduce_us_per_byte: float,
     alpha_blocks: bool,
     fair: bool,
+    delay_us: NDArray[np.float64] | None = None,
+    cast: NDArray[np.int32] | None = None,
 ) -> tuple[
     NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], NDArray[np.float64], NDArray[np.float64], int
 ]: ...
+def cast_forks(
+    cast: NDArray[np.int32],
+    route: NDArray[np.int32],
+    route_ptr: NDArray[np.int64],
+    route_links: NDArray[np.int32],
+) -> NDArray[np.int32]: ...
 
 class MaxFlow:
     def __init__(self, num_nodes: int, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None: ...
@@ -168,6 +176,7 @@ def greedy_schedule(
     once: bool,
     patient: bool,
     seed: int,
+    limit_s: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], NDArray[np.int32], int]: ...
 
 def pack_forest(
@@ -178,6 +187,7 @@ def pack_forest(
     terminals: NDArray[np.int32],
     supply: NDArray[np.int64],
     max_height: int,
+    num_devices: int,
 ) -> tuple[
     int,
     int,
@@ -194,3 +204,114 @@ def pack_forest(
 def colour_edges(
     left: NDArray[np.int32], right: NDArray[np.int32], num_left: int, num_right: int
 ) -> NDArray[np.int32]: ...
+
+def simulate_dimensions(
+    rate: NDArray[np.float64],
+    chunk_ptr: NDArray[np.int64],
+    dim: NDArray[np.int32],
+    bytes: NDArray[np.float64],
+    latency: NDArray[np.float64],
+    key: NDArray[np.float64],
+    release: NDArray[np.float64],
+    job: NDArray[np.int32],
+    after_ptr: NDArray[np.int64],
+    after: NDArray[np.int32],
+    priority: NDArray[np.int64],
+    fifo: NDArray[np.bool_],
+    turn: NDArray[np.int64],
+    in_flight: int,
+    ordered: bool,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]: ...
+
+class ScheduleProblem:
+    def __init__(
+        self,
+        comm: NDArray[np.uint8],
+        duration_us: NDArray[np.float64],
+        stream_ptr: NDArray[np.int64],
+        stream: NDArray[np.int32],
+        num_streams: int,
+        dep_ptr: NDArray[np.int64],
+        dep_op: NDArray[np.int32],
+        dep_lag: NDArray[np.int32],
+        option_ptr: NDArray[np.int64],
+        task_ptr: NDArray[np.int64],
+        task_us: NDArray[np.float64],
+        inner_ptr: NDArray[np.int64],
+        inner: NDArray[np.int32],
+        held_ptr: NDArray[np.int64],
+        held: NDArray[np.int32],
+        serial_ptr: NDArray[np.int64],
+        serial: NDArray[np.int32],
+        num_resources: int,
+        anchor: int,
+    ) -> None: ...
+    def evaluate(
+        self,
+        choice: NDArray[np.int32],
+        discipline: int,
+        priority: NDArray[np.float64],
+        step: float,
+        serial: bool,
+        iterations: int,
+    ) -> float: ...
+    def schedule(
+        self,
+        choice: NDArray[np.int32],
+        discipline: int,
+        priority: NDArray[np.float64],
+        step: float,
+        serial: bool,
+        iterations: int,
+    ) -> tuple[float, NDArray[np.int32], NDArray[np.int32]]: ...
+    def unrolled(
+        self,
+        choice: NDArray[np.int32],
+        discipline: int,
+        priority: NDArray[np.float64],
+        step: float,
+        serial: bool,
+        iterations: int,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...
+    def replay(
+        self,
+        choice: NDArray[np.int32],
+        order: NDArray[np.int32],
+        shift: NDArray[np.int32],
+        serial: bool,
+        iterations: int,
+    ) -> tuple[
+        float,
+        NDArray[np.float64],
+        NDArray[np.float64],
+        NDArray[np.float64],
+        NDArray[np.int32],
+        NDArray[np.int32],
+        NDArray[np.int32],
+        NDArray[np.int32],
+    ]: ...
+
+def waiting_circle(
+    num_nodes: int, node: NDArray[np.int32], waits_for: NDArray[np.int32], lag: NDArray[np.int32]
+) -> NDArray[np.int32]: ...
+
+class ScheduleSearch:
+    def __init__(
+        self,
+        problem: ScheduleProblem,
+        joint: bool,
+        discipline: int,
+        serial: bool,
+        iterations: int,
+        chains: int,
+        beta: float,
+        seed: int,
+        threads: int,
+    ) -> None: ...
+    def start_listed(self, choice: NDArray[np.int32], discipline: int) -> float: ...
+    def start_ordered(
+        self, choice: NDArray[np.int32], order: NDArray[np.int32], shift: NDArray[np.int32]
+    ) -> float: ...
+    def run(self, rounds: int, steps: int) -> float: ...
+    def plan(self) -> tuple[float, NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]: ...
+    def counts(self) -> tuple[int, int, int]: ...

@@ -1,0 +1,413 @@
+// Dynamic list scheduling, and the steady state of a periodic order.
+#include "schedule.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+namespace stretto::sched {
+namespace {
+constexpr double kSame = 1e-11;  // of the period: times nearer than this are one moment
+constexpr double kCut = 1e-9;    // of the period: a start this near to the next window belongs to it
+constexpr int32_t kFew = 256;    // nodes that are sorted by moving them one by one
+constexpr int32_t kCompute = -1, kJoin = -2;
+
+// Follows parents from every node; the nodes of a circle, each followed by its parent, else nothing.
+bool circle_of_parents(int32_t n, const std::vector<int32_t>& parent, std::vector<int32_t>& mark,
+                       std::vector<int32_t>& circle) {
+  mark.assign(n, -1);
+  for (int32_t from = 0; from < n; from++) {
+    int32_t v = from;
+    while (v >= 0 && mark[v] < 0) mark[v] = from, v = parent[v];
+    if (v < 0 || mark[v] != from) continue;
+    circle.clear();
+    for (int32_t u = v; circle.empty() || u != v; u = parent[u]) circle.push_back(u);
+    return true;
+  }
+  return false;
+}
+
+std::vector<int32_t> search_deadlock(int32_t n, const std::vector<int64_t>& in_ptr, const std::vector<Edge>& in,
+                                     const std::vector<int32_t>* walk, std::vector<int64_t>* height) {
+  // With span > n, a circle sums to less than zero exactly when its lag does not exceed zero.
+  const int64_t span = n + 1;
+  std::vector<int64_t> distance(n, 0);
+  std::vector<int32_t> parent(n, -1), mark, circle;
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (int32_t k = 0; k < n; k++) {
+      int32_t v = walk ? (*walk)[k] : k;
+      for (int64_t e = in_ptr[v]; e < in_ptr[v + 1]; e++) {
+        int64_t to = distance[in[e].node] + in[e].lag * span - 1;
+        if (to < distance[v]) distance[v] = to, parent[v] = in[e].node, changed = true;
+      }
+    }
+    if (changed && circle_of_parents(n, parent, mark, circle)) return circle;
+  }
+  if (height) *height = std::move(distance);
+  return {};
+}
+}  // namespace
+
+std::vector<int32_t> find_deadlock(int32_t n, const std::vector<int64_t>& in_ptr, const std::vector<Edge>& in,
+                                   std::vector<int64_t>* height) {
+  return search_deadlock(n, in_ptr, in, nullptr, height);
+}
+
+Evaluator::Evaluator(const Problem& problem) : p_(problem) {
+  first_.resize(p_.num_ops), end_.resize(p_.num_ops);
+  busy_.resize(p_.num_words);
+  last_.resize((size_t)p_.num_words * 64), last_wrap_.resize(last_.size()), load_.resize(last_.size());
+}
+
+void Evaluator::choose(const int32_t* choice, bool serial) {
+  serial_ = serial;
+  if (!choice_.empty() && std::equal(choice_.begin(), choice_.end(), choice)) return;
+  choice_.assign(choice, choice + p_.num_ops);
+  build();
+}
+
+// Nodes are numbered so that a wait inside an iteration is always for a smaller number.
+void Evaluator::build() {
+  op.clear(), local.clear(), us.clear(), task_.clear();
+  auto add = [&](int32_t o, int32_t l, double duration, int64_t task) {
+    op.push_back(o), local.push_back(l), us.push_back(duration), task_.push_back(task);
+  };
+  for (int32_t o : p_.topological) {
+    first_[o] = (int32_t)op.size();
+    if (!p_.comm[o]) {
+      add(o, kCompute, p_.duration[o], -1);
+    } else {
+      int64_t base = p_.first_task(o, choice_[o]);
+      int32_t count = p_.tasks(o, choice_[o]), sinks = 0;
+      for (int32_t t = 0; t < count; t++) add(o, t, p_.task_us[base + t], base + t), sinks += p_.sink[base + t];
+      // The last task is always a sink; several of them meet in a node of no duration.
+      if (sinks > 1) add(o, kJoin, 0, -1);
+    }
+    end_[o] = (int32_t)op.size() - 1;
+  }
+  n_ = (int32_t)op.size();
+  in_.clear(), in_ptr_.assign(1, 0);
+  for (int32_t v = 0; v < n_; v++) {
+    int32_t o = op[v];
+    int64_t task = task_[v];
+    if (local[v] == kJoin) {
+      for (int32_t u = first_[o]; u < v; u++)
+        if (p_.sink[task_[u]]) in_.push_back({u, 0});
+    } else if (task < 0 || p_.inner_ptr[task] == p_.inner_ptr[task + 1]) {
+      for (int64_t e = p_.need_ptr[o]; e < p_.need_ptr[o + 1]; e++) in_.push_back({end_[p_.need[e].node], p_.need[e].lag});
+    } else {
+      for (int64_t e = p_.inner_ptr[task]; e < p_.inner_ptr[task + 1]; e++) in_.push_back({first_[o] + p_.inner[e], 0});
+    }
+    in_ptr_.push_back((int64_t)in_.size());
+  }
+  out_ptr_.assign(n_ + 1, 0), out_.resize(in_.size()), fill_.resize(n_);
+  for (const Edge& e : in_) out_ptr_[e.node + 1]++;
+  for (int32_t v = 0; v < n_; v++) out_ptr_[v + 1] += out_ptr_[v], fill_[v] = (int32_t)out_ptr_[v];
+  for (int32_t v = 0; v < n_; v++)
+    for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++) out_[fill_[in_[e].node]++] = {v, in_[e].lag};
+  shift.resize(n_), time.resize(n_), key_.resize(n_), phase_.resize(n_);
+}
+
+void Evaluator::list(int32_t iterations, Discipline discipline, const double* key_of_node, double key_per_iteration) {
+  const int32_t total = iterations * n_, words = p_.num_words;
+  left_.resize(total), start_.resize(total);
+  for (int32_t v = 0; v < n_; v++) {
+    for (int32_t i = 0; i < iterations; i++) left_[i * n_ + v] = (int32_t)(in_ptr_[v + 1] - in_ptr_[v]);
+    for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++)
+      for (int32_t i = 0; i < std::min(in_[e].lag, iterations); i++) left_[i * n_ + v]--;
+  }
+  if (discipline == Discipline::critical_path) {
+    tail_.resize(total);
+    for (int32_t i = iterations - 1; i >= 0; i--)
+      for (int32_t v = n_ - 1; v >= 0; v--) {
+        double longest = 0;
+        for (int64_t e = out_ptr_[v]; e < out_ptr_[v + 1]; e++)
+          if (i + out_[e].lag < iterations) longest = std::max(longest, tail_[(i + out_[e].lag) * n_ + out_[e].node]);
+        tail_[i * n_ + v] = longest + us[v];
+      }
+  }
+  std::fill(busy_.begin(), busy_.end(), 0);
+  ready_.clear(), events_.clear(), stack_.clear();
+  double now = 0;
+  bool look = false;
+  auto release = [&](int32_t at, int32_t v, int32_t i) {
+    if (task_[v] < 0) {
+      start_[at] = now;
+      if (local[v] == kJoin) {
+        stack_.push_back(at);
+      } else {
+        events_.push_back({now + us[v], at, v});
+        std::push_heap(events_.begin(), events_.end());
+      }
+      return;
+    }
+    double key = 0;
+    switch (discipline) {
+      case Discipline::critical_path: key = -tail_[at]; break;
+      case Discipline::lifo: key = -((double)i * n_ + first_[op[v]]); break;
+      case Discipline::priority: key = key_of_node[v] + i * key_per_iteration; break;
+    }
+    Ready entry{key, mask(v)[0], at, v};
+    ready_.insert(std::upper_bound(ready_.begin(), ready_.end(), entry), entry);
+    look = true;
+  };
+  auto complete = [&](int32_t at) {
+    stack_.push_back(at);
+    while (!stack_.empty()) {
+      int32_t done = stack_.back(), v = done % n_, i = done / n_;
+      stack_.pop_back();
+      for (int64_t e = out_ptr_[v]; e < out_ptr_[v + 1]; e++)
+        if (i + out_[e].lag < iterations) {
+          int32_t next = (i + out_[e].lag) * n_ + out_[e].node;
+          if (--left_[next] == 0) release(next, out_[e].node, i + out_[e].lag);
+        }
+    }
+  };
+  // What waits for nothing; a join always waits for its tasks.
+  for (int32_t at = 0; at < total; at++)
+    if (left_[at] == 0) left_[at] = -1, release(at, at % n_, at / n_);
+  while (true) {
+    while (!events_.empty() && events_.front().at == now) {
+      int32_t at = events_.front().what, v = events_.front().node;
+      std::pop_heap(events_.begin(), events_.end());
+      events_.pop_back();
+      if (task_[v] >= 0) {
+        const uint64_t* held = mask(v);
+        for (int32_t w = 0; w < words; w++) busy_[w] &= ~held[w];
+        look = true;
+      }
+      complete(at);
+    }
+    if (look) {
+      look = false;
+      size_t kept = 0;
+      for (const Ready& entry : ready_) {
+        uint64_t clash = entry.wants & busy_[0];
+        const uint64_t* wanted = mask(entry.node);
+        for (int32_t w = 1; w < words && !clash; w++) clash = wanted[w] & busy_[w];
+        if (clash) {
+          ready_[kept++] = entry;
+          continue;
+        }
+        for (int32_t w = 0; w < words; w++) busy_[w] |= wanted[w];
+        start_[entry.at] = now;
+        events_.push_back({now + us[entry.node], entry.at, entry.node});
+        std::push_heap(events_.begin(), events_.end());
+      }
+      ready_.resize(kept);
+    }
+    if (events_.empty()) break;
+    now = events_.front().at;
+  }
+}
+
+double Evaluator::wrap(double key, double period, int32_t& ahead) const {
+  double window = std::floor(key / period + kCut);
+  ahead = -(int32_t)std::clamp(window, -1e6, 1e6);
+  return std::max(0.0, key + ahead * period);
+}
+
+void Evaluator::extract(int32_t iterations, bool shifted) {
+  int32_t middle = std::min(iterations / 2, std::max(iterations - 2, 0)), anchor = first_[p_.anchor];
+  const double* start = &start_[(size_t)middle * n_];
+  double from = start[anchor], period = 0;
+  if (middle + 1 < iterations) period = start_[(size_t)(middle + 1) * n_ + anchor] - from;
+  for (int32_t v = 0; v < n_; v++) key_[v] = start[v] - from;
+  if (shifted && period > 0) {
+    // What nothing holds back would run ever further ahead; one iteration is as far as a plan lets an op go.
+    for (int32_t v = 0; v < n_; v++)
+      if (local[v] == 0) {
+        int32_t end = v;
+        double early = 0;
+        for (; end < n_ && op[end] == op[v] && task_[end] >= 0; end++)
+          early = std::max(early, -std::floor(key_[end] / period + kCut) - 1);
+        for (int32_t u = v; u < end; u++) key_[u] += early * period;
+      }
+    return order_by(key_, period);
+  }
+  sort_walk(key_);
+  std::fill(shift.begin(), shift.end(), 0);
+  sequence.clear();
+  for (int32_t v : walk_)
+    if (task_[v] >= 0) sequence.push_back(v);
+}
+
+void Evaluator::order_by(const std::vector<double>& key, double period) {
+  for (int32_t v = 0; v < n_; v++) {
+    if (task_[v] >= 0) phase_[v] = wrap(key[v], period, shift[v]);
+    else shift[v] = 0;
+  }
+  sort_walk(key);
+  // By key, windows follow each other, and inside each the phases rise: merging them sorts by phase.
+  sequence.clear(), run_.clear();
+  auto before = [&](int32_t a, int32_t b) { return phase_[a] < phase_[b]; };
+  auto add_run = [&] {
+    merged_.resize(sequence.size() + run_.size());
+    std::merge(sequence.begin(), sequence.end(), run_.begin(), run_.end(), merged_.begin(), before);
+    sequence.swap(merged_), run_.clear();
+  };
+  for (int32_t v : walk_) {
+    if (task_[v] < 0) continue;
+    if (!run_.empty() && shift[run_.back()] != shift[v]) add_run();
+    run_.push_back(v);
+  }
+  add_run();
+}
+
+// Nodes by key. From one step of a search to the next little changes, so that few have to move.
+void Evaluator::sort_walk(const std::vector<double>& key) {
+  auto before = [&](int32_t a, int32_t b) { return key[a] != key[b] ? key[a] < key[b] : a < b; };
+  if ((int32_t)walk_.size() != n_) {
+    walk_.resize(n_);
+    for (int32_t v = 0; v < n_; v++) walk_[v] = v;
+  }
+  if (n_ > kFew) return std::sort(walk_.begin(), walk_.end(), before);
+  for (int32_t k = 1; k < n_; k++) {
+    int32_t v = walk_[k], at = k;
+    for (; at > 0 && before(v, walk_[at - 1]); at--) walk_[at] = walk_[at - 1];
+    walk_[at] = v;
+  }
+}
+
+void Evaluator::program_order() {
+  walk_.resize(n_), sequence.clear();
+  for (int32_t v = 0; v < n_; v++) {
+    walk_[v] = v, shift[v] = 0;
+    if (task_[v] >= 0) sequence.push_back(v);
+  }
+}
+
+// Each task waits for the one before it on each of its channels; the first of a window for the last of the one before.
+void Evaluator::order_edges() {
+  more_.clear(), more_begin_.assign(n_, 0), more_end_.assign(n_, 0);
+  std::fill(load_.begin(), load_.end(), 0.0);
+  auto each = [&](int32_t v, auto&& visit) {
+    const uint64_t* held = mask(v);
+    for (int32_t w = 0; w < p_.num_words; w++)
+      for (uint64_t bits = held[w]; bits; bits &= bits - 1) visit(w * 64 + std::countr_zero(bits));
+  };
+  for (int32_t v : sequence) each(v, [&](int32_t r) { last_[r] = v, last_wrap_[r] = 1, load_[r] += us[v]; });
+  for (int32_t v : sequence) {
+    size_t begin = more_.size();
+    each(v, [&](int32_t r) {
+      Edge edge{last_[r], shift[v] - shift[last_[r]] + last_wrap_[r]};
+      last_[r] = v, last_wrap_[r] = 0;
+      for (size_t e = begin; e < more_.size(); e++)
+        if (more_[e].node == edge.node && more_[e].lag <= edge.lag) return;
+      more_.push_back(edge);
+    });
+    more_begin_[v] = (int64_t)begin, more_end_[v] = (int64_t)more_.size();
+  }
+}
+
+bool Evaluator::find_cycle() { return circle_of_parents(n_, parent_, mark_, critical); }
+
+// Raises the period from the busiest channel's load to the ratio of a circle that does not fit, until all fit; then
+// `time` holds the earliest starts that repeat with it.
+Outcome Evaluator::period(double limit) {
+  order_edges();
+  value = p_.stream_load;
+  critical.clear(), critical_lag.clear();
+  int32_t full = -1;
+  for (size_t r = 0; r < load_.size(); r++)
+    if (load_[r] > value) value = load_[r], full = (int32_t)r;
+  if (value > limit) return Outcome::above_limit;
+  if (full >= 0)
+    for (int32_t v : sequence)
+      if (mask(v)[full / 64] >> (full % 64) & 1) critical.push_back(v);
+  parent_.resize(n_), parent_lag_.resize(n_);
+  std::vector<double>& x = time;
+  while (true) {
+    for (int32_t v = 0; v < n_; v++) {
+      parent_[v] = -1;
+      x[v] = task_[v] >= 0 ? -shift[v] * value : local[v] == kJoin ? -std::numeric_limits<double>::infinity() : 0.0;
+    }
+    const double same = kSame * value;
+    bool changed = true, again = false;
+    for (int32_t pass = 0; changed; pass++) {
+      changed = false;
+      for (int32_t v : walk_) {
+        double best = x[v] + same;
+        auto relax = [&](const Edge& e) {
+          double to = x[e.node] + us[e.node] - value * e.lag;
+          if (to > best) best = x[v] = to, parent_[v] = e.node, parent_lag_[v] = e.lag, changed = true;
+        };
+        for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++) relax(in_[e]);
+        for (int64_t e = more_begin_[v]; e < more_end_[v]; e++) relax(more_[e]);
+      }
+      if (!changed || pass == 0 || !find_cycle()) continue;
+      double length = 0;
+      int64_t lag = 0;
+      critical_lag.clear();
+      for (int32_t v : critical) length += us[v], lag += parent_lag_[v], critical_lag.push_back(parent_lag_[v]);
+      if (lag <= 0) return Outcome::deadlock;
+      // Rounding may find the circle again that has just set the period.
+      value = std::max(length / (double)lag, value * (1 + 1e-13));
+      if (value > limit) return Outcome::above_limit;
+      again = true;
+      break;
+    }
+    if (!again) break;
+  }
+  double from = x[first_[p_.anchor]];
+  for (int32_t v = 0; v < n_; v++) x[v] -= from;
+  return Outcome::found;
+}
+
+double Evaluator::evaluate(int32_t iterations, Discipline discipline, const double* key_of_node,
+                           double key_per_iteration) {
+  list(iterations, discipline, key_of_node, key_per_iteration);
+  extract(iterations, true);
+  if (period() == Outcome::deadlock) {
+    extract(iterations, false);
+    period();
+  }
+  return value;
+}
+
+std::vector<int32_t> Evaluator::deadlock(std::vector<int64_t>* height) {
+  order_edges();
+  std::vector<int64_t> ptr{0};
+  std::vector<Edge> all;
+  for (int32_t v = 0; v < n_; v++) {
+    all.insert(all.end(), in_.begin() + in_ptr_[v], in_.begin() + in_ptr_[v + 1]);
+    all.insert(all.end(), more_.begin() + more_begin_[v], more_.begin() + more_end_[v]);
+    ptr.push_back((int64_t)all.size());
+  }
+  return search_deadlock(n_, ptr, all, &walk_, height);
+}
+
+bool Evaluator::ordered_after(int32_t v, int32_t u) const {
+  for (int64_t e = more_begin_[v]; e < more_end_[v]; e++)
+    if (more_[e].node == u) return true;
+  return false;
+}
+
+std::vector<double> Evaluator::cold(int32_t iterations) {
+  std::vector<int64_t> height;
+  if (!deadlock(&height).empty()) return {};
+  std::vector<int32_t> turn((size_t)iterations * n_);
+  for (size_t k = 0; k < turn.size(); k++) turn[k] = (int32_t)k;
+  auto key = [&](int32_t at) { return (int64_t)(at / n_) * (n_ + 1) - height[at % n_]; };
+  std::sort(turn.begin(), turn.end(), [&](int32_t a, int32_t b) { return key(a) != key(b) ? key(a) < key(b) : a < b; });
+  std::vector<double> end(turn.size(), 0), free(last_.size(), 0), ends(iterations, 0);
+  for (int32_t at : turn) {
+    int32_t v = at % n_, i = at / n_;
+    double start = 0;
+    for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++)
+      if (i >= in_[e].lag) start = std::max(start, end[(i - in_[e].lag) * n_ + in_[e].node]);
+    auto each = [&](auto&& visit) {
+      if (task_[v] < 0) return;
+      for (int32_t w = 0; w < p_.num_words; w++)
+        for (uint64_t bits = mask(v)[w]; bits; bits &= bits - 1) visit(free[w * 64 + std::countr_zero(bits)]);
+    };
+    each([&](double& at_time) { start = std::max(start, at_time); });
+    end[at] = start + us[v];
+    each([&](double& at_time) { at_time = end[at]; });
+    ends[i] = std::max(ends[i], end[at]);
+  }
+  return ends;
+}
+
+}  // namespace stretto::sched

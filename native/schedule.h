@@ -1,0 +1,134 @@
+// Schedules of a training step: compute-ops on streams, and comm-ops cut into tasks that hold channels.
+//
+// A task or compute-op is a node; "v of iteration i waits for u of iteration i - lag" is an edge. Once every channel's
+// order is fixed, the steady-state period is the largest ratio of duration to lag over all circles of edges.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace stretto::sched {
+
+struct Edge {
+  int32_t node, lag;
+};
+
+// What never changes: the ops of one iteration, and for every comm-op its options.
+struct Problem {
+  int32_t num_ops = 0, num_words = 1, anchor = -1;
+  std::vector<uint8_t> comm;           // per op
+  std::vector<double> duration;        // per op, of compute-ops
+  std::vector<int64_t> need_ptr;       // per op: what it waits for, its streams' order included
+  std::vector<Edge> need;              // in terms of ops
+  std::vector<int64_t> option_ptr;     // per op -> options
+  std::vector<int64_t> task_ptr;       // per option -> tasks
+  std::vector<double> task_us;         // per task
+  std::vector<int64_t> inner_ptr;      // per task -> earlier tasks of the option, by position
+  std::vector<int32_t> inner;
+  std::vector<uint8_t> sink;           // per task: no other task of the option waits for it
+  std::vector<uint64_t> mask[2];       // per task: channels held; [1] with the serial ones
+  std::vector<int32_t> topological;    // ops
+  std::vector<int64_t> slot_ptr;       // per op: room for the tasks of its largest option
+  double stream_load = 0;              // compute of the busiest stream
+
+  int32_t options(int32_t op) const { return (int32_t)(option_ptr[op + 1] - option_ptr[op]); }
+  int64_t first_task(int32_t op, int32_t option) const { return task_ptr[option_ptr[op] + option]; }
+  int32_t tasks(int32_t op, int32_t option) const {
+    int64_t at = option_ptr[op] + option;
+    return (int32_t)(task_ptr[at + 1] - task_ptr[at]);
+  }
+};
+
+enum class Discipline : int32_t { critical_path, lifo, priority };
+enum class Outcome : int32_t { found, above_limit, deadlock };
+
+// A circle of waiting with a lag of at most zero, as edges `node[k] waits for node[k + 1]`; empty when there is none.
+// On return `height` orders the nodes: u before v wherever v waits for u, `span` apart per iteration of lag.
+std::vector<int32_t> find_deadlock(int32_t n, const std::vector<int64_t>& in_ptr, const std::vector<Edge>& in,
+                                   std::vector<int64_t>* height);
+
+// One choice of options, ready to be scheduled; all memory is reused from call to call.
+class Evaluator {
+ public:
+  explicit Evaluator(const Problem& problem);
+
+  void choose(const int32_t* choice, bool serial);
+
+  // Dynamic list scheduling of so many iterations; the smallest key of the ready tasks that fit starts first.
+  void list(int32_t iterations, Discipline discipline, const double* key_of_node, double key_per_iteration);
+  // Periodic order (sequence, shift) from the middle iteration of what `list` did; or all in their own iteration.
+  void extract(int32_t iterations, bool shifted);
+  // Periodic order from the time of every node relative to its own iteration's anchor.
+  void order_by(const std::vector<double>& key, double period);
+  // Periodic order in program order: strict FIFO.
+  void program_order();
+  // The steady-state period of the periodic order; gives up above the limit.
+  Outcome period(double limit = std::numeric_limits<double>::infinity());
+  // All of list, extract and period; where the extracted order cannot be repeated, the unshifted one.
+  double evaluate(int32_t iterations, Discipline discipline, const double* key_of_node, double key_per_iteration);
+
+  // Circle of waiting under the periodic order, exactly; and the nodes' order of execution.
+  std::vector<int32_t> deadlock(std::vector<int64_t>* height = nullptr);
+  // Ends of the first iterations when everything starts idle.
+  std::vector<double> cold(int32_t iterations);
+  bool ordered_after(int32_t v, int32_t u) const;  // by a channel's order
+
+  int32_t nodes() const { return n_; }
+  int32_t node_of(int32_t op, int32_t task) const { return first_[op] + task; }
+  double listed_start(int32_t iteration, int32_t v) const { return start_[(size_t)iteration * n_ + v]; }
+  bool is_task(int32_t v) const { return task_[v] >= 0; }
+  const Problem& problem() const { return p_; }
+
+  // By node; of the last call that has it as its result.
+  std::vector<int32_t> op, local;      // local: position in the option, -1 for a compute-op, -2 for a join
+  std::vector<double> us;              // duration
+  std::vector<double> time;            // period(): start relative to the start of the iteration's anchor
+  std::vector<int32_t> shift;          // by node
+  std::vector<int32_t> sequence;       // tasks in the order of a window
+  std::vector<int32_t> critical;       // period(): nodes of the circle that sets it, each before what it waits for
+  std::vector<int32_t> critical_lag;   // of each wait of that circle; empty where it is a channel's whole load
+  double value = 0;                    // period()
+
+ private:
+  double wrap(double key, double period, int32_t& shift) const;
+  void build();
+  void order_edges();
+  void sort_walk(const std::vector<double>& key);
+  bool find_cycle();
+  const uint64_t* mask(int32_t v) const { return &p_.mask[serial_][(size_t)task_[v] * p_.num_words]; }
+
+  const Problem& p_;
+  int32_t n_ = 0;
+  bool serial_ = false;
+  std::vector<int32_t> choice_;
+  std::vector<int64_t> task_;                      // by node, global task or -1
+  std::vector<int32_t> first_, end_;               // by op: first task's node, node that ends it
+  std::vector<int64_t> in_ptr_, out_ptr_;
+  std::vector<Edge> in_, out_;
+  std::vector<int32_t> fill_;
+  // list
+  struct Ready {
+    double key;
+    uint64_t wants;  // the first word of its mask
+    int32_t at, node;
+    bool operator<(const Ready& o) const { return key != o.key ? key < o.key : at < o.at; }
+  };
+  struct Event {
+    double at;
+    int32_t what, node;
+    bool operator<(const Event& o) const { return at != o.at ? at > o.at : what > o.what; }
+  };
+  std::vector<int32_t> left_, stack_;
+  std::vector<double> tail_, start_;
+  std::vector<Ready> ready_;
+  std::vector<Event> events_;
+  std::vector<uint64_t> busy_;
+  // period
+  std::vector<int32_t> run_, merged_, walk_, parent_, parent_lag_, mark_, last_, last_wrap_;
+  std::vector<int64_t> more_begin_, more_end_;
+  std::vector<Edge> more_;                          // edges of the channels' order, by node
+  std::vector<double> load_, phase_, key_;
+};
+
+}  // namespace stretto::sched

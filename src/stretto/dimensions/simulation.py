@@ -1,0 +1,200 @@
+"""Running schedules on one device that stands for all: one collective, or many jobs that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _native
+from ..errors import InvalidInput, unknown
+from .model import Dim, ideal_us
+from .schedule import DimSchedule, Stages
+
+SHARINGS = ("ordered", "equal")
+IN_FLIGHT = 16
+MAX_IN_FLIGHT = 1 << 20
+TIE = 1e-6
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DimRun:
+    """What the simulation says: when each stage held a slot, and how long each dimension sent."""
+
+    schedule: DimSchedule
+    dims: tuple[Dim, ...]
+    total_us: float
+    start_us: Floats
+    end_us: Floats
+    busy_us: Floats
+    in_flight: int
+    sharing: str
+
+    @property
+    def utilisation(self) -> float:
+        """Of all bandwidth of all dimensions, the share that was used, 0..1."""
+        return ideal_us(self.dims, self.schedule.collective, self.schedule.nbytes) / self.total_us
+
+    @property
+    def dim_utilisation(self) -> Floats:
+        """The share of the time that each dimension was sending."""
+        return self.busy_us / self.total_us
+
+    def activity(self, window_us: float) -> Floats:
+        """For each dimension and window of time, the share in which some chunk was there (the paper's Fig. 9).
+
+        A chunk is there from when its stage got a slot until it gave it back.
+        """
+        if not window_us > 0 or self.total_us / window_us > 1 << 20:
+            raise InvalidInput(f"window_us: must be > 0 and make at most {1 << 20} windows, not {window_us:g}")
+        edges = np.arange(0.0, self.total_us + window_us, window_us)
+        edges[-1] = max(self.total_us, edges[-2] + 1e-12) if len(edges) > 1 else self.total_us
+        rows = []
+        for at in range(len(self.dims)):
+            mine = self.schedule.stages.dim == at
+            rows.append(np.diff(_covered(self.start_us[mine], self.end_us[mine], edges)) / np.diff(edges))
+        return np.array(rows)
+
+    def enforced(self) -> DimSchedule:
+        """The schedule with the order fixed in which the stages began here (section 4.6 of the paper)."""
+        table = self.schedule.stages
+        order: list[list[tuple[int, int]]] = [[] for _ in self.dims]
+        # Those that start at one moment were taken in the order of the discipline; their ends tell it apart.
+        for at in np.lexsort((np.arange(len(table.dim)), self.end_us, self.start_us)).tolist():
+            chunk = int(table.chunk[at])
+            order[table.dim[at]].append((chunk, at - int(table.chunk_ptr[chunk])))
+        return replace(self.schedule, order=tuple(map(tuple, order)))
+
+    def __repr__(self) -> str:
+        from ..units import format_us
+
+        return (
+            f"<DimRun {self.schedule.name}: {format_us(self.total_us)}, {100 * self.utilisation:.1f} % of all "
+            f"bandwidth ({self.in_flight} in flight, {self.sharing})>"
+        )
+
+
+def simulate(
+    schedule: DimSchedule,
+    *,
+    in_flight: int = IN_FLIGHT,
+    sharing: str = "ordered",
+    release_us: Sequence[float] | None = None,
+    dims: Sequence[Dim] | None = None,
+) -> DimRun:
+    """Run a schedule on one device that stands for all.
+
+    Up to `in_flight` stages share a dimension: their latencies overlap, and its rate goes to the first of them by the
+    queue discipline (``ordered``) or to all alike (``equal``). `dims` replaces the schedule's own dimensions by what
+    the network really is, where that was estimated wrongly. `release_us` says when each chunk is there.
+    """
+    _check(in_flight, sharing)
+    count = len(schedule.chunks)
+    table = schedule.stages
+    real = schedule.dims if dims is None else tuple(dims)
+    if len(real) != len(schedule.dims):
+        raise InvalidInput(f"dims: {len(real)} for a schedule over {len(schedule.dims)}")
+    if release_us is not None and (len(release_us) != count or not min(release_us) >= 0):
+        raise InvalidInput(f"release_us: must be {count} times >= 0, one for each chunk")
+    start, end, busy = _native.simulate_dimensions(
+        rate=np.array([d.bytes_per_us for d in real]), chunk_ptr=table.chunk_ptr, dim=table.dim,
+        bytes=table.wire_bytes, latency=np.array([d.latency_us for d in real])[table.dim],
+        key=keys(schedule),
+        release=np.zeros(count) if release_us is None else np.asarray(release_us, np.float64),
+        job=np.zeros(count, np.int32), after_ptr=np.zeros(2, np.int64), after=np.zeros(0, np.int32),
+        priority=np.zeros(1, np.int64), fifo=np.array([schedule.discipline == "fifo"]), turn=_turns(schedule),
+        in_flight=in_flight, ordered=sharing == "ordered",
+    )  # fmt: skip
+    return DimRun(
+        schedule=schedule, dims=real, total_us=float(end.max(initial=0.0)), start_us=start, end_us=end, busy_us=busy,
+        in_flight=in_flight, sharing=sharing,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """Chunks that begin together, once all jobs numbered in `after` are over; a lower `priority` goes first."""
+
+    stages: Stages
+    keys: Floats | None = None
+    """What the smallest of goes first; None: what came first."""
+    after: tuple[int, ...] = ()
+    priority: int = 0
+
+
+def simulate_jobs(
+    rates: Sequence[float], jobs: Sequence[Job], *, in_flight: int = IN_FLIGHT, sharing: str = "ordered"
+) -> tuple[Floats, Floats, Floats]:
+    """When each job began to hold a slot and ended (both 0 for one without chunks), and how long each dimension sent.
+
+    `rates` are bytes per us of each dimension. Jobs may only wait for earlier ones.
+    """
+    _check(in_flight, sharing)
+    for number, job in enumerate(jobs):
+        if any(not 0 <= other < number for other in job.after):
+            raise InvalidInput(f"jobs[{number}].after: may only name jobs before it")
+    counts = np.array([len(job.stages.chunk_ptr) - 1 for job in jobs])
+    lengths = [np.diff(job.stages.chunk_ptr) for job in jobs]
+    waits = [np.array(job.after, np.int32) for job in jobs]
+    job_of = np.repeat(np.arange(len(jobs), dtype=np.int32), counts)
+    ptr = np.concatenate([[0], *lengths]).cumsum().astype(np.int64)
+    start, end, busy = _native.simulate_dimensions(
+        rate=np.asarray(rates, np.float64), chunk_ptr=ptr, dim=np.concatenate([job.stages.dim for job in jobs]),
+        bytes=np.concatenate([job.stages.wire_bytes for job in jobs]),
+        latency=np.concatenate([job.stages.latency_us for job in jobs]),
+        key=np.concatenate([job.stages.before_bytes if job.keys is None else job.keys for job in jobs]),
+        release=np.zeros(len(job_of)), job=job_of,
+        after_ptr=np.concatenate([[0], np.cumsum([len(row) for row in waits])]).astype(np.int64),
+        after=np.concatenate(waits), priority=np.array([job.priority for job in jobs], np.int64),
+        fifo=np.array([job.keys is None for job in jobs]), turn=np.zeros(0, np.int64), in_flight=in_flight,
+        ordered=sharing == "ordered",
+    )  # fmt: skip
+    owner = np.repeat(job_of, np.diff(ptr))
+    begins, ends = np.full(len(jobs), np.inf), np.zeros(len(jobs))
+    np.minimum.at(begins, owner, start)
+    np.maximum.at(ends, owner, end)
+    return np.where(np.isfinite(begins), begins, 0.0), ends, busy
+
+
+def keys(schedule: DimSchedule) -> Floats:
+    """What the smallest of goes first, where the discipline says so; by what the schedule believes of the network."""
+    table = schedule.stages
+    if schedule.discipline != "johnson":
+        # Among equals the shorter stage: with it, Themis needs the 7 units of its Fig. 5, else 8.
+        return np.asarray(table.before_bytes + TIE * table.wire_bytes)
+    rate = np.array([dim.bytes_per_us for dim in schedule.dims])
+    here = table.wire_bytes / rate[table.dim] + table.latency_us
+    following = np.append(here[1:], 0.0)
+    following[table.chunk_ptr[1:] - 1] = 0.0
+    return np.asarray(here - following)
+
+
+def _turns(schedule: DimSchedule) -> NDArray[np.int64]:
+    table = schedule.stages
+    turn = np.zeros(len(table.dim) if schedule.order else 0, np.int64)
+    for order in schedule.order:
+        for position, (chunk, stage) in enumerate(order):
+            turn[table.chunk_ptr[chunk] + stage] = position
+    return turn
+
+
+def _covered(start: Floats, end: Floats, edges: Floats) -> Floats:
+    """How much of the time before each edge at least one of the intervals covers."""
+    if not len(start):
+        return np.zeros(len(edges))
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(end[order])
+    fresh = np.append(True, start[1:] > reach[:-1])
+    begins, ends = start[fresh], reach[np.append(np.flatnonzero(fresh)[1:] - 1, len(start) - 1)]
+    return np.asarray(np.clip(edges[:, None] - begins, 0.0, ends - begins).sum(axis=1))
+
+
+def _check(in_flight: int, sharing: str) -> None:
+    if not 1 <= in_flight <= MAX_IN_FLIGHT:
+        raise InvalidInput(f"in_flight: must be 1..{MAX_IN_FLIGHT}, not {in_flight}")
+    if sharing not in SHARINGS:
+        raise unknown("sharing", sharing, SHARINGS)

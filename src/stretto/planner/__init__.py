@@ -1,0 +1,1 @@
+"""The joint planner: motifs, physical plans, schedules, and the search over all of them together."""

@@ -1,0 +1,83 @@
+"""What the search decides over: for every comm-op the options, each a small graph of bound motifs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import InvalidInput
+from ..workload import Workload
+from .costs import Motion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A motif bound to its physical plan: once started it holds its channels for `duration_us`.
+
+    `channels` are names of the cluster's link channels (``("nvlink", "rdma")``); two tasks may run at the same time
+    on a place when they share none. `after` are positions of tasks of the same option that must have ended.
+    `launch_us` is the part of the duration that is the cost of issuing it, `source` says where the cost came from,
+    `motion` who takes part (None where nothing but a duration is known).
+    """
+
+    motif: str
+    algorithm: str
+    channels: tuple[str, ...]
+    duration_us: float
+    nbytes: float = 0.0
+    launch_us: float = 0.0
+    after: tuple[int, ...] = ()
+    source: str = ""
+    motion: Motion | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to execute a comm-op: a motif expression, its leaves bound to channels and algorithms.
+
+    `rules` are the rewrites that led from the comm-op to the expression, in order (``("segment:4", "spline:2")``).
+    """
+
+    name: str
+    expression: str
+    tasks: tuple[Task, ...]
+    rules: tuple[str, ...] = ()
+
+    @property
+    def total_us(self) -> float:
+        """How long it takes alone: the longest path through its tasks, those of one channel one after the other."""
+        ends: list[float] = []
+        free: dict[str, float] = {}
+        for task in self.tasks:
+            start = max([0.0, *(ends[at] for at in task.after), *(free.get(channel, 0.0) for channel in task.channels)])
+            ends.append(start + task.duration_us)
+            free.update(dict.fromkeys(task.channels, ends[-1]))
+        return max(ends)
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise InvalidInput(f"option {self.name}: has no tasks")
+        for at, task in enumerate(self.tasks):
+            if any(not 0 <= before < at for before in task.after):
+                raise InvalidInput(f"option {self.name}: tasks[{at}].after must name earlier tasks")
+            if not task.duration_us >= 0:
+                raise InvalidInput(f"option {self.name}: tasks[{at}].duration_us must be >= 0")
+            if not task.channels:
+                raise InvalidInput(f"option {self.name}: tasks[{at}].channels must not be empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A workload, and the options of each of its comm-ops by name; the first option is the default one."""
+
+    workload: Workload
+    options: dict[str, tuple[Option, ...]]
+    costs: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for op in self.workload.comm_ops:
+            if not self.options.get(op.name):
+                raise InvalidInput(f"options: comm-op {op.name!r} has none")
+        extra = set(self.options) - {op.name for op in self.workload.comm_ops}
+        if extra:
+            raise InvalidInput(f"options: {min(extra)!r} is not a comm-op of {self.workload.name}")

@@ -1,0 +1,73 @@
+"""Lower bounds that hold for every plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from stretto.planner.bounds import least_us, lower_bound
+from stretto.planner.example import random_problem
+from stretto.planner.problem import Option, Problem, Task
+from stretto.planner.schedule import DISCIPLINES, Scheduler
+from stretto.workload import Dep, Op, Workload
+
+
+def task(channels: str, us: float, *after: int) -> Task:
+    return Task(motif="m", algorithm="a", channels=tuple(channels.split("+")), duration_us=us, after=after)
+
+
+def option(*tasks: Task) -> Option:
+    return Option(name="o", expression="", tasks=tasks)
+
+
+def hidden(compute_us: float, *options: tuple[Option, ...]) -> Problem:
+    """Communication that nobody waits for before the next iteration but one."""
+    names = [f"g{k}" for k in range(len(options))]
+    ops = (
+        Op(name="c", duration_us=compute_us, after=tuple(Dep(op=name, lag=2) for name in names)),
+        *(Op(name=name, kind="all_reduce", nbytes=1.0, after=(Dep(op="c"),)) for name in names),
+    )
+    workload = Workload(name="w", num_ranks=2, ops=ops)
+    return Problem(workload=workload, options=dict(zip(names, options, strict=True)))
+
+
+def test_compute_binds() -> None:
+    bound = lower_bound(hidden(10.0, (option(task("x", 4.0)),)))
+    assert (bound.us, bound.why) == (10.0, "compute stream")
+
+
+def test_a_circle_binds_by_its_lag() -> None:
+    bound = lower_bound(hidden(10.0, (option(task("x", 7.0, ), task("y", 7.0, 0)),)))
+    assert bound.us == 12.0
+    assert bound.why == "circle of waiting: c, g0"
+
+
+def test_channels_share_what_options_allow() -> None:
+    either = (option(task("x", 6.0)), option(task("y", 6.0)))
+    assert lower_bound(hidden(1.0, either, either)).us == pytest.approx(6.0)
+    assert lower_bound(hidden(1.0, either, either, either)).us == pytest.approx(9.0)
+    assert lower_bound(hidden(1.0, either, either), serial=True).us == pytest.approx(12.0)
+    slow = (option(task("x", 6.0)), option(task("y", 12.0)))
+    bound = lower_bound(hidden(1.0, slow, slow, slow))
+    assert bound.us == pytest.approx(12.0)
+    assert bound.why == "channel load"
+
+
+def test_an_option_is_no_faster_than_its_chain_or_channel() -> None:
+    assert least_us(option(task("x", 2.0), task("y", 3.0))) == 3.0
+    assert least_us(option(task("x", 2.0), task("y", 3.0, 0))) == 5.0
+    assert least_us(option(task("x", 2.0), task("x+y", 3.0), task("y", 1.0))) == 5.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=some.integers(0, 10_000), serial=some.booleans(), two_places=some.booleans(), data=some.data())
+def test_no_schedule_beats_the_bound(seed: int, serial: bool, two_places: bool, data: some.DataObject) -> None:
+    problem = random_problem(seed, num_comm=5, longest_us=6.0, two_places=two_places)
+    scheduler = Scheduler(problem)
+    bound = lower_bound(problem, serial=serial)
+    assert bound.us == max(bound.arguments.values())
+    choice = [data.draw(some.integers(0, len(problem.options[op.name]) - 1)) for op in problem.workload.comm_ops]
+    for discipline in DISCIPLINES:
+        if discipline != "priority":
+            assert scheduler.evaluate(choice, discipline=discipline, serial=serial) >= bound.us * (1 - 1e-9)
