@@ -1,0 +1,145 @@
+"""How a motif may be moved: the library's algorithms by name, laid out on the links they are bound to.
+
+A recipe is a name that, with a collective, a group and a cluster, always gives the same program: plans store the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ..algorithms import algorithm, defined_for
+from ..cluster import Cluster
+from ..errors import InvalidInput, unknown
+from ..programs import Program
+from .channels import hosts_of
+
+Window = tuple[int, int]
+"""A splined all-to-all: rank i sends to i + first, ..., i + first + count - 1, modulo the number of ranks."""
+
+PIPELINED = ("double_binary_tree", "binary_tree", "chain")
+"""Algorithms that send piece after piece; ``name:1`` is the one in one piece, which has the lower latency."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One motif to be moved: the collective, over one group; `nbytes` as the group's collective counts them."""
+
+    kind: str
+    group: tuple[int, ...]
+    root: int = 0
+    window: Window | None = None
+
+
+Provider = Callable[[Ask, Cluster, float], "dict[str, Callable[[], Program]]"]
+"""More ways to move a motif of that size on a cluster, by name (synthesised or multi-dimensional ones, say)."""
+
+
+def library(ask: Ask) -> list[str]:
+    """The recipes of the algorithm library for a motif.
+
+    >>> library(Ask(kind="broadcast", group=(0, 1, 2)))[2:]
+    ['binary_tree', 'binary_tree:1', 'binomial', 'chain', 'chain:1', 'direct']
+    >>> library(Ask(kind="all_to_all", group=(0, 1, 2), window=(1, 1)))
+    ['direct']
+    """
+    if ask.kind == "send" or ask.window is not None:
+        return ["direct"]
+    return list(_named(ask.kind, len(ask.group)))
+
+
+@cache
+def _named(kind: str, count: int) -> tuple[str, ...]:
+    names: list[str] = []
+    for name in defined_for(kind, count):
+        names += [name, f"{name}:1"] if name in PIPELINED else [name]
+    return tuple(names)
+
+
+def build(recipe: str, ask: Ask, cluster: Cluster) -> Program:
+    """The program of a recipe on (a part of) a cluster; raises `InvalidInput` where it is not defined."""
+    name, _, chunks = recipe.partition(":")
+    if recipe not in library(ask):
+        raise unknown(f"recipe for {ask.kind}", recipe, library(ask))
+    if ask.kind == "send":
+        return algorithm("direct", "permute", ask.group, pairs=[(0, 1)])
+    if ask.window is not None:
+        return _window(ask)
+    options: dict[str, Any] = {"chunks": int(chunks)} if chunks else {}
+    if ask.kind in ("broadcast", "reduce", "gather", "scatter"):
+        options["root"] = ask.root
+    if name == "ring":
+        options["rings"] = rails(cluster, ask.group)
+    program = algorithm(name, ask.kind, ask.group, cluster=cluster, **options)
+    return one_at_a_time(program) if name in PIPELINED and not chunks and shares_fairly(cluster) else program
+
+
+def shares_fairly(cluster: Cluster) -> bool:
+    """Whether the simulator shares links fairly here: where single flows are capped, or many lose throughput."""
+    return bool(np.isfinite(cluster.link_flow_gb_per_s).any() or (cluster.link_incast >= 0).any())
+
+
+def rails(cluster: Cluster, group: Sequence[int]) -> int:
+    """How many rings to run side by side: one per link that leaves a host, as far as a device inside can feed them.
+
+    >>> hgx2 = Cluster.preset("hgx2", nodes=2)
+    >>> rails(hgx2, range(16)), rails(hgx2, range(8)), rails(hgx2, (0, 8))
+    (8, 1, 1)
+    """
+    host = hosts_of(cluster, group)
+    devices = np.asarray(group, np.int32)
+    mates, others = devices[host == host[0]], devices[host != host[0]]
+    if len(mates) < 2 or not len(others):
+        return 1
+    try:
+        _, inside = cluster.route_table(mates[:1], mates[1:2], np.zeros(1, np.int64))
+        dst = np.resize(others, len(mates))
+        _, across = cluster.route_table(mates, dst, mates.astype(np.int64) + dst)
+    except InvalidInput:
+        return 1
+    leaving = (cluster.node_host[cluster.link_src[across]] == host[0]) & (
+        cluster.node_host[cluster.link_dst[across]] != host[0]
+    )
+    exits = np.unique(across[leaving])
+    if not len(exits):
+        return 1
+    fed = cluster.link_gb_per_s[inside].min() / cluster.link_gb_per_s[exits].max()
+    return max(1, min(len(exits), int(fed)))
+
+
+def one_at_a_time(program: Program) -> Program:
+    """Each message also waits for the one before it on its connection, as a threadblock sends them.
+
+    Fair sharing lets all messages of a connection start together, so that the pieces of a pipeline would end together.
+    """
+    lanes = int(program.lane.max(initial=0)) + 1
+    ranks = program.collective.num_ranks
+    key = (program.src.astype(np.int64) * ranks + program.dst) * lanes + program.lane
+    order = np.argsort(key, kind="stable")
+    later = np.flatnonzero(key[order][1:] == key[order][:-1]) + 1
+    if not len(later):
+        return program
+    count = program.num_transfers
+    waiter = np.concatenate([np.repeat(np.arange(count), np.diff(program.after_ptr)), order[later]])
+    waited = np.concatenate([program.after, order[later - 1]])
+    pairs = np.unique(waiter * count + waited)
+    return program.replace(
+        after_ptr=np.searchsorted(pairs // count, np.arange(count + 1)).astype(np.int64),
+        after=(pairs % count).astype(np.int32),
+    )
+
+
+def _window(ask: Ask) -> Program:
+    assert ask.window is not None
+    first, width = ask.window
+    count = len(ask.group)
+    if first < 0 or width < 1 or first + width > count:
+        raise InvalidInput(f"window: must lie in 0..{count}, not {first}..{first + width}")
+    rank = np.arange(count)
+    counts = np.zeros((count, count))
+    counts[rank[:, None], (rank[:, None] + first + np.arange(width)) % count] = 1.0
+    return algorithm("direct", "all_to_all_v", ask.group, counts=counts.tolist())

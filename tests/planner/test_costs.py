@@ -1,0 +1,176 @@
+"""What bound motifs cost by simulation."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto import Cluster, algorithm, simulate
+from stretto.cluster.presets.hgx2 import INCAST
+from stretto.errors import Infeasible, InvalidInput
+from stretto.planner.channels import bindings, restrict
+from stretto.planner.costs import CPU_LAUNCH_US, LAUNCH_US, Motion, SimulatedCosts, interpolated, launch_us
+from stretto.planner.recipes import Ask, build, library, one_at_a_time, rails
+from stretto.planner.together import Part, together
+from stretto.programs import Program
+from stretto.units import MB
+
+HGX2 = Cluster.preset("hgx2", nodes=2)
+FAST, SLOW = ("nvlink", "rdma"), ("pcie", "ethernet")
+EVERYONE = (tuple(range(16)),)
+
+
+def motion(kind: str, channels: tuple[str, ...] = FAST, groups: tuple[tuple[int, ...], ...] = EVERYONE) -> Motion:
+    return Motion(kind=kind, groups=groups, channels=channels)
+
+
+def test_a_cost_is_the_simulated_time_on_the_channels_and_says_so() -> None:
+    costs = SimulatedCosts(HGX2)
+    found = costs.cost(motion("all_gather"), 10 * MB, "direct", exact=True)
+    expected = simulate(algorithm("direct", "all_gather", 16), HGX2, nbytes=10 * MB, channels=FAST).total_us
+    assert found.us == pytest.approx(expected)
+    assert found.source == "simulated: direct on nvlink+rdma, fair"
+    fifo = SimulatedCosts(Cluster.preset("dgx2")).cost(motion("all_gather", ("nvlink",)), MB, "ring")
+    assert fifo.source == "simulated: ring on nvlink, fifo"
+
+
+@pytest.mark.parametrize("name", ["ring", "halving_doubling", "double_binary_tree", "double_binary_tree:1"])
+@pytest.mark.parametrize("channels", [FAST, SLOW])
+def test_interpolated_costs_are_close_to_exact_ones_and_grow(name: str, channels: tuple[str, ...]) -> None:
+    costs = SimulatedCosts(HGX2)
+    wanted = motion("all_reduce", channels)
+    sizes = [3e3, 5e4, 7e5, 3e6, 9e7]
+    times = [costs.cost(wanted, size, name).us for size in sizes]
+    assert times == sorted(times)
+    for size, us in zip(sizes, times, strict=True):
+        assert us == pytest.approx(costs.cost(wanted, size, name, exact=True).us, rel=0.1)
+
+
+def test_each_size_of_the_grid_is_simulated_once() -> None:
+    costs = SimulatedCosts(HGX2)
+    for size in (5e5, 6e5, 7e5, 8e5):
+        costs.cost(motion("all_reduce"), size, "ring")
+    assert costs.simulations == 2
+    assert interpolated(10.0, lambda size: size) == 1024.0
+    assert interpolated(4096.0, lambda size: size) == 4096.0
+
+
+def test_groups_that_meet_on_links_slow_one_another_down_and_others_do_not() -> None:
+    costs = SimulatedCosts(HGX2)
+    alone = costs.cost(motion("all_reduce", ("nvlink",), (tuple(range(8)),)), 8 * MB, "ring", exact=True).us
+    hosts = (tuple(range(8)), tuple(range(8, 16)))
+    assert costs.cost(motion("all_reduce", ("nvlink",), hosts), 8 * MB, "ring", exact=True).us == pytest.approx(alone)
+    one = costs.cost(motion("all_reduce", SLOW, ((0, 8),)), 8 * MB, "direct", exact=True).us
+    socket = costs.cost(motion("all_reduce", SLOW, ((0, 8), (1, 9), (2, 10), (3, 11))), 8 * MB, "direct", exact=True).us
+    assert socket > 2 * one
+
+
+def test_adding_up_on_the_host_costs_time_and_on_the_gpu_none() -> None:
+    slow, free = SimulatedCosts(HGX2), SimulatedCosts(HGX2, cpu_reduce_us_per_mb=0.0)
+    cases = (("all_reduce", SLOW, True), ("all_gather", SLOW, False), ("all_reduce", FAST, False))
+    for kind, channels, differ in cases:
+        a, b = (one.cost(motion(kind, channels), 16 * MB, "ring", exact=True).us for one in (slow, free))
+        assert (a > b) == differ
+
+
+def test_channels_that_cannot_carry_a_motif_are_infeasible() -> None:
+    costs = SimulatedCosts(HGX2)
+    with pytest.raises(Infeasible, match="nvlink do not join"):
+        costs.cost(motion("all_reduce", ("nvlink",)), MB, "ring")
+    # Without PCIe the GPUs of an NDv2 reach only some of the others, which a ring can live with.
+    ndv2 = SimulatedCosts(Cluster.preset("ndv2"))
+    eight = (tuple(range(8)),)
+    assert ndv2.cost(motion("all_reduce", ("nvlink",), eight), MB, "ring").us > 0
+    with pytest.raises(Infeasible, match=r"all_to_all by direct on nvlink: .*no route"):
+        ndv2.cost(motion("all_to_all", ("nvlink",), eight), MB, "direct")
+    with pytest.raises(InvalidInput, match="nbytes: must be > 0"):
+        costs.cost(motion("all_reduce"), 0.0, "ring")
+
+
+def test_a_provider_adds_algorithms() -> None:
+    def provider(ask: Ask, cluster: Cluster, nbytes: float) -> dict[str, object]:
+        assert cluster.channels == FAST
+        return {"mine": lambda: algorithm("pairwise", ask.kind, ask.group)} if ask.kind == "all_to_all" else {}
+
+    costs = SimulatedCosts(HGX2, providers=[provider])  # type: ignore[list-item]
+    wanted = motion("all_to_all")
+    assert costs.algorithms(wanted, MB)[-1] == "mine"
+    assert "mine" not in costs.algorithms(motion("all_reduce"), MB)
+    assert costs.cost(wanted, MB, "mine").us == pytest.approx(costs.cost(wanted, MB, "pairwise", exact=True).us)
+
+
+@pytest.mark.parametrize(
+    "kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send"]
+)
+def test_every_recipe_builds_a_program_that_verifies(kind: str) -> None:
+    group = (3, 9) if kind == "send" else tuple(range(1, 15))
+    for root in (0, 1):
+        ask = Ask(kind=kind, group=group, root=root)
+        for name in library(ask):
+            build(name, ask, HGX2).verify()
+
+
+def test_a_window_of_an_all_to_all_moves_its_share() -> None:
+    costs = SimulatedCosts(HGX2)
+    windows = [Motion(kind="all_to_all", groups=EVERYONE, channels=FAST, window=w) for w in ((0, 8), (8, 8))]
+    whole = costs.cost(motion("all_to_all"), 16 * MB, "direct", exact=True).us
+    halves = [costs.cost(window, 8 * MB, "direct", exact=True).us for window in windows]
+    assert max(halves) <= whole < sum(halves)
+    program = costs.program(windows[1], 8 * MB, "direct")
+    assert {(d - s) % 16 for s, d in zip(program.src.tolist(), program.dst.tolist(), strict=True)} == set(range(8, 16))
+    with pytest.raises(InvalidInput, match="window"):
+        build("direct", Ask(kind="all_to_all", group=EVERYONE[0], window=(9, 8)), HGX2)
+
+
+def test_rings_run_on_every_rail_that_a_device_can_feed() -> None:
+    assert rails(HGX2, range(16)) == 8
+    assert rails(HGX2, range(8)) == 1
+    assert rails(restrict(HGX2, SLOW), range(16)) == 1
+    assert rails(restrict(HGX2, ("nvlink", "pcie", "ethernet")), range(16)) == 2
+
+
+def test_messages_of_a_connection_can_be_sent_one_at_a_time() -> None:
+    chain = algorithm("chain", "broadcast", 4, chunks=4)
+    paced = one_at_a_time(chain)
+    paced.verify()
+    together_us, paced_us = (simulate(p, HGX2, nbytes=64 * MB, contention="fair").total_us for p in (chain, paced))
+    assert paced_us < together_us
+
+
+def test_programs_side_by_side_verify_and_contend() -> None:
+    ring, direct = algorithm("ring", "all_reduce", 16, cluster=HGX2), algorithm("direct", "all_to_all", 16)
+
+    def time(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[Program, float]:
+        parts = [
+            Part(program=ring, nbytes=4 * MB, channels=first), Part(program=direct, nbytes=8 * MB, channels=second),
+        ]  # fmt: skip
+        program, nbytes = together(parts, HGX2)
+        return program, simulate(program, HGX2, nbytes=nbytes).total_us
+
+    wanted = ((ring, 4 * MB, FAST), (direct, 8 * MB, SLOW))
+    alone = [simulate(p, HGX2, nbytes=n, channels=c).total_us for p, n, c in wanted]
+    program, apart_us = time(FAST, SLOW)
+    program.verify()
+    assert program.collective.kind == "2 x all_reduce+all_to_all"
+    assert apart_us == pytest.approx(max(alone))
+    assert time(FAST, FAST)[1] > simulate(direct, HGX2, nbytes=8 * MB, channels=FAST).total_us
+
+
+def test_launching_costs_more_through_the_host() -> None:
+    launch = {b.name: launch_us(b) for b in bindings(HGX2)}
+    assert launch["nvlink+rdma"] == LAUNCH_US < CPU_LAUNCH_US == launch["pcie+ethernet"]
+
+
+def test_many_flows_into_one_nic_lose_throughput() -> None:
+    cluster = Cluster.preset("hgx2", nodes=16)
+    assert any("incast" in note for note in cluster.notes)
+    costs = SimulatedCosts(cluster)
+    per_flow = {}
+    for flows in (16, 32, 64, 120):
+        senders = tuple(range(8, 8 + flows))
+        gather = Motion(kind="gather", groups=((0, *senders),), channels=FAST)
+        per_flow[flows] = costs.cost(gather, (flows + 1) * MB, "direct", exact=True).us / flows
+    assert per_flow[16] == pytest.approx(per_flow[32], rel=0.01)
+    shares = [share for count, share in INCAST if count <= 120]
+    assert per_flow[32] / per_flow[64] == pytest.approx(shares[0], rel=0.01)
+    assert per_flow[32] / per_flow[120] == pytest.approx(shares[1], rel=0.02)
+    assert Cluster.preset("hgx2", nodes=1).incast_curves == ()
