@@ -200,6 +200,15 @@ class Driver {
     if (next_[x] != kNobody) open_gate(next_[x], last_stage(x));
   }
 
+  bool has_links(int32_t x) const { return net_.routes.size(t_.route[x]) > 0; }
+
+  // The one behind x on its connection that takes links, if any.
+  int32_t next_message(int32_t x) const {
+    do x = next_[x];
+    while (x != kNobody && !has_links(x));
+    return x;
+  }
+
   const Transfers& t_;
   const Network& net_;
   const Casts casts_;
@@ -207,8 +216,6 @@ class Driver {
 
  private:
   static constexpr int32_t kHeld = 1 << 30;
-
-  bool has_links(int32_t x) const { return net_.routes.size(t_.route[x]) > 0; }
 
   // A transfer without links stands for work on its rank: its delay is all there is to it.
   void pass(int32_t x, double now) {

@@ -1,11 +1,13 @@
 // Contention `fair`: transfers that share a link get max-min fair rates, as TCP and RoCE aim for.
 //
-// A transfer is one flow over all links of its route. When flows come or go, only the part of the network that is
-// connected to them through shared links is computed anew (progressive filling). A link may cap one flow's rate, and
-// lose throughput when many flows meet in it (incast).
+// A transfer is one flow over all links of its route, and flows once the one before it on its connection has drained:
+// connections share, their messages queue. When flows come or go, only the part of the network that is connected to them
+// through shared links is computed anew (progressive filling). A link may cap one flow's rate, and lose throughput when
+// many flows meet in it (incast).
 //
 // The members of a multicast are flows of their own, but a link that they share carries them as one strand, at the rate
 // of the fastest; once that one is through, the link has carried everything, and the others live on what lies behind.
+// They start together, when the connections of all of them are free.
 #include "network.h"
 
 namespace stretto {
@@ -15,20 +17,17 @@ class Fair : public Driver<Fair> {
  public:
   Fair(const Transfers& t, const Network& net, int64_t num_links)
       : Driver(t, net, num_links, [](int32_t) { return 1; }), flows_on_(num_links), rate_(t.count, kIdle),
-        left_(t.count, 0), since_(t.count, 0), strands_(casts_.any() ? t.count : 0), version_(t.count, 0), marked_link_(num_links, 0), marked_flow_(t.count, 0), room_(num_links), open_(num_links) {
+        left_(t.count, 0), since_(t.count, 0), strands_(casts_.any() ? t.count : 0), turn_left_(t.count, 1),
+        version_(t.count, 0), marked_link_(num_links, 0), marked_flow_(t.count, 0), room_(num_links), open_(num_links) {
+    for (int32_t x = 0; x < t.count; x++)
+      if (int32_t next = has_links(x) ? next_message(x) : kNobody; next != kNobody) turn_left_[casts_.leader(next)]++;
     for (int32_t x = 0; x < (int32_t)strands_.size(); x++)
       if (casts_.size(casts_.leader(x)) > 1) strands_[x].resize(net.routes.size(t.route[x]));
     simulate();
   }
 
   void begin(int32_t first, double now) {
-    casts_.each_member(first, [&](int32_t x) {
-      run.start[x] = now;
-      if (net_.alpha_blocks && latency(x) > 0)
-        queue_.push({now + latency(x), x, kHop});
-      else
-        join(x, now);
-    });
+    if (--turn_left_[first] == 0) start(first, now);
   }
 
   void handle(const Event& e) {
@@ -42,6 +41,13 @@ class Fair : public Driver<Fair> {
     if (e.kind - kDrain != version_[x]) return;  // its rate has changed since
     leave(x);
     read_done(x);
+    if (int32_t next = next_message(x); next != kNobody) {
+      int32_t first = casts_.leader(next);
+      if (--turn_left_[first] == 0) {
+        blame(stage(first, 0), stage(x, 0));
+        start(first, e.time);
+      }
+    }
     double delay = net_.alpha_blocks ? 0 : latency(x);
     if (delay > 0)
       queue_.push({e.time + delay, x, kArrive});
@@ -69,6 +75,16 @@ class Fair : public Driver<Fair> {
   }
 
  private:
+  void start(int32_t first, double now) {
+    casts_.each_member(first, [&](int32_t x) {
+      run.start[x] = now;
+      if (net_.alpha_blocks && latency(x) > 0)
+        queue_.push({now + latency(x), x, kHop});
+      else
+        join(x, now);
+    });
+  }
+
   enum State : int8_t { kAhead, kFlowing, kThrough };
   struct Strand {  // what a link carries for one member, or for several
     State state = kAhead;
@@ -202,6 +218,7 @@ class Fair : public Driver<Fair> {
   std::vector<std::vector<int32_t>> flows_on_;
   std::vector<double> rate_, old_rate_, left_, since_;
   mutable std::vector<std::vector<Strand>> strands_;  // of each member of a multicast, one for each hop it owns
+  std::vector<int32_t> turn_left_;  // what a message still waits for: its dependencies, and the ones before it to drain
   std::vector<int32_t> version_, marked_link_, marked_flow_;
   std::vector<double> room_;
   std::vector<int32_t> open_, changed_, links_, flows_;

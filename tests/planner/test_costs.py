@@ -9,7 +9,7 @@ from stretto.cluster.presets.hgx2 import INCAST
 from stretto.errors import Infeasible, InvalidInput
 from stretto.planner.channels import bindings, restrict
 from stretto.planner.costs import CPU_LAUNCH_US, LAUNCH_US, Motion, SimulatedCosts, interpolated, launch_us
-from stretto.planner.recipes import Ask, build, library, one_at_a_time, rails
+from stretto.planner.recipes import Ask, build, library, rails
 from stretto.planner.together import Part, together
 from stretto.programs import Program
 from stretto.units import MB
@@ -128,12 +128,14 @@ def test_rings_run_on_every_rail_that_a_device_can_feed() -> None:
     assert rails(restrict(HGX2, ("nvlink", "pcie", "ethernet")), range(16)) == 2
 
 
-def test_messages_of_a_connection_can_be_sent_one_at_a_time() -> None:
-    chain = algorithm("chain", "broadcast", 4, chunks=4)
-    paced = one_at_a_time(chain)
-    paced.verify()
-    together_us, paced_us = (simulate(p, HGX2, nbytes=64 * MB, contention="fair").total_us for p in (chain, paced))
-    assert paced_us < together_us
+def test_a_chain_in_pieces_overlaps_all_hops_but_the_slowest_where_links_are_shared_fairly() -> None:
+    # 14 hops of 150 GB/s inside the hosts and one of 12.5 between them: in 8 pieces, which follow one another on each
+    # connection, the fast hops cost one piece each instead of the whole.
+    costs = SimulatedCosts(HGX2)
+    whole, pieces = (costs.cost(motion("broadcast"), 64 * MB, name, exact=True) for name in ("chain:1", "chain"))
+    assert costs.program(motion("broadcast"), 64 * MB, "chain").num_transfers == 15 * 8
+    assert pieces.source.endswith("fair")
+    assert whole.us - pieces.us == pytest.approx(14 * (1 - 1 / 8) * 64e3 / 150)
 
 
 def test_programs_side_by_side_verify_and_contend() -> None:

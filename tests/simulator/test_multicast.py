@@ -74,10 +74,11 @@ def test_a_busy_branch_does_not_hold_the_others() -> None:
 
 
 def test_fair_shares_count_a_cast_once() -> None:
-    """The link up carries the cast at the rate of its fastest member, 5 GB/s, beside the other flow's 5."""
+    """The link up carries the cast at the rate of its fastest member, 5 GB/s, beside the other lane's 5."""
     program = Program.from_steps(
         "two", st.Broadcast(4, chunks=2), src=[0] * 4 + [1, 1], dst=[1, 2, 3, 1, 2, 3], chunk=[0, 0, 0, 1, 1, 1],
         step=[0] * 4 + [1] * 2, cast=[0, 0, 0, -1, 1, 1],
+        lane=[0, 0, 0, 1, 0, 0],
     )  # fmt: skip
     timeline = st.simulate(program, star((10.0,) * 4), nbytes=2e6, contention="fair")
     # d1's own link carries both at 5 GB/s; they end at 200 us plus alphas.
@@ -95,6 +96,23 @@ def test_fair_the_way_up_is_free_once_the_fastest_branch_is_through() -> None:
     waits = program.replace(after_ptr=ptr, after=np.array([x for row in after for x in row], np.int32))
     timeline = st.simulate(waits, star(), nbytes=2e6, contention="fair")
     assert timeline.end_us[:4].tolist() == pytest.approx([101.5, 201.5, 101.5, 203.0])
+
+
+def test_fair_casts_on_the_same_connections_follow_each_other_at_the_pace_of_the_slowest_branch() -> None:
+    """d2's port takes 200 us for each; the second cast starts when that member, too, has drained."""
+    timeline = st.simulate(cast_to(1, 2, 3, chunks=2), star(), nbytes=2e6, contention="fair")
+    assert timeline.start_us.tolist() == pytest.approx([0.0] * 3 + [200.0] * 3)
+    assert timeline.end_us.tolist() == pytest.approx([101.5, 201.5, 101.5, 301.5, 401.5, 301.5])
+
+
+def test_fair_a_message_behind_a_member_of_a_cast_waits_for_that_member_alone() -> None:
+    program = Program.from_steps(
+        "behind", st.Broadcast(4, chunks=2), src=[0] * 4 + [1, 1], dst=[1, 2, 3, 1, 2, 3], chunk=[0, 0, 0, 1, 1, 1],
+        step=[0] * 4 + [1] * 2, cast=[0, 0, 0, -1, 1, 1],
+    )  # fmt: skip
+    timeline = st.simulate(program, star(), nbytes=2e6, contention="fair")
+    assert timeline.start_us.tolist() == pytest.approx([0, 0, 0, 100, 201.5, 201.5])
+    assert timeline.end_us[:4].tolist() == pytest.approx([101.5, 201.5, 101.5, 201.5])
 
 
 def test_a_cast_may_part_more_than_once() -> None:
@@ -154,6 +172,29 @@ def test_a_message_may_wait_before_it_asks_for_its_link(contention: str) -> None
     times = run(delay_us=np.array([50.0, 7.0, 30.0, 300.0]), contention=contention)
     assert times.start_us.tolist() == [0, 57, 0, 330]
     assert times.end_us.tolist() == [50, 158, 30, 431]
+
+
+@pytest.mark.parametrize("contention", ["fifo", "fair"])
+@pytest.mark.parametrize(("delay", "second"), [(40.0, 100.0), (140.0, 140.0)])
+def test_a_delay_passes_while_the_message_before_it_flows(contention: str, delay: float, second: float) -> None:
+    times = run(
+        route=np.ones(4, np.int32), connection=np.zeros(4, np.int32), nbytes=np.array([1e6, 1e6, 0, 0]),
+        after=(np.zeros(5, np.int64), np.zeros(0, np.int32)), delay_us=np.array([0.0, delay, 0.0, 0.0]),
+        contention=contention,
+    )  # fmt: skip
+    assert times.start_us.tolist() == pytest.approx([0, second, second + 100, second + 100])
+    assert times.end_us.tolist() == pytest.approx([101, second + 101, second + 101, second + 101])
+
+
+@pytest.mark.parametrize("contention", ["fifo", "fair"])
+def test_work_between_two_messages_of_a_connection_does_not_let_the_second_pass_the_first(contention: str) -> None:
+    times = run(
+        route=np.array([1, 0, 1, 1], np.int32), connection=np.array([0, 0, 0, 1], np.int32),
+        nbytes=np.array([1e6, 0, 1e6, 0]), after=(np.zeros(5, np.int64), np.zeros(0, np.int32)), delay_us=None,
+        contention=contention,
+    )  # fmt: skip
+    assert times.start_us[:3].tolist() == pytest.approx([0, 0, 100])
+    assert times.end_us[:3].tolist() == pytest.approx([101, 101, 201])
 
 
 def test_work_alone_takes_its_delays_one_after_the_other() -> None:

@@ -17,6 +17,7 @@ from stretto import (
     AllReduce,
     Broadcast,
     Cluster,
+    Gather,
     InvalidInput,
     Link,
     Node,
@@ -279,7 +280,7 @@ def reference(
     never = float("inf")
     begun: set[int] = set()
     start, read, arrival, end = ([never for _ in every] for _ in range(4))
-    asks: dict[int, tuple[float, int]] = {}  # fifo: when a message is at which hop
+    asks: dict[int, tuple[float, int]] = {}  # fifo: when a message is at which hop; fair: it waits for its connection
     free, tail = [0.0] * cluster.num_links, [0.0 for _ in every]
     joins: dict[int, float] = {}  # fair: when a flow begins, and what is left of it
     left: dict[int, float] = {}
@@ -295,9 +296,8 @@ def reference(
                 ready = max([0, *(end[a] for a in program.after_of(t))]) <= now + eps
                 if t not in begun and ready and begun.issuperset(ahead[t]):
                     begun.add(t)
-                    asks[t], joins[t], progress = (now, 0), now + latency[t] * blocking, True
+                    asks[t], progress = (now, 0), True
         if contention == "fifo":
-            joins.clear()
             for t in sorted(t for t, (at, _) in asks.items() if at <= now + eps):
                 hop = asks.pop(t)[1]
                 link = paths[t][hop]
@@ -313,9 +313,9 @@ def reference(
             if any(at <= now + eps for at, _ in asks.values()):
                 continue
         else:
-            for t in [t for t in asks if start[t] == never]:
-                start[t] = now
-            asks.clear()
+            for t in [t for t in asks if all(read[u] <= now + eps for u in ahead[t])]:
+                del asks[t]
+                start[t], joins[t] = now, now + latency[t] * blocking
             for t in [t for t, at in joins.items() if at <= now + eps]:
                 del joins[t]
                 left[t] = size[t]
@@ -413,19 +413,72 @@ def test_caps_and_incast_agree_with_the_reference(make_random_program: Make, see
     assert t.end_us.tolist() == pytest.approx(reference(program, cluster, 12345.0, "fair", "pipelined")[1], rel=1e-6)
 
 
-def test_messages_of_a_connection_are_received_in_order() -> None:
-    # The small second message drains first when they share the link, but stands behind the large one.
+def test_messages_of_a_connection_follow_one_another_and_those_of_two_share() -> None:
+    # The small second message flows only once the large one has drained; on a lane of its own it shares with it.
     c = dataclasses.replace(Permute(2, [(0, 1)], chunks=2), chunk_share=np.array([0.9, 0.1]))
     p = Program.from_steps("order", c, src=[0, 0], dst=[1, 1], chunk=[0, 1], step=[0, 0])
     t = simulate(p, line(1.0, alpha_us=0.0), nbytes=1000, contention="fair")
-    assert t.end_us.tolist() == pytest.approx([1, 1])
-    two_lanes = p.replace(lane=np.array([0, 1], np.int16))
-    assert simulate(two_lanes, line(1.0, alpha_us=0.0), nbytes=1000, contention="fair").end_us.tolist() == (
-        pytest.approx([1, 0.2])
-    )
+    assert t.start_us.tolist() == pytest.approx([0, 0.9]) and t.end_us.tolist() == pytest.approx([0.9, 1])
+    assert t.critical_path.tolist() == [0, 1]
+    t = simulate(p.replace(lane=np.array([0, 1], np.int16)), line(1.0, alpha_us=0.0), nbytes=1000, contention="fair")
+    assert t.start_us.tolist() == [0, 0] and t.end_us.tolist() == pytest.approx([1, 0.2])
 
 
-def test_many_messages_may_stand_behind_one_that_is_late() -> None:
+@pytest.mark.parametrize(
+    ("alpha", "starts", "ends"), [("pipelined", [0, 1, 2], [11, 12, 13]), ("blocking", [0, 11, 22], [11, 22, 33])]
+)
+def test_latency_opens_no_gap_between_the_messages_of_a_connection_unless_it_blocks(
+    alpha: str, starts: list[float], ends: list[float]
+) -> None:
+    # Two links of 5 us each: a message drains 1 us after it begins to flow, and arrives, or has begun, 10 us later.
+    t = simulate(send(3), line(1.0, 2.0, alpha_us=5.0), nbytes=3000, contention="fair", alpha=alpha)
+    assert t.start_us.tolist() == pytest.approx(starts) and t.end_us.tolist() == pytest.approx(ends)
+
+
+@pytest.mark.parametrize("contention", ["fifo", "fair"])
+@pytest.mark.parametrize(("ranks", "pieces"), [(2, 5), (5, 1), (5, 8), (9, 3)])
+def test_a_pipelined_chain_takes_one_piece_per_hop_and_then_one_after_the_other(
+    contention: str, ranks: int, pieces: int
+) -> None:
+    hops, cluster = ranks - 1, star(ranks, gb_per_s=1.0, alpha_us=3.0)
+    steps = [(hop, piece) for hop in range(hops) for piece in range(pieces)]
+    p = Program.from_steps(
+        "chain", Broadcast(ranks, chunks=pieces), src=[h for h, _ in steps], dst=[h + 1 for h, _ in steps],
+        chunk=[c for _, c in steps], step=[h + c for h, c in steps],
+    )  # fmt: skip
+    t = simulate(p, cluster, nbytes=1000.0 * pieces, contention=contention)
+    assert t.total_us == pytest.approx(hops * (3 + 1) + (pieces - 1) * 1)
+
+
+def test_incast_and_flow_caps_count_connections_and_not_their_messages() -> None:
+    # Two senders of three messages each into a port that halves from three flows on: two flows, so nothing is lost.
+    c = Gather(3, chunks=3)
+    src, chunk = [1, 1, 1, 2, 2, 2], [3, 4, 5, 6, 7, 8]
+    p = Program.from_steps("g", c, src=src, dst=[0] * 6, chunk=chunk, step=[0] * 6)
+    t = simulate(p, star(3, incast=((3, 0.5),)), nbytes=9000)
+    assert t.end_us.tolist() == pytest.approx([2, 4, 6, 2, 4, 6])
+    t = simulate(p.replace(lane=np.array([0, 1, 2] * 2, np.int16)), star(3, incast=((3, 0.5),)), nbytes=9000)
+    assert t.end_us.tolist() == pytest.approx([12] * 6)
+    t = simulate(send(4), line(4.0, alpha_us=0.0, flow_gb_per_s=1.0), nbytes=4000)
+    assert t.end_us.tolist() == pytest.approx([1, 2, 3, 4])
+
+
+def test_messages_of_a_connection_are_received_in_order_on_routes_of_different_latency() -> None:
+    nodes = [Node(name="a"), Node(name="b"), Node(name="s", kind="switch")]
+    links = [Link(src=0, dst=1, alpha_us=0, gb_per_s=1.0), Link(src=0, dst=2, alpha_us=50, gb_per_s=1.0),
+             Link(src=2, dst=1, alpha_us=0, gb_per_s=1.0)]  # fmt: skip
+    cluster = Cluster.build("detour", nodes=nodes, links=links)
+    p = Program.from_steps(
+        "pass", Permute(2, [(0, 1)], chunks=2), src=[0, 0], dst=[1, 1], chunk=[0, 1], step=0,
+        route=[0, -1], routes=[(1, 2)], routes_digest=cluster.digest,
+    )  # fmt: skip
+    t = simulate(p, cluster, nbytes=2000, contention="fair")
+    assert t.start_us.tolist() == pytest.approx([0, 1])
+    assert t.end_us.tolist() == pytest.approx([51, 51])  # the second has arrived at 2
+
+
+@pytest.mark.parametrize("contention", ["fifo", "fair"])
+def test_many_messages_may_stand_behind_one_that_is_late(contention: str) -> None:
     count = 100_000
     nodes = [Node(name="a"), Node(name="b"), Node(name="s", kind="switch")]
     links = [Link(src=0, dst=1, alpha_us=0, gb_per_s=100.0), Link(src=0, dst=2, alpha_us=1e6, gb_per_s=1.0),
@@ -435,7 +488,7 @@ def test_many_messages_may_stand_behind_one_that_is_late() -> None:
         "pile", Permute(2, [(0, 1)], chunks=count), src=[0] * count, dst=[1] * count, chunk=range(count), step=0,
         route=[0] + [-1] * (count - 1), routes=[(1, 2)], routes_digest=cluster.digest,
     )  # fmt: skip
-    end = simulate(p, cluster, nbytes=1e6).end_us
+    end = simulate(p, cluster, nbytes=1e6, contention=contention).end_us
     assert end.min() == end.max() > 1e6
 
 

@@ -17,7 +17,7 @@ from ..programs import Program
 from ..simulator import simulate
 from ..simulator.network import routes_of
 from .channels import Binding, default_binding, hosts_of, require_connected, restrict
-from .recipes import Ask, Provider, build, library, shares_fairly
+from .recipes import Ask, Provider, build, library
 from .together import Part, together
 
 GRID_BYTES = 1024
@@ -192,6 +192,11 @@ class SimulatedCosts:
                 part = replace(part, reduce_us_per_mb=max(part.reduce_us_per_mb, self._cpu_reduce))
             self._parts[motion.channels] = part
         return self._parts[motion.channels]
+
+
+def shares_fairly(cluster: Cluster) -> bool:
+    """Whether the simulator shares links fairly here: where single flows are capped, or many lose throughput."""
+    return bool(np.isfinite(cluster.link_flow_gb_per_s).any() or (cluster.link_incast >= 0).any())
 
 
 @lru_cache(maxsize=4)

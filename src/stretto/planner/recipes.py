@@ -74,13 +74,7 @@ def build(recipe: str, ask: Ask, cluster: Cluster) -> Program:
         options["root"] = ask.root
     if name == "ring":
         options["rings"] = rails(cluster, ask.group)
-    program = algorithm(name, ask.kind, ask.group, cluster=cluster, **options)
-    return one_at_a_time(program) if name in PIPELINED and not chunks and shares_fairly(cluster) else program
-
-
-def shares_fairly(cluster: Cluster) -> bool:
-    """Whether the simulator shares links fairly here: where single flows are capped, or many lose throughput."""
-    return bool(np.isfinite(cluster.link_flow_gb_per_s).any() or (cluster.link_incast >= 0).any())
+    return algorithm(name, ask.kind, ask.group, cluster=cluster, **options)
 
 
 def rails(cluster: Cluster, group: Sequence[int]) -> int:
@@ -109,28 +103,6 @@ def rails(cluster: Cluster, group: Sequence[int]) -> int:
         return 1
     fed = cluster.link_gb_per_s[inside].min() / cluster.link_gb_per_s[exits].max()
     return max(1, min(len(exits), int(fed)))
-
-
-def one_at_a_time(program: Program) -> Program:
-    """Each message also waits for the one before it on its connection, as a threadblock sends them.
-
-    Fair sharing lets all messages of a connection start together, so that the pieces of a pipeline would end together.
-    """
-    lanes = int(program.lane.max(initial=0)) + 1
-    ranks = program.collective.num_ranks
-    key = (program.src.astype(np.int64) * ranks + program.dst) * lanes + program.lane
-    order = np.argsort(key, kind="stable")
-    later = np.flatnonzero(key[order][1:] == key[order][:-1]) + 1
-    if not len(later):
-        return program
-    count = program.num_transfers
-    waiter = np.concatenate([np.repeat(np.arange(count), np.diff(program.after_ptr)), order[later]])
-    waited = np.concatenate([program.after, order[later - 1]])
-    pairs = np.unique(waiter * count + waited)
-    return program.replace(
-        after_ptr=np.searchsorted(pairs // count, np.arange(count + 1)).astype(np.int64),
-        after=(pairs % count).astype(np.int32),
-    )
 
 
 def _window(ask: Ask) -> Program:

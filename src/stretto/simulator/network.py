@@ -38,8 +38,9 @@ def simulate(
 ) -> Timeline:
     """Run a program on a cluster and say how long it takes and why.
 
-    `contention`: ``fifo`` (a link serves one transfer at a time) or ``fair`` (max-min sharing); by default fifo,
-    but fair where a link caps single flows or loses throughput to incast, which only fair can express.
+    `contention`: ``fifo`` (a link serves one transfer at a time) or ``fair`` (connections share it, max-min, and the
+    messages of each follow one another); by default fifo, but fair where a link caps single flows or loses
+    throughput to incast, which only fair can express.
     `alpha`: ``pipelined`` (latency delays arrival only) or ``blocking`` (the link is taken for it too; with fair
     sharing the flow then starts after it). `channels` restricts routes to links of these channels.
     What the program multicasts travels once up to the switch that parts it, which has to multicast.
