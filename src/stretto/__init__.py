@@ -1,10 +1,11 @@
 """Stretto, a communication compiler for distributed training.
 
 The table of contents: what has to move (`Collective`), over what (`Cluster`), how (`Program`), and how long
-it takes (`simulate`, `lower_bound`, `Timeline`).
+it takes (`simulate`, `lower_bound`, `Timeline`); and a training step (`Workload`) with the decision how all of it
+communicates (`plan`, `Plan`).
 """
 
-from . import algorithms
+from . import algorithms, dimensions
 from .algorithms import algorithm
 from .cluster import Cluster, Dimension, Link, Node
 from .collectives import (
@@ -29,6 +30,8 @@ from .errors import (
     StrettoError,
     VerificationError,
 )
+from .planner.make import plan
+from .planner.plan import Plan
 from .programs import Lowered, Program, SymmetricProgram
 from .runtime.capture import capture
 from .simulator import Bound, Timeline, lower_bound, simulate
@@ -41,8 +44,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Bound", "Broadcast", "Certificate", "Cluster",
     "Collective", "Dimension", "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link",
-    "Lowered", "MB", "MIB", "Node", "PeerLost", "Permute", "PlanMismatch", "Program", "Reduce",
+    "Lowered", "MB", "MIB", "Node", "PeerLost", "Permute", "Plan", "PlanMismatch", "Program", "Reduce",
     "ReduceScatter", "Scatter", "SearchTimeout", "StrettoError", "SymmetricProgram", "Synthesis", "Timeline",
-    "VerificationError", "Workload", "algorithm", "algorithms", "capture", "lower_bound", "simulate", "synthesize",
-    "workloads",
+    "VerificationError", "Workload", "algorithm", "algorithms", "capture", "dimensions", "lower_bound", "plan",
+    "simulate", "synthesize", "workloads",
 ]

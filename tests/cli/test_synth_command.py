@@ -92,3 +92,14 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     for word in ("Examples:", "--sizes", "--sketch", "--budget", "certificate"):
         assert word in said
+
+
+def test_switches_multicast_when_told_so(good: Run, tmp_path: Path) -> None:
+    path = tmp_path / "ag.txt"
+    command = ("synth", "allgather", "-c", "dgx2_teccl", "-b", "1M", "--makers", "forest", "--budget", "3")
+    said = good(*command, "--multicast", "-o", str(path))
+    assert "dgx2_teccl:1+multicast" in said and " cast 0" in path.read_text()
+    assert "right" in good("program", "verify", str(path))
+    assert "multicast" in good("simulate", str(path), "-c", "dgx2_teccl+multicast", "-b", "1M")
+    plain = good("synth", "allgather", "-c", "dgx2_teccl+multicast", *command[4:], "--no-multicast")
+    assert "multicast" not in plain

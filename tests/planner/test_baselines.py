@@ -113,8 +113,9 @@ def test_traditional_systems_run_one_motif_at_a_time() -> None:
 def test_tac_prefers_much_compute_for_little_communication() -> None:
     ops = [
         comm("a"), comm("b"), comm("c"), comm("d"),
-        compute("x", 1.0, Dep(op="a")), compute("y", 10.0, Dep(op="b")),
-        compute("z", 5.0, Dep(op="c"), Dep(op="d")), compute("w", 1.0, *(Dep(op=name) for name in "abcd")),
+        compute("x", 1.0, Dep(op="a"), stream="1"), compute("y", 10.0, Dep(op="b"), stream="2"),
+        compute("z", 5.0, Dep(op="c"), Dep(op="d"), stream="3"),
+        compute("w", 1.0, *(Dep(op=name) for name in "abcd"), stream="4"),
     ]  # fmt: skip
     step = problem(ops, a=(option(4.0),), b=(option(2.0),), c=(option(3.0),), d=(option(3.0),))
     # b: P 10, M 2. a: P 1, M 4. c and d open z only together.
@@ -123,18 +124,21 @@ def test_tac_prefers_much_compute_for_little_communication() -> None:
 
 def test_tac_breaks_ties_by_what_is_opened_together() -> None:
     ops = [
-        comm("p"), comm("q"), comm("r"), compute("one", 3.0, Dep(op="p"), Dep(op="q")),
-        compute("two", 3.0, Dep(op="q"), Dep(op="r")),
+        comm("p"), comm("q"), comm("r"), compute("one", 3.0, Dep(op="p"), Dep(op="q"), stream="1"),
+        compute("two", 3.0, Dep(op="q"), Dep(op="r"), stream="2"),
     ]  # fmt: skip
     step = problem(ops, p=(option(5.0),), q=(option(1.0),), r=(option(1.0),))
     # Nobody opens anything alone; q and r together need 2, p and q 6. Then r opens `two` for 1, p `one` for 5.
     assert tac_order(step) == ["q", "r", "p"]
 
 
-def test_tac_counts_communication_that_comes_before() -> None:
-    ops = [comm("a"), comm("b", Dep(op="a")), comm("c"), compute("x", 6.0, Dep(op="b")), compute("y", 6.0, Dep(op="c"))]
+def test_tac_sends_what_others_wait_for_only_when_that_opens_something() -> None:
+    ops = [
+        comm("a"), comm("b", Dep(op="a")), comm("c"), compute("x", 6.0, Dep(op="b"), stream="1"),
+        compute("y", 6.0, Dep(op="c"), stream="2"),
+    ]  # fmt: skip
     step = problem(ops, a=(option(4.0),), b=(option(1.0),), c=(option(3.0),))
-    # b alone would take 1, but it needs a too: c opens as much for 3.
+    # b takes 1 but needs a too: c opens as much for 3.
     assert tac_order(step) == ["c", "a", "b"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -201,6 +202,22 @@ def test_other_files_are_not_plans(tmp_path: Path) -> None:
         Plan.load(path)
     with pytest.raises(InvalidInput, match="No such file"):
         Plan.load(tmp_path / "none.json")
+
+
+def test_no_change_of_a_byte_goes_unnoticed(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    text = path.read_bytes()
+    made = Plan.load(path)
+    draw = Random(7)
+    for _ in range(400):
+        at = draw.randrange(len(text))
+        path.write_bytes(text[:at] + bytes([draw.randrange(32, 127)]) + text[at + draw.randrange(3) :])
+        try:
+            again = Plan.load(path)
+        except InvalidInput as error:
+            assert "\n" not in str(error)
+        else:
+            assert again == made  # only space between fields was changed
 
 
 def test_a_plan_knows_what_it_was_made_for() -> None:

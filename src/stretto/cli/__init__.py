@@ -16,9 +16,14 @@ from .bound import bound
 from .cluster import app as cluster_app
 from .collective import app as collective_app
 from .demo import demo
+from .dims import app as dims_app
+from .lab import app as lab_app
+from .motif import app as motif_app
+from .plan import app as plan_app
 from .program import app as program_app
 from .simulate import simulate
 from .synth import synth
+from .workload import app as workload_app
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
@@ -39,7 +44,12 @@ app.command()(synth)
 app.command()(algorithms)
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(collective_app, name="collective")
+app.add_typer(lab_app, name="lab")
+app.add_typer(dims_app, name="dims")
+app.add_typer(motif_app, name="motif")
 app.add_typer(program_app, name="program")
+app.add_typer(plan_app, name="plan")
+app.add_typer(workload_app, name="workload")
 
 
 def _version(wanted: bool) -> None:
@@ -63,6 +73,7 @@ def _main(
       stretto simulate all --cluster dgx2:2 --bytes 1K..1G
       stretto synth allgather --cluster dgx2:2 --bytes 64M -o ag.xml
       stretto program verify FILE
+      stretto workload show dlrm:A2
     """
 
 

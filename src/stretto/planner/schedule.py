@@ -27,6 +27,8 @@ DISCIPLINES = ("critical_path", "lifo", "priority", "fifo")
 """In the order of the native module's numbers."""
 ITERATIONS = 4
 MAX_ITERATIONS = 64
+LATEST = 2
+"""Iterations after which communication that nobody waits for has ended all the same."""
 SAME = 1e-9
 """Of the period: starts nearer than this are at the same time."""
 
@@ -375,6 +377,22 @@ def _rows(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.
     return ptr, np.array([x for row in rows for x in row], np.int32)
 
 
+def _waits(workload: Workload, op_places: Sequence[tuple[int, ...]]) -> list[list[tuple[int, int]]]:
+    """Per op what it waits for, as (op, lag). What nobody waits for has ended when the iteration after next begins.
+
+    Without that, communication that is slower than compute would fall behind for ever, with its buffers.
+    """
+    rows = [[(workload.index[dep.op], dep.lag) for dep in op.after] for op in workload.ops]
+    awaited = {op for row in rows for op, _ in row}
+    for at, op in enumerate(workload.ops):
+        if op.is_comm and at not in awaited:
+            mine = set(op_places[at])
+            first = (k for k, other in enumerate(workload.ops) if not other.is_comm and mine & set(op_places[k]))
+            for k in list(first)[:1]:
+                rows[k].append((at, LATEST))
+    return rows
+
+
 def _compile(
     problem: Problem, op_places: Sequence[tuple[int, ...]], channels: Sequence[str]
 ) -> _native.ScheduleProblem:
@@ -397,8 +415,9 @@ def _compile(
         for stream in row:
             load[stream] += duration_us(op)
     busiest = load.index(max(load)) if load else -1
-    dep_ptr, dep_op = _rows([[workload.index[dep.op] for dep in op.after] for op in workload.ops])
-    _, dep_lag = _rows([[dep.lag for dep in op.after] for op in workload.ops])
+    waits = _waits(workload, op_places)
+    dep_ptr, dep_op = _rows([[op for op, _ in row] for row in waits])
+    _, dep_lag = _rows([[lag for _, lag in row] for row in waits])
     stream_ptr, stream_ids = _rows(streams)
     inner_ptr, inner = _rows([task.after for _, task in flat])
     held_ptr, held_ids = _rows(held)

@@ -82,7 +82,7 @@ def sweep_section(sweep: Sweep) -> Section:
     note = f"{sweep.collective} on {sweep.cluster}{about}. Click a name to hide it."
     for name, reason in sweep.left_out.items():
         note += f" Left out: {name} ({reason})."
-    return Section(heading="Algorithms against the lower bound", note=note, body=_figure(_sweep_figure(sweep)))
+    return Section(heading="Algorithms against the lower bound", note=note, body=figure_html(_sweep_figure(sweep)))
 
 
 def sweep_table_section(sweep: Sweep) -> Section:
@@ -107,12 +107,13 @@ def timeline_section(timeline: Timeline, heading: str) -> Section:
     note = f"{format_us(timeline.total_us)} for {timeline.num_spans:,} transfers{about}."
     if timeline.num_spans and not shown.left_out and len(shown.rank) <= _MAX_BAR_TRACKS:
         note += " One bar per transfer; the critical path has a dark edge."
-        return Section(heading=heading, note=note, body=_figure(_bars(timeline)))
+        return Section(heading=heading, note=note, body=figure_html(_bars(timeline)))
     note += " Shade: the share of the time in which a rank was sending."
-    return Section(heading=heading, note=note, body=_figure(_heat(timeline)))
+    return Section(heading=heading, note=note, body=figure_html(_heat(timeline)))
 
 
-def _figure(figure: Figure) -> str:
+def figure_html(figure: Figure) -> str:
+    """A figure as part of a page."""
     text: str = figure.to_html(
         full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
     )
@@ -178,7 +179,7 @@ def _sweep_figure(sweep: Sweep) -> Figure:
         row=2,
         col=1,
     )
-    figure.update_layout(height=760, **_look(), legend={"orientation": "h", "y": -0.09})
+    figure.update_layout(height=760, **look(), legend={"orientation": "h", "y": -0.09})
     return figure
 
 
@@ -216,7 +217,7 @@ def _bars(timeline: Timeline) -> Figure:
     figure.update_yaxes(categoryorder="array", categoryarray=labels[::-1], automargin=True)
     figure.update_xaxes(title_text="us", gridcolor="#eee")
     height = 140 + 18 * len(labels)
-    figure.update_layout(barmode="overlay", bargap=0.15, height=height, **_look())
+    figure.update_layout(barmode="overlay", bargap=0.15, height=height, **look())
     return figure
 
 
@@ -242,11 +243,12 @@ def _heat(timeline: Timeline) -> Figure:
     )
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title_text="us")
-    figure.update_layout(height=120 + rows * max(5, min(20, 640 // rows)), **_look())
+    figure.update_layout(height=120 + rows * max(5, min(20, 640 // rows)), **look())
     return figure
 
 
-def _look() -> dict[str, Any]:
+def look() -> dict[str, Any]:
+    """The layout all figures share."""
     return {
         "plot_bgcolor": "#fff",
         "paper_bgcolor": "#fff",

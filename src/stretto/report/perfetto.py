@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,9 +25,16 @@ _FIRST_RANK_PID = 2
 _FIRST_TID = 1 << 20
 
 
-def write_perfetto(timeline: Timeline, path: str | Path, *, max_spans: int = MAX_TRACE_SPANS) -> int:
+def write_perfetto(
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    max_spans: int = MAX_TRACE_SPANS,
+    processes: Mapping[int, str] | None = None,
+) -> int:
     """Write a trace with a process per rank and a thread per stream; returns how many spans it holds.
 
+    `processes` names the processes of some ranks otherwise than ``rank 3``.
     Spans that overlap on one stream get threads of their own (``nvlink``, ``nvlink #2``). The process
     *stretto* carries the facts, the rate over time, and the average load of the busiest links. Times are
     nanoseconds. Past `max_spans`, only the lowest ranks that fit are written, and the trace says so.
@@ -34,7 +42,7 @@ def write_perfetto(timeline: Timeline, path: str | Path, *, max_spans: int = MAX
     shown = tracks(timeline, max_spans=max_spans)
     with Path(path).open("wb") as file:
         _write_about(timeline, shown, file)
-        _write_tracks(timeline, shown, file)
+        _write_tracks(timeline, shown, file, processes or {})
         _write_slices(timeline, shown, file)
     return len(shown.order)
 
@@ -105,7 +113,7 @@ def _counter(
         event.type, event.track_uuid, event.double_counter_value = TrackEvent.TYPE_COUNTER, uuid, value
 
 
-def _write_tracks(timeline: Timeline, shown: Tracks, file: IO[bytes]) -> None:
+def _write_tracks(timeline: Timeline, shown: Tracks, file: IO[bytes], processes: Mapping[int, str]) -> None:
     for low in range(0, len(shown.rank), _PACKETS_AT_ONCE):
         builder = _builder()
         for index in range(low, min(low + _PACKETS_AT_ONCE, len(shown.rank))):
@@ -114,7 +122,8 @@ def _write_tracks(timeline: Timeline, shown: Tracks, file: IO[bytes]) -> None:
             if index == 0 or rank != shown.rank[index - 1]:
                 process = _packet(builder).track_descriptor
                 process.uuid = _process_uuid(rank)
-                process.process.pid, process.process.process_name = pid, f"rank {rank}"
+                process.process.pid = pid
+                process.process.process_name = processes.get(rank, f"rank {rank}")
             track = _packet(builder).track_descriptor
             track.uuid, track.parent_uuid = _track_uuid(index), _process_uuid(rank)
             track.thread.pid, track.thread.tid = pid, _FIRST_TID + index

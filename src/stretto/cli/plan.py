@@ -1,0 +1,269 @@
+"""``stretto plan``: decide how a training step communicates; show, compare and explain plans."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import InvalidInput
+from .common import SHOW_AFTER_S, out, wrote
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+    from ..planner.costs import CostModel
+
+app = typer.Typer(invoke_without_command=True)
+
+MAX_BUDGET_S = 1e6
+
+
+@app.callback()
+def plan(
+    context: typer.Context,
+    workload: Annotated[
+        str | None, typer.Option("--workload", "-w", help="A model (dlrm:A2), a workload file, or a profiler trace.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", help="A preset (hgx2), with a node count (hgx2:16), or a file.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the plan, with its hash.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write one page: timelines before and after, decisions.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.pftrace", help="Write an iteration before and after for Perfetto.")
+    ] = None,
+    tuner: Annotated[
+        Path | None, typer.Option(metavar="FILE.csv", help="Write what NCCL can express, for its tuner plugin.")
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measured costs (microbenchmark CSV, nccl-tests output); else simulated."),
+    ] = None,
+    synthesise: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Also offer algorithms made for this cluster, so long for each; 0: library only."
+        ),
+    ] = 0.0,
+    against: Annotated[
+        str, typer.Option(metavar="NAME", help="The system shown as 'before', such as fifo or bytescheduler+.")
+    ] = "fifo",
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Search this long.")] = 30.0,
+    steps: Annotated[
+        int | None, typer.Option(help="Search so many steps instead: then the result depends on the seed alone.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same search.")] = 0,
+    retime: Annotated[
+        bool, typer.Option("--retime/--no-retime", help="Simulate the final plan link by link as well.")
+    ] = True,
+) -> None:
+    """Decide how every byte of a training step moves: in which pieces, over which links, in which order.
+
+    Each communication op may be cut and rewritten (motifs), bound to channels and
+    algorithms, and moved in time; the search does all of it together. The result
+    is never slower than FIFO, TicTac, P3, ByteScheduler+, a hand-made schedule or
+    SYNDICATE's own search over the same options. A lower bound says what is left.
+
+    \b
+    Examples:
+      stretto plan -w dlrm:A2 -c hgx2:16 -o plan.json --report plan.html
+      stretto plan -w step.yaml -c dgx_a100:4 --tuner nccl.csv
+      stretto plan show plan.json
+      stretto plan explain plan.json a2a-emb-fwd
+      stretto plan diff old.json new.json
+      stretto plan retime plan.json -w dlrm:A2 -c hgx2:16
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if workload is None or cluster is None:
+        raise InvalidInput("plan: give --workload and --cluster, or one of show, explain, diff, retime")
+    from ..cluster import Cluster
+    from ..planner.baselines import BASELINES
+    from ..planner.make import SYSTEM, planned
+    from ..planner.tuner_csv import write_tuner_csv
+    from ..report.plan_tables import plan_tables, systems_table
+    from ..workload import Workload
+
+    if against not in BASELINES:
+        raise InvalidInput(f"--against: must be one of {', '.join(BASELINES)}, not {against!r}")
+    if not 0 < budget < MAX_BUDGET_S:
+        raise InvalidInput(f"--budget: must be > 0 and below {MAX_BUDGET_S:g} seconds, not {budget:g}")
+    if steps is not None and steps < 1:
+        raise InvalidInput(f"--steps: must be > 0, not {steps}")
+    for path in (output, report, trace, tuner):
+        if path is not None and not path.parent.is_dir():
+            raise InvalidInput(f"{path}: there is no directory {path.parent}")
+    machine, step = Cluster.load(cluster), Workload.load(workload)
+    with _progress() as tell:
+        found = planned(
+            step, machine, budget_s=budget, steps=steps, seed=seed, costs=_costs(costs, machine),
+            synthesis_s=synthesise, retime=retime,
+            progress=tell,
+        )  # fmt: skip
+    console = out()
+    console.print(systems_table(found.schedules))
+    console.print()
+    console.print(plan_tables(found.plan))
+    if output is not None:
+        found.plan.save(output)
+        wrote(console, output, f"hash {found.plan.hash}")
+    if report is not None:
+        from ..report.plan_html import write_plan_html
+
+        write_plan_html(report, found, against=against)
+        wrote(console, report)
+    if trace is not None:
+        from ..report.plan_trace import write_plan_trace
+
+        shown = {f"before ({against})": found.schedules[against], "after (plan)": found.schedules[SYSTEM]}
+        write_plan_trace({name: schedule.timeline(found.problem) for name, schedule in shown.items()}, trace)
+        wrote(console, trace)
+    if tuner is not None:
+        left_out = write_tuner_csv(found.plan, step, machine, tuner)
+        wrote(console, tuner, f"{len(left_out)} comm-ops cannot be told to NCCL" if left_out else "")
+
+
+@app.command()
+def show(path: Annotated[Path, typer.Argument(metavar="PLAN.json")]) -> None:
+    """What a plan promises and decides.
+
+    \b
+    Example:
+      stretto plan show plan.json
+    """
+    from ..planner.plan import Plan
+    from ..report.plan_tables import plan_tables
+
+    out().print(plan_tables(Plan.load(path)))
+
+
+@app.command()
+def explain(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.json")],
+    op: Annotated[str | None, typer.Argument(metavar="COMM-OP", help="Default: all of them.")] = None,
+) -> None:
+    """Why each communication op runs as it does: its motifs, their order, costs and where those came from.
+
+    \b
+    Example:
+      stretto plan explain plan.json a2a-emb-fwd
+    """
+    from ..planner.plan import Plan
+    from ..report.plan_tables import motif_table
+
+    plan = Plan.load(path)
+    console = out()
+    for chosen in [plan.op(op)] if op is not None else plan.ops:
+        console.print(motif_table(chosen))
+        console.print()
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="OLD.json")],
+    after: Annotated[Path, typer.Argument(metavar="NEW.json")],
+) -> None:
+    """What two plans for the same workload decide differently.
+
+    \b
+    Example:
+      stretto plan diff old.json new.json
+    """
+    from ..planner.compare import diff as compare
+    from ..planner.plan import Plan
+    from ..report.plan_tables import changes_table
+    from ..units import format_us
+
+    old, new = Plan.load(before), Plan.load(after)
+    changes = compare(old, new)
+    console = out()
+    if changes:
+        console.print(changes_table(changes, before.name, after.name))
+    else:
+        console.print("the same decisions")
+    console.print(f"iteration {format_us(old.iteration_us)} -> {format_us(new.iteration_us)}")
+
+
+@app.command()
+def retime(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.json")],
+    workload: Annotated[str, typer.Option("--workload", "-w", help="The workload that the plan was made for.")],
+    cluster: Annotated[str, typer.Option("--cluster", "-c", help="The cluster that the plan was made for.")],
+    costs: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured costs; else simulated.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE.pftrace", help="Write an iteration for Perfetto.")] = None,
+) -> None:
+    """Simulate a plan again, link by link: what an iteration takes as promised, by today's costs, and contending.
+
+    \b
+    Example:
+      stretto plan retime plan.json -w dlrm:A2 -c hgx2:16 --trace plan.pftrace
+    """
+    from ..cluster import Cluster
+    from ..planner.costs import simulated_costs
+    from ..planner.make import to_schedule
+    from ..planner.options import problem as make_problem
+    from ..planner.plan import Plan
+    from ..planner.retime import retime as retimed
+    from ..report.plan_trace import write_plan_trace
+    from ..units import format_us
+    from ..workload import Workload
+
+    made, step, machine = Plan.load(path), Workload.load(workload), Cluster.load(cluster)
+    made.check(step, machine)
+    model = _costs(costs, machine) or simulated_costs(machine)
+    problem = make_problem(step, machine, model)
+    schedule = to_schedule(made, problem)
+    found = retimed(schedule, problem, machine, model)
+    console = out()
+    how = f"{found.meeting} motifs meet on links" if found.meeting else "no two motifs meet on a link"
+    for name, time_us, note in (
+        ("promised", made.iteration_us, f"plan {made.hash}"),
+        ("today's costs", schedule.period_us, problem.costs),
+        ("link by link", found.period_us, how if found.settled else f"{how}; no steady state, the mean is given"),
+    ):
+        console.print(f"{name:14}{format_us(time_us):>10}  {note}", markup=False, soft_wrap=True)
+    if trace is not None:
+        write_plan_trace({"plan": schedule.timeline(problem)}, trace)
+        wrote(console, trace)
+
+
+def _costs(path: Path | None, cluster: Cluster) -> CostModel | None:
+    if path is None:
+        return None
+    from ..planner.costs import simulated_costs
+    from ..planner.measured import LayeredCosts, MeasuredCosts, read_measurements
+
+    return LayeredCosts(MeasuredCosts(cluster, read_measurements(path)), simulated_costs(cluster))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A line on stderr that follows the search; a timer shows it once it takes more than two seconds."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True),
+        transient=True,
+    )  # fmt: skip
+    task = bar.add_task("", total=1.0)
+    timer = threading.Timer(SHOW_AFTER_S, bar.start)
+    timer.daemon = True
+    if bar.console.is_terminal:
+        timer.start()
+    try:
+        yield lambda message, share: bar.update(task, description=message, completed=share)
+    finally:
+        timer.cancel()
+        if timer.ident is not None:
+            timer.join()
+        if bar.live.is_started:
+            bar.stop()

@@ -1,0 +1,223 @@
+"""`Plan`: the decision. For each comm-op its motifs, where and how each runs, and in which order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..cluster import Cluster
+from ..errors import InvalidInput, PlanMismatch, unknown
+from ..files import convert, parse_json, read_text
+from ..workload import Workload
+
+FORM = "plan"
+VERSION = 1
+MAX_MOTIFS = 1_000_000
+MAX_AHEAD = 64
+LIMIT = 1e18
+"""Times and sizes are below this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MotifPlan:
+    """One motif of a comm-op, bound and ordered.
+
+    Motifs run in the order of `seq` on each of their channels; equal numbers start together. `ahead` says how many
+    iterations early it runs (1: in the iteration before its own, as a prefetch; -1: in the one after). `after` are
+    positions of motifs of the same op that must have ended.
+    """
+
+    motif: str
+    algorithm: str
+    channels: tuple[str, ...]
+    seq: int
+    ahead: int = 0
+    after: tuple[int, ...] = ()
+    nbytes: float = 0.0
+    duration_us: float = 0.0
+    launch_us: float = 0.0
+    start_us: float = 0.0
+    """When it starts in the predicted steady-state iteration, counted from the iteration's first compute-op."""
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpPlan:
+    """What becomes of one comm-op, and why."""
+
+    op: str
+    kind: str
+    nbytes: float
+    option: str
+    expression: str
+    motifs: tuple[MotifPlan, ...]
+    reason: str = ""
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """Every channel that some motif holds."""
+        return tuple(dict.fromkeys(channel for motif in self.motifs for channel in motif.channels))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything an enforcer needs, and what is promised of it."""
+
+    name: str
+    workload: str
+    workload_digest: str
+    cluster: str
+    cluster_digest: str
+    iteration_us: float
+    """Predicted steady-state iteration time, the cost of each motif taken alone."""
+    retimed_us: float = 0.0
+    """The same by the link-level simulator, all motifs contending for the links; 0 when not done."""
+    bound_us: float = 0.0
+    """No plan over these options can be faster."""
+    bound_by: str = ""
+    baselines_us: dict[str, float] = field(default_factory=dict)
+    serial: bool = False
+    """One motif at a time, whatever its channels: what a communication library with one stream does."""
+    made_by: str = ""
+    seed: int = 0
+    costs: str = ""
+    notes: tuple[str, ...] = field(default=())
+    """What whoever uses the plan should know."""
+    ops: tuple[OpPlan, ...]
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @cached_property
+    def hash(self) -> str:
+        """The content in 16 hexadecimal digits: two ranks that hold the same hash hold the same plan."""
+        text = msgspec.json.encode(self, order="deterministic")
+        return hashlib.sha256(text).hexdigest()[:16]
+
+    def op(self, name: str) -> OpPlan:
+        """What becomes of the comm-op with this name."""
+        for op in self.ops:
+            if op.op == name:
+                return op
+        raise unknown("comm-op", name, [op.op for op in self.ops])
+
+    @property
+    def num_motifs(self) -> int:
+        """How many motifs are issued in an iteration."""
+        return sum(len(op.motifs) for op in self.ops)
+
+    @property
+    def by_turn(self) -> tuple[OpPlan, ...]:
+        """The comm-ops in the order of their first motifs."""
+        return tuple(sorted(self.ops, key=lambda op: (min(motif.seq for motif in op.motifs), op.op)))
+
+    @property
+    def gap(self) -> float:
+        """By which part the iteration is longer than the lower bound; 0 where there is no bound."""
+        return max(self.iteration_us / self.bound_us - 1, 0.0) if self.bound_us else 0.0
+
+    def check(self, workload: Workload, cluster: Cluster | None = None) -> None:
+        """Raises `PlanMismatch` unless the plan was made for this workload (and this cluster)."""
+        if workload.digest != self.workload_digest:
+            raise PlanMismatch(
+                f"plan {self.name} was made for workload {self.workload} ({self.workload_digest}), "
+                f"not for {workload.name} ({workload.digest})"
+            )
+        if cluster is not None and cluster.digest != self.cluster_digest:
+            raise PlanMismatch(
+                f"plan {self.name} was made for cluster {self.cluster} ({self.cluster_digest}), "
+                f"not for {cluster.name} ({cluster.digest})"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the versioned JSON form, with its hash."""
+        head = {"stretto": FORM, "version": VERSION, "hash": self.hash}
+        text = msgspec.json.encode({**head, **msgspec.to_builtins(self)})
+        Path(path).write_bytes(msgspec.json.format(text, indent=2) + b"\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan; a file that was cut short or changed by hand is refused."""
+        value = parse_json(read_text(path), where=str(path))
+        if not isinstance(value, dict) or value.get("stretto") != FORM:
+            raise InvalidInput(f"{path}: not a plan (no field stretto: {FORM})")
+        head = {key: value.pop(key, None) for key in ("stretto", "version", "hash")}
+        if head["version"] != VERSION:
+            raise InvalidInput(f"{path}: version: must be {VERSION}, not {head['version']!r}")
+        try:
+            plan = convert(value, cls, where=str(path))
+        except InvalidInput as error:
+            said = str(error)
+            raise InvalidInput(said if said.startswith(str(path)) else f"{path}: {said}") from None
+        _refuse_unknown_fields(value, str(path))
+        if head["hash"] != plan.hash:
+            raise InvalidInput(f"{path}: hash: {head['hash']!r} does not fit the content ({plan.hash}); it was changed")
+        return plan
+
+    def __repr__(self) -> str:
+        from ..units import format_us
+
+        return (
+            f"<Plan {self.name} for {self.workload} on {self.cluster}: {len(self.ops)} comm-ops in {self.num_motifs} "
+            f"motifs, {format_us(self.iteration_us)} per iteration, hash {self.hash}>"
+        )
+
+
+def _refuse_unknown_fields(value: Mapping[str, Any], where: str) -> None:
+    """The hash does not cover what no field takes, so there must be nothing such at any level."""
+    rows: list[tuple[str, Mapping[str, Any], type[Plan | OpPlan | MotifPlan]]] = [("", value, Plan)]
+    for at, op in enumerate(value["ops"]):
+        rows.append((f"ops[{at}].", op, OpPlan))
+        rows += [(f"ops[{at}].motifs[{number}].", motif, MotifPlan) for number, motif in enumerate(op["motifs"])]
+    for path, row, kind in rows:
+        known = [one.name for one in fields(kind)]
+        extra = row.keys() - known
+        if extra:
+            raise InvalidInput(f"{where}: {path}{min(extra)}: {unknown('field', min(extra), known)}")
+
+
+def _validate(plan: Plan) -> None:
+    if plan.num_motifs > MAX_MOTIFS:
+        raise InvalidInput(f"ops: at most {MAX_MOTIFS} motifs, not {plan.num_motifs}")
+    _check_amounts(plan, ("iteration_us", "retimed_us", "bound_us"), "")
+    for name, value in plan.baselines_us.items():
+        _check_amount(value, f"baselines_us[{name!r}]")
+    seen: set[str] = set()
+    for at, op in enumerate(plan.ops):
+        where = f"ops[{at}] ({op.op})"
+        if op.op in seen:
+            raise InvalidInput(f"{where}.op: is there twice")
+        seen.add(op.op)
+        _check_amounts(op, ("nbytes",), f"{where}.")
+        if not op.motifs:
+            raise InvalidInput(f"{where}.motifs: must not be empty")
+        for number, motif in enumerate(op.motifs):
+            _check_motif(motif, number, f"{where}.motifs[{number}].")
+
+
+def _check_motif(motif: MotifPlan, number: int, where: str) -> None:
+    if not motif.channels:
+        raise InvalidInput(f"{where}channels: must not be empty")
+    if not 0 <= motif.seq < MAX_MOTIFS:
+        raise InvalidInput(f"{where}seq: must be 0..{MAX_MOTIFS - 1}, not {motif.seq}")
+    if abs(motif.ahead) > MAX_AHEAD:
+        raise InvalidInput(f"{where}ahead: must be within {MAX_AHEAD} iterations, not {motif.ahead}")
+    if any(not 0 <= before < number for before in motif.after):
+        raise InvalidInput(f"{where}after: must name earlier motifs of the op")
+    _check_amounts(motif, ("nbytes", "duration_us", "launch_us", "start_us"), where)
+
+
+def _check_amounts(of: object, keys: tuple[str, ...], where: str) -> None:
+    for key in keys:
+        _check_amount(getattr(of, key), f"{where}{key}")
+
+
+def _check_amount(value: float, where: str) -> None:
+    if not 0 <= value < LIMIT:
+        raise InvalidInput(f"{where}: must be a number >= 0, not {value!r}")

@@ -1,0 +1,130 @@
+"""Why a comm-op runs as it does, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .problem import Option, Problem
+from .schedule import Schedule, places_of_ops
+
+MAX_NAMED = 3
+LEAST_OVERLAP = 0.05
+"""Of the shorter one's time: less is not worth naming."""
+
+Span = tuple[float, float]
+
+
+def reasons(schedule: Schedule, problem: Problem) -> dict[str, str]:
+    """For each comm-op: what differs from its default, what it costs, and what it overlaps with."""
+    workload = problem.workload
+    places = places_of_ops(workload)
+    spans: dict[int, list[Span]] = {}
+    for op, start, end in zip(schedule.op.tolist(), schedule.start_us.tolist(), schedule.end_us.tolist(), strict=True):
+        spans.setdefault(op, []).extend(wrapped(start, end, schedule.period_us))
+    busy = {op: union(some) for op, some in spans.items()}
+    compute = [
+        union(s for op, some in busy.items() if not workload.ops[op].is_comm and place in places[op] for s in some)
+        for place in range(len(workload.places))
+    ]
+    shifts: dict[int, set[int]] = {}
+    for (op, _), shift in zip(schedule.order, schedule.shift, strict=True):
+        shifts.setdefault(op, set()).add(shift)
+    critical = {op for op, _ in schedule.critical}
+    partners = _partners({op: some for op, some in busy.items() if workload.ops[op].is_comm}, places)
+    said = {}
+    for about, chosen in zip(workload.comm_ops, schedule.choice, strict=True):
+        op, options = workload.index[about.name], problem.options[about.name]
+        parts = [_difference(options[chosen], options[0])]
+        if shifts[op] != {0}:
+            parts.append(_moved(shifts[op]))
+        length = length_us(busy[op])
+        if length > 0:
+            hidden = min(overlap_us(busy[op], compute[place]) for place in places[op])
+            parts.append(f"{100 * hidden / length:.0f} % hidden behind compute")
+        names = [workload.ops[other].name for other in partners.get(op, [])]
+        if names:
+            parts.append(f"overlaps {', '.join(names[:MAX_NAMED])}{' ...' if len(names) > MAX_NAMED else ''}")
+        if op in critical:
+            parts.append("on the circle that sets the iteration time")
+        said[about.name] = "; ".join(parts)
+    return said
+
+
+def _difference(option: Option, default: Option) -> str:
+    if option is default:
+        return "as a library does it"
+    if default.total_us <= 0:
+        return "not the default"
+    ratio = option.total_us / default.total_us
+    if ratio > 1.005:
+        return f"{100 * (ratio - 1):.0f} % slower alone than the default, but better in place"
+    if ratio < 0.995:
+        return f"{100 * (1 - ratio):.0f} % faster alone than the default"
+    return "as fast alone as the default"
+
+
+def _moved(shifts: set[int]) -> str:
+    some = "partly " if 0 in shifts else ""
+    most = max(shifts, key=abs)
+    if most == -1:
+        return f"runs {some}in the next iteration"
+    far = "an iteration" if most == 1 else f"{abs(most)} iterations"
+    return f"runs {some}{far} {'ahead' if most > 0 else 'late'}"
+
+
+def _partners(busy: dict[int, list[Span]], places: tuple[tuple[int, ...], ...]) -> dict[int, list[int]]:
+    """Comm-ops of a common place that run at the same time for a while."""
+    shared: dict[tuple[int, int], float] = {}
+    running: list[tuple[float, int]] = []
+    for start, end, op in sorted((start, end, op) for op, some in busy.items() for start, end in some):
+        running = [(until, other) for until, other in running if until > start]
+        for until, other in running:
+            pair = min(op, other), max(op, other)
+            shared[pair] = shared.get(pair, 0.0) + min(end, until) - start
+        running.append((end, op))
+    found: dict[int, list[int]] = {}
+    for (a, b), us in sorted(shared.items()):
+        enough = us > LEAST_OVERLAP * min(length_us(busy[a]), length_us(busy[b]))
+        if enough and not set(places[a]).isdisjoint(places[b]):
+            found.setdefault(a, []).append(b)
+            found.setdefault(b, []).append(a)
+    return found
+
+
+def wrapped(start: float, end: float, period: float) -> list[Span]:
+    """A span of a periodic schedule inside one period.
+
+    >>> wrapped(8.0, 11.0, 10.0), wrapped(2.0, 13.0, 10.0)
+    ([(8.0, 10.0), (0.0, 1.0)], [(0.0, 10.0)])
+    """
+    if end - start >= period:
+        return [(0.0, period)]
+    return [(start, end)] if end <= period else [(start, period), (0.0, end - period)]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time as spans that do not touch, in order."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length_us(spans: list[Span]) -> float:
+    """How long a union is."""
+    return sum(end - start for start, end in spans)
+
+
+def overlap_us(a: list[Span], b: list[Span]) -> float:
+    """How long two unions run at the same time."""
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

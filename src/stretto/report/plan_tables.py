@@ -1,0 +1,119 @@
+"""Plans for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..planner.compare import Change
+from ..planner.plan import OpPlan, Plan
+from ..units import format_us
+from .style import short_bytes
+
+if TYPE_CHECKING:
+    from ..planner.schedule import Schedule
+
+_SHOWN_MOTIFS = 24
+
+
+def plan_tables(plan: Plan) -> Group:
+    """What is promised, beside every system it was compared with, and what becomes of each comm-op."""
+    return Group(*(Padding(part, (0, 0, 1, 0), expand=False) for part in (_promise(plan), _ops(plan))))
+
+
+def systems_table(schedules: Mapping[str, Schedule], *, reference: str = "bytescheduler+") -> Table:
+    """Every system's iteration time, its throughput relative to one of them, idle compute, exposed communication."""
+    table = Table(box=None, pad_edge=False)
+    for name, justify in (("system", "left"), ("iteration", "right"), ("throughput", "right"), ("idle", "right"),
+                          ("exposed", "right"), ("motifs", "right")):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    base = schedules[reference].period_us if reference in schedules else 0.0
+    best = min(schedule.period_us for schedule in schedules.values())
+    for name, schedule in schedules.items():
+        style = "bold green" if schedule.period_us <= best * (1 + 1e-9) else ""
+        table.add_row(
+            Text(name, style=style),
+            Text(format_us(schedule.period_us), style=style),
+            f"{base / schedule.period_us:.2f}x" if base else "",
+            f"{100 * float(schedule.compute_idle.max()):.1f} %",
+            format_us(float(schedule.exposed_us.max())),
+            str(len(schedule.order)),
+        )
+    return table
+
+
+def motif_table(op: OpPlan) -> Group:
+    """Every motif of one comm-op, and why it is so."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("seq", "ahead", "starts", "takes", "bytes", "algorithm", "channels", "motif"):
+        table.add_column(name, justify="left" if name in ("algorithm", "channels", "motif") else "right")
+    for motif in sorted(op.motifs, key=lambda m: m.seq)[:_SHOWN_MOTIFS]:
+        table.add_row(
+            str(motif.seq), f"{motif.ahead:+d}" if motif.ahead else "", format_us(motif.start_us),
+            format_us(motif.duration_us), short_bytes(motif.nbytes), Text(motif.algorithm),
+            Text("+".join(motif.channels)), Text(motif.motif),
+        )  # fmt: skip
+    parts: list[Text | Table] = [
+        Text(f"{op.op}: {op.kind} of {short_bytes(op.nbytes)}B as {op.option}", style="bold"),
+        Text(f"why: {op.reason}"),
+        Text(f"expression: {op.expression}", overflow="ellipsis", no_wrap=True),
+        Text(f"costs: {'; '.join(dict.fromkeys(motif.source for motif in op.motifs))}"),
+        table,
+    ]
+    if len(op.motifs) > _SHOWN_MOTIFS:
+        parts.append(Text(f"... and {len(op.motifs) - _SHOWN_MOTIFS} more motifs"))
+    return Group(*parts)
+
+
+def changes_table(changes: Sequence[Change], before: str, after: str) -> Table:
+    """What two plans decide differently."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("comm-op", "decision", before, after):
+        table.add_column(Text(name))
+    for change in changes:
+        table.add_row(Text(change.op), change.what, Text(change.before), Text(change.after, style="bold"))
+    return table
+
+
+def _promise(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    rows = [
+        ("plan", f"{plan.name} for {plan.workload} on {plan.cluster}, hash {plan.hash}"),
+        ("iteration", format_us(plan.iteration_us)),
+    ]
+    if plan.retimed_us:
+        change = 100 * (plan.retimed_us / plan.iteration_us - 1)
+        rows.append(("link by link", f"{format_us(plan.retimed_us)} ({change:+.2f} %, all motifs contending)"))
+    if plan.bound_us:
+        above = f"the plan is {100 * plan.gap:.2f} % above"
+        rows.append(("lower bound", f"{format_us(plan.bound_us)} ({above}; {plan.bound_by})"))
+    if plan.baselines_us:
+        compared = (f"{name} {value / plan.iteration_us:.2f}" for name, value in plan.baselines_us.items())
+        rows.append(("times ours", ", ".join(compared)))
+    rows.append(("costs", plan.costs))
+    if plan.made_by:
+        rows.append(("made by", f"{plan.made_by}, seed {plan.seed}"))
+    rows += [("note", note) for note in plan.notes]
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    return table
+
+
+def _ops(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("seq", "comm-op", "bytes", "motifs", "how", "why"):
+        table.add_column(name, justify="right" if name in ("seq", "bytes", "motifs") else "left")
+    for op in plan.by_turn:
+        first, last = min(m.seq for m in op.motifs), max(m.seq for m in op.motifs)
+        table.add_row(
+            f"{first}-{last}" if last > first else str(first), Text(op.op), short_bytes(op.nbytes),
+            str(len(op.motifs)), Text(op.option), Text(op.reason),
+        )  # fmt: skip
+    return table

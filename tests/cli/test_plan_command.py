@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.planner.plan import Plan
+from stretto.planner.tuner_csv import read_tuner_csv
+from stretto.workload import Dep, Op, Workload
+
+Run = Callable[..., str]
+
+STEP = Workload(
+    name="small",
+    num_ranks=8,
+    ops=(
+        Op(name="prep", kind="all_to_all", nbytes=2e6),
+        Op(name="forward", duration_us=150.0, after=(Dep(op="prep"), Dep(op="gradients", lag=1))),
+        Op(name="backward", duration_us=200.0),
+        Op(name="gradients", kind="all_reduce", nbytes=1.6e7, after=(Dep(op="backward"),)),
+    ),
+)
+QUICK = ("--cluster", "hgx2:1", "--steps", "100")
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> str:
+    path = tmp_path / "step.yaml"
+    STEP.save(path)
+    return str(path)
+
+
+@pytest.fixture
+def plan(good: Run, step: str, tmp_path: Path) -> str:
+    path = tmp_path / "plan.json"
+    good("plan", "-w", step, *QUICK, "-o", str(path))
+    return str(path)
+
+
+def test_everything_is_written_and_said(good: Run, step: str, tmp_path: Path) -> None:
+    files = {key: tmp_path / f"out.{key}" for key in ("json", "html", "pftrace", "csv")}
+    text = good(
+        "plan", "--workload", step, *QUICK, "-o", str(files["json"]), "--report", str(files["html"]),
+        "--trace", str(files["pftrace"]), "--tuner", str(files["csv"]), "--against", "bytescheduler+",
+    )  # fmt: skip
+    for word in ("system", "hand_optimised", "stretto", "link by link", "lower bound", "prep", "gradients"):
+        assert word in text
+    assert text.count("hand_optimised") == 2
+    for path in files.values():
+        assert path.stat().st_size > 0
+        assert f"wrote {path}" in text
+    made = Plan.load(files["json"])
+    assert f"hash {made.hash}" in text
+    assert "bytescheduler+ above" in files["html"].read_text()
+    assert b"before (bytescheduler+), rank 0" in files["pftrace"].read_bytes()
+    assert "comm-ops cannot be told to NCCL" in text
+    assert len(read_tuner_csv(files["csv"])) <= 1
+
+
+def test_steps_and_seed_decide(good: Run, step: str, tmp_path: Path) -> None:
+    plans = []
+    for name, seed in (("a", "4"), ("b", "4"), ("c", "5")):
+        good("plan", "-w", step, *QUICK, "--seed", seed, "-o", str(tmp_path / name))
+        plans.append(Plan.load(tmp_path / name))
+    assert plans[0].hash == plans[1].hash
+    assert plans[2].seed == 5
+
+
+def test_retiming_can_be_left_out(good: Run, step: str) -> None:
+    assert "link by link" not in good("plan", "-w", step, *QUICK, "--no-retime")
+
+
+def test_measured_costs_are_used_and_said(good: Run, step: str, tmp_path: Path) -> None:
+    table = tmp_path / "measured.csv"
+    rows = [f"all_reduce,nccl,nvlink,8,{size},{size / 1e5}" for size in (1000, 100_000_000)]
+    table.write_text("\n".join(["collective,algorithm,channels,nranks,nbytes,time_us", *rows]))
+    text = good("plan", "-w", step, *QUICK, "--costs", str(table), "-o", str(tmp_path / "p.json"))
+    made = Plan.load(tmp_path / "p.json")
+    assert "measured" in made.costs
+    assert made.costs in text
+    assert made.op("gradients").motifs[0].algorithm == "nccl"
+    assert made.retimed_us == pytest.approx(made.iteration_us, rel=0.05)
+
+
+def test_a_plan_is_shown(good: Run, plan: str) -> None:
+    text = good("plan", "show", plan)
+    assert Plan.load(plan).hash in text
+    assert "small on hgx2:1" in text
+    assert "times ours" in text
+
+
+def test_a_plan_is_explained(good: Run, plan: str) -> None:
+    text = good("plan", "explain", plan)
+    assert text.count("why: ") == 2
+    assert text.count("costs: simulated") == 2
+    one = good("plan", "explain", plan, "gradients")
+    assert "gradients: all_reduce of 16MB as " in one
+    assert "prep: " not in one
+
+
+def test_two_plans_are_compared(good: Run, plan: str, step: str, tmp_path: Path) -> None:
+    assert "the same decisions" in good("plan", "diff", plan, plan)
+    other = tmp_path / "other.json"
+    made = Plan.load(plan)
+    replace(made, ops=(replace(made.ops[0], option="by pigeon"), *made.ops[1:])).save(other)
+    text = good("plan", "diff", plan, str(other))
+    assert "by pigeon" in text
+    assert "iteration " in text
+
+
+def test_a_plan_is_simulated_again(good: Run, bad: Run, plan: str, step: str, tmp_path: Path) -> None:
+    trace = tmp_path / "t.pftrace"
+    text = good("plan", "retime", plan, "-w", step, "-c", "hgx2:1", "--trace", str(trace))
+    assert [line.split("  ")[0] for line in text.splitlines()[:3]] == ["promised", "today's costs", "link by link"]
+    assert "no two motifs meet on a link" in text
+    assert b"plan, rank 0" in trace.read_bytes()
+    assert "was made for workload small" in bad("plan", "retime", plan, "-w", "dlrm:A1", "-c", "hgx2:1")
+    assert "was made for cluster hgx2:1" in bad("plan", "retime", plan, "-w", step, "-c", "hgx2:2")
+    assert "Missing option" in bad("plan", "retime", plan, "-w", step)
+
+
+def test_help_teaches(good: Run) -> None:
+    text = good("plan", "--help")
+    for word in ("stretto plan -w dlrm:A2", "show", "explain", "diff", "retime", "--budget", "never slower"):
+        assert word in text
+    for name in ("show", "explain", "diff", "retime"):
+        assert f"stretto plan {name} " in good("plan", name, "--help")
+
+
+def test_wrong_input_is_one_line(bad: Run, step: str, plan: str, tmp_path: Path) -> None:
+    assert "plan: give --workload and --cluster, or one of show" in bad("plan")
+    assert "plan: give --workload and --cluster" in bad("plan", "--workload", step)
+    assert "plan: give --workload and --cluster" in bad("plan", "--cluster", "hgx2:1")
+    assert "--against: must be one of fifo, tictac" in bad("plan", "-w", step, *QUICK, "--against", "gpipe")
+    assert "unknown model 'bert'" in bad("plan", "-w", "bert", *QUICK)
+    assert "unknown preset 'hgx9'" in bad("plan", "-w", step, "-c", "hgx9")
+    assert "small: 8 ranks do not fit on 4 devices" in bad("plan", "-w", step, "-c", "ring:4")
+    for value in ("0", "-1", "nan", "inf"):
+        assert "--budget: must be > 0" in bad("plan", "-w", step, "-c", "hgx2:1", "--budget", value)
+    assert "--steps: must be > 0, not 0" in bad("plan", "-w", step, "-c", "hgx2:1", "--steps", "0")
+    assert "No such file" in bad("plan", "-w", step, *QUICK, "--costs", str(tmp_path / "none.csv"))
+    lost = tmp_path / "none" / "p.json"
+    assert f"{lost}: there is no directory" in bad("plan", "-w", step, "-c", "hgx2:1", "-o", str(lost))
+    assert "No such command" in bad("plan", "paint")
+
+
+def test_wrong_plans_are_one_line(bad: Run, plan: str, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text(Path(plan).read_text()[:-40])
+    other = tmp_path / "other.json"
+    value = json.loads(Path(plan).read_text())
+    other.write_text(json.dumps({**value, "iteration_us": 1.0}))
+    for command in (("show",), ("explain",)):
+        assert "not valid JSON" in bad("plan", *command, str(broken))
+        assert "does not fit the content" in bad("plan", *command, str(other))
+        assert "No such file" in bad("plan", *command, str(tmp_path / "none.json"))
+    assert "not valid JSON" in bad("plan", "diff", plan, str(broken))
+    assert "unknown comm-op 'x'; choose from: prep, gradients" in bad("plan", "explain", plan, "x")
+    assert "Missing argument" in bad("plan", "show")

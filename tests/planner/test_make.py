@@ -1,0 +1,148 @@
+"""From a workload and a cluster to a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import stretto
+import stretto.planner.make as module
+from stretto.cluster import Cluster
+from stretto.errors import Infeasible, InvalidInput, PlanMismatch
+from stretto.planner.baselines import BASELINES
+from stretto.planner.make import SYSTEM, Planned, plan, planned, to_plan, to_schedule
+from stretto.planner.plan import Plan
+from stretto.planner.problem import Problem
+from stretto.planner.retime import Retimed
+from stretto.planner.schedule import Schedule
+from stretto.workload import Dep, Op, Workload
+
+HGX2 = Cluster.preset("hgx2", nodes=1)
+STEP = Workload(
+    name="small",
+    num_ranks=8,
+    ops=(
+        Op(name="prep", kind="all_to_all", nbytes=2e6),
+        Op(name="forward", duration_us=150.0, after=(Dep(op="prep"), Dep(op="gradients", lag=1)), phase="forward"),
+        Op(name="exchange", kind="all_to_all", nbytes=4e6, after=(Dep(op="forward"),)),
+        Op(name="backward", duration_us=200.0, after=(Dep(op="exchange"),), phase="backward"),
+        Op(name="gradients", kind="all_reduce", nbytes=1.6e7, after=(Dep(op="backward"),)),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> Planned:
+    return planned(STEP, HGX2, steps=300, seed=1)
+
+
+def test_a_plan_is_compared_with_every_system_and_never_slower(found: Planned) -> None:
+    made = found.plan
+    assert set(made.baselines_us) == set(BASELINES)
+    assert list(found.schedules) == [*BASELINES, SYSTEM]
+    assert made.iteration_us <= min(made.baselines_us.values()) * (1 + 1e-9)
+    assert made.iteration_us == found.schedules[SYSTEM].period_us
+    assert made.bound_us <= made.iteration_us * (1 + 1e-9)
+    assert made.iteration_us < made.baselines_us["fifo"]
+    assert made.retimed_us == pytest.approx(made.iteration_us, rel=0.1)
+    made.check(STEP, HGX2)
+    assert made.notes == ()
+
+
+def test_the_seed_and_the_steps_decide(found: Planned) -> None:
+    again = planned(STEP, HGX2, steps=300, seed=1)
+    assert again.plan == found.plan
+    assert again.plan.hash == found.plan.hash
+
+
+def test_a_plan_says_what_its_schedule_does(found: Planned, tmp_path: Path) -> None:
+    made, schedule = found.plan, found.schedules[SYSTEM]
+    assert [op.op for op in made.ops] == ["prep", "exchange", "gradients"]
+    motifs = [motif for op in made.ops for motif in op.motifs]
+    assert made.num_motifs == len(schedule.order) == len(motifs)
+    assert sorted({motif.seq for motif in motifs}) == list(range(max(motif.seq for motif in motifs) + 1))
+    # Whoever comes first in the order starts first.
+    assert [m.start_us for m in sorted(motifs, key=lambda m: (m.seq, m.start_us))] == sorted(m.start_us for m in motifs)
+    assert all(motif.source.startswith("simulated: ") for motif in motifs)
+    assert all(op.reason for op in made.ops)
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+
+
+@pytest.mark.parametrize("name", [*BASELINES, SYSTEM])
+def test_a_plan_can_be_turned_back_into_its_schedule(found: Planned, name: str) -> None:
+    schedule = found.schedules[name]
+    again = to_schedule(to_plan(name, schedule, found.problem, HGX2), found.problem)
+    assert again.choice == schedule.choice
+    # Over the whole problem a stock system's order may be faster, as nothing waits for its submission.
+    assert again.period_us <= schedule.period_us * (1 + 1e-9)
+    if name not in ("fifo", "tictac", "p3", "bytescheduler+", "hand_optimised", "s_exec"):
+        assert again.period_us == pytest.approx(schedule.period_us)
+
+
+def test_a_plan_whose_options_are_gone_does_not_fit(found: Planned) -> None:
+    made = found.plan
+    for change in ({"option": "by pigeon"}, {"motifs": (replace(made.ops[0].motifs[0], channels=("air",)),)}):
+        other = replace(made, ops=(replace(made.ops[0], **change), *made.ops[1:]))
+        with pytest.raises(PlanMismatch, match="plan stretto: prep "):
+            to_schedule(other, found.problem)
+    with pytest.raises(PlanMismatch, match="was made for workload small"):
+        to_schedule(made, replace(found.problem, workload=replace(STEP, num_ranks=9)))
+
+
+def test_a_plan_that_cannot_be_retimed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(schedule: Schedule, problem: Problem, cluster: Cluster, costs: object) -> Retimed:
+        raise Infeasible("7 transfers are more than 6")
+
+    monkeypatch.setattr(module, "retimed", too_large)
+    made = planned(STEP, HGX2, steps=10, systems=("fifo",)).plan
+    assert made.retimed_us == 0.0
+    assert made.notes == ("not re-timed link by link: 7 transfers are more than 6",)
+
+
+def test_a_plan_without_a_steady_state_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "retimed", lambda *_: Retimed(period_us=5.0, iterations=32, settled=False))
+    made = planned(STEP, HGX2, steps=10, systems=()).plan
+    assert made.retimed_us == 5.0
+    assert made.notes == ("re-timed: no steady state in 32 iterations, their mean is given",)
+    assert made.baselines_us == {}
+
+
+def test_wrong_arguments_are_one_line() -> None:
+    with pytest.raises(InvalidInput, match="budget_s: must be > 0, not 0"):
+        planned(STEP, HGX2, budget_s=0.0)
+    with pytest.raises(InvalidInput, match="budget_s: must be > 0, not inf"):
+        planned(STEP, HGX2, budget_s=float("inf"))
+    with pytest.raises(InvalidInput, match="steps: must be > 0, not 0"):
+        planned(STEP, HGX2, steps=0)
+    with pytest.raises(InvalidInput, match="unknown baseline 'gpipe'"):
+        planned(STEP, HGX2, systems=("gpipe",))
+    with pytest.raises(InvalidInput, match="workload small: has no comm-ops, so there is nothing to plan"):
+        planned(replace(STEP, ops=(Op(name="forward", duration_us=1.0),)), HGX2)
+    with pytest.raises(InvalidInput, match="small: 8 ranks do not fit on 4 devices"):
+        planned(STEP, Cluster.preset("ring", nodes=4))
+
+
+def test_a_step_of_nothing_but_communication_is_planned() -> None:
+    made = planned(replace(STEP, ops=STEP.ops[:1]), HGX2, steps=10).plan
+    assert made.bound_us <= made.iteration_us
+    assert made.baselines_us["tictac"] >= made.iteration_us
+
+
+def test_progress_is_told() -> None:
+    heard: list[tuple[str, float]] = []
+    planned(STEP, HGX2, steps=300, progress=lambda message, share: heard.append((message, share)))
+    said = " ".join(message for message, _ in heard)
+    assert "costing options" in said
+    assert "bytescheduler+" in said
+    assert "re-timing" in said
+    assert all(0 <= share <= 1 for _, share in heard)
+
+
+def test_the_short_form(found: Planned) -> None:
+    made = plan(STEP, HGX2, budget_s=0.5)
+    assert made.iteration_us <= min(made.baselines_us.values()) * (1 + 1e-9)
+    assert stretto.plan is plan
+    assert stretto.Plan is Plan
