@@ -2,8 +2,9 @@
 //
 // A chunk is a chain of operations, each on one dimension. A dimension has a number of slots; an operation takes one,
 // sends its bytes at the dimension's rate, waits for its latency, and gives the slot back. Which operation gets the
-// next slot is the queue discipline, or a turn that was fixed before. Those in flight share the rate: `ordered`, the first by the discipline that has
-// bytes left gets all of it (the others use the time in which it only waits), or equally.
+// next slot is the queue discipline, or a turn that was fixed before. Those in flight share the rate: `ordered`, the
+// first by the discipline that has bytes left gets all of it (the others use the time in which it only waits), or
+// equally.
 //
 // Chunks belong to jobs (collectives, or compute on a dimension of its own), and jobs wait for jobs.
 #include <algorithm>
@@ -18,6 +19,7 @@ namespace stretto {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kMoment = 1e-12;  // of the time: events closer than this are simultaneous
 
 struct Flight {
   double left;  // bytes
@@ -100,7 +102,7 @@ class Simulation {
       if (next == kNever) return;
       for (Dimension& dim : dims_) progress(dim, now, next);
       now = next;
-      double until = now + 1e-12 * std::max(1.0, now);
+      double until = now + kMoment * std::max(1.0, now);
       while (!timers_.empty() && timers_.top().time <= until) {
         Timer timer = timers_.top();
         timers_.pop();
@@ -173,8 +175,10 @@ class Simulation {
     } else {
       for (Flight& f : dim.flying) f.left -= sent / (double)dim.flying.size();
     }
+    // What takes less time than the clock can tell is over; waiting for it would never end.
+    double least = dim.rate * kMoment * std::max(1.0, next);
     auto done = [&](const Flight& f) {
-      if (f.left > 1e-9 * c_.bytes[f.op]) return false;
+      if (f.left > 1e-9 * c_.bytes[f.op] && f.left > least) return false;
       timers_.push({next + c_.latency[f.op], f.op, false});
       return true;
     };

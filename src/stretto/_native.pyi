@@ -234,6 +234,8 @@ class ScheduleProblem:
         dep_ptr: NDArray[np.int64],
         dep_op: NDArray[np.int32],
         dep_lag: NDArray[np.int32],
+        set: NDArray[np.int32],
+        line: NDArray[np.int32],
         option_ptr: NDArray[np.int64],
         task_ptr: NDArray[np.int64],
         task_us: NDArray[np.float64],

@@ -11,7 +11,10 @@ from stretto.workload.models import cnn, transformer
 from stretto.workload.models.common import Steps, buckets, last
 from stretto.workload.models.transformer_step import one_f_one_b
 
-SMALL = {"gpt:13b": "layers=4,micro_batches=2", "gpt:175b": "layers=8,micro_batches=2", "gpt:1t": "layers=2,ranks=256"}
+SMALL = {
+    "gpt:13b": "layers=4,micro_batches=2", "gpt:175b": "layers=8,micro_batches=2", "gpt:1t": "layers=2,ranks=256",
+    "themis:transformer1t": "batch=1,ranks=256",
+}  # fmt: skip
 PHASES = {"data", "forward", "backward", "optimizer"}
 
 

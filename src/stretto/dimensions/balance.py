@@ -133,7 +133,7 @@ def _vertex(loads: NDArray[np.float64], latency: Sequence[float], seed: int | No
     if seed is not None:
         rng = np.random.default_rng(seed)
         model.upper[total] = float(found.values[total]) * (1 + 1e-9)
-        model.cost = [*rng.random(count).tolist(), 0.0]
+        model.cost = [*rng.random((count,)).tolist(), 0.0]
         again = solve(model, limit_s=10.0)
         found = again if again.values is not None else found
     assert found.values is not None

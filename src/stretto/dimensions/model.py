@@ -106,7 +106,7 @@ class Dim:
 def dims_of(cluster: Cluster, *, in_network: Sequence[int] = ()) -> tuple[Dim, ...]:
     """The dimensions of a cluster, from the innermost on; those numbered in `in_network` reduce in their switches."""
     if not cluster.dimensions:
-        raise InvalidInput(f"cluster {cluster.name}: has no dimensions; try themis_2d_sw_sw, torus:8x8 or a file with some")
+        raise InvalidInput(f"cluster {cluster.name}: has no dimensions; themis_2d_sw_sw and torus:8x8 have some")
     for number in in_network:
         if not 0 <= number < len(cluster.dimensions):
             raise InvalidInput(f"in_network: must be 0..{len(cluster.dimensions) - 1}, not {number}")

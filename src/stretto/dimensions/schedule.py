@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..errors import InvalidInput, unknown
 from .model import AG, COLLECTIVES, RS, Dim, check_dims, ideal_us
 
-DISCIPLINES = ("fifo", "scf", "johnson")
+DISCIPLINES = ("fifo", "scf", "johnson", "enforced")
 MAX_CHUNKS = 1 << 16
 
 
@@ -36,9 +36,10 @@ class DimSchedule:
     """The chunks of one collective of `nbytes`, and how each dimension chooses among those that wait for it.
 
     ``fifo`` takes the one that came first, ``scf`` the smallest (by its size before the stage, then by what it sends),
-    ``johnson`` the one that is shortest here compared with its next stage (which then keeps the next dimension busy). Where there is an `order`,
-    each dimension begins its (chunk, stage) pairs in that order and no other, so that devices can never disagree; the
-    discipline then only says which of those in flight sends first.
+    ``johnson`` the one that is shortest here compared with its next stage (which then keeps the next dimension busy).
+    Where there is an `order`, each dimension begins its (chunk, stage) pairs in that order and no other, so that
+    devices can never disagree; the discipline then only says which of those in flight sends first: with ``enforced``
+    the one whose turn it was, as plain links do it.
     """
 
     name: str
@@ -151,6 +152,8 @@ def _validate(s: DimSchedule) -> None:
     _check_chunks(s)
     if s.order:
         _check_order(s)
+    elif s.discipline == "enforced":
+        raise InvalidInput("order: must not be empty with the discipline enforced")
 
 
 def _check_chunks(s: DimSchedule) -> None:

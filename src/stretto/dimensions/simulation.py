@@ -163,6 +163,8 @@ def simulate_jobs(
 def keys(schedule: DimSchedule) -> Floats:
     """What the smallest of goes first, where the discipline says so; by what the schedule believes of the network."""
     table = schedule.stages
+    if schedule.discipline == "enforced":
+        return _turns(schedule).astype(np.float64)
     if schedule.discipline != "johnson":
         # Among equals the shorter stage: with it, Themis needs the 7 units of its Fig. 5, else 8.
         return np.asarray(table.before_bytes + TIE * table.wire_bytes)

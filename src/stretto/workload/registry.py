@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InvalidInput, unknown
 from .dag import Workload
-from .models import cnn, dlrm, transformer
+from .models import cnn, dlrm, themis, transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ _register("moe", transformer.moe, transformer.MOE, "GPT with experts spread over
 _register("xlmr", transformer.xlmr, transformer.XLMR, "XLM-R under FSDP (xl: SYNDICATE A5)")
 _register("regnetz", cnn.regnetz, cnn.REGNETZ, "RegNetZ, data parallel (4gf: SYNDICATE A6)")
 _register("resnet", cnn.resnet, cnn.RESNET_BLOCKS, "ResNet, data parallel")
+_register("themis", themis.themis, themis.BATCH, "ResNet-152, GNMT, DLRM and Transformer-1T as Themis has them")
 
 
 def model(name: str) -> Model:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from .models.cnn import regnetz, resnet
 from .models.dlrm import dlrm
+from .models.themis import themis
 from .models.transformer import gpt, moe, xlmr
 from .registry import MODELS
 
-__all__ = ["dlrm", "gpt", "moe", "names", "regnetz", "resnet", "xlmr"]
+__all__ = ["dlrm", "gpt", "moe", "names", "regnetz", "resnet", "themis", "xlmr"]
 
 
 def names() -> list[str]:

@@ -1,0 +1,468 @@
+"""``stretto dims``: collectives over networks with several dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import InvalidInput, unknown
+from .common import out, plot_width, progress, write_json, wrote
+
+if TYPE_CHECKING:
+    from ..dimensions import Dim, DimRun, DimSchedule
+
+ALL = "baseline,themis_fifo,themis_scf,stretto"
+GIGABITS = 8
+"""Gb/s per GB/s: this is how the networks' vendors, and the paper, count."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Networks with several dimensions (package, host, pod, ...): which dimension each chunk visits when.
+
+    A collective goes through the dimensions one after the other. The first it visits sees all its bytes, the last
+    hardly any. The usual order, inner to outer and back, leaves much of the bandwidth unused; other orders for other
+    chunks use it.
+
+    \b
+    The schedulers:
+      baseline      every chunk from the inner to the outer dimension and back
+      themis_fifo   Themis: each chunk visits the least loaded dimension first
+      themis_scf    the same; in a dimension the smallest chunk goes first
+      stretto       ours: a linear program balances the dimensions, a simulator picks sizes, turns and queues
+
+    \b
+    Try:
+      stretto dims compare -c themis_3d_sw_sw_sw_homo --bytes 1G
+      stretto dims plot -c themis_3d_sw_sw_sw_homo --bytes 1G --html activity.html
+      stretto dims sweep -c themis_4d_ring_fc_ring_sw --bytes 100M
+      stretto dims train themis:dlrm -c themis_2d_sw_sw
+      stretto dims advise -c themis_3d_sw_sw_sw_homo --budget 2400
+    """,
+)
+
+Cluster_ = Annotated[
+    str, typer.Option("--cluster", "-c", help="A network with dimensions: themis_2d_sw_sw, torus:8x8, or a file.")
+]
+Bytes = Annotated[str, typer.Option("--bytes", "-b", metavar="SIZE", help="Size of the collective: 100M, 1G, ...")]
+Sizes = Annotated[str, typer.Option("--bytes", "-b", metavar="SIZE|LIST|LOW..HIGH", help="One size, a list, a range.")]
+Kind = Annotated[str, typer.Option("--collective", help="all_reduce, reduce_scatter or all_gather.")]
+Chunks = Annotated[int, typer.Option(help="Pieces that the data is cut into.")]
+Flight = Annotated[
+    int, typer.Option("--in-flight", help="Stages that share a dimension at a time: their latencies overlap.")
+]
+Sharing = Annotated[
+    str,
+    typer.Option(metavar="ordered|equal", help="Whether the first of them gets a dimension's rate, or all alike."),
+]
+Offload = Annotated[
+    str, typer.Option("--in-network", metavar="N,N", help="Dimensions (from 1) whose switches reduce and multicast.")
+]
+Systems = Annotated[str, typer.Option("--schedulers", "-s", metavar="NAME,NAME", help="Which to show.")]
+Rows = Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Also write the numbers.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write an HTML report.")]
+
+
+@app.command()
+def schedule(
+    cluster: Cluster_,
+    nbytes: Bytes = "256M",
+    system: Annotated[str, typer.Option("--scheduler", "-s", help=f"One of {ALL}.")] = "stretto",
+    collective: Kind = "all_reduce",
+    chunks: Chunks = 64,
+    in_flight: Flight = 16,
+    sharing: Sharing = "ordered",
+    in_network: Offload = "",
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write it.")] = None,
+) -> None:
+    """One schedule: which way how many chunks go, and how busy that keeps each dimension.
+
+    The file holds the order in which each dimension begins its stages, too, so that devices can never disagree.
+
+    \b
+    Examples:
+      stretto dims schedule -c themis_2d_sw_sw --bytes 100M
+      stretto dims schedule -c themis_3d_fc_ring_sw -s themis_scf --collective reduce_scatter
+      stretto dims schedule -c themis_2d_sw_sw -o all_reduce.json
+    """
+    from ..dimensions import simulate
+
+    dims, size = _dims(cluster, in_network), _size(nbytes)
+    planned = _plan(system, dims, collective, size, chunks, in_flight, sharing)
+    run = simulate(planned, in_flight=in_flight, sharing=sharing)
+    console = out()
+    console.print(repr(planned), style="bold", markup=False)
+    console.print(repr(run), markup=False)
+    console.print()
+    console.print(_ways_table(planned))
+    console.print()
+    console.print(_dims_table(run))
+    if output is not None:
+        fixed = run.enforced()
+        fixed.save(output)
+        wrote(console, output, f"digest {fixed.digest}")
+
+
+@app.command()
+def compare(
+    cluster: Cluster_,
+    nbytes: Sizes = "100M,256M,512M,1G",
+    collective: Kind = "all_reduce",
+    chunks: Chunks = 64,
+    in_flight: Flight = 16,
+    sharing: Sharing = "ordered",
+    in_network: Offload = "",
+    rows: Rows = None,
+) -> None:
+    """All schedulers beside the ideal: time, and the share of all bandwidth that is used.
+
+    \b
+    Examples:
+      stretto dims compare -c themis_3d_sw_sw_sw_homo
+      stretto dims compare -c themis_2d_sw_sw --bytes 1M..1G --in-flight 4
+      stretto dims compare -c themis_2d_sw_sw --in-network 1,2
+    """
+    from rich.table import Table
+
+    from ..dimensions import ideal_us, simulate
+    from ..dimensions.systems import SCHEDULERS
+    from ..report.style import short_bytes
+    from ..report.sweep import parse_sizes
+    from ..units import format_us
+
+    dims = _dims(cluster, in_network)
+    sizes = parse_sizes(nbytes, factor=4.0)
+    table = Table("bytes", box=None, pad_edge=False)
+    for name in (*SCHEDULERS, "ideal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    found = []
+    with progress("scheduling", len(sizes)) as advance:
+        for size in sizes:
+            advance(short_bytes(size))
+            cells = []
+            for name in SCHEDULERS:
+                planned = _plan(name, dims, collective, size, chunks, in_flight, sharing)
+                run = simulate(planned, in_flight=in_flight, sharing=sharing)
+                cells.append(f"{format_us(run.total_us)} {100 * run.utilisation:5.1f} %")
+                found.append({"nbytes": size, "system": name, "time_us": run.total_us, "utilisation": run.utilisation})
+            best = ideal_us(dims, collective, size)
+            found.append({"nbytes": size, "system": "ideal", "time_us": best, "utilisation": 1.0})
+            table.add_row(short_bytes(size), *cells, format_us(best))
+    console = out()
+    console.print(_about(cluster, collective, chunks, in_flight, sharing), markup=False, soft_wrap=True)
+    console.print(table)
+    _write(console, rows, found)
+
+
+@app.command()
+def plot(
+    cluster: Cluster_,
+    nbytes: Bytes = "1G",
+    systems: Systems = ALL,
+    collective: Kind = "all_reduce",
+    chunks: Chunks = 64,
+    in_flight: Flight = 16,
+    sharing: Sharing = "ordered",
+    in_network: Offload = "",
+    window: Annotated[float, typer.Option(metavar="US", help="The HTML curves average over so much time.")] = 100.0,
+    html: Html = None,
+) -> None:
+    """When each dimension has something to do (the paper's Fig. 9), one line per dimension; taller means busier.
+
+    \b
+    Examples:
+      stretto dims plot -c themis_3d_sw_sw_sw_homo
+      stretto dims plot -c themis_3d_sw_sw_sw_homo -s baseline,stretto --html activity.html
+    """
+    from ..dimensions import simulate
+    from ..report.dims_html import activity_plot, activity_section
+
+    dims, size = _dims(cluster, in_network), _size(nbytes)
+    runs = [
+        simulate(_plan(name, dims, collective, size, chunks, in_flight, sharing), in_flight=in_flight, sharing=sharing)
+        for name in _names(systems)
+    ]
+    console = out()
+    console.print(_about(cluster, collective, chunks, in_flight, sharing), markup=False, soft_wrap=True)
+    console.print(activity_plot(runs, width=plot_width(console)))
+    if html is not None:
+        from ..report.html import write_html
+
+        write_html(html, title=f"{collective} on {cluster}", sections=[activity_section(runs, window_us=window)])
+        wrote(console, html)
+
+
+@app.command()
+def sweep(
+    cluster: Cluster_,
+    nbytes: Bytes = "100M",
+    counts: Annotated[str, typer.Option("--chunks", metavar="N,N", help="Numbers of chunks.")] = "4,8,16,32,64,128,512",
+    systems: Systems = ALL,
+    collective: Kind = "all_reduce",
+    in_flight: Flight = 16,
+    sharing: Sharing = "ordered",
+    header: Annotated[float, typer.Option(metavar="BYTES", help="Header of every packet.")] = 0.0,
+    packet: Annotated[float, typer.Option(metavar="BYTES", help="Most payload of a packet.")] = 4096.0,
+    rows: Rows = None,
+    html: Html = None,
+) -> None:
+    """Utilisation over the number of chunks (the paper's Fig. 10): few cannot be balanced, many cost headers.
+
+    \b
+    Examples:
+      stretto dims sweep -c themis_3d_sw_sw_sw_hetero
+      stretto dims sweep -c themis_4d_ring_fc_ring_sw --header 42 --html chunks.html
+    """
+    from dataclasses import replace
+
+    from rich.table import Table
+
+    from ..dimensions import simulate
+
+    dims = [replace(dim, header_bytes=header, packet_bytes=packet) for dim in _dims(cluster, "")]
+    size, names, numbers = _size(nbytes), _names(systems), _counts(counts)
+    series: dict[str, list[float]] = {name: [] for name in names}
+    table = Table("chunks", box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right")
+    with progress("scheduling", len(numbers)) as advance:
+        for number in numbers:
+            advance(str(number))
+            for name in names:
+                planned = _plan(name, dims, collective, size, number, in_flight, sharing)
+                series[name].append(simulate(planned, in_flight=in_flight, sharing=sharing).utilisation)
+            table.add_row(str(number), *(f"{100 * series[name][-1]:.2f} %" for name in names))
+    console = out()
+    console.print(_about(cluster, collective, None, in_flight, sharing), markup=False, soft_wrap=True)
+    console.print(table)
+    found = [
+        {"chunks": number, "system": name, "utilisation": value}
+        for name in names
+        for number, value in zip(numbers, series[name], strict=True)
+    ]
+    _write(console, rows, found)
+    if html is not None:
+        from ..report.dims_html import sweep_section
+        from ..report.html import write_html
+
+        note = f"{collective} of {nbytes}; {in_flight} stages in flight, {sharing} sharing; {header:g} bytes of header."
+        section = sweep_section("Number of chunks", numbers, series, note)
+        write_html(html, title=f"Chunks on {cluster}", sections=[section])
+        wrote(console, html)
+
+
+@app.command()
+def train(
+    workload: Annotated[str, typer.Argument(metavar="WORKLOAD", help="themis:resnet152, themis:dlrm,bucket_mb=25")],
+    cluster: Cluster_,
+    chunks: Chunks = 64,
+    in_flight: Flight = 16,
+    sharing: Sharing = "ordered",
+    rows: Rows = None,
+    html: Html = None,
+) -> None:
+    """One training iteration: forward, backward, and the communication that nothing hides (the paper's Fig. 12).
+
+    \b
+    Examples:
+      stretto dims train themis:dlrm -c themis_2d_sw_sw
+      stretto dims train themis:resnet152,bucket_mb=25 -c themis_3d_fc_ring_sw --html step.html
+      stretto dims train themis:transformer1t -c themis_4d_ring_sw_sw_sw
+    """
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from ..dimensions.training import SYSTEMS, iteration
+    from ..units import format_us
+    from ..workload import Workload
+
+    dims, loaded = _dims(cluster, ""), Workload.load(workload)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("system", no_wrap=True)
+    for title in ("iteration", "forward", "backward", "data", "model", "gain", "used"):
+        table.add_column(title, justify="right", no_wrap=True)
+    found = []
+    with progress("simulating", len(SYSTEMS)) as advance:
+        for system in SYSTEMS:
+            advance(system)
+            found.append(iteration(loaded, dims, system, chunks=chunks, in_flight=in_flight, sharing=sharing))
+    for each in found:
+        times = (each.total_us, each.forward_us, each.backward_us, each.data_parallel_us, each.model_parallel_us)
+        speed = found[0].total_us / each.total_us
+        table.add_row(each.system, *map(format_us, times), f"{speed:.3f}", f"{100 * each.utilisation:.1f} %")
+    console = out()
+    console.print(repr(loaded), style="bold", markup=False)
+    for note in loaded.notes:
+        console.print(f"  {note}", style="dim", markup=False)
+    console.print(_about(cluster, None, chunks, in_flight, sharing), markup=False, soft_wrap=True)
+    console.print(table)
+    console.print("data, model: exposed communication of either parallelism; used: bandwidth while communicating")
+    _write(console, rows, [asdict(each) for each in found])
+    if html is not None:
+        from ..report.dims_html import iteration_section
+        from ..report.html import write_html
+
+        section = iteration_section("Where the time goes", found, f"{workload} on {cluster}.")
+        write_html(html, title=f"{workload} on {cluster}", sections=[section])
+        wrote(console, html)
+
+
+@app.command()
+def advise(
+    cluster: Cluster_,
+    budget: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="Total Gb/s per device to spread over the dimensions.")
+    ] = None,
+    increment: Annotated[float, typer.Option(help="Try so much of the total more, one dimension at a time.")] = 0.1,
+) -> None:
+    """Which dimensions have too much or too little bandwidth, what is the best possible, and where more of it pays.
+
+    All for large all-reduces, where latency does not matter. Rates are Gb/s per device.
+
+    \b
+    Examples:
+      stretto dims advise -c themis_3d_sw_sw_sw_homo
+      stretto dims advise -c themis_2d_sw_sw --budget 3000
+    """
+    from rich.table import Table
+
+    from ..dimensions import advisor
+
+    dims = _dims(cluster, "")
+    advice = advisor.advise(dims, increment=increment)
+    console = out()
+    console.print(
+        f"the baseline can use {100 * advice.baseline_utilisation:.1f} % of all bandwidth, "
+        f"the best possible schedule {100 * advice.best_utilisation:.1f} %"
+    )
+    pairs = Table("pair", "outer sends, of inner's time", "the outer one is", box=None, pad_edge=False)
+    for pair in advice.pairs:
+        pairs.add_row(f"dim{pair.inner + 1}, dim{pair.outer + 1}", f"{pair.ratio:.3g}", pair.verdict)
+    console.print(pairs)
+    console.print()
+    more = Table("dimension", "Gb/s", "usable", "with more", box=None, pad_edge=False)
+    for title in ("baseline", "best", "ideal", "pays"):
+        more.add_column(title, justify="right")
+    for dim, gain, (low, high) in zip(dims, advice.increments, advice.usable, strict=True):
+        total = sum(each.gb_per_s for each in dims) * GIGABITS
+        more.add_row(
+            f"dim{gain.dim + 1} {dim.kind} of {dim.size}", f"{dim.gb_per_s * GIGABITS:g}",
+            f"{low * total:.3g}..{high * total:.4g}", f"+{gain.gb_per_s * GIGABITS:.4g}",
+            f"x{gain.baseline_speedup:.3f}", f"x{gain.best_speedup:.3f}", f"x{gain.ideal_speedup:.3f}",
+            "yes" if gain.pays else "no",
+        )  # fmt: skip
+    console.print(more)
+    if budget is None:
+        return
+    console.print()
+    splits = Table(f"{budget:g} Gb/s spent", box=None, pad_edge=False)
+    for at in range(len(dims)):
+        splits.add_column(f"dim{at + 1}", justify="right")
+    splits.add_column("baseline uses", justify="right")
+    splits.add_column("best uses", justify="right")
+    for title, split in (
+        ("so that every scheduler uses it", advisor.just_enough(dims, budget / GIGABITS)),
+        ("nearest to today's proportions", advisor.nearest(dims, budget / GIGABITS)),
+    ):
+        rates = (f"{rate * GIGABITS:.4g}" for rate in split.gb_per_s)
+        used = (f"{100 * share:.1f} %" for share in (split.baseline_utilisation, split.best_utilisation))
+        splits.add_row(title, *rates, *used)
+    console.print(splits)
+
+
+def _dims(cluster: str, in_network: str) -> tuple[Dim, ...]:
+    from ..cluster import Cluster
+    from ..dimensions import dims_of
+
+    numbers = _numbers("--in-network", in_network) if in_network else []
+    if any(number < 1 for number in numbers):
+        raise InvalidInput(f"--in-network {in_network!r}: dimensions are counted from 1")
+    return dims_of(Cluster.load(cluster), in_network=[number - 1 for number in numbers])
+
+
+def _plan(
+    system: str, dims: Sequence[Dim], collective: str, nbytes: float, chunks: int, in_flight: int, sharing: str
+) -> DimSchedule:
+    from ..algorithms.base import collective_kind
+    from ..dimensions.systems import plan
+
+    kind = collective_kind(collective)
+    return plan(system, dims, kind, nbytes, chunks=chunks, in_flight=in_flight, sharing=sharing)
+
+
+def _size(text: str) -> float:
+    from ..units import parse_bytes
+
+    return float(parse_bytes(text))
+
+
+def _names(text: str) -> list[str]:
+    from ..dimensions.systems import SCHEDULERS
+
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in SCHEDULERS:
+            raise unknown("scheduler", name, SCHEDULERS)
+    return names
+
+
+def _counts(text: str) -> list[int]:
+    from ..dimensions.schedule import MAX_CHUNKS
+
+    numbers = _numbers("--chunks", text)
+    if not all(1 <= number <= MAX_CHUNKS for number in numbers):
+        raise InvalidInput(f"--chunks {text!r}: must be numbers 1..{MAX_CHUNKS}")
+    return numbers
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 8 for part in parts):
+        raise InvalidInput(f"{option} {text!r}: expected numbers such as 1,2")
+    return [int(part) for part in parts]
+
+
+def _about(cluster: str, collective: str | None, chunks: int | None, in_flight: int, sharing: str) -> str:
+    what = f"{collective} on {cluster}" if collective else cluster
+    pieces = f"{chunks} chunks, " if chunks else ""
+    return f"{what}: {pieces}{in_flight} stages in flight per dimension, {sharing} sharing\n"
+
+
+def _ways_table(planned: DimSchedule) -> Any:
+    from rich.table import Table
+
+    def text(order: Iterable[int]) -> str:
+        return " ".join(str(at + 1) for at in order) or "-"
+
+    table = Table("chunks", "of the data", "reduce-scatter", "all-gather", box=None, pad_edge=False)
+    for chunk_way in dict.fromkeys((chunk.reduce_scatter, chunk.all_gather) for chunk in planned.chunks):
+        mine = [chunk for chunk in planned.chunks if (chunk.reduce_scatter, chunk.all_gather) == chunk_way]
+        share = sum(chunk.share for chunk in mine)
+        table.add_row(str(len(mine)), f"{100 * share:.1f} %", *map(text, chunk_way))
+    return table
+
+
+def _dims_table(run: DimRun) -> Any:
+    from rich.table import Table
+
+    from ..units import format_us
+
+    table = Table("dimension", box=None, pad_edge=False)
+    for title in ("Gb/s", "stage latency", "sends for", "of the time"):
+        table.add_column(title, justify="right")
+    for at, dim in enumerate(run.dims):
+        name = f"dim{at + 1} {dim.kind} of {dim.size}{', reduces' if dim.in_network else ''}"
+        table.add_row(
+            name, f"{dim.gb_per_s * GIGABITS:g}", format_us(dim.latency_us), format_us(float(run.busy_us[at])),
+            f"{100 * run.dim_utilisation[at]:.1f} %",
+        )  # fmt: skip
+    return table
+
+
+def _write(console: Any, path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+    if path is not None:
+        write_json(path, {"rows": list(rows)})
+        wrote(console, path)

@@ -1,0 +1,185 @@
+"""Provisioning: which dimensions have too much or too little bandwidth, and how to spend a budget (section 6.3).
+
+In the baseline dimension L sends ``(1 - 1/P_L) / (P_1 ... P_{L-1} BW_L)`` for each byte. A pair K < L is just enough
+when both send equally long (the paper's rule leaves out the factors ``1 - 1/P``), over-provisioned when L is done
+sooner (only a scheduler that changes orders uses the rest), under-provisioned when L is done later (no order gives L
+less).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..errors import InvalidInput
+from ..synthesis.milp import Milp, solve
+from .balance import MAX_BALANCED, best_us
+from .model import Dim, check_dims, ideal_us, order_loads
+
+CLOSE = 0.02
+"""Times that differ by less than this part count as equal."""
+JUST_ENOUGH, OVER, UNDER = "just enough", "over-provisioned", "under-provisioned"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """How the outer of two dimensions is provisioned for the inner one."""
+
+    inner: int
+    outer: int
+    ratio: float
+    """How long the outer one sends in the baseline, over how long the inner one does."""
+
+    @property
+    def verdict(self) -> str:
+        """In the paper's words."""
+        if abs(self.ratio - 1) <= CLOSE:
+            return JUST_ENOUGH
+        return OVER if self.ratio < 1 else UNDER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Increment:
+    """What a little more bandwidth in one dimension brings for large all-reduces."""
+
+    dim: int
+    gb_per_s: float
+    baseline_speedup: float
+    best_speedup: float
+    ideal_speedup: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether some schedule makes use of at least nine tenths of it."""
+        return self.best_speedup - 1 >= 0.9 * (self.ideal_speedup - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What to know about a network's bandwidth; utilisations are those of a large all-reduce, without latency."""
+
+    dims: tuple[Dim, ...]
+    pairs: tuple[Pair, ...]
+    baseline_utilisation: float
+    best_utilisation: float
+    """No order of any chunk can use more."""
+    increments: tuple[Increment, ...]
+    usable: tuple[tuple[float, float], ...]
+    """For each dimension, the least and the most part of the total that can be used fully there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A total bandwidth per device spread over the dimensions."""
+
+    gb_per_s: tuple[float, ...]
+    baseline_utilisation: float
+    best_utilisation: float
+
+
+def advise(dims: Sequence[Dim], *, increment: float = 0.1) -> Advice:
+    """Look at a network; increments are `increment` of its total bandwidth, in one dimension at a time.
+
+    >>> dims = [Dim(kind="switch", size=4, gb_per_s=g, step_us=0) for g in (100, 50)]
+    >>> advice = advise(dims)
+    >>> advice.pairs[0].verdict, round(advice.baseline_utilisation, 3), round(advice.best_utilisation, 3)
+    ('over-provisioned', 0.833, 1.0)
+    """
+    dims = _checked(dims)
+    if not 0 < increment <= 10:
+        raise InvalidInput(f"increment: must be above 0 and at most 10, not {increment:g}")
+    sending = order_loads(dims, range(len(dims)), 1e9)
+    pairs = tuple(
+        Pair(inner=k, outer=m, ratio=sending[m] / sending[k]) for k, m in itertools.combinations(range(len(dims)), 2)
+    )
+    more = increment * sum(dim.gb_per_s for dim in dims)
+    grown = [
+        tuple(replace(dim, gb_per_s=dim.gb_per_s + more * (at == chosen)) for at, dim in enumerate(dims))
+        for chosen in range(len(dims))
+    ]
+    before = _times(dims)
+    increments = tuple(
+        Increment(
+            dim=at, gb_per_s=more, baseline_speedup=before[0] / after[0], best_speedup=before[1] / after[1],
+            ideal_speedup=before[2] / after[2],
+        )
+        for at, after in enumerate(map(_times, grown))
+    )  # fmt: skip
+    return Advice(
+        dims=dims, pairs=pairs, baseline_utilisation=before[2] / before[0], best_utilisation=before[2] / before[1],
+        increments=increments, usable=tuple(_usable(dims)),
+    )  # fmt: skip
+
+
+def just_enough(dims: Sequence[Dim], gb_per_s: float) -> Split:
+    """The split of a total that every scheduler uses fully, even the baseline.
+
+    >>> dims = [Dim(kind="switch", size=size, gb_per_s=1, step_us=0) for size in (16, 8, 8)]
+    >>> [round(rate, 2) for rate in just_enough(dims, 300).gb_per_s]
+    [281.52, 16.42, 2.05]
+    """
+    dims = _checked(dims)
+    sent = _bytes(dims, range(len(dims)))
+    return _split(dims, sent / sent.sum() * _total(gb_per_s))
+
+
+def nearest(dims: Sequence[Dim], gb_per_s: float) -> Split:
+    """The split of a total that is nearest to today's proportions and that some schedule uses fully."""
+    dims = _checked(dims)
+    total = _total(gb_per_s)
+    today = np.array([dim.gb_per_s for dim in dims])
+    today = today / today.sum()
+    sent = np.array([_bytes(dims, order) for order in itertools.permutations(range(len(dims)))])
+    shares = sent / sent.sum(axis=1, keepdims=True)
+    model = Milp()
+    ways = [model.column(upper=1.0) for _ in shares]
+    model.row(dict.fromkeys(ways, 1.0), lower=1.0, upper=1.0)
+    for at in range(len(dims)):
+        away = model.column(cost=1.0, upper=2.0)
+        terms = {way: float(shares[way, at]) for way in ways}
+        model.row({**terms, away: -1.0}, upper=float(today[at]))
+        model.row({**terms, away: 1.0}, lower=float(today[at]))
+    found = solve(model, limit_s=10.0)
+    assert found.values is not None
+    return _split(dims, found.values[: len(ways)] @ shares * total)
+
+
+def _split(dims: tuple[Dim, ...], rates: Sequence[float]) -> Split:
+    given = tuple(float(rate) for rate in rates)
+    there = tuple(replace(dim, gb_per_s=rate) for dim, rate in zip(dims, given, strict=True))
+    baseline, best, ideal = _times(there)
+    return Split(gb_per_s=given, baseline_utilisation=ideal / baseline, best_utilisation=min(1.0, ideal / best))
+
+
+def _times(dims: tuple[Dim, ...]) -> tuple[float, float, float]:
+    """How long a large all-reduce takes in the baseline, at best, and ideally."""
+    nbytes = 1e9
+    baseline = 2 * max(order_loads(dims, range(len(dims)), nbytes))
+    return baseline, best_us(dims, "all_reduce", nbytes), ideal_us(dims, "all_reduce", nbytes)
+
+
+def _usable(dims: tuple[Dim, ...]) -> list[tuple[float, float]]:
+    shares = [_bytes(dims, order) for order in itertools.permutations(range(len(dims)))]
+    table = np.array([row / row.sum() for row in shares])
+    return [(float(low), float(high)) for low, high in zip(table.min(axis=0), table.max(axis=0), strict=True)]
+
+
+def _bytes(dims: tuple[Dim, ...], order: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    loads = order_loads(dims, order, 1e9)
+    return np.array([load * dim.bytes_per_us for load, dim in zip(loads, dims, strict=True)])
+
+
+def _checked(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+    if len(dims) > MAX_BALANCED:
+        raise InvalidInput(f"dims: at most {MAX_BALANCED}, not {len(dims)}")
+    return tuple(replace(dim, header_bytes=0.0) for dim in check_dims(dims))
+
+
+def _total(gb_per_s: float) -> float:
+    if not 0 < gb_per_s < math.inf:
+        raise InvalidInput(f"budget: must be > 0, not {gb_per_s:g}")
+    return gb_per_s

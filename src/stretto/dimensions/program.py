@@ -1,0 +1,152 @@
+"""A schedule as a real `Program`: every message of every device, verified, and simulated link by link.
+
+The order in which stages begin is kept by the connections: round r of a stage uses lane r of each pair of devices, a
+connection carries its messages in program order, and the program lists stages in the order in which they begin. Stages
+therefore overlap round by round, and no device can take them in another order than its partner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..algorithms.base import Steps
+from ..algorithms.hierarchical import Round, phases, scheme_of_each, sums
+from ..cluster import Cluster
+from ..collectives import COLLECTIVES
+from ..errors import InvalidInput
+from ..programs.ir import Program
+from ..simulator import Timeline
+from ..simulator import simulate as simulate_links
+from .schedule import DimSchedule
+from .simulation import MAX_IN_FLIGHT, simulate
+
+UNITS = 256
+MAX_MOVES = 1 << 24
+"""Pieces that all devices send together: beyond, the one-representative model is what to use."""
+
+
+def quantised(schedule: DimSchedule, *, units: int = UNITS) -> DimSchedule:
+    """The same with shares that are multiples of ``1 / units`` (even ones, where a ring needs two halves)."""
+    least = 2 if any(dim.kind == "ring" and dim.size > 2 for dim in schedule.dims) else 1
+    parts = units // least
+    if parts * least != units or parts < len(schedule.chunks):
+        raise InvalidInput(f"units: must be a multiple of {least} and >= {least * len(schedule.chunks)}, not {units}")
+    wanted = np.array([chunk.share * parts for chunk in schedule.chunks])
+    counts = np.maximum(1, np.floor(wanted).astype(np.int64))
+    while (left := parts - int(counts.sum())) != 0:
+        step = 1 if left > 0 else -1
+        behind = np.where((counts > 1) | (step > 0), step * (wanted - counts), -np.inf)
+        counts[int(np.argmax(behind))] += step
+    chunks = [
+        replace(chunk, share=int(count) * least / units)
+        for chunk, count in zip(schedule.chunks, counts, strict=True)
+    ]
+    return replace(schedule, chunks=tuple(chunks))
+
+
+def program(schedule: DimSchedule, *, units: int = UNITS, in_place: bool = False) -> Program:
+    """The schedule's messages between all devices; device ``c0 + d0 (c1 + d1 (c2 + ...))`` has coordinates c.
+
+    Shares are rounded to multiples of ``1 / units``. Stages begin in the schedule's `order`, or else in the order in
+    which they do with any number of them in flight.
+    """
+    if any(dim.in_network for dim in schedule.dims):
+        raise InvalidInput("dims: a Program cannot say yet that switches reduce; without in_network it can")
+    schedule = quantised(schedule, units=units)
+    sizes = [dim.size for dim in schedule.dims]
+    count = math.prod(sizes)
+    if count * units * len(schedule.stages.dim) > MAX_MOVES * len(schedule.chunks):
+        raise InvalidInput(f"units: {units} pieces of {count} devices are over {MAX_MOVES} moves")
+    messages = _Messages(schedule, units)
+    rows = _beginnings(schedule)
+    for position, row in enumerate(rows.tolist()):
+        messages.add(position, row)
+    pieces = units * count if schedule.collective == "all_reduce" else units
+    collective = COLLECTIVES[schedule.collective](count, chunks=pieces, in_place=in_place)
+    return messages.steps.program(f"dims {schedule.name} {'x'.join(map(str, sizes))}", collective)
+
+
+def best_program(schedule: DimSchedule, cluster: Cluster, *, units: int = UNITS) -> tuple[Program, Timeline]:
+    """The program, and its run on the links of a cluster, with the order that does best there.
+
+    A link serves messages in the order in which they ask and knows no priorities; so the orders in which stages begin
+    with different numbers of them in flight are tried.
+    """
+    schedule = quantised(replace(schedule, order=()), units=units)
+    tried = {simulate(schedule, in_flight=k).enforced() for k in (1, 2, 3, 4, 8, 16, MAX_IN_FLIGHT)}
+    programs = [program(each, units=units) for each in sorted(tried, key=lambda each: each.digest)]
+    runs = [simulate_links(each, cluster, nbytes=schedule.nbytes) for each in programs]
+    best = min(range(len(runs)), key=lambda at: runs[at].total_us)
+    return programs[best], runs[best]
+
+
+def _beginnings(schedule: DimSchedule) -> NDArray[np.int64]:
+    """All stages in the order in which they begin."""
+    run = simulate(schedule, in_flight=MAX_IN_FLIGHT)
+    return np.lexsort((np.arange(len(run.start_us)), run.end_us, run.start_us))
+
+
+class _Messages:
+    def __init__(self, schedule: DimSchedule, units: int) -> None:
+        self.schedule = schedule
+        self.steps = Steps()
+        self.sizes = [dim.size for dim in schedule.dims]
+        self.strides = [math.prod(self.sizes[:d]) for d in range(len(self.sizes))]
+        found, self.longest, _ = phases(
+            "all_reduce", self.sizes, scheme_of_each(self.sizes, [dim.algorithm for dim in schedule.dims])
+        )
+        self.rounds = {(dim, reduce): rounds for dim, rounds, reduce in found}
+        ends = np.rint(np.cumsum([chunk.share * units for chunk in schedule.chunks])).astype(np.int64)
+        self.pieces = np.split(np.arange(units), ends[:-1])
+        whole = schedule.collective == "all_reduce"
+        self.block, self.piece = (1, math.prod(self.sizes)) if whole else (units, 1)
+
+    def add(self, position: int, row: int) -> None:
+        """One stage in all lines of devices along its dimension."""
+        table = self.schedule.stages
+        number = int(table.chunk[row])
+        chunk = self.schedule.chunks[number]
+        stage = row - int(table.chunk_ptr[number])
+        dim = int(table.dim[row])
+        reduce = stage < len(chunk.reduce_scatter)
+        if reduce:
+            fixed = set(chunk.reduce_scatter[:stage])
+        else:
+            fixed = set(chunk.all_gather[stage - len(chunk.reduce_scatter) + 1 :])
+        pieces = self.pieces[number]
+        rounds = self.rounds[dim, reduce]
+        ways: list[tuple[list[Round], NDArray[np.int64]]] = [(rounds, pieces)]
+        if self.schedule.dims[dim].kind == "ring" and self.sizes[dim] > 2:
+            # Half goes round the other way, so that both links of every device are used.
+            half = len(pieces) // 2
+            ways = [(rounds, pieces[:half]), (_mirrored(rounds, self.sizes[dim]), pieces[half:])]
+        for way, some in ways:
+            self._add(way, some, dim, fixed, position * self.longest, reduce=reduce)
+
+    def _add(
+        self, rounds: Iterable[Round], pieces: NDArray[np.int64], dim: int, fixed: set[int], first: int, *, reduce: bool
+    ) -> None:
+        others = [d for d in range(len(self.sizes)) if d != dim]
+        places = {d: np.arange(self.sizes[d]) * self.strides[d] for d in others}
+        line = sums(places[d] for d in others)
+        # Blocks in play agree with the device in the dimensions that are reduced (or not gathered yet), else are any.
+        agreeing = sums(places[d] * (d in fixed) for d in others)
+        free = sums(places[d] for d in others if d not in fixed)
+        for at, (src, dst, blocks) in enumerate(rounds):
+            mine = (blocks[:, :, None] * self.strides[dim] + free).reshape(len(src), 1, -1)
+            block = (agreeing[:, None] + mine)[:, :, :, None] * self.block + pieces * self.piece
+            self.steps.add(
+                src=src[:, None] * self.strides[dim] + line, dst=dst[:, None] * self.strides[dim] + line,
+                step=first + at, chunk=block.reshape(len(src), len(line), -1), reduce=reduce, lane=at,
+            )  # fmt: skip
+
+
+def _mirrored(rounds: Iterable[Round], size: int) -> list[Round]:
+    return [((-src) % size, (-dst) % size, (-blocks) % size) for src, dst, blocks in rounds]
+
+

@@ -1,0 +1,34 @@
+"""The schedulers by the names that benchmarks and commands use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import unknown
+from .balance import stretto
+from .model import Dim
+from .schedule import DimSchedule
+from .schedulers import CHUNKS, baseline, themis
+from .simulation import IN_FLIGHT
+
+SCHEDULERS = ("baseline", "themis_fifo", "themis_scf", "stretto")
+
+
+def plan(
+    system: str,
+    dims: Sequence[Dim],
+    collective: str,
+    nbytes: float,
+    *,
+    chunks: int = CHUNKS,
+    in_flight: int = IN_FLIGHT,
+    sharing: str = "ordered",
+) -> DimSchedule:
+    """The schedule of one of `SCHEDULERS`; only ours looks at `in_flight` and `sharing`."""
+    if system not in SCHEDULERS:
+        raise unknown("scheduler", system, SCHEDULERS)
+    if system == "baseline":
+        return baseline(dims, collective, nbytes, chunks=chunks)
+    if system == "stretto":
+        return stretto(dims, collective, nbytes, chunks=chunks, in_flight=in_flight, sharing=sharing)
+    return themis(dims, collective, nbytes, chunks=chunks, discipline=system.removeprefix("themis_"))

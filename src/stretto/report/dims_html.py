@@ -1,0 +1,125 @@
+"""What multi-dimensional networks do, in the terminal and in HTML: activity (Fig. 9 of Themis), sweeps, iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.style import Style
+from rich.text import Text
+
+from ..dimensions.simulation import DimRun
+from ..dimensions.training import Iteration
+from ..units import format_us
+from .html import Section
+from .style import BOUND, colour
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_SHADES = " ▁▂▃▄▅▆▇█"
+_LABEL = 6
+_LOOK = {
+    "plot_bgcolor": "#fff",
+    "paper_bgcolor": "#fff",
+    "font": {"family": "system-ui, sans-serif", "size": 13},
+    "margin": {"l": 60, "r": 20, "t": 40, "b": 40},
+}
+
+
+def activity_plot(runs: Sequence[DimRun], *, width: int = 80) -> Text:
+    """How much of the time each dimension had a chunk, one line per dimension; all runs on one time axis."""
+    longest = max(run.total_us for run in runs)
+    columns = max(20, width - _LABEL - 8)
+    text = Text()
+    for run in runs:
+        text.append(f"{run.schedule.name}", style="bold")
+        text.append(f"  {format_us(run.total_us)}, {100 * run.utilisation:.1f} % of all bandwidth\n")
+        shares = run.activity(longest / columns)
+        for at, row in enumerate(shares):
+            text.append(f"{f'dim{at + 1}':<{_LABEL}}")
+            bar = "".join(_SHADES[min(len(_SHADES) - 1, round(share * (len(_SHADES) - 1)))] for share in row)
+            text.append(f"{bar:<{columns}}", style=Style(color=colour(at)))
+            text.append(f" {100 * run.busy_us[at] / run.total_us:5.1f} %\n")
+    return text.append(f"{'':<{_LABEL}}0{format_us(longest):>{columns - 1}}\n")
+
+
+def activity_section(runs: Sequence[DimRun], *, window_us: float = 100.0) -> Section:
+    """The activity of every dimension over time, one row of curves per scheduler."""
+    from plotly.subplots import make_subplots
+
+    figure: Figure = make_subplots(
+        rows=len(runs),
+        cols=1,
+        shared_xaxes=True,
+        subplot_titles=[
+            f"{run.schedule.name}: {format_us(run.total_us)}, {100 * run.utilisation:.1f} %" for run in runs
+        ],
+        vertical_spacing=0.4 / (4 * len(runs)),
+    )
+    for row, run in enumerate(runs):
+        for at, shares in enumerate(run.activity(window_us)):
+            figure.add_scatter(
+                x=[(k + 0.5) * window_us for k in range(len(shares))],
+                y=(100 * shares).round(2).tolist(),
+                row=row + 1,
+                col=1,
+                name=f"dim{at + 1}",
+                legendgroup=str(at),
+                showlegend=row == 0,
+                line={"color": colour(at), "width": 2},
+            )
+    figure.update_yaxes(title_text="% active", range=[0, 105], gridcolor="#eee")
+    figure.update_xaxes(title_text="us", row=len(runs), col=1)
+    figure.update_layout(height=80 + 200 * len(runs), **_LOOK)
+    first = runs[0]
+    note = (
+        f"{first.schedule.collective}, the share of each {window_us:g} us in which a dimension had a chunk; "
+        f"{first.in_flight} stages in flight, {first.sharing} sharing."
+    )
+    return Section(heading="Activity of the dimensions", note=note, body=_body(figure))
+
+
+def sweep_section(title: str, counts: Sequence[int], series: Mapping[str, Sequence[float]], note: str) -> Section:
+    """Utilisation over the number of chunks, one curve per scheduler."""
+    from plotly.graph_objects import Figure
+
+    figure = Figure()
+    for at, (name, values) in enumerate(series.items()):
+        figure.add_scatter(
+            x=list(counts), y=[100 * value for value in values], name=name, mode="lines+markers",
+            line={"color": colour(at), "width": 2},
+        )  # fmt: skip
+    figure.update_xaxes(type="log", title_text="chunks", tickvals=list(counts), gridcolor="#eee")
+    figure.update_yaxes(title_text="% of all bandwidth", range=[0, 102], gridcolor="#eee")
+    figure.update_layout(height=420, **_LOOK)
+    return Section(heading=title, note=note, body=_body(figure))
+
+
+def iteration_section(title: str, found: Sequence[Iteration], note: str) -> Section:
+    """Forward, backward and exposed communication, stacked, one bar per system (Fig. 12)."""
+    from plotly.graph_objects import Figure
+
+    figure = Figure()
+    parts = {
+        "forward": [each.forward_us for each in found],
+        "backward": [each.backward_us for each in found],
+        "exposed, data parallel": [each.data_parallel_us for each in found],
+        "exposed, model parallel": [each.model_parallel_us for each in found],
+    }
+    for at, (name, values) in enumerate(parts.items()):
+        figure.add_bar(
+            orientation="h", y=[each.system for each in found], x=[value / 1e3 for value in values], name=name,
+            marker={"color": BOUND if name == "backward" else colour(at)},
+        )  # fmt: skip
+    figure.update_yaxes(autorange="reversed")
+    figure.update_xaxes(title_text="ms", gridcolor="#eee")
+    figure.update_layout(barmode="stack", height=120 + 40 * len(found), **_LOOK)
+    return Section(heading=title, note=note, body=_body(figure))
+
+
+def _body(figure: Figure) -> str:
+    text: str = figure.to_html(
+        full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
+    )
+    return text

@@ -1,0 +1,107 @@
+"""Schedules as verified programs, and the one-representative model against every link of a small network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+import stretto as st
+from stretto import InvalidInput
+from stretto.cluster.grid import regular
+from stretto.cluster.model import Cluster, Dimension
+from stretto.dimensions import DimSchedule, baseline, dims_of, simulate, stretto, themis
+from stretto.dimensions.program import best_program, program, quantised
+
+NBYTES = 64e6
+MANY = 1000
+Make = Callable[..., DimSchedule]
+MAKERS: tuple[Make, ...] = (baseline, themis, stretto)
+
+
+def network(*parts: str) -> Cluster:
+    kinds = {"sw": "switch", "fc": "fully_connected", "ring": "ring"}
+    rates, latencies = (100.0, 50.0, 25.0), (0.7, 0.9, 1.7)
+    dims = []
+    for part, rate, alpha in zip(parts, rates, latencies, strict=False):
+        kind, size = part.split(":")
+        dims.append(Dimension(kind=kinds[kind], size=int(size), gb_per_s=rate, alpha_us=alpha))
+    return regular("x".join(parts), dims)
+
+
+def both(cluster: Cluster, make: Make, collective: str, chunks: int, k: int) -> tuple[float, float]:
+    """What the model says of a fixed order, and what the links say of it."""
+    planned = quantised(make(dims_of(cluster), collective, NBYTES, chunks=chunks))
+    fixed = replace(simulate(planned, in_flight=k).enforced(), discipline="enforced")
+    links = st.simulate(program(fixed), cluster, nbytes=NBYTES, contention="fifo", alpha="pipelined")
+    return simulate(fixed, in_flight=MANY).total_us, links.total_us
+
+
+@pytest.mark.parametrize("parts", [("fc:4", "sw:2"), ("sw:2", "fc:4"), ("ring:2", "fc:4", "sw:2"), ("fc:3", "fc:5")])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_where_stages_have_one_step_the_model_is_exact(parts: tuple[str, ...], collective: str) -> None:
+    cluster = network(*parts)
+    for make in MAKERS:
+        for chunks, k in ((8, 1), (32, 4), (32, 16)):
+            model, links = both(cluster, make, collective, chunks, k)
+            assert links == pytest.approx(model, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "parts", [("sw:4", "sw:4"), ("ring:4", "sw:4"), ("ring:5", "fc:2"), ("sw:2", "ring:2", "sw:4")]
+)
+def test_with_several_steps_the_baseline_agrees_within_six_per_cent(parts: tuple[str, ...]) -> None:
+    # A later step asks for its link later, so that other stages' messages get between: the model has no steps.
+    model, links = both(network(*parts), baseline, "all_reduce", 16, 16)
+    assert links == pytest.approx(model, rel=0.06)
+    model, links = both(network(*parts), baseline, "all_reduce", 64, 16)
+    assert links == pytest.approx(model, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    "parts", [("sw:2", "sw:4"), ("ring:4", "fc:2"), ("ring:5", "sw:2"), ("sw:2", "ring:3", "fc:2")]
+)
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_every_schedule_is_a_correct_program(parts: tuple[str, ...], collective: str) -> None:
+    cluster = network(*parts)
+    dims = dims_of(cluster)
+    for make in MAKERS:
+        schedule = make(dims, collective, NBYTES, chunks=6)
+        found = program(schedule, units=24)
+        assert found.verify().fifo_depth == 1
+        assert found.collective.kind == collective
+        # Every device sends what the stages say, and both links of a ring carry the same.
+        sent = found.transfer_bytes(NBYTES).sum() / cluster.num_devices
+        assert sent == pytest.approx(quantised(schedule, units=24).stages.wire_bytes.sum())
+
+
+@pytest.mark.parametrize("parts", [("fc:4", "sw:2"), ("sw:4", "sw:4"), ("ring:4", "sw:4"), ("ring:4", "fc:2")])
+def test_on_the_links_ours_is_near_what_the_model_promises_and_beats_the_baseline(parts: tuple[str, ...]) -> None:
+    cluster = network(*parts)
+    dims = dims_of(cluster)
+    planned = stretto(dims, "all_reduce", NBYTES, chunks=64)
+    found, timeline = best_program(planned, cluster)
+    assert found.verify().fifo_depth == 1
+    assert timeline.total_us == pytest.approx(simulate(planned).total_us, rel=0.08)
+    _, usual = best_program(baseline(dims, "all_reduce", NBYTES, chunks=64), cluster)
+    assert timeline.total_us < 0.9 * usual.total_us
+
+
+def test_rounding_keeps_the_sum_and_gives_everybody_something() -> None:
+    dims = dims_of(network("ring:4", "sw:2"))
+    schedule = quantised(stretto(dims, "all_reduce", NBYTES, chunks=16), units=64)
+    units = [chunk.share * 64 for chunk in schedule.chunks]
+    assert sum(units) == 64
+    assert all(unit >= 2 and unit % 2 == 0 for unit in units)
+    with pytest.raises(InvalidInput, match="units: must be a multiple of 2 and >= 32, not 31"):
+        quantised(schedule, units=31)
+
+
+def test_what_cannot_be_a_program_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="halving_doubling needs a power of two"):
+        program(baseline(dims_of(network("sw:3", "sw:2")), "all_reduce", 1e6, chunks=2))
+    with pytest.raises(InvalidInput, match="without in_network"):
+        program(baseline(dims_of(network("sw:4", "sw:2"), in_network=[0]), "all_reduce", 1e6, chunks=2))
+    with pytest.raises(InvalidInput, match="are over 16777216 moves"):
+        program(baseline(dims_of(Cluster.load("themis_2d_sw_sw")), "all_reduce", 1e6), units=1 << 14)
