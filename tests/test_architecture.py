@@ -23,7 +23,8 @@ LAYERS = [
     {"workload"},
     {"dimensions"},
     {"planner"},
-    {"runtime"},
+    {"runtime", "lab"},
+    {"torch"},
     {"report"},
     {"cli"},
 ]

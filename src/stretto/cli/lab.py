@@ -1,0 +1,159 @@
+"""``stretto lab``: run a job on hosts with shaped uplinks that exist only while it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import InvalidInput
+from .common import out, wrote
+
+if TYPE_CHECKING:
+    from ..lab import Lab, Result
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Hosts with shaped uplinks on this machine, as network namespaces: real ranks on a real, slow network.",
+)
+TAIL_LINES = 20
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What every rank runs.")],
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks on each host.")] = 4,
+    order: Annotated[
+        str, typer.Option(metavar="host|interleaved", help="Neighbouring ranks on one host, or dealt out in turn.")
+    ] = "host",
+    uplink: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]RATE[,RATE]", help="A channel and its rate per host, each way; may be repeated."),
+    ] = None,
+    shaper: Annotated[str, typer.Option(metavar="tbf|htb", help="What shapes the uplinks.")] = "tbf",
+    env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Set for all ranks; repeatable.")] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="End the ranks then; exit code 124.")] = None,
+    keep_going: Annotated[bool, typer.Option(help="When a rank fails, let the others run on.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only a failing rank's last lines.")] = False,
+    truth: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write what was built as a cluster.")] = None,
+) -> None:
+    """Run a command once per rank on emulated hosts; ends with the exit code of the first rank that fails.
+
+    \b
+    Each host has its own network, host name and shared memory; a channel is a
+    switch that joins all hosts, and an interface of that name in each. Ranks
+    get torchrun's environment, so scripts need no change.
+
+    \b
+    Examples:
+      stretto lab run --hosts 2 --ranks 4 --uplink 200mbit -- python train.py
+      stretto lab run --uplink rdma=400mbit --uplink eth=200mbit -- python a.py
+      stretto lab run --order interleaved --uplink eth=50MB -- python train.py
+      stretto lab run --hosts 3 --ranks 1 --uplink 1gbit,1gbit,100mbit -- ./a
+    """
+    from ..lab import Lab
+
+    if timeout is not None and not 0 < timeout < 1e7:
+        raise InvalidInput(f"--timeout: must be more than 0 and less than 1e7 seconds, not {timeout:g}")
+    variables = _pairs("--env", env or [])
+    uplinks = _uplinks(uplink or [])
+    try:
+        lab = Lab(hosts=hosts, ranks_per_host=ranks, uplinks=uplinks, order=order, shaper=shaper)
+    except InvalidInput as error:
+        raise InvalidInput(f"--{error}") from None
+    with lab:
+        rights = "rootless" if lab.rootless else "as root"
+        print(f"stretto lab: {lab.layout.summary}, {rights}", file=sys.stderr, flush=True)
+        if truth is not None:
+            lab.cluster().save(truth)
+            wrote(out(), truth)
+        done = lab.run(
+            command, env=variables, timeout_s=timeout, keep_going=keep_going, on_line=None if quiet else _print_line
+        )
+    _tell(lab, done, timeout, quiet)
+    raise typer.Exit(done.exit_code)
+
+
+@app.command()
+def show() -> None:
+    """The labs on this machine, with a process of every host for a look inside.
+
+    \b
+    Examples:
+      stretto lab show
+      nsenter --target=PID --net ip address
+    """
+    from rich.table import Table
+
+    from ..lab import running
+
+    labs = running()
+    if not labs:
+        print("no lab runs here")
+        return
+    table = Table("lab", "state", "what", "hosts' processes", "processes", box=None)
+    for lab in labs:
+        keepers = " ".join(f"{name}={pid}" for name, pid in sorted(lab.keepers.items()) if name != "switch")
+        state = "runs" if lab.alive else "dead (stretto lab clean)"
+        table.add_row(str(lab.pid), state, lab.about, keepers, str(len(lab.pids)))
+    out().print(table)
+
+
+@app.command()
+def clean(
+    everything: Annotated[bool, typer.Option("--all", help="Labs that still run, too.")] = False,
+) -> None:
+    """End what dead labs have left; labs clean up after themselves, unless their keepers were killed as well.
+
+    \b
+    Examples:
+      stretto lab clean
+      stretto lab clean --all
+    """
+    from ..lab import clean as clean_labs
+
+    found = clean_labs(everything=everything)
+    for lab in found:
+        print(f"ended {len(lab.pids)} processes of the lab of process {lab.pid} ({lab.about or 'ranks only'})")
+    if not found:
+        print("nothing to clean")
+
+
+def _pairs(option: str, pairs: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise InvalidInput(f"{option} {pair!r}: expected KEY=VALUE")
+        if key in found:
+            raise InvalidInput(f"{option} {pair!r}: {key} is given twice")
+        found[key] = value
+    return found
+
+
+def _uplinks(texts: list[str]) -> dict[str, str] | None:
+    """A rate alone is that of the channel ``eth``."""
+    return _pairs("--uplink", [text if "=" in text else f"eth={text}" for text in texts]) or None
+
+
+def _print_line(rank: int, stream: str, line: str) -> None:
+    print(f"[{rank}] {line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+
+
+def _tell(lab: Lab, done: Result, timeout: float | None, quiet: bool) -> None:
+    """How it ended, where that was not well."""
+    if done.failed is None and not done.timed_out:
+        return
+    if done.failed is not None:
+        if quiet:
+            said = done.outputs[done.failed].splitlines() + done.errors[done.failed].splitlines()
+            for line in said[-TAIL_LINES:]:
+                _print_line(done.failed, "stderr", line)
+        code = done.returncodes[done.failed]
+        how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
+        print(f"stretto lab: rank {done.failed} on h{lab.host_of(done.failed)} ended {how}", file=sys.stderr)
+    if done.timed_out:
+        print(f"stretto lab: time was up after {timeout:g} s", file=sys.stderr)

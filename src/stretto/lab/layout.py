@@ -1,0 +1,214 @@
+"""What a lab looks like: hosts, ranks, channels and their rates; pure data, nothing is built here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..cluster import Cluster
+from ..cluster.wiring import Wiring
+from ..errors import InvalidInput, unknown
+from ..units import GB, KB, MB
+
+ORDERS = ("host", "interleaved")
+SHAPERS = ("tbf", "htb")
+DEFAULT_UPLINKS = {"eth": "1gbit"}
+MAX_HOSTS = 32
+MAX_RANKS_PER_HOST = 64
+MAX_RANKS = 256
+MAX_CHANNELS = 8
+MIN_BITS_PER_S, MAX_BITS_PER_S = 10**6, 40 * 10**9
+
+MTU = 9000
+"""Jumbo frames: headers then take 0.7 % of the shaped rate (4.4 % with 1500)."""
+
+SHM_GB_PER_S, SHM_ALPHA_US = 5.0, 2.0
+TCP_ALPHA_US = 10.0
+"""Assumed in `Layout.cluster`: what ranks of one host exchange through memory; and one TCP message between hosts, which
+is half of the shortest round trip that benchmarks/lab.py found."""
+
+_UNITS = {"kbit": KB, "mbit": MB, "gbit": GB, "KB": 8 * KB, "MB": 8 * MB, "GB": 8 * GB}
+
+
+def parse_rate(text: str) -> int:
+    """Bits per second from a rate in bits or, with a capital B, in bytes (per second).
+
+    >>> parse_rate("400mbit"), parse_rate("1.5gbit"), parse_rate("50MB")
+    (400000000, 1500000000, 400000000)
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]+)(?:/s)?\s*", text)
+    unit = None if match is None else _UNITS.get(match[2] if match[2].endswith("B") else match[2].lower())
+    if match is None or unit is None:
+        raise InvalidInput(f"rate {text!r}: expected a number with one of {', '.join(_UNITS)}, such as 400mbit or 50MB")
+    rate = round(float(match[1]) * unit)
+    if not MIN_BITS_PER_S <= rate <= MAX_BITS_PER_S:
+        raise InvalidInput(f"rate {text!r}: must be 1mbit to 40gbit")
+    return rate
+
+
+def format_rate(bits_per_s: int) -> str:
+    """A rate the way `parse_rate` reads it.
+
+    >>> format_rate(400_000_000), format_rate(1_500_000_000)
+    ('400mbit', '1.5gbit')
+    """
+    unit, name = (10**9, "gbit") if bits_per_s >= 10**9 else (10**6, "mbit")
+    return f"{bits_per_s / unit:.12g}{name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """One network that joins all hosts; `bits_per_s[host]` is the rate of that host's uplink, each way.
+
+    Inside every host the interface has the channel's name.
+    """
+
+    name: str
+    index: int
+    bits_per_s: tuple[int, ...]
+
+    def address(self, host: int) -> str:
+        """Where a host is found on this channel."""
+        return f"10.201.{self.index}.{host + 1}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Who sits where, and what joins them.
+
+    >>> layout = Layout.of(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}, order="interleaved")
+    >>> layout
+    <Layout 2 hosts x 2 ranks, interleaved, eth=200mbit (tbf)>
+    >>> [layout.host_of(rank) for rank in range(4)]
+    [0, 1, 0, 1]
+    """
+
+    hosts: int
+    ranks_per_host: int
+    order: str
+    shaper: str
+    channels: tuple[Channel, ...]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        hosts: int,
+        ranks_per_host: int,
+        uplinks: Mapping[str, str] | None = None,
+        order: str = "host",
+        shaper: str = "tbf",
+    ) -> Layout:
+        """Checks everything; `uplinks` maps a channel to a rate for all hosts, or to one per host with commas."""
+        for what, value, most in (("hosts", hosts, MAX_HOSTS), ("ranks", ranks_per_host, MAX_RANKS_PER_HOST)):
+            if not 1 <= value <= most:
+                raise InvalidInput(f"{what}: must be 1..{most}{' per host' * (what == 'ranks')}, not {value}")
+        if hosts * ranks_per_host > MAX_RANKS:
+            raise InvalidInput(f"ranks: {hosts} hosts x {ranks_per_host} are more than {MAX_RANKS} ranks in all")
+        for what, name, choices in (("order", order, ORDERS), ("shaper", shaper, SHAPERS)):
+            if name not in choices:
+                raise InvalidInput(f"{what}: {unknown(what, name, choices)}")
+        wanted = dict(uplinks or DEFAULT_UPLINKS)
+        if len(wanted) > MAX_CHANNELS:
+            raise InvalidInput(f"uplink: at most {MAX_CHANNELS} channels, not {len(wanted)}")
+        channels = (_channel(name, at, rates, hosts) for at, (name, rates) in enumerate(wanted.items()))
+        return cls(hosts=hosts, ranks_per_host=ranks_per_host, order=order, shaper=shaper, channels=tuple(channels))
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.hosts * self.ranks_per_host
+
+    def host_of(self, rank: int) -> int:
+        """The host that a rank runs on."""
+        if not 0 <= rank < self.world_size:
+            raise InvalidInput(f"rank: must be 0..{self.world_size - 1}, not {rank}")
+        return rank // self.ranks_per_host if self.order == "host" else rank % self.hosts
+
+    def local_rank(self, rank: int) -> int:
+        """A rank's number on its host."""
+        return rank % self.ranks_per_host if self.order == "host" else rank // self.hosts
+
+    def environment(self, rank: int, *, port: int) -> dict[str, str]:
+        """What torchrun would set for a rank, and what the lab adds.
+
+        gloo and the rendezvous take the first channel.
+        """
+        host, first = self.host_of(rank), self.channels[0]
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank(rank)),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
+            "GROUP_RANK": str(host),
+            "GROUP_WORLD_SIZE": str(self.hosts),
+            "MASTER_ADDR": first.address(0),
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": first.name,
+            "STRETTO_LAB_HOST": str(host),
+            "STRETTO_CHANNELS": ";".join(f"{c.name}={c.name},{c.address(host)}" for c in self.channels),
+        }
+
+    def names_file(self) -> str:
+        """What every host has as /etc/hosts: ``h1`` on the first channel, ``h1.eth`` on the channel eth.
+
+        Sockets that take both families (torch's store) look a peer up in the form of the newer one.
+        """
+        lines = ["127.0.0.1 localhost"]
+        for channel in self.channels:
+            for host in range(self.hosts):
+                alias = f" h{host}" if channel.index == 0 else ""
+                lines.append(f"{channel.address(host)} h{host}.{channel.name}{alias}")
+                lines.append(f"::ffff:{channel.address(host)} h{host}.{channel.name}.v6")
+        return "\n".join(lines) + "\n"
+
+    def cluster(self) -> Cluster:
+        """The truth about this lab as a `Cluster`: device r is rank r; the uplinks carry their shaped rates.
+
+        Rates inside a host, and all latencies, are assumed: nothing in a lab shapes them.
+        """
+        place = [self.host_of(rank) for rank in range(self.world_size)]
+        wiring = Wiring([f"h{host}.rank{rank}" for rank, host in enumerate(place)], hosts=place)
+        names = [f"h{host}" for host in range(self.hosts)]
+        memory = wiring.add([f"{name}.shm" for name in names], kind="switch", hosts=range(self.hosts))
+        wiring.duplex(
+            wiring.devices, memory[place], gb_per_s=SHM_GB_PER_S, alpha_us=SHM_ALPHA_US, back_us=0.0, channel="shm"
+        )
+        for channel in self.channels if self.hosts > 1 else ():
+            nics = wiring.add([f"{name}.{channel.name}" for name in names], kind="nic", hosts=range(self.hosts))
+            switch = wiring.add([channel.name], kind="switch")
+            wiring.duplex(wiring.devices, nics[place], gb_per_s=SHM_GB_PER_S, alpha_us=0.0, channel=channel.name)
+            rates = [bits / 8e9 for bits in channel.bits_per_s]
+            wiring.duplex(nics, switch, gb_per_s=rates, alpha_us=TCP_ALPHA_US, back_us=0.0, channel=channel.name)
+        notes = (
+            f"the lab's own layout: {self.summary}; uplinks carry their shaped rates, headers included",
+            f"assumed: {SHM_GB_PER_S:g} GB/s, {SHM_ALPHA_US:g} us inside a host; {TCP_ALPHA_US:g} us between hosts",
+        )
+        return wiring.cluster(f"lab-{self.hosts}x{self.ranks_per_host}", notes=notes)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        rates = (f"{c.name}={','.join(map(format_rate, _short(c.bits_per_s)))}" for c in self.channels)
+        order = "host order" if self.order == "host" else self.order
+        return f"{self.hosts} hosts x {self.ranks_per_host} ranks, {order}, {' '.join(rates)} ({self.shaper})"
+
+    def __repr__(self) -> str:
+        return f"<Layout {self.summary}>"
+
+
+def _short(rates: tuple[int, ...]) -> tuple[int, ...]:
+    return rates[:1] if len(set(rates)) == 1 else rates
+
+
+def _channel(name: str, index: int, text: str, hosts: int) -> Channel:
+    if not re.fullmatch("[a-z][a-z0-9_]{0,11}", name) or name in ("lo", "shm"):
+        raise InvalidInput(f"uplink {name!r}: a channel's name has up to 12 of a-z, 0-9 and _, and is not lo or shm")
+    try:
+        rates = tuple(parse_rate(part) for part in text.split(",", MAX_HOSTS))
+    except InvalidInput as error:
+        raise InvalidInput(f"uplink {name}: {error}") from None
+    if len(rates) not in (1, hosts):
+        raise InvalidInput(f"uplink {name}: has {len(rates)} rates; give one for all hosts, or one for each of {hosts}")
+    return Channel(name=name, index=index, bits_per_s=rates * hosts if len(rates) == 1 else rates)

@@ -1,0 +1,104 @@
+"""Labs seen from outside: which run on this machine, and what dead ones have left.
+
+A lab leaves no file. Its processes carry its name, `STRETTO_LAB=PID-START-N`, in their environment: the process that
+made it, when that process started (numbers are used again), and which of its labs it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LAB = "STRETTO_LAB"
+ABOUT = "STRETTO_LAB_ABOUT"
+ROLE = "STRETTO_LAB_ROLE"
+END_S = 5.0
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A lab, or what is left of one: keepers by the name of what they keep, and all its processes."""
+
+    name: str
+    pid: int
+    alive: bool
+    about: str
+    keepers: dict[str, int]
+    pids: tuple[int, ...]
+
+
+def new_name() -> str:
+    """The name of a lab that this process makes."""
+    pid = os.getpid()
+    return f"{pid}-{_started(pid)}-{next(_numbers)}"
+
+
+def running() -> list[Running]:
+    """All labs of which this user can see a process, in the order of their names."""
+    found: dict[str, list[tuple[int, dict[str, str]]]] = {}
+    for pid, environment in _members():
+        found.setdefault(environment[LAB], []).append((pid, environment))
+    labs = []
+    for name, members in sorted(found.items()):
+        pid, started, _ = (int(part) for part in name.split("-"))
+        keepers = {env[ROLE]: member for member, env in members if ROLE in env}
+        about = next((env[ABOUT] for _, env in members if ABOUT in env), "")
+        pids = tuple(member for member, _ in members)
+        labs.append(
+            Running(name=name, pid=pid, alive=_started(pid) == started, about=about, keepers=keepers, pids=pids)
+        )
+    return labs
+
+
+def clean(*, everything: bool = False) -> list[Running]:
+    """Kill what belongs to dead labs (or to all); returns what was found.
+
+    Namespaces, interfaces and shapers go with the last process.
+    """
+    doomed = [lab for lab in running() if everything or not lab.alive]
+    names = {lab.name for lab in doomed}
+    until = time.monotonic() + END_S
+    # Again and again, since a process may have had a child between being seen and being killed.
+    while left := [pid for pid, env in _members() if env[LAB] in names and pid != os.getpid()]:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > until:
+            break
+        time.sleep(0.02)
+    return doomed
+
+
+def _members() -> Iterator[tuple[int, dict[str, str]]]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            raw = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if LAB.encode() not in raw:
+            continue
+        pairs = (item.partition("=") for item in raw.decode(errors="replace").split("\0"))
+        environment = {key: value for key, _, value in pairs}
+        parts = environment.get(LAB, "").split("-")
+        if len(parts) == 3 and all(part.isdecimal() and len(part) < 20 for part in parts):
+            yield int(entry.name), environment
+
+
+def _started(pid: int) -> int:
+    """When a process started, in ticks since boot; -1 if there is none (a zombie has ended, too)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return -1
+    fields = stat.rpartition(")")[2].split()
+    return -1 if fields[0] == "Z" else int(fields[19])
