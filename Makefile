@@ -2,14 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := $(wildcard native/*.cpp native/*.h) CMakeLists.txt
+NATIVE := $(wildcard native/*.cpp native/*.h native/executor/*) CMakeLists.txt
 
-.PHONY: demo test setup system lint clean
+.PHONY: demo test test-gpu setup system lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   set up, then plan, verify, simulate and draw a collective end to end"
 	@echo "make test   set up, then ruff, mypy --strict, the import-direction check, pytest and doctests"
+	@echo "make test-gpu  the tests that need a GPU, with the PyTorch that is installed (PYTHON=...)"
 	@echo "make setup  only build the environment in $(VENV)"
 	@echo "make clean  remove what make built"
 
@@ -18,6 +19,10 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2
+
+# The environment of `make setup` has PyTorch for CPUs: this takes the Python that is given, with its own.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
 lint: setup
 	$(BIN)/ruff check src tests benchmarks examples
@@ -29,8 +34,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt $(NATIVE) | system
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	# First and alone: left to a later resolution, torch may come in another version with gigabytes of its own.
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt scikit-build-core nanobind
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,solvers,ray]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt scikit-build-core nanobind libucx-cu12
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,solvers,ray,runtime]'
 	@touch $@
 
 system:

@@ -35,8 +35,9 @@ class _Exchange:
         self.buffer = torch.empty(0)
 
     def start(self, rows: Tensor) -> None:
+        rows = rows.contiguous()  # gradients may come transposed, and gloo fills buffers in the order of memory
         self.buffer = torch.empty_like(rows)
-        self.work = dist.all_to_all_single(self.buffer, rows.contiguous(), async_op=True)
+        self.work = dist.all_to_all_single(self.buffer, rows, async_op=True)
 
     def finish(self) -> Tensor:
         self.work.wait()

@@ -1,0 +1,25 @@
+"""Train a small GPT with FSDP2: parameters in shards, gathered for each layer, gradients scattered.
+
+torchrun --nproc-per-node 4 examples/train_fsdp.py --backend stretto
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from models.gpt import GPT, Shape, distributed
+from train_loop import arguments, join, leave, train
+
+
+def main() -> None:
+    """The loss goes down; the time is what the backend makes of it."""
+    options = arguments(__doc__).parse_args()
+    join(options.backend)
+    model = GPT(Shape(width=options.width, batch=options.batch))
+    tokens = model.batch(torch.Generator().manual_seed(dist.get_rank()))
+    train(distributed(model, "fsdp"), lambda parallel: parallel(tokens), options.iterations)
+    leave(options.choices)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Train a small DLRM: embedding tables spread over the ranks (all-to-all), perceptrons copied to all (all-reduce).
+
+torchrun --nproc-per-node 4 examples/train_hybrid.py --backend stretto
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from models.dlrm import DLRM, Shape
+from torch import nn
+from torch.nn import functional
+from train_loop import arguments, join, leave, train
+
+
+def main() -> None:
+    """The loss goes down; the time is what the backend makes of it."""
+    options = arguments(__doc__).parse_args()
+    join(options.backend)
+    torch.manual_seed(dist.get_rank())
+    model = DLRM(Shape(hidden=2 * options.width, batch=options.batch))
+    dense, indices, clicks = model.batch(torch.Generator().manual_seed(dist.get_rank()))
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        return functional.binary_cross_entropy_with_logits(model(dense, indices), clicks)
+
+    train(model, loss_of, options.iterations)
+    leave(options.choices)
+
+
+if __name__ == "__main__":
+    main()

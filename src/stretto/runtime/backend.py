@@ -1,0 +1,375 @@
+"""The process group ``stretto``: every c10d call, run by the executor where it can and by the wrapped backend else.
+
+The dispatcher, functional collectives and FSDP ask a group for its C++ backend, so the wrapped one is registered on the
+group itself. What is delegated goes to a second, plain group around the same backend: the methods of this one's base
+class would come back here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ..errors import PeerLost, StrettoError
+from .backend_buffers import Call
+from .backend_engine import Engine, Job, missing
+from .backend_meet import Meeting, card, find_gone, meet
+from .backend_work import DelegatedWork, GroupWork, JoinedWork, Tensors
+from .record import LEDGER, current
+from .select import Selector, rules
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+BackendType = dist.ProcessGroup.BackendType
+CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+"""What gloo says when the other side is not there any more."""
+POINT_TO_POINT = "programs are for collectives, this is a message between two ranks"
+NOTICE_S = 1.0
+"""A socket closes a moment before its process is gone."""
+Base: Any = dist.ProcessGroup
+"""Its stubs list overloads that no override can match; here each method takes all of them."""
+
+
+def create(options: Any, _: object = None) -> StrettoGroup:
+    """What `torch.distributed` calls for a new group."""
+    return StrettoGroup(
+        store=options.store,
+        rank=options.group_rank,
+        size=options.group_size,
+        timeout=options.timeout,
+        name=options.group_id,
+        devices=options.global_ranks_in_group,
+    )
+
+
+class StrettoGroup(Base):  # type: ignore[misc]
+    """One communicator."""
+
+    def __init__(
+        self, *, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str, devices: Sequence[int]
+    ) -> None:
+        super().__init__(rank, size)
+        self.label = name
+        self._timeout = timeout
+        self._gathering: list[GroupWork] | None = None
+        self._wrapped = _wrapped_backends(store, rank, size, timeout)
+        self._plain = Base(store, rank, size)
+        for group in (self, self._plain):
+            for device, kind, backend in self._wrapped:
+                group._register_backend(device, kind if group is self._plain else _custom(kind), backend)
+        self._plain._set_default_backend(BackendType.GLOO)
+        self._set_default_backend(BackendType.CUSTOM)
+        found = rules()
+        shared = Job.current if devices else None
+        places = tuple(devices) or tuple(range(size))
+        meeting = Meeting(store, rank, size)
+        mine = card(rank, executor=missing(), rules=found.text, communicator=shared.next if shared else 0)
+        self.cards = meet(meeting, mine)
+        selector = Selector(places, [c.host for c in self.cards], cluster=found.cluster, table=found.table)
+        job = shared or Job.join(meeting, self.cards, places, timeout)
+        self.engine = Engine(rank, size, name, selector, job, max(c.communicator for c in self.cards))
+        self.engine.set_timeout(timeout)
+        job.enter(self.engine, owns=shared is None)
+        if not devices:
+            Job.current = job
+
+    # The collectives, in the order of torch.distributed's own page.
+
+    def broadcast(self, tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
+        """One rank's tensor to all."""
+        tensors = _listed(tensors)
+        if not isinstance(opts, c10d.BroadcastOptions):
+            opts = _with(c10d.BroadcastOptions(), more, rootRank=opts if opts is not None else more.get("root", 0))
+        call = Call.of("broadcast", tensors, root=opts.rootRank)
+        return self._run(call, "broadcast", (tensors, opts), tensors, opts)
+
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **more: Any) -> dist.Work:
+        """Everybody gets the sum (or another reduction) of all."""
+        tensors = _listed(tensors)
+        if not isinstance(opts, c10d.AllreduceOptions):
+            opts = _with(c10d.AllreduceOptions(), more, *rest, reduceOp=opts or more.get("op", dist.ReduceOp.SUM))
+        call = Call.of("all_reduce", tensors, reduce=opts.reduceOp)
+        return self._run(call, "allreduce", (tensors, opts), tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Several all-reduces at once."""
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        calls = [Call.of("all_reduce", [tensor], reduce=opts.reduceOp) for tensor in tensors]
+        return self._run_all(calls, "allreduce_coalesced", (tensors, opts), tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None, *rest: Any, **more: Any) -> dist.Work:
+        """One rank gets the reduction of all."""
+        tensors = _listed(tensors)
+        if not isinstance(opts, c10d.ReduceOptions):
+            root = opts if opts is not None else more.get("root", 0)
+            op = rest[0] if rest else more.get("op", dist.ReduceOp.SUM)
+            opts = _with(c10d.ReduceOptions(), more, *rest[1:], rootRank=root, reduceOp=op)
+        call = Call.of("reduce", tensors, reduce=opts.reduceOp, root=opts.rootRank)
+        return self._run(call, "reduce", (tensors, opts), tensors, opts)
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
+        """Everybody gets everybody's tensor, each into one of its own."""
+        outputs, inputs = _listed(output_tensors), _listed(input_tensors)
+        outputs = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
+        if not isinstance(opts, c10d.AllgatherOptions):
+            opts = _with(c10d.AllgatherOptions(), more)
+        call = Call.of("all_gather", inputs, outputs=outputs[0] if outputs else [])
+        return self._run(call, "allgather", (outputs, inputs, opts), _flat(outputs), opts)
+
+    def allgather_coalesced(self, output_lists: Any, input_list: Tensors, opts: Any = None) -> dist.Work:
+        """Several all-gathers at once."""
+        opts = opts or c10d.AllgatherOptions()
+        calls = [
+            Call.of("all_gather", [tensor], outputs=[row[at] for row in output_lists])
+            for at, tensor in enumerate(input_list)
+        ]
+        args = (output_lists, input_list, opts)
+        return self._run_all(calls, "allgather_coalesced", args, _flat(output_lists), opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Everybody gets everybody's tensor, in one."""
+        opts = opts or c10d.AllgatherOptions()
+        call = Call.of("all_gather", [input], outputs=[output])
+        return self._run(call, "all_gather_single", (output, input, opts), [output], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Several all-gathers at once."""
+        opts = opts or c10d.AllgatherOptions()
+        calls = [Call.of("all_gather", [i], outputs=[o]) for o, i in zip(outputs, inputs, strict=True)]
+        return self._run_all(calls, "all_gather_single_coalesced", (outputs, inputs, opts), outputs, opts)
+
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
+        """One rank gets everybody's tensor."""
+        outputs, inputs = _listed(output_tensors), _listed(input_tensors)
+        outputs = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
+        if not isinstance(opts, c10d.GatherOptions):
+            opts = _with(c10d.GatherOptions(), more, rootRank=opts if opts is not None else more.get("root", 0))
+        call = Call.of("gather", inputs, outputs=outputs[0] if outputs else [], root=opts.rootRank)
+        return self._run(call, "gather", (outputs, inputs, opts), _flat(outputs), opts)
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
+        """Everybody gets one of one rank's tensors."""
+        outputs, inputs = _listed(output_tensors), _listed(input_tensors)
+        inputs = [inputs] if inputs and isinstance(inputs[0], torch.Tensor) else inputs
+        if not isinstance(opts, c10d.ScatterOptions):
+            opts = _with(c10d.ScatterOptions(), more, rootRank=opts if opts is not None else more.get("root", 0))
+        call = Call.of("scatter", inputs[0] if inputs else [], outputs=outputs, root=opts.rootRank)
+        return self._run(call, "scatter", (outputs, inputs, opts), outputs, opts)
+
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
+        """Everybody gets its own shard of the reduction, from a list of shards."""
+        outputs, inputs = _listed(output_tensors), _listed(input_tensors)
+        inputs = [inputs] if inputs and isinstance(inputs[0], torch.Tensor) else inputs
+        if not isinstance(opts, c10d.ReduceScatterOptions):
+            op = opts or more.get("op", dist.ReduceOp.SUM)
+            opts = _with(c10d.ReduceScatterOptions(), more, reduceOp=op)
+        call = Call.of("reduce_scatter", inputs[0] if inputs else [], outputs=outputs, reduce=opts.reduceOp)
+        return self._run(call, "reduce_scatter", (outputs, inputs, opts), outputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Everybody gets its own shard of the reduction."""
+        opts = opts or c10d.ReduceScatterOptions()
+        call = Call.of("reduce_scatter", [input], outputs=[output], reduce=opts.reduceOp)
+        return self._run(call, "reduce_scatter_single", (output, input, opts), [output], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Several reduce-scatters at once."""
+        opts = opts or c10d.ReduceScatterOptions()
+        calls = [
+            Call.of("reduce_scatter", [i], outputs=[o], reduce=opts.reduceOp)
+            for o, i in zip(outputs, inputs, strict=True)
+        ]
+        return self._run_all(calls, "reduce_scatter_single_coalesced", (outputs, inputs, opts), outputs, opts)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any = (), input_splits: Any = (),
+        opts: Any = None, **more: Any,
+    ) -> dist.Work:  # fmt: skip
+        """Everybody sends a piece of a tensor to everybody; without splits all pieces are equal."""
+        opts = opts or _with(c10d.AllToAllOptions(), more)
+        splits = (list(output_splits), list(input_splits))
+        call = Call.of("all_to_all", [input], outputs=[output], uneven=bool(splits[0] or splits[1]))
+        return self._run(call, "all_to_all_single", (output, input, *splits, opts), [output], opts)
+
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Everybody sends a tensor to everybody."""
+        opts = opts or c10d.AllToAllOptions()
+        # Only this rank's sizes are known here, and those of other pairs of ranks may differ.
+        call = Call.of("all_to_all", input_tensors, outputs=output_tensors, uneven=True)
+        return self._run(call, "alltoall", (output_tensors, input_tensors, opts), output_tensors, opts)
+
+    def barrier(self, opts: Any = None, **more: Any) -> dist.Work:
+        """Nobody leaves before all have come."""
+        opts = opts or _with(c10d.BarrierOptions(), more)
+        call = Call.barrier(opts.device if opts.device is not None else CPU)
+        return self._run(call, "barrier", (opts,), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names who is missing."""
+        self._plain.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+
+    # Point to point.
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
+        """To one rank."""
+        args = (tensors, dst, tag)
+        return self._delegate(Call.of("send", tensors), "send", args, tensors, why=POINT_TO_POINT, peer=dst)
+
+    def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
+        """From one rank."""
+        args = (tensors, src, tag)
+        return self._delegate(Call.of("recv", tensors), "recv", args, tensors, why=POINT_TO_POINT, peer=src)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
+        """From whoever sends."""
+        return self._delegate(Call.of("recv", tensors), "recv_anysource", (tensors, tag), tensors, why=POINT_TO_POINT)
+
+    # Names that PyTorch has given up, but still calls from older code.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # What is not a collective.
+
+    def name(self) -> str:
+        """The backend's name."""
+        return "stretto"
+
+    getBackendName = name
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a call may take from now on."""
+        self._timeout = timeout
+        self.engine.set_timeout(timeout)
+        for _, _, backend in self._wrapped:
+            backend._set_default_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """End what runs."""
+        self.engine.close()
+        for _, _, backend in self._wrapped:
+            backend.shutdown()
+
+    def abort(self) -> None:
+        """End what runs, now."""
+        self.engine.close()
+        for _, _, backend in self._wrapped:
+            backend.abort()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            self._plain._start_coalescing(device)
+        else:
+            self._gathering = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type != "cpu":
+            ended: dist.Work = self._plain._end_coalescing(device)
+            return ended
+        works, self._gathering = self._gathering or [], None
+        return JoinedWork(works)
+
+    def _run(self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
+        """On the executor, or else on the wrapped backend."""
+        work = self.engine.start(call, tensors, opts, alone=self._gathering is None)
+        if isinstance(work, str):
+            return self._delegate(call, method, args, tensors, why=work)
+        return self._gathered(work)
+
+    def _run_all(self, calls: list[Call], method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
+        """All on the executor, or all on the wrapped backend: other ranks decide the same only as a whole."""
+        why = next((reason for call in calls if (reason := self.engine.refusal(call))), "")
+        if why or not calls:
+            whole = calls[0].joined(calls) if calls else Call.of(method, [])
+            return self._delegate(whole, method, args, tensors, why=why or "nothing to do")
+        works: list[GroupWork] = []
+        for call in calls:
+            work = self.engine.start(call, call.outputs, opts, alone=False)
+            if isinstance(work, str):
+                raise StrettoError(f"{call.op}: {work}")
+            works.append(work)
+        return self._gathered(JoinedWork(works, tensors))
+
+    def _delegate(
+        self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, *, why: str, peer: int | None = None
+    ) -> dist.Work:
+        backend = "gloo" if call.device.type == "cpu" else "nccl"
+        choice = call.choice(self.label, backend=backend, why=why, nbytes=call.nbytes)
+        # That there is no executor is said once, not for every op.
+        said = "every collective" if why == self.engine.missing_why else call.op
+        LEDGER.add(choice, said, loud=self.rank() == 0)
+        try:
+            inner: dist.Work = getattr(self._plain, method)(*args)
+        except RuntimeError as error:
+            raise self._explain(error, peer) from error
+        if backend != "gloo":
+            # A GPU's stream waits for it, not this thread.
+            return inner
+        recording = current()
+        ended = recording.start(f"{call.op} ({backend})", self.label, call.nbytes) if recording else None
+        return self._gathered(DelegatedWork(inner, tensors, lambda error: self._explain(error, peer), ended))
+
+    def _gathered(self, work: GroupWork) -> GroupWork:
+        if self._gathering is not None:
+            self._gathering.append(work)
+        return work
+
+    def _explain(self, error: Exception, peer: int | None = None) -> Exception:
+        """What the wrapped backend says, with the name of the rank that is gone where that is known."""
+        text = next((sign for sign in CUT_OFF if sign in str(error)), "")
+        if not isinstance(error, RuntimeError) or not text:
+            return error
+        lost = find_gone(self.cards, NOTICE_S)
+        if not lost and peer is not None:
+            lost = [peer]
+        if not lost:
+            return error
+        names = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
+        found = PeerLost(f"{names} gone (in group {self.label}): {text}")
+        found.__cause__ = error
+        return found
+
+
+def _wrapped_backends(
+    store: c10d.Store, rank: int, size: int, timeout: timedelta
+) -> list[tuple[torch.device, BackendType, Any]]:
+    gloo = dist.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    found: list[tuple[torch.device, BackendType, Any]] = [(CPU, BackendType.GLOO, gloo)]
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(c10d.PrefixStore("nccl/", store), rank, size, options)
+        nccl._set_sequence_number_for_group()
+        found.append((CUDA, BackendType.NCCL, nccl))
+    return found
+
+
+def _custom(kind: BackendType) -> BackendType:
+    """On our own group the CPU's backend is the default one, which must be of this type; a type is one backend."""
+    return BackendType.CUSTOM if kind == BackendType.GLOO else kind
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _flat(rows: Sequence[Tensors]) -> Tensors:
+    return [tensor for row in rows for tensor in row]
+
+
+def _with(options: Any, more: dict[str, Any], *rest: Any, **fields: Any) -> Any:
+    """The options of an overload that takes its arguments one by one."""
+    timeout = rest[0] if rest else more.get("timeout")
+    if timeout is not None:
+        fields["timeout"] = timeout
+    for key, value in fields.items():
+        setattr(options, key, value)
+    return options

@@ -1,0 +1,131 @@
+"""How the ranks of a new process group meet: each puts a card into the group's store and reads everybody's."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from ..errors import PlanMismatch
+from .executor_join import host_key
+
+MAX_BYTES = 1 << 24
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that is used here."""
+
+    def set(self, key: str, value: str) -> None:
+        """Put a value."""
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value."""
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter and return it."""
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank tells the others about itself."""
+
+    rank: int
+    host: str
+    pid: int
+    space: str
+    """Where `pid` means something."""
+    executor: str
+    """Why this rank has no executor; empty when it has one."""
+    rules: str
+    """What decides which program runs, as text that must be the same everywhere."""
+    token: str
+    """A secret; rank 0's is the job's."""
+    communicator: int
+    """The least number that no group of this rank has."""
+
+
+def card(rank: int, *, executor: str, rules: str, communicator: int) -> Card:
+    """This process's own."""
+    return Card(
+        rank=rank, host=host_key(), pid=os.getpid(), space=_space(), executor=executor, rules=rules,
+        token=secrets.token_hex(16), communicator=communicator,
+    )  # fmt: skip
+
+
+class Meeting:
+    """An all-gather of bytes among the ranks of a group, by its store."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        # A group that is made again finds its old keys in the store.
+        self._times = store.add(f"stretto/times/{rank}", 1)
+        self._rounds = 0
+
+    def exchange(self, mine: bytes) -> list[bytes]:
+        """Everybody's bytes, by rank."""
+        self._rounds += 1
+        where = f"stretto/{self._times}/{self._rounds}"
+        self.store.set(f"{where}/{self.rank}", base64.b64encode(mine).decode())
+        return [self._take(f"{where}/{rank}", rank) for rank in range(self.size)]
+
+    def _take(self, key: str, rank: int) -> bytes:
+        text = self.store.get(key)
+        if len(text) > MAX_BYTES:
+            raise PlanMismatch(f"rank {rank}: what it put into the store is too long")
+        try:
+            return base64.b64decode(text, validate=True)
+        except binascii.Error:
+            raise PlanMismatch(f"rank {rank}: what it put into the store cannot be read: another Stretto?") from None
+
+
+def meet(meeting: Meeting, mine: Card) -> list[Card]:
+    """Everybody's card, by rank. Raises `PlanMismatch` where two ranks would not choose the same programs."""
+    cards = [_read(text, rank) for rank, text in enumerate(meeting.exchange(msgspec.json.encode(mine)))]
+    for other in cards:
+        if other.rules != cards[0].rules:
+            raise PlanMismatch(
+                f"rank {other.rank} would choose programs by {other.rules!r}, rank 0 by {cards[0].rules!r}: "
+                "give all ranks the same Stretto, STRETTO_CLUSTER and STRETTO_TABLE"
+            )
+    return cards
+
+
+def _read(text: bytes, rank: int) -> Card:
+    try:
+        return msgspec.json.decode(text, type=Card)
+    except msgspec.MsgspecError as error:
+        raise PlanMismatch(f"rank {rank}: its card in the store cannot be read ({error}): another Stretto?") from None
+
+
+def _space() -> str:
+    with contextlib.suppress(OSError):
+        return f"{host_key()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def find_gone(cards: list[Card], patience_s: float) -> list[int]:
+    """The ranks on this host whose processes have ended; asks again for a while when none has."""
+    here = _space()
+    deadline = time.monotonic() + patience_s
+    while True:
+        found = [card.rank for card in cards if card.space == here and not _alive(card.pid)]
+        if found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    # A zombie has ended; only its parent has not looked yet. The name before it may hold anything, also brackets.
+    return text.rpartition(")")[2].split()[0] not in ("Z", "X")

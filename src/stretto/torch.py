@@ -1,0 +1,51 @@
+"""Stretto as a backend of `torch.distributed`; importing this registers it.
+
+::
+
+    import stretto.torch
+    torch.distributed.init_process_group("stretto")
+
+`choices` says which program ran for which calls, and why no other did; `record` gives a measured `Timeline`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from .errors import InvalidInput
+
+try:
+    import torch.distributed as _dist
+except ImportError:
+    raise InvalidInput("stretto.torch needs PyTorch: pip install 'stretto[torch]'") from None
+
+from .runtime.backend import StrettoGroup, create
+from .runtime.record import LEDGER, Choice, Recording
+from .runtime.record import record as _record
+
+__all__ = ["Choice", "Recording", "StrettoGroup", "choices", "last_choice", "record"]
+
+if "STRETTO" not in _dist.Backend._plugins:
+    _dist.Backend.register_backend("stretto", create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def last_choice() -> Choice | None:
+    """What was chosen for the latest call of this process; None before the first."""
+    return LEDGER.last()
+
+
+def choices() -> list[Choice]:
+    """What was chosen for every kind of call so far, oldest first."""
+    return LEDGER.all()
+
+
+def record() -> AbstractContextManager[Recording]:
+    """Note when every call inside the block ran on this rank; then read ``timeline``.
+
+    ::
+
+        with stretto.torch.record() as recording:
+            train_step()
+        stretto.report.write_perfetto(recording.timeline, "step.pftrace")
+    """
+    return _record(_dist.get_rank)

@@ -1,0 +1,177 @@
+"""Jobs that go wrong: what the survivors are told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from capture_scenarios import _start
+from torch.nn.parallel import DistributedDataParallel
+
+import stretto.torch
+from stretto import StrettoError
+from stretto.runtime.executor import load_native
+
+RANKS = 3
+
+
+def told(call: Callable[[], object]) -> list[Any]:
+    """The error of a call, its text, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error), time.monotonic() - begin]
+    return ["fine", "", time.monotonic() - begin]
+
+
+def killed() -> Any:
+    """Rank 2 dies while the others reduce with it again and again."""
+    if dist.get_rank() == 2:
+        dist.all_reduce(torch.ones(1000))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def reduce() -> None:
+        for _ in range(10_000):
+            dist.all_reduce(torch.ones(1000))
+
+    return told(reduce)
+
+
+def killed_while_sending() -> Any:
+    """Rank 2 dies where rank 1 waits for a message of it."""
+    if dist.get_rank() == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(lambda: dist.recv(torch.ones(10), 2))
+
+
+def killed_before_a_future() -> Any:
+    """Rank 2 dies; the others hold futures."""
+    dist.barrier()
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(torch.ones(100_000), async_op=True)
+    assert work is not None
+    return told(work.get_future().wait)
+
+
+def waits_that_time_out() -> Any:
+    """A wait with a timeout for what has not come, then for good."""
+    rank = dist.get_rank()
+    if rank == 0:
+        time.sleep(1.0)
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    assert work is not None
+    first = told(lambda: work.wait(timedelta(milliseconds=100))) if rank else ["fine", "", 0.0]
+    return [*first, told(work.wait)[0]]
+
+
+def other_sizes() -> Any:
+    """Rank 1 brings fewer elements."""
+    return told(lambda: dist.all_reduce(torch.ones(100 if dist.get_rank() == 1 else 1000)))
+
+
+def other_order() -> Any:
+    """Rank 1 broadcasts where the others reduce."""
+    tensor = torch.ones(1000)
+    return told(lambda: dist.broadcast(tensor, 0) if dist.get_rank() == 1 else dist.all_reduce(tensor))
+
+
+def other_reduction() -> Any:
+    """Rank 1 takes the maximum where the others sum up."""
+    op = dist.ReduceOp.MAX if dist.get_rank() == 1 else dist.ReduceOp.SUM
+    return told(lambda: dist.all_reduce(torch.ones(1000), op))
+
+
+def killed_in_ddp() -> Any:
+    """Rank 2 dies before the others' backward pass, whose sums DDP waits for in C++."""
+    model = DistributedDataParallel(torch.nn.Linear(300, 300))
+    loss = model(torch.ones(4, 300)).square().mean()
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(loss.backward)
+
+
+SCENARIOS = [
+    killed, killed_while_sending, killed_before_a_future, killed_in_ddp, waits_that_time_out, other_sizes, other_order,
+    other_reduction,
+]  # fmt: skip
+
+
+def main() -> None:
+    """Each scenario with processes of its own."""
+    folder = Path(sys.argv[1])
+    for scenario in SCENARIOS:
+        name = scenario.__name__
+
+        def rank_main(rank: int, name: str = name, scenario: Callable[[], Any] = scenario) -> None:
+            store = f"file://{folder}/store-{name}"
+            dist.init_process_group("stretto", init_method=store, rank=rank, world_size=RANKS)
+            (folder / f"{name}-{rank}").write_text(json.dumps(scenario()))
+            os._exit(0)
+
+        _run(rank_main)
+
+    def without_executor(rank: int) -> None:
+        def unavailable() -> None:
+            raise StrettoError("the executor is not available")
+
+        logging.basicConfig(filename=folder / f"without_executor.log-{rank}", level=logging.INFO)
+        native = unavailable if rank == 1 else load_native
+        with mock.patch("stretto.runtime.backend_engine.load_native", native):
+            dist.init_process_group(
+                "stretto", init_method=f"file://{folder}/store-without", rank=rank, world_size=RANKS
+            )
+            tensor = torch.ones(10)
+            dist.all_reduce(tensor)
+            dist.broadcast(tensor, 0)
+        last = stretto.torch.last_choice()
+        assert last is not None
+        said = (folder / f"without_executor.log-{rank}").read_text().count("goes to gloo")
+        outcome = [last.backend, last.why, float(tensor[0]), said]
+        (folder / f"without_executor-{rank}").write_text(json.dumps(outcome))
+        dist.destroy_process_group()
+        os._exit(0)
+
+    _run(without_executor)
+
+    def differing(rank: int) -> None:
+        os.environ["STRETTO_CLUSTER"] = "ring:4" if rank == 2 else "ring:3"
+        store = f"file://{folder}/store-rules"
+
+        def join() -> None:
+            dist.init_process_group("stretto", init_method=store, rank=rank, world_size=RANKS)
+
+        (folder / f"other_rules-{rank}").write_text(json.dumps(told(join)))
+        os._exit(0)
+
+    _run(differing)
+    names = [scenario.__name__ for scenario in SCENARIOS] + ["other_rules", "without_executor"]
+    for rank in range(RANKS):
+        found = {name: _read(folder / f"{name}-{rank}") for name in names}
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _run(rank_main: Callable[[int], None]) -> None:
+    for _ in [_start(rank, rank_main) for rank in range(RANKS)]:
+        os.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Jobs that go wrong on the process group `stretto`: errors that name the rank, and no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Outcomes = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    script = Path(__file__).with_name("backend_faults_job.py")
+    return job(script, tmp_path_factory.mktemp("faults"), ranks=3)
+
+
+@pytest.mark.parametrize("scenario", ["killed", "killed_while_sending"])
+def test_survivors_of_a_killed_rank_are_told_its_number(outcomes: Outcomes, scenario: str) -> None:
+    first, second, dead = outcomes[scenario]
+    assert dead is None
+    for kind, text, _ in (first, second):
+        assert kind == "PeerLost"
+        assert text.startswith("rank") and "2" in text.partition("gone")[0]
+
+
+@pytest.mark.parametrize("scenario", ["killed_before_a_future", "killed_in_ddp"])
+def test_who_waits_in_cpp_gets_an_error_that_names_the_rank(outcomes: Outcomes, scenario: str) -> None:
+    for kind, text, _ in outcomes[scenario][:2]:
+        assert kind == "RuntimeError"
+        assert "PeerLost: rank 2 is gone" in text
+
+
+def test_a_wait_that_times_out_can_be_repeated(outcomes: Outcomes) -> None:
+    for kind, _, _, then in outcomes["waits_that_time_out"][1:]:
+        assert (kind, then) == ("TimeoutError", "fine")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ("other_sizes", ("all_reduce (sum) of 100 x float32", "all_reduce (sum) of 1000 x float32")),
+        ("other_order", ("all_reduce (sum) of 1000 x float32", "broadcast")),
+        ("other_reduction", ("all_reduce (sum)", "all_reduce (max)")),
+    ],
+)
+def test_ranks_that_do_not_do_the_same_are_told_who_does_what(
+    outcomes: Outcomes, scenario: str, words: tuple[str, str]
+) -> None:
+    for kind, text, _ in outcomes[scenario]:
+        assert kind == "Mismatched"
+        assert "rank 1 runs" in text
+        assert all(word in text for word in words)
+
+
+def test_ranks_that_would_choose_by_different_rules_do_not_start(outcomes: Outcomes) -> None:
+    for kind, text, _ in outcomes["other_rules"]:
+        assert kind == "PlanMismatch"
+        assert "rank 2" in text and "ring:4" in text and "STRETTO_CLUSTER" in text
+
+
+def test_when_one_rank_has_no_executor_all_delegate_and_say_so_once(outcomes: Outcomes) -> None:
+    for backend, why, total, said in outcomes["without_executor"]:
+        assert backend == "gloo"
+        assert why == "rank 1 has no executor: the executor is not available"
+        assert total == 3.0
+        assert said == 1
