@@ -56,7 +56,7 @@ def test_everything_is_written_and_said(good: Run, step: str, tmp_path: Path) ->
     assert f"hash {made.hash}" in text
     assert "bytescheduler+ above" in files["html"].read_text()
     assert b"before (bytescheduler+), rank 0" in files["pftrace"].read_bytes()
-    assert "comm-ops cannot be told to NCCL" in text
+    assert "cannot be told to NCCL are comments" in text
     assert len(read_tuner_csv(files["csv"])) <= 1
 
 
@@ -80,9 +80,36 @@ def test_measured_costs_are_used_and_said(good: Run, step: str, tmp_path: Path) 
     text = good("plan", "-w", step, *QUICK, "--costs", str(table), "-o", str(tmp_path / "p.json"))
     made = Plan.load(tmp_path / "p.json")
     assert "measured" in made.costs
-    assert made.costs in text
+    assert " motifs measured (measured.csv)" in made.costs
+    assert made.costs in " ".join(text.split())
     assert made.op("gradients").motifs[0].algorithm == "nccl"
     assert made.retimed_us == pytest.approx(made.iteration_us, rel=0.05)
+
+
+def test_what_a_text_does_not_say_is_said_beside_it(good: Run, bad: Run, step: str, tmp_path: Path) -> None:
+    table = tmp_path / "all,reduce.txt"
+    table.write_text("# size count type redop root time algbw busbw #wrong\n16000000 1 float sum -1 150 1 1 0\n")
+    assert f"--costs {table.name},collective=all_reduce" in bad("plan", "-w", step, *QUICK, "--costs", str(table))
+    table = table.rename(tmp_path / "ar.txt")
+    given = f"{table},collective=all_reduce,nranks=8,algorithm=ring"
+    good("plan", "-w", step, *QUICK, "--costs", given, "-o", str(tmp_path / "p.json"))
+    assert "motifs measured (ar.txt)" in Plan.load(tmp_path / "p.json").costs
+    for wrong, message in (
+        ("ranks=8", "unknown key in --costs 'ranks'; choose from: collective, nranks"),
+        ("nranks", "--costs: nranks: give it a value, as in nranks=8"),
+        ("nranks=many", "--costs: nranks: must be a number, not 'many'"),
+        ("collective=all", "unknown collective 'all'"),
+        ("collective=all_reduce,nranks=8,channels=xgmi", "unknown channel in"),
+    ):
+        assert message in bad("plan", "-w", step, *QUICK, "--costs", f"{table},{wrong}")
+
+
+def test_a_table_that_fits_nothing_is_warned_about(good: Run, step: str, tmp_path: Path) -> None:
+    table = tmp_path / "other.csv"
+    table.write_text("collective,algorithm,channels,nranks,nbytes,time_us\nall_reduce,ring,nvlink,7,1000,5\n")
+    text = " ".join(good("plan", "-w", step, *QUICK, "--costs", str(table)).split())
+    assert "warning: no measurement of other.csv fits any motif of this step" in text
+    assert "motifs measured (other.csv)" in text
 
 
 def test_a_plan_is_shown(good: Run, plan: str) -> None:

@@ -129,13 +129,38 @@ def test_rings_run_on_every_rail_that_a_device_can_feed() -> None:
 
 
 def test_a_chain_in_pieces_overlaps_all_hops_but_the_slowest_where_links_are_shared_fairly() -> None:
-    # 14 hops of 150 GB/s inside the hosts and one of 12.5 between them: in 8 pieces, which follow one another on each
+    # One hop of 12.5 GB/s between the hosts and 7 of 150 inside: in 8 pieces, which follow one another on each
     # connection, the fast hops cost one piece each instead of the whole.
     costs = SimulatedCosts(HGX2)
-    whole, pieces = (costs.cost(motion("broadcast"), 64 * MB, name, exact=True) for name in ("chain:1", "chain"))
-    assert costs.program(motion("broadcast"), 64 * MB, "chain").num_transfers == 15 * 8
+    line = Motion(kind="broadcast", groups=((0, *range(8, 16)),), channels=FAST)
+    whole, pieces = (costs.cost(line, 64 * MB, name, exact=True) for name in ("chain:1", "chain"))
+    assert costs.program(line, 64 * MB, "chain").num_transfers == 8 * 8
     assert pieces.source.endswith("fair")
-    assert whole.us - pieces.us == pytest.approx(14 * (1 - 1 / 8) * 64e3 / 150)
+    assert whole.us - pieces.us == pytest.approx(7 * (1 - 1 / 8) * 64e3 / 150)
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "reduce"])
+def test_chains_leave_a_host_through_all_of_its_nics(kind: str) -> None:
+    costs = SimulatedCosts(HGX2)
+    chains = costs.program(motion(kind), MB, "chain")
+    assert chains.num_transfers == 8 * 15 * 8
+    assert chains.num_lanes == 8
+    assert chains.collective.kind == kind
+    ends = (chains.src, chains.dst) if kind == "broadcast" else (chains.dst, chains.src)
+    across = [(a, b) for a, b in zip(*(end.tolist() for end in ends), strict=True) if a < 8 <= b]
+    assert {a for a, _ in across} == set(range(8))
+    # 8 NICs of 12.5 GB/s: at least 10 ms for 1 GB, where one NIC alone takes 80.
+    assert 10_000 < costs.cost(motion(kind), 1000 * MB, "chain:64", exact=True).us < 11_500
+
+
+def test_the_bound_of_the_busiest_link_is_below_every_cost() -> None:
+    costs = SimulatedCosts(HGX2)
+    for kind in ("all_reduce", "broadcast", "all_to_all"):
+        for channels in (FAST, SLOW):
+            for name in library(Ask(kind=kind, group=tuple(range(16)))):
+                for size in (100.0, 3 * MB, 70 * MB):
+                    least = costs.at_least_us(motion(kind, channels), size, name)
+                    assert 0 < least <= costs.cost(motion(kind, channels), size, name).us * (1 + 1e-9)
 
 
 def test_programs_side_by_side_verify_and_contend() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from stretto import Cluster
 from stretto.errors import Infeasible, InvalidInput
-from stretto.planner.costs import Motion, SimulatedCosts
+from stretto.planner.channels import bindings_for
+from stretto.planner.costs import LAUNCH_US, Motion, SimulatedCosts, launch_us
 from stretto.planner.measured import LayeredCosts, MeasuredCosts, Measurement, read_measurements
 from stretto.units import KB, MB
 
@@ -85,9 +86,29 @@ def test_what_was_not_measured_is_simulated_and_each_cost_says_which(tmp_path: P
     costs = LayeredCosts(MeasuredCosts(HGX2, read_measurements(saved(tmp_path, CSV))), SimulatedCosts(HGX2))
     assert costs.cost(motion(), MB, "ring").source.startswith("measured: table.csv")
     assert costs.cost(motion(), MB, "halving_doubling").source.startswith("simulated: halving_doubling")
-    names = costs.algorithms(motion("all_to_all", ("pcie", "ethernet")), MB)
-    assert names[0] == "ucc"
-    assert "direct" in names
+    assert "direct" in costs.algorithms(motion("all_to_all"), MB)
+
+
+def test_beside_a_measured_algorithm_no_simulated_one_is_offered(tmp_path: Path) -> None:
+    costs = LayeredCosts(MeasuredCosts(HGX2, read_measurements(saved(tmp_path, CSV))), SimulatedCosts(HGX2))
+    assert costs.algorithms(motion("all_to_all", ("pcie", "ethernet")), MB) == ["ucc"]
+    assert costs.algorithms(motion(), MB) == ["ring"]
+    assert costs.files == ("table.csv",)
+    assert costs.at_least_us(motion(), MB, "ring") == 0
+    assert costs.at_least_us(motion("all_to_all"), MB, "direct") > 0
+
+
+def test_a_measured_time_holds_the_launch_and_a_simulated_one_does_not(tmp_path: Path) -> None:
+    costs = LayeredCosts(MeasuredCosts(HGX2, read_measurements(saved(tmp_path, CSV))), SimulatedCosts(HGX2))
+    usual = bindings_for(HGX2, EVERYONE)[0]
+    assert launch_us(usual, costs.cost(motion(), MB, "ring")) == 0
+    assert launch_us(usual, costs.cost(motion("all_to_all"), MB, "direct")) == LAUNCH_US
+
+
+def test_measurements_of_one_size_do_not_stand_for_groups_of_others(tmp_path: Path) -> None:
+    costs = MeasuredCosts(HGX2, read_measurements(saved(tmp_path, CSV)))
+    uneven = Motion(kind="all_gather", groups=(tuple(range(8)), tuple(range(8, 12))), channels=("nvlink",))
+    assert costs.algorithms(uneven, MB) == []
 
 
 def test_nccl_tests_output_is_read_by_its_own_header(tmp_path: Path) -> None:
@@ -110,9 +131,9 @@ def test_nccl_tests_output_without_redop_and_root_in_its_rows_is_read_too(tmp_pa
 def test_what_a_text_leaves_open_can_be_given(tmp_path: Path) -> None:
     bare = "\n".join(line for line in NCCL_TESTS.splitlines() if "Collective" not in line and "Rank" not in line)
     path = saved(tmp_path, bare, "bare.txt")
-    with pytest.raises(InvalidInput, match=r"bare.txt: collective: the text does not say which"):
+    with pytest.raises(InvalidInput, match=r"bare.txt: collective: .* --costs bare.txt,collective=all_reduce"):
         read_measurements(path)
-    with pytest.raises(InvalidInput, match=r"bare.txt: nranks: names 0 ranks"):
+    with pytest.raises(InvalidInput, match=r"bare.txt: nranks: names 0 ranks.* --costs bare.txt,nranks=8"):
         read_measurements(path, collective="all_gather")
     rows = read_measurements(path, collective="all_gather", nranks=8)
     assert {(r.collective, r.nranks) for r in rows} == {("all_gather", 8)}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stretto import Cluster
 from stretto.errors import InvalidInput
 from stretto.planner.costs import CPU_LAUNCH_US, LAUNCH_US, SimulatedCosts, simulated_costs
 from stretto.planner.lowering import check
-from stretto.planner.motif import motif_of
+from stretto.planner.measured import LayeredCosts, MeasuredCosts, Measurement
+from stretto.planner.motif import Expr, Motif, motif_of, seq
 from stretto.planner.notation_read import parse
-from stretto.planner.options import options, problem
-from stretto.planner.problem import Option
+from stretto.planner.options import STOCK_ALGORITHMS, options, problem
+from stretto.planner.problem import Option, Task
+from stretto.planner.rewrites import rewrites
+from stretto.planner.rules import rule, unregister
+from stretto.planner.schedule import Scheduler
 from stretto.workload import Dep, Op, Workload
 
 HGX2 = Cluster.preset("hgx2", nodes=2)
@@ -157,3 +163,169 @@ def test_a_cluster_of_one_channel_has_options_too() -> None:
     found = problem(work, Cluster.preset("dgx2")).options["a"]
     assert {task.channels for option in found for task in option.tasks} == {("nvlink",)}
     assert {len(option.tasks) for option in found} >= {1, 2, 4, 8, 16}
+
+
+UNEVEN = [
+    ("all_reduce", ((0, 1), (2, 3, 4, 5)), 0),
+    ("all_reduce", (tuple(range(8)), (8, 9)), 0),
+    ("all_reduce", ((0, 1, 2, 8, 9, 10), (3, 4, 11, 12)), 0),
+    ("all_reduce", ((0, 1, 2, 8, 9), (3, 11)), 0),
+    ("all_gather", ((0, 8), (1, 2, 9, 10), (3, 4, 5)), 0),
+    ("all_to_all", ((0, 1), (2, 3, 4, 5)), 0),
+    ("broadcast", ((0, 1, 8), (2, 3, 4, 10, 11)), 1),
+    ("reduce", ((0, 1, 2), (3, 4, 5, 6)), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "groups", "root"), UNEVEN)
+@pytest.mark.parametrize("turned", [False, True])
+def test_groups_of_different_sizes_keep_all_their_ranks(kind: str, groups: Groups, root: int, turned: bool) -> None:
+    groups = groups[::-1] if turned else groups
+    op = Op(name="op", kind=kind, nbytes=4800.0, groups=groups, root=root)
+    ranks = sorted(rank for group in groups for rank in group)
+    for rewrite in rewrites(op, groups, HGX2):
+        assert len(rewrite.exprs) == len({len(group) for group in groups})
+        for expr in rewrite.exprs:
+            whole = next(g for g in groups if set(g) == {rank for leaf in expr.leaves for rank in leaf.ranks})
+            check(expr, motif_of(kind, whole, 4800.0, root))
+        if not rewrite.steps or (rewrite.steps[0].startswith("segment") and len(rewrite.steps) == 1):
+            assert all(sorted(rank for g in stage.groups for rank in g) == ranks for stage in rewrite.stages)
+        assert {rank for stage in rewrite.stages for g in stage.groups for rank in g} == set(ranks)
+    found = made(kind, 4800.0, groups, root)
+    assert found[0].tasks[0].motion is not None
+    assert sorted(map(len, found[0].tasks[0].motion.groups)) == sorted(map(len, groups))
+    assert {len(option.tasks) for option in found} >= {1, 2, 4, 8, 16}
+    parse(found[-1].expression)
+
+
+def test_the_cost_of_uneven_groups_is_that_of_the_slower_one() -> None:
+    small, large = (0, 1), (2, 3, 4, 5)
+    both = [made("all_reduce", groups=groups)[0].total_us for groups in ((small, large), (large, small))]
+    alone = [made("all_reduce", groups=(group,))[0].total_us for group in (small, large)]
+    assert both[0] == both[1] == pytest.approx(max(alone))
+
+
+def test_a_pattern_that_one_of_the_groups_cannot_take_is_left_out() -> None:
+    steps = {option.rules for option in made("all_reduce", groups=(tuple(range(8)), (8, 9)))}
+    assert ("ring",) in steps
+    assert not any(step.startswith("tree") for rules in steps for step in rules)
+
+
+def task(channel: str, us: float, *after: int) -> Task:
+    return Task(motif="m", algorithm="a", channels=(channel,), duration_us=us, after=after)
+
+
+def test_the_time_alone_is_that_of_a_pipeline_not_of_the_order_tasks_are_written_in() -> None:
+    # Two segments of x -> y -> x: written one after the other, the second could only start when the first is done.
+    tasks = tuple(task(c, us, *after) for s in (0, 3) for c, us, after in (
+        ("x", 1.0, ()), ("y", 2.0, (s,)), ("x", 1.0, (s + 1,)),
+    ))  # fmt: skip
+    assert Option(name="o", expression="", tasks=tasks).total_us == 6.0
+    assert Option(name="o", expression="", tasks=(task("x", 3.0), task("x", 4.0))).total_us == 7.0
+    assert Option(name="o", expression="", tasks=(task("x", 3.0), task("y", 4.0))).total_us == 4.0
+    # The longest way first: b before a, though a is written first.
+    late = (task("x", 4.0), task("x", 1.0), task("y", 5.0, 1))
+    assert Option(name="o", expression="", tasks=late).total_us == 6.0
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all", "broadcast"])
+def test_the_time_alone_is_what_the_scheduler_finds(kind: str) -> None:
+    op = Op(name="g", kind=kind, nbytes=1e9)
+    work = Workload(
+        name="t", num_ranks=16,
+        ops=(Op(name="b", duration_us=0.001, after=(Dep(op="g", lag=1),)), replace(op, after=(Dep(op="b"),))),
+    )  # fmt: skip
+    made_of = problem(work, HGX2, COSTS)
+    scheduler = Scheduler(made_of)
+    for at, option in enumerate(made_of.options["g"]):
+        found = scheduler.evaluate([at], discipline="critical_path")
+        assert option.total_us <= found * (1 + 1e-9)
+        assert option.total_us >= 0.95 * found - 0.01
+
+
+def test_the_default_is_an_algorithm_that_nccl_has() -> None:
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "gather"):
+        for nbytes, groups in ((2e3, ()), (3e7, RAILS)):
+            default = made(kind, nbytes, groups)[0]
+            assert len(default.tasks) == 1
+            assert default.tasks[0].algorithm in STOCK_ALGORITHMS.get(kind, ("direct",))
+    # On NVLink alone sending straight to everybody is faster than a ring: an option, not the default.
+    found = made("all_gather", 1e5, HOSTS)
+    assert found[0].tasks[0].algorithm == "ring"
+    assert min(option.total_us for option in found) < found[0].total_us
+
+
+def test_a_broadcast_across_hosts_uses_every_nic() -> None:
+    # One NIC of 12.5 GB/s would take 80 ms.
+    for kind in ("broadcast", "reduce"):
+        assert made(kind, 1e9)[0].total_us < 11_500
+    assert any(option.rules == ("scatter",) for option in made("broadcast", 1e9, HOSTS))
+
+
+def test_a_rule_of_ones_own_is_searched() -> None:
+    @rule("relayed", kinds=["BC"], choices=lambda motif, hosts: [{"relay": rank} for rank in motif.ranks[1:]])
+    def relayed(motif: Motif, *, relay: int) -> Expr:
+        """Send to one rank first, which then sends to the rest."""
+        rest = tuple(rank for rank in motif.ranks if rank != motif.root)
+        return seq([replace(motif, ranks=(motif.root, relay)), replace(motif, ranks=rest, root=relay)])
+
+    try:
+        op = Op(name="op", kind="broadcast", nbytes=4800.0, groups=HOSTS[:1])
+        steps = [rewrite.steps for rewrite in rewrites(op, HOSTS[:1], HGX2)]
+        assert [step for step in steps if len(step) == 1 and step[0].startswith("relayed")] == [
+            ("relayed:relay=1",), ("relayed:relay=2",),
+        ]  # fmt: skip
+        assert ("segment:parts=4", "relayed:relay=1") in steps
+    finally:
+        unregister("relayed")
+
+
+def test_measurements_are_counted_and_pay_no_launch_twice() -> None:
+    rows = [
+        Measurement(collective="all_reduce", algorithm="nccl", nranks=16, nbytes=size, time_us=size / 1e4, file="t.csv")
+        for size in (1e5, 1e8)
+    ]
+    costs = LayeredCosts(MeasuredCosts(HGX2, rows), COSTS)
+    work = step(Op(name="a", kind="all_reduce", nbytes=1e6))
+    found = problem(work, HGX2, costs)
+    default = found.options["a"][0].tasks[0]
+    assert (default.algorithm, default.launch_us) == ("nccl", 0.0)
+    assert default.duration_us == pytest.approx(100.0)
+    on_those = [task for option in found.options["a"] for task in option.tasks if task.motion is not None
+                and task.motion.kind == "all_reduce" and task.channels == ("nvlink", "rdma")]  # fmt: skip
+    assert {task.algorithm for task in on_those} == {"nccl"}
+    motifs = {(t.motion, t.nbytes, t.algorithm): t.source for o in found.options["a"] for t in o.tasks}
+    known = sum(source.startswith("measured") for source in motifs.values())
+    assert found.costs == f"measured and simulated on hgx2:2; {known} of {len(motifs)} motifs measured (t.csv)"
+    assert not any(note.startswith("warning") for note in found.notes)
+
+
+def test_measurements_that_fit_nothing_are_warned_about() -> None:
+    row = Measurement(collective="all_reduce", algorithm="ring", nranks=7, nbytes=1.0, time_us=1.0, file="t.csv")
+    costs = LayeredCosts(MeasuredCosts(HGX2, [row]), COSTS)
+    found = problem(step(Op(name="a", kind="all_reduce", nbytes=1e6)), HGX2, costs)
+    assert found.costs.startswith("simulated on hgx2:2; 0 of ")
+    assert found.notes[-1] == (
+        "warning: no measurement of t.csv fits any motif of this step, which needs all_reduce over 16 ranks"
+    )
+
+
+def test_the_algorithm_of_a_motif_is_the_best_of_all_though_few_are_simulated() -> None:
+    costs = SimulatedCosts(HGX2)
+    work = step(*(Op(name=k, kind=k, nbytes=3e6) for k in ("all_reduce", "all_to_all", "broadcast")))
+    found = problem(work, HGX2, costs)
+    tasks = {(t.motion, t.nbytes): t for some in found.options.values() for o in some if not o.rules for t in o.tasks}
+    for (motion, nbytes), chosen in tasks.items():
+        assert motion is not None
+        best = min(COSTS.cost(motion, nbytes, name).us for name in COSTS.algorithms(motion, nbytes))
+        if chosen is not found.options[motion.kind][0].tasks[0]:
+            assert chosen.duration_us - chosen.launch_us == pytest.approx(best)
+
+
+def test_more_sizes_hardly_need_more_simulations() -> None:
+    def simulations(count: int) -> int:
+        costs = SimulatedCosts(HGX2)
+        problem(step(*(Op(name=f"g{at}", kind="all_reduce", nbytes=2e6 + at) for at in range(count))), HGX2, costs)
+        return costs.simulations
+
+    assert simulations(6) <= 1.2 * simulations(1)

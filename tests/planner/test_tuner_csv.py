@@ -10,7 +10,11 @@ import pytest
 
 from stretto.cluster import Cluster
 from stretto.errors import InvalidInput, PlanMismatch
+from stretto.planner.channels import bindings_for
+from stretto.planner.costs import Motion, simulated_costs
+from stretto.planner.motif import motif_of
 from stretto.planner.plan import MotifPlan, OpPlan, Plan
+from stretto.planner.rules import apply
 from stretto.planner.tuner_csv import MAX_BYTES, MAX_LINE, Line, read_tuner_csv, tuner_lines, write_tuner_csv
 from stretto.workload import Op, Workload
 
@@ -19,26 +23,29 @@ EVERYONE = tuple(range(16))
 LEFT, RIGHT = tuple(range(8)), tuple(range(8, 16))
 
 
-def case(*ops: tuple[str, str, float, str, tuple[tuple[int, ...], ...]]) -> tuple[Plan, Workload]:
-    """Ops as (name, kind, bytes, algorithm, groups)."""
+Groups = tuple[tuple[int, ...], ...]
+
+
+def case(*ops: tuple[str, str, float, str, Groups], **rewritten: tuple[str, tuple[str, ...]]) -> tuple[Plan, Workload]:
+    """Ops as (name, kind, bytes, algorithm, groups); some with another expression and channels, by name."""
     workload = Workload(
         name="step",
         num_ranks=16,
         ops=tuple(Op(name=name, kind=kind, nbytes=size, groups=groups) for name, kind, size, _, groups in ops),
     )
-    plans = tuple(
-        OpPlan(
-            op=name, kind=kind, nbytes=size, option=f"{algorithm} on nvlink", expression="",
-            motifs=tuple(
-                MotifPlan(motif="m", algorithm=one, channels=("nvlink",), seq=at)
-                for at, one in enumerate(algorithm.split(","))
-            ),
+    plans = []
+    for name, kind, size, algorithm, groups in ops:
+        whole = str(motif_of(kind, (groups or (EVERYONE,))[0], size))
+        usual = bindings_for(CLUSTER, groups or (EVERYONE,))[0].channels
+        expression, channels = rewritten.get(name, (whole, usual))
+        names = algorithm.split(",")
+        motifs = tuple(MotifPlan(motif="m", algorithm=a, channels=channels, seq=at) for at, a in enumerate(names))
+        plans.append(
+            OpPlan(op=name, kind=kind, nbytes=size, option=f"{algorithm} here", expression=expression, motifs=motifs)
         )
-        for name, kind, size, algorithm, _ in ops
-    )  # fmt: skip
     plan = Plan(
         name="p", workload="step", workload_digest=workload.digest, cluster="hgx2:2", cluster_digest=CLUSTER.digest,
-        ops=plans, iteration_us=1.0,
+        ops=tuple(plans), iteration_us=1.0,
     )  # fmt: skip
     return plan, workload
 
@@ -69,19 +76,29 @@ def test_every_size_that_was_planned_gets_its_algorithm(tmp_path: Path) -> None:
     # The border between 1 MB and 4 MB is their geometric mean, to the byte.
     assert tuned(path, "allreduce", 2_000_000, 2, 16) == ("tree", "ll128")
     assert tuned(path, "allreduce", 2_000_001, 2, 16) == ("ring", "ll128")
-    assert tuned(path, "allreduce", 0, 2, 16) == ("tree", "ll")
-    assert tuned(path, "allreduce", MAX_BYTES, 2, 16) == ("ring", "simple")
+    # From half of a planned size to twice that: what lies beyond is NCCL's own choice.
+    assert [tuned(path, "allreduce", size, 2, 16) for size in (499, 500, 2000, 2001)] == [
+        None, ("tree", "ll"), ("tree", "ll"), None,
+    ]  # fmt: skip
+    assert [tuned(path, "allreduce", size, 2, 16) for size in (8_000_000, 8_000_001, 49_999_999)] == [
+        ("ring", "ll128"), None, None,
+    ]  # fmt: skip
+    assert tuned(path, "allreduce", 200_000_000, 2, 16) == ("ring", "simple")
+    assert tuned(path, "allreduce", MAX_BYTES, 2, 16) is None
     assert tuned(path, "allreduce", 1000, 1, 8) is None
     assert tuned(path, "allgather", 1000, 2, 16) is None
 
 
-def test_lines_cover_every_size_once() -> None:
+def test_sizes_that_are_near_to_one_another_share_a_line() -> None:
+    plan, workload = case(*((f"o{at}", "all_gather", 3e6 * 2.0**at, "ring", ()) for at in range(4)))
+    lines, _ = tuner_lines(plan, workload, CLUSTER)
+    assert [(line.min_bytes, line.max_bytes, line.protocol) for line in lines] == [
+        (1_500_000, 4_242_640, "ll128"), (4_242_641, 48_000_000, "simple"),
+    ]  # fmt: skip
     plan, workload = case(*((f"o{at}", "all_gather", 10.0 ** (at + 2), "ring", ()) for at in range(8)))
     lines, _ = tuner_lines(plan, workload, CLUSTER)
-    assert [line.protocol for line in lines] == ["ll", "ll128", "simple"]
-    assert lines[0].min_bytes == 0
-    assert lines[-1].max_bytes == MAX_BYTES
-    assert all(b.min_bytes == a.max_bytes + 1 for a, b in pairwise(lines))
+    assert len(lines) == 8
+    assert all(b.min_bytes > a.max_bytes + 1 for a, b in pairwise(lines))
 
 
 def test_groups_of_other_shapes_have_lines_of_their_own(tmp_path: Path) -> None:
@@ -94,27 +111,61 @@ def test_groups_of_other_shapes_have_lines_of_their_own(tmp_path: Path) -> None:
     assert write_tuner_csv(plan, workload, CLUSTER, path) == []
     assert tuned(path, "allreduce", 1_000_000, 1, 8) == ("ring", "ll128")
     assert tuned(path, "allreduce", 1_000_000, 2, 2) == ("tree", "ll128")
-    assert tuned(path, "allgather", 5, 1, 2) == tuned(path, "allgather", 5, 2, 2) == ("ring", "ll128")
+    assert tuned(path, "allgather", 900_000, 1, 2) == tuned(path, "allgather", 900_000, 2, 2) == ("ring", "ll128")
 
 
 def test_what_nccl_cannot_be_told_is_said(tmp_path: Path) -> None:
     plan, workload = case(
         ("a2a", "all_to_all", 1e6, "direct", ()),
-        ("halves", "all_reduce", 1e6, "halving_doubling", ()),
-        ("both", "all_reduce", 1e6, "ring,double_binary_tree", ()),
         ("trees", "broadcast", 1e6, "binary_tree", ()),
+        ("gathers", "all_gather", 1e6, "direct", ()),
         ("first", "reduce_scatter", 1e6, "ring", ()),
+        ("alone", "all_reduce", 1e6, "nccl", ()),
     )
     left_out = write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv")
     assert left_out == [
         "a2a: NCCL's tuner does not know all_to_all",
-        "halves: NCCL has no halving_doubling on nvlink",
-        "both: NCCL has no ring,double_binary_tree on nvlink",
-        "trees: NCCL has no binary_tree on nvlink",
+        "trees: NCCL has no binary_tree here",
+        "gathers: NCCL has no direct here",
+        "alone: measured as NCCL runs it by itself, so nothing is set",
     ]
     text = (tmp_path / "t.csv").read_text()
     assert all(f"# left out: {why}" in text for why in left_out)
     assert [line.collective for line in read_tuner_csv(tmp_path / "t.csv")] == ["reducescatter"]
+
+
+def test_pieces_and_the_halves_of_a_ring_are_told_as_the_whole(tmp_path: Path) -> None:
+    whole = motif_of("all_reduce", EVERYONE, 1e6)
+    cut, ring = str(apply(whole, "segment", parts=4)), str(apply(whole, "ring"))
+    fast = ("nvlink", "rdma")
+    plan, workload = case(
+        ("cut", "all_reduce", 1e6, "ring,ring,ring,ring", ()), ("halves", "all_reduce", 1e8, "ring,ring", ()),
+        cut=(cut, fast), halves=(ring, fast),
+    )  # fmt: skip
+    lines, left_out = tuner_lines(plan, workload, CLUSTER)
+    assert [line.algorithm for line in lines] == ["ring", "ring"]
+    assert left_out == ["cut: its 4 pieces; NCCL runs it whole", "halves: its 2 pieces; NCCL runs it whole"]
+
+
+def test_what_nccl_does_not_have_gets_the_cheaper_of_ring_and_tree() -> None:
+    hosts = str(apply(motif_of("all_reduce", EVERYONE, 1e9), "hierarchical", local=8))
+    fast = ("nvlink", "rdma")
+    plan, workload = case(
+        ("small", "all_reduce", 2e4, "recursive_doubling", ()),
+        ("links", "all_reduce", 1e7, "ring", ()),
+        ("hosts", "all_reduce", 1e9, "ring,ring,ring", ()),
+        links=(str(motif_of("all_reduce", EVERYONE, 1e7)), ("pcie", "ethernet")), hosts=(hosts, fast),
+    )  # fmt: skip
+    lines, left_out = tuner_lines(plan, workload, CLUSTER)
+    assert [line.algorithm for line in lines] == ["tree", "ring", "ring"]
+    costs = simulated_costs(CLUSTER)
+    motion = Motion(kind="all_reduce", groups=(EVERYONE,), channels=fast)
+    ring, tree = (costs.cost(motion, 1e9, name).us for name in ("ring", "double_binary_tree"))
+    assert ring < tree
+    assert left_out[0].startswith("small: NCCL has no recursive_doubling here; it gets tree, the cheapest there is (")
+    assert left_out[1].startswith("links: NCCL has no ring here; it gets ring")
+    assert left_out[2].startswith("hosts: NCCL has no ring,ring,ring here; it gets ring")
+    assert f"ring {ring:.0f} us" in left_out[2]
 
 
 def test_ops_of_one_size_cannot_have_two_algorithms(tmp_path: Path) -> None:
@@ -137,7 +188,7 @@ def test_names_cannot_smuggle_lines_in(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    plan, workload = case(("a", "all_reduce", 1e3, "ring", ()), ("b", "reduce", 1e8, "ring", (LEFT,)))
+    plan, workload = case(("a", "all_reduce", 1e3, "ring", ()), ("b", "reduce", 1e8, "chain:64", (LEFT,)))
     write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv")
     assert read_tuner_csv(tmp_path / "t.csv") == tuner_lines(plan, workload, CLUSTER)[0]
     extra = tmp_path / "extra.csv"

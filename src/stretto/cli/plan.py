@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 app = typer.Typer(invoke_without_command=True)
 
 MAX_BUDGET_S = 1e6
+COSTS_KEYS = {"collective": "all_reduce", "nranks": "8", "algorithm": "ring", "channels": "nvlink+rdma"}
+"""What ``--costs`` may say about a file, each with an example."""
 
 
 @app.callback()
@@ -44,8 +46,12 @@ def plan(
         Path | None, typer.Option(metavar="FILE.csv", help="Write what NCCL can express, for its tuner plugin.")
     ] = None,
     costs: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Measured costs (microbenchmark CSV, nccl-tests output); else simulated."),
+        str | None,
+        typer.Option(
+            metavar="FILE[,KEY=VALUE...]",
+            help="Measured costs (CSV, nccl-tests output); what a text leaves open as FILE,collective=all_reduce,"
+            "nranks=8,algorithm=ring,channels=nvlink+rdma. Else simulated.",
+        ),
     ] = None,
     synthesise: Annotated[
         float,
@@ -102,13 +108,17 @@ def plan(
         if path is not None and not path.parent.is_dir():
             raise InvalidInput(f"{path}: there is no directory {path.parent}")
     machine, step = Cluster.load(cluster), Workload.load(workload)
+    model = _costs(costs, machine)
     with _progress() as tell:
         found = planned(
-            step, machine, budget_s=budget, steps=steps, seed=seed, costs=_costs(costs, machine),
+            step, machine, budget_s=budget, steps=steps, seed=seed, costs=model,
             synthesis_s=synthesise, retime=retime,
             progress=tell,
         )  # fmt: skip
     console = out()
+    for note in found.problem.notes:
+        if note.startswith("warning: "):
+            console.print(note, markup=False, soft_wrap=True)
     console.print(systems_table(found.schedules))
     console.print()
     console.print(plan_tables(found.plan))
@@ -127,8 +137,8 @@ def plan(
         write_plan_trace({name: schedule.timeline(found.problem) for name, schedule in shown.items()}, trace)
         wrote(console, trace)
     if tuner is not None:
-        left_out = write_tuner_csv(found.plan, step, machine, tuner)
-        wrote(console, tuner, f"{len(left_out)} comm-ops cannot be told to NCCL" if left_out else "")
+        left_out = write_tuner_csv(found.plan, step, machine, tuner, model)
+        wrote(console, tuner, f"{len(left_out)} things that cannot be told to NCCL are comments" if left_out else "")
 
 
 @app.command()
@@ -197,7 +207,9 @@ def retime(
     path: Annotated[Path, typer.Argument(metavar="PLAN.json")],
     workload: Annotated[str, typer.Option("--workload", "-w", help="The workload that the plan was made for.")],
     cluster: Annotated[str, typer.Option("--cluster", "-c", help="The cluster that the plan was made for.")],
-    costs: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured costs; else simulated.")] = None,
+    costs: Annotated[
+        str | None, typer.Option(metavar="FILE[,KEY=VALUE...]", help="Measured costs; else simulated.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE.pftrace", help="Write an iteration for Perfetto.")] = None,
 ) -> None:
     """Simulate a plan again, link by link: what an iteration takes as promised, by today's costs, and contending.
@@ -235,13 +247,31 @@ def retime(
         wrote(console, trace)
 
 
-def _costs(path: Path | None, cluster: Cluster) -> CostModel | None:
-    if path is None:
+def _costs(given: str | None, cluster: Cluster) -> CostModel | None:
+    """The cost model of ``--costs``: a file, and what it does not say itself."""
+    if given is None:
         return None
+    from ..errors import unknown
     from ..planner.costs import simulated_costs
     from ..planner.measured import LayeredCosts, MeasuredCosts, read_measurements
 
-    return LayeredCosts(MeasuredCosts(cluster, read_measurements(path)), simulated_costs(cluster))
+    path, *parts = [given] if Path(given).exists() else given.split(",")
+    said: dict[str, str] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if key not in COSTS_KEYS:
+            raise unknown("key in --costs", key, COSTS_KEYS)
+        if not equals or not value:
+            raise InvalidInput(f"--costs: {key}: give it a value, as in {key}={COSTS_KEYS[key]}")
+        said[key] = value
+    nranks = said.get("nranks", "0")
+    if not nranks.isascii() or not nranks.isdigit() or len(nranks) > 9:
+        raise InvalidInput(f"--costs: nranks: must be a number, not {nranks[:40]!r}")
+    rows = read_measurements(
+        path, collective=said.get("collective"), algorithm=said.get("algorithm"), nranks=int(nranks) or None,
+        channels=said["channels"].split("+") if "channels" in said else (),
+    )  # fmt: skip
+    return LayeredCosts(MeasuredCosts(cluster, rows), simulated_costs(cluster))
 
 
 @contextmanager

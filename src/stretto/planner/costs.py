@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Protocol
+from functools import cached_property, lru_cache
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput
 from ..programs import Program
-from ..simulator import simulate
-from ..simulator.network import routes_of
+from ..simulator.network import routes_of, simulate_transfers
 from .channels import Binding, default_binding, hosts_of, require_connected, restrict
 from .recipes import Ask, Provider, build, library
 from .together import Part, together
@@ -34,10 +33,14 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """How long a motif takes once it has been issued, and how that is known."""
+    """How long a motif takes, and how that is known.
+
+    A simulated time begins once the motif has been issued. A measured one began before: `with_launch`.
+    """
 
     us: float
     source: str
+    with_launch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,14 @@ class Motion:
     channels: tuple[str, ...]
     root: int = 0
     window: tuple[int, int] | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.groups, self.channels, self.root, self.window))
+
+    def __hash__(self) -> int:
+        """Remembered: tables are asked for the same motion thousands of times, and groups are long."""
+        return self._hash
 
     def ask(self, at: int = 0) -> Ask:
         """The same for one of the groups."""
@@ -67,6 +78,48 @@ class CostModel(Protocol):
     def cost(self, motion: Motion, nbytes: float, algorithm: str, *, exact: bool = False) -> Cost:
         """The time of a motif of that size; raises `Infeasible` where the channels cannot carry it."""
         ...
+
+
+@runtime_checkable
+class Bounding(Protocol):
+    """A cost model that can rule an algorithm out without costing it."""
+
+    def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
+        """What a cost cannot be below; 0 where nothing is known."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Run:
+    """A program with its routes, as the simulator takes it at any size."""
+
+    program: Program
+    connection: NDArray[np.int32]
+    route: NDArray[np.int32]
+    routes: tuple[NDArray[np.int64], NDArray[np.int32]]
+
+    @cached_property
+    def links(self) -> NDArray[np.int32]:
+        """Every link that it uses, once."""
+        return np.unique(self.routes[1])
+
+    def least_us_per_byte(self, part: Cluster) -> float:
+        """What the busiest link takes for its share, with no latency and nobody waiting."""
+        if self.program.multicasts:
+            return 0.0
+        ptr, links = self.routes
+        per_route = np.bincount(self.route, self.program.transfer_bytes(1.0), minlength=len(ptr) - 1)
+        load = np.bincount(links, np.repeat(per_route, np.diff(ptr)), minlength=part.num_links)
+        return float((load / part.link_gb_per_s).max(initial=0.0)) / 1e3
+
+    def total_us(self, part: Cluster, nbytes: float) -> float:
+        p = self.program
+        times = simulate_transfers(
+            part, routes=self.routes, route=self.route, connection=self.connection, nbytes=p.transfer_bytes(nbytes),
+            after=(p.after_ptr, p.after), reduce=p.reduce, gate=(p.gate_ptr, p.gate), gate_reads=p.gate_reads,
+            cast=p.cast if p.multicasts else None,
+        )  # fmt: skip
+        return float(times.end_us.max(initial=0.0))
 
 
 class SimulatedCosts:
@@ -92,8 +145,10 @@ class SimulatedCosts:
         self._providers = tuple(providers)
         self._cpu_reduce = cpu_reduce_us_per_mb
         self._parts: dict[tuple[str, ...], Cluster] = {}
+        self._named: dict[tuple[str, ...], str] = {}
         self._programs: dict[tuple[Motion, str, float], Program] = {}
-        self._sets: dict[tuple[Motion, str, float], tuple[Program, ...]] = {}
+        self._runs: dict[tuple[Motion, str, float], tuple[_Run, ...]] = {}
+        self._least: dict[tuple[Motion, str], float] = {}
         self._times: dict[tuple[Motion, str, float], float] = {}
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
@@ -104,13 +159,24 @@ class SimulatedCosts:
         """The simulated time: at this very size, or from a grid of sizes."""
         if not (math.isfinite(nbytes) and nbytes > 0):
             raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
-        part = self.part(motion)
-        how = "fair" if shares_fairly(part) else "fifo"
-        source = f"simulated: {algorithm} on {'+'.join(part.channels)}, {how}"
+        source = f"simulated: {algorithm} on {self._where(motion.channels)}"
         if exact or algorithm not in library(motion.ask()):
             # A provider may make another program for each size: nothing lies on a line between two of them.
             return Cost(us=self._time(motion, algorithm, nbytes), source=source)
         return Cost(us=interpolated(nbytes, lambda size: self._time(motion, algorithm, size)), source=source)
+
+    def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
+        """The time of the busiest link, for the library's algorithms; infinite where they cannot be run."""
+        if algorithm not in library(motion.ask()):
+            return 0.0
+        key = (motion, algorithm)
+        if key not in self._least:
+            try:
+                runs = self._prepared(motion, algorithm, nbytes)
+                self._least[key] = max(run.least_us_per_byte(self.part(motion)) for run in runs)
+            except Infeasible:
+                self._least[key] = math.inf
+        return self._least[key] * nbytes
 
     def program(self, motion: Motion, nbytes: float, algorithm: str, at: int = 0) -> Program:
         """The verified program that one of the groups runs."""
@@ -122,12 +188,14 @@ class SimulatedCosts:
                 if algorithm not in offered:
                     raise InvalidInput(f"algorithm {algorithm!r}: nobody offers it for {motion.kind}")
                 program = offered[algorithm]()
+                program.verify()
             elif at and self._alike(motion, at):
+                # Proved with the first one: only the devices have other names.
                 first = self.program(motion, nbytes, algorithm)
                 program = first.replace(collective=replace(first.collective, ranks=motion.groups[at]))
             else:
                 program = build(algorithm, key[0].ask(), self.part(motion))
-            program.verify()
+                program.verify()
             self._programs[key] = program
         return self._programs[key]
 
@@ -146,33 +214,36 @@ class SimulatedCosts:
         return self._times[key]
 
     def _simulate(self, motion: Motion, algorithm: str, nbytes: float) -> float:
-        part = self.part(motion)
-        require_connected(self.cluster, motion.groups, motion.channels)
         self.simulations += 1
-        try:
-            return max(simulate(p, part, nbytes=nbytes).total_us for p in self._contending(motion, algorithm, nbytes))
-        except InvalidInput as error:
-            raise Infeasible(f"{motion.kind} by {algorithm} on {'+'.join(motion.channels)}: {error}") from None
+        return max(run.total_us(self.part(motion), nbytes) for run in self._prepared(motion, algorithm, nbytes))
 
-    def _contending(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[Program, ...]:
+    def _prepared(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[_Run, ...]:
+        """What to simulate; raises `Infeasible` where the channels or the algorithm do not serve the groups."""
+        key = (motion, algorithm, 0.0 if algorithm in library(motion.ask()) else nbytes)
+        if key not in self._runs:
+            require_connected(self.cluster, motion.groups, motion.channels)
+            try:
+                self._runs[key] = self._contending(motion, algorithm, nbytes)
+            except InvalidInput as error:
+                raise Infeasible(f"{motion.kind} by {algorithm} on {'+'.join(motion.channels)}: {error}") from None
+        return self._runs[key]
+
+    def _contending(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[_Run, ...]:
         """The programs to simulate: all groups' as one, or where none meet on a link one of each sort."""
-        library_key = (motion, algorithm, 0.0)
-        if library_key in self._sets:
-            return self._sets[library_key]
-        made = [self.program(motion, nbytes, algorithm, at) for at in range(len(motion.groups))]
+        part = self.part(motion)
+        made = [self._run(self.program(motion, nbytes, algorithm, at), part) for at in range(len(motion.groups))]
         if len(made) == 1:
             return tuple(made)
-        part = self.part(motion)
-        used = [np.unique(routes_of(p, part)[-1]) for p in made]
-        together_used = np.concatenate(used)
+        together_used = np.concatenate([run.links for run in made])
         if len(np.unique(together_used)) == len(together_used):
-            sorts = {(self._shape(p), self._sort(part, links)): p for p, links in zip(made, used, strict=True)}
-            found = tuple(sorts.values())
-        else:
-            found = (together([Part(program=p, nbytes=nbytes) for p in made], part)[0],)
-        if algorithm in library(motion.ask()):
-            self._sets[library_key] = found
-        return found
+            return tuple({(self._shape(run.program), self._sort(part, run.links)): run for run in made}.values())
+        one, _ = together([Part(program=run.program, nbytes=nbytes) for run in made], part)
+        return (self._run(one, part),)
+
+    @staticmethod
+    def _run(program: Program, part: Cluster) -> _Run:
+        connection, route, ptr, links = routes_of(program, part)
+        return _Run(program=program, connection=connection, route=route, routes=(ptr, links))
 
     @staticmethod
     def _shape(program: Program) -> bytes:
@@ -183,6 +254,13 @@ class SimulatedCosts:
     def _sort(part: Cluster, links: NDArray[np.integer]) -> bytes:
         rows = np.stack([part.link_alpha_us[links], part.link_gb_per_s[links], part.link_incast[links]])
         return rows[:, np.lexsort(rows)].tobytes()
+
+    def _where(self, channels: tuple[str, ...]) -> str:
+        if channels not in self._named:
+            part = restrict(self.cluster, channels)
+            how = "fair" if shares_fairly(part) else "fifo"
+            self._named[channels] = f"{'+'.join(part.channels)}, {how}"
+        return self._named[channels]
 
     def part(self, motion: Motion) -> Cluster:
         """The links that a motion may use, with what reductions cost there."""
@@ -218,8 +296,10 @@ def _layout(cluster: Cluster, group: tuple[int, ...]) -> tuple[tuple[int, int], 
     )
 
 
-def launch_us(binding: Binding) -> float:
-    """What it costs to issue one motif on a binding."""
+def launch_us(binding: Binding, cost: Cost | None = None) -> float:
+    """What it costs to issue one motif on a binding; nothing more where its cost holds the launch already."""
+    if cost is not None and cost.with_launch:
+        return 0.0
     return CPU_LAUNCH_US if binding.cpu_driven else LAUNCH_US
 
 

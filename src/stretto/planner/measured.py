@@ -22,7 +22,7 @@ from ..errors import Infeasible, InvalidInput, unknown
 from ..files import read_text
 from ..workload import COMM_KINDS
 from .channels import bindings_for, scope_of
-from .costs import Cost, CostModel, Motion
+from .costs import Bounding, Cost, CostModel, Motion
 
 COLUMNS = ("collective", "algorithm", "channels", "nranks", "nbytes", "time_us")
 MAX_ROWS = 1_000_000
@@ -76,6 +76,9 @@ class MeasuredCosts:
 
     def __init__(self, cluster: Cluster, measurements: Iterable[Measurement]) -> None:
         self.cluster = cluster
+        measurements = tuple(measurements)
+        self.files = tuple(dict.fromkeys(Path(row.file).name for row in measurements if row.file)) or ("given",)
+        """The names of the files that they come from."""
         rows: dict[tuple[str, str, tuple[str, ...], int], list[Measurement]] = {}
         for row in measurements:
             for channel in row.channels:
@@ -102,11 +105,14 @@ class MeasuredCosts:
             raise Infeasible(f"{motion.kind} by {algorithm} on {held}, {len(motion.groups[0])} ranks: not measured")
         us, beyond = curve.at(nbytes)
         how = ", extrapolated" if beyond else ""
-        return Cost(us=us, source=f"measured: {curve.files} ({algorithm} on {'+'.join(motion.channels)}{how})")
+        source = f"measured: {curve.files} ({algorithm} on {'+'.join(motion.channels)}{how})"
+        return Cost(us=us, source=source, with_launch=True)
 
     def _find(self, motion: Motion, algorithm: str) -> _Curve | None:
         groups = motion.groups
-        if motion.window is not None or (len(groups) > 1 and scope_of(self.cluster, groups) != "intra"):
+        if motion.window is not None or len({len(group) for group in groups}) > 1:
+            return None
+        if len(groups) > 1 and scope_of(self.cluster, groups) != "intra":
             return None
         key = (motion.kind, algorithm, motion.channels, len(groups[0]))
         found = self._curves.get(key)
@@ -117,22 +123,31 @@ class MeasuredCosts:
 
 
 class LayeredCosts:
-    """The first of several cost models that knows a motif answers; each cost says which that was."""
+    """Measured costs of the motifs that were measured, another model's of all others; each cost says which.
+
+    For a motif (a collective, so many ranks, these channels) that was measured only the measured algorithms are
+    offered: beside them a simulated one would win or lose by the simulator's error.
+    """
 
     def __init__(self, measured: MeasuredCosts, otherwise: CostModel) -> None:
-        self.cluster = otherwise.cluster
+        self.cluster, self.files = otherwise.cluster, measured.files
         self._measured, self._otherwise = measured, otherwise
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
-        """What was measured, then what the other model knows."""
-        return list(
-            dict.fromkeys([*self._measured.algorithms(motion, nbytes), *self._otherwise.algorithms(motion, nbytes)])
-        )
+        """What was measured, or where nothing was, what the other model knows."""
+        return self._measured.algorithms(motion, nbytes) or self._otherwise.algorithms(motion, nbytes)
 
     def cost(self, motion: Motion, nbytes: float, algorithm: str, *, exact: bool = False) -> Cost:
         """The measured time, or the other model's."""
-        model: CostModel = self._measured if self._measured.has(motion, algorithm) else self._otherwise
-        return model.cost(motion, nbytes, algorithm, exact=exact)
+        return self._model(motion, algorithm).cost(motion, nbytes, algorithm, exact=exact)
+
+    def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
+        """What the other model says, where it answers."""
+        model = self._model(motion, algorithm)
+        return model.at_least_us(motion, nbytes, algorithm) if isinstance(model, Bounding) else 0.0
+
+    def _model(self, motion: Motion, algorithm: str) -> CostModel:
+        return self._measured if self._measured.has(motion, algorithm) else self._otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +219,10 @@ def _nccl_rows(
     kind = _kind(collective, "collective") if collective else _nccl_collective(text, where)
     ranks = nranks if nranks is not None else len(re.findall(r"^#\s+Rank\s+\d+\s", text, re.MULTILINE))
     if not 2 <= ranks <= MAX_RANKS:
-        raise InvalidInput(f"{where}: nranks: names {ranks} ranks; say how many there were (at least 2)")
+        raise InvalidInput(
+            f"{where}: nranks: names {ranks} ranks; say how many there were (at least 2), as in "
+            f"--costs {Path(where).name},nranks=8"
+        )
     behind = 0
     for number, line in enumerate(lines, 1):
         cells = line.lstrip("# ").split()
@@ -229,7 +247,10 @@ def _nccl_rows(
 def _nccl_collective(text: str, where: str) -> str:
     named = re.search(r"\b(\w+)_perf\b", text)
     if named is None:
-        raise InvalidInput(f"{where}: collective: the text does not say which; give it")
+        raise InvalidInput(
+            f"{where}: collective: the text does not say which; say it, as in "
+            f"--costs {Path(where).name},collective=all_reduce"
+        )
     aliases = {"sendrecv": "send"}
     return aliases.get(named[1]) or _kind(named[1], f"{where}: collective")
 

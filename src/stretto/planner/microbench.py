@@ -153,12 +153,17 @@ def _fastest(costs: CostModel, motion: Motion, nbytes: float, names: Sequence[st
     times = []
     for name in costs.algorithms(motion, nbytes) if names is None else names:
         try:
-            times.append(costs.cost(motion, nbytes, name).us)
+            times.append(_issued_us(costs, binding, motion, nbytes, name))
         except Infeasible:
             continue
     if not times:
         raise Infeasible(f"{motion.kind} on {binding.name}: no algorithm can move it")
-    return launch_us(binding) + min(times)
+    return min(times)
+
+
+def _issued_us(costs: CostModel, binding: Binding, motion: Motion, nbytes: float, algorithm: str) -> float:
+    cost = costs.cost(motion, nbytes, algorithm)
+    return launch_us(binding, cost) + cost.us
 
 
 def _splined(costs: CostModel, binding: Binding, nbytes: float, ways: int) -> float:
@@ -168,7 +173,7 @@ def _splined(costs: CostModel, binding: Binding, nbytes: float, ways: int) -> fl
     total = 0.0
     for low, high in pairwise(edges):
         motion = _motion(costs, "all_to_all", binding, None if ways == 1 else (low, high - low))
-        total += launch_us(binding) + costs.cost(motion, nbytes * (high - low) / count, "direct").us
+        total += _issued_us(costs, binding, motion, nbytes * (high - low) / count, "direct")
     return total
 
 

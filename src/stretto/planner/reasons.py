@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from .problem import Option, Problem
-from .schedule import Schedule, places_of_ops
+from .schedule import Schedule
 
 MAX_NAMED = 3
 LEAST_OVERLAP = 0.05
@@ -17,20 +18,21 @@ Span = tuple[float, float]
 def reasons(schedule: Schedule, problem: Problem) -> dict[str, str]:
     """For each comm-op: what differs from its default, what it costs, and what it overlaps with."""
     workload = problem.workload
-    places = places_of_ops(workload)
+    places = workload.op_places
     spans: dict[int, list[Span]] = {}
-    for op, start, end in zip(schedule.op.tolist(), schedule.start_us.tolist(), schedule.end_us.tolist(), strict=True):
-        spans.setdefault(op, []).extend(wrapped(start, end, schedule.period_us))
+    computing: list[list[Span]] = [[] for _ in workload.places]
+    for op, place, start, end in zip(
+        schedule.op.tolist(), schedule.place.tolist(), schedule.start_us.tolist(), schedule.end_us.tolist(), strict=True
+    ):
+        mine = spans.setdefault(op, []) if place < 0 else computing[place]
+        mine += wrapped(start, end, schedule.period_us)
     busy = {op: union(some) for op, some in spans.items()}
-    compute = [
-        union(s for op, some in busy.items() if not workload.ops[op].is_comm and place in places[op] for s in some)
-        for place in range(len(workload.places))
-    ]
+    compute = [union(some) for some in computing]
     shifts: dict[int, set[int]] = {}
     for (op, _), shift in zip(schedule.order, schedule.shift, strict=True):
         shifts.setdefault(op, set()).add(shift)
     critical = {op for op, _ in schedule.critical}
-    partners = _partners({op: some for op, some in busy.items() if workload.ops[op].is_comm}, places)
+    partners = _partners(busy, places)
     said = {}
     for about, chosen in zip(workload.comm_ops, schedule.choice, strict=True):
         op, options = workload.index[about.name], problem.options[about.name]
@@ -120,7 +122,8 @@ def length_us(spans: list[Span]) -> float:
 
 def overlap_us(a: list[Span], b: list[Span]) -> float:
     """How long two unions run at the same time."""
-    total, i, j = 0.0, 0, 0
+    total, i = 0.0, 0
+    j = max(bisect_left(b, a[0]) - 1, 0) if a else 0
     while i < len(a) and j < len(b):
         total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
         if a[i][1] <= b[j][1]:

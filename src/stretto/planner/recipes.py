@@ -13,16 +13,22 @@ from typing import Any
 import numpy as np
 
 from ..algorithms import algorithm, defined_for
+from ..algorithms.orders import fast_orders
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
 from ..programs import Program
 from .channels import hosts_of
+from .lowering import lower
+from .motif import motif_of
+from .rules import apply
 
 Window = tuple[int, int]
 """A splined all-to-all: rank i sends to i + first, ..., i + first + count - 1, modulo the number of ranks."""
 
 PIPELINED = ("double_binary_tree", "binary_tree", "chain")
 """Algorithms that send piece after piece; ``name:1`` is the one in one piece, which has the lower latency."""
+FINE = {"chain": 64}
+"""Where many small pieces pay, as the way is long: ``chain:64``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +48,8 @@ Provider = Callable[[Ask, Cluster, float], "dict[str, Callable[[], Program]]"]
 def library(ask: Ask) -> list[str]:
     """The recipes of the algorithm library for a motif.
 
-    >>> library(Ask(kind="broadcast", group=(0, 1, 2)))[2:]
-    ['binary_tree', 'binary_tree:1', 'binomial', 'chain', 'chain:1', 'direct']
+    >>> library(Ask(kind="broadcast", group=(0, 1, 2)))[4:]
+    ['binomial', 'chain', 'chain:1', 'chain:64', 'direct']
     >>> library(Ask(kind="all_to_all", group=(0, 1, 2), window=(1, 1)))
     ['direct']
     """
@@ -57,6 +63,7 @@ def _named(kind: str, count: int) -> tuple[str, ...]:
     names: list[str] = []
     for name in defined_for(kind, count):
         names += [name, f"{name}:1"] if name in PIPELINED else [name]
+        names += [f"{name}:{FINE[name]}"] if name in FINE and count > 2 else []
     return tuple(names)
 
 
@@ -72,13 +79,24 @@ def build(recipe: str, ask: Ask, cluster: Cluster) -> Program:
     options: dict[str, Any] = {"chunks": int(chunks)} if chunks else {}
     if ask.kind in ("broadcast", "reduce", "gather", "scatter"):
         options["root"] = ask.root
+    lines = rails(cluster, ask.group) if name in ("ring", "chain") else 1
     if name == "ring":
-        options["rings"] = rails(cluster, ask.group)
+        options["rings"] = lines
+    if name == "chain" and lines > 1 and (orders := fast_orders(cluster, ask.group, rings=lines)):
+        return _side_by_side([algorithm(name, ask.kind, ask.group, order=order, **options) for order in orders], ask)
     return algorithm(name, ask.kind, ask.group, cluster=cluster, **options)
 
 
+def _side_by_side(parts: Sequence[Program], ask: Ask) -> Program:
+    """Programs of one collective, each for its share of the payload and on connections of its own."""
+    whole = motif_of(ask.kind, ask.group, len(parts) * max(p.collective.num_chunks for p in parts), ask.root)
+    bound = {at: p.replace(lane=np.full(p.num_transfers, at, np.int16)) for at, p in enumerate(parts)}
+    made = lower(apply(whole, "segment", parts=len(parts)), whole, algorithms=bound)
+    return made.replace(name=f"{parts[0].name.partition('(')[0]}(rails={len(parts)})")
+
+
 def rails(cluster: Cluster, group: Sequence[int]) -> int:
-    """How many rings to run side by side: one per link that leaves a host, as far as a device inside can feed them.
+    """How many rings or chains to run side by side: one per link out of a host, as far as a device can feed them.
 
     >>> hgx2 = Cluster.preset("hgx2", nodes=2)
     >>> rails(hgx2, range(16)), rails(hgx2, range(8)), rails(hgx2, (0, 8))

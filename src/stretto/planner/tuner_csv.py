@@ -2,20 +2,25 @@
 
 One line is ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks``; the first that fits wins and
 -1 means any. The order of motifs, their pieces and their links have no place in it; a comment says what was left out.
+Only sizes near those of the plan get a line: of all others NCCL knows more than the plan does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import isqrt
 from pathlib import Path
 
 from ..cluster import Cluster
-from ..errors import InvalidInput
+from ..errors import Infeasible, InvalidInput
 from ..files import read_text
 from ..workload import Workload
-from .channels import hosts_of
+from .channels import bindings_for, hosts_of
+from .costs import CostModel, Motion, simulated_costs
+from .measured import NCCL
+from .motif import CODES
+from .notation_read import parse
 from .plan import OpPlan, Plan
 
 COLLECTIVES = {
@@ -25,6 +30,13 @@ COLLECTIVES = {
     "broadcast": "broadcast",
     "reduce": "reduce",
 }
+NCCL_NAMES = {
+    "ring": ("ring", "chain", "chain:1", "chain:64"),
+    "tree": ("double_binary_tree", "double_binary_tree:1", "binary_tree", "binary_tree:1"),
+}
+"""What of the library NCCL's two algorithms are; its rings broadcast and reduce as chains. Trees only all-reduce."""
+NEAR = 2
+"""A line reaches from 1/NEAR of a planned size to NEAR times it, or to the geometric mean with the next one."""
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
 MAX_LINE = 255
@@ -55,44 +67,57 @@ class Line:
         )
 
 
-def tuner_lines(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[list[Line], list[str]]:
-    """The table, and one sentence for each comm-op that NCCL cannot be told about."""
+def tuner_lines(
+    plan: Plan, workload: Workload, cluster: Cluster, costs: CostModel | None = None
+) -> tuple[list[Line], list[str]]:
+    """The table, and one sentence for all of a plan that NCCL cannot be told.
+
+    An all-reduce that the plan moves in a way that NCCL does not have gets the cheaper of ring and tree, by `costs`
+    (by default the simulator's).
+    """
     plan.check(workload, cluster)
+    model = costs if costs is not None else simulated_costs(cluster)
     told: dict[tuple[str, int, int], dict[int, tuple[str, str]]] = {}
     left_out = []
     for op in plan.ops:
-        algorithm = _nccl_algorithm(op)
         if op.kind not in COLLECTIVES:
             left_out.append(f"{op.op}: NCCL's tuner does not know {op.kind}")
             continue
-        if algorithm is None:
-            left_out.append(f"{op.op}: NCCL has no {op.option}")
-            continue
         groups = workload.groups_of(workload.op(op.op))
+        algorithm, why = _nccl_algorithm(op, groups, cluster, model)
+        if why:
+            left_out.append(f"{op.op}: {why}")
+        if algorithm is None:
+            continue
         shapes = [(len(set(hosts_of(cluster, group).tolist())), len(group)) for group in groups]
         for nodes, ranks in dict.fromkeys(shapes):
             sizes = told.setdefault((COLLECTIVES[op.kind], nodes, ranks), {})
             known, first = sizes.setdefault(round(op.nbytes), (algorithm, op.op))
             if known != algorithm:
                 left_out.append(f"{op.op}: NCCL cannot tell it from {first}, which has {known}, not {algorithm}")
-    lines = []
+    lines: list[Line] = []
     for (collective, nodes, ranks), sizes in told.items():
-        runs = [list(run) for _, run in groupby(sorted(sizes), key=lambda size: (sizes[size][0], _protocol(size)))]
-        # Between two sizes with different answers the border is their geometric mean.
-        borders = [isqrt(low[-1] * high[0]) for low, high in pairwise(runs)]
-        for run, low, high in zip(runs, [-1, *borders], [*borders, MAX_BYTES], strict=True):
-            lines.append(
-                Line(
-                    collective=collective, min_bytes=low + 1, max_bytes=high, algorithm=sizes[run[0]][0],
-                    protocol=_protocol(run[0]), nodes=nodes, ranks=ranks,
-                )
+        mine: list[Line] = []
+        every = sorted(sizes)
+        borders = [isqrt(low * high) for low, high in pairwise(every)]
+        for size, low, high in zip(every, [-1, *borders], [*borders, MAX_BYTES], strict=True):
+            line = Line(
+                collective=collective, min_bytes=max(low + 1, -(-size // NEAR)), max_bytes=min(high, size * NEAR),
+                algorithm=sizes[size][0], protocol=_protocol(size), nodes=nodes, ranks=ranks,
             )  # fmt: skip
+            joins = mine and mine[-1].max_bytes + 1 == line.min_bytes
+            if joins and replace(mine[-1], min_bytes=line.min_bytes, max_bytes=line.max_bytes) == line:
+                line = replace(line, min_bytes=mine.pop().min_bytes)
+            mine.append(line)
+        lines += mine
     return lines, left_out
 
 
-def write_tuner_csv(plan: Plan, workload: Workload, cluster: Cluster, path: str | Path) -> list[str]:
+def write_tuner_csv(
+    plan: Plan, workload: Workload, cluster: Cluster, path: str | Path, costs: CostModel | None = None
+) -> list[str]:
     """Write the table for ``NCCL_TUNER_CONFIG_FILE``; returns what was left out."""
-    lines, left_out = tuner_lines(plan, workload, cluster)
+    lines, left_out = tuner_lines(plan, workload, cluster, costs)
     comments = [
         f"{plan.workload} on {plan.cluster}, plan {plan.hash}",
         "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks",
@@ -139,15 +164,48 @@ def read_tuner_csv(path: str | Path) -> list[Line]:
     return lines
 
 
-def _nccl_algorithm(op: OpPlan) -> str | None:
-    """Ring or tree, where every motif of the op is one of the two."""
+def _nccl_algorithm(
+    op: OpPlan, groups: tuple[tuple[int, ...], ...], cluster: Cluster, costs: CostModel
+) -> tuple[str | None, str]:
+    """What NCCL is told to do with an op (None: nothing), and what of the plan that leaves out."""
+    usual = bindings_for(cluster, groups)[0].channels
     names = {motif.algorithm for motif in op.motifs}
-    if len(names) != 1:
-        return None
-    name = names.pop()
-    if name.startswith("ring"):
-        return "ring"
-    return "tree" if "tree" in name and op.kind == "all_reduce" else None
+    if NCCL in names:
+        return None, "measured as NCCL runs it by itself, so nothing is set"
+    own = [
+        nccl
+        for nccl, known in NCCL_NAMES.items()
+        if names <= set(known) and (nccl == "ring" or op.kind == "all_reduce")
+    ]
+    if own and _whole_groups(op, groups) and all(motif.channels == usual for motif in op.motifs):
+        pieces = len(op.motifs)
+        return own[0], f"its {pieces} pieces; NCCL runs it whole" if pieces > 1 else ""
+    if op.kind != "all_reduce":
+        return None, f"NCCL has no {op.option}"
+    motion = Motion(kind=op.kind, groups=groups, channels=usual)
+    found: dict[str, float] = {}
+    for nccl, known in NCCL_NAMES.items():
+        for name in set(known) & set(costs.algorithms(motion, op.nbytes)):
+            try:
+                us = costs.cost(motion, op.nbytes, name).us
+            except Infeasible:
+                continue
+            found[nccl] = min(us, found.get(nccl, us))
+    if not found:
+        return None, f"NCCL has no {op.option}"
+    best = min(found, key=lambda nccl: found[nccl])
+    both = ", ".join(f"{nccl} {us:.0f} us" for nccl, us in found.items())
+    return best, f"NCCL has no {op.option}; it gets {best}, the cheapest there is ({both})"
+
+
+def _whole_groups(op: OpPlan, groups: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether every motif is of a whole group: the op itself, or the two halves of a ring, maybe in segments."""
+    kinds = {CODES[op.kind], *(("RS", "AG") if op.kind == "all_reduce" else ())}
+    whole = {frozenset(group) for group in groups}
+    return all(
+        leaf.kind in kinds and frozenset(leaf.ranks) in whole and all(leaf.shards)
+        for leaf in parse(op.expression).leaves
+    )
 
 
 def _protocol(nbytes: int) -> str:

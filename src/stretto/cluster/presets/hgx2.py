@@ -60,7 +60,8 @@ def hgx2(name: str, nodes: int) -> Cluster:
         "sockets; each socket holds 4 GPUs and a host NIC",
         "assumed: incast leaves a NIC "
         + ", ".join(f"{share:.0%} of its rate from {flows} flows on" for flows, share in INCAST),
-        "use channels nvlink+rdma or pcie+ethernet: they share no link",
+        "assumed: an RDMA NIC and the host share no PCIe link, so that channels nvlink+rdma and pcie+ethernet share no "
+        "link; on the real node GPUDirect RDMA crosses the same PCIe switch as copies to the host",
     )
     return _with_incast(wiring.cluster(f"{name}:{nodes}", notes=notes))
 
