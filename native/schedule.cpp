@@ -127,10 +127,16 @@ void Evaluator::list(int32_t iterations, Discipline discipline, const double* ke
         tail_[i * n_ + v] = longest + us[v];
       }
   }
+  const bool in_line = discipline == Discipline::fifo;
+  if (in_line) sort_lines();
   std::fill(busy_.begin(), busy_.end(), 0);
   ready_.clear(), events_.clear(), stack_.clear();
   double now = 0;
   bool look = false;
+  auto advance = [&](int32_t v) {
+    int32_t line = p_.line[op[v]];
+    head_[line] = (head_[line] + 1) % (line_ptr_[line + 1] - line_ptr_[line]);
+  };
   auto release = [&](int32_t at, int32_t v, int32_t i) {
     if (task_[v] < 0) {
       start_[at] = now;
@@ -147,6 +153,7 @@ void Evaluator::list(int32_t iterations, Discipline discipline, const double* ke
       case Discipline::critical_path: key = -tail_[at]; break;
       case Discipline::lifo: key = -((double)i * n_ + first_[op[v]]); break;
       case Discipline::priority: key = key_of_node[v] + i * key_per_iteration; break;
+      case Discipline::fifo: key = now; break;
     }
     Ready entry{key, mask(v)[0], at, v};
     ready_.insert(std::upper_bound(ready_.begin(), ready_.end(), entry), entry);
@@ -179,11 +186,13 @@ void Evaluator::list(int32_t iterations, Discipline discipline, const double* ke
       }
       complete(at);
     }
-    if (look) {
+    while (look) {
       look = false;
       size_t kept = 0;
       for (const Ready& entry : ready_) {
         uint64_t clash = entry.wants & busy_[0];
+        // A communicator starts its tasks one after the other; when one has started, the next may be ready already.
+        if (in_line && !clash) clash = place_in_line_[entry.node] != head_[p_.line[op[entry.node]]];
         const uint64_t* wanted = mask(entry.node);
         for (int32_t w = 1; w < words && !clash; w++) clash = wanted[w] & busy_[w];
         if (clash) {
@@ -191,6 +200,7 @@ void Evaluator::list(int32_t iterations, Discipline discipline, const double* ke
           continue;
         }
         for (int32_t w = 0; w < words; w++) busy_[w] |= wanted[w];
+        if (in_line) advance(entry.node), look = true;
         start_[entry.at] = now;
         events_.push_back({now + us[entry.node], entry.at, entry.node});
         std::push_heap(events_.begin(), events_.end());
@@ -276,6 +286,47 @@ void Evaluator::program_order() {
     walk_[v] = v, shift[v] = 0;
     if (task_[v] >= 0) sequence.push_back(v);
   }
+}
+
+// Per communicator its tasks in the order of submission.
+void Evaluator::sort_lines() {
+  line_ptr_.assign(p_.num_lines + 1, 0), head_.assign(p_.num_lines, 0), place_in_line_.resize(n_);
+  for (int32_t v = 0; v < n_; v++)
+    if (task_[v] >= 0) place_in_line_[v] = (int32_t)line_ptr_[p_.line[op[v]] + 1]++;
+  for (int32_t line = 0; line < p_.num_lines; line++) line_ptr_[line + 1] += line_ptr_[line];
+}
+
+// Whether the periodic order keeps every communicator's.
+bool Evaluator::lines_keep_order() {
+  position_.resize(n_), line_nodes_.resize(line_ptr_.back());
+  for (size_t k = 0; k < sequence.size(); k++) {
+    int32_t v = sequence[k];
+    position_[v] = (int32_t)k, line_nodes_[line_ptr_[p_.line[op[v]]] + place_in_line_[v]] = v;
+  }
+  for (int32_t line = 0; line < p_.num_lines; line++)
+    for (int64_t k = line_ptr_[line]; k < line_ptr_[line + 1]; k++) {
+      bool last = k + 1 == line_ptr_[line + 1];
+      int32_t u = line_nodes_[k], v = line_nodes_[last ? line_ptr_[line] : k + 1];
+      int32_t windows = shift[u] - shift[v] + last;
+      if (u != v && (windows < 0 || (windows == 0 && position_[u] > position_[v]))) return false;
+    }
+  return true;
+}
+
+// First in, first out, for every communicator by itself; where there is only one, that is the program's order.
+double Evaluator::fifo(int32_t iterations) {
+  if (p_.num_lines <= 1) {
+    program_order();
+    period();
+    return value;
+  }
+  list(iterations, Discipline::fifo, nullptr, 0);
+  extract(iterations, true);
+  if (!lines_keep_order() || period() == Outcome::deadlock) {
+    extract(iterations, false);
+    period();
+  }
+  return value;
 }
 
 // Each task waits for the one before it on each of its channels; the first of a window for the last of the one before.

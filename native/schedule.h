@@ -21,26 +21,29 @@ struct Problem {
   std::vector<double> duration;        // per op, of compute-ops
   std::vector<int64_t> need_ptr;       // per op: what it waits for, its streams' order included
   std::vector<Edge> need;              // in terms of ops
-  std::vector<int64_t> option_ptr;     // per op -> options
+  std::vector<int32_t> set;            // per op: its set of options, shared by ops that are alike; -1 without
+  std::vector<int64_t> option_ptr;     // per set -> options
   std::vector<int64_t> task_ptr;       // per option -> tasks
   std::vector<double> task_us;         // per task
   std::vector<int64_t> inner_ptr;      // per task -> earlier tasks of the option, by position
   std::vector<int32_t> inner;
   std::vector<uint8_t> sink;           // per task: no other task of the option waits for it
   std::vector<uint64_t> mask[2];       // per task: channels held; [1] with the serial ones
+  std::vector<int32_t> line;           // per comm-op: its communicator, which keeps the order of submission
+  int32_t num_lines = 0;
   std::vector<int32_t> topological;    // ops
   std::vector<int64_t> slot_ptr;       // per op: room for the tasks of its largest option
   double stream_load = 0;              // compute of the busiest stream
 
-  int32_t options(int32_t op) const { return (int32_t)(option_ptr[op + 1] - option_ptr[op]); }
-  int64_t first_task(int32_t op, int32_t option) const { return task_ptr[option_ptr[op] + option]; }
+  int32_t options(int32_t op) const { return set[op] < 0 ? 0 : (int32_t)(option_ptr[set[op] + 1] - option_ptr[set[op]]); }
+  int64_t first_task(int32_t op, int32_t option) const { return task_ptr[option_ptr[set[op]] + option]; }
   int32_t tasks(int32_t op, int32_t option) const {
-    int64_t at = option_ptr[op] + option;
+    int64_t at = option_ptr[set[op]] + option;
     return (int32_t)(task_ptr[at + 1] - task_ptr[at]);
   }
 };
 
-enum class Discipline : int32_t { critical_path, lifo, priority };
+enum class Discipline : int32_t { critical_path, lifo, priority, fifo };
 enum class Outcome : int32_t { found, above_limit, deadlock };
 
 // A circle of waiting with a lag of at most zero, as edges `node[k] waits for node[k + 1]`; empty when there is none.
@@ -61,12 +64,14 @@ class Evaluator {
   void extract(int32_t iterations, bool shifted);
   // Periodic order from the time of every node relative to its own iteration's anchor.
   void order_by(const std::vector<double>& key, double period);
-  // Periodic order in program order: strict FIFO.
+  // Periodic order in program order, everything in its own iteration.
   void program_order();
   // The steady-state period of the periodic order; gives up above the limit.
   Outcome period(double limit = std::numeric_limits<double>::infinity());
   // All of list, extract and period; where the extracted order cannot be repeated, the unshifted one.
   double evaluate(int32_t iterations, Discipline discipline, const double* key_of_node, double key_per_iteration);
+
+  double fifo(int32_t iterations);
 
   // Circle of waiting under the periodic order, exactly; and the nodes' order of execution.
   std::vector<int32_t> deadlock(std::vector<int64_t>* height = nullptr);
@@ -96,6 +101,8 @@ class Evaluator {
   void order_edges();
   void sort_walk(const std::vector<double>& key);
   bool find_cycle();
+  void sort_lines();
+  bool lines_keep_order();
   const uint64_t* mask(int32_t v) const { return &p_.mask[serial_][(size_t)task_[v] * p_.num_words]; }
 
   const Problem& p_;
@@ -124,6 +131,8 @@ class Evaluator {
   std::vector<Ready> ready_;
   std::vector<Event> events_;
   std::vector<uint64_t> busy_;
+  std::vector<int64_t> line_ptr_, head_;            // fifo: tasks of every communicator, and which of them is next
+  std::vector<int32_t> line_nodes_, place_in_line_, position_;
   // period
   std::vector<int32_t> run_, merged_, walk_, parent_, parent_lag_, mark_, last_, last_wrap_;
   std::vector<int64_t> more_begin_, more_end_;

@@ -71,13 +71,13 @@ void make_masks(Problem& p, const Rows<int32_t>& held, const Rows<int32_t>& seri
   const int64_t tasks = (int64_t)p.task_us.size();
   std::vector<std::pair<uint64_t, uint64_t>> sign(num_resources, {0, 0});
   auto each_task = [&](auto&& visit) {
-    for (int32_t op = 0; op < p.num_ops; op++)
-      for (int64_t t = p.task_ptr[p.option_ptr[op]]; t < p.task_ptr[p.option_ptr[op + 1]]; t++) visit(op, t);
+    for (int32_t set = 0; set + 1 < (int32_t)p.option_ptr.size(); set++)
+      for (int64_t t = p.task_ptr[p.option_ptr[set]]; t < p.task_ptr[p.option_ptr[set + 1]]; t++) visit(set, t);
   };
   auto add = [&](int32_t r, int64_t t) { sign[r].first += mix(t), sign[r].second += mix(~(uint64_t)t * 3); };
-  each_task([&](int32_t op, int64_t t) {
+  each_task([&](int32_t set, int64_t t) {
     for (const int32_t* r = held.begin(t); r != held.end(t); r++) add(*r, t);
-    for (const int32_t* r = serial.begin(op); r != serial.end(op); r++) add(*r, t);
+    for (const int32_t* r = serial.begin(set); r != serial.end(set); r++) add(*r, t);
   });
   std::map<std::pair<uint64_t, uint64_t>, int32_t> classes;
   std::vector<int32_t> bit(num_resources);
@@ -85,23 +85,25 @@ void make_masks(Problem& p, const Rows<int32_t>& held, const Rows<int32_t>& seri
     bit[r] = classes.try_emplace(sign[r], (int32_t)classes.size()).first->second;
   p.num_words = std::max<int32_t>(1, ((int32_t)classes.size() + 63) / 64);
   for (auto& mask : p.mask) mask.assign((size_t)tasks * p.num_words, 0);
-  each_task([&](int32_t op, int64_t t) {
+  each_task([&](int32_t of, int64_t t) {
     auto set = [&](std::vector<uint64_t>& mask, int32_t r) {
       mask[(size_t)t * p.num_words + bit[r] / 64] |= 1ull << (bit[r] % 64);
     };
     for (const int32_t* r = held.begin(t); r != held.end(t); r++) set(p.mask[0], *r), set(p.mask[1], *r);
-    for (const int32_t* r = serial.begin(op); r != serial.end(op); r++) set(p.mask[1], *r);
+    for (const int32_t* r = serial.begin(of); r != serial.end(of); r++) set(p.mask[1], *r);
   });
 }
 
 Problem compile(In<uint8_t> comm, In<double> duration_us, In<int64_t> stream_ptr, In<int32_t> stream,
                 int32_t num_streams, In<int64_t> dep_ptr, In<int32_t> dep_op, In<int32_t> dep_lag,
-                In<int64_t> option_ptr, In<int64_t> task_ptr, In<double> task_us, In<int64_t> inner_ptr,
+                In<int32_t> set, In<int32_t> line, In<int64_t> option_ptr, In<int64_t> task_ptr, In<double> task_us, In<int64_t> inner_ptr,
                 In<int32_t> inner, In<int64_t> held_ptr, In<int32_t> held, In<int64_t> serial_ptr,
                 In<int32_t> serial, int32_t num_resources, int32_t anchor) {
   Problem p;
   p.num_ops = (int32_t)comm.shape(0), p.anchor = anchor;
   p.comm = copy(comm), p.duration = copy(duration_us);
+  p.set = copy(set), p.line = copy(line);
+  for (int32_t line_of_op : p.line) p.num_lines = std::max(p.num_lines, line_of_op + 1);
   p.option_ptr = copy(option_ptr), p.task_ptr = copy(task_ptr), p.task_us = copy(task_us);
   p.inner_ptr = copy(inner_ptr), p.inner = copy(inner);
   p.sink.assign(p.task_us.size(), 1);
@@ -145,9 +147,8 @@ void list(ScheduleObject& self, const std::vector<int32_t>& node, int32_t discip
           double step, int32_t iterations) {
   Evaluator& e = self.scratch;
   if (iterations < 2 || iterations > 64) throw std::invalid_argument("iterations: 2..64");
-  if (discipline == kFifo) {
-    e.program_order();
-    e.period();
+  if (discipline == (int32_t)Discipline::fifo) {
+    e.fifo(iterations);
     return;
   }
   std::vector<double> key(e.nodes(), 0);
@@ -178,8 +179,8 @@ nb::object schedule(ScheduleObject& self, In<int32_t> choice, int32_t discipline
 nb::object unrolled(ScheduleObject& self, In<int32_t> choice, int32_t discipline, In<double> priority, double step,
                     bool serial, int32_t iterations) {
   std::vector<int32_t> node = choose(self, choice, serial);
-  if (discipline == kFifo) throw std::invalid_argument("discipline: fifo is a fixed order, not a dynamic one");
-  list(self, node, discipline, priority, step, iterations);
+  if (discipline == (int32_t)Discipline::fifo) self.scratch.list(iterations, Discipline::fifo, nullptr, 0);
+  else   list(self, node, discipline, priority, step, iterations);
   std::vector<double> op_start, task_start;
   for (int32_t i = 0; i < iterations; i++) {
     for (int32_t op = 0; op < self.problem.num_ops; op++)
@@ -241,15 +242,15 @@ void bind_schedule(nb::module_& m) {
       .def("__init__",
            [](ScheduleObject* self, In<uint8_t> comm, In<double> duration_us, In<int64_t> stream_ptr,
               In<int32_t> stream, int32_t num_streams, In<int64_t> dep_ptr, In<int32_t> dep_op, In<int32_t> dep_lag,
-              In<int64_t> option_ptr, In<int64_t> task_ptr, In<double> task_us, In<int64_t> inner_ptr,
+              In<int32_t> set, In<int32_t> line, In<int64_t> option_ptr, In<int64_t> task_ptr, In<double> task_us, In<int64_t> inner_ptr,
               In<int32_t> inner, In<int64_t> held_ptr, In<int32_t> held, In<int64_t> serial_ptr, In<int32_t> serial,
               int32_t num_resources, int32_t anchor) {
              new (self) ScheduleObject(compile(comm, duration_us, stream_ptr, stream, num_streams, dep_ptr, dep_op,
-                                               dep_lag, option_ptr, task_ptr, task_us, inner_ptr, inner, held_ptr,
+                                               dep_lag, set, line, option_ptr, task_ptr, task_us, inner_ptr, inner, held_ptr,
                                                held, serial_ptr, serial, num_resources, anchor));
            },
            nb::arg("comm"), nb::arg("duration_us"), nb::arg("stream_ptr"), nb::arg("stream"), nb::arg("num_streams"),
-           nb::arg("dep_ptr"), nb::arg("dep_op"), nb::arg("dep_lag"), nb::arg("option_ptr"), nb::arg("task_ptr"),
+           nb::arg("dep_ptr"), nb::arg("dep_op"), nb::arg("dep_lag"), nb::arg("set"), nb::arg("line"), nb::arg("option_ptr"), nb::arg("task_ptr"),
            nb::arg("task_us"), nb::arg("inner_ptr"), nb::arg("inner"), nb::arg("held_ptr"), nb::arg("held"),
            nb::arg("serial_ptr"), nb::arg("serial"), nb::arg("num_resources"), nb::arg("anchor"))
       .def("evaluate", &evaluate, nb::arg("choice"), nb::arg("discipline"), nb::arg("priority"), nb::arg("step"),

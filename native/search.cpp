@@ -3,8 +3,6 @@
 
 #include <algorithm>
 
-#include "schedule_object.h"
-
 namespace stretto::sched {
 namespace {
 constexpr double kNudge = 1e-6;  // of the period: just before or after
@@ -56,9 +54,8 @@ bool Chain::settle(State& state, const std::vector<int32_t>& nodes, const std::v
 bool Chain::listed(State& state, int32_t discipline) {
   eval_.choose(state.choice.data(), s_.serial);
   evaluations++;
-  if (discipline == kFifo) {
-    eval_.program_order();
-    eval_.period();
+  if (discipline == (int32_t)Discipline::fifo) {
+    eval_.fifo(s_.iterations);
   } else {
     eval_.evaluate(s_.iterations, (Discipline)discipline, nullptr, 0);
   }
@@ -108,24 +105,28 @@ bool Chain::step_joint(double scale) {
     if (random_.chance(0.3)) change_option(next_);
     listed = random_.chance(0.4);
   } else if (kind < 0.7) {
-    if (!reverse_wait(next_) && !jump(next_)) return false;
-  } else if (kind < 0.85) {
-    if (!jump(next_)) return false;
-  } else if (kind < 0.92) {
-    if (!slide(next_)) return false;
-  } else if (kind < 0.97) {
+    if (!reverse_wait(next_) && !jump(next_, pick_op())) return false;
+  } else if (kind < 0.83) {
+    if (!jump(next_, pick_op())) return false;
+  } else if (kind < 0.90) {
+    if (!slide(next_, pick_op())) return false;
+  } else if (kind < 0.94) {
     if (!exchange(next_)) return false;
   } else {
     listed = true;
   }
   eval_.choose(next_.choice.data(), s_.serial);
+  // Some corners are left only by several moves at once, each of which alone would be turned down.
+  while (random_.chance(0.3)) random_.chance(0.6) ? jump(next_, any_op()) : slide(next_, any_op());
   load_keys(next_, key_);
   evaluations++;
   if (listed) {
     if (random_.chance(0.5)) {
       eval_.list(s_.iterations, Discipline::critical_path, nullptr, 0);
     } else {
-      double noise = random_.chance(0.5) ? 0 : 0.2 * random_.unit() * now_.cost;
+      // From the same order to any: where a few moves at a time do not lead out of a corner, a throw of all may.
+      const double share[] = {0, 0.2, 1.5};
+      double noise = share[random_.below(3)] * random_.unit() * now_.cost;
       for (int32_t v = 0; v < eval_.nodes(); v++)
         if (eval_.is_task(v)) key_[v] += noise * (random_.unit() - 0.5);
       eval_.list(s_.iterations, Discipline::priority, key_.data(), now_.cost);
@@ -153,7 +154,7 @@ int32_t Chain::pick_op() {
       if (eval_.is_task(v)) found_.push_back(eval_.op[v]);
     if (!found_.empty()) return found_[random_.below((int64_t)found_.size())];
   }
-  return comm_[random_.below((int64_t)comm_.size())];
+  return any_op();
 }
 
 // The new tasks take over the time of the old ones.
@@ -205,8 +206,8 @@ bool Chain::reverse_wait(State& next) {
 }
 
 // A task goes next to another one, in whichever window that is nearest.
-bool Chain::jump(State& next) {
-  int32_t op = pick_op(), other = comm_[random_.below((int64_t)comm_.size())];
+bool Chain::jump(State& next, int32_t op) {
+  int32_t other = any_op();
   int32_t v = eval_.node_of(op, random_.below(p_.tasks(op, next.choice[op])));
   int32_t u = eval_.node_of(other, random_.below(p_.tasks(other, next.choice[other])));
   if (u == v || now_.cost <= 0) return false;
@@ -219,7 +220,7 @@ bool Chain::jump(State& next) {
 
 // Two ops change places.
 bool Chain::exchange(State& next) {
-  int32_t a = pick_op(), b = comm_[random_.below((int64_t)comm_.size())];
+  int32_t a = pick_op(), b = any_op();
   if (a == b) return false;
   double *of_a = &next.task_key[p_.slot_ptr[a]], *of_b = &next.task_key[p_.slot_ptr[b]];
   double by = of_b[0] - of_a[0];
@@ -230,8 +231,8 @@ bool Chain::exchange(State& next) {
 }
 
 // A whole op comes earlier or later: by a little, or by a full iteration.
-bool Chain::slide(State& next) {
-  int32_t op = pick_op(), count = p_.tasks(op, next.choice[op]);
+bool Chain::slide(State& next, int32_t op) {
+  int32_t count = p_.tasks(op, next.choice[op]);
   double by = random_.chance(0.3) ? (random_.chance(0.5) ? 1.0 : -1.0) : random_.unit() - 0.5;
   double* all = &next.task_key[p_.slot_ptr[op]];
   for (int32_t t = 0; t < count; t++) all[t] += by * now_.cost;

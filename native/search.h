@@ -66,12 +66,13 @@ class Chain {
   bool step_joint(double scale);
   bool take(State& state);
   void load_keys(const State& state, std::vector<double>& key);
+  int32_t any_op() { return comm_[random_.below((int64_t)comm_.size())]; }
   int32_t pick_op();
   bool change_option(State& next);
   bool reverse_wait(State& next);
-  bool jump(State& next);
+  bool jump(State& next, int32_t op);
   bool exchange(State& next);
-  bool slide(State& next);
+  bool slide(State& next, int32_t op);
   double& key(State& state, int32_t v);
   bool shifts_fit() const;
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import InvalidInput
-from stretto.planner.baselines import BASELINES, STOCK, Effort, as_submitted, baseline, first_uses, tac_order
+from stretto.planner.baselines import BASELINES, STOCK, Effort, Systems, as_submitted, baseline, first_uses, tac_order
 from stretto.planner.problem import Option, Problem, Task
 from stretto.planner.schedule import Schedule
 from stretto.workload import Dep, Op, Workload
@@ -228,6 +228,45 @@ def test_captured_submissions_are_kept() -> None:
 def test_an_op_listed_before_what_it_waits_for_is_submitted_after_it() -> None:
     step = Workload(name="s", num_ranks=4, ops=(compute("u", 1.0, Dep(op="g")), compute("v", 1.0), comm("g")))
     assert as_submitted(step).op("g").after == (Dep(op="v", lag=1, why="submit"),)
+
+
+def test_stages_of_a_pipeline_keep_their_own_order() -> None:
+    """What one stage sends early does not hold up the collectives of the other, which submits those first."""
+    first, second = (0, 1), (2, 3)
+    ops: list[Op] = []
+    for k in range(3):
+        ops.append(compute(f"f{k}", 4.0, Dep(op="h2", lag=1), ranks=first))
+        ops.append(comm(f"send{k}", Dep(op=f"f{k}"), kind="send", groups=((0, 2), (1, 3))))
+    for k in range(3):
+        ops.append(compute(f"g{k}", 2.0, Dep(op=f"send{k}"), ranks=second))
+        ops.append(comm(f"tp{k}", Dep(op=f"g{k}"), groups=(second,)))
+        ops.append(compute(f"h{k}", 1.0, Dep(op=f"tp{k}"), ranks=second))
+    step = problem(ops, **{op.name: (option(1.0),) for op in ops if op.is_comm})
+    systems = Systems(step)
+    strict = systems.own.replay([0] * 6, systems.own.tasks([0] * 6), [0] * 6, serial=True)
+    # f0 f1 f2 12, send2 1, then g2 tp2 h2 4. As it is listed, tp0 comes after send2: all of the second stage does.
+    assert systems.schedule("fifo").period_us == 17.0
+    assert systems.own.schedule([0] * 6, discipline="fifo", serial=True).period_us == 17.0
+    assert strict.period_us == 23.0
+
+
+def test_tac_ends_in_time_and_says_what_it_left_out() -> None:
+    step = ddp()
+    systems = Systems(step)
+    found = systems.schedule("tictac", Effort(budget_s=-1.0))
+    # Nothing was ranked: g0 is used first.
+    assert [step.workload.ops[op].name for op, _ in found.order] == ["g1", "g0"]
+    assert systems.notes == ["tictac: 2 of 2 comm-ops in the order of their use, for want of time"]
+
+
+def test_a_problem_is_compiled_once_for_all_stock_systems() -> None:
+    systems = Systems(ddp())
+    stock = systems.stock
+    assert {name: systems.schedule(name).period_us for name in BASELINES} == {
+        name: baseline(name, ddp()).period_us for name in BASELINES
+    }
+    assert systems.stock is stock
+    assert systems.notes == []
 
 
 def test_unknown_systems_are_named() -> None:

@@ -110,6 +110,37 @@ def test_a_plan_without_a_steady_state_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert made.baselines_us == {}
 
 
+def test_where_an_order_cannot_be_fed_the_fastest_that_can_is_taken() -> None:
+    """On channels of their own the two do not meet, but the application submits `prep` only after `grad` is done."""
+    from stretto.planner.problem import Option, Task
+    from stretto.planner.schedule import Scheduler
+
+    def option(channel: str) -> tuple[Option, ...]:
+        task = Task(motif="m", algorithm="a", channels=(channel,), duration_us=1.0)
+        return (Option(name="o", expression="", tasks=(task,)),)
+
+    workload = Workload(
+        name="w", num_ranks=2,
+        ops=(
+            Op(name="f", duration_us=2.0),
+            Op(name="prep", kind="all_reduce", nbytes=1.0, after=(Dep(op="f", why="submit"),)),
+            Op(name="grad", kind="all_reduce", nbytes=1.0, after=(Dep(op="f", why="submit"),)),
+            Op(name="u", duration_us=1.0, after=(Dep(op="grad", why="wait"),)),
+        ),
+    )  # fmt: skip
+    scheduler = Scheduler(Problem(workload=workload, options={"prep": option("x"), "grad": option("y")}))
+    order = [(1, 0), (2, 0)]
+    fine, ahead = (scheduler.replay([0, 0], order, [shift, 0]) for shift in (0, 1))
+    slow = replace(fine, period_us=fine.period_us + 1)
+    assert module._enforceable(workload, fine, {"slow": slow}) == (fine, ())
+    best, notes = module._enforceable(workload, ahead, {"slow": slow, "fine": fine})
+    assert best is fine
+    assert len(notes) == 1
+    assert notes[0].startswith("a faster order cannot be fed by the application: order: 'prep' comes before 'grad'")
+    with pytest.raises(Infeasible, match="'prep' comes before 'grad'"):
+        module._enforceable(workload, ahead, {})
+
+
 def test_wrong_arguments_are_one_line() -> None:
     with pytest.raises(InvalidInput, match="budget_s: must be > 0, not 0"):
         planned(STEP, HGX2, budget_s=0.0)

@@ -10,9 +10,10 @@ from stretto.errors import Infeasible, InvalidInput
 from stretto.planner.bounds import lower_bound
 from stretto.planner.exact import solve_exactly
 from stretto.planner.example import figure6, random_problem
-from stretto.planner.problem import Problem
+from stretto.planner.problem import Option, Problem, Task
 from stretto.planner.schedule import Scheduler
 from stretto.planner.search import search
+from stretto.workload import Dep, Op, Workload
 
 
 def by_trying_all(problem: Problem) -> float:
@@ -67,3 +68,50 @@ def test_a_start_that_meets_the_bound_needs_no_solver() -> None:
 def test_large_problems_are_refused() -> None:
     with pytest.raises(InvalidInput, match="exact: at most 12 comm-ops, not 13"):
         solve_exactly(random_problem(0, num_comm=13))
+
+
+def test_out_of_time_the_start_and_its_bound_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(3, num_comm=10, longest_us=6.0)
+    monkeypatch.setattr("stretto.synthesis.cp_sat.minimise", lambda task, limit_s: ("unknown", None, 0.0))
+    found = solve_exactly(problem, limit_s=1e-3)
+    assert found.status == "feasible"
+    assert found.value_us == found.schedule.period_us
+    assert found.bound_us == lower_bound(problem).us < found.value_us
+    assert found.gap > 0
+
+
+def corner() -> Problem:
+    """Four comm-ops that fill one channel without a gap at the optimum, and that single moves hardly lead to."""
+
+    def option(*tasks: tuple[str, float, tuple[int, ...]]) -> Option:
+        made = tuple(
+            Task(motif="m", algorithm="a", channels=tuple(channels), duration_us=us, after=after)
+            for channels, us, after in tasks
+        )
+        return Option(name="o", expression="", tasks=made)
+
+    def comm(name: str, *after: Dep) -> Op:
+        return Op(name=name, kind="all_reduce", nbytes=1.0, after=after)
+
+    ops = (
+        comm("o0"), comm("o1", Dep(op="o0"), Dep(op="o5", lag=2)),
+        comm("o2", Dep(op="o0"), Dep(op="o1"), Dep(op="o1", lag=2)), comm("o3", Dep(op="o3", lag=2)),
+        Op(name="o4", duration_us=3.0, stream="side", after=(Dep(op="o1"), Dep(op="o2", lag=1))),
+        Op(name="o5", duration_us=9.0, after=(Dep(op="o0"),)),
+    )  # fmt: skip
+    options = {
+        "o0": (option(("c", 6.0, ())), option(("a", 6.0, ()), ("c", 1.0, (0,))),
+               option(("c", 6.0, ()), ("a", 5.0, (0,)), ("a", 3.0, ()))),
+        "o1": (option(("bc", 8.0, ()), ("ac", 8.0, ())), option(("ac", 6.0, ()), ("b", 2.0, (0,)), ("c", 8.0, (0, 1)))),
+        "o2": (option(("b", 2.0, ()), ("bc", 8.0, (0,))), option(("bc", 8.0, ()), ("bc", 2.0, ())),
+               option(("ab", 5.0, ()))),
+        "o3": (option(("a", 4.0, ()), ("a", 7.0, ())), option(("bc", 5.0, ()), ("c", 6.0, ())),
+               option(("bc", 2.0, ()), ("b", 7.0, (0,)), ("c", 1.0, (1,)))),
+    }  # fmt: skip
+    return Problem(workload=Workload(name="corner", num_ranks=2, ops=ops), options=options)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_several_moves_at_once_lead_out_of_a_corner(seed: int) -> None:
+    assert search(corner(), steps=60_000, seed=seed).schedule.period_us == 18.0
+    assert solve_exactly(corner(), limit_s=40.0).value_us == 18.0

@@ -61,6 +61,11 @@ STEPS = {
         comm("g0", "all_reduce", 5e6, Dep(op="f0"), groups=((0, 1),)),
         comm("g1", "all_reduce", 4e6, Dep(op="f1"), groups=((2, 3),)),
     ),
+    "ranks that differ": step(
+        4, Op(name="a", durations_us=(50.0, 50.0, 400.0, 400.0), after=(Dep(op="g", lag=1),)),
+        Op(name="b", durations_us=(400.0, 400.0, 50.0, 50.0)), comm("g", "all_reduce", 5e6, Dep(op="b")),
+    ),
+    "nobody waits": step(4, compute("f", 20.0), comm("g", "all_reduce", 5e6, Dep(op="f"))),
 }  # fmt: skip
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from stretto.errors import Infeasible, InvalidInput
+from stretto.planner.bounds import lower_bound
+from stretto.planner.exact import solve_exactly
 from stretto.planner.example import figure6
 from stretto.planner.problem import Option, Problem, Task
 from stretto.planner.schedule import Schedule, Scheduler, check_order
@@ -109,6 +113,105 @@ def test_places_do_not_hinder_each_other() -> None:
         found = scheduler.schedule([0, 0], serial=serial)
         assert found.period_us == 8.0
         assert found.compute_idle == pytest.approx([5 / 8, 4 / 8])
+
+
+def skewed() -> Workload:
+    """Two ranks that take turns in being slow: each computes for 11, nobody for 20."""
+    return Workload(
+        name="skew", num_ranks=2,
+        ops=(
+            Op(name="a", durations_us=(1.0, 10.0)), Op(name="b", durations_us=(10.0, 1.0), after=(Dep(op="a"),)),
+            comm("g", Dep(op="b")), compute("u", 1.0, Dep(op="g")),
+        ),
+    )  # fmt: skip
+
+
+def test_a_compute_op_takes_each_places_own_time() -> None:
+    step = Problem(workload=skewed(), options={"g": (option(("x", 2.0)),)})
+    found = Scheduler(step).schedule([0])
+    assert step.workload.compute_us == 12.0
+    # Both arrive at g after 11; neither waits for the other before.
+    assert found.period_us == 14.0
+    assert lower_bound(step).us == pytest.approx(14.0)
+    assert found.compute_idle == pytest.approx([2 / 14, 2 / 14])
+    assert found.exposed_us == pytest.approx([2.0, 2.0])
+    rows = {(int(o), int(p)): float(e) for o, p, e in zip(found.op, found.place, found.end_us, strict=True)}
+    assert rows == {(0, 0): 1.0, (0, 1): 10.0, (1, 0): 11.0, (1, 1): 11.0, (2, -1): 13.0, (3, 0): 14.0, (3, 1): 14.0}
+    assert solve_exactly(step).value_us == 14.0
+    check_order(step.workload, found)
+    shown = found.timeline(step)
+    assert shown.num_spans == 8
+    assert sorted((shown.end_us - shown.start_us)[shown.rank == 1].tolist()) == [1.0, 1.0, 2.0, 10.0]
+
+
+def test_a_place_waits_only_for_what_happens_there() -> None:
+    ops = [
+        compute("slow", 9.0, ranks=(0, 1)), compute("all", 1.0, stream="other"),
+        compute("left", 1.0, Dep(op="all"), ranks=(0, 1), stream="third"),
+        comm("pair", Dep(op="slow"), Dep(op="all"), groups=((2, 3),)),
+        compute("end", 1.0, Dep(op="pair"), ranks=(2, 3)),
+    ]  # fmt: skip
+    scheduler = Scheduler(problem(ops, pair=option(("x", 1.0))))
+    nodes = scheduler.nodes
+    assert nodes.op == (0, 1, 1, 2, 3, 4)
+    assert nodes.place == (0, 0, 1, 0, -1, 1)
+    # `left` waits for its own place's part; `pair` is not where `slow` is, so it waits for that wherever it is.
+    assert nodes.waits == ((), (), (), ((1, 0),), ((0, 0), (2, 0)), ((4, 0),))
+
+
+@pytest.mark.parametrize("compute_us", [0.0, 0.5, 5.0, 100.0])
+def test_what_nobody_waits_for_ends_two_iterations_later(compute_us: float) -> None:
+    ops = [compute("f", compute_us), comm("g", Dep(op="f"))]
+    step = problem(ops, g=option(("x", 7.0)))
+    scheduler = Scheduler(step)
+    for discipline in ("critical_path", "lifo", "fifo"):
+        for serial in (False, True):
+            found = scheduler.schedule([0], discipline=discipline, serial=serial)
+            # The channel, the compute, or both in a circle of two iterations.
+            assert found.period_us == max(7.0, compute_us, (7.0 + compute_us) / 2)
+            check_order(step.workload, found)
+    assert lower_bound(step).us == pytest.approx(max(7.0, compute_us, (7.0 + compute_us) / 2))
+    assert solve_exactly(step).value_us == max(7.0, compute_us, (7.0 + compute_us) / 2)
+
+
+def test_what_only_communication_waits_for_ends_too_at_every_place() -> None:
+    left, right = (0, 1), (2, 3)
+    ops = [
+        compute("l", 1.0, ranks=left), compute("r", 1.0, ranks=right), comm("g", Dep(op="l"), groups=(left,)),
+        comm("h", Dep(op="g"), Dep(op="h", lag=1), groups=((0, 2), (1, 3))),
+    ]  # fmt: skip
+    scheduler = Scheduler(problem(ops, g=option(("x", 6.0)), h=option(("y", 7.0))))
+    # g and h both have ended before l of two iterations later, h before r.
+    assert scheduler.nodes.waits[:2] == (((2, 2), (3, 2)), ((3, 2),))
+    found = scheduler.schedule([0, 0])
+    assert found.period_us == 7.0
+    assert lower_bound(scheduler.problem).us == 7.0
+    # With slower communication the circle of l, g, h over two iterations binds.
+    slow = Scheduler(problem(ops, g=option(("x", 9.0)), h=option(("y", 9.0))))
+    assert slow.schedule([0, 0]).period_us == 9.5
+
+
+def test_sends_run_beside_collectives_and_communicators_keep_their_own_order() -> None:
+    ops = [
+        compute("c", 1.0), comm("g", Dep(op="c")), replace(comm("s", Dep(op="c"), groups=((0, 1),)), kind="send"),
+        compute("u", 1.0, Dep(op="g"), Dep(op="s")),
+    ]  # fmt: skip
+    apart = Scheduler(problem(ops, g=option(("x", 4.0)), s=option(("y", 5.0))))
+    assert apart.schedule([0, 0], discipline="fifo", serial=True).period_us == 7.0
+    # `late` is listed first and ready last: only its own communicator waits for it.
+    ops = [
+        compute("slow", 9.0, stream="side"), comm("late", Dep(op="slow"), groups=((0, 1), (2, 3))),
+        compute("c", 1.0, Dep(op="mine"), Dep(op="u", lag=1)), comm("mine"),
+        comm("own", Dep(op="c"), groups=((0, 1), (2, 3))),
+        compute("u", 1.0, Dep(op="own"), Dep(op="late")),
+    ]  # fmt: skip
+    scheduler = Scheduler(problem(ops, late=option(("x", 2.0)), mine=option(("x", 1.0)), own=option(("x", 1.0))))
+    found = scheduler.schedule([0, 0, 0], discipline="fifo", serial=True)
+    rows = zip(found.op, found.iteration, found.start_us, strict=True)
+    start = {int(op): float(us) - int(ahead) * found.period_us for op, ahead, us in rows}
+    assert start[4] >= start[1] + 2.0
+    assert start[3] + 1.0 <= start[2]
+    assert start[3] < start[1]
 
 
 def test_streams_of_a_place_run_beside_each_other() -> None:

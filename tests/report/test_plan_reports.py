@@ -178,6 +178,14 @@ def test_long_lists_of_motifs_are_cut() -> None:
     assert "why: " in text
 
 
+def test_a_run_of_turns_does_not_read_as_a_number_of_motifs(found: Planned) -> None:
+    op = found.plan.ops[0]
+    motif = op.motifs[0]
+    apart = replace(found.plan, ops=(replace(op, motifs=(replace(motif, seq=0), replace(motif, seq=1047))),))
+    row = next(line for line in printed(plan_tables(apart), width=160).splitlines() if "1047" in line)
+    assert row.split()[:4] == ["0", "..", "1047", "2"]
+
+
 def test_the_trace_holds_before_and_after(found: Planned, tmp_path: Path) -> None:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 

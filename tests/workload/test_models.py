@@ -135,6 +135,24 @@ def test_tensor_parallel_layers_are_reduced_twice_each_way() -> None:
     assert total(cut, "reduce_scatter") == pytest.approx((4 * 12 + 2) * activations)
 
 
+def test_a_stage_finds_what_it_receives_where_it_uses_it() -> None:
+    """Each rank's own order is 1F1B, and nothing that is sent to it later stands before what it does now."""
+    workload = st.workloads.gpt("125m", ranks=4, pipeline=4, micro_batches=4)
+    first: list[str] = []
+    last: list[str] = []
+    for op, places in zip(workload.ops, workload.op_places, strict=True):
+        for place, listed in ((0, first), (3, last)):
+            if place in places and (op.kind == "send" or op.name.startswith(("fwd-layer.0.", "bwd-layer.9."))):
+                listed.append(op.name)
+    assert [name for name in first if name.startswith("send-fwd")] == [f"send-fwd.s0.m{k}" for k in range(4)]
+    turns = [name for name in last if name.startswith(("send", "bwd"))]
+    for micro in range(1, 4):
+        # Its input of the next micro-batch but one is not there before it has sent back this one.
+        assert turns.index(f"send-fwd.s2.m{micro}") > turns.index(f"send-fwd.s2.m{micro - 1}")
+        if micro >= 2:
+            assert turns.index(f"send-fwd.s2.m{micro}") > turns.index(f"send-bwd.s3.m{micro - 2}")
+
+
 def test_pipeline_stages_hand_on_activations_in_1f1b_order() -> None:
     workload = st.workloads.gpt("125m", ranks=16, tensor=2, pipeline=4, micro_batches=6)
     assert len(workload.places) == 4

@@ -119,6 +119,10 @@ COMM = {"name": "a", "kind": "all_reduce", "nbytes": 1}
         ({"ops": [{"name": "a"}, {"name": "a"}]}, "ops[1].name: 'a' is there twice"),
         ({"ops": [{"name": "a", "after": ["b"]}]}, "ops[0] (a).after[0].op: there is no op 'b'"),
         ({"ops": [{"name": "a", "after": ["a"]}]}, "circle"),
+        (
+            {"ops": [{"name": f"o{k}", "stream": f"s{k}", "after": [f"o{(k + 1) % 500}"]} for k in range(500)]},
+            " -> ... (495 more) -> ",
+        ),
         ({"ops": [{"name": "a", "after": [{"op": "a", "lag": 99}]}]}, "lag: must be 0..16"),
         ({"ops": [{"name": "a", "after": [{"op": "a", "lag": 1, "why": "so"}]}]}, "$.ops[0].after[0]"),
         ({"ops": [{"name": "a", "kind": "all_sing"}]}, "unknown kind 'all_sing'"),

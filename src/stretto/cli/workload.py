@@ -40,6 +40,10 @@ WorkloadArgument = Annotated[
 ]
 
 
+MOST_NAME = 36
+"""Columns that the name of an op gets before it is folded."""
+
+
 @app.command("list")
 def list_models(
     options: Annotated[bool, typer.Option("--options", help="Also what can be set, with its default.")] = False,
@@ -139,7 +143,11 @@ def _ops_table(workload: Workload, most: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("op", "kind", "phase", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    # Names tell ops apart, often only by their ends: they are never cut.
+    table.add_column("op", overflow="fold", min_width=min(MOST_NAME, max(len(op.name) for op in workload.ops[:most])))
+    table.add_column("kind", overflow="fold")
+    table.add_column("phase", overflow="fold")
     table.add_column("size or time", justify="right", no_wrap=True)
     table.add_column("where", no_wrap=True)
     table.add_column("waits for", overflow="fold")
@@ -186,13 +194,15 @@ def _totals(workload: Workload) -> RenderableType:
 
     table = Table("", "", "", box=None, pad_edge=False, show_header=False)
     phases: dict[str, float] = {}
-    for op, places in zip(workload.ops, workload.op_places, strict=True):
+    for op, places, each_us in zip(workload.ops, workload.op_places, workload.op_durations_us, strict=True):
         if not op.is_comm and 0 in places:
             phase = op.phase or "other"
-            phases[phase] = phases.get(phase, 0.0) + workload.duration_at(op, workload.places[0])
+            phases[phase] = phases.get(phase, 0.0) + each_us[places.index(0)]
     where = "" if len(workload.places) == 1 else f"rank {workload.places[0].ranks[0]}"
     for phase, total in phases.items():
         table.add_row(Text(f"compute, {phase}"), format_us(total), where)
+    if not workload.comm_ops:
+        table.add_row("no communication", "", "")
     counts: Counter[str] = Counter(op.kind for op in workload.comm_ops)
     for kind, count in counts.items():
         moved = sum(op.nbytes for op in workload.comm_ops if op.kind == kind)

@@ -1,16 +1,18 @@
 """The systems of SYNDICATE's section 6.4 and table 3, each as its own way to fill in a schedule.
 
 All are compared by the same number, the steady-state period of a replayed order. The traditional ones issue one
-comm-op at a time (`serial`) and bind it as their library does; what differs is the order, and how tensors are cut.
+collective at a time (`serial`) and bind it as their library does; what differs is the order, and how tensors are cut.
 Stock systems (the first six) see the step as PyTorch submits it (`as_submitted`): a comm-op waits for the compute
 submitted before it, so that nothing of the next iteration is pulled ahead. That is what SYNDICATE's scheduler adds.
+Submission order is that of each communicator: PyTorch gives every process group a stream of its own, and what a
+pipeline's stages send each other goes by connections of its own beside all collectives.
 
 ============== ============== ================================================ =============
 system         order          pieces                                           channels
 ============== ============== ================================================ =============
 fifo           submission     none                                             one at a time
 tictac         TAC            none                                             one at a time
-p3             use            slices of 50,000 parameters (all-to-all: none)   one at a time
+p3             use            as near to 50,000 parameters as 1 to 16 come     one at a time
 bytescheduler+ LIFO           oracle                                           one at a time
 hand_optimised by hand, LIFO  oracle, and the fastest option of each op        one at a time
 s_exec         submission     searched, with every option                      all
@@ -22,8 +24,9 @@ syndicate      critical path  searched, with every option                      a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +34,14 @@ from numpy.typing import NDArray
 from ..errors import unknown
 from ..workload import Dep, Op, Workload
 from ..workload.ordering import in_order
+from .nodes import Nodes, nodes_of
 from .problem import Problem
-from .schedule import Schedule, Scheduler, duration_us, places_of_ops, streams_of_ops
+from .schedule import Schedule, Scheduler
 from .search import search
 
 P3_SLICE_BYTES = 50_000 * 4
+MAX_TAC_CELLS = 1 << 26
+"""Nodes times comm-ops up to which TicTac's order looks at what everything waits for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +61,27 @@ class Rule:
     priority: Mapping[str, float] | None = None
 
 
-Baseline = Callable[[Problem, Effort], Schedule]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """One system at work: the step as it sees it, and what it may spend."""
+
+    scheduler: Scheduler
+    effort: Effort
+    begun: float = field(default_factory=time.monotonic)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def problem(self) -> Problem:
+        """The step with its options."""
+        return self.scheduler.problem
+
+    @property
+    def in_time(self) -> bool:
+        """Whether there is time left."""
+        return time.monotonic() < self.begun + self.effort.budget_s
+
+
+Baseline = Callable[[Run], Schedule]
 BASELINES: dict[str, Baseline] = {}
 STOCK = ("fifo", "tictac", "p3", "bytescheduler+", "hand_optimised", "s_exec")
 """The systems that know only what has been submitted."""
@@ -69,12 +95,36 @@ def _register(name: str) -> Callable[[Baseline], Baseline]:
     return keep
 
 
+class Systems:
+    """Every system on one problem, which is compiled only twice: as it is, and as stock systems see it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.notes: list[str] = []
+        """What a system had to leave out."""
+
+    @cached_property
+    def own(self) -> Scheduler:
+        """The step as it is."""
+        return Scheduler(self.problem)
+
+    @cached_property
+    def stock(self) -> Scheduler:
+        """The step as it is submitted."""
+        return Scheduler(replace(self.problem, workload=as_submitted(self.problem.workload)))
+
+    def schedule(self, name: str, effort: Effort | None = None) -> Schedule:
+        """The schedule that a system would run, over the same options and costs."""
+        if name not in BASELINES:
+            raise unknown("baseline", name, BASELINES)
+        begun = time.monotonic()
+        scheduler = self.stock if name in STOCK else self.own
+        return BASELINES[name](Run(scheduler=scheduler, effort=effort or Effort(), begun=begun, notes=self.notes))
+
+
 def baseline(name: str, problem: Problem, effort: Effort | None = None) -> Schedule:
-    """The schedule that a system would run, over the same options and costs."""
-    if name not in BASELINES:
-        raise unknown("baseline", name, BASELINES)
-    seen = replace(problem, workload=as_submitted(problem.workload)) if name in STOCK else problem
-    return BASELINES[name](seen, effort or Effort())
+    """The schedule of one system; `Systems` compiles a problem once for all."""
+    return Systems(problem).schedule(name, effort)
 
 
 def as_submitted(workload: Workload) -> Workload:
@@ -84,70 +134,74 @@ def as_submitted(workload: Workload) -> Workload:
     that is the last one of the iteration before. A comm-op that already says after which op it is submitted (in a
     captured step, say) is left as it is.
     """
-    places = places_of_ops(workload)
+    places = workload.op_places
     # Where an op is listed before what it waits for, it cannot have been submitted there.
-    listed = in_order({name: [before for before, lag in waits if lag == 0] for name, waits in _waits(workload).items()})
+    nodes = nodes_of(workload)
+    needs: dict[int, list[int]] = {at: [] for at in range(len(workload.ops))}
+    for at, waits in zip(nodes.op, nodes.all_waits(), strict=True):
+        needs[at] += [nodes.op[before] for before, lag in waits if lag == 0]
+    listed = in_order(needs)
     last: dict[int, tuple[str, int]] = {}
-    for name in listed:
-        at = workload.index[name]
+    for at in listed:
         if not workload.ops[at].is_comm:
-            last.update({place: (name, 1) for place in places[at]})
+            last.update({place: (workload.ops[at].name, 1) for place in places[at]})
     ops = {}
-    for name in listed:
-        at = workload.index[name]
+    for at in listed:
         op = workload.ops[at]
         if not op.is_comm:
-            last.update({place: (name, 0) for place in places[at]})
+            last.update({place: (op.name, 0) for place in places[at]})
         elif all(dep.why != "submit" for dep in op.after):
             known = {(dep.op, dep.lag) for dep in op.after}
-            waits = dict.fromkeys(last[place] for place in places[at] if place in last and last[place] not in known)
-            op = replace(op, after=(*op.after, *(Dep(op=name, lag=lag, why="submit") for name, lag in waits)))
+            last_ones = dict.fromkeys(last[place] for place in places[at] if place in last and last[place] not in known)
+            op = replace(op, after=(*op.after, *(Dep(op=name, lag=lag, why="submit") for name, lag in last_ones)))
         ops[at] = op
     return replace(workload, ops=tuple(ops[at] for at in range(len(ops))))
 
 
 @_register("fifo")
-def fifo(problem: Problem, effort: Effort) -> Schedule:
+def fifo(run: Run) -> Schedule:
     """PyTorch as it is: whole collectives, in the order of submission."""
-    return Scheduler(problem).schedule(_defaults(problem), discipline="fifo", serial=True)
+    return run.scheduler.schedule(_defaults(run.problem), discipline="fifo", serial=True)
 
 
 @_register("tictac")
-def tictac(problem: Problem, effort: Effort) -> Schedule:
+def tictac(run: Run) -> Schedule:
     """TicTac's TAC order of whole tensors: what lets the most compute start, for the least communication, first."""
-    return Scheduler(problem).schedule(
-        _defaults(problem), discipline="priority", priority=_by_rank(tac_order(problem)), serial=True
+    order, note = _tac(run.problem, run.scheduler.nodes, lambda: run.in_time)
+    run.notes.extend([note] if note else [])
+    return run.scheduler.schedule(
+        _defaults(run.problem), discipline="priority", priority=_by_rank(order), serial=True
     )
 
 
 @_register("p3")
-def p3(problem: Problem, effort: Effort) -> Schedule:
-    """P3: small fixed slices, those that the next forward pass needs first have priority."""
+def p3(run: Run) -> Schedule:
+    """P3: slices as near to 50,000 parameters as 1 to 16 pieces come; those that are needed first have priority."""
+    problem = run.problem
     choice = {}
     for op in problem.workload.comm_ops:
         pieces = _pieces(problem, op)
         wanted = max(1.0, op.nbytes / P3_SLICE_BYTES) if op.kind != "all_to_all" else 1.0
         choice[op.name] = min(pieces, key=lambda at, p=pieces: abs(np.log(p[at] / wanted)))  # type: ignore[misc]
-    uses = first_uses(problem.workload)
-    order = sorted((op.name for op in problem.workload.comm_ops), key=lambda name: uses[name])
-    return Scheduler(problem).schedule(choice, discipline="priority", priority=_by_rank(order), serial=True)
+    order = _by_use(problem.workload, (op.name for op in problem.workload.comm_ops))
+    return run.scheduler.schedule(choice, discipline="priority", priority=_by_rank(order), serial=True)
 
 
 @_register("bytescheduler+")
-def bytescheduler(problem: Problem, effort: Effort) -> Schedule:
+def bytescheduler(run: Run) -> Schedule:
     """ByteScheduler with a segmentation oracle: the most recently submitted first, cut so that this works best."""
-    return _oracle(problem, effort, Rule(discipline="lifo"))
+    return _oracle(run, Rule(discipline="lifo"))
 
 
 @_register("hand_optimised")
-def hand_optimised(problem: Problem, effort: Effort) -> Schedule:
+def hand_optimised(run: Run) -> Schedule:
     """The order a person would write, with the oracle, and for each comm-op the option that is fastest alone.
 
     All-to-alls first (the embeddings wait for them), then what gathers parameters, then gradients, latest first; or
     ByteScheduler+'s order, where that is better. Each order may try as much as ByteScheduler+ did.
     """
     urgency = {"all_to_all": 0, "send": 0, "all_gather": 1, "broadcast": 1}
-    workload = problem.workload
+    problem, workload = run.problem, run.problem.workload
     names = sorted(
         (op.name for op in workload.comm_ops),
         key=lambda name: (urgency.get(workload.op(name).kind, 2), -workload.index[name]),
@@ -158,57 +212,48 @@ def hand_optimised(problem: Problem, effort: Effort) -> Schedule:
         stays = [at for at, option in enumerate(options) if all(home.issuperset(t.channels) for t in option.tasks)]
         fastest[name] = min(stays, key=lambda at, o=options: o[at].total_us)  # type: ignore[misc]
     lifo = Rule(discipline="lifo")
-    start = dict(zip((op.name for op in workload.comm_ops), _oracle(problem, effort, lifo).choice, strict=True))
+    start = dict(zip((op.name for op in workload.comm_ops), _oracle(run, lifo).choice, strict=True))
     schedules = [
-        _oracle(problem, effort, Rule(discipline="priority", priority=_by_rank(names)), also=fastest),
-        _oracle(problem, effort, lifo, also=fastest, start=start),
+        _oracle(run, Rule(discipline="priority", priority=_by_rank(names)), also=fastest),
+        _oracle(run, lifo, also=fastest, start=start),
     ]
     return min(schedules, key=lambda schedule: schedule.period_us)
 
 
 @_register("s_sched")
-def s_sched(problem: Problem, effort: Effort) -> Schedule:
+def s_sched(run: Run) -> Schedule:
     """SYNDICATE without execution planning: default options, cut by the oracle, critical path first."""
-    return _oracle(problem, effort, Rule(discipline="critical_path"))
+    return _oracle(run, Rule(discipline="critical_path"))
 
 
 @_register("s_exec")
-def s_exec(problem: Problem, effort: Effort) -> Schedule:
+def s_exec(run: Run) -> Schedule:
     """SYNDICATE without scheduling: every option is searched, but all run in the order of submission."""
-    scheduler = Scheduler(problem)
-    found = _chain(scheduler, effort, "fifo")
-    default = scheduler.schedule(_defaults(problem), discipline="fifo")
-    return min(found, default, key=lambda schedule: schedule.period_us)
+    scheduler, whole = run.scheduler, fifo(run)
+    found = [
+        _chain(run, "fifo"),
+        scheduler.schedule(whole.choice, discipline="fifo"),
+        scheduler.replay(whole.choice, whole.order, whole.shift),
+    ]
+    return min(found, key=lambda schedule: schedule.period_us)
 
 
 @_register("syndicate")
-def syndicate(problem: Problem, effort: Effort) -> Schedule:
+def syndicate(run: Run) -> Schedule:
     """The paper's search: Metropolis-Hastings over the options, critical path first."""
-    return _chain(Scheduler(problem), effort, "critical_path")
+    return _chain(run, "critical_path")
 
 
-def _chain(scheduler: Scheduler, effort: Effort, discipline: str) -> Schedule:
+def _chain(run: Run, discipline: str) -> Schedule:
     """SYNDICATE's own search: as many steps as wanted, or as the time allows."""
+    scheduler, effort = run.scheduler, run.effort
+    scheduler.bound()
     begun = time.monotonic()
-    scheduler.evaluate(_defaults(scheduler.problem), discipline=discipline)
+    scheduler.evaluate(_defaults(run.problem), discipline=discipline)
     each_s = max(time.monotonic() - begun, 1e-6)
-    steps = max(1, min(effort.evaluations, int(min(effort.budget_s / each_s, 1e9))))
+    left_s = max(run.begun + effort.budget_s - begun, 0.0)
+    steps = max(1, min(effort.evaluations, int(min(left_s / each_s, 1e9))))
     return search(scheduler, mode="syndicate", discipline=discipline, steps=steps, seed=effort.seed).schedule
-
-
-def _waits(workload: Workload) -> dict[str, list[tuple[str, int]]]:
-    """What each op waits for, with the lag: its dependencies, and the op before it on each of its streams."""
-    waits = {op.name: [(dep.op, dep.lag) for dep in op.after] for op in workload.ops}
-    streams, count = streams_of_ops(workload, places_of_ops(workload))
-    before: list[tuple[str, int] | None] = [None] * count
-    for lag in (1, 0):
-        for op, held in zip(workload.ops, streams, strict=True):
-            for stream in held:
-                last = before[stream]
-                if lag == 0 and last is not None:
-                    waits[op.name].append(last)
-                before[stream] = (op.name, lag)
-    return waits
 
 
 def tac_order(problem: Problem) -> list[str]:
@@ -218,53 +263,104 @@ def tac_order(problem: Problem) -> list[str]:
     no P before those are sent). Op A goes before B if ``min(P_B, M_A) < min(P_A, M_B)``, and where that says nothing if
     what it opens together with others needs less communication. The compute that waits may lie in the next iteration.
     """
+    return _tac(problem, nodes_of(problem.workload), lambda: True)[0]
+
+
+def _tac(problem: Problem, nodes: Nodes, in_time: Callable[[], bool]) -> tuple[list[str], str]:
+    """`tac_order`; what there was no time or room for comes by first use, and a note says so."""
     names = [op.name for op in problem.workload.comm_ops]
-    time_us = np.array([problem.options[name][0].total_us for name in names])
-    computes_us, needs = _communication_needed(problem.workload)
-    left = np.ones(len(names), np.bool_)
-    order: list[str] = []
-    while left.any():
-        still = needs & left
-        count = still.sum(axis=1)
-        gain = (still[count == 1] * computes_us[count == 1, None]).sum(axis=0)
-        several = still[count > 1]
-        together = np.where(several, (several @ time_us)[:, None], np.inf).min(axis=0, initial=np.inf)
-        best = int(np.flatnonzero(left)[0])
-        for at in np.flatnonzero(left)[1:].tolist():
-            a, b = min(gain[best], time_us[at]), min(gain[at], time_us[best])
-            if a < b or (a == b and together[at] < together[best]):
-                best = at
-        order.append(names[best])
-        left[best] = False
-    return order
+    picked: list[int] = []
+    if len(nodes.op) * len(names) <= MAX_TAC_CELLS:
+        time_us = np.array([problem.options[name][0].total_us for name in names])
+        ready = _Tac(time_us, *_communication_needed(nodes, len(names)))
+        while len(picked) < len(names) and in_time():
+            picked.append(ready.pick())
+    rest = set(range(len(names))).difference(picked)
+    order = [*(names[at] for at in picked), *_by_use(problem.workload, (names[at] for at in sorted(rest)))]
+    note = f"tictac: {len(rest)} of {len(names)} comm-ops in the order of their use, for want of time"
+    return order, note if rest else ""
 
 
-def _communication_needed(workload: Workload) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """The comm-ops of an iteration that compute-ops of it and the next need, with how long those take.
+class _Tac:
+    """What is left of TAC's tables, kept up to date pick by pick.
 
-    Compute-ops that need the same are drawn together in one row.
+    Rows are sets of comm-ops that some compute needs. Times are whole numbers, so that equal sums are equal.
     """
-    position = {op.name: at for at, op in enumerate(workload.comm_ops)}
-    nodes = {
-        (name, iteration): [(before, iteration - lag) for before, lag in waits if lag <= iteration]
-        for iteration in (0, 1)
-        for name, waits in _waits(workload).items()
-    }
-    needed: dict[tuple[str, int], NDArray[np.bool_]] = {}
-    times: dict[bytes, float] = {}
-    for node in in_order(nodes):
-        row = np.zeros(len(position), np.bool_)
-        for before in nodes[node]:
-            row |= needed[before]
-        needed[node] = row
-        name, iteration = node
-        if name not in position:
-            key = row.tobytes()
-            times[key] = times.get(key, 0.0) + duration_us(workload.op(name))
-        elif iteration == 0:
-            row[position[name]] = True
-    table = np.array([np.frombuffer(key, np.bool_) for key in times], np.bool_).reshape(len(times), len(position))
+
+    def __init__(
+        self, time_us: NDArray[np.float64], computes_us: NDArray[np.float64], needs: NDArray[np.bool_]
+    ) -> None:
+        self.time_us, self.computes_us, self.needs = time_us, computes_us, needs
+        scale = float(1 << 40) / max(float(time_us.sum()), 1e-300)
+        self.whole = np.rint(time_us * scale).astype(np.int64)
+        self.left = np.ones(len(time_us), np.bool_)
+        self.count = needs.sum(axis=1)
+        self.together = np.array([self.whole[row].sum() for row in needs], np.int64)
+        self.gain = np.zeros(len(time_us))
+        self._open(self.count == 1)
+
+    def _open(self, rows: NDArray[np.bool_]) -> None:
+        """Compute that waits for one comm-op alone is what that one gains."""
+        for row in np.flatnonzero(rows).tolist():
+            self.gain[np.flatnonzero(self.needs[row] & self.left)] += self.computes_us[row]
+
+    def _shared(self, at: int) -> float:
+        rows = self.needs[:, at] & (self.count > 1)
+        return float(self.together[rows].min()) if rows.any() else np.inf
+
+    def pick(self) -> int:
+        """The next comm-op."""
+        gains = np.flatnonzero(self.left & (self.gain > 0)).tolist()
+        if gains:
+            best = gains[0]
+            for at in gains[1:]:
+                a, b = min(self.gain[best], self.time_us[at]), min(self.gain[at], self.time_us[best])
+                if a < b or (a == b and self._shared(at) < self._shared(best)):
+                    best = at
+        else:
+            several = self.count > 1
+            near = several & (self.together == self.together[several].min()) if several.any() else several
+            offered = self.needs[near].any(axis=0) & self.left if near.any() else self.left
+            best = int(np.flatnonzero(offered)[0])
+        self.left[best] = False
+        rows = self.needs[:, best]
+        self.count[rows] -= 1
+        self.together[rows] -= self.whole[best]
+        self._open(rows & (self.count == 1))
+        return int(best)
+
+
+def _communication_needed(nodes: Nodes, num_comm: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """The comm-ops of an iteration that compute of it and the next needs, with how long that takes.
+
+    Compute that needs the same is drawn together in one row. Of an op at several places each counts for its share.
+    """
+    waits = nodes.all_waits()
+    order = in_order({node: [u for u, lag in needs if lag == 0] for node, needs in enumerate(waits)})
+    comm = (node for node, place in enumerate(nodes.place) if place < 0)
+    bit = {node: 1 << at for at, node in enumerate(comm)}
+    needed: list[list[int]] = [[0] * len(order), [0] * len(order)]
+    times: dict[int, float] = {}
+    for iteration, mine in enumerate(needed):
+        for node in order:
+            row = 0
+            for before, lag in waits[node]:
+                if lag <= iteration:
+                    row |= needed[iteration - lag][before]
+            if node not in bit:
+                times[row] = times.get(row, 0.0) + nodes.us[node] / len(nodes.of_op[nodes.op[node]])
+            elif iteration == 0:
+                row |= bit[node]
+            mine[node] = row
+    width = (num_comm + 7) // 8
+    packed = np.frombuffer(b"".join(row.to_bytes(width, "little") for row in times), np.uint8).reshape(-1, width)
+    table = np.unpackbits(packed, axis=1, count=num_comm, bitorder="little").astype(np.bool_)
     return np.array(list(times.values())), table
+
+
+def _by_use(workload: Workload, names: Iterable[str]) -> list[str]:
+    uses = first_uses(workload)
+    return sorted(names, key=lambda name: uses[name])
 
 
 def first_uses(workload: Workload) -> dict[str, tuple[int, int]]:
@@ -320,14 +416,14 @@ def _pieces(problem: Problem, op: Op) -> dict[int, int]:
 
 
 def _oracle(
-    problem: Problem, effort: Effort, rule: Rule, *,
+    run: Run, rule: Rule, *,
     also: Mapping[str, int] | None = None, start: Mapping[str, int] | None = None,
 ) -> Schedule:  # fmt: skip
     """The best cut of every comm-op: one op at a time to a local optimum, all at one size, then from random starts.
 
     `also` holds one more option per op that may be taken, `start` a choice to begin with.
     """
-    scheduler = Scheduler(problem)
+    problem, scheduler, effort = run.problem, run.scheduler, run.effort
     rng = np.random.default_rng(effort.seed)
     deadline = time.monotonic() + effort.budget_s
     grid = {op.name: list(_pieces(problem, op)) for op in problem.workload.comm_ops}

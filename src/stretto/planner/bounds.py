@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _native
+from ..workload import Op
+from ..workload.ordering import few
+from .nodes import Nodes, is_queued, nodes_of
 from .problem import Option, Problem
-from .schedule import duration_us, places_of_ops, streams_of_ops
 
 MAX_LP_TERMS = 200_000
 MAX_CHANNELS = 256
@@ -45,34 +47,20 @@ def lower_bound(problem: Problem, *, serial: bool = False) -> Bound:
     >>> round(bound.us, 3), bound.why
     (8.118, 'channel load between forward and the next')
     """
-    workload = problem.workload
-    places = places_of_ops(workload)
-    fastest = [
-        min(least_us(option) for option in problem.options[op.name]) if op.is_comm else duration_us(op)
-        for op in workload.ops
-    ]
-    circle_us, circle = _circles(problem, fastest)
-    loads = _loads(problem, places, serial)
+    nodes = nodes_of(problem.workload)
+    fastest = _fastest(problem, nodes)
+    circle_us, circle = _circles(problem, nodes, fastest)
+    loads = _loads(problem, serial)
     prices = _prices(loads)
-    between_us, between = _between(problem, fastest, loads, prices)
+    between_us, between = _between(problem, nodes, fastest, loads, prices)
     found = {
-        "compute stream": workload_compute_us(problem),
-        f"circle of waiting: {_names(circle)}": circle_us,
-        "channel load": max((_paid(loads, price) for price in prices), default=0.0),
+        "compute stream": max(nodes.stream_us, default=0.0),
+        f"circle of waiting: {', '.join(few(circle))}": circle_us,
+        "channel load": max((loads.paid(price) for price in prices), default=0.0),
         f"channel load between {between} and the next": between_us,
     }
     why = max(found, key=lambda name: found[name])
     return Bound(us=found[why], why=why, arguments=found)
-
-
-def workload_compute_us(problem: Problem) -> float:
-    """The load of the busiest compute stream."""
-    workload = problem.workload
-    rows, count = streams_of_ops(workload, places_of_ops(workload))
-    load = np.zeros(count)
-    for op, row in zip(workload.ops, rows, strict=True):
-        load[row] += duration_us(op) if row else 0.0
-    return float(load.max(initial=0.0))
 
 
 def least_us(option: Option) -> float:
@@ -86,82 +74,116 @@ def least_us(option: Option) -> float:
     return max(*ends, *load.values())
 
 
-def _names(names: list[str]) -> str:
-    return ", ".join(names if len(names) <= 8 else [*names[:4], f"... ({len(names) - 6} more)", *names[-2:]])
+def _fastest(problem: Problem, nodes: Nodes) -> list[float]:
+    """Per node, the least time that it takes."""
+    known: dict[int, float] = {}
+    found = []
+    for at, place, us in zip(nodes.op, nodes.place, nodes.us, strict=True):
+        if place < 0:
+            options = problem.options[problem.workload.ops[at].name]
+            if id(options) not in known:
+                known[id(options)] = min(least_us(option) for option in options)
+            us = known[id(options)]
+        found.append(us)
+    return found
 
 
-def _circles(problem: Problem, fastest: list[float]) -> tuple[float, list[str]]:
+def _circles(problem: Problem, nodes: Nodes, fastest: list[float]) -> tuple[float, list[str]]:
     """The largest ratio of duration to lag, every comm-op as fast as it can be and on channels of its own."""
     workload = problem.workload
-    rows, num_streams = streams_of_ops(workload, places_of_ops(workload))
-    deps = [[(workload.index[dep.op], dep.lag) for dep in op.after] for op in workload.ops]
-    count = len(workload.ops)
+    count = len(nodes.op)
     none = np.zeros(0, np.int32)
-    zeros = np.zeros(count + 1, np.int64)
+    zeros = np.zeros(1, np.int64)
     native = _native.ScheduleProblem(
         comm=np.zeros(count, np.uint8), duration_us=np.array(fastest, np.float64),
-        stream_ptr=np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64),
-        stream=np.array([s for row in rows for s in row], np.int32), num_streams=num_streams,
-        dep_ptr=np.cumsum([0, *(len(row) for row in deps)], dtype=np.int64),
-        dep_op=np.array([op for row in deps for op, _ in row], np.int32),
-        dep_lag=np.array([lag for row in deps for _, lag in row], np.int32),
-        option_ptr=zeros, task_ptr=zeros[:1], task_us=np.zeros(0), inner_ptr=zeros[:1], inner=none, held_ptr=zeros[:1],
+        stream_ptr=np.cumsum([0, *(stream >= 0 for stream in nodes.stream)], dtype=np.int64),
+        stream=np.array([stream for stream in nodes.stream if stream >= 0], np.int32), num_streams=nodes.num_streams,
+        dep_ptr=np.cumsum([0, *(len(row) for row in nodes.waits)], dtype=np.int64),
+        dep_op=np.array([node for row in nodes.waits for node, _ in row], np.int32),
+        dep_lag=np.array([lag for row in nodes.waits for _, lag in row], np.int32),
+        set=np.full(count, -1, np.int32), line=np.full(count, -1, np.int32),
+        option_ptr=zeros, task_ptr=zeros, task_us=np.zeros(0), inner_ptr=zeros, inner=none, held_ptr=zeros,
         held=none, serial_ptr=zeros, serial=none, num_resources=0, anchor=0,
     )  # fmt: skip
     us, _, _, _, critical, _, _, _ = native.replay(np.zeros(count, np.int32), none, none, False, 2)
-    names = [workload.ops[at].name for at in critical]
+    names = list(dict.fromkeys(workload.ops[nodes.op[node]].name for node in critical))
     first = names.index(min(names, key=lambda name: workload.index[name])) if names else 0
     return us, [*names[first:], *names[:first]] or ["one stream's own"]
 
 
-Loads = list[list[NDArray[np.float64]]]
-"""Per comm-op and option, the time it takes of every channel."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Loads:
+    """The time that options take of every channel: ops that are alike share a table with a row for each option."""
+
+    tables: list[NDArray[np.float64]]
+    of_op: list[int]
+    """Per comm-op, its table."""
+    count: int
+    """Of channels that differ."""
+
+    def least(self, price: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Per comm-op, the price of its cheapest option."""
+        each = np.array([float((table @ price).min()) for table in self.tables])
+        return each[self.of_op] if self.of_op else np.zeros(0)
+
+    def paid(self, price: NDArray[np.float64]) -> float:
+        """What all of them cost at least."""
+        return float(self.least(price).sum())
 
 
-def _loads(problem: Problem, places: tuple[tuple[int, ...], ...], serial: bool) -> Loads:
+def _loads(problem: Problem, serial: bool) -> _Loads:
     workload = problem.workload
-    tasks = [task for options in problem.options.values() for option in options for task in option.tasks]
-    channels = {c: at for at, c in enumerate(sorted({c for task in tasks for c in task.channels}))}
-    width = len(channels) + serial
-    found: Loads = []
+    known: dict[tuple[int, tuple[int, ...], bool], int] = {}
+    of_op: list[int] = []
+    first: list[Op] = []
     for op in workload.comm_ops:
-        of_op = []
-        for option in problem.options[op.name]:
-            row = np.zeros((len(workload.places), width))
+        key = (id(problem.options[op.name]), workload.op_places[workload.index[op.name]], serial and is_queued(op))
+        of_op.append(known.setdefault(key, len(known)))
+        if len(known) > len(first):
+            first.append(op)
+    all_options = [problem.options[op.name] for op in first]
+    names = sorted({c for options in all_options for option in options for task in option.tasks for c in task.channels})
+    channels = {c: at for at, c in enumerate(names)}
+    # Places that the same ops use look alike: one of them stands for all.
+    users: dict[int, list[int]] = defaultdict(list)
+    for at, (_, places, _) in enumerate(known):
+        for place in places:
+            users[place].append(at)
+    lead = {tuple(row): place for place, row in sorted(users.items(), reverse=True)}
+    column = {place: at for at, place in enumerate(sorted(lead.values()))}
+    tables = []
+    for options, (_, places, queued) in zip(all_options, known, strict=True):
+        table = np.zeros((len(options), len(column), len(channels) + 1))
+        where = [column[place] for place in places if place in column]
+        for row, option in zip(table, options, strict=True):
             for task in option.tasks:
-                columns = [channels[c] for c in set(task.channels)] + ([len(channels)] if serial else [])
-                row[np.ix_(places[workload.index[op.name]], columns)] += task.duration_us
-            of_op.append(row.ravel())
-        found.append(of_op)
-    if not found:
-        return found
+                columns = [channels[c] for c in set(task.channels)] + ([len(channels)] if queued else [])
+                row[np.ix_(where, columns)] += task.duration_us
+        tables.append(table.reshape(len(options), -1))
+    if not tables:
+        return _Loads(tables=[], of_op=[], count=0)
     # Channels that every option loads alike (the same one at many places) are one.
-    table = np.array([row for of_op in found for row in of_op])
-    kept = np.unique(table, axis=1, return_index=True)[1]
-    return [[row[kept] for row in of_op] for of_op in found]
+    kept = np.unique(np.concatenate(tables), axis=1, return_index=True)[1]
+    return _Loads(tables=[table[:, kept] for table in tables], of_op=of_op, count=len(kept))
 
 
-def _paid(loads: Loads, price: NDArray[np.float64]) -> float:
-    return float(sum(min(float(row @ price) for row in of_op) for of_op in loads))
-
-
-def _prices(loads: Loads) -> list[NDArray[np.float64]]:
+def _prices(loads: _Loads) -> list[NDArray[np.float64]]:
     """Prices worth trying: each channel alone, and the best mixture for all communication together."""
-    if not loads:
+    count = loads.count
+    if not count:
         return []
-    count = len(loads[0][0])
     alone = list(np.eye(count)) if count <= MAX_CHANNELS else []
-    if count > 1 and sum(map(len, loads)) * count > MAX_LP_TERMS:
+    if count > 1 and sum(map(len, loads.tables)) * count > MAX_LP_TERMS:
         return [np.full(count, 1.0 / count), *alone]
     from ..synthesis.milp import Milp, solve
 
     model = Milp()
     prices = [model.column(upper=1.0) for _ in range(count)]
     model.row(dict.fromkeys(prices, 1.0), lower=1.0, upper=1.0)
-    scale = max(float(row.max()) for of_op in loads for row in of_op) or 1.0
-    for of_op in loads:
-        paid = model.column(cost=-1.0)
-        for row in of_op:
+    scale = max(float(table.max()) for table in loads.tables) or 1.0
+    for number, table in enumerate(loads.tables):
+        paid = model.column(cost=-float(loads.of_op.count(number)))
+        for row in table:
             terms = {price: -float(us) / scale for price, us in zip(prices, row, strict=True) if us}
             model.row({paid: 1.0, **terms}, upper=0.0)
     values = solve(model, limit_s=10.0).values
@@ -173,16 +195,15 @@ def _prices(loads: Loads) -> list[NDArray[np.float64]]:
 
 
 def _between(
-    problem: Problem, fastest: list[float], loads: Loads, prices: list[NDArray[np.float64]]
+    problem: Problem, nodes: Nodes, fastest: list[float], loads: _Loads, prices: list[NDArray[np.float64]]
 ) -> tuple[float, str]:
     """The longest wait from a compute-op to its next iteration, counting the load that has to fit between."""
-    workload = problem.workload
-    compute = [at for at, op in enumerate(workload.ops) if not op.is_comm]
-    comm = [at for at, op in enumerate(workload.ops) if op.is_comm]
-    if not compute or not comm or len(workload.ops) > MAX_BETWEEN_OPS:
+    compute = [node for node, place in enumerate(nodes.place) if place >= 0]
+    comm = [node for node, place in enumerate(nodes.place) if place < 0]
+    if not compute or not comm or len(nodes.op) > MAX_BETWEEN_OPS:
         return 0.0, "an op"
-    cost = np.array([[min(float(row @ price) for row in of_op) for price in prices] for of_op in loads])
-    graph = _Unrolled(problem, fastest)
+    cost = np.stack([loads.least(price) for price in prices], axis=1)
+    graph = _Unrolled(nodes, fastest)
     best, name = 0.0, "an op"
     for op in compute[:: max(1, len(compute) // MAX_FROM)]:
         before, after = graph.around(op)
@@ -195,25 +216,16 @@ def _between(
                 fits = inside & (heads >= head) & (tails >= tail)
                 us = float(heads[fits].min() + tails[fits].min() + twice[fits].sum(axis=0).max())
                 if us > best:
-                    best, name = us, workload.ops[op].name
+                    best, name = us, problem.workload.ops[nodes.op[op]].name
     return best, name
 
 
 class _Unrolled:
     """Two iterations of ops at their fastest; waits for earlier iterations are left out, which only weakens a bound."""
 
-    def __init__(self, problem: Problem, fastest: list[float]) -> None:
-        workload = problem.workload
+    def __init__(self, nodes: Nodes, fastest: list[float]) -> None:
         self.fastest = fastest
-        self.needs = [[(workload.index[dep.op], dep.lag) for dep in op.after if dep.lag <= 1] for op in workload.ops]
-        rows, count = streams_of_ops(workload, places_of_ops(workload))
-        streams: list[list[int]] = [[] for _ in range(count)]
-        for at, row in enumerate(rows):
-            for stream in row:
-                streams[stream].append(at)
-        for ops in streams:
-            for k, at in enumerate(ops):
-                self.needs[at].append((ops[k - 1], int(k == 0)))
+        self.needs = [[(node, lag) for node, lag in waits if lag <= 1] for waits in nodes.all_waits()]
         inside = {at: {u for u, lag in needs if lag == 0} for at, needs in enumerate(self.needs)}
         self.order = list(TopologicalSorter(inside).static_order())
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import InvalidInput, SearchTimeout
+from ..errors import InvalidInput
 from ..synthesis import cp_sat
-from .bounds import lower_bound
+from .nodes import is_queued
 from .problem import Problem, Task
-from .schedule import Schedule, Scheduler, duration_us, streams_of_ops
+from .schedule import Schedule, Scheduler
 
 MAX_COMM_OPS = 12
 MAX_PAIRS = 20_000
@@ -65,15 +65,15 @@ def solve_exactly(
             (scheduler.schedule(scheduler.greedy, discipline=d, serial=serial) for d in ("critical_path", "fifo")),
             key=lambda plan: plan.period_us,
         )
-    below = lower_bound(scheduler.problem, serial=serial).us
+    below = scheduler.bound(serial).us
     if start.period_us <= below * (1 + 1e-9):
         return Exact(schedule=start, value_us=start.period_us, bound_us=below, status="optimal")
     model = _Model(scheduler, start, below, serial)
     status, values, bound = cp_sat.minimise(model.task(seed), limit_s=limit_s)
     if status == "infeasible":  # nothing is better than the start, whose own steps are its period rounded up
         bound, values, status = float(model.upper), None, "optimal"
-    elif status == "unknown":
-        raise SearchTimeout(f"exact: nothing found in {limit_s:g} s")
+    elif status == "unknown":  # out of time: what was known before stands
+        return Exact(schedule=start, value_us=start.period_us, bound_us=below, status="feasible")
     best = start
     if values is not None:
         found = model.schedule(values)
@@ -109,7 +109,7 @@ class _Model:
     def schedule(self, values: Sequence[int]) -> Schedule:
         """The order that the times give; its true period."""
         period = values[self.period]
-        anchor = values[self.begin[self.anchor]]
+        anchor = values[self.anchor]
         choice: list[int] = []
         placed: list[tuple[int, int, tuple[int, int], int]] = []
         for op, chosen in self.chosen.items():
@@ -142,58 +142,44 @@ class _Model:
     def _ops(self) -> None:
         problem = self.scheduler.problem
         workload = problem.workload
-        self.begin: dict[int, int] = {}
+        nodes = self.scheduler.nodes
         self.chosen: dict[int, list[int]] = {}
         self.starts: dict[tuple[int, int], list[int]] = {}
-        end: dict[int, tuple[int, int]] = {}
-        for at, op in enumerate(workload.ops):
-            if not op.is_comm:
-                self.begin[at] = self._time()
-                end[at] = (self.begin[at], self._steps(duration_us(op)))
+        first: list[list[int]] = []
+        """Per node, what waits for all that it waits for."""
+        end: list[tuple[int, int]] = []
+        for at, place, us in zip(nodes.op, nodes.place, nodes.us, strict=True):
+            if place >= 0:
+                first.append([self._time()])
+                end.append((first[-1][0], self._steps(us)))
                 continue
-            options = problem.options[op.name]
+            options = problem.options[workload.ops[at].name]
             self.chosen[at] = [self._column(0, 1) for _ in options]
             self.rows.append((1, 1, self.chosen[at], [1] * len(options)))
-            end[at] = (self._time(), 0)
+            end.append((self._time(), 0))
+            first.append([])
             for k, option in enumerate(options):
                 starts = self.starts[at, k] = [self._time() for _ in option.tasks]
                 for column, task in zip(starts, option.tasks, strict=True):
                     for before in task.after:
                         length = self._steps(option.tasks[before].duration_us)
                         self._at_least([(column, 1), (starts[before], -1)], length)
-                    self._at_least([(end[at][0], 1), (column, -1)], self._steps(task.duration_us), [self.chosen[at][k]])
-        streams, count = streams_of_ops(workload, self.scheduler.op_places)
-        self.anchor = self._anchor(streams, count)
-        for at, op in enumerate(workload.ops):
-            mine = [self.begin[at]] if not op.is_comm else [
-                column
-                for k, option in enumerate(problem.options[op.name])
-                for column, task in zip(self.starts[at, k], option.tasks, strict=True)
-                if not task.after
-            ]  # fmt: skip
-            for dep in op.after:
-                before, length = end[workload.index[dep.op]]
-                for column in mine:
-                    self._at_least([(column, 1), (self.period, dep.lag), (before, -1)], length)
-        for stream in range(count):
-            ops = [at for at, row in enumerate(streams) if stream in row]
-            for k, at in enumerate(ops):
-                before, length = end[ops[k - 1]]
-                self._at_least([(self.begin[at], 1), (self.period, int(k == 0)), (before, -1)], length)
-
-    def _anchor(self, streams: list[list[int]], count: int) -> int:
-        """The first compute-op of the busiest stream: shifts count from it, as in every schedule."""
-        ops = self.scheduler.problem.workload.ops
-        load = [sum(duration_us(op) for op, row in zip(ops, streams, strict=True) if s in row) for s in range(count)]
-        if not load:
+                    self._at_least([(end[-1][0], 1), (column, -1)], self._steps(task.duration_us), [self.chosen[at][k]])
+                first[-1] += [column for column, task in zip(starts, option.tasks, strict=True) if not task.after]
+        if not nodes.num_streams:
             raise InvalidInput("exact: needs a compute-op")
-        busiest = load.index(max(load))
-        anchor = next(at for at, row in enumerate(streams) if busiest in row)
-        self.lower_[self.begin[anchor]] = self.upper_[self.begin[anchor]] = 0
-        return anchor
+        # Shifts count from the anchor, as in every schedule.
+        self.anchor = first[nodes.anchor][0]
+        self.lower_[self.anchor] = self.upper_[self.anchor] = 0
+        for mine, needs in zip(first, nodes.all_waits(), strict=True):
+            for other, lag in needs:
+                earlier, length = end[other]
+                for column in mine:
+                    self._at_least([(column, 1), (self.period, lag), (earlier, -1)], length)
 
     def _channels(self) -> None:
-        problem, places = self.scheduler.problem, self.scheduler.op_places
+        problem, places = self.scheduler.problem, self.scheduler.problem.workload.op_places
+        queued = [self.serial and is_queued(op) for op in problem.workload.ops]
         tasks: list[tuple[int, int, int, Task]] = []
         for op, chosen in self.chosen.items():
             options = problem.options[problem.workload.ops[op].name]
@@ -207,13 +193,13 @@ class _Model:
         load: dict[tuple[int, str], dict[int, int]] = {}
         for number, (op, chosen_a, a, task) in enumerate(tasks):
             for place in places[op]:
-                for channel in {*task.channels, *(["any of them"] if self.serial else [])}:
+                for channel in {*task.channels, *(["any of them"] if queued[op] else [])}:
                     row = load.setdefault((place, channel), {})
                     row[chosen_a] = row.get(chosen_a, 0) + self._steps(task.duration_us)
             for other, chosen_b, b, second in tasks[:number]:
                 if (other == op and chosen_a != chosen_b) or not set(places[op]) & set(places[other]):
                     continue
-                if self.serial or set(task.channels) & set(second.channels):
+                if (queued[op] and queued[other]) or set(task.channels) & set(second.channels):
                     pairs += 1
                     lengths = self._steps(task.duration_us), self._steps(second.duration_us)
                     self._turns(chosen_a, a, lengths[0], chosen_b, b, lengths[1])
@@ -237,7 +223,7 @@ class _Model:
 
 def _step_us(problem: Problem, period_us: float) -> float:
     """A step that divides every duration, where there is one (leaving room for fractions); else a small one."""
-    lengths = [duration_us(op) for op in problem.workload.ops if not op.is_comm]
+    lengths = [us for each_us in problem.workload.op_durations_us for us in each_us]
     lengths += [task.duration_us for options in problem.options.values() for o in options for task in o.tasks]
     for unit in (1.0, 0.5, 0.25, 0.1, 0.05, 0.01):
         if all(abs(us / unit - round(us / unit)) < 1e-9 for us in lengths) and period_us / unit < STEPS:

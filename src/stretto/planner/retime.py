@@ -22,8 +22,9 @@ from ..errors import Infeasible
 from ..workload.ordering import in_order
 from .costs import CostModel, Motion, SimulatedCosts, simulated_costs
 from .merge import Merge, Transfers, contention_on, transfers_of
+from .nodes import is_queued, nodes_of
 from .problem import Option, Problem, Task
-from .schedule import Schedule, Scheduler, duration_us, places_of_ops, streams_of_ops
+from .schedule import Schedule, Scheduler
 
 FIRST_ITERATIONS = 4
 MAX_ITERATIONS = 32
@@ -32,7 +33,7 @@ SETTLED = 1e-6
 """Two iterations that differ by less than this part are the steady state."""
 
 Node = tuple[int, int, int]
-"""Iteration, op, and task of the op; -1 for a compute-op."""
+"""Iteration, node of the workload, and task of a comm-op; -1 for a compute-op at a place."""
 TaskId = tuple[int, int]
 
 
@@ -95,7 +96,7 @@ def _tasks(problem: Problem) -> dict[TaskId, Task]:
 
 def _meeting(alone: Problem, cluster: Cluster, costs: SimulatedCosts) -> dict[TaskId, Transfers]:
     """The motifs that can meet another on a link, as transfers."""
-    places = [frozenset(where) for where in places_of_ops(alone.workload)]
+    places = [frozenset(where) for where in alone.workload.op_places]
     sorts: dict[tuple[frozenset[int], Motion, float, str], list[TaskId]] = {}
     for (op, at), task in _tasks(alone).items():
         if task.motion is not None:
@@ -128,8 +129,8 @@ class _Unrolled:
         self._tasks_of: dict[int, list[int]] = {}
         for op, task in self._tasks:
             self._tasks_of.setdefault(op, []).append(task)
-        self._places = places_of_ops(self._workload)
-        self._streams = streams_of_ops(self._workload, self._places)[0]
+        self._nodes = nodes_of(self._workload)
+        self._needs = self._nodes.all_waits()
         self._contention = contention_on(cluster, meeting.values())
 
     def run(self) -> Retimed:
@@ -161,10 +162,11 @@ class _Unrolled:
         waits = self._waits(iterations)
         end: dict[Node, int] = {}
         for node in in_order(waits):
-            _, op, task = node
+            _, at, task = node
+            op = self._nodes.op[at]
             needs = [end[before] for before in waits[node]]
             if task < 0:
-                end[node] = merge.work(needs, duration_us(self._workload.ops[op]))
+                end[node] = merge.work(needs, self._nodes.us[at])
             elif (op, task) in self._meeting:
                 start = merge.work(needs, self._tasks[op, task].launch_us)
                 end[node] = merge.move(self._meeting[op, task], start)
@@ -179,27 +181,22 @@ class _Unrolled:
     def _waits(self, iterations: int) -> dict[Node, list[Node]]:
         """For every node those that must have ended: dependencies, program order, and the plan's order."""
         waits: dict[Node, list[Node]] = {}
-        last: dict[int, Node] = {}
         for iteration in range(iterations):
-            for at, about in enumerate(self._workload.ops):
+            for at, before in enumerate(self._needs):
                 needs = [
                     node
-                    for dep in about.after
-                    if iteration >= dep.lag
-                    for node in self._nodes(iteration - dep.lag, self._workload.index[dep.op])
+                    for other, lag in before
+                    if iteration >= lag
+                    for node in self._parts(iteration - lag, other)
                 ]
-                for node in self._nodes(iteration, at):
-                    if about.is_comm:
-                        inner = [(iteration, at, before) for before in self._tasks[at, node[2]].after]
-                    else:
-                        inner = [last[stream] for stream in self._streams[at] if stream in last]
-                        last.update(dict.fromkeys(self._streams[at], node))
-                    waits[node] = [*needs, *inner]
+                for node in self._parts(iteration, at):
+                    inner = self._tasks[self._nodes.op[at], node[2]].after if node[2] >= 0 else ()
+                    waits[node] = [*needs, *((iteration, at, task) for task in inner)]
         held: dict[tuple[int, str | None], Node] = {}
         shifts = self._schedule.shift
         for window in range(-max(shifts), iterations - min(shifts)):
             for (op, task), shift in zip(self._schedule.order, shifts, strict=True):
-                node = (window + shift, op, task)
+                node = (window + shift, self._nodes.of_op[op][0], task)
                 if not 0 <= node[0] < iterations:
                     continue
                 for resource in self._resources(op, task):
@@ -208,11 +205,11 @@ class _Unrolled:
                     held[resource] = node
         return waits
 
-    def _nodes(self, iteration: int, op: int) -> list[Node]:
-        return [(iteration, op, task) for task in self._tasks_of.get(op, (-1,))]
+    def _parts(self, iteration: int, at: int) -> list[Node]:
+        return [(iteration, at, task) for task in self._tasks_of.get(self._nodes.op[at], (-1,))]
 
     def _resources(self, op: int, task: int) -> list[tuple[int, str | None]]:
         channels: list[str | None] = [*self._tasks[op, task].channels]
-        if self._schedule.serial:
+        if self._schedule.serial and is_queued(self._workload.ops[op]):
             channels.append(None)
-        return [(place, channel) for place in self._places[op] for channel in channels]
+        return [(place, channel) for place in self._workload.op_places[op] for channel in channels]

@@ -1,11 +1,11 @@
 """When everything runs: list schedules, the periodic order taken from them, and its steady state.
 
-The time model. A *place* is a class of ranks nobody tells apart; a compute-op holds its stream at all its places, and
-ops of a stream run in program order, iteration after iteration. A comm-op is the tasks of its chosen option; a task
-holds its channels at all places of the op. A periodic order fixes, for one window of time, the order of the tasks on
-every channel; a task with shift s runs in window w for iteration w + s (1: pulled ahead, -1: pushed back). The
-iteration time is the steady-state period of that order, which is exactly the largest ratio of duration to lag over
-all circles of waiting.
+The time model. A *place* is a class of ranks nobody tells apart; at each of its places a compute-op holds its stream
+for that place's time, and ops of a stream run in program order, iteration after iteration. A comm-op is the tasks of
+its chosen option; a task holds its channels at all places of the op. What nobody waits for has ended two iterations
+later (`nodes`). A periodic order fixes, for one window of time, the order of the tasks on every channel; a task with
+shift s runs in window w for iteration w + s (1: pulled ahead, -1: pushed back). The iteration time is the steady-state
+period of that order, which is exactly the largest ratio of duration to lag over all circles of waiting.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +21,17 @@ from numpy.typing import NDArray
 from .. import _native
 from ..errors import Infeasible, InvalidInput, unknown
 from ..simulator.timeline import Timeline
-from ..workload import Op, Workload
-from .problem import Problem
+from ..workload import Workload
+from .nodes import Nodes, communicator, is_queued, nodes_of
+from .problem import Option, Problem
+
+if TYPE_CHECKING:
+    from .bounds import Bound
 
 DISCIPLINES = ("critical_path", "lifo", "priority", "fifo")
 """In the order of the native module's numbers."""
 ITERATIONS = 4
 MAX_ITERATIONS = 64
-LATEST = 2
-"""Iterations after which communication that nobody waits for has ended all the same."""
 SAME = 1e-9
 """Of the period: starts nearer than this are at the same time."""
 
@@ -44,8 +47,9 @@ class Schedule:
 
     ``order[k]`` is a task as (position of its op in the workload, position in the option); ``shift[k]`` and ``seq[k]``
     belong to it. Tasks with equal `seq` start together and share no channel. The arrays list one steady-state window,
-    sorted by start: compute-ops have task -1, `iteration` is relative to the window's own, and what starts in the
-    window may end after it. Times count from the start of the window's first compute-op.
+    sorted by start: compute-ops have task -1 and are there once for each `place`, tasks run at all places of their op
+    (place -1). `iteration` is relative to the window's own, and what starts in the window may end after it. Times count
+    from the start of the window's first compute-op.
     """
 
     choice: tuple[int, ...]
@@ -58,6 +62,7 @@ class Schedule:
     """When the first iteration ends, everything being idle before."""
     op: NDArray[np.int32]
     task: NDArray[np.int32]
+    place: NDArray[np.int32]
     iteration: NDArray[np.int32]
     start_us: NDArray[np.float64]
     end_us: NDArray[np.float64]
@@ -91,11 +96,18 @@ class Scheduler:
         workload = problem.workload
         self._comm = [at for at, op in enumerate(workload.ops) if op.is_comm]
         self._options = [problem.options[op.name] for op in workload.comm_ops]
-        self.op_places = places_of_ops(workload)
-        """Per op, the places (numbers) where it runs."""
-        channels = sorted({c for options in self._options for o in options for t in o.tasks for c in t.channels})
-        self.channels: tuple[str, ...] = tuple(channels)
-        self.native = _compile(problem, self.op_places, self.channels)
+        self.nodes = nodes_of(workload)
+        self._comm_nodes = [node for node, place in enumerate(self.nodes.place) if place < 0]
+        self.native = _compile(problem, self.nodes)
+        self._bounds: dict[bool, Bound] = {}
+
+    def bound(self, serial: bool = False) -> Bound:
+        """What no plan can beat; worked out once."""
+        from .bounds import lower_bound
+
+        if serial not in self._bounds:
+            self._bounds[serial] = lower_bound(self.problem, serial=serial)
+        return self._bounds[serial]
 
     @property
     def greedy(self) -> tuple[int, ...]:
@@ -136,8 +148,9 @@ class Scheduler:
         """List scheduling over some iterations, and the steady state of the middle one's order.
 
         Disciplines: ``critical_path`` (the task with the longest path to the end first), ``lifo`` (the last submitted
-        ready one), ``priority`` (the smallest given number; by comm-op), ``fifo`` (strictly in program order).
-        `serial`: a place runs one task at a time, whatever its channels.
+        ready one), ``priority`` (the smallest given number; by comm-op), ``fifo`` (every communicator strictly in
+        program order; of several, the one that is ready first). `serial`: a place runs one task of a collective at a
+        time, whatever its channels; sends run beside.
         """
         arguments = self._arguments(choice, discipline, priority, serial, iterations)
         _, order, shift = self.native.schedule(*arguments)
@@ -168,7 +181,7 @@ class Scheduler:
             raise Infeasible(self._deadlock(circle, behind))
         return self._view(
             choice, tuple(order), tuple(shift), serial, period, float(ends[0]), op_start, task_start,
-            tuple(zip(critical_op.tolist(), critical_task.tolist(), strict=True)),
+            tuple(zip((self.nodes.op[node] for node in critical_op), critical_task.tolist(), strict=True)),
         )
 
     def _view(
@@ -177,25 +190,28 @@ class Scheduler:
         critical: tuple[tuple[int, int], ...],
     ) -> Schedule:
         workload = self.problem.workload
-        compute = [at for at, op in enumerate(workload.ops) if not op.is_comm]
+        nodes = self.nodes
+        compute = [node for node, place in enumerate(nodes.place) if place >= 0]
         tasks = self.tasks(choice)
         chosen = {op: o[k] for op, o, k in zip(self._comm, self._options, choice, strict=True)}
-        ops = np.array([*compute, *(op for op, _ in tasks)], np.int32)
+        ops = np.array([*(nodes.op[node] for node in compute), *(op for op, _ in tasks)], np.int32)
+        places = np.array([*(nodes.place[node] for node in compute), *([-1] * len(tasks))], np.int32)
         parts = np.array([*([-1] * len(compute)), *(task for _, task in tasks)], np.int32)
         start = np.concatenate([op_start[compute], task_start])
         length = np.array([
-            *(duration_us(workload.ops[at]) for at in compute), *(chosen[op].tasks[t].duration_us for op, t in tasks)
+            *(nodes.us[node] for node in compute), *(chosen[op].tasks[t].duration_us for op, t in tasks)
         ])  # fmt: skip
         window = np.floor(start / period + SAME) if period > 0 else np.zeros(len(start))
         start = np.maximum(start - window * period, 0.0)
-        sort = np.lexsort((ops, start))
-        ops, parts, start, end, window = ops[sort], parts[sort], start[sort], (start + length)[sort], window[sort]
+        sort = np.lexsort((places, ops, start))
+        ops, parts, places, window = ops[sort], parts[sort], places[sort], window[sort]
+        start, end = start[sort], (start + length)[sort]
         at = {(int(o), int(t)): float(s) for o, t, s in zip(ops, parts, start, strict=True)}
         channels = {(op, t): set(chosen[op].tasks[t].channels) for op, t in tasks}
-        idle, exposed = _shares(self.op_places, len(workload.places), ops, parts, start, end, period)
+        idle, exposed = _shares(workload, ops, places, start, end, period)
         return Schedule(
             choice=choice, order=order, shift=shift, seq=_sequence(order, at, channels, period), serial=serial,
-            period_us=period, first_us=first_us, op=ops, task=parts, iteration=(-window).astype(np.int32),
+            period_us=period, first_us=first_us, op=ops, task=parts, place=places, iteration=(-window).astype(np.int32),
             start_us=start, end_us=end, compute_idle=idle, exposed_us=exposed, critical=critical,
         )  # fmt: skip
 
@@ -216,8 +232,8 @@ class Scheduler:
         return again if again.period_us <= found.period_us * (1 + SAME) else found
 
     def _native_choice(self, choice: tuple[int, ...]) -> NDArray[np.int32]:
-        chosen = np.zeros(len(self.problem.workload.ops), np.int32)
-        chosen[self._comm] = choice
+        chosen = np.zeros(len(self.nodes.op), np.int32)
+        chosen[self._comm_nodes] = choice
         return chosen
 
     def _arguments(
@@ -248,35 +264,10 @@ class Scheduler:
         return self._native_choice(choice), DISCIPLINES.index(discipline), of_task, 0.0, serial, iterations
 
     def _deadlock(self, circle: NDArray[np.int32], behind: NDArray[np.int32]) -> str:
-        ops = self.problem.workload.ops
+        names = [self.problem.workload.ops[self.nodes.op[node]].name for node in circle]
         k = int(np.flatnonzero(behind)[0])
-        late, early = ops[circle[k]].name, ops[circle[(k + 1) % len(circle)]].name
+        late, early = names[k], names[(k + 1) % len(names)]
         return f"order: {late!r} is behind {early!r} on a channel, but {early!r} waits for {late!r}"
-
-
-def duration_us(op: Op) -> float:
-    """How long a compute-op holds its stream: its slowest place's time."""
-    return max(op.durations_us, default=op.duration_us)
-
-
-def places_of_ops(workload: Workload) -> tuple[tuple[int, ...], ...]:
-    """Per op, the numbers of the places that take part."""
-    lead = [place.ranks[0] for place in workload.places]
-    found = []
-    for op in workload.ops:
-        ranks = workload.ranks_of(op)
-        found.append(tuple(at for at, rank in enumerate(lead) if rank in ranks))
-    return tuple(found)
-
-
-def streams_of_ops(workload: Workload, op_places: Sequence[tuple[int, ...]]) -> tuple[list[list[int]], int]:
-    """Per compute-op the numbers of the (place, stream) it holds, and how many there are."""
-    numbers: dict[tuple[int, str], int] = {}
-    rows = [
-        [] if op.is_comm else [numbers.setdefault((place, op.stream), len(numbers)) for place in places]
-        for op, places in zip(workload.ops, op_places, strict=True)
-    ]
-    return rows, len(numbers)
 
 
 def check_order(workload: Workload, schedule: Schedule) -> None:
@@ -285,39 +276,30 @@ def check_order(workload: Workload, schedule: Schedule) -> None:
     The enforcer starts a task only when all before it have started, on whatever channel. So a task pulled ahead must be
     submittable before the application waits for anything behind it.
     """
-    nodes = {task: len(workload.ops) + k for k, task in enumerate(schedule.order)}
+    nodes = nodes_of(workload)
+    size = len(nodes.op)
+    task_node = {task: size + k for k, task in enumerate(schedule.order)}
     of_op: dict[int, list[int]] = {}
-    for task, node in nodes.items():
+    for task, node in task_node.items():
         of_op.setdefault(task[0], []).append(node)
     waits: list[tuple[int, int, int]] = []
     held: set[tuple[int, int]] = set()
-    rows, num_streams = streams_of_ops(workload, places_of_ops(workload))
-    last = [-1] * num_streams
-    first = [-1] * num_streams
-    for at, op in enumerate(workload.ops):
-        needs = [(workload.index[dep.op], dep.lag) for dep in op.after]
-        mine = of_op[at] if op.is_comm else [at]
+    for at, needs in enumerate(nodes.all_waits()):
+        mine = of_op[nodes.op[at]] if nodes.place[at] < 0 else [at]
         waits += [(node, before, lag) for node in mine for before, lag in needs]
         waits += [(at, node, 0) for node in mine if node != at]
-        for stream in rows[at]:
-            if last[stream] >= 0:
-                waits.append((at, last[stream], 0))
-            else:
-                first[stream] = at
-            last[stream] = at
-    waits += [(a, b, 1) for a, b in zip(first, last, strict=True)]
     count = len(schedule.order)
     for k in range(count):
         before, window = (k - 1, 0) if k else (count - 1, 1)
-        node, earlier = nodes[schedule.order[k]], nodes[schedule.order[before]]
+        node, earlier = task_node[schedule.order[k]], task_node[schedule.order[before]]
         waits.append((node, earlier, schedule.shift[k] - schedule.shift[before] + window))
         held.add((node, earlier))
     node_, waits_for, lag_ = (np.array(x, np.int32) for x in (zip(*waits, strict=True) if waits else ((), (), ())))
-    circle = _native.waiting_circle(len(workload.ops) + count, node_, waits_for, lag_).tolist()
+    circle = _native.waiting_circle(size + count, node_, waits_for, lag_).tolist()
     pairs = list(zip(circle, [*circle[1:], *circle[:1]], strict=True))
     if not pairs:
         return
-    op_of = [*range(len(workload.ops)), *(op for op, _ in schedule.order)]
+    op_of = [*nodes.op, *(op for op, _ in schedule.order)]
     # The whole run of tasks held behind each other: its first cannot be submitted until its last is done.
     start = next(k for k, pair in enumerate(pairs) if pair in held and pairs[k - 1] not in held)
     run = [*pairs[start:], *pairs[:start]]
@@ -346,18 +328,19 @@ def _sequence(
 
 
 def _shares(
-    op_places: Sequence[tuple[int, ...]], num_places: int, op: NDArray[np.int32], task: NDArray[np.int32],
-    start: NDArray[np.float64], end: NDArray[np.float64], period: float,
+    workload: Workload, op: NDArray[np.int32], place: NDArray[np.int32], start: NDArray[np.float64],
+    end: NDArray[np.float64], period: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Per place: the share of the period without compute, and how long of that there is communication."""
+    num_places = len(workload.places)
     compute: list[list[tuple[float, float]]] = [[] for _ in range(num_places)]
     either: list[list[tuple[float, float]]] = [[] for _ in range(num_places)]
-    for o, t, a, b in zip(op.tolist(), task.tolist(), start.tolist(), end.tolist(), strict=True):
+    for o, at, a, b in zip(op.tolist(), place.tolist(), start.tolist(), end.tolist(), strict=True):
         pieces = [(0.0, period)] if b - a >= period else [(a, min(b, period)), (0.0, max(b - period, 0.0))]
-        for place in op_places[o]:
-            either[place] += pieces
-            if t < 0:
-                compute[place] += pieces
+        for where in workload.op_places[o] if at < 0 else (at,):
+            either[where] += pieces
+            if at >= 0:
+                compute[where] += pieces
     busy = np.array([_covered(pieces) for pieces in compute])
     exposed = np.array([_covered(pieces) for pieces in either]) - busy
     idle = 1 - busy / period if period > 0 else np.zeros(num_places)
@@ -377,60 +360,64 @@ def _rows(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.
     return ptr, np.array([x for row in rows for x in row], np.int32)
 
 
-def _waits(workload: Workload, op_places: Sequence[tuple[int, ...]]) -> list[list[tuple[int, int]]]:
-    """Per op what it waits for, as (op, lag). What nobody waits for has ended when the iteration after next begins.
+class _Sets:
+    """Options by what they load: ops with the same options at the same places share one set."""
 
-    Without that, communication that is slower than compute would fall behind for ever, with its buffers.
-    """
-    rows = [[(workload.index[dep.op], dep.lag) for dep in op.after] for op in workload.ops]
-    awaited = {op for row in rows for op, _ in row}
-    for at, op in enumerate(workload.ops):
-        if op.is_comm and at not in awaited:
-            mine = set(op_places[at])
-            first = (k for k, other in enumerate(workload.ops) if not other.is_comm and mine & set(op_places[k]))
-            for k in list(first)[:1]:
-                rows[k].append((at, LATEST))
-    return rows
+    def __init__(self, problem: Problem, nodes: Nodes) -> None:
+        workload = problem.workload
+        self.options: list[tuple[Option, ...]] = []
+        self.places: list[tuple[int, ...]] = []
+        self.queued: list[bool] = []
+        self.of_node: list[int] = []
+        known: dict[tuple[int, tuple[int, ...], bool], int] = {}
+        for at, place in zip(nodes.op, nodes.place, strict=True):
+            if place >= 0:
+                self.of_node.append(-1)
+                continue
+            op, places = workload.ops[at], workload.op_places[at]
+            options, queued = problem.options[op.name], is_queued(op)
+            self.of_node.append(known.setdefault((id(options), places, queued), len(known)))
+            if len(known) > len(self.options):
+                self.options.append(options)
+                self.places.append(places)
+                self.queued.append(queued)
 
 
-def _compile(
-    problem: Problem, op_places: Sequence[tuple[int, ...]], channels: Sequence[str]
-) -> _native.ScheduleProblem:
+def _compile(problem: Problem, nodes: Nodes) -> _native.ScheduleProblem:
     workload = problem.workload
-    options = [problem.options[op.name] if op.is_comm else () for op in workload.ops]
-    streams, num_streams = streams_of_ops(workload, op_places)
+    sets = _Sets(problem, nodes)
+    channels = sorted({c for options in sets.options for o in options for t in o.tasks for c in t.channels})
     number = {channel: at for at, channel in enumerate(channels)}
     num_places = len(workload.places)
-    flat = [(at, task) for at, of_op in enumerate(options) for option in of_op for task in option.tasks]
+    flat = [(at, task) for at, options in enumerate(sets.options) for option in options for task in option.tasks]
     held = [
-        [place * len(channels) + number[c] for place in op_places[at] for c in sorted(set(task.channels))]
+        [place * len(channels) + number[c] for place in sets.places[at] for c in sorted(set(task.channels))]
         for at, task in flat
     ]
     serial = [
-        [num_places * len(channels) + place for place in places] if op.is_comm else []
-        for op, places in zip(workload.ops, op_places, strict=True)
+        [num_places * len(channels) + place for place in places] if queued else []
+        for places, queued in zip(sets.places, sets.queued, strict=True)
     ]
-    load = [0.0] * num_streams
-    for op, row in zip(workload.ops, streams, strict=True):
-        for stream in row:
-            load[stream] += duration_us(op)
-    busiest = load.index(max(load)) if load else -1
-    waits = _waits(workload, op_places)
-    dep_ptr, dep_op = _rows([[op for op, _ in row] for row in waits])
-    _, dep_lag = _rows([[lag for _, lag in row] for row in waits])
-    stream_ptr, stream_ids = _rows(streams)
+    lines: dict[object, int] = {}
+    line = [
+        -1 if place >= 0 else lines.setdefault(communicator(workload.ops[at]), len(lines))
+        for at, place in zip(nodes.op, nodes.place, strict=True)
+    ]
+    dep_ptr, dep_op = _rows([[node for node, _ in row] for row in nodes.waits])
+    _, dep_lag = _rows([[lag for _, lag in row] for row in nodes.waits])
+    stream_ptr, stream_ids = _rows([[stream] if stream >= 0 else [] for stream in nodes.stream])
     inner_ptr, inner = _rows([task.after for _, task in flat])
     held_ptr, held_ids = _rows(held)
     serial_ptr, serial_ids = _rows(serial)
     return _native.ScheduleProblem(
-        comm=np.array([op.is_comm for op in workload.ops], np.uint8),
-        duration_us=np.array([0.0 if op.is_comm else duration_us(op) for op in workload.ops]),
-        stream_ptr=stream_ptr, stream=stream_ids, num_streams=num_streams,
+        comm=np.array([place < 0 for place in nodes.place], np.uint8),
+        duration_us=np.array(nodes.us, np.float64),
+        stream_ptr=stream_ptr, stream=stream_ids, num_streams=nodes.num_streams,
         dep_ptr=dep_ptr, dep_op=dep_op, dep_lag=dep_lag,
-        option_ptr=np.array([0, *accumulate(len(of_op) for of_op in options)], np.int64),
-        task_ptr=np.array([0, *accumulate(len(option.tasks) for of_op in options for option in of_op)], np.int64),
+        set=np.array(sets.of_node, np.int32), line=np.array(line, np.int32),
+        option_ptr=np.array([0, *accumulate(len(options) for options in sets.options)], np.int64),
+        task_ptr=np.array([0, *accumulate(len(o.tasks) for options in sets.options for o in options)], np.int64),
         task_us=np.array([task.duration_us for _, task in flat], np.float64),
         inner_ptr=inner_ptr, inner=inner, held_ptr=held_ptr, held=held_ids, serial_ptr=serial_ptr, serial=serial_ids,
-        num_resources=num_places * (len(channels) + 1),
-        anchor=next((at for at, row in enumerate(streams) if busiest in row), 0),
+        num_resources=num_places * (len(channels) + 1), anchor=nodes.anchor,
     )  # fmt: skip

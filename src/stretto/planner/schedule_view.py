@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 def timeline(schedule: Schedule, problem: Problem) -> Timeline:
     """One steady-state window: a span for each place of an op and each channel of a task."""
-    from .schedule import places_of_ops
-
     workload = problem.workload
-    places = places_of_ops(workload)
     chosen = {
         workload.index[op.name]: problem.options[op.name][k]
         for op, k in zip(workload.comm_ops, schedule.choice, strict=True)
@@ -29,16 +26,16 @@ def timeline(schedule: Schedule, problem: Problem) -> Timeline:
     names: dict[str, int] = {}
     spans: list[tuple[int, int, int, float, float, float]] = []
     ahead = {1: " (next iteration)", -1: " (iteration before)"}
-    for op, part, iteration, start, end in zip(
-        schedule.op.tolist(), schedule.task.tolist(), schedule.iteration.tolist(), schedule.start_us.tolist(),
-        schedule.end_us.tolist(), strict=True,
+    for op, part, at, iteration, start, end in zip(
+        schedule.op.tolist(), schedule.task.tolist(), schedule.place.tolist(), schedule.iteration.tolist(),
+        schedule.start_us.tolist(), schedule.end_us.tolist(), strict=True,
     ):  # fmt: skip
         task = chosen[op].tasks[part] if part >= 0 else None
         note = f" ({iteration:+d} iterations)" if abs(iteration) > 1 else ahead.get(iteration, "")
         title = workload.ops[op].name + (f": {task.motif}" if task else "") + note
         name = names.setdefault(title, len(names))
         for stream in task.channels if task else (workload.ops[op].stream,):
-            for place in places[op]:
+            for place in workload.op_places[op] if at < 0 else (at,):
                 rank = workload.places[place].ranks[0]
                 spans.append((rank, streams[stream], name, start, end, task.nbytes if task else 0.0))
     rank_, stream_, name_, start_, end_, nbytes_ = zip(*spans, strict=True) if spans else ((),) * 6

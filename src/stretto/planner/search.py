@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import _native
 from ..errors import Infeasible, InvalidInput, unknown
-from .bounds import Bound, lower_bound
+from .bounds import Bound
 from .problem import Problem
 from .schedule import DISCIPLINES, ITERATIONS, Schedule, Scheduler
 
@@ -100,15 +100,15 @@ def search(
     threads = threads if threads is not None else min(os.cpu_count() or 1, 64)
     if not 1 <= chains <= 64 or not 1 <= threads <= 64:
         raise InvalidInput("chains, threads: must be 1..64")
+    begun = time.monotonic()
     scheduler = problem if isinstance(problem, Scheduler) else Scheduler(problem)
-    bound = lower_bound(scheduler.problem, serial=serial)
+    bound = scheduler.bound(serial)
     joint = mode == "stretto"
     run = _native.ScheduleSearch(
         scheduler.native, joint, DISCIPLINES.index(discipline), serial, ITERATIONS, chains, BETA[mode],
         seed % (1 << 63), threads,
     )  # fmt: skip
     _start(run, scheduler, joint, discipline, serial, start)
-    begun = time.monotonic()
     start_us = best = run.plan()[0]
     curve = [(time.monotonic() - begun, run.counts()[0], best)]
     round_steps = _round_steps(scheduler, ROUND_STEPS)
@@ -176,7 +176,7 @@ def _start(
 
 def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, joint: bool) -> Schedule:
     _, chosen, order, shift = run.plan()
-    choice = tuple(int(chosen[at]) for at in scheduler._comm)
+    choice = tuple(chosen[scheduler._comm_nodes].tolist())
     tasks = scheduler.tasks(choice)
     found = scheduler.replay(choice, [tasks[k] for k in order], [int(shift[k]) for k in order], serial=serial)
     found = scheduler._sorted(found)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..planner.make import SYSTEM, Planned
 from ..planner.problem import Problem
 from ..planner.reasons import wrapped
-from ..planner.schedule import Schedule, places_of_ops
+from ..planner.schedule import Schedule
 from ..units import format_us
 from .html import Section, figure_html, look, write_html
 from .style import BOUND, PALETTE, colour, short_bytes
@@ -206,16 +206,15 @@ def _compute_group(phase: str) -> str:
 def _bars(problem: Problem, schedule: Schedule) -> list[_Bar]:
     """Everything of one iteration at the places that are shown, by start."""
     workload = problem.workload
-    places = places_of_ops(workload)
     by_kind = len(workload.comm_ops) > len(PALETTE)
     chosen = {
         workload.index[op.name]: problem.options[op.name][k]
         for op, k in zip(workload.comm_ops, schedule.choice, strict=True)
     }
     bars = []
-    for op, part, iteration, start, end in zip(
-        schedule.op.tolist(), schedule.task.tolist(), schedule.iteration.tolist(), schedule.start_us.tolist(),
-        schedule.end_us.tolist(), strict=True,
+    for op, part, at, iteration, start, end in zip(
+        schedule.op.tolist(), schedule.task.tolist(), schedule.place.tolist(), schedule.iteration.tolist(),
+        schedule.start_us.tolist(), schedule.end_us.tolist(), strict=True,
     ):  # fmt: skip
         about = workload.ops[op]
         text = f"{escape(about.name)}: {format_us(end - start)} from {format_us(start)}"
@@ -229,7 +228,7 @@ def _bars(problem: Problem, schedule: Schedule) -> list[_Bar]:
         group = _compute_group(about.phase) if part < 0 else about.kind if by_kind else about.name
         bars += [
             _Bar(track=(place, int(part >= 0), name), group=group, start_us=a, end_us=b, text=text)
-            for place in places[op]
+            for place in (workload.op_places[op] if at < 0 else (at,))
             if place < _MAX_PLACES
             for name in held
             for a, b in wrapped(start, end, schedule.period_us)

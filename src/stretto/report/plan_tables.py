@@ -108,12 +108,12 @@ def _promise(plan: Plan) -> Table:
 
 def _ops(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("seq", "comm-op", "bytes", "motifs", "how", "why"):
+    for name in ("seq", "motifs", "comm-op", "bytes", "how", "why"):
         table.add_column(name, justify="right" if name in ("seq", "bytes", "motifs") else "left")
     for op in plan.by_turn:
         first, last = min(m.seq for m in op.motifs), max(m.seq for m in op.motifs)
         table.add_row(
-            f"{first}-{last}" if last > first else str(first), Text(op.op), short_bytes(op.nbytes),
-            str(len(op.motifs)), Text(op.option), Text(op.reason),
+            f"{first} .. {last}" if last > first else str(first), str(len(op.motifs)), Text(op.op),
+            short_bytes(op.nbytes), Text(op.option), Text(op.reason),
         )  # fmt: skip
     return table

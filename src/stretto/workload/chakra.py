@@ -16,7 +16,7 @@ from ..files import parse_json, read_text
 from .chakra_proto import COLLECTIVE, COMM_TYPES, GROUPS_FILE, NODE_TYPES, OURS, PART, RECV, SEND, attributes, decode
 from .chakra_write import write
 from .dag import COMPUTE, MAX_RANKS, Dep, Op, Why, Workload
-from .ordering import in_order
+from .ordering import few, in_order
 from .trace_files import rank_files
 
 __all__ = ["read", "write"]
@@ -327,7 +327,7 @@ def _sorted(needs: dict[int, set[int]], nodes: dict[int, _Node]) -> list[int]:
     try:
         return in_order(needs)
     except CycleError as error:
-        circle = " -> ".join(f"{nodes[key].id} ({nodes[key].name})" for key in reversed(error.args[1]))
+        circle = " -> ".join(few([f"{nodes[key].id} ({nodes[key].name})" for key in reversed(error.args[1])]))
         raise InvalidInput(f"nodes wait for each other in a circle: {circle}") from None
 
 

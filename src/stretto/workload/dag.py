@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import InvalidInput, unknown
+from .ordering import few
 
 MAX_OPS = 200_000
 MAX_RANKS = 1 << 20
@@ -145,10 +146,9 @@ class Workload:
     def compute_us(self) -> float:
         """Compute of one iteration on the busiest stream of the busiest place: no plan can be faster."""
         totals: dict[tuple[int, str], float] = {}
-        for op, places in zip(self.ops, self.op_places, strict=True):
-            for place in () if op.is_comm else places:
-                key = place, op.stream
-                totals[key] = totals.get(key, 0.0) + self.duration_at(op, self.places[place])
+        for op, places, each_us in zip(self.ops, self.op_places, self.op_durations_us, strict=True):
+            for place, us in zip(places, each_us, strict=False):
+                totals[place, op.stream] = totals.get((place, op.stream), 0.0) + us
         return max(totals.values(), default=0.0)
 
     def ranks_of(self, op: Op) -> frozenset[int]:
@@ -190,16 +190,21 @@ class Workload:
                 known[_named(op)] = tuple(sorted({place_of[rank] for rank in self.ranks_of(op)}))
         return tuple(known[_named(op)] for op in self.ops)
 
+    @cached_property
+    def op_durations_us(self) -> tuple[tuple[float, ...], ...]:
+        """For each compute-op, how long it takes at each of its `op_places`; nothing for a comm-op."""
+        found: list[tuple[float, ...]] = []
+        for op, places in zip(self.ops, self.op_places, strict=True):
+            if op.durations_us:
+                times = dict(zip(op.ranks or range(self.num_ranks), op.durations_us, strict=True))
+                found.append(tuple(times[self.places[place].ranks[0]] for place in places))
+            else:
+                found.append(() if op.is_comm else (op.duration_us,) * len(places))
+        return tuple(found)
+
     def takes_part(self, op: Op, place: Place) -> bool:
         """Whether the ranks of a place take part in an op."""
         return place.ranks[0] in self.ranks_of(op)
-
-    def duration_at(self, op: Op, place: Place) -> float:
-        """How long a compute-op takes at a place."""
-        if op.durations_us:
-            ranks = op.ranks or tuple(range(self.num_ranks))
-            return op.durations_us[ranks.index(place.ranks[0])]
-        return op.duration_us
 
     def __repr__(self) -> str:
         from ..units import format_bytes, format_us
@@ -307,5 +312,5 @@ def _check_order(workload: Workload) -> None:
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
-        circle = " -> ".join(reversed(error.args[1]))
+        circle = " -> ".join(few(list(reversed(error.args[1]))))
         raise InvalidInput(f"ops: they wait for each other in a circle: {circle}") from None

@@ -17,7 +17,7 @@ from .kineto_events import Events, decode
 from .kineto_ops import CommOp, comm_ops
 from .kineto_rank import RankTrace, merged
 from .kineto_steps import Step, steps_of
-from .ordering import in_order
+from .ordering import few, in_order
 from .trace_files import rank_files
 
 ENDINGS = (".json", ".json.gz")
@@ -168,7 +168,7 @@ def _sorted(ops: list[Op]) -> tuple[Op, ...]:
     try:
         return tuple(by_name[name] for name in in_order(needs))
     except CycleError as error:
-        circle = " -> ".join(reversed(error.args[1]))
+        circle = " -> ".join(few(list(reversed(error.args[1]))))
         raise InvalidInput(f"the ranks' traces do not fit together: ops wait in a circle: {circle}") from None
 
 

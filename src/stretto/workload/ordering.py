@@ -1,13 +1,15 @@
-"""An order of ops in which each comes after what it waits for."""
+"""An order of ops in which each comes after what it waits for, and how to name those for which there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
+MANY = 8
+"""Names beyond which a message leaves some out."""
 
 
 def in_order(needs: Mapping[K, Iterable[K]]) -> list[K]:
@@ -32,3 +34,11 @@ def in_order(needs: Mapping[K, Iterable[K]]) -> list[K]:
         for free in sorter.get_ready():
             heappush(ready, position[free])
     return out
+
+def few(names: Sequence[str]) -> list[str]:
+    """Names for a message: where there are many, the first and the last of them.
+
+    >>> few([f"op{at}" for at in range(1000)])
+    ['op0', 'op1', 'op2', 'op3', '... (994 more)', 'op998', 'op999']
+    """
+    return list(names) if len(names) <= MANY else [*names[:4], f"... ({len(names) - 6} more)", *names[-2:]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..dag import Workload
@@ -33,7 +34,7 @@ class Step:
         self.stages = [Stage(self, at) for at in range(shape.pipeline)]
 
     def workload(self, name: str, *, unit: str) -> Workload:
-        """The whole step, stages interleaved so that every op comes after what it waits for."""
+        """The whole step: each stage in its 1F1B order, and of different stages first what comes first in time."""
         shape = self.shape
         orders = (one_f_one_b(at, shape.pipeline, shape.micro_batches) for at in range(shape.pipeline))
         queues = [list(reversed(list(order))) for order in orders]
@@ -50,7 +51,8 @@ class Step:
             f"stages x {shape.tensor} shards; {shape.micro_batches} micro-batches of {shape.batch} x {shape.seq} words",
             f"compute: {self.device.name} at {self.device.efficiency:.3g} of its roofline, FP16",
         )
-        return self.steps.workload(name, samples=words, unit=unit, notes=notes)
+        step = self.steps.workload(name, samples=words, unit=unit, notes=notes)
+        return by_time(step) if shape.pipeline > 1 else step
 
     def _ready(self, stage: int, action: Action, done: set[tuple[int, str, int]]) -> bool:
         what, micro = action
@@ -71,6 +73,24 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]
         yield ("B", micro)
         if micro + warm < micro_batches:
             yield ("F", micro + warm)
+
+
+def by_time(step: Workload) -> Workload:
+    """The same ops by when they would start if communication took no time, the order of every rank kept.
+
+    So a stage finds what the stages beside it send it where it comes to use it, not where they were listed.
+    """
+    end: dict[str, float] = {}
+    free: dict[tuple[int, str], float] = {}
+    starts = []
+    for op, places, each_us in zip(step.ops, step.op_places, step.op_durations_us, strict=True):
+        held = [] if op.is_comm else [(place, op.stream) for place in places]
+        start = max([0.0, *(end[dep.op] for dep in op.after if dep.lag == 0), *(free.get(at, 0.0) for at in held)])
+        end[op.name] = start + max(each_us, default=0.0)
+        free.update(dict.fromkeys(held, end[op.name]))
+        starts.append(start)
+    order = sorted(range(len(starts)), key=lambda at: starts[at])
+    return replace(step, ops=tuple(step.ops[at] for at in order))
 
 
 class Stage:
