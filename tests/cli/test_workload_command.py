@@ -30,6 +30,19 @@ def test_long_workloads_are_cut_and_can_be_seen_whole(good: Run) -> None:
     assert "8 ranks" in good("workload", "show", "gpt:125m,ranks=16,pipeline=2,micro_batches=2")
 
 
+def test_names_of_ops_are_never_cut(good: Run) -> None:
+    spec = "gpt:125m,ranks=16,tensor=2,pipeline=2,micro_batches=4,mode=zero3"
+    text = good("workload", "show", spec, "--ops", "0")
+    assert "\u2026" not in text
+    shown = {line.split()[0] for line in text.splitlines() if line.strip()}
+    assert {op.name for op in Workload.load(spec).ops} <= shown
+
+
+def test_a_step_without_communication_says_so(good: Run) -> None:
+    assert "no communication" in good("workload", "show", "dlrm:A2,ranks=1")
+    assert "no communication" not in good("workload", "show", "dlrm:A2,ranks=2")
+
+
 def test_converting_keeps_everything(good: Run, tmp_path: Path) -> None:
     for ending in ("yaml", "json"):
         path = tmp_path / f"a2.{ending}"

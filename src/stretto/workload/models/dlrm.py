@@ -4,7 +4,7 @@ What the paper leaves open
 ==========================
 
 Everything below was fixed before anything was planned, from the paper's own statements; ``docs/workloads.md`` repeats
-it for readers. Only `stretto.workload.roofline.EFFICIENCY` is left to calibrate (ByteScheduler+ idles 44.9 % on A2).
+it for readers. Only `stretto.workload.roofline.EFFICIENCY` is calibrated (ByteScheduler+ idles 44.9 % on A2).
 
 =================== ================================================================================================
 batch size          per GPU. As a global batch, A2 would exchange 9 MB of embeddings per GPU, not the paper's O(GB).
