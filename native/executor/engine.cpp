@@ -1,0 +1,635 @@
+// Starting, driving, sleeping and waiting.
+#include "engine.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+namespace stretto::executor {
+namespace {
+
+constexpr int64_t kTick = 200'000'000;  // how often deadlines are looked at while asleep
+constexpr int64_t kPatience = 60'000;
+constexpr int kData = -1, kKick = -2;
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void watch(int poll, int fd, int what) {
+  epoll_event e{};
+  e.events = EPOLLIN;
+  e.data.fd = what;
+  if (epoll_ctl(poll, EPOLL_CTL_ADD, fd, &e) != 0)
+    throw std::runtime_error(std::string("descriptors: could not watch one: ") + strerror(errno));
+}
+
+void drain(int event) {
+  uint64_t count;
+  while (read(event, &count, sizeof count) > 0) {
+  }
+}
+
+uint64_t mix(uint64_t a, uint64_t b) {
+  a ^= b + 0x9e3779b97f4a7c15 + (a << 6) + (a >> 2);
+  a *= 0xff51afd7ed558ccd;
+  return a ^ (a >> 32);
+}
+}  // namespace
+
+Engine::Engine(Settings settings) : set_(std::move(settings)) {
+  local_index_.assign(static_cast<size_t>(set_.world), -1);
+  gone_.resize(static_cast<size_t>(set_.world));
+  inbox_.resize(static_cast<size_t>(set_.world));
+  segment_.resize(set_.local.size());
+  for (size_t i = 0; i < set_.local.size(); ++i) {
+    local_index_[static_cast<size_t>(set_.local[i])] = static_cast<int>(i);
+    const bool own = set_.local[i] == set_.rank;
+    segment_[i] = Segment(set_.segments[i], false, 0);
+    if (!own) continue;
+    own_ = &segment_[i];
+    own_local_ = static_cast<int>(i);
+    own_bell_ = set_.bells[i];
+    const size_t begin = (sizeof(SegmentHeader) + 4095) / 4096 * 4096;
+    arena_ = Arena(set_.segments[i], begin, own_->size());
+  }
+  kick_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  data_poll_ = epoll_create1(EPOLL_CLOEXEC);
+  all_poll_ = epoll_create1(EPOLL_CLOEXEC);
+  if (kick_ < 0 || data_poll_ < 0 || all_poll_ < 0)
+    throw std::runtime_error(std::string("descriptors: could not make one: ") + strerror(errno));
+  watch(data_poll_, own_bell_, kData);
+  watch(all_poll_, data_poll_, kData);
+  watch(all_poll_, kick_, kKick);
+  for (int peer = 0; peer < set_.world; ++peer)
+    if (set_.control[static_cast<size_t>(peer)] >= 0) watch(all_poll_, set_.control[static_cast<size_t>(peer)], peer);
+  // With a core for each rank of the host a short spin beats any sleep; else whoever spins keeps others from running.
+  const bool crowded = static_cast<long>(set_.local.size()) > sysconf(_SC_NPROCESSORS_ONLN);
+  spins_ = crowded ? 0 : 200;
+  yields_ = crowded ? 20 : 50;
+}
+
+Engine::~Engine() { close(); }
+
+void Engine::add_channel(const std::string& transports, const std::string& devices) {
+  const auto heard = [this](const Announcement& a) {
+    if (a.source >= static_cast<uint32_t>(set_.world)) return;
+    for (auto& w : active_)
+      if (static_cast<uint32_t>(w->program->comm) == a.comm && w->number == a.number) {
+        if (w->signature != a.signature && !w->done) mismatch(*w, static_cast<int>(a.source), a.total, a.facts);
+        return;
+      }
+    // It has not begun here: kept until it does. (Peers are at most a board's depth ahead of one another.)
+    if (heard_.size() < 65536) heard_[{a.comm, a.number, a.source}] = a;
+  };
+  const auto lost = [this](int peer, const std::string& why) { peer_gone(peer, why); };
+  networks_.push_back(std::make_unique<Network>(transports, devices, set_.job, set_.world, heard, lost));
+  watch(data_poll_, networks_.back()->event_fd(), kData);
+}
+
+std::vector<std::string> Engine::addresses() const {
+  std::vector<std::string> all;
+  for (const auto& n : networks_) all.push_back(n->address());
+  return all;
+}
+
+void Engine::connect(int peer, const std::vector<std::string>& addresses) {
+  for (size_t i = 0; i < networks_.size(); ++i) networks_[i]->connect(peer, addresses.at(i));
+}
+
+void Engine::run() {
+  thread_ = std::thread([this] { progress_loop(); });
+}
+
+std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total,
+                                    Type type, Op op, double timeout_s, bool traced, bool blocking) {
+  auto w = std::make_shared<Work>();
+  const size_t element = type_bytes(type);
+  const Loaded& p = *program;
+  w->program = program;
+  w->input = input;
+  w->output = output;
+  w->type = type;
+  w->op = op;
+  w->traced = traced;
+  if (p.combining) {
+    w->reduce = kernels().reduce[static_cast<int>(type)][static_cast<int>(op)];
+    if (op == Op::avg) {
+      w->scale = kernels().scale[static_cast<int>(type)];
+      w->factor = 1.0 / p.parts;
+    }
+  }
+  ++contenders_;
+  std::unique_lock lock(mutex_);
+  --contenders_;
+  if (closed_) throw std::runtime_error("the executor is closed");
+  w->layout = program->layout(total, element);
+  w->facts = static_cast<uint32_t>(type) | static_cast<uint32_t>(op) << 8 | p.kind << 16;
+  if (!p.combining) w->facts &= ~0xff00u;
+  w->signature = mix(mix(p.signature, static_cast<uint64_t>(total)), p.combining ? w->facts : element);
+  w->started_ns = now_ns();
+  w->deadline_ns = w->started_ns + static_cast<int64_t>((timeout_s > 0 ? timeout_s : set_.timeout_s) * 1e9);
+  Comm& comm = comms_[p.comm];
+  comm.ranks = p.ranks;
+  w->number = comm.next++;
+  ++started_;
+  if (w->number >= comm.failed_from) {
+    w->failure = comm.failure;
+    w->lost_rank = comm.lost_rank;
+    w->why = comm.why;
+    w->done = true;
+    return w;
+  }
+  for (int r : p.ranks)
+    if (!gone_[static_cast<size_t>(r)].empty() && !began(*w, r)) {
+      queued_.push_back(w);
+      fail(*w, Failure::peer_lost, r, "rank " + std::to_string(r) + " " + gone_[static_cast<size_t>(r)], true);
+      return w;
+    }
+  queued_.push_back(w);
+  admit();
+  if (!driven_) {
+    if (blocking) return w;
+    Bell& bell = own_->header()->bell;
+    while (pass() && !w->done) {
+    }
+    if (!w->done) {
+      // From here on whoever rings wakes the progress thread, unless somebody waits before that.
+      bell.asleep.store(2, std::memory_order_seq_cst);
+      pass();
+      watch_network();
+    }
+  } else {
+    // The one who drives may be asleep: it has to look at the new work.
+    Bell& bell = own_->header()->bell;
+    uint32_t how = bell.asleep.exchange(0);
+    if (how) wake(bell, how, own_bell_);
+  }
+  return w;
+}
+
+bool Engine::wait(Work& w, double seconds) {
+  if (w.done.load(std::memory_order_acquire)) return true;
+  const int64_t limit = now_ns() + static_cast<int64_t>(seconds * 1e9);
+  ++contenders_;
+  std::unique_lock lock(mutex_);
+  --contenders_;
+  while (!w.done && driven_) {
+    const auto rest = std::chrono::nanoseconds(limit - now_ns());
+    if (rest.count() <= 0) return false;
+    handover_.wait_for(lock, rest);
+  }
+  if (w.done) return true;
+  driven_ = true;
+  Bell& bell = own_->header()->bell;
+  bell.asleep.store(0, std::memory_order_relaxed);
+  if (!networks_.empty()) {
+    epoll_event none{};
+    none.data.fd = kData;
+    epoll_ctl(all_poll_, EPOLL_CTL_MOD, data_poll_, &none);
+  }
+  int idle = 0;
+  int64_t idle_since = 0;
+  while (!w.done) {
+    if (pass()) {
+      idle = 0;
+      idle_since = 0;
+      if (contenders_.load(std::memory_order_relaxed)) {
+        lock.unlock();
+        sched_yield();
+        lock.lock();
+      }
+      continue;
+    }
+    if (w.done) break;
+    ++idle;
+    const int spins = networks_.empty() ? spins_ : std::max(spins_, 20), yields = networks_.empty() ? yields_ : 0;
+    if (idle < spins) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+      continue;
+    }
+    if (idle < spins + yields) {
+      // A yield that takes long means that others have real work: then sleeping is better than standing in line.
+      if (!idle_since) idle_since = now_ns();
+      if (idle > spins && now_ns() - idle_since > kPatience) {
+        idle = spins + yields;
+        continue;
+      }
+      lock.unlock();
+      sched_yield();
+      lock.lock();
+      continue;
+    }
+    const int64_t now = now_ns();
+    stalled();
+    check_deadlines(now);
+    if (w.done || now >= limit) break;
+    doze(lock, std::min(limit - now, kTick));
+    idle = 0;
+    idle_since = 0;
+  }
+  driven_ = false;
+  if (!networks_.empty()) {
+    epoll_event in{};
+    in.events = EPOLLIN;
+    in.data.fd = kData;
+    epoll_ctl(all_poll_, EPOLL_CTL_MOD, data_poll_, &in);
+  }
+  if (!active_.empty() || !queued_.empty()) {
+    bell.asleep.store(2, std::memory_order_seq_cst);
+    pass();
+  }
+  watch_network();
+  handover_.notify_all();
+  return w.done;
+}
+
+// The driver has nothing to do: sleep until a peer rings, the network has news, or the time is up.
+void Engine::doze(std::unique_lock<std::mutex>& lock, int64_t limit_ns) {
+  Bell& bell = own_->header()->bell;
+  ++sleeps_;
+  if (networks_.empty()) {
+    const uint32_t seen = bell.rung.load(std::memory_order_acquire);
+    bell.asleep.store(1, std::memory_order_seq_cst);
+    if (!pass()) {
+      lock.unlock();
+      futex_sleep(bell.rung, seen, limit_ns);
+      lock.lock();
+    }
+  } else {
+    bell.asleep.store(2, std::memory_order_seq_cst);
+    if (!pass() && arm_network()) {
+      lock.unlock();
+      epoll_event event{};
+      epoll_wait(data_poll_, &event, 1, static_cast<int>(limit_ns / 1'000'000) + 1);
+      drain(own_bell_);
+      lock.lock();
+    }
+  }
+  bell.asleep.store(0, std::memory_order_relaxed);
+}
+
+void Engine::wake(Bell& bell, uint32_t how, int event) {
+  bell.rung.fetch_add(1, std::memory_order_release);
+  if (how == 1) {
+    futex_wake(bell.rung);
+  } else {
+    const uint64_t one = 1;
+    (void)!write(event, &one, sizeof one);
+  }
+}
+
+void Engine::progress_loop() {
+  unsigned backoff = 50;
+  while (!stop_) {
+    // Whoever starts or waits drives, and leaves things so that an event wakes this thread: it only fills the gaps.
+    if (!driven_) {
+      std::unique_lock lock(mutex_, std::try_to_lock);
+      if (!lock) {
+        usleep(backoff);
+        backoff = std::min(2 * backoff, 1600u);
+        continue;
+      }
+      backoff = 50;
+      Bell& bell = own_->header()->bell;
+      int idle = 0;
+      while (!driven_ && !stop_ && !contenders_.load(std::memory_order_relaxed)) {
+        if (pass()) {
+          idle = 0;
+        } else if (++idle > (active_.empty() || !networks_.empty() ? 0 : yields_)) {
+          stalled();
+          check_deadlines(now_ns());
+          bell.asleep.store(2, std::memory_order_seq_cst);
+          if (!pass() && arm_network()) break;
+          bell.asleep.store(0, std::memory_order_relaxed);
+          idle = 0;
+        }
+        lock.unlock();
+        if (idle) sched_yield();
+        lock.lock();
+      }
+      handover_.notify_all();
+    }
+    epoll_event events[16];
+    const int count = epoll_wait(all_poll_, events, 16, static_cast<int>(kTick / 1'000'000));
+    for (int i = 0; i < count; ++i) {
+      if (events[i].data.fd == kKick) {
+        drain(kick_);
+      } else if (events[i].data.fd == kData) {
+        std::unique_lock lock(mutex_);
+        // With networks a waiter sleeps on the same descriptor: what wakes it must be left to it.
+        if (!driven_ || networks_.empty()) drain(own_bell_);
+      } else {
+        std::unique_lock lock(mutex_);
+        read_control(events[i].data.fd);
+      }
+    }
+  }
+}
+
+// Leaves the network to the progress thread: it sleeps until UCX's descriptors say that something has come.
+void Engine::watch_network() {
+  if (networks_.empty()) return;
+  for (int i = 0; i < 64; ++i) {
+    if (arm_network()) return;
+    pass();
+  }
+  const uint64_t one = 1;  // busier than that: have it look for itself
+  (void)!write(kick_, &one, sizeof one);
+}
+
+bool Engine::arm_network() {
+  for (const auto& n : networks_)
+    if (!n->arm()) return false;
+  return true;
+}
+
+// Gives queued works their memory, in the order of each communicator: then the oldest one always has its own. One
+// communicator does not wait for another, since ranks need not agree on the order between them.
+bool Engine::admit() {
+  bool any = false;
+  std::vector<int> blocked;
+  for (size_t i = 0; i < queued_.size();) {
+    const std::shared_ptr<Work> w = queued_[i];
+    const int comm = w->program->comm;
+    if (std::find(blocked.begin(), blocked.end(), comm) != blocked.end() || !activate(w)) {
+      blocked.push_back(comm);
+      ++i;
+      continue;
+    }
+    any = true;
+    // It has left the queue if it failed; then others of its communicator have, too.
+    if (i < queued_.size() && queued_[i] == w)
+      queued_.erase(queued_.begin() + static_cast<std::ptrdiff_t>(i));
+    else
+      i = 0;
+  }
+  return any;
+}
+
+bool Engine::activate(const std::shared_ptr<Work>& w) {
+  const Loaded& p = *w->program;
+  const Layout& l = *w->layout;
+  if (!lingering_.empty()) sweep();
+  Entry* entry = &own_->header()->board[p.comm][w->number % kBoardDepth];
+  for (const auto* list : {&active_, &lingering_})
+    for (const auto& other : *list)
+      if (other->entry == entry) return false;
+  w->out.resize(p.out.size());
+  w->in.resize(p.in.size());
+  w->cast.resize(p.cast.size());
+  const auto lines = [](size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; };
+  size_t bytes = 0, transfers = 0;
+  for (size_t i = 0; i < p.out.size(); ++i) {
+    if (p.out[i].channel < 0)
+      bytes += sizeof(Ring) + kSlots * lines(l.out_bytes[i]);
+    else
+      transfers += kSlots;
+  }
+  for (size_t c : l.cast_bytes) bytes += kSlots * lines(c);
+  for (const Connection& c : p.in) transfers += c.channel < 0 ? 0 : kSlots;
+  if (bytes) {
+    std::string error;
+    w->area = arena_.take(bytes, &error);
+    if (!w->area) {
+      if (error.empty() && bytes > arena_.capacity())
+        error = "shared memory: " + p.name + " needs " + std::to_string(bytes) + " bytes of staging but segment_bytes leaves " +
+                std::to_string(arena_.capacity());
+      if (error.empty()) return false;
+      fail(*w, Failure::memory, set_.rank, describe(*w) + ": " + error + " (on rank " + std::to_string(set_.rank) + ")", true);
+      return true;
+    }
+  }
+  w->entry = entry;
+  std::fill(std::begin(entry->rings), std::end(entry->rings), 0u);
+  char* at = own_->base() + w->area;
+  for (size_t i = 0; i < p.out.size(); ++i) {
+    if (p.out[i].channel >= 0) continue;
+    auto* r = new (at) Ring{};
+    at += sizeof(Ring);
+    w->out[i].ring = r;
+    uint32_t& first = entry->rings[local_index_[static_cast<size_t>(p.out[i].peer)]];
+    if (!first) first = own_->line_of(r);
+  }
+  for (size_t i = 0; i < p.out.size(); ++i) {
+    if (p.out[i].channel >= 0) continue;
+    w->out[i].slots = at;
+    w->out[i].slot_bytes = lines(l.out_bytes[i]);
+    at += kSlots * w->out[i].slot_bytes;
+  }
+  for (size_t i = 0; i < p.cast.size(); ++i) {
+    w->cast[i].slots = at;
+    w->cast[i].slot_bytes = lines(l.cast_bytes[i]);
+    at += kSlots * w->cast[i].slot_bytes;
+  }
+  for (size_t i = 0; i < p.in.size(); ++i)
+    w->in[i].total = static_cast<uint64_t>(p.in[i].messages) * static_cast<uint64_t>(l.slices);
+  w->block.resize(p.block.size());
+  w->unfinished = 0;
+  for (size_t i = 0; i < p.block.size(); ++i) {
+    if (p.block[i].first == p.block[i].last)
+      w->block[i].slice = l.slices;
+    else
+      ++w->unfinished;
+  }
+  if (p.scratch) {
+    const auto window = static_cast<size_t>(std::min<int64_t>(p.window, l.slices));
+    w->scratch_bytes = static_cast<size_t>(p.scratch) * window * l.scratch_slice_bytes;
+    for (auto it = spare_.begin(); it != spare_.end(); ++it)
+      if (it->first == w->scratch_bytes) {
+        w->scratch = std::move(it->second);
+        spare_.erase(it);
+        break;
+      }
+    if (!w->scratch) w->scratch = std::make_unique_for_overwrite<char[]>(w->scratch_bytes);
+  }
+  entry->signature = w->signature;
+  entry->total = static_cast<uint64_t>(l.total);
+  entry->facts = w->facts;
+  entry->number.store(w->number + 1, std::memory_order_release);
+  active_.push_back(w);
+  if (transfers) open_transfers(*w, transfers);
+  return true;
+}
+
+void Engine::open_transfers(Work& w, size_t count) {
+  const Loaded& p = *w.program;
+  w.transfers = std::make_unique<Transfer[]>(count);
+  Transfer* next = w.transfers.get();
+  const auto slots = [&](size_t bytes) {
+    Transfer* first = next;
+    for (int k = 0; k < kSlots; ++k) (next++)->bytes = std::make_unique_for_overwrite<char[]>(bytes);
+    return first;
+  };
+  std::vector<int> told;
+  for (size_t i = 0; i < p.out.size(); ++i)
+    if (p.out[i].channel >= 0) {
+      w.out[i].transfers = slots(w.layout->out_bytes[i]);
+      told.push_back(p.out[i].peer);
+    }
+  for (size_t i = 0; i < p.in.size(); ++i)
+    if (p.in[i].channel >= 0) {
+      w.in[i].transfers = slots(w.layout->in_bytes[i]);
+      told.push_back(p.in[i].peer);
+    }
+  std::sort(told.begin(), told.end());
+  told.erase(std::unique(told.begin(), told.end()), told.end());
+  const Announcement a{set_.job, static_cast<uint32_t>(p.comm), static_cast<uint32_t>(set_.rank), w.number, w.signature,
+                       static_cast<uint64_t>(w.layout->total), w.facts, 0};
+  for (int peer : told) {
+    networks_[0]->announce(peer, a);
+    const auto found = heard_.find({a.comm, a.number, static_cast<uint32_t>(peer)});
+    if (found == heard_.end()) continue;
+    const Announcement theirs = found->second;
+    heard_.erase(found);
+    if (theirs.signature != w.signature) {
+      mismatch(w, peer, theirs.total, theirs.facts);
+      return;
+    }
+  }
+  for (size_t i = 0; i < p.in.size(); ++i)
+    if (p.in[i].channel >= 0)
+      for (uint64_t k = 0; k < kSlots && k < w.in[i].total; ++k) post(w, static_cast<int>(i), k);
+}
+
+bool Engine::pass() {
+  bool any = false;
+  for (const auto& n : networks_) any |= n->progress();
+  if (!queued_.empty()) any |= admit();
+  for (size_t i = 0; i < active_.size();) {
+    const std::shared_ptr<Work> w = active_[i];
+    for (size_t b = 0; b < w->block.size() && !w->done; ++b) any |= advance(*w, static_cast<int>(b));
+    if (!w->done && w->unfinished == 0) {
+      finish(*w);
+      any = true;
+    }
+    if (i < active_.size() && active_[i] == w) ++i;
+  }
+  if (!lingering_.empty() && !networks_.empty()) sweep();
+  return any;
+}
+
+bool Engine::drained(Work& w) {
+  const Loaded& p = *w.program;
+  for (size_t i = 0; i < w.out.size(); ++i) {
+    const OutState& s = w.out[i];
+    if (s.ring) {
+      const uint64_t all = static_cast<uint64_t>(p.out[i].messages) * static_cast<uint64_t>(w.layout->slices);
+      if (s.ring->tail.load(std::memory_order_acquire) < all && gone_[static_cast<size_t>(p.out[i].peer)].empty()) return false;
+    }
+  }
+  if (w.transfers)
+    for (size_t side = 0; side < 2; ++side) {
+      const size_t count = side ? w.in.size() : w.out.size();
+      for (size_t i = 0; i < count; ++i) {
+        const Transfer* t = side ? w.in[i].transfers : w.out[i].transfers;
+        for (int k = 0; t && k < kSlots; ++k)
+          if (t[k].busy) return false;
+      }
+    }
+  return true;
+}
+
+// Memory of works that are over here comes back once nobody needs it any more.
+void Engine::sweep() {
+  for (size_t i = 0; i < lingering_.size();) {
+    Work& w = *lingering_[i];
+    if (!drained(w)) {
+      ++i;
+      continue;
+    }
+    if (w.area) arena_.give(w.area);
+    w.area = 0;
+    w.entry = nullptr;
+    w.transfers.reset();
+    lingering_.erase(lingering_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+}
+
+void Engine::finish(Work& w) {
+  for (size_t i = 0; i < active_.size(); ++i)
+    if (active_[i].get() == &w) {
+      lingering_.push_back(active_[i]);
+      active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
+      break;
+    }
+  if (w.scratch && spare_.size() < 8) spare_.emplace_back(w.scratch_bytes, std::move(w.scratch));
+  w.ended_ns = now_ns();
+  w.done.store(true, std::memory_order_release);
+  handover_.notify_all();
+}
+
+std::vector<double> Engine::repeat(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total,
+                                   Type type, Op op, int times,
+                                   const std::shared_ptr<Loaded>& fence) {
+  std::vector<double> taken;
+  std::vector<char> a(fence ? fence->ranks.size() : 0), b(a);
+  for (int i = 0; i < times; ++i) {
+    if (fence) {
+      auto w = start(fence, a.data(), b.data(), static_cast<int64_t>(a.size()), Type::u8, Op::bor, 0, false, true);
+      while (!wait(*w, 1.0)) {
+      }
+    }
+    const int64_t begin = now_ns();
+    auto w = start(program, input, output, total, type, op, 0, false, true);
+    while (!wait(*w, 1.0)) {
+    }
+    taken.push_back(static_cast<double>(now_ns() - begin) / 1e3);
+    if (w->failure != Failure::none) throw std::runtime_error(w->why);
+  }
+  return taken;
+}
+
+std::map<std::string, int64_t> Engine::counters() {
+  std::unique_lock lock(mutex_);
+  sweep();
+  return {{"started", started_},
+          {"active", static_cast<int64_t>(active_.size() + queued_.size())},
+          {"lingering", static_cast<int64_t>(lingering_.size())},
+          {"staging_bytes", static_cast<int64_t>(arena_.used())},
+          {"sleeps", sleeps_},
+          {"rings", rings_}};
+}
+
+void Engine::close() {
+  {
+    std::unique_lock lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    while (!queued_.empty()) fail(*queued_.front(), Failure::closed, set_.rank, "the executor was closed", true);
+    while (!active_.empty()) fail(*active_.front(), Failure::closed, set_.rank, "the executor was closed", true);
+    // What is still in the hands of UCX has to go out; shared memory outlives its owner by itself.
+    const int64_t limit = now_ns() + 2'000'000'000;
+    while (now_ns() < limit && std::any_of(networks_.begin(), networks_.end(), [](auto& n) { return n->pending() > 0; })) {
+      for (auto& n : networks_) n->progress();
+      lock.unlock();
+      sched_yield();
+      lock.lock();
+    }
+    stop_ = true;
+    tell(-1, 0, Failure::closed, set_.rank, "has closed its executor");
+  }
+  const uint64_t one = 1;
+  (void)!write(kick_, &one, sizeof one);
+  if (thread_.joinable()) thread_.join();
+  std::unique_lock lock(mutex_);
+  networks_.clear();
+  lingering_.clear();
+  std::vector<int> open{kick_, data_poll_, all_poll_};
+  for (const auto* some : {&set_.segments, &set_.bells, &set_.control}) open.insert(open.end(), some->begin(), some->end());
+  for (int fd : open)
+    if (fd >= 0) ::close(fd);
+  set_.control.assign(set_.control.size(), -1);
+}
+}  // namespace stretto::executor

@@ -1,0 +1,190 @@
+// Runs loaded programs: threadblocks as state machines, driven by whoever waits or else by one progress thread.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "network.h"
+#include "program.h"
+#include "segment.h"
+
+namespace stretto::executor {
+
+enum class Failure : int { none = 0, peer_lost = 1, mismatch = 2, memory = 3, closed = 4 };
+
+struct TraceRecord {
+  int32_t block, step;
+  int64_t slice;
+  int64_t begin_ns, end_ns;
+};
+
+struct OutState {
+  Ring* ring = nullptr;
+  char* slots = nullptr;
+  size_t slot_bytes = 0;
+  uint64_t sent = 0;
+  Transfer* transfers = nullptr;  // kSlots of them, on a network
+};
+
+struct InState {
+  Ring* ring = nullptr;
+  uint64_t taken = 0;
+  uint64_t total = 0;
+  Transfer* transfers = nullptr;
+  uint64_t posted = 0;
+};
+
+struct BlockState {
+  int64_t slice = 0;
+  int32_t step = 0;
+  uint64_t done = 0;  // instructions over all slices
+};
+
+struct CastState {
+  char* slots = nullptr;
+  size_t slot_bytes = 0;
+  int64_t filled = 0;  // slices copied so far
+};
+
+struct Work {
+  std::shared_ptr<Loaded> program;
+  std::shared_ptr<const Layout> layout;
+  uint64_t number = 0;  // of its communicator
+  char* input = nullptr;
+  char* output = nullptr;
+  Type type = Type::f32;
+  Op op = Op::sum;
+  Reduce reduce = nullptr;
+  Scale scale = nullptr;
+  double factor = 1;
+
+  std::vector<BlockState> block;
+  std::vector<OutState> out;
+  std::vector<InState> in;
+  std::vector<CastState> cast;
+  std::unique_ptr<Transfer[]> transfers;
+  std::unique_ptr<char[]> scratch;
+  size_t scratch_bytes = 0;
+  uint64_t signature = 0;
+  uint32_t facts = 0;
+  size_t area = 0;  // in the own segment; 0: none
+  Entry* entry = nullptr;
+  size_t unfinished = 0;
+  int64_t oldest_slice = 0;
+  bool late = false;
+  int64_t started_ns = 0, deadline_ns = 0, ended_ns = 0;
+  bool traced = false;
+  std::vector<TraceRecord> trace;
+
+  std::atomic<bool> done{false};
+  Failure failure = Failure::none;
+  int lost_rank = -1;
+  std::string why;
+};
+
+struct Settings {
+  int rank = 0, world = 1;
+  uint64_t job = 0;
+  std::vector<int> local;     // ranks that share this host's memory, this one included, in order
+  std::vector<int> segments;  // file descriptors, beside `local`
+  std::vector<int> bells;     // event descriptors, beside `local`
+  std::vector<int> control;   // a connected socket to each rank of the job, or -1
+  size_t segment_bytes = 0;
+  double timeout_s = 300;
+};
+
+class Engine {
+ public:
+  explicit Engine(Settings settings);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  void add_channel(const std::string& transports, const std::string& devices);
+  std::vector<std::string> addresses() const;
+  void connect(int peer, const std::vector<std::string>& addresses);
+  void run();  // starts the progress thread, once everything is connected
+  std::shared_ptr<Work> start(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total, Type type,
+                              Op op, double timeout_s, bool traced, bool blocking);
+  bool wait(Work& work, double seconds);
+  std::vector<double> repeat(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total, Type type,
+                             Op op, int times, const std::shared_ptr<Loaded>& fence);
+  void close();
+  std::map<std::string, int64_t> counters();
+
+ private:
+  struct Comm {
+    uint64_t next = 0;
+    Failure failure = Failure::none;
+    int lost_rank = -1;
+    std::string why;
+    uint64_t failed_from = UINT64_MAX;
+    std::vector<int> ranks;
+  };
+
+  bool activate(const std::shared_ptr<Work>& w);
+  void open_transfers(Work& w, size_t count);
+  bool admit();
+  bool pass();
+  bool advance(Work& w, int block);
+  void execute(Work& w, const Instruction& x, int64_t slice, const char* received, char* slot, bool fill);
+  const char* peek(Work& w, int conn, size_t expected);
+  void release(Work& w, int conn);
+  void post(Work& w, int conn, uint64_t slot);
+  static void wake(Bell& bell, uint32_t how, int event);
+  char* room(Work& w, const Block& b, const Instruction& x, int64_t slice, bool* fill);
+  void publish(Work& w, const Block& b, const Instruction& x, char* slot, size_t bytes);
+  bool drained(Work& w);
+  void sweep();
+  void ring(int peer);
+  void finish(Work& w);
+  void fail(Work& w, Failure f, int lost, const std::string& why, bool tell);
+  void fail_comm(int comm, uint64_t number, Failure f, int lost, const std::string& why, bool tell);
+  void stalled();
+  void check_deadlines(int64_t now);
+  void check_boards(Work& w);
+  bool began(const Work& w, int peer) const;
+  std::string describe(const Work& w) const;
+  void mismatch(Work& w, int peer, uint64_t total, uint32_t facts);
+  void peer_gone(int peer, const std::string& why);
+  void read_control(int peer);
+  void tell(int comm, uint64_t number, Failure f, int lost, const std::string& why);
+  void progress_loop();
+  void doze(std::unique_lock<std::mutex>& lock, int64_t limit_ns);
+  void watch_network();
+  bool arm_network();
+  size_t message_bytes(const Work& w, const Instruction& x, int64_t slice) const;
+
+  Settings set_;
+  std::vector<int> local_index_;  // per rank of the job: its place in `local`, or -1
+  std::vector<Segment> segment_;
+  Segment* own_ = nullptr;
+  int own_local_ = 0;
+  Arena arena_;
+  std::vector<std::unique_ptr<Network>> networks_;
+  std::map<std::tuple<uint32_t, uint64_t, uint32_t>, Announcement> heard_;
+
+  std::mutex mutex_;
+  std::condition_variable handover_;
+  std::atomic<bool> driven_{false};  // a waiter drives
+  std::atomic<bool> stop_{false};
+  bool closed_ = false;
+  std::deque<std::shared_ptr<Work>> queued_, active_, lingering_;
+  std::map<int, Comm> comms_;
+  std::vector<std::string> gone_;  // per rank: why it is gone; empty: it is there
+  std::vector<std::vector<char>> inbox_;
+  int own_bell_ = -1, kick_ = -1, data_poll_ = -1, all_poll_ = -1;
+  std::thread thread_;
+  std::atomic<int> contenders_{0};
+  int spins_ = 0, yields_ = 0;
+  std::vector<std::pair<size_t, std::unique_ptr<char[]>>> spare_;  // scratch of finished works
+  int64_t started_ = 0, sleeps_ = 0, rings_ = 0;
+};
+}  // namespace stretto::executor

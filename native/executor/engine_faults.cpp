@@ -1,0 +1,266 @@
+// Lost peers, mismatches, timeouts: each ends in an error that names the rank.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <set>
+
+#include "engine.h"
+
+namespace stretto::executor {
+namespace {
+
+struct Record {
+  uint32_t magic;
+  int32_t comm;
+  uint64_t number;
+  int32_t failure, lost;
+  char why[232];
+};
+constexpr uint32_t kRecord = 0x53545231;
+
+const char* const kTypeNames[kTypes] = {"float16", "bfloat16", "float32", "float64", "int8",
+                                        "int16",   "int32",    "int64",   "uint8",   "bool"};
+const char* const kOpNames[kOps] = {"sum", "prod", "min", "max", "band", "bor", "bxor", "avg"};
+const char* const kKindNames[] = {"a collective", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_all_v",
+                                  "broadcast",    "reduce",     "gather",         "scatter",    "permute"};
+
+std::string told(uint64_t total, uint32_t facts) {
+  const uint32_t kind = std::min<uint32_t>(facts >> 16, std::size(kKindNames) - 1);
+  const uint32_t type = std::min<uint32_t>(facts & 0xff, kTypes - 1), op = std::min<uint32_t>((facts >> 8) & 0xff, kOps - 1);
+  const bool reduces = kind == 2 || kind == 3 || kind == 7;
+  return std::string(kKindNames[kind]) + (reduces ? std::string(" (") + kOpNames[op] + ")" : "") + " of " +
+         std::to_string(total) + " x " + kTypeNames[type];
+}
+}  // namespace
+
+std::string Engine::describe(const Work& w) const {
+  return told(static_cast<uint64_t>(w.layout->total), w.facts) + " (" + w.program->name + "), number " +
+         std::to_string(w.number) + " of communicator " + std::to_string(w.program->comm);
+}
+
+void Engine::mismatch(Work& w, int peer, uint64_t total, uint32_t facts) {
+  const std::string mine = told(static_cast<uint64_t>(w.layout->total), w.facts), theirs = told(total, facts);
+  const std::string differ = mine == theirs ? "another program for it" : theirs;
+  fail(w, Failure::mismatch, peer,
+       "number " + std::to_string(w.number) + " of communicator " + std::to_string(w.program->comm) + ": rank " +
+           std::to_string(set_.rank) + " runs " + mine + " but rank " + std::to_string(peer) + " runs " + differ,
+       true);
+}
+
+void Engine::fail(Work& w, Failure f, int lost, const std::string& why, bool tell_others) {
+  if (w.done) return;
+  fail_comm(w.program->comm, w.number, f, lost, why, tell_others);
+}
+
+// Everything of a communicator from `number` on has failed: its ranks no longer agree on what comes next.
+void Engine::fail_comm(int id, uint64_t number, Failure f, int lost, const std::string& why, bool tell_others) {
+  Comm& comm = comms_[id];
+  if (number < comm.failed_from) {
+    comm.failed_from = number;
+    comm.failure = f;
+    comm.lost_rank = lost;
+    comm.why = why;
+  }
+  for (auto* list : {&queued_, &active_})
+    for (size_t i = 0; i < list->size();) {
+      const std::shared_ptr<Work> w = (*list)[i];
+      if (w->program->comm != id || w->number < number) {
+        ++i;
+        continue;
+      }
+      list->erase(list->begin() + static_cast<std::ptrdiff_t>(i));
+      for (InState& s : w->in) {
+        if (s.ring) s.ring->tail.store(s.total, std::memory_order_release);
+        for (int k = 0; s.transfers && k < kSlots; ++k)
+          if (s.transfers[k].busy)
+            networks_[static_cast<size_t>(w->program->in[static_cast<size_t>(&s - w->in.data())].channel)]->cancel(s.transfers[k]);
+      }
+      if (w->entry) lingering_.push_back(w);
+      w->failure = f;
+      w->lost_rank = lost;
+      w->why = why;
+      w->done.store(true, std::memory_order_release);
+    }
+  handover_.notify_all();
+  if (tell_others) tell(id, number, f, lost, why);
+}
+
+void Engine::tell(int comm, uint64_t number, Failure f, int lost, const std::string& why) {
+  Record r{kRecord, comm, number, static_cast<int32_t>(f), lost, {}};
+  strncpy(r.why, why.c_str(), sizeof r.why - 1);
+  for (int peer = 0; peer < set_.world; ++peer) {
+    const int fd = set_.control[static_cast<size_t>(peer)];
+    if (fd < 0 || !gone_[static_cast<size_t>(peer)].empty()) continue;
+    if (comm >= 0) {
+      const auto& ranks = comms_[comm].ranks;
+      if (std::find(ranks.begin(), ranks.end(), peer) == ranks.end()) continue;
+    }
+    (void)!::send(fd, &r, sizeof r, MSG_DONTWAIT | MSG_NOSIGNAL);
+  }
+}
+
+void Engine::read_control(int peer) {
+  auto& inbox = inbox_[static_cast<size_t>(peer)];
+  const int fd = set_.control[static_cast<size_t>(peer)];
+  char buffer[sizeof(Record)];
+  while (true) {
+    const ssize_t got = recv(fd, buffer, sizeof buffer, MSG_DONTWAIT);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    if (got <= 0) {
+      peer_gone(peer, "is gone (its process has ended)");
+      break;
+    }
+    inbox.insert(inbox.end(), buffer, buffer + got);
+    while (inbox.size() >= sizeof(Record)) {
+      Record r;
+      memcpy(&r, inbox.data(), sizeof r);
+      inbox.erase(inbox.begin(), inbox.begin() + sizeof(Record));
+      r.why[sizeof r.why - 1] = 0;
+      if (r.magic != kRecord) {
+        peer_gone(peer, "sent something that is not ours over its control connection");
+        return;
+      }
+      if (r.comm < 0) {
+        peer_gone(peer, r.why);
+        return;
+      }
+      if (r.comm < kMaxComms) {  // also before this rank has come that far
+        fail_comm(r.comm, r.number, static_cast<Failure>(r.failure), r.lost, r.why, false);
+        const uint32_t how = own_->header()->bell.asleep.exchange(0);
+        if (how) wake(own_->header()->bell, how, own_bell_);
+      }
+    }
+  }
+}
+
+// A rank is gone. What it has already sent still counts; works that need more of it fail when they stall.
+void Engine::peer_gone(int peer, const std::string& why) {
+  auto& known = gone_[static_cast<size_t>(peer)];
+  if (!known.empty()) return;
+  known = why;
+  const int fd = set_.control[static_cast<size_t>(peer)];
+  if (fd >= 0) {
+    ::close(fd);  // also leaves the poll set
+    set_.control[static_cast<size_t>(peer)] = -1;
+  }
+  const uint32_t how = own_->header()->bell.asleep.exchange(0);
+  if (how) wake(own_->header()->bell, how, own_bell_);
+}
+
+// Whether a rank that is gone had come as far as this work: then everything it owes may already be here.
+bool Engine::began(const Work& w, int peer) const {
+  const Loaded& p = *w.program;
+  const int local = local_index_[static_cast<size_t>(peer)];
+  if (local >= 0) {
+    for (const Entry& e : segment_[static_cast<size_t>(local)].header()->board[p.comm])
+      if (e.number.load(std::memory_order_acquire) > w.number) return true;
+    return false;
+  }
+  const auto met = [&](const Connection& c) { return c.peer == peer; };
+  if (std::none_of(p.in.begin(), p.in.end(), met) && std::none_of(p.out.begin(), p.out.end(), met)) return true;
+  return heard_.count({static_cast<uint32_t>(p.comm), w.number, static_cast<uint32_t>(peer)}) > 0;
+}
+
+void Engine::stalled() {
+  const bool someone_gone = std::any_of(gone_.begin(), gone_.end(), [](const std::string& s) { return !s.empty(); });
+  for (size_t i = 0; i < active_.size(); ++i) {
+    const std::shared_ptr<Work> w = active_[i];
+    check_boards(*w);
+    if (w->done) return;
+    if (!someone_gone) continue;
+    const Loaded& p = *w->program;
+    for (size_t b = 0; b < p.block.size(); ++b) {
+      const BlockState& at = w->block[b];
+      if (at.slice == w->layout->slices) continue;
+      const Instruction& x = p.code[static_cast<size_t>(p.block[b].first + at.step)];
+      int peer = -1;
+      if (receives(x.code) && !gone_[static_cast<size_t>(p.in[static_cast<size_t>(p.block[b].in)].peer)].empty()) {
+        peer = p.in[static_cast<size_t>(p.block[b].in)].peer;
+        const size_t bytes = message_bytes(*w, x, at.slice);
+        if (peek(*w, p.block[b].in, bytes)) peer = -1;
+      }
+      if (peer < 0 && sends(x.code) && !gone_[static_cast<size_t>(p.out[static_cast<size_t>(p.block[b].out)].peer)].empty()) {
+        const OutState& s = w->out[static_cast<size_t>(p.block[b].out)];
+        const bool full = s.ring ? s.ring->tail.load() + kSlots <= s.sent : s.transfers[s.sent % kSlots].busy;
+        if (full) peer = p.out[static_cast<size_t>(p.block[b].out)].peer;
+      }
+      if (peer < 0 || w->done) continue;
+      fail(*w, Failure::peer_lost, peer,
+           "rank " + std::to_string(peer) + " " + gone_[static_cast<size_t>(peer)] + " during " + describe(*w), true);
+      return;
+    }
+  }
+}
+
+// A rank of the host that is at the same number with something else is wrong even if it owes us nothing.
+void Engine::check_boards(Work& w) {
+  for (int peer : w.program->ranks) {
+    const int local = local_index_[static_cast<size_t>(peer)];
+    if (local < 0 || peer == set_.rank) continue;
+    const Entry& e = segment_[static_cast<size_t>(local)].header()->board[w.program->comm][w.number % kBoardDepth];
+    if (e.number.load(std::memory_order_acquire) == w.number + 1 && e.signature != w.signature) {
+      mismatch(w, peer, e.total, e.facts);
+      return;
+    }
+  }
+}
+
+void Engine::check_deadlines(int64_t now) {
+  for (size_t i = 0; i < active_.size(); ++i) {
+    const std::shared_ptr<Work> w = active_[i];
+    if (now < w->deadline_ns) continue;
+    const Loaded& p = *w->program;
+    std::set<std::string> waits;
+    int first = -1;
+    for (size_t b = 0; b < p.block.size(); ++b) {
+      const BlockState& at = w->block[b];
+      if (at.slice == w->layout->slices) continue;
+      const Instruction& x = p.code[static_cast<size_t>(p.block[b].first + at.step)];
+      if (receives(x.code)) {
+        const auto conn = static_cast<size_t>(p.block[b].in);
+        const int peer = p.in[conn].peer;
+        const InState& s = w->in[conn];
+        bool begun = s.taken > 0 || s.ring;
+        if (!begun && p.in[conn].channel < 0) {
+          const auto local = static_cast<size_t>(local_index_[static_cast<size_t>(peer)]);
+          begun = segment_[local].header()->board[p.comm][w->number % kBoardDepth].number.load() == w->number + 1;
+        }
+        if (s.taken < s.total) {
+          waits.insert("rank " + std::to_string(peer) +
+                       (begun ? " (message " + std::to_string(s.taken + 1) + " of " + std::to_string(s.total) + ")"
+                              : " (it has not started)"));
+          if (first < 0 || !begun) first = peer;
+        }
+      } else if (x.code == Code::s) {
+        const int peer = p.out[static_cast<size_t>(p.block[b].out)].peer;
+        waits.insert("rank " + std::to_string(peer) + " (to take what was sent)");
+        if (first < 0) first = peer;
+      }
+    }
+    for (int peer : p.ranks) {
+      const int local = local_index_[static_cast<size_t>(peer)];
+      if (peer == set_.rank || local < 0 || began(*w, peer)) continue;
+      waits.insert("rank " + std::to_string(peer) + " (it has not started)");
+      first = peer;
+    }
+    const bool named = std::any_of(waits.begin(), waits.end(),
+                                   [](const std::string& s) { return s.find("not started") != std::string::npos; });
+    if (!named && !w->late) {
+      // Those we wait for wait themselves. A rank that knows more speaks up at about the same time: let it.
+      w->late = true;
+      w->deadline_ns = now + std::min<int64_t>(1'000'000'000, (now - w->started_ns) / 2);
+      continue;
+    }
+    std::string list;
+    for (const std::string& s : waits) list += (list.empty() ? "" : ", ") + s;
+    fail(*w, Failure::peer_lost, first,
+         "timed out after " + std::to_string((now - w->started_ns) / 1'000'000) + " ms waiting for " + list + " in " + describe(*w),
+         true);
+    return;
+  }
+}
+}  // namespace stretto::executor

@@ -1,0 +1,7 @@
+#include "kernels.inl"
+
+const Kernels& kernels_avx512() {
+  static const Kernels k = make();
+  return k;
+}
+}  // namespace stretto::executor
