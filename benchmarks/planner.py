@@ -203,15 +203,22 @@ def exact_gap(quick: bool) -> list[Row]:
 
 
 def captured(quick: bool) -> list[Row]:
-    """A small DLRM and a small GPT, trained here on two CPU ranks: captured, then planned for two 25 GbE hosts."""
+    """A small DLRM and a small GPT, trained here on two CPU ranks: captured, then planned for two slow hosts."""
     rows: list[Row] = []
     examples = Path(__file__).parent.parent / "examples"
-    cluster = st.Cluster.load("p3_8xlarge:1")
+    links = [
+        st.Link(src=a, dst=b, alpha_us=50.0, gb_per_s=rate, channel=channel)
+        for a, b in ((0, 1), (1, 0))
+        for channel, rate in (("rdma", 0.05), ("ethernet", 0.025))
+    ]
+    nodes = [st.Node(name=f"host{k}", host=k) for k in range(2)]
+    cluster = st.Cluster.build("two hosts, 400 and 200 Mbit/s", nodes=nodes, links=links)
     for name in ("dlrm", "gpt"):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"{name}.yaml"
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-            subprocess.run([*command, str(examples / f"capture_{name}.py"), str(file)], check=True, capture_output=True)
+            script = str(examples / f"capture_{name}.py")
+            subprocess.run([*command, script, str(file)], check=True, capture_output=True, timeout=120)
             workload = Workload.load(file)
         found = planned(workload, cluster, steps=2000, retime=True)
         reference = found.schedules["bytescheduler+"].period_us

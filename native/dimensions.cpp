@@ -11,6 +11,7 @@
 #include <cmath>
 #include <limits>
 #include <queue>
+#include <string>
 #include <tuple>
 
 #include "arrays.h"
@@ -193,9 +194,19 @@ class Simulation {
   std::priority_queue<Timer, std::vector<Timer>, std::greater<Timer>> timers_;
 };
 
+// What is not a number compares as false with everything, and a clock that meets it never gets on.
+void require_numbers(const char* name, In<double> values, double least) {
+  for (size_t i = 0; i < values.shape(0); i++)
+    if (!(values.data()[i] >= least && values.data()[i] < kNever))
+      throw nb::value_error((std::string(name) + ": must be finite numbers" + (least < 0 ? "" : ", not negative")).c_str());
+}
+
 nb::object simulate(In<double> rate, In<int64_t> chunk_ptr, In<int32_t> dim, In<double> bytes, In<double> latency,
                     In<double> key, In<double> release, In<int32_t> job, In<int64_t> after_ptr, In<int32_t> after,
                     In<int64_t> priority, In<bool> fifo, In<int64_t> turn, int64_t in_flight, bool ordered) {
+  require_numbers("rate", rate, std::numeric_limits<double>::min());
+  require_numbers("bytes", bytes, 0), require_numbers("latency", latency, 0), require_numbers("release", release, 0);
+  require_numbers("key", key, std::numeric_limits<double>::lowest());
   std::vector<double> start, end, busy;
   {
     nb::gil_scoped_release release_gil;

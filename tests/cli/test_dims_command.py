@@ -42,7 +42,8 @@ def test_all_schedulers_are_compared_beside_the_ideal(good: Run, tmp_path: Path)
 
 def test_switches_that_reduce_are_counted_from_one(good: Run, bad: Run) -> None:
     assert "dim1 switch of 16, reduces" in good("dims", "schedule", "-c", HOMO, "--in-network", "1,2")
-    assert "counted from 1" in bad("dims", "schedule", "-c", HOMO, "--in-network", "0")
+    for wrong in ("0", "4"):
+        assert "counted from 1, here 1..3" in bad("dims", "schedule", "-c", HOMO, "--in-network", wrong)
 
 
 def test_activity_is_drawn_and_written(good: Run, tmp_path: Path) -> None:
@@ -84,21 +85,27 @@ def test_advice_names_verdicts_and_spends_a_budget(good: Run) -> None:
     [
         (["compare", "-c", "dgx2:2"], "has no dimensions"),
         (["schedule", "-c", HOMO, "-s", "magic"], "unknown scheduler 'magic'"),
-        (["schedule", "-c", HOMO, "--collective", "broadcast"], "unknown collective 'broadcast'"),
+        (["schedule", "-c", HOMO, "--collective", "broadcast"], "choose from: all_reduce, reduce_scatter, all_gather"),
+        (["schedule", "-c", "torus:1x1"], "has only one device"),
+        (["schedule", "-c", HOMO, "--in-network", "1", "--chunks", "4"], "chunks: must be >= 8 where switches reduce"),
         (["schedule", "-c", HOMO, "--chunks", "0"], "chunks: must be 1..65536"),
         (["schedule", "-c", HOMO, "--in-flight", "0"], "in_flight: must be 1"),
         (["schedule", "-c", HOMO, "--sharing", "fair"], "unknown sharing"),
         (["plot", "-c", HOMO, "-s", "baseline,x"], "unknown scheduler 'x'"),
         (["plot", "-c", HOMO, "--window", "-1", "--html", "/dev/null"], "window_us"),
         (["sweep", "-c", HOMO, "--chunks", "many"], "--chunks 'many'"),
-        (["sweep", "-c", HOMO, "--header", "-4"], "header_bytes must be >= 0"),
+        (["sweep", "-c", HOMO, "--header", "-4"], "header_bytes must be 0"),
         (["train", "themis:bert", "-c", HOMO], "unknown variant of themis 'bert'"),
         (["train", "themis:gnmt,ranks=64", "-c", HOMO], "the workload has 64, the network 16x8x8"),
-        (["advise", "-c", HOMO, "--budget", "-5"], "budget: must be > 0"),
+        (["advise", "-c", HOMO, "--budget", "-5"], "--budget: must be Gb/s above 0"),
     ],
 )
 def test_wrong_input_is_one_line(bad: Run, arguments: list[str], message: str) -> None:
     assert message in bad("dims", *arguments)
+
+
+def test_one_byte_is_scheduled(good: Run) -> None:
+    assert "all_reduce of 1B over 16x64" in good("dims", "schedule", "-c", "themis_2d_sw_sw", "--bytes", "1")
 
 
 def test_help_teaches(good: Run) -> None:

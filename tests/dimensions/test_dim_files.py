@@ -40,6 +40,7 @@ def test_the_digest_is_of_the_decision_not_of_its_name(tmp_path: Path) -> None:
         ("stretto", "plan", r"\$\.stretto"),
         ("version", 2, "version: must be 1, not 2"),
         ("extra", 1, "unknown field"),
+        ("digest", "", "digest:  is not that of the content"),
         ("digest", "0" * 16, "digest: 0000000000000000 is not that of the content"),
         ("chunks", [99], r"chunks\[0\]: must be 0\.\.\d+ \(a way\), not 99"),
         ("chunks", [], "chunks"),
@@ -58,6 +59,16 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, field: str, value: object, mes
     with pytest.raises(InvalidInput, match=message) as caught:
         DimSchedule.load(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_without_its_digest_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    example().save(path)
+    data = json.loads(path.read_text())
+    del data["digest"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(InvalidInput, match="digest"):
+        DimSchedule.load(path)
 
 
 def test_no_file_and_no_json_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,15 @@ def test_a_switch_that_reduces_takes_one_step_and_halves_the_traffic_of_an_all_r
     assert both == 800.0
     assert switch.wire_bytes("reduce_scatter", 800.0, alone=True) == 800.0
     assert switch.wire_bytes("all_gather", 100.0, alone=True) == 800.0
+
+
+def test_headers_count_in_each_direction_as_the_payload_does() -> None:
+    switch = dim(in_network=True, header_bytes=10.0)
+    assert switch.wire_bytes("reduce_scatter", 8192.0) == 8192 / 2 + 10  # two packets up, half of what goes both ways
+    assert switch.wire_bytes("reduce_scatter", 8192.0, alone=True) == 8192 + 20
+    dims = [switch, dim("ring", header_bytes=42.0)]
+    bare = [replace(each, header_bytes=0.0) for each in dims]
+    assert best_us(dims, "all_reduce", 5e3) == best_us(bare, "all_reduce", 5e3)
 
 
 def test_headers_count_once_for_each_packet_of_each_message() -> None:
@@ -102,11 +112,14 @@ def test_groups_may_end_inside_a_switch_but_not_inside_a_ring() -> None:
     [
         ({"kind": "mesh"}, "unknown kind"),
         ({"size": 1}, r"dimension\.size: must be 2\.\."),
-        ({"gb_per_s": 0.0}, r"dimension\.gb_per_s: must be > 0, not 0"),
+        ({"gb_per_s": 0.0}, r"dimension\.gb_per_s: must be 1e-06\.\.1e\+09, not 0"),
         ({"gb_per_s": math.nan}, r"dimension\.gb_per_s"),
-        ({"step_us": -1.0}, r"dimension\.step_us: must be >= 0, not -1"),
+        ({"gb_per_s": 5e-324}, r"dimension\.gb_per_s"),
+        ({"step_us": 1e300}, r"dimension\.step_us"),
+        ({"header_bytes": 1e308}, "header_bytes must be"),
+        ({"step_us": -1.0}, r"dimension\.step_us: must be 0\.\.1e\+09, not -1"),
         ({"kind": "ring", "in_network": True}, "only a switch can, not ring"),
-        ({"header_bytes": -1.0}, "header_bytes must be >= 0"),
+        ({"header_bytes": -1.0}, "header_bytes must be 0"),
     ],
 )
 def test_a_wrong_dimension_is_refused(changes: dict[str, Any], message: str) -> None:

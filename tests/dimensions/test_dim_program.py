@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from stretto import InvalidInput
 from stretto.cluster.grid import regular
 from stretto.cluster.model import Cluster, Dimension
 from stretto.dimensions import DimSchedule, baseline, dims_of, simulate, stretto, themis
-from stretto.dimensions.program import best_program, program, quantised
+from stretto.dimensions.program import best_program, moves, program, quantised
 
 NBYTES = 64e6
 MANY = 1000
@@ -102,6 +103,27 @@ def test_what_cannot_be_a_program_is_refused() -> None:
     with pytest.raises(InvalidInput, match="halving_doubling needs a power of two"):
         program(baseline(dims_of(network("sw:3", "sw:2")), "all_reduce", 1e6, chunks=2))
     with pytest.raises(InvalidInput, match="without in_network"):
-        program(baseline(dims_of(network("sw:4", "sw:2"), in_network=[0]), "all_reduce", 1e6, chunks=2))
-    with pytest.raises(InvalidInput, match="are over 16777216 moves"):
-        program(baseline(dims_of(Cluster.load("themis_2d_sw_sw")), "all_reduce", 1e6), units=1 << 14)
+        program(baseline(dims_of(network("sw:4", "sw:2"), in_network=[0]), "all_reduce", 1e6, chunks=8))
+    with pytest.raises(InvalidInput, match="256 pieces of each of 1024 devices are 536346624 moves, over 16777216"):
+        program(baseline(dims_of(Cluster.load("themis_2d_sw_sw")), "all_reduce", 1e6))
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_the_moves_are_counted_before_they_are_made(collective: str) -> None:
+    for parts in (("ring:5", "sw:4"), ("fc:3", "sw:2", "ring:4")):
+        schedule = stretto(dims_of(network(*parts)), collective, NBYTES, chunks=6)
+        assert len(program(schedule, units=24).chunk) == moves(quantised(schedule, units=24), units=24)
+
+
+@pytest.mark.parametrize("torus", ["torus:3x5", "torus:4x4", "torus:6x3"])
+@pytest.mark.parametrize("collective", [st.AllReduce, st.ReduceScatter, st.AllGather])
+def test_on_odd_rings_too_programs_are_near_the_lower_bound(torus: str, collective: Any) -> None:
+    cluster = Cluster.load(torus)
+    wanted = collective(cluster.num_devices)
+    planned = stretto(dims_of(cluster), wanted.kind, NBYTES, chunks=16)
+    found, timeline = best_program(planned, cluster, units=128)
+    assert found.verify().fifo_depth == 1
+    assert found.collective.kind == wanted.kind
+    assert timeline.total_us == st.simulate(found, cluster, nbytes=NBYTES).total_us
+    bound = st.lower_bound(wanted, cluster, NBYTES).total_us
+    assert bound * (1 - 1e-9) <= timeline.total_us <= 1.035 * bound

@@ -129,6 +129,37 @@ def test_the_halves_of_an_all_reduce_alone(collective: str) -> None:
     assert first == ((1, 0, 2) if collective == "reduce_scatter" else (2, 0, 1))
 
 
+def test_the_two_readings_of_themis_differ_only_in_all_reduces_and_by_little() -> None:
+    used: dict[str, list[float]] = {"whole": [], "literal": []}
+    for name, size in itertools.product(NETWORKS, (100, 1024)):
+        dims = dims_of(Cluster.load(name))
+        for tracker, found in used.items():
+            found.append(simulate(themis(dims, "all_reduce", size * MB, tracker=tracker)).utilisation)
+        assert themis(dims, "all_gather", size * MB, tracker="literal") == themis(dims, "all_gather", size * MB)
+    assert np.mean(used["literal"]) == pytest.approx(np.mean(used["whole"]), abs=0.015)
+    assert used["literal"] != used["whole"]
+    with pytest.raises(InvalidInput, match="unknown tracker 'x'; choose from: whole, literal"):
+        themis(FIG5, "all_reduce", 1e6, tracker="x")
+
+
+@pytest.mark.parametrize("nbytes", [1.0, 7.0, 1e3])
+def test_tiny_collectives_are_scheduled_where_latency_is_all_there_is(nbytes: float) -> None:
+    for name in NETWORKS:
+        dims = dims_of(Cluster.load(name))
+        ours = simulate(stretto(dims, "all_reduce", nbytes)).total_us
+        assert 2 * sum(dim.latency_us for dim in dims) <= ours * (1 + 1e-9)
+        assert ours <= simulate(themis(dims, "all_reduce", nbytes)).total_us
+
+
+def test_few_chunks_cannot_average_the_directions_of_a_switch_that_reduces() -> None:
+    dims = dims_of(Cluster.load("themis_2d_sw_sw"), in_network=[0])
+    for make in (baseline, themis, stretto):
+        with pytest.raises(InvalidInput, match="chunks: must be >= 8 where switches reduce, not 4"):
+            make(dims, "all_reduce", 1e6, chunks=4)
+        assert simulate(make(dims, "reduce_scatter", 1e6, chunks=4)).total_us > 0
+    assert len(stretto(dims, "all_reduce", 1e3, chunks=16).chunks) >= 8
+
+
 def test_switches_that_reduce_make_it_faster_and_are_balanced_too() -> None:
     cluster = Cluster.load("themis_3d_sw_sw_sw_homo")
     plain, offloaded = dims_of(cluster), dims_of(cluster, in_network=[0, 1, 2])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto import InvalidInput
+from stretto import InvalidInput, _native
 from stretto.dimensions import Chunk, Dim, DimSchedule, baseline, simulate, stretto, themis
 from stretto.dimensions.schedule import Stages
 from stretto.dimensions.simulation import Job, keys, simulate_jobs
@@ -199,10 +199,39 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         simulate(schedule, in_flight=0)
     with pytest.raises(InvalidInput, match="unknown sharing"):
         simulate(schedule, sharing="random")
-    with pytest.raises(InvalidInput, match="dims: 2 for a schedule over 3"):
-        simulate(schedule, dims=DIMS[:2])
-    with pytest.raises(InvalidInput, match="release_us: must be 4 times >= 0"):
+    for wrong in (DIMS[:2], [replace(dim, size=dim.size + 1) for dim in DIMS]):
+        with pytest.raises(InvalidInput, match="dims: must be of the kinds and sizes that the schedule is for"):
+            simulate(schedule, dims=wrong)
+    switches = [Dim(kind="switch", size=4, gb_per_s=100, step_us=1)]
+    with pytest.raises(InvalidInput, match="only rates may differ"):
+        simulate(baseline(switches, "all_reduce", 1e6), dims=[replace(switches[0], in_network=True)])
+    with pytest.raises(InvalidInput, match="release_us: must be 4 times 0"):
         simulate(schedule, release_us=[0.0])
+    for never in (math.nan, math.inf, -1.0):
+        with pytest.raises(InvalidInput, match="release_us: must be 4 times 0"):
+            simulate(schedule, release_us=[0.0, 0.0, 0.0, never])
+
+
+@pytest.mark.parametrize("field", ["rate", "bytes", "latency", "key", "release"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_native_simulator_itself_takes_only_numbers(field: str, value: float) -> None:
+    one = np.ones(1)
+    floats = {"rate": one, "bytes": one, "latency": one, "key": one, "release": one} | {field: np.array([value])}
+    with pytest.raises(ValueError, match=f"{field}: must be finite numbers"):
+        _native.simulate_dimensions(
+            **floats, chunk_ptr=np.array([0, 1]), dim=np.zeros(1, np.int32), job=np.zeros(1, np.int32),
+            after_ptr=np.zeros(2, np.int64), after=np.zeros(0, np.int32), priority=np.zeros(1, np.int64),
+            fifo=np.array([True]), turn=np.zeros(0, np.int64), in_flight=1, ordered=True,
+        )  # fmt: skip
+
+
+def test_jobs_that_can_never_end_are_said() -> None:
+    lost = Stages(
+        chunk_ptr=np.array([0, 1]), dim=np.zeros(1, np.int32), before_bytes=np.ones(1), wire_bytes=np.array([1e300]),
+        latency_us=np.zeros(1),
+    )  # fmt: skip
+    with pytest.raises(InvalidInput, match="stages: 1 of 1 can never end"):
+        simulate_jobs([1e-300], [Job(stages=lost)])
 
 
 @pytest.mark.parametrize(
@@ -216,6 +245,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         ({"order": ((), (), ())}, "order: must name every stage of every chunk once"),
         ({"order": ((),)}, "order: one list for each of the 3 dimensions, not 1"),
         ({"nbytes": math.inf}, "nbytes: must be > 0"),
+        ({"nbytes": 1e308}, r"nbytes: must be > 0 and at most 1e\+18"),
     ],
 )
 def test_a_wrong_schedule_is_refused(changes: dict[str, object], message: str) -> None:

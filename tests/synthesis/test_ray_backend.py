@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,8 +60,11 @@ def listening(*, locally: bool) -> set[str]:
 def ray() -> Iterator[Any]:
     with ray_backend.connected(jobs=2):
         ray = sys.modules["ray"]
+        folder = Path(ray._private.worker.global_worker.node.get_session_dir_path()).parent
+        assert folder.name.startswith("stretto-ray-")
         yield ray
     assert not ray.is_initialized()
+    assert not folder.exists(), "what a local Ray leaves behind is removed"
 
 
 def numbers(path: Path) -> list[int]:
@@ -96,6 +101,10 @@ def test_a_local_ray_is_heard_only_on_this_machine(ray: Any) -> None:
     assert ports <= heard[True]
     assert not ports & heard[False]
     assert not set(ray_backend.LOCAL) & set(os.environ)
+
+
+def test_a_ray_that_runs_is_taken_for_one(ray: Any) -> None:
+    ray_backend._check_listening(ray.get_runtime_context().gcs_address)
 
 
 def test_ray_finds_what_one_process_finds(ray: Any, ring: st.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,3 +221,31 @@ def test_without_the_extra_the_error_names_it(ring: st.Cluster, monkeypatch: pyt
 def test_an_address_where_nothing_listens_is_said_at_once() -> None:
     with pytest.raises(st.InvalidInput, match=r"ray_address: nothing answers at 127\.0\.0\.1:1: "):
         ray_backend._check_listening("127.0.0.1:1")
+
+
+@contextlib.contextmanager
+def listener(answer: bytes) -> Iterator[str]:
+    """Somebody who says this to whoever connects, and nothing else."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    held.append(connection)
+                    connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        for connection in held:
+            connection.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n"])
+def test_a_listener_that_is_not_ray_is_said(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_backend, "CONNECT_S", 0.5)
+    with listener(answer) as address, pytest.raises(st.InvalidInput) as error:
+        ray_backend._check_listening(address)
+    assert str(error.value) == f"ray_address: what listens at {address} is not Ray"

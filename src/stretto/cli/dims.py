@@ -13,10 +13,12 @@ from .common import out, plot_width, progress, write_json, wrote
 
 if TYPE_CHECKING:
     from ..dimensions import Dim, DimRun, DimSchedule
+    from ..dimensions.advisor import Split
 
 ALL = "baseline,themis_fifo,themis_scf,stretto"
 GIGABITS = 8
 """Gb/s per GB/s: this is how the networks' vendors, and the paper, count."""
+MOST_GIGABITS = 1e9
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -292,7 +294,8 @@ def train(
     for each in found:
         times = (each.total_us, each.forward_us, each.backward_us, each.data_parallel_us, each.model_parallel_us)
         speed = found[0].total_us / each.total_us
-        table.add_row(each.system, *map(format_us, times), f"{speed:.3f}", f"{100 * each.utilisation:.1f} %")
+        used = "-" if each.system == "ideal" else f"{100 * each.utilisation:.1f} %"
+        table.add_row(each.system, *map(format_us, times), f"{speed:.3f}", used)
     console = out()
     console.print(repr(loaded), style="bold", markup=False)
     for note in loaded.notes:
@@ -300,6 +303,7 @@ def train(
     console.print(_about(cluster, None, chunks, in_flight, sharing), markup=False, soft_wrap=True)
     console.print(table)
     console.print("data, model: exposed communication of either parallelism; used: bandwidth while communicating")
+    console.print("ideal: a bound that no system can beat, bandwidth without latency shared at will")
     _write(console, rows, [asdict(each) for each in found])
     if html is not None:
         from ..report.dims_html import iteration_section
@@ -314,7 +318,7 @@ def train(
 def advise(
     cluster: Cluster_,
     budget: Annotated[
-        float | None, typer.Option(metavar="GB/S", help="Total Gb/s per device to spread over the dimensions.")
+        float | None, typer.Option(metavar="Gb/s", help="Total Gb/s (not GB/s) per device to spread over dimensions.")
     ] = None,
     increment: Annotated[float, typer.Option(help="Try so much of the total more, one dimension at a time.")] = 0.1,
 ) -> None:
@@ -333,6 +337,7 @@ def advise(
 
     dims = _dims(cluster, "")
     advice = advisor.advise(dims, increment=increment)
+    splits = () if budget is None else _splits(dims, budget)
     console = out()
     console.print(
         f"the baseline can use {100 * advice.baseline_utilisation:.1f} % of all bandwidth, "
@@ -358,19 +363,27 @@ def advise(
     if budget is None:
         return
     console.print()
-    splits = Table(f"{budget:g} Gb/s spent", box=None, pad_edge=False)
+    table = Table(f"{budget:g} Gb/s spent", box=None, pad_edge=False)
     for at in range(len(dims)):
-        splits.add_column(f"dim{at + 1}", justify="right")
-    splits.add_column("baseline uses", justify="right")
-    splits.add_column("best uses", justify="right")
-    for title, split in (
-        ("so that every scheduler uses it", advisor.just_enough(dims, budget / GIGABITS)),
-        ("nearest to today's proportions", advisor.nearest(dims, budget / GIGABITS)),
-    ):
+        table.add_column(f"dim{at + 1}", justify="right")
+    table.add_column("baseline uses", justify="right")
+    table.add_column("best uses", justify="right")
+    for title, split in splits:
         rates = (f"{rate * GIGABITS:.4g}" for rate in split.gb_per_s)
         used = (f"{100 * share:.1f} %" for share in (split.baseline_utilisation, split.best_utilisation))
-        splits.add_row(title, *rates, *used)
-    console.print(splits)
+        table.add_row(title, *rates, *used)
+    console.print(table)
+
+
+def _splits(dims: tuple[Dim, ...], gigabits: float) -> tuple[tuple[str, Split], ...]:
+    from ..dimensions import advisor
+
+    if not 0 < gigabits <= MOST_GIGABITS:
+        raise InvalidInput(f"--budget: must be Gb/s above 0 and at most {MOST_GIGABITS:g}, not {gigabits:g}")
+    return (
+        ("so that every scheduler uses it", advisor.just_enough(dims, gigabits / GIGABITS)),
+        ("nearest to today's proportions", advisor.nearest(dims, gigabits / GIGABITS)),
+    )
 
 
 def _dims(cluster: str, in_network: str) -> tuple[Dim, ...]:
@@ -378,18 +391,23 @@ def _dims(cluster: str, in_network: str) -> tuple[Dim, ...]:
     from ..dimensions import dims_of
 
     numbers = _numbers("--in-network", in_network) if in_network else []
-    if any(number < 1 for number in numbers):
-        raise InvalidInput(f"--in-network {in_network!r}: dimensions are counted from 1")
-    return dims_of(Cluster.load(cluster), in_network=[number - 1 for number in numbers])
+    loaded = Cluster.load(cluster)
+    count = len(dims_of(loaded))
+    if any(not 1 <= number <= count for number in numbers):
+        raise InvalidInput(f"--in-network {in_network!r}: dimensions are counted from 1, here 1..{count}")
+    return dims_of(loaded, in_network=[number - 1 for number in numbers])
 
 
 def _plan(
     system: str, dims: Sequence[Dim], collective: str, nbytes: float, chunks: int, in_flight: int, sharing: str
 ) -> DimSchedule:
-    from ..algorithms.base import collective_kind
+    from ..dimensions.model import COLLECTIVES
     from ..dimensions.systems import plan
 
-    kind = collective_kind(collective)
+    spelt = {kind.replace("_", ""): kind for kind in COLLECTIVES}
+    kind = spelt.get(collective.lower().replace("_", "").replace("-", "").replace(" ", ""))
+    if kind is None:
+        raise unknown("collective", collective, COLLECTIVES)
     return plan(system, dims, kind, nbytes, chunks=chunks, in_flight=in_flight, sharing=sharing)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidInput
 from ..synthesis.milp import Milp, solve
-from .model import Dim, check_dims, order_loads
+from .model import STEADY_CHUNKS, Dim, check_dims, order_loads
 from .schedule import Chunk, DimSchedule
 from .schedulers import CHUNKS, baseline, check_request, themis, way
 from .simulation import IN_FLIGHT, DimRun, simulate
@@ -45,10 +45,8 @@ def stretto(
     seed: int = 0,
 ) -> DimSchedule:
     """The best schedule found with at most `chunks` chunks, never slower than baseline and Themis in the same model."""
-    dims = check_dims(dims)
+    dims = _balanceable(dims)
     check_request(collective, chunks)
-    if len(dims) > MAX_BALANCED:
-        raise InvalidInput(f"dims: at most {MAX_BALANCED} can be balanced, not {len(dims)}")
 
     def run(schedule: DimSchedule) -> DimRun:
         return simulate(schedule, in_flight=in_flight, sharing=sharing)
@@ -61,8 +59,9 @@ def stretto(
         ),
         key=lambda each: each.total_us,
     )
+    fewest = STEADY_CHUNKS if collective == "all_reduce" and any(dim.in_network for dim in dims) else 1
     for count in (chunks, chunks // 4, chunks // 16):
-        if count < 1:
+        if count < fewest:
             break
         in_vain = 0
         for tried in _balanced(dims, collective, nbytes, count, seed):
@@ -89,14 +88,18 @@ def resolve(
 
 
 def best_us(dims: Sequence[Dim], collective: str, nbytes: float) -> float:
-    """How soon the busiest dimension can be done when data may go in any order, without latency: no schedule is faster.
+    """How soon the busiest dimension can be done when data may go in any order, without latency and headers.
+
+    No schedule is faster.
 
     >>> thin = [Dim(kind="ring", size=4, gb_per_s=g, step_us=0) for g in (100, 5)]
     >>> round(best_us(thin, "all_reduce", 16e6), 6)  # the second ring has 16/4 (1 - 1/4) MB to send, twice
     1200.0
     """
+    check_request(collective, 1)
     alone = collective != "all_reduce"
-    _, loads = _orders(check_dims(dims), nbytes, alone=alone)
+    bare = [replace(dim, header_bytes=0.0) for dim in _balanceable(dims)]
+    _, loads = _orders(bare, nbytes, alone=alone)
     shares = _vertex(loads / loads.max(), [0.0] * len(dims), None)
     return float((shares @ loads).max()) * (1 if alone else 2)
 
@@ -109,9 +112,15 @@ def balanced_shares(
     With a seed, a random one among the optimal vertices. `alone` as in `Dim.wire_bytes`.
     """
     orders, loads = _orders(dims, nbytes, alone=alone)
-    scale = loads.max()
+    scale = max(float(loads.max()), *(dim.latency_us for dim in dims))
     values = _vertex(loads / scale, [dim.latency_us / scale for dim in dims], seed)
     return {order: float(x) for order, x in zip(orders, values, strict=True) if x > 1e-9}
+
+
+def _balanceable(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+    if len(dims) > MAX_BALANCED:
+        raise InvalidInput(f"dims: at most {MAX_BALANCED} can be balanced, not {len(dims)}")
+    return check_dims(dims)
 
 
 def _orders(dims: Sequence[Dim], nbytes: float, *, alone: bool) -> tuple[list[Order], NDArray[np.float64]]:
@@ -124,7 +133,7 @@ def _vertex(loads: NDArray[np.float64], latency: Sequence[float], seed: int | No
     model = Milp()
     for _ in range(count):
         model.column(upper=1.0)
-    total = model.column(cost=1.0, upper=1e6)
+    total = model.column(cost=1.0)
     model.row(dict.fromkeys(range(count), 1.0), lower=1.0, upper=1.0)
     for d in range(dims):
         model.row({total: -1.0, **{o: float(loads[o, d]) for o in range(count)}}, upper=-latency[d])

@@ -60,7 +60,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defau
     ways: Annotated[list[_Way], Meta(min_length=1, max_length=MAX_CHUNKS)]
     chunks: Annotated[list[int], Meta(min_length=1, max_length=MAX_CHUNKS)]
     order: Annotated[list[Annotated[list[Turn], Meta(max_length=2 * MAX_CHUNKS)]], Meta(max_length=MAX_DIMS)] = []
-    digest: str = ""
+    digest: str
 
 
 def save(schedule: DimSchedule, path: str | Path) -> None:
@@ -87,7 +87,7 @@ def load(path: str | Path) -> DimSchedule:
         )  # fmt: skip
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}") from None
-    if data.digest and data.digest != schedule.digest:
+    if data.digest != schedule.digest:
         raise InvalidInput(f"{where}: digest: {data.digest[:40]} is not that of the content ({schedule.digest})")
     return schedule
 

@@ -15,7 +15,14 @@ COLLECTIVES = ("all_reduce", RS, AG)
 ALGORITHMS = {"ring": "ring", "fully_connected": "direct", "switch": "halving_doubling"}
 """The algorithm inside a dimension by its kind: each uses every link of the dimension without contention."""
 MAX_SIZE = 1 << 20
+MAX_PACKET = 1e9
 MAX_DIMS = 8
+STEADY_CHUNKS = 8
+"""The fewest chunks of an all-reduce over switches that reduce: both directions have to be in use on average."""
+LEAST_RATE, MOST_RATE = 1e-6, 1e9
+MOST_US = 1e9
+MOST_BYTES = 1e18
+"""Beyond these a clock of 53 bits no longer tells stages apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +30,10 @@ class Dim:
     """One dimension: `size` devices, each with `gb_per_s` into it, and `step_us` for the smallest message.
 
     With `in_network` its switch reduces and multicasts: there is one step, all of the data goes up for a reduce-scatter
-    and comes down for an all-gather. In an all-reduce the two passes use different directions at once, so that each
-    counts half of its bytes. Every packet of up to `packet_bytes` carries `header_bytes` more.
+    and comes down for an all-gather. In an all-reduce the two passes use different directions, so that each counts half
+    of its bytes. That is an average over many chunks, of which some go up while others come down: the up-pass of one
+    chunk alone takes twice as long as it says. All-reduces in fewer than `STEADY_CHUNKS` are therefore refused.
+    Every packet of up to `packet_bytes` carries `header_bytes` more, which count as its payload does.
     """
 
     kind: str
@@ -40,14 +49,14 @@ class Dim:
             raise InvalidInput(f"dimension: {unknown('kind', self.kind, ALGORITHMS)}")
         if not 2 <= self.size <= MAX_SIZE:
             raise InvalidInput(f"dimension.size: must be 2..{MAX_SIZE}, not {self.size}")
-        if not 0 < self.gb_per_s < math.inf:
-            raise InvalidInput(f"dimension.gb_per_s: must be > 0, not {self.gb_per_s:g}")
-        if not 0 <= self.step_us < math.inf:
-            raise InvalidInput(f"dimension.step_us: must be >= 0, not {self.step_us:g}")
+        if not LEAST_RATE <= self.gb_per_s <= MOST_RATE:
+            raise InvalidInput(f"dimension.gb_per_s: must be {LEAST_RATE:g}..{MOST_RATE:g}, not {self.gb_per_s:g}")
+        if not 0 <= self.step_us <= MOST_US:
+            raise InvalidInput(f"dimension.step_us: must be 0..{MOST_US:g}, not {self.step_us:g}")
         if self.in_network and self.kind != "switch":
             raise InvalidInput(f"dimension.in_network: only a switch can, not {self.kind}")
-        if not 0 <= self.header_bytes < math.inf or not 1 <= self.packet_bytes < math.inf:
-            raise InvalidInput("dimension: header_bytes must be >= 0 and packet_bytes >= 1")
+        if not 0 <= self.header_bytes <= MAX_PACKET or not 1 <= self.packet_bytes <= MAX_PACKET:
+            raise InvalidInput(f"dimension: header_bytes must be 0..{MAX_PACKET:g} and packet_bytes 1..{MAX_PACKET:g}")
 
     @property
     def algorithm(self) -> str:
@@ -79,16 +88,23 @@ class Dim:
         >>> Dim(kind="ring", size=4, gb_per_s=100, step_us=1).wire_bytes("all_gather", 8.0)
         24.0
         """
+        payload = self.payload_bytes(stage, before, alone=alone)
+        if not self.header_bytes:
+            return payload
+        whole = before if stage == RS else before * self.size
+        packets = sum(math.ceil(message / self.packet_bytes) for message in self._messages(whole))
+        return payload + self.header_bytes * packets * (0.5 if self.in_network and not alone else 1.0)
+
+    def payload_bytes(self, stage: str, before: float, *, alone: bool = False) -> float:
+        """The same without headers: in proportion to `before`."""
         whole = before if stage == RS else before * self.size
         if self.in_network:
-            payload, messages = whole * (1.0 if alone else 0.5), [whole]
-        else:
-            payload = whole * (self.size - 1) / self.size
-            messages = self._messages(whole) if self.header_bytes else []
-        packets = sum(math.ceil(message / self.packet_bytes) for message in messages)
-        return payload + self.header_bytes * packets
+            return whole * (1.0 if alone else 0.5)
+        return whole * (self.size - 1) / self.size
 
     def _messages(self, whole: float) -> list[float]:
+        if self.in_network:
+            return [whole]
         if self.kind == "switch" and self.size & (self.size - 1) == 0:
             return [whole / 2**step for step in range(1, self.steps + 1)]
         return [whole / self.size] * (self.size - 1)
@@ -104,16 +120,21 @@ class Dim:
 
 
 def dims_of(cluster: Cluster, *, in_network: Sequence[int] = ()) -> tuple[Dim, ...]:
-    """The dimensions of a cluster, from the innermost on; those numbered in `in_network` reduce in their switches."""
+    """The dimensions of a cluster with more than one device, from the innermost on.
+
+    Those of them numbered in `in_network`, from 0 on, reduce in their switches.
+    """
     if not cluster.dimensions:
         raise InvalidInput(f"cluster {cluster.name}: has no dimensions; themis_2d_sw_sw and torus:8x8 have some")
+    some = [dim for dim in cluster.dimensions if dim.size > 1]
+    if not some:
+        raise InvalidInput(f"cluster {cluster.name}: has only one device, so there is nothing to send")
     for number in in_network:
-        if not 0 <= number < len(cluster.dimensions):
-            raise InvalidInput(f"in_network: must be 0..{len(cluster.dimensions) - 1}, not {number}")
+        if not 0 <= number < len(some):
+            raise InvalidInput(f"in_network: must be 0..{len(some) - 1}, not {number}")
     return tuple(
         Dim(kind=d.kind, size=d.size, gb_per_s=d.gb_per_s, step_us=d.alpha_us, in_network=at in in_network)
-        for at, d in enumerate(cluster.dimensions)
-        if d.size > 1
+        for at, d in enumerate(some)
     )
 
 

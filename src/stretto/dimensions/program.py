@@ -22,6 +22,7 @@ from ..errors import InvalidInput
 from ..programs.ir import Program
 from ..simulator import Timeline
 from ..simulator import simulate as simulate_links
+from .model import AG, RS
 from .schedule import DimSchedule
 from .simulation import MAX_IN_FLIGHT, simulate
 
@@ -49,6 +50,13 @@ def quantised(schedule: DimSchedule, *, units: int = UNITS) -> DimSchedule:
     return replace(schedule, chunks=tuple(chunks))
 
 
+def moves(schedule: DimSchedule, *, units: int = UNITS) -> int:
+    """How many pieces all devices send together in the schedule's program: what memory and time it takes."""
+    count = math.prod(dim.size for dim in schedule.dims)
+    payload = replace(schedule, dims=tuple(replace(dim, header_bytes=0.0) for dim in schedule.dims)).stages.wire_bytes
+    return round(float(payload.sum()) / schedule.nbytes * units * count**2)
+
+
 def program(schedule: DimSchedule, *, units: int = UNITS, in_place: bool = False) -> Program:
     """The schedule's messages between all devices; device ``c0 + d0 (c1 + d1 (c2 + ...))`` has coordinates c.
 
@@ -60,8 +68,8 @@ def program(schedule: DimSchedule, *, units: int = UNITS, in_place: bool = False
     schedule = quantised(schedule, units=units)
     sizes = [dim.size for dim in schedule.dims]
     count = math.prod(sizes)
-    if count * units * len(schedule.stages.dim) > MAX_MOVES * len(schedule.chunks):
-        raise InvalidInput(f"units: {units} pieces of {count} devices are over {MAX_MOVES} moves")
+    if (made := moves(schedule, units=units)) > MAX_MOVES:
+        raise InvalidInput(f"units: {units} pieces of each of {count} devices are {made} moves, over {MAX_MOVES}")
     messages = _Messages(schedule, units)
     rows = _beginnings(schedule)
     for position, row in enumerate(rows.tolist()):
@@ -75,14 +83,78 @@ def best_program(schedule: DimSchedule, cluster: Cluster, *, units: int = UNITS)
     """The program, and its run on the links of a cluster, with the order that does best there.
 
     A link serves messages in the order in which they ask and knows no priorities; so the orders in which stages begin
-    with different numbers of them in flight are tried.
+    with different numbers of them in flight are tried. So are, for an all-gather, the best reduce-scatter with time
+    running backwards (and the other way round), and for an all-reduce the best of both one after the other.
     """
     schedule = quantised(replace(schedule, order=()), units=units)
+    if schedule.collective == "all_reduce":
+        halves = [_either(_half(schedule, kind), cluster, units)[0] for kind in (RS, AG)]
+        joined = _joined(halves[0], halves[1], units)
+        return min(
+            _forwards(schedule, cluster, units), (joined, simulate_links(joined, cluster, nbytes=schedule.nbytes)),
+            key=_time,
+        )  # fmt: skip
+    return _either(schedule, cluster, units)
+
+
+def _time(found: tuple[Program, Timeline]) -> float:
+    return found[1].total_us
+
+
+def _forwards(schedule: DimSchedule, cluster: Cluster, units: int) -> tuple[Program, Timeline]:
     tried = {simulate(schedule, in_flight=k).enforced() for k in (1, 2, 3, 4, 8, 16, MAX_IN_FLIGHT)}
     programs = [program(each, units=units) for each in sorted(tried, key=lambda each: each.digest)]
-    runs = [simulate_links(each, cluster, nbytes=schedule.nbytes) for each in programs]
-    best = min(range(len(runs)), key=lambda at: runs[at].total_us)
-    return programs[best], runs[best]
+    return min(((each, simulate_links(each, cluster, nbytes=schedule.nbytes)) for each in programs), key=_time)
+
+
+def _either(schedule: DimSchedule, cluster: Cluster, units: int) -> tuple[Program, Timeline]:
+    other = _mirrored_schedule(schedule)
+    backwards = _backwards(*_forwards(other, cluster, units))
+    run = simulate_links(backwards, cluster, nbytes=schedule.nbytes)
+    return min(_forwards(schedule, cluster, units), (backwards, run), key=_time)
+
+
+def _half(schedule: DimSchedule, kind: str) -> DimSchedule:
+    chunks = (
+        replace(chunk, all_gather=()) if kind == RS else replace(chunk, reduce_scatter=()) for chunk in schedule.chunks
+    )
+    return replace(schedule, collective=kind, chunks=tuple(chunks))
+
+
+def _mirrored_schedule(schedule: DimSchedule) -> DimSchedule:
+    chunks = tuple(
+        replace(chunk, reduce_scatter=chunk.all_gather[::-1], all_gather=chunk.reduce_scatter[::-1])
+        for chunk in schedule.chunks
+    )
+    return replace(schedule, collective=AG if schedule.collective == RS else RS, chunks=chunks)
+
+
+def _backwards(found: Program, run: Timeline) -> Program:
+    """The opposite half: every message the other way, the last first; one lane, so that links keep that order."""
+    kind = AG if found.collective.kind == RS else RS
+    collective = COLLECTIVES[kind](found.collective.num_ranks, chunks=found.collective.chunks)
+    step = np.empty(found.num_transfers, np.int64)
+    step[np.argsort(-run.end_us, kind="stable")] = np.arange(found.num_transfers)
+    return Program.from_steps(
+        found.name, collective, src=found.dst, dst=found.src, chunk=found.chunk, chunk_ptr=found.chunk_ptr, step=step,
+        reduce=kind == RS, lane=0,
+    )  # fmt: skip
+
+
+def _joined(first: Program, second: Program, units: int) -> Program:
+    """An all-reduce from its halves; pieces follow their own dependencies from one to the other."""
+    count = first.collective.num_ranks
+    both = (first, second)
+    block, piece = np.divmod(np.concatenate([each.chunk for each in both]), units)
+    return Program.from_steps(
+        first.name, COLLECTIVES["all_reduce"](count, chunks=units * count),
+        src=np.concatenate([each.src for each in both]), dst=np.concatenate([each.dst for each in both]),
+        chunk=block + piece * count,
+        chunk_ptr=np.concatenate([first.chunk_ptr, first.chunk_ptr[-1] + second.chunk_ptr[1:]]),
+        step=np.arange(first.num_transfers + second.num_transfers),
+        reduce=np.repeat([True, False], [first.num_transfers, second.num_transfers]),
+        lane=np.concatenate([each.lane for each in both]),
+    )  # fmt: skip
 
 
 def _beginnings(schedule: DimSchedule) -> NDArray[np.int64]:
@@ -148,5 +220,3 @@ class _Messages:
 
 def _mirrored(rounds: Iterable[Round], size: int) -> list[Round]:
     return [((-src) % size, (-dst) % size, (-blocks) % size) for src, dst, blocks in rounds]
-
-

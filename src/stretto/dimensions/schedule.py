@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput, unknown
-from .model import AG, COLLECTIVES, RS, Dim, check_dims, ideal_us
+from .model import AG, COLLECTIVES, MOST_BYTES, RS, STEADY_CHUNKS, Dim, check_dims, ideal_us
 
 DISCIPLINES = ("fifo", "scf", "johnson", "enforced")
 MAX_CHUNKS = 1 << 16
@@ -145,10 +145,12 @@ def _validate(s: DimSchedule) -> None:
     if s.discipline not in DISCIPLINES:
         raise unknown("discipline", s.discipline, DISCIPLINES)
     check_dims(s.dims)
-    if not 0 < s.nbytes < math.inf:
-        raise InvalidInput(f"nbytes: must be > 0, not {s.nbytes:g}")
+    if not 0 < s.nbytes <= MOST_BYTES:
+        raise InvalidInput(f"nbytes: must be > 0 and at most {MOST_BYTES:g}, not {s.nbytes:g}")
     if not 1 <= len(s.chunks) <= MAX_CHUNKS:
         raise InvalidInput(f"chunks: must be 1..{MAX_CHUNKS}, not {len(s.chunks)}")
+    if s.collective == "all_reduce" and len(s.chunks) < STEADY_CHUNKS and any(dim.in_network for dim in s.dims):
+        raise InvalidInput(f"chunks: must be >= {STEADY_CHUNKS} where switches reduce, not {len(s.chunks)}")
     _check_chunks(s)
     if s.order:
         _check_order(s)

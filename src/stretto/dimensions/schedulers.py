@@ -9,6 +9,8 @@ from .model import AG, COLLECTIVES, RS, Dim, check_dims, order_loads
 from .schedule import MAX_CHUNKS, Chunk, DimSchedule
 
 CHUNKS = 64
+TRACKERS = {"whole": (1, 2), "literal": (2, 1)}
+"""Of an all-reduce: stage latencies that the tracker begins with, and passes of a chunk that it counts."""
 THRESHOLD_PART = 16
 """Themis: loads that differ by less than a stage of this part of a chunk count as equal."""
 
@@ -21,12 +23,15 @@ def baseline(dims: Sequence[Dim], collective: str, nbytes: float, *, chunks: int
 
 
 def themis(
-    dims: Sequence[Dim], collective: str, nbytes: float, *, chunks: int = CHUNKS, discipline: str = "scf"
-) -> DimSchedule:
+    dims: Sequence[Dim], collective: str, nbytes: float, *, chunks: int = CHUNKS, discipline: str = "scf",
+    tracker: str = "whole",
+) -> DimSchedule:  # fmt: skip
     """Themis' Algorithm 1: each chunk visits the least loaded dimension first, while it is still large.
 
-    The tracker begins with each dimension's latency of a stage; loads closer than the threshold count as equal, and
-    the chunk then goes as in the baseline.
+    Loads closer than the threshold count as equal, and the chunk then goes as in the baseline. What the tracker of an
+    all-reduce counts, the paper says in two ways: ``whole``, both passes of a chunk, as in its Fig. 7, after the
+    latency of one stage; ``literal``, as Algorithm 1 and section 4.4 are written, only the reduce-scatter of a chunk,
+    after the latency of the whole all-reduce. For the halves alone they are the same.
 
     >>> dims = [Dim(kind="switch", size=4, gb_per_s=100, step_us=0), Dim(kind="switch", size=4, gb_per_s=50, step_us=0)]
     >>> [chunk.reduce_scatter for chunk in themis(dims, "all_reduce", 256e6, chunks=4).chunks]
@@ -36,7 +41,10 @@ def themis(
     dims = check_dims(dims)
     size = nbytes / chunks
     alone = collective != "all_reduce"
-    loads = [dim.latency_us for dim in dims]
+    if tracker not in TRACKERS:
+        raise unknown("tracker", tracker, TRACKERS)
+    begin, passes = (1, 1) if alone else TRACKERS[tracker]
+    loads = [begin * dim.latency_us for dim in dims]
     ways = []
     for _ in range(chunks):
         least = min(range(len(dims)), key=lambda at: loads[at])
@@ -46,7 +54,7 @@ def themis(
             order = tuple(sorted(order, key=lambda at: loads[at]))
         ways.append(way(collective, order, 1 / chunks))
         for at, load in enumerate(order_loads(dims, order, size, alone=alone)):
-            loads[at] += load * (1 if alone else 2)
+            loads[at] += load * passes
     return DimSchedule(
         name=f"themis_{discipline}", dims=dims, collective=collective, nbytes=nbytes, chunks=tuple(ways),
         discipline=discipline,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .. import _native
 from ..errors import InvalidInput, unknown
-from .model import Dim, ideal_us
+from .model import MOST_US, Dim, ideal_us
 from .schedule import DimSchedule, Stages
 
 SHARINGS = ("ordered", "equal")
@@ -96,10 +96,12 @@ def simulate(
     count = len(schedule.chunks)
     table = schedule.stages
     real = schedule.dims if dims is None else tuple(dims)
-    if len(real) != len(schedule.dims):
-        raise InvalidInput(f"dims: {len(real)} for a schedule over {len(schedule.dims)}")
-    if release_us is not None and (len(release_us) != count or not min(release_us) >= 0):
-        raise InvalidInput(f"release_us: must be {count} times >= 0, one for each chunk")
+    if [(dim.kind, dim.size, dim.in_network) for dim in real] != [
+        (dim.kind, dim.size, dim.in_network) for dim in schedule.dims
+    ]:
+        raise InvalidInput("dims: must be of the kinds and sizes that the schedule is for; only rates may differ")
+    if release_us is not None and (len(release_us) != count or not all(0 <= each <= MOST_US for each in release_us)):
+        raise InvalidInput(f"release_us: must be {count} times 0..{MOST_US:g}, one for each chunk")
     start, end, busy = _native.simulate_dimensions(
         rate=np.array([d.bytes_per_us for d in real]), chunk_ptr=table.chunk_ptr, dim=table.dim,
         bytes=table.wire_bytes, latency=np.array([d.latency_us for d in real])[table.dim],
@@ -109,6 +111,7 @@ def simulate(
         priority=np.zeros(1, np.int64), fifo=np.array([schedule.discipline == "fifo"]), turn=_turns(schedule),
         in_flight=in_flight, ordered=sharing == "ordered",
     )  # fmt: skip
+    _check_ended(end)
     return DimRun(
         schedule=schedule, dims=real, total_us=float(end.max(initial=0.0)), start_us=start, end_us=end, busy_us=busy,
         in_flight=in_flight, sharing=sharing,
@@ -153,6 +156,7 @@ def simulate_jobs(
         fifo=np.array([job.keys is None for job in jobs]), turn=np.zeros(0, np.int64), in_flight=in_flight,
         ordered=sharing == "ordered",
     )  # fmt: skip
+    _check_ended(end)
     owner = np.repeat(job_of, np.diff(ptr))
     begins, ends = np.full(len(jobs), np.inf), np.zeros(len(jobs))
     np.minimum.at(begins, owner, start)
@@ -193,6 +197,11 @@ def _covered(start: Floats, end: Floats, edges: Floats) -> Floats:
     fresh = np.append(True, start[1:] > reach[:-1])
     begins, ends = start[fresh], reach[np.append(np.flatnonzero(fresh)[1:] - 1, len(start) - 1)]
     return np.asarray(np.clip(edges[:, None] - begins, 0.0, ends - begins).sum(axis=1))
+
+
+def _check_ended(end: Floats) -> None:
+    if len(end) and not end.min() >= 0:
+        raise InvalidInput(f"stages: {int(np.count_nonzero(~(end >= 0)))} of {len(end)} can never end")
 
 
 def _check(in_flight: int, sharing: str) -> None:

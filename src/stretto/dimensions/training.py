@@ -6,7 +6,7 @@ waits for what it needs. A group is everybody, neighbouring devices, or devices 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 
@@ -14,7 +14,8 @@ import numpy as np
 
 from ..errors import InvalidInput, unknown
 from ..workload.dag import Op, Workload
-from .model import COLLECTIVES, Dim, Part, check_dims, ideal_us, split
+from .ideal import Need, relaxed
+from .model import COLLECTIVES, Dim, Part, check_dims, split
 from .schedule import Stages
 from .schedulers import CHUNKS
 from .simulation import IN_FLIGHT, Floats, Job, keys, simulate_jobs
@@ -24,6 +25,12 @@ SYSTEMS = (*SCHEDULERS, "ideal")
 DATA_PARALLEL = ("ar-", "rs-", "ag-")
 """How the names of collectives of gradients and parameters begin, in all models."""
 SUPPORTED = (*COLLECTIVES, "all_to_all")
+ROUNDS = 4
+"""How often ours plans again around what else is in flight, while it is not `GOOD_ENOUGH`."""
+GOOD_ENOUGH = 1.001
+MAX_AROUND = 256
+"""Collectives of which each may get a plan of its own."""
+LEAST_LEFT = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +46,7 @@ class Iteration:
     model_parallel_us: float
     """Exposed: compute waits for activations or embeddings."""
     utilisation: float
-    """Of the bandwidth of the groups' dimensions, while there is communication pending."""
+    """Of the bandwidth of each dimension while a collective over it is pending, the share that was used; ideal: 1."""
 
     @property
     def exposed_us(self) -> float:
@@ -58,8 +65,9 @@ def iteration(
 ) -> Iteration:
     """Simulate one iteration from its begin until nothing is left to do.
 
-    In ``ideal`` each collective gets all the bandwidth of its group's dimensions without latency, one after the other.
-    Ours lets collectives that block compute go before those that do not, and earlier ones before later ones.
+    ``ideal`` is a bound that no system can beat (see `ideal`): bandwidth without latency, shared at will.
+    Ours lets collectives that block compute go before those that do not, and earlier ones before later ones, and plans
+    them again for the bandwidth that others in flight leave to them.
     """
     if system not in SYSTEMS:
         raise unknown("system", system, SYSTEMS)
@@ -68,18 +76,91 @@ def iteration(
     ops = _sorted(workload)
     streams = list(dict.fromkeys(op.stream for op in ops if not op.is_comm))
     network = _Network(check_dims(dims), workload.num_ranks, system, chunks, in_flight, sharing, streams)
+    waits = _waits(ops)
+    if system == "ideal":
+        return _ideal(ops, waits, network)
+    best = run = _run(ops, waits, network, [network.parts(op) if op.is_comm else () for op in ops])
+    if system == "stretto" and sum(op.is_comm for op in ops) <= MAX_AROUND:
+        bound = _ideal(ops, waits, network).total_us
+        for _ in range(ROUNDS):
+            if best.total_us <= GOOD_ENOUGH * bound:
+                break
+            run = _run(ops, waits, network, _around(ops, waits, network, run))
+            best = min(best, run, key=lambda each: each.total_us)
+    found = _account(system, ops, waits, best.starts, best.ends, best.total_us, None)
+    return replace(found, utilisation=_used(ops, waits, best, network))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Run:
+    jobs: list[Job]
+    starts: Floats
+    ends: Floats
+    busy: Floats
+
+    @property
+    def total_us(self) -> float:
+        return float(self.ends.max(initial=0.0))
+
+
+def _run(
+    ops: Sequence[Op], waits: Sequence[tuple[int, ...]], network: _Network, parts: Sequence[tuple[Part, ...]]
+) -> _Run:
+    jobs = [replace(network.job(op, at, parts[at]), after=waits[at]) for at, op in enumerate(ops)]
+    starts, ends, busy = simulate_jobs(network.rates, jobs, in_flight=network.in_flight, sharing=network.sharing)
+    return _Run(jobs=jobs, starts=starts, ends=ends, busy=busy)
+
+
+def _around(
+    ops: Sequence[Op], waits: Sequence[tuple[int, ...]], network: _Network, run: _Run
+) -> list[tuple[Part, ...]]:
+    """For each op the dimensions of its group with the bandwidth that others left to it while it was pending."""
+    rates = np.array([dim.bytes_per_us for dim in network.dims])
+    comm = [at for at, op in enumerate(ops) if op.is_comm]
+    stages = [run.jobs[at].stages for at in comm]
+    sent = np.array([np.bincount(each.dim, each.wire_bytes, len(rates)) for each in stages])
+    ready = np.array([max((run.ends[other] for other in waits[at]), default=0.0) for at in comm])
+    end = run.ends[comm]
+    length = np.maximum(end - ready, 1e-9)
+    overlap = np.minimum(end[:, None], end) - np.maximum(ready[:, None], ready)
+    overlap = np.clip(overlap / length, 0.0, 1.0)  # column: how much of that one's time
+    np.fill_diagonal(overlap, 0.0)
+    left = np.clip(1 - overlap @ sent / (rates * length[:, None]), LEAST_LEFT, 1.0)
+    found: list[tuple[Part, ...]] = [()] * len(ops)
+    for row, at in enumerate(comm):
+        mine = network.parts(ops[at])
+        most = max(left[row, number] for number, _ in mine) if mine else 1.0
+        found[at] = tuple(
+            (number, replace(dim, gb_per_s=dim.gb_per_s * round(float(left[row, number] / most), 2)))
+            for number, dim in mine
+        )
+    return found
+
+
+def _waits(ops: Sequence[Op]) -> list[tuple[int, ...]]:
+    """What each op waits for; compute also for what its stream did before."""
     number = {op.name: at for at, op in enumerate(ops)}
     before: dict[str, int] = {}
-    jobs = []
+    waits = []
     for at, op in enumerate(ops):
         after = {number[dep.op] for dep in op.after if dep.lag == 0}
         if not op.is_comm:
             if op.stream in before:
                 after.add(before[op.stream])
             before[op.stream] = at
-        jobs.append(replace(network.job(op, at), after=tuple(sorted(after))))
-    starts, ends, _ = simulate_jobs(network.rates, jobs, in_flight=in_flight, sharing=sharing)
-    return _account(system, ops, jobs, starts, ends, network)
+        waits.append(tuple(sorted(after)))
+    return waits
+
+
+def _ideal(ops: Sequence[Op], waits: Sequence[tuple[int, ...]], network: _Network) -> Iteration:
+    needs = [
+        Need(after=after, kind=op.kind, nbytes=op.nbytes, parts=network.parts(op))
+        if op.is_comm
+        else Need(after=after, duration_us=op.duration_us)
+        for op, after in zip(ops, waits, strict=True)
+    ]
+    starts, ends, total, last = relaxed([dim.bytes_per_us for dim in network.dims], needs)
+    return _account("ideal", ops, waits, starts, ends, total, last)
 
 
 def _sorted(workload: Workload) -> list[Op]:
@@ -103,16 +184,13 @@ class _Network:
             raise InvalidInput(f"ranks: the workload has {num_ranks}, the network {sizes}")
         self.rates = [dim.bytes_per_us for dim in dims] + [1.0] * len(streams)
         self.streams = {stream: len(dims) + at for at, stream in enumerate(streams)}
-        self.servers: dict[tuple[int, ...], int] = {}
+        self.spans: dict[tuple[tuple[int, ...], ...], tuple[Part, ...]] = {}
         self.planned: dict[tuple[str, float, tuple[Part, ...]], Job] = {}
 
-    def job(self, op: Op, at: int) -> Job:
-        """The op as chunks on dimensions; compute is one chunk on a dimension of its own."""
+    def job(self, op: Op, at: int, parts: tuple[Part, ...]) -> Job:
+        """The op as chunks on dimensions, planned for `parts`; compute is one chunk on a dimension of its own."""
         if not op.is_comm:
             return Job(stages=_one(self.streams[op.stream], op.duration_us))
-        if op.kind not in SUPPORTED:
-            raise InvalidInput(f"{op.name}: {unknown('collective', op.kind, SUPPORTED)}")
-        parts = self.parts(op)
         key = op.kind, op.nbytes, parts
         if key not in self.planned:
             self.planned[key] = self._plan(*key)
@@ -120,26 +198,27 @@ class _Network:
         return replace(self.planned[key], priority=0 if blocking or self.system != "stretto" else 1 + at)
 
     def parts(self, op: Op) -> tuple[Part, ...]:
-        """The dimensions that the op's groups span."""
-        everybody = tuple(enumerate(self.dims))
-        if not op.groups:
-            return everybody
-        group, size = op.groups[0], len(op.groups[0])
-        if size == self.num_ranks:
-            return everybody
-        if group == tuple(range(group[0], group[0] + size)):
-            return split(self.dims, size)[0]
-        if group == tuple(range(group[0], self.num_ranks, self.num_ranks // size)):
-            return split(self.dims, self.num_ranks // size)[1]
-        raise InvalidInput(f"{op.name}.groups: must be neighbours, or the same place in groups of neighbours")
+        """The dimensions that the op's groups span: all of them neighbours, or all with the same place in such."""
+        if op.kind not in SUPPORTED:
+            raise InvalidInput(f"{op.name}: {unknown('collective', op.kind, SUPPORTED)}")
+        if op.groups not in self.spans:
+            self.spans[op.groups] = self._span(op)
+        return self.spans[op.groups]
+
+    def _span(self, op: Op) -> tuple[Part, ...]:
+        size = len(op.groups[0]) if op.groups else self.num_ranks
+        everybody = np.arange(self.num_ranks)
+        if self.num_ranks % size == 0 and all(len(group) == size for group in op.groups):
+            told = np.array(sorted(op.groups) if op.groups else [everybody], np.int64)
+            if np.array_equal(told, everybody.reshape(-1, size)):
+                return split(self.dims, size)[0]
+            if np.array_equal(told, everybody.reshape(size, -1).T):
+                return split(self.dims, self.num_ranks // size)[1]
+        raise InvalidInput(
+            f"{op.name}.groups: must be all ranks in groups of neighbours, or those with the same place in such groups"
+        )
 
     def _plan(self, kind: str, nbytes: float, parts: tuple[Part, ...]) -> Job:
-        if self.system == "ideal":
-            where = tuple(at for at, _ in parts)
-            if where not in self.servers:
-                self.servers[where] = len(self.rates)
-                self.rates.append(1.0)
-            return Job(stages=_one(self.servers[where], ideal_part_us(kind, nbytes, parts)))
         if kind == "all_to_all":
             return Job(stages=_all_to_all(parts, nbytes, self.chunks))
         schedule = plan(
@@ -149,14 +228,6 @@ class _Network:
         numbers = np.array([at for at, _ in parts], np.int32)
         stages = replace(schedule.stages, dim=numbers[schedule.stages.dim])
         return Job(stages=stages, keys=None if schedule.discipline == "fifo" else keys(schedule))
-
-
-def ideal_part_us(kind: str, nbytes: float, parts: Sequence[Part]) -> float:
-    """The time of a collective alone when every dimension of its group sends all the time."""
-    dims = [dim for _, dim in parts]
-    if kind == "all_to_all":
-        return max(dim.all_to_all_bytes(nbytes) / dim.bytes_per_us for dim in dims)
-    return ideal_us(dims, kind, nbytes)
 
 
 def _one(dim: int, nbytes: float) -> Stages:
@@ -180,36 +251,45 @@ def _all_to_all(parts: Sequence[Part], nbytes: float, chunks: int) -> Stages:
 
 
 def _account(
-    system: str, ops: Sequence[Op], jobs: Sequence[Job], starts: Floats, ends: Floats, network: _Network
-) -> Iteration:
+    system: str, ops: Sequence[Op], waits: Sequence[tuple[int, ...]], starts: Floats, ends: Floats, total: float,
+    last: int | None,
+) -> Iteration:  # fmt: skip
+    """Where the time goes; `last` is whom compute waits for in the end, where it is not who ends last."""
     exposed = {True: 0.0, False: 0.0}
     spent: dict[str, float] = {}
     clock = 0.0
-    total = float(ends.max())
 
-    def wait(until: float, after: Sequence[int]) -> None:
+    def wait(until: float, after: Iterable[int]) -> None:
         culprit = max((at for at in after if ops[at].is_comm), key=lambda at: ends[at], default=None)
         if until > clock and culprit is not None:
             exposed[ops[culprit].name.startswith(DATA_PARALLEL)] += until - clock
 
-    pending: list[tuple[float, float]] = []
-    ideal = 0.0
     for at, op in enumerate(ops):
-        ready = max((float(ends[other]) for other in jobs[at].after), default=0.0)
         if op.is_comm:
-            pending.append((ready, float(ends[at])))
-            ideal += ideal_part_us(op.kind, op.nbytes, network.parts(op))
             continue
-        wait(float(starts[at]), jobs[at].after)
+        wait(float(starts[at]), waits[at])
         spent[op.phase] = spent.get(op.phase, 0.0) + op.duration_us
         clock = max(clock, float(ends[at]))
-    wait(total, range(len(ops)))
+    wait(total, range(len(ops)) if last is None else [last])
     return Iteration(
         system=system, total_us=total, forward_us=spent.get("forward", 0.0),
         backward_us=sum(time for phase, time in spent.items() if phase != "forward"),
-        data_parallel_us=exposed[True], model_parallel_us=exposed[False],
-        utilisation=ideal / _union(pending) if pending else 1.0,
+        data_parallel_us=exposed[True], model_parallel_us=exposed[False], utilisation=1.0,
     )  # fmt: skip
+
+
+def _used(ops: Sequence[Op], waits: Sequence[tuple[int, ...]], run: _Run, network: _Network) -> float:
+    """The bytes that all dimensions sent, over those they could have while they had something pending."""
+    pending: list[list[tuple[float, float]]] = [[] for _ in network.dims]
+    for at, op in enumerate(ops):
+        if op.is_comm:
+            ready = max((float(run.ends[other]) for other in waits[at]), default=0.0)
+            for number in {number for number, _ in network.parts(op)}:
+                pending[number].append((ready, float(run.ends[at])))
+    rates = [dim.bytes_per_us for dim in network.dims]
+    possible = sum(rate * _union(spans) for rate, spans in zip(rates, pending, strict=True))
+    sent = sum(rate * float(time) for rate, time in zip(rates, run.busy, strict=False))
+    return sent / possible if possible else 1.0
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> float:

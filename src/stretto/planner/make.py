@@ -77,7 +77,7 @@ def planned(
     tell("costing options", 0.0)
     model = costs
     if model is None:
-        providers = providers_for(cluster, synthesis_s=synthesis_s, seed=seed) if synthesis_s > 0 else ()
+        providers = providers_for(cluster, synthesis_s=synthesis_s, seed=seed)
         model = SimulatedCosts(cluster, providers=providers) if providers else simulated_costs(cluster)
     problem = make_problem(workload, cluster, model)
     deadline = time.monotonic() + budget_s

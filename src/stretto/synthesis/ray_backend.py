@@ -11,7 +11,9 @@ import contextlib
 import logging
 import os
 import queue
+import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from importlib import import_module
@@ -28,6 +30,9 @@ ADDRESS = "RAY_ADDRESS"
 STORE_BYTES = 256 << 20
 """For results on their way from a local Ray's workers."""
 CONNECT_S = 5.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""How a caller of a gRPC service, such as Ray's head, begins; it answers with nine bytes of which the fourth is 4."""
+LONGEST_ROOT = 40
 LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # With it Ray keeps to the loopback device, which it does by itself only where it knows no clusters.
@@ -59,16 +64,19 @@ def connected(*, jobs: int, address: str | None = None) -> Iterator[Start]:
     with _environment(LOCAL if given == "local" else {}):
         ray = _ray()
         mine = not ray.is_initialized()
+        folder: str | None = None
         if mine:
             options: dict[str, Any] = {}
             if given != "local":
                 _check_listening(given)
             else:
+                folder = _own_folder()
                 options = {"num_cpus": jobs, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-                options["_node_ip_address"] = "127.0.0.1"
+                options |= {"_node_ip_address": "127.0.0.1", "_temp_dir": folder}
             try:
                 ray.init(address=given, log_to_driver=False, logging_level=logging.ERROR, **options)
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                _remove(folder)
                 line = " ".join(str(error).split())[:200]
                 raise InvalidInput(f"ray_address: cannot use Ray at {given}: {line}") from None
             node = ray.util.get_node_ip_address()
@@ -81,6 +89,18 @@ def connected(*, jobs: int, address: str | None = None) -> Iterator[Start]:
     finally:
         if mine:
             ray.shutdown()
+        _remove(folder)
+
+
+def _own_folder() -> str:
+    """Where a local Ray keeps its logs and sockets; the names of sockets must be short."""
+    root = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="stretto-ray-", dir=root if len(root) <= LONGEST_ROOT else "/tmp")
+
+
+def _remove(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_listening(address: str) -> None:
@@ -89,9 +109,15 @@ def _check_listening(address: str) -> None:
     if not port.isdigit():
         return  # "auto"
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        with socket.create_connection((host, int(port)), timeout=CONNECT_S) as connection:
+            connection.sendall(PREFACE)
+            answer = connection.recv(9)
+    except TimeoutError:
+        answer = b""
     except (OSError, OverflowError) as error:
         raise InvalidInput(f"ray_address: nothing answers at {address}: {error}") from None
+    if answer[3:4] != b"\4":
+        raise InvalidInput(f"ray_address: what listens at {address} is not Ray")
 
 
 def _ray() -> Any:
