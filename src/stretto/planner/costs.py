@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput
 from ..programs import Program
-from ..simulator.network import routes_of, simulate_transfers
+from ..simulator.network import default_contention, routes_of, simulate_transfers
 from .channels import Binding, default_binding, hosts_of, require_connected, restrict
 from .recipes import Ask, Provider, build, library
 from .together import Part, together
@@ -258,7 +258,7 @@ class SimulatedCosts:
     def _where(self, channels: tuple[str, ...]) -> str:
         if channels not in self._named:
             part = restrict(self.cluster, channels)
-            how = "fair" if shares_fairly(part) else "fifo"
+            how = default_contention(part)
             self._named[channels] = f"{'+'.join(part.channels)}, {how}"
         return self._named[channels]
 
@@ -270,11 +270,6 @@ class SimulatedCosts:
                 part = replace(part, reduce_us_per_mb=max(part.reduce_us_per_mb, self._cpu_reduce))
             self._parts[motion.channels] = part
         return self._parts[motion.channels]
-
-
-def shares_fairly(cluster: Cluster) -> bool:
-    """Whether the simulator shares links fairly here: where single flows are capped, or many lose throughput."""
-    return bool(np.isfinite(cluster.link_flow_gb_per_s).any() or (cluster.link_incast >= 0).any())
 
 
 @lru_cache(maxsize=4)

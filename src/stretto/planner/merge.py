@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..cluster import Cluster
 from ..errors import InvalidInput
-from ..simulator.network import routes_of, simulate_transfers
+from ..simulator.network import default_contention, routes_of, simulate_transfers
 from ..units import MB
 from .costs import Motion, SimulatedCosts
 
@@ -97,9 +97,7 @@ def transfers_of(
 
 def contention_on(cluster: Cluster, moves: Iterable[Transfers]) -> str:
     """How these transfers share links: fairly where a link that they use caps flows or suffers from incast."""
-    links = np.array(sorted({link for one in moves for link in one.links}), np.int64)
-    special = np.isfinite(cluster.link_flow_gb_per_s[links]) | (cluster.link_incast[links] >= 0)
-    return "fair" if special.any() else "fifo"
+    return default_contention(cluster, np.array(sorted({link for one in moves for link in one.links}), np.int64))
 
 
 class Merge:

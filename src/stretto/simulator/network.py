@@ -227,11 +227,17 @@ def _physics(cluster: Cluster, contention: str | None, alpha: str) -> str:
     if alpha not in ALPHA:
         raise unknown("alpha mode", alpha, ALPHA)
     if contention is None:
-        special = np.isfinite(cluster.link_flow_gb_per_s).any() or (cluster.link_incast >= 0).any()
-        return "fair" if special else "fifo"
+        return default_contention(cluster)
     if contention not in CONTENTION:
         raise unknown("contention mode", contention, CONTENTION)
     return contention
+
+
+def default_contention(cluster: Cluster, links: NDArray[np.integer] | None = None) -> str:
+    """How links (by default all) are shared: fairly where one caps single flows or loses throughput to incast."""
+    which = slice(None) if links is None else links
+    special = np.isfinite(cluster.link_flow_gb_per_s[which]) | (cluster.link_incast[which] >= 0)
+    return "fair" if special.any() else "fifo"
 
 
 def _network(cluster: Cluster, links: NDArray[np.integer], contention: str, alpha: str) -> dict[str, Any]:
