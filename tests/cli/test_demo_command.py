@@ -5,6 +5,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from stretto.cluster import Cluster
+from stretto.planner.plan import Plan
 from stretto.programs import Lowered, Program
 from stretto.programs.formats import load_program
 
@@ -15,7 +16,7 @@ def test_the_demo_goes_all_the_way_and_leaves_files_that_can_be_read(good: Run, 
     folder = tmp_path / "deep" / "demo"
     text = good("demo", "--out", str(folder))
     assert "NOT EQUAL" not in text
-    for number in range(1, 7):
+    for number in range(1, 8):
         assert f"\n{number}. " in text
     for file in folder.iterdir():
         assert file.stat().st_size > 0
@@ -29,6 +30,8 @@ def test_the_demo_goes_all_the_way_and_leaves_files_that_can_be_read(good: Run, 
         assert program.verify().fifo_depth == streams.verify().fifo_depth == 1
     assert "Plotly.newPlot(" in (folder / "report.html").read_text(encoding="utf-8")
     assert "multiple of the lower bound" in text
+    plan = Plan.load(folder / "plan.json")
+    assert plan.bound_us <= plan.iteration_us <= min(plan.baselines_us.values())
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(bad: Run, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CLUSTER = "dgx2:2"
 PROGRAMS = (("all_reduce", "hierarchical"), ("all_gather", "ring"), ("all_to_all", "two_step"))
 SWEEP = "1K..1G"
+STEP, STEP_CLUSTER = "dlrm:A2,ranks=64", "hgx2:8"
+SEARCH_STEPS = 4000
 
 
 def demo(
@@ -31,7 +33,7 @@ def demo(
         "stretto-demo"
     ),
 ) -> None:
-    """Run the whole path once: cluster, programs, proof, execution, export, simulation, report.
+    """Run the whole path once: cluster, programs, proof, execution, export, simulation, report, a planned step.
 
     Takes some seconds, needs neither a GPU nor a network, and leaves pictures and files in DIR.
 
@@ -48,6 +50,7 @@ def demo(
     tour.exports(cluster, programs, lowered)
     sweep, fastest = tour.sweep(cluster)
     tour.report(cluster, sweep, fastest)
+    tour.plan()
     tour.farewell()
 
 
@@ -176,6 +179,19 @@ class _Tour:
             written = write_perfetto(fastest, trace)
             self.console.print(f"{written:,} transfers in the trace")
 
+    def plan(self) -> None:
+        from ..cluster import Cluster
+        from ..planner.make import planned
+        from ..report.plan_html import write_plan_html
+        from ..report.plan_tables import systems_table
+        from ..workload import Workload
+
+        with self.step(f"A training step ({STEP}) on {STEP_CLUSTER}: all its communication planned together"):
+            found = planned(Workload.load(STEP), Cluster.load(STEP_CLUSTER), steps=SEARCH_STEPS)
+            self.console.print(systems_table(found.schedules))
+            found.plan.save(self.path("plan.json", "the plan of a training step"))
+            write_plan_html(self.path("plan.html", "the same: timelines before and after, and why"), found)
+
     def farewell(self) -> None:
         console = self.console
         console.print(f"\nDone in {time.perf_counter() - self.begun:.0f} s.", style="bold")
@@ -190,6 +206,7 @@ class _Tour:
             "stretto simulate ring --cluster dgx_a100:2 --bytes 64M --trace ring.pftrace",
             f"stretto simulate {self.folder / 'all_to_all.txt'} --cluster {CLUSTER} --bytes 1M",
             f"stretto program show {self.folder / 'all_reduce.xml'}",
+            f"stretto plan explain {self.folder / 'plan.json'} a2a-emb-fwd",
             "stretto cluster list",
         ):
             console.print(f"  {line}", markup=False, soft_wrap=True)
