@@ -15,7 +15,7 @@ from torch.nn import functional
 import stretto
 
 
-def main() -> None:
+def train() -> None:
     """Seven training steps, of which five are recorded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", help="where rank 0 writes the workload (.yaml or .json)")
@@ -23,8 +23,6 @@ def main() -> None:
     parser.add_argument("--tables", type=int, default=Shape.tables, help="embedding tables of each rank")
     parser.add_argument("--batch", type=int, default=Shape.batch, help="samples of each rank")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     shape = Shape(tables=arguments.tables, batch=arguments.batch)
     model = DLRM(shape)
@@ -42,6 +40,13 @@ def main() -> None:
     if dist.get_rank() == 0:
         recorder.workload.save(arguments.output)
         print(recorder.workload, *recorder.workload.notes, sep="\n")
+
+
+def main() -> None:
+    """The group ends after the model, which holds on to it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train()
     dist.destroy_process_group()
 
 

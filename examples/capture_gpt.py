@@ -14,7 +14,7 @@ from models.gpt import GPT, Shape, distributed
 import stretto
 
 
-def main() -> None:
+def train() -> None:
     """Seven training steps, of which five are recorded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", help="where rank 0 writes the workload (.yaml or .json)")
@@ -22,8 +22,6 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--layers", type=int, default=Shape.layers)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     torch.manual_seed(0)
     shape = Shape(layers=arguments.layers)
     gpt = GPT(shape)
@@ -41,6 +39,13 @@ def main() -> None:
     if dist.get_rank() == 0:
         recorder.workload.save(arguments.output)
         print(recorder.workload, *recorder.workload.notes, sep="\n")
+
+
+def main() -> None:
+    """The group ends after the model, which holds on to it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train()
     dist.destroy_process_group()
 
 

@@ -21,9 +21,6 @@ constexpr int64_t kTick = 200'000'000;  // how often deadlines are looked at whi
 constexpr int64_t kPatience = 60'000;
 constexpr int kData = -1, kKick = -2;
 
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 void watch(int poll, int fd, int what) {
   epoll_event e{};
@@ -49,6 +46,7 @@ uint64_t mix(uint64_t a, uint64_t b) {
 Engine::Engine(Settings settings) : set_(std::move(settings)) {
   local_index_.assign(static_cast<size_t>(set_.world), -1);
   gone_.resize(static_cast<size_t>(set_.world));
+  gone_at_.resize(static_cast<size_t>(set_.world));
   inbox_.resize(static_cast<size_t>(set_.world));
   segment_.resize(set_.local.size());
   for (size_t i = 0; i < set_.local.size(); ++i) {
@@ -150,7 +148,7 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
     return w;
   }
   for (int r : p.ranks)
-    if (!gone_[static_cast<size_t>(r)].empty() && !began(*w, r)) {
+    if (!gone_[static_cast<size_t>(r)].empty() && !may_still_come(r) && !began(*w, r)) {
       queued_.push_back(w);
       fail(*w, Failure::peer_lost, r, "rank " + std::to_string(r) + " " + gone_[static_cast<size_t>(r)], true);
       return w;

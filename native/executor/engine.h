@@ -1,5 +1,6 @@
 // Runs loaded programs: threadblocks as state machines, driven by whoever waits or else by one progress thread.
 #pragma once
+#include <chrono>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -16,6 +17,10 @@
 #include "segment.h"
 
 namespace stretto::executor {
+
+inline int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 enum class Failure : int { none = 0, peer_lost = 1, mismatch = 2, memory = 3, closed = 4 };
 
@@ -151,6 +156,7 @@ class Engine {
   void check_deadlines(int64_t now);
   void check_boards(Work& w);
   bool began(const Work& w, int peer) const;
+  bool may_still_come(int peer) const;
   std::string describe(const Work& w) const;
   void mismatch(Work& w, int peer, uint64_t total, uint32_t facts);
   void peer_gone(int peer, const std::string& why);
@@ -179,6 +185,7 @@ class Engine {
   std::deque<std::shared_ptr<Work>> queued_, active_, lingering_;
   std::map<int, Comm> comms_;
   std::vector<std::string> gone_;  // per rank: why it is gone; empty: it is there
+  std::vector<int64_t> gone_at_;   // and since when
   std::vector<std::vector<char>> inbox_;
   int own_bell_ = -1, kick_ = -1, data_poll_ = -1, all_poll_ = -1;
   std::thread thread_;

@@ -20,6 +20,7 @@ struct Record {
   char why[232];
 };
 constexpr uint32_t kRecord = 0x53545231;
+constexpr int64_t kOnTheWire = 1'000'000'000;
 
 const char* const kTypeNames[kTypes] = {"float16", "bfloat16", "float32", "float64", "int8",
                                         "int16",   "int32",    "int64",   "uint8",   "bool"};
@@ -142,6 +143,7 @@ void Engine::peer_gone(int peer, const std::string& why) {
   auto& known = gone_[static_cast<size_t>(peer)];
   if (!known.empty()) return;
   known = why;
+  gone_at_[static_cast<size_t>(peer)] = now_ns();
   const int fd = set_.control[static_cast<size_t>(peer)];
   if (fd >= 0) {
     ::close(fd);  // also leaves the poll set
@@ -149,6 +151,11 @@ void Engine::peer_gone(int peer, const std::string& why) {
   }
   const uint32_t how = own_->header()->bell.asleep.exchange(0);
   if (how) wake(own_->header()->bell, how, own_bell_);
+}
+
+// What a rank of another host has sent before it went may be on the wire for a while: nothing tells when it is all here.
+bool Engine::may_still_come(int peer) const {
+  return local_index_[static_cast<size_t>(peer)] < 0 && now_ns() - gone_at_[static_cast<size_t>(peer)] < kOnTheWire;
 }
 
 // Whether a rank that is gone had come as far as this work: then everything it owes may already be here.
@@ -188,7 +195,7 @@ void Engine::stalled() {
         const bool full = s.ring ? s.ring->tail.load() + kSlots <= s.sent : s.transfers[s.sent % kSlots].busy;
         if (full) peer = p.out[static_cast<size_t>(p.block[b].out)].peer;
       }
-      if (peer < 0 || w->done) continue;
+      if (peer < 0 || w->done || may_still_come(peer)) continue;
       fail(*w, Failure::peer_lost, peer,
            "rank " + std::to_string(peer) + " " + gone_[static_cast<size_t>(peer)] + " during " + describe(*w), true);
       return;

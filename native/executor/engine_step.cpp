@@ -11,10 +11,6 @@ namespace {
 constexpr size_t kStream = 8 << 20;  // buffers from this size on do not stay in the cache anyway
 constexpr size_t kBlock = 16 << 10;  // of two results of one input: the second is made while the first is in the cache
 
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 uint64_t tag_of(const Work& w, int source, int ring, uint64_t message) {
   return (static_cast<uint64_t>(w.program->comm) << 56) | (static_cast<uint64_t>(source) << 44) |
          ((w.number & 0xfff) << 32) | (static_cast<uint64_t>(ring) << 24) | (message & 0xffffff);

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .hooks import Hooks
 
 MAX_ITERATIONS = 1000
+LET_GO_S = 0.05
 SETTLE_S = 2.0
 """How long to wait at the end for ops that the application has not waited for."""
 
@@ -155,6 +156,9 @@ class Recorder:
         calls = [call for iteration in self._tape for call in iteration.calls if call.exact]
         while any(np.isnan(call.end_us) for call in calls) and time.monotonic() < deadline:
             time.sleep(0.001)
+        # The library's threads still have to let go of our callbacks, for which they need the interpreter's lock. A
+        # process group that ended meanwhile would wait for them with that lock held.
+        time.sleep(LET_GO_S)
 
     def _notes(self, traces: list[RankTrace]) -> tuple[str, ...]:
         notes = [
