@@ -10,6 +10,7 @@ import contextlib
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -128,11 +129,13 @@ class GroupWork(dist.Work):
         self._tensors = []
         self._future = None
 
+    @abstractmethod
     def _block(self, timeout: timedelta) -> bool:
-        raise NotImplementedError
+        """Wait so long at most, without the interpreter's lock; whether the data has arrived."""
 
+    @abstractmethod
     def _poll(self) -> bool:
-        raise NotImplementedError
+        """Whether the data has arrived, without waiting."""
 
     def _finish(self) -> None:
         """What is left to do when the data has arrived."""
