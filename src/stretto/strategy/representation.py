@@ -1,0 +1,215 @@
+"""`Strategy`: how each variable of a model is synchronised. AutoDist's section 2.2, complete.
+
+Graph level: the devices that hold a replica. Node level, for each variable: how it is cut, and for the whole or for
+each part where it lies, by which primitives it is synchronised, in which form it travels, and how late it may come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, product
+
+from ..errors import InvalidInput, unknown
+from .model import ModelSpec, Variable
+
+SYNCHRONISERS = ("all_reduce", "parameter_server", "sparse_all_gather", "sharded")
+"""``parameter_server`` is (Reduce, Broadcast); ``sharded`` is (ReduceScatter, AllGather), as in ZeRO."""
+ENCODERS = ("none", "float16", "bfloat16", "powersgd", "topk", "onebit", "sufficient_factors")
+WITH_AMOUNT = {"powersgd": "rank", "topk": "share"}
+LOSSLESS = frozenset({"none", "sufficient_factors"})
+ASYNCHRONOUS = -1
+MAX_STALENESS = 16
+MAX_PARTS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """How one variable, or one part of it, is synchronised.
+
+    `placement`: where a parameter server holds it (one device); for the others who holds a copy (empty: every replica).
+    `transfer`: stations, at most one per host, where a host's gradients are summed before they travel on and where
+    parameters arrive first. `sequence`: the order of devices in a reduction. `group`: equal numbers travel as one
+    message (-1: alone). `encoder` with its amount after a colon: ``powersgd:4`` (rank), ``topk:0.01`` (share).
+    `staleness`: how many steps the fastest replica may be ahead (0: synchronous, -1: no limit).
+    """
+
+    kind: str = "all_reduce"
+    placement: tuple[str, ...] = ()
+    transfer: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+    group: int = -1
+    encoder: str = "none"
+    staleness: int = 0
+
+    @property
+    def encoding(self) -> tuple[str, float]:
+        """The encoder's name and its amount (0 where it has none)."""
+        name, _, amount = self.encoder.partition(":")
+        try:
+            return name, float(amount) if amount else 0.0
+        except ValueError:
+            raise InvalidInput(f"encoder: {self.encoder!r}: what follows the colon must be a number") from None
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether training computes what synchronous training with whole gradients does."""
+        return self.encoding[0] in LOSSLESS and self.staleness == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A piece of a variable: where it begins on each axis, and its shape."""
+
+    index: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """One variable. `partition` has an entry per axis: a number of parts, or their sizes; empty: not cut.
+
+    `parts` has one `Sync` per part, in row-major order; empty: all as `sync` says.
+    """
+
+    variable: str
+    partition: tuple[int | tuple[int, ...], ...] = ()
+    sync: Sync = field(default_factory=Sync)
+    parts: tuple[Sync, ...] = ()
+
+    def cut(self, variable: Variable) -> tuple[Part, ...]:
+        """The parts of a variable; raises `InvalidInput` where it cannot be cut so.
+
+        >>> node = NodeConfig(variable="w", partition=((3, 1), 1))
+        >>> [(part.start, part.shape) for part in node.cut(Variable(name="w", shape=(4, 8)))]
+        [((0, 0), (3, 8)), ((3, 0), (1, 8))]
+        """
+        shape = variable.shape
+        if not self.partition:
+            return (Part(index=0, start=(0,) * len(shape), shape=shape),)
+        if len(self.partition) != len(shape):
+            raise InvalidInput(f"{self.variable}.partition: must have {len(shape)} entries, not {len(self.partition)}")
+        axes = [self._sizes(axis, self.partition[axis], size) for axis, size in enumerate(shape)]
+        if math.prod(len(sizes) for sizes in axes) > MAX_PARTS:
+            raise InvalidInput(f"{self.variable}.partition: at most {MAX_PARTS} parts")
+        spans = [list(zip(accumulate(sizes, initial=0), sizes, strict=False)) for sizes in axes]
+        return tuple(
+            Part(index=at, start=tuple(start for start, _ in cell), shape=tuple(size for _, size in cell))
+            for at, cell in enumerate(product(*spans))
+        )
+
+    def _sizes(self, axis: int, cut: int | tuple[int, ...], size: int) -> list[int]:
+        where = f"{self.variable}.partition[{axis}]"
+        if isinstance(cut, int):
+            if not 1 <= cut <= size:
+                raise InvalidInput(f"{where}: must be 1..{size} parts (the axis has {size}), not {cut}")
+            return [size // cut + (at < size % cut) for at in range(cut)]
+        if any(one < 1 for one in cut) or sum(cut) != size:
+            raise InvalidInput(f"{where}: sizes {list(cut)} must be > 0 and add up to {size}")
+        return list(cut)
+
+    def syncs(self, variable: Variable) -> Iterator[tuple[Part, Sync]]:
+        """Each part and how it is synchronised."""
+        parts = self.cut(variable)
+        if self.parts and len(self.parts) != len(parts):
+            raise InvalidInput(f"{self.variable}.parts: must be {len(parts)} (as cut), not {len(self.parts)}")
+        yield from zip(parts, self.parts or (self.sync,) * len(parts), strict=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A choice for every variable of a model, on named devices.
+
+    Devices are named as in the cluster (or ``rank0``, ``rank1``, ...), one per rank, in the order of ranks.
+    """
+
+    name: str
+    model: str
+    model_digest: str
+    devices: tuple[str, ...]
+    nodes: tuple[NodeConfig, ...]
+    made_by: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices or len(set(self.devices)) != len(self.devices):
+            raise InvalidInput("devices: must be one or more different names")
+        names = [node.variable for node in self.nodes]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InvalidInput(f"nodes: variable {twice!r} is there twice")
+        for node in self.nodes:
+            for at, sync in enumerate((node.sync, *node.parts)):
+                self._check(sync, f"{node.variable}.{'sync' if at == 0 else f'parts[{at - 1}]'}")
+
+    def _check(self, sync: Sync, where: str) -> None:
+        if sync.kind not in SYNCHRONISERS:
+            raise InvalidInput(f"{where}.kind: {unknown('synchroniser', sync.kind, SYNCHRONISERS)}")
+        for key in ("placement", "transfer", "sequence"):
+            names = getattr(sync, key)
+            for name in names:
+                if name not in self._ranks:
+                    raise InvalidInput(f"{where}.{key}: {unknown('device', name, self.devices)}")
+            if len(set(names)) != len(names):
+                raise InvalidInput(f"{where}.{key}: names a device twice")
+        if sync.kind == "parameter_server" and len(sync.placement) != 1:
+            raise InvalidInput(f"{where}.placement: a parameter server is on one device, not {len(sync.placement)}")
+        if sync.sequence and set(sync.sequence) != set(self.devices):
+            raise InvalidInput(f"{where}.sequence: must name every device once")
+        encoder, amount = sync.encoding
+        if encoder not in ENCODERS:
+            raise InvalidInput(f"{where}.encoder: {unknown('encoder', encoder, ENCODERS)}")
+        if (encoder in WITH_AMOUNT) != (amount > 0):
+            wanted = f"a {WITH_AMOUNT[encoder]} > 0" if encoder in WITH_AMOUNT else "no amount"
+            raise InvalidInput(f"{where}.encoder: {encoder} takes {wanted}")
+        if not ASYNCHRONOUS <= sync.staleness <= MAX_STALENESS:
+            raise InvalidInput(f"{where}.staleness: must be {ASYNCHRONOUS}..{MAX_STALENESS}, not {sync.staleness}")
+        if sync.staleness and sync.kind != "parameter_server":
+            raise InvalidInput(f"{where}.staleness: needs a parameter server, {sync.kind} is synchronous")
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return {name: rank for rank, name in enumerate(self.devices)}
+
+    def rank(self, device: str) -> int:
+        """The rank of a device."""
+        if device not in self._ranks:
+            raise unknown("device", device, self.devices)
+        return self._ranks[device]
+
+    @cached_property
+    def _nodes(self) -> dict[str, NodeConfig]:
+        return {node.variable: node for node in self.nodes}
+
+    def node(self, variable: str) -> NodeConfig:
+        """What is decided for a variable."""
+        if variable not in self._nodes:
+            raise unknown("variable", variable, self._nodes)
+        return self._nodes[variable]
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether it trains as synchronous training with whole gradients does."""
+        return all(sync.is_lossless for node in self.nodes for sync in (node.parts or (node.sync,)))
+
+    def check(self, model: ModelSpec) -> None:
+        """Raises `InvalidInput` unless it is a strategy for this model."""
+        missing = [v.name for v in model.variables if v.name not in self._nodes]
+        extra = [node.variable for node in self.nodes if node.variable not in {v.name for v in model.variables}]
+        if missing or extra:
+            said = f"has no node for {missing[0]!r}" if missing else f"has a node for {extra[0]!r}, which is not in it"
+            raise InvalidInput(f"strategy {self.name} was made for {self.model}, not for {model.name}: it {said}")
+        for node in self.nodes:
+            for _, sync in node.syncs(model.variable(node.variable)):
+                if sync.kind == "sparse_all_gather" and not model.variable(node.variable).sparse:
+                    raise InvalidInput(f"{node.variable}.kind: sparse_all_gather needs a sparse gradient")
+        if self.model_digest != model.digest:
+            raise InvalidInput(f"strategy {self.name} was made for {self.model} ({self.model_digest}): shapes differ")
