@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace stretto::executor {
 namespace {
@@ -109,7 +110,7 @@ void Engine::run() {
 }
 
 std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total,
-                                    Type type, Op op, double timeout_s, bool traced, bool blocking) {
+                                    Type type, Op op, double timeout_s, bool traced, bool blocking, bool notify) {
   auto w = std::make_shared<Work>();
   const size_t element = type_bytes(type);
   const Loaded& p = *program;
@@ -119,6 +120,7 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
   w->type = type;
   w->op = op;
   w->traced = traced;
+  w->notify = notify;
   if (p.combining) {
     w->reduce = kernels().reduce[static_cast<int>(type)][static_cast<int>(op)];
     if (op == Op::avg) {
@@ -139,12 +141,12 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
   Comm& comm = comms_[p.comm];
   comm.ranks = p.ranks;
   w->number = comm.next++;
-  ++started_;
+  w->id = started_++;
   if (w->number >= comm.failed_from) {
     w->failure = comm.failure;
     w->lost_rank = comm.lost_rank;
     w->why = comm.why;
-    w->done = true;
+    over(*w);
     return w;
   }
   for (int r : p.ranks)
@@ -564,8 +566,25 @@ void Engine::finish(Work& w) {
     }
   if (w.scratch && spare_.size() < 8) spare_.emplace_back(w.scratch_bytes, std::move(w.scratch));
   w.ended_ns = now_ns();
-  w.done.store(true, std::memory_order_release);
+  over(w);
   handover_.notify_all();
+}
+
+void Engine::over(Work& w) {
+  w.done.store(true, std::memory_order_release);
+  if (!w.notify) return;
+  {
+    std::lock_guard lock(news_mutex_);
+    ended_.push_back(w.id);
+  }
+  news_.notify_one();
+}
+
+// Drives nothing: whoever waits for a work does that, or else the progress thread.
+std::vector<int64_t> Engine::wait_any(double seconds) {
+  std::unique_lock lock(news_mutex_);
+  news_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return !ended_.empty() || stop_; });
+  return std::exchange(ended_, {});
 }
 
 std::vector<double> Engine::repeat(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total,
@@ -575,12 +594,12 @@ std::vector<double> Engine::repeat(const std::shared_ptr<Loaded>& program, char*
   std::vector<char> a(fence ? fence->ranks.size() : 0), b(a);
   for (int i = 0; i < times; ++i) {
     if (fence) {
-      auto w = start(fence, a.data(), b.data(), static_cast<int64_t>(a.size()), Type::u8, Op::bor, 0, false, true);
+      auto w = start(fence, a.data(), b.data(), static_cast<int64_t>(a.size()), Type::u8, Op::bor, 0, false, true, false);
       while (!wait(*w, 1.0)) {
       }
     }
     const int64_t begin = now_ns();
-    auto w = start(program, input, output, total, type, op, 0, false, true);
+    auto w = start(program, input, output, total, type, op, 0, false, true, false);
     while (!wait(*w, 1.0)) {
     }
     taken.push_back(static_cast<double>(now_ns() - begin) / 1e3);
@@ -616,6 +635,10 @@ void Engine::close() {
       lock.lock();
     }
     stop_ = true;
+    {
+      std::lock_guard news(news_mutex_);  // so that nobody misses it between looking and sleeping
+    }
+    news_.notify_all();
     tell(-1, 0, Failure::closed, set_.rank, "has closed its executor");
   }
   const uint64_t one = 1;

@@ -62,6 +62,8 @@ struct Work {
   std::shared_ptr<Loaded> program;
   std::shared_ptr<const Layout> layout;
   uint64_t number = 0;  // of its communicator
+  int64_t id = 0;       // of the engine
+  bool notify = false;
   char* input = nullptr;
   char* output = nullptr;
   Type type = Type::f32;
@@ -117,8 +119,9 @@ class Engine {
   void connect(int peer, const std::vector<std::string>& addresses);
   void run();  // starts the progress thread, once everything is connected
   std::shared_ptr<Work> start(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total, Type type,
-                              Op op, double timeout_s, bool traced, bool blocking);
+                              Op op, double timeout_s, bool traced, bool blocking, bool notify);
   bool wait(Work& work, double seconds);
+  std::vector<int64_t> wait_any(double seconds);
   std::vector<double> repeat(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total, Type type,
                              Op op, int times, const std::shared_ptr<Loaded>& fence);
   void close();
@@ -150,6 +153,7 @@ class Engine {
   void sweep();
   void ring(int peer);
   void finish(Work& w);
+  void over(Work& w);
   void fail(Work& w, Failure f, int lost, const std::string& why, bool tell);
   void fail_comm(int comm, uint64_t number, Failure f, int lost, const std::string& why, bool tell);
   void stalled();
@@ -192,6 +196,9 @@ class Engine {
   std::atomic<int> contenders_{0};
   int spins_ = 0, yields_ = 0;
   std::vector<std::pair<size_t, std::unique_ptr<char[]>>> spare_;  // scratch of finished works
+  std::mutex news_mutex_;  // of its own: who waits for news must not hold up who drives
+  std::condition_variable news_;
+  std::vector<int64_t> ended_;  // works that asked for it, since the last `wait_any`
   int64_t started_ = 0, sleeps_ = 0, rings_ = 0;
 };
 }  // namespace stretto::executor

@@ -83,7 +83,7 @@ void Engine::fail_comm(int id, uint64_t number, Failure f, int lost, const std::
       w->failure = f;
       w->lost_rank = lost;
       w->why = why;
-      w->done.store(true, std::memory_order_release);
+      over(*w);
     }
   handover_.notify_all();
   if (tell_others) tell(id, number, f, lost, why);

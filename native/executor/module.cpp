@@ -126,6 +126,7 @@ NB_MODULE(_executor, m) {
       .def_ro("lost_rank", &Work::lost_rank)
       .def_ro("why", &Work::why)
       .def_ro("number", &Work::number)
+      .def_ro("id", &Work::id)
       .def_prop_ro("elapsed_us", [](const Work& w) { return static_cast<double>(w.ended_ns - w.started_ns) / 1e3; })
       .def("trace", &trace);
 
@@ -154,13 +155,14 @@ NB_MODULE(_executor, m) {
       .def("run", &Engine::run)
       .def("start",
            [](Engine& e, const std::shared_ptr<Loaded>& p, uintptr_t input, uintptr_t output, int64_t total, int type, int op,
-              double timeout_s, bool traced, bool blocking) {
+              double timeout_s, bool traced, bool blocking, bool notify) {
              return e.start(p, reinterpret_cast<char*>(input), reinterpret_cast<char*>(output), total,
-                            static_cast<Type>(type), static_cast<Op>(op), timeout_s, traced, blocking);
+                            static_cast<Type>(type), static_cast<Op>(op), timeout_s, traced, blocking, notify);
            },
            nb::call_guard<nb::gil_scoped_release>())
       .def("wait", [](Engine& e, const std::shared_ptr<Work>& w, double seconds) { return e.wait(*w, seconds); },
            nb::call_guard<nb::gil_scoped_release>())
+      .def("wait_any", &Engine::wait_any, nb::call_guard<nb::gil_scoped_release>())
       .def("repeat",
            [](Engine& e, const std::shared_ptr<Loaded>& p, uintptr_t input, uintptr_t output, int64_t total, int type, int op,
               int times, const std::shared_ptr<Loaded>& fence) {

@@ -30,6 +30,8 @@ class Work:
     @property
     def number(self) -> int: ...
     @property
+    def id(self) -> int: ...
+    @property
     def elapsed_us(self) -> float: ...
     def trace(
         self,
@@ -52,8 +54,10 @@ class Engine:
         timeout_s: float,
         traced: bool,
         blocking: bool,
+        notify: bool,
     ) -> Work: ...
     def wait(self, work: Work, seconds: float) -> bool: ...
+    def wait_any(self, seconds: float) -> list[int]: ...
     def repeat(
         self,
         loaded: Loaded,

@@ -273,7 +273,39 @@ def soak(rank: Rank) -> dict[str, Any]:
         rank.barrier()
         after = {"descriptors": open_descriptors(), "kib": resident_kib()}
         counters = ex.counters()
+        rank.barrier()  # who closes takes its side of what is shared with it
     return {"wrong": wrong, "before": before, "after": after, "counters": counters, "threads": threads()}
+
+
+def notified(rank: Rank) -> dict[str, Any]:
+    """A second thread hears of the end of every work that asked for it, once; nobody else's; and of the close."""
+    heard: list[int] = []
+    asked: list[int] = []
+    with rank.executor(timeout_s=20) as ex:
+        handle = ex.load(lowered("all_reduce", "ring", rank.world))
+        nothing = ex.wait_any(0.0)
+
+        def listen() -> None:
+            while len(heard) < 30:
+                heard.extend(ex.wait_any(5.0))
+            heard.extend(ex.wait_any(60.0))  # ended by the close
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        kept = []
+        for i in range(60):
+            x = np.full(500 + 7000 * (i % 3), i, np.float32)
+            work = begin(ex, handle, x, np.zeros_like(x), len(x), notify=i % 2 == 0)
+            kept.append(work)
+            if i % 2 == 0:
+                asked.append(work.id)
+            if i % 7 == 0:
+                work.wait()
+        for work in kept:
+            work.wait()
+        rank.barrier()
+    listener.join(30)
+    return {"nothing": nothing, "heard": sorted(heard), "asked": asked, "listening": listener.is_alive()}
 
 
 def threads() -> int:
@@ -312,7 +344,7 @@ SCENARIOS: dict[str, Scenario] = {
     f.__name__: f
     for f in (
         library, networked, two_hosts, uneven, types, halves, in_flight, many_threads, subgroups,
-        identity, soak, closing, traced,
+        identity, soak, notified, closing, traced,
     )
 }  # fmt: skip
 

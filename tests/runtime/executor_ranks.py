@@ -157,12 +157,12 @@ def open_descriptors() -> int:
 
 
 def resident_kib() -> int:
-    """Memory of this process that is in use and not shared with others."""
-    gc.collect()  # touches every object: what was shared since the fork is then counted both times
+    """Memory of this process that belongs to no file: what others do with what they share does not change it."""
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/smaps_rollup") as rollup:
         rows = dict(line.split()[:2] for line in list(rollup)[1:])
-    return int(rows["Private_Dirty:"]) + int(rows["Private_Clean:"])
+    return int(rows["Anonymous:"])
 
 
 def main(scenarios: dict[str, Scenario]) -> None:

@@ -66,6 +66,11 @@ def test_several_at_once_subgroups_identity_and_a_soak(tmp_path: Path) -> None:
         assert rank["before"] == rank["after"]
 
 
+def test_another_thread_hears_of_every_end_it_asked_for(tmp_path: Path) -> None:
+    for rank in said(tmp_path, 3, "notified")["notified"]:
+        assert rank["nothing"] == [] and rank["heard"] == rank["asked"] and not rank["listening"]
+
+
 def test_a_traced_run_is_a_timeline_like_a_predicted_one(tmp_path: Path) -> None:
     traces = [tuple(np.array(column) for column in rank) for rank in said(tmp_path, 3, "traced")["traced"]]
     ring = lower(algorithm("ring", "all_reduce", 3))

@@ -65,7 +65,7 @@ def test_lossy_and_stale_are_known_as_such() -> None:
     ("node", "says"),
     [
         (NodeConfig(variable="w", sync=Sync(kind="gossip")), "w.sync.kind: unknown synchroniser 'gossip'; choose from"),
-        (NodeConfig(variable="w", sync=Sync(kind="parameter_server")), "w.sync.placement: a parameter server is on one"),
+        (NodeConfig(variable="w", sync=Sync(kind="parameter_server")), "w.sync.placement: a parameter server is on"),
         (NodeConfig(variable="w", sync=Sync(transfer=("gpu9",))), "w.sync.transfer: unknown device 'gpu9'"),
         (NodeConfig(variable="w", sync=Sync(sequence=("rank0",))), "w.sync.sequence: must name every device"),
         (NodeConfig(variable="w", sync=Sync(encoder="zip")), "w.sync.encoder: unknown encoder 'zip'"),
@@ -74,7 +74,7 @@ def test_lossy_and_stale_are_known_as_such() -> None:
         (NodeConfig(variable="w", sync=Sync(encoder="float16:2")), "float16 takes no amount"),
         (NodeConfig(variable="w", sync=Sync(staleness=1)), "w.sync.staleness: needs a parameter server"),
         (NodeConfig(variable="w", partition=(5, 1)), r"w.partition\[0\]: must be 1..4 parts"),
-        (NodeConfig(variable="w", partition=((1, 2), 1)), r"w.partition\[0\]: sizes \[1, 2\] must be > 0 and add up to 4"),
+        (NodeConfig(variable="w", partition=((1, 2), 1)), r"w.partition\[0\]: sizes \[1, 2\] must be > 0 and add up"),
         (NodeConfig(variable="w", partition=(2,)), "w.partition: must have 2 entries"),
         (NodeConfig(variable="w", partition=(2, 1), parts=(Sync(),)), "w.parts: must be 2"),
         (NodeConfig(variable="w", sync=Sync(kind="sparse_all_gather")), "needs a sparse gradient"),

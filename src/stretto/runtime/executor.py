@@ -83,6 +83,11 @@ class Work:
         return self._native.number
 
     @property
+    def id(self) -> int:
+        """Its name in `Executor.wait_any`: no two works of an executor have the same."""
+        return self._native.id
+
+    @property
     def done(self) -> bool:
         """Whether it has ended, well or not; never waits."""
         return self._native.done
@@ -264,6 +269,7 @@ class Executor:
         timeout_s: float = 0.0,
         trace: bool = False,
         blocking: bool = False,
+        notify: bool = False,
         keep: object = None,
     ) -> Work:
         """Begin to run a program on memory at the addresses `input` and `output`; returns at once.
@@ -271,11 +277,12 @@ class Executor:
         `count` is the number of elements of the larger of one rank's two buffers. For a program that works in place
         both addresses must name the memory as its collective lays it out. `keep` is held until the work is waited for:
         pass what owns the memory. With `blocking` the caller
-        promises to wait at once: nothing is done before that, and nobody is woken for it.
+        promises to wait at once: nothing is done before that, and nobody is woken for it. With `notify` its end is
+        reported by `wait_any`.
         """
         arguments = self._checked(handle, input, output, count, dtype, op)
         try:
-            native = self._engine.start(handle.loaded, *arguments, timeout_s, trace, blocking)
+            native = self._engine.start(handle.loaded, *arguments, timeout_s, trace, blocking, notify)
         except ValueError as error:
             raise InvalidInput(str(error)) from None
         except RuntimeError as error:
@@ -285,6 +292,14 @@ class Executor:
             self._running = [w for w in self._running if not w.done]
             self._running.append(work)
         return work
+
+    def wait_any(self, timeout_s: float) -> list[int]:
+        """The `Work.id` of works started with ``notify=True`` that have ended, well or not, since the last call.
+
+        Waits, without the interpreter's lock, until there is one, the executor is closed or the time is up. Each end is
+        reported once, to one caller.
+        """
+        return self._engine.wait_any(timeout_s)
 
     def repeat(
         self,
