@@ -1,0 +1,213 @@
+"""Which host sends each unit task, and in which order: the algorithms of section 3.2 of the cross-mesh paper.
+
+Their model: a task occupies its sender and all its receivers from its start to its end, and a host does one task at a
+time (Eq. 1-3). A task's time is its bytes over a port's rate. Tasks inside one host take none of it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import unknown
+from .bundles import Bundle
+from .hosts import Hosts
+
+DFS_STEPS = 50_000
+"""A budget of steps, not of seconds, so that the same input gives the same order."""
+DFS_TASKS = 20
+"""Beyond so many tasks the paper's search finds nothing good; the greedy one is used alone."""
+GREEDY_TRIES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A unit task at host level: who could send it, who receives it, how long it takes."""
+
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The sender host of each task (-1: none is needed), the order, and when each starts and all end in the model."""
+
+    sender: tuple[int, ...]
+    order: tuple[int, ...]
+    start_us: tuple[float, ...]
+    total_us: float
+
+
+def jobs_of(bundles: Sequence[Bundle], hosts: Hosts) -> list[Job]:
+    """The tasks at host level; hosts that hold a task serve their own devices."""
+    jobs = []
+    for b in bundles:
+        senders = tuple(hosts.groups(b.holders[0]))
+        receivers = tuple(g for g in hosts.groups(b.missing) if g not in senders)
+        jobs.append(Job(senders=senders, receivers=receivers, us=b.nbytes / hosts.slowest if receivers else 0.0))
+    return jobs
+
+
+def timed(jobs: Sequence[Job], sender: Sequence[int], order: Sequence[int]) -> Assignment:
+    """Every task as early as those before it on its hosts allow."""
+    free: dict[int, float] = defaultdict(float)
+    start = [0.0] * len(jobs)
+    for j in order:
+        mine = (sender[j], *jobs[j].receivers) if jobs[j].receivers else ()
+        start[j] = max((free[h] for h in mine), default=0.0)
+        for h in mine:
+            free[h] = start[j] + jobs[j].us
+    total = max((start[j] + job.us for j, job in enumerate(jobs)), default=0.0)
+    return Assignment(sender=tuple(sender), order=tuple(order), start_us=tuple(start), total_us=total)
+
+
+def naive(jobs: Sequence[Job], seed: int = 0) -> Assignment:
+    """The first holder sends, tasks as they come."""
+    return timed(jobs, [job.senders[0] for job in jobs], range(len(jobs)))
+
+
+def balanced_in_order(jobs: Sequence[Job], seed: int = 0) -> Assignment:
+    """The least loaded holder sends the next task, tasks as they come: what the all-gather baselines do."""
+    load: dict[int, float] = defaultdict(float)
+    sender = []
+    for job in jobs:
+        sender.append(min(job.senders, key=lambda h: (load[h], h)))
+        load[sender[-1]] += job.us
+    return timed(jobs, sender, range(len(jobs)))
+
+
+def load_balance_only(jobs: Sequence[Job], seed: int = 0) -> Assignment:
+    """Longest tasks first, each to its least loaded holder (Eq. 4); sent in that order."""
+    load: dict[int, float] = defaultdict(float)
+    order = sorted(range(len(jobs)), key=lambda j: (-jobs[j].us, j))
+    sender = [-1] * len(jobs)
+    for j in order:
+        sender[j] = min(jobs[j].senders, key=lambda h: (load[h], h))
+        load[sender[j]] += jobs[j].us
+    return timed(jobs, sender, order)
+
+
+def depth_first(jobs: Sequence[Job], seed: int = 0, *, steps: int = DFS_STEPS) -> Assignment:
+    """Search over orders and senders; branches that cannot beat the best so far are cut, and it ends after `steps`."""
+    count = len(jobs)
+    best_us, best_sender, best_order = math.inf, tuple[int, ...](), tuple[int, ...]()
+    budget = steps
+    waiting: dict[int, float] = defaultdict(float)
+    for job in jobs:
+        for h in job.receivers:
+            waiting[h] += job.us
+    free: dict[int, float] = defaultdict(float)
+    sender, order = [job.senders[0] for job in jobs], list[int]()
+    left = [True] * count
+
+    def visit(end: float) -> None:
+        nonlocal budget, best_us, best_sender, best_order
+        if len(order) == count:
+            if end < best_us:
+                best_us, best_sender, best_order = end, tuple(sender), tuple(order)
+            return
+        seen: set[tuple[object, ...]] = set()
+        for j in range(count):
+            if not left[j]:
+                continue
+            job = jobs[j]
+            for host in job.senders:
+                alike = (job.senders, job.receivers, job.us, host)
+                if alike in seen or (budget <= 0 and best_us < math.inf):
+                    continue
+                seen.add(alike)
+                budget -= 1
+                mine = (host, *job.receivers) if job.receivers else ()
+                before = {h: free[h] for h in mine}
+                stop = max(before.values(), default=0.0) + job.us
+                for h in mine:
+                    free[h] = stop
+                for h in job.receivers:
+                    waiting[h] -= job.us
+                after = max(end, stop)
+                bound = max((free[h] + waiting[h] for h in waiting), default=after)
+                if max(after, bound) < best_us * (1 - 1e-12):
+                    left[j], sender[j] = False, host
+                    order.append(j)
+                    visit(after)
+                    order.pop()
+                    left[j] = True
+                for h in job.receivers:
+                    waiting[h] += job.us
+                free.update(before)
+
+    if count > 200:  # deeper than the interpreter goes, and hopeless anyway
+        return naive(jobs)
+    visit(0.0)
+    return timed(jobs, best_sender, best_order)
+
+
+def greedy(jobs: Sequence[Job], seed: int = 0, *, tries: int = GREEDY_TRIES) -> Assignment:
+    """Again and again the largest set of tasks that share no host, out of some that random orders give."""
+    draw = random.Random(seed)
+    left = [j for j, job in enumerate(jobs) if job.receivers]
+    order = [j for j, job in enumerate(jobs) if not job.receivers]
+    sender = [job.senders[0] for job in jobs]
+    load: dict[int, float] = defaultdict(float)
+    while left:
+        senders = {h for j in left for h in jobs[j].senders}
+        receivers = {h for j in left for h in jobs[j].receivers}
+        best: list[tuple[int, int]] = []
+        most = -1
+        for _ in range(tries):
+            taken: set[int] = set()
+            chosen: list[tuple[int, int]] = []
+            # A shuffled order is drawn only as far as it is looked at.
+            pool = left.copy()
+            for at in range(len(pool)):
+                swap = draw.randrange(at, len(pool))
+                pool[at], pool[swap] = pool[swap], pool[at]
+                job = jobs[pool[at]]
+                if any(h in taken for h in job.receivers):
+                    continue
+                able = [h for h in job.senders if h not in taken]
+                if not able:
+                    continue
+                host = min(able, key=lambda h: (load[h], h))
+                chosen.append((pool[at], host))
+                taken |= {host, *job.receivers}
+                if senders <= taken or receivers <= taken:
+                    break
+            if len(taken) > most:
+                best, most = chosen, len(taken)
+        for j, host in best:
+            sender[j] = host
+            load[host] += jobs[j].us
+            order.append(j)
+        gone = {j for j, _ in best}
+        left = [j for j in left if j not in gone]
+    return timed(jobs, sender, order)
+
+
+def ensemble(jobs: Sequence[Job], seed: int = 0) -> Assignment:
+    """The paper's choice: the better of depth-first search and randomised greedy."""
+    found = [greedy(jobs, seed)]
+    if len(jobs) <= DFS_TASKS:
+        found.append(depth_first(jobs, seed))
+    return min(found, key=lambda a: a.total_us)
+
+
+ORDERS: dict[str, Callable[[Sequence[Job], int], Assignment]] = {
+    "naive": naive,
+    "in_order": balanced_in_order,
+    "load_balance_only": load_balance_only,
+    "dfs": depth_first,
+    "greedy": greedy,
+    "ensemble": ensemble,
+}
+
+
+def assign(name: str, jobs: Sequence[Job], seed: int = 0) -> Assignment:
+    """Senders and order by one of `ORDERS`."""
+    if name not in ORDERS:
+        raise unknown("order", name, ORDERS)
+    return ORDERS[name](jobs, seed)

@@ -1,0 +1,208 @@
+"""Our resharding: exact balance of the senders, chunks that flow through hosts, and an order that keeps ports busy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import Cluster
+from ..collectives import Collective
+from ..collectives.reshard import Reshard
+from ..programs import Program
+from ..simulator import simulate
+from ..simulator.network import default_contention
+from ..synthesis.pacing import paced
+from .balance import sender_shares
+from .bundles import Bundle, Route, Router, cut_for
+from .dense import dense_order
+from .hosts import Hosts
+from .moves import Moves
+
+GOOD_ENOUGH = 1.007
+"""So close to the bound no other way is tried."""
+FANS = (1, 2, 4)
+URGENCIES = ("far_first", "side_by_side")
+PACES = ("", "as it arrives", "paced")
+"""In the order of the model; passing on in the order of arrival; sends that also wait for what came in before them."""
+LATENCY_SHARE = 0.02
+"""Trees are tried where the latency of a chain is more than this share of the bound."""
+MAX_TRIED_HOPS = 200_000
+"""Over all tries together, so that large reshardings are planned in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Made:
+    """A program, and what it came from."""
+
+    bundles: list[Bundle]
+    program: Program
+    model_us: float
+    how: str
+    worst_us: float
+    """The longer of its times with fair and with fifo links."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Hops:
+    """All hops of all chunks, as columns."""
+
+    src: list[int]
+    dst: list[int]
+    chunk: list[int]
+    reduce: list[bool]
+    parent: list[int]
+    out_port: list[int]
+    in_port: list[int]
+    duration_us: list[float]
+    done: list[int]
+    """Hops between hosts before this one, and behind it:"""
+    rest: list[int]
+    lane: list[int]
+    """Streams that enter a host by different ports do not wait for one another inside it."""
+    progress: list[float]
+    """Which part of its bundle goes before it, 0..1."""
+    step: list[float]
+    """And how much one chunk is of it."""
+
+    def urgency(self, name: str) -> list[float]:
+        """Between two ports the least goes first: what has the farthest to go, or bundles side by side."""
+        if name == "far_first":
+            return [at - rest for at, rest in zip(self.progress, self.rest, strict=True)]
+        return [at + done * step for at, done, step in zip(self.progress, self.done, self.step, strict=True)]
+
+
+def best_program(
+    whole: Sequence[Bundle], cluster: Cluster, hosts: Hosts, rank: dict[int, int], *, nbytes: int, bound_us: float
+) -> Made:
+    """The best of some ways, each simulated with both kinds of contention."""
+    contentions = ("fair",) if default_contention(cluster) == "fair" else ("fair", "fifo")
+    best: Made | None = None
+    tried = 0
+    for way in _ways(whole, hosts, bound_us):
+        shares, busiest_us = sender_shares(whole, hosts, relay=way.relay)
+        bundles = cut_for(whole, hosts, max(busiest_us, bound_us))
+        collective = Reshard(tuple(rank), [b.piece(rank) for b in bundles])
+        hops = _hops(bundles, Router(hosts, shares, fan=way.fan, relay=way.relay, ring=way.ring), hosts, rank)
+        planned = dense_order(
+            out_port=hops.out_port, in_port=hops.in_port, duration_us=hops.duration_us, parent=hops.parent,
+            urgency=hops.urgency(way.urgency),
+        )  # fmt: skip
+        start, end = planned
+        for pace in PACES:
+            order = np.lexsort((np.arange(len(start)), start))
+            program = _program(hops, order, rank, collective)
+            if pace == "paced":
+                program = paced(program, start[order], end[order])
+            lines = [simulate(program, cluster, nbytes=nbytes, contention=how) for how in contentions]
+            worst = max(lines, key=lambda line: line.total_us)
+            if best is None or worst.total_us < best.worst_us * (1 - 1e-9):
+                best = Made(
+                    bundles=bundles, program=program, model_us=float(planned[1].max(initial=0.0)),
+                    how=f"{way}{', ' * bool(pace)}{pace}", worst_us=worst.total_us,
+                )  # fmt: skip
+            tried += len(contentions) * len(start)
+            if best.worst_us <= GOOD_ENOUGH * bound_us or tried > MAX_TRIED_HOPS:
+                return best
+            start, end = planned if pace else (_arrivals(hops, order, start, worst.end_us), end)
+    assert best is not None
+    return best
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What is tried: to how many hosts a host passes on, whether devices lend their ports, what goes first."""
+
+    fan: int
+    relay: bool
+    ring: bool
+    urgency: str
+
+    def __str__(self) -> str:
+        ring, lent = "ring" if self.ring else "least loaded", ", ports lent" * self.relay
+        return f"fan {self.fan}, {ring}, {self.urgency.replace('_', ' ')}{lent}"
+
+
+def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[Way]:
+    """Chains first; trees where latency counts, up to a sender that serves everybody itself."""
+    depth = max(len(hosts.groups(b.missing)) for b in bundles)
+    fans = {1}
+    if depth > 1 and depth * hosts.alpha_us > LATENCY_SHARE * bound_us:
+        fans |= {fan for fan in FANS if fan < depth} | {depth}
+    relays = (False, True) if hosts.several_ports else (False,)
+    rings = (True, False) if depth > 1 else (True,)
+    return (
+        Way(fan=fan, relay=relay, ring=ring, urgency=urgency)
+        for fan, relay, ring, urgency in product(sorted(fans), relays, rings, URGENCIES)
+    )
+
+
+def _arrivals(
+    hops: Hops, order: NDArray[np.intp], planned: NDArray[np.float64], end_us: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """When each hop could begin in the simulation: what is passed on is so in the order in which it comes."""
+    ended = np.empty(len(order))
+    ended[order] = end_us
+    when = planned.tolist()
+    for j, parent in enumerate(hops.parent):
+        if parent >= 0:
+            when[j] = max(float(ended[parent]), when[parent])
+    return np.array(when)
+
+
+def _program(hops: Hops, order: NDArray[np.intp], rank: dict[int, int], collective: Collective) -> Program:
+    moves = Moves(rank)
+    for j in order.tolist():
+        moves.add(hops.src[j], hops.dst[j], hops.chunk[j], reduce=hops.reduce[j], lane=hops.lane[j])
+    return moves.program("reshard_stretto", collective)
+
+
+def _hops(bundles: Sequence[Bundle], router: Router, hosts: Hosts, rank: dict[int, int]) -> Hops:
+    h = Hops(
+        src=[], dst=[], chunk=[], reduce=[], parent=[], out_port=[], in_port=[], duration_us=[], done=[], rest=[],
+        lane=[], progress=[], step=[],
+    )  # fmt: skip
+    first = 0
+    for number, bundle in enumerate(bundles):
+        sizes = np.diff(bundle.piece(rank).cuts()).tolist()
+        for at, route in enumerate(router.routes(number, bundle) if bundle.missing else ()):
+            base = len(h.src)
+            entry: list[int] = []
+            done, rest = _between_hosts(route, hosts)
+            for hop in route:
+                far = hosts.group[hop.src] != hosts.group[hop.dst]
+                out, into = (hosts.out_port[hop.src], hosts.in_port[hop.dst]) if far else (-1, -1)
+                rate = min(hosts.bytes_per_us[out], hosts.bytes_per_us[into]) if far else hosts.local_bytes_per_us
+                entry.append(hop.dst if far or hop.parent < 0 else entry[hop.parent])
+                h.lane.append(0 if far else hosts.port_number[entry[-1]])
+                h.src.append(hop.src)
+                h.dst.append(hop.dst)
+                h.chunk.append(first + at)
+                h.reduce.append(hop.reduce)
+                h.parent.append(base + hop.parent if hop.parent >= 0 else -1)
+                h.out_port.append(out)
+                h.in_port.append(into)
+                h.duration_us.append(sizes[at] / rate)
+                h.progress.append((at + 0.5) / bundle.chunks)
+                h.step.append(1 / bundle.chunks)
+            h.done.extend(done)
+            h.rest.extend(rest)
+        first += bundle.chunks
+    return h
+
+
+def _between_hosts(route: Route, hosts: Hosts) -> tuple[list[int], list[int]]:
+    """For each hop how many between hosts come before it, and how many still follow."""
+    before, behind = [0] * len(route), [0] * len(route)
+    far = [hosts.group[hop.src] != hosts.group[hop.dst] for hop in route]
+    for at, hop in enumerate(route):
+        if hop.parent >= 0:
+            before[at] = before[hop.parent] + far[hop.parent]
+    for at in range(len(route) - 1, -1, -1):
+        parent = route[at].parent
+        if parent >= 0:
+            behind[parent] = max(behind[parent], behind[at] + far[at])
+    return before, behind

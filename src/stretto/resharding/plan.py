@@ -1,0 +1,278 @@
+"""`plan_reshard`: how tensors get from one layout to another, how long it takes, and how far that is from the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..collectives.reshard import Reshard, largest_buffer
+from ..errors import InvalidInput, unknown
+from ..programs import Program
+from ..simulator import Timeline, lower_bound, simulate
+from ..units import format_bytes, format_us
+from .assign import ORDERS, Assignment, assign, jobs_of
+from .balance import host_bound_us
+from .bundles import Bundle, bundles_of, check_messages
+from .hosts import Hosts
+from .moves import Moves
+from .ours import best_program
+from .placing import Side, place
+from .spec import Layout
+from .strategies import STRATEGIES, Setting
+from .tasks import Box, Tensor, UnitTask, decompose
+
+OURS = "stretto"
+SYSTEMS = (*STRATEGIES, OURS)
+DEFAULT_ORDER = {"broadcast": "ensemble"}
+MAX_BOUND_BUNDLES, MAX_BOUND_DEVICES = 4096, 256
+"""The general lower bound looks at every bundle and device; with more, the bound of the hosts is what is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """Part of a device's buffer: a box of a tensor in row-major order, at `offset` bytes."""
+
+    tensor: int
+    box: Box
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """One row of the schedule: a bundle, the devices it starts from, and when (simulated)."""
+
+    bundle: int
+    senders: tuple[int, ...]
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ReshardPlan:
+    """A resharding decided: unit tasks, who sends which in what order, the program, its time and the bound."""
+
+    tensors: tuple[Tensor, ...]
+    cluster: Cluster
+    strategy: str
+    order: str
+    tasks: tuple[UnitTask, ...]
+    bundles: tuple[Bundle, ...]
+    devices: tuple[int, ...]
+    model_us: float | None
+    """The time in the model that ordered it (ports or hosts, no latencies); None where no model did."""
+    program: Program | None
+    """None where everything is where it is wanted already."""
+    bound_us: float
+    bound_reason: str
+    nbytes: int
+    """The largest buffer of any device: what the program's collective counts."""
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The program simulated as the cluster shares its links by default; None where there is nothing to do."""
+        return self.simulate()
+
+    @property
+    def time_us(self) -> float:
+        """How long it takes."""
+        return self.timeline.total_us if self.timeline is not None else 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The time as a multiple of the bound; 1 where nothing can be faster."""
+        return self.time_us / self.bound_us if self.bound_us > 0 else 1.0
+
+    def simulate(self, contention: str | None = None) -> Timeline | None:
+        """The program on the cluster, link by link."""
+        if self.program is None:
+            return None
+        return simulate(self.program, self.cluster, nbytes=self.nbytes, contention=contention)
+
+    @cached_property
+    def schedule(self) -> tuple[Placed, ...]:
+        """Which bundle is sent from where and when, by start."""
+        if self.program is None or self.timeline is None:
+            return ()
+        first = np.cumsum([0, *(b.chunks for b in self.bundles)])
+        owner = np.searchsorted(first, self.program.chunk, side="right") - 1
+        rows = []
+        for number in np.unique(owner).tolist():
+            mine = np.flatnonzero(owner == number)
+            bundle = self.bundles[number]
+            held = {d for alike in bundle.holders for d in alike}
+            senders = {self.devices[r] for r in np.unique(self.program.src[mine]).tolist()} & held
+            rows.append(
+                Placed(
+                    bundle=number,
+                    senders=tuple(sorted(senders)),
+                    start_us=float(self.timeline.start_us[mine].min()),
+                    end_us=float(self.timeline.end_us[mine].max()),
+                )
+            )
+        return tuple(sorted(rows, key=lambda row: (row.start_us, row.bundle)))
+
+    def inputs(self, device: int) -> list[Region]:
+        """What a device's input buffer holds, in order: pack this before running the program."""
+        return self._regions(lambda b: any(device in alike for alike in b.holders))
+
+    def outputs(self, device: int) -> list[Region]:
+        """What a device's output buffer holds, in order: unpack this afterwards."""
+        return self._regions(lambda b: device in b.receivers)
+
+    def _regions(self, mine: Callable[[Bundle], bool]) -> list[Region]:
+        found: list[Region] = []
+        offset = 0
+        for b in self.bundles:
+            if mine(b):
+                for t in b.tasks:
+                    task = self.tasks[t]
+                    found.append(Region(tensor=task.tensor, box=task.box, offset=offset, nbytes=task.nbytes))
+                    offset += task.nbytes
+        return found
+
+    def explain(self) -> str:
+        """What is moved, by whom, how long it takes and what decides that, in a few lines."""
+        moved = sum(t.nbytes for t in self.tasks if t.missing)
+        there = sum(not t.missing for t in self.tasks)
+        lines = [
+            f"{len(self.tasks)} unit tasks in {len(self.bundles)} bundles, {format_bytes(moved)} to move"
+            + (f"; {there} tasks are in place already" if there else ""),
+            f"{self.strategy} ({self.order}): {format_us(self.time_us)}, {self.ratio:.3f}x the bound of "
+            f"{format_us(self.bound_us)} ({self.bound_reason})",
+        ]
+        for row in self.schedule[:16]:
+            b = self.bundles[row.bundle]
+            lines.append(
+                f"  {format_us(row.start_us):>10} .. {format_us(row.end_us):>10}  {format_bytes(b.nbytes):>9} from "
+                f"{_names(row.senders)} to {_names(b.missing)}"
+            )
+        if len(self.schedule) > 16:
+            lines.append(f"  and {len(self.schedule) - 16} more")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return (
+            f"<ReshardPlan {self.strategy}: {len(self.tasks)} unit tasks on {self.cluster.name}, "
+            f"{format_us(self.time_us)}, {self.ratio:.3f}x the bound>"
+        )
+
+
+def plan_reshard(
+    *,
+    src: Layout | Side | str,
+    dst: Layout | Side | str,
+    shape: Sequence[int],
+    dtype_bytes: int = 4,
+    cluster: Cluster,
+    strategy: str = OURS,
+    order: str | None = None,
+    concurrent: bool = False,
+    helpers: Sequence[int] = (),
+    seed: int = 0,
+) -> ReshardPlan:
+    """A plan that brings one tensor from layout `src` to layout `dst`, on the same, other or overlapping devices.
+
+    Layouts may be written ``(2,4) S0RR``: a mesh and a spec, placed on the cluster (`place`). `strategy` is one of
+    `SYSTEMS`; a baseline takes its senders and order from `order` (one of `ORDERS`), and with `concurrent` issues
+    everything at once. `helpers` are further devices that may pass data on, for the sake of their ports.
+
+    >>> hosts = Cluster.preset("p3_8xlarge", nodes=4)
+    >>> plan = plan_reshard(src="(2,4) S0RR", dst="(2,4) S0RR", shape=(64, 64, 64), cluster=hosts)
+    >>> len(plan.tasks), plan.ratio < 1.1
+    (2, True)
+    """
+    if isinstance(src, Layout) and isinstance(dst, Layout):
+        sides = src, dst
+    elif isinstance(src, Layout) or isinstance(dst, Layout):
+        raise InvalidInput("src, dst: give both as layouts or both as text")
+    else:
+        sides = place(src, dst, cluster)
+    tensor = Tensor(shape=tuple(int(n) for n in shape), dtype_bytes=dtype_bytes, src=sides[0], dst=sides[1])
+    return plan_tensors(
+        [tensor], cluster, strategy=strategy, order=order, concurrent=concurrent, helpers=helpers, seed=seed
+    )
+
+
+def plan_tensors(
+    tensors: Sequence[Tensor],
+    cluster: Cluster,
+    *,
+    strategy: str = OURS,
+    order: str | None = None,
+    concurrent: bool = False,
+    helpers: Sequence[int] = (),
+    seed: int = 0,
+) -> ReshardPlan:
+    """One plan for many tensors (a state dict): what goes between the same devices travels together."""
+    if strategy not in SYSTEMS:
+        raise unknown("strategy", strategy, SYSTEMS)
+    if not tensors:
+        raise InvalidInput("tensors: at least one tensor must be given")
+    if strategy == OURS and (order is not None or concurrent):
+        raise InvalidInput("order, concurrent: only baselines take them; stretto finds its own order")
+    how = order or DEFAULT_ORDER.get(strategy, "in_order")
+    if how not in ORDERS:
+        raise unknown("order", how, ORDERS)
+    tasks = decompose(tensors)
+    devices = tuple(sorted({d for t in tensors for side in (t.src, t.dst) for d in side.mesh.devices} | set(helpers)))
+    hosts = Hosts.of(cluster, devices)
+    rank = {device: at for at, device in enumerate(devices)}
+    whole = bundles_of(tasks, merge=True)
+    nbytes = largest_buffer(len(devices), [b.piece(rank) for b in whole])
+    bound_us, reason = _bound(whole, cluster, hosts, rank, nbytes)
+    bundles, program, model_us = list(whole), None, None
+    if strategy != OURS:
+        bundles, program, model_us = _baseline(tasks, hosts, rank, strategy, how, concurrent, seed)
+        how = "concurrent" if concurrent else how
+    elif any(b.missing for b in whole):
+        made = best_program(whole, cluster, hosts, rank, nbytes=nbytes, bound_us=bound_us)
+        bundles, program, model_us, how = made.bundles, made.program, made.model_us, made.how
+    return ReshardPlan(
+        tensors=tuple(tensors), cluster=cluster, strategy=strategy, order=how, tasks=tasks, bundles=tuple(bundles),
+        devices=devices, model_us=model_us, program=program, bound_us=bound_us,
+        bound_reason=reason, nbytes=nbytes,
+    )  # fmt: skip
+
+
+def _bound(
+    bundles: Sequence[Bundle], cluster: Cluster, hosts: Hosts, rank: dict[int, int], nbytes: int
+) -> tuple[float, str]:
+    if not any(b.missing for b in bundles):
+        return 0.0, "everything is where it is wanted"
+    least_us = host_bound_us(bundles, hosts)
+    if len(bundles) <= MAX_BOUND_BUNDLES and cluster.num_devices <= MAX_BOUND_DEVICES:
+        general = lower_bound(Reshard(tuple(rank), [b.piece(rank) for b in bundles]), cluster, nbytes)
+        if general.total_us >= least_us:
+            return general.total_us, general.reason
+    return least_us, "what the busiest host has to send or receive"
+
+
+def _baseline(
+    tasks: Sequence[UnitTask], hosts: Hosts, rank: dict[int, int], strategy: str, order: str, concurrent: bool,
+    seed: int,
+) -> tuple[list[Bundle], Program | None, float | None]:  # fmt: skip
+    if any(task.reduction for task in tasks):
+        raise InvalidInput(f"strategy: {strategy} knows no pending sums; choose from: {OURS}")
+    work, cut = STRATEGIES[strategy]
+    bundles = [b.cut(cut(b, hosts)) for b in bundles_of(tasks, merge=False)]
+    check_messages(bundles)
+    chosen: Assignment = assign(order, jobs_of(bundles, hosts), seed)
+    setting = Setting(hosts=hosts, assignment=chosen, concurrent=concurrent)
+    first = np.cumsum([0, *(b.chunks for b in bundles)]).tolist()
+    moves = Moves(rank)
+    for number in chosen.order:
+        work(moves, bundles[number], number, first[number], setting)
+    program = None
+    if moves.src:
+        program = moves.program(f"reshard_{strategy}", Reshard(tuple(rank), [b.piece(rank) for b in bundles]))
+    return bundles, program, chosen.total_us if strategy == "broadcast" and not concurrent else None
+
+
+def _names(devices: Sequence[int]) -> str:
+    listed = ",".join(str(d) for d in devices[:8])
+    return listed + (",..." if len(devices) > 8 else "")
