@@ -1,0 +1,341 @@
+"""``stretto pipeline``: schedules of pipeline stages, drawn, timed, searched, and written for PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import InvalidInput, unknown
+from .common import out, plot_width, progress, write_json, wrote
+
+if TYPE_CHECKING:
+    from ..pipeline import Costs, Run, Schedule
+
+ALL = "gpipe,1f1b,eager_1f1b,zb_h1,zb_h2"
+MOST_STAGES = 64
+MOST_US = 1e12
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Pipeline schedules: which stage computes which micro-batch when, and how the transfers between them hide.
+
+    A schedule is a name or a CSV file of torch.distributed.pipelining. All times are in microseconds: one number for
+    all stages, or one for each with commas.
+
+    \b
+    The schedules:
+      gpipe        all forwards, then all backwards
+      1f1b         as few micro-batches in flight as fill the pipeline
+      interleaved  several stages on each rank (Megatron-LM)
+      eager_1f1b   forwards run ahead, so that others hide the transfers
+      zb_h1        zero bubble: weights' gradients fill the gaps, with 1F1B's memory
+      zb_h2        the same with twice the memory, and no gaps
+
+    \b
+    Try:
+      stretto pipeline show eager_1f1b --stages 4 --microbatches 8
+      stretto pipeline simulate --stages 2 --microbatches 16 --forward 10 --transfer 6
+      stretto pipeline simulate --model utrans
+      stretto pipeline search --stages 4 --microbatches 16 --forward 10 --transfer 4 --activation 1G --cap 6G
+      stretto pipeline export eager_1f1b --stages 2 --microbatches 8 -o schedule.csv
+    """,
+)
+
+What = Annotated[str, typer.Argument(metavar="NAME|FILE.csv", help="A schedule by name, or a file.")]
+Stages = Annotated[int, typer.Option(min=1, max=MOST_STAGES, help="How many stages the model is cut into.")]
+Micro = Annotated[int, typer.Option(min=1, max=4096, help="How many micro-batches an iteration has.")]
+Delay = Annotated[
+    int, typer.Option(min=-1, max=64, help="Delay the weights' gradients of eager_1f1b by so many; -1: do not split.")
+]
+Forward = Annotated[str, typer.Option(metavar="US", help="The forward of one micro-batch.")]
+Backward = Annotated[str, typer.Option(metavar="US", help="The backward; if not given, twice the forward.")]
+Transfer = Annotated[str, typer.Option(metavar="US", help="One transfer between a stage and the next.")]
+Transport = Annotated[str, typer.Option(metavar="async|pair|blocking", help="How transfers and compute overlap.")]
+Rows = Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Also write the numbers.")]
+
+
+@app.command()
+def show(
+    schedule: What,
+    stages: Stages = 4,
+    microbatches: Micro = 8,
+    delay: Delay = -1,
+    forward: Forward = "10",
+    backward: Backward = "",
+    transfer: Transfer = "2",
+    transport: Transport = "async",
+) -> None:
+    """Draw a schedule on the clock, prove it, and say how many micro-batches every stage holds.
+
+    \b
+    Examples:
+      stretto pipeline show eager_1f1b --stages 4 --microbatches 8
+      stretto pipeline show 1f1b --stages 2 --transfer 6 --transport blocking
+      stretto pipeline show schedule.csv
+    """
+    from ..pipeline import check, simulate, with_comms
+    from ..pipeline.simulation import STYLE_OF
+
+    plan = _schedule(schedule, stages, microbatches, delay)
+    style = STYLE_OF.get(transport)
+    if style is None:
+        raise unknown("transport", transport, STYLE_OF)
+    written = plan if plan.has_comms else with_comms(plan, style)
+    proof = check(written)
+    run = simulate(written, _costs(plan.num_stages, forward, backward, transfer), transport=transport)
+    console = out()
+    console.print(repr(written), style="bold", markup=False, soft_wrap=True)
+    console.print(repr(run), markup=False, soft_wrap=True)
+    _draw(console, run)
+    for rank, row in enumerate(written.ranks):
+        words = " ".join(map(str, row[:24])) + (" ..." if len(row) > 24 else "")
+        console.print(f"rank {rank}: {words}", markup=False, soft_wrap=True)
+    console.print(f"in flight at most: {' '.join(map(str, proof.in_flight))} micro-batches by stage")
+    if proof.transports:
+        console.print(f"cannot deadlock over: {', '.join(proof.transports)}")
+
+
+@app.command()
+def simulate(
+    schedules: Annotated[str, typer.Option(metavar="NAME,NAME", help="Which to compare.")] = ALL,
+    stages: Stages = 4,
+    microbatches: Micro = 16,
+    forward: Forward = "10",
+    backward: Backward = "",
+    transfer: Transfer = "2",
+    model: Annotated[str, typer.Option(help="One of the paper's models instead: gpt_222, gpt_412, utrans.")] = "",
+    rows: Rows = None,
+) -> None:
+    """Times of schedules with blocking and with overlapped transfers, beside free transfers and the lower bound.
+
+    \b
+    Examples:
+      stretto pipeline simulate --stages 2 --microbatches 16 --forward 10 --transfer 6
+      stretto pipeline simulate --stages 4 --forward 10,10,10,14 --schedules 1f1b,eager_1f1b
+      stretto pipeline simulate --model utrans --microbatches 32
+    """
+    console = out()
+    if model:
+        table, found = _model_table(model, microbatches)
+    else:
+        table, found = _schedule_table(schedules, stages, microbatches, forward, backward, transfer)
+    console.print(table)
+    if rows is not None:
+        write_json(rows, {"rows": found})
+        wrote(console, rows)
+
+
+@app.command()
+def search(
+    stages: Stages = 4,
+    microbatches: Micro = 16,
+    forward: Forward = "10",
+    backward: Backward = "",
+    transfer: Transfer = "2",
+    transport: Transport = "async",
+    activation: Annotated[str, typer.Option(metavar="SIZE", help="What one micro-batch in flight holds.")] = "1",
+    fixed: Annotated[str, typer.Option(metavar="SIZE", help="Weights and optimiser of a stage.")] = "",
+    cap: Annotated[str, typer.Option(metavar="SIZE", help="The most a device holds; without it all it takes.")] = "",
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write it.")] = None,
+) -> None:
+    """Find the warm-up depth and the delay of every stage for the least time under a memory cap.
+
+    \b
+    Examples:
+      stretto pipeline search --stages 4 --microbatches 16 --forward 10 --transfer 4
+      stretto pipeline search --stages 4 --forward 10 --transfer 4 --activation 1G --cap 6G -o best.csv
+    """
+    from ..pipeline import StageMemory
+    from ..pipeline import search as find
+    from ..pipeline import simulate as run_it
+    from ..pipeline.search import EVALUATIONS
+    from ..units import format_bytes, format_us
+
+    costs = _costs(stages, forward, backward, transfer)
+    memory = StageMemory(
+        fixed_bytes=_size("--fixed", fixed) if fixed else 0.0, activation_bytes=_size("--activation", activation)
+    )
+    limit = _size("--cap", cap) if cap else float("inf")
+    with progress("searching", EVALUATIONS) as advance:
+        found = find(
+            costs, microbatches, memory=[memory] * stages, cap_bytes=limit, transport=transport,
+            on_step=lambda count: advance(f"{count} schedules"),
+        )  # fmt: skip
+    console = out()
+    console.print(
+        f"{format_us(found.total_us)}, {100 * found.gap:.2f} % above the lower bound of {format_us(found.bound_us)}"
+        f"{'; no other warm-ups and delays are faster' if found.exhaustive else ''}",
+        soft_wrap=True,
+    )
+    console.print(f"warm-up {_list(found.warmup)}, delay {_list(found.delay)} (-1: backward not split)")
+    if memory.activation_bytes > 1:
+        console.print(f"memory {', '.join(format_bytes(value) for value in found.peak_bytes)}")
+    _draw(console, run_it(found.schedule, costs, transport=transport))
+    if output is not None:
+        found.schedule.save(output)
+        wrote(console, output, "format compute_only")
+
+
+@app.command()
+def export(
+    schedule: What,
+    stages: Stages = 2,
+    microbatches: Micro = 8,
+    delay: Delay = -1,
+    comm: Annotated[
+        str, typer.Option(metavar="ahead|mirrored|blocking|none", help="How to write out transfers.")
+    ] = "ahead",
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Else printed.")] = None,
+    workload: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Also as a training step to plan.")] = None,
+    nbytes: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="Of one transfer, for the workload.")] = "16M",
+    forward: Forward = "10000",
+    backward: Backward = "",
+) -> None:
+    """Write a proved schedule as the CSV that PyTorch's pipeline runtime loads, and as a workload for ``stretto plan``.
+
+    \b
+    Examples:
+      stretto pipeline export eager_1f1b --stages 2 --microbatches 8 -o schedule.csv
+      stretto pipeline export zb_h1 --stages 4 --comm mirrored
+      stretto pipeline export 1f1b --workload step.yaml --bytes 64M --forward 20000
+    """
+    from ..pipeline import check, with_comms
+
+    plan = _schedule(schedule, stages, microbatches, delay)
+    written = plan.compute_only() if comm == "none" else with_comms(plan, comm)
+    check(written)
+    console = out()
+    if output is None:
+        print(written.to_csv(), end="")
+    else:
+        written.save(output)
+        wrote(console, output, f"format {'compute_comms' if written.has_comms else 'compute_only'}")
+    if workload is not None:
+        from ..pipeline.workload import to_workload
+
+        size = _size("--bytes", nbytes)
+        costs = _costs(plan.num_stages, forward, backward, "0")
+        to_workload(plan, costs, activation_bytes=[size] * (plan.num_stages - 1)).save(workload)
+        wrote(console, workload)
+
+
+def _schedule(name: str, stages: int, microbatches: int, delay: int) -> Schedule:
+    from ..pipeline import MAKERS, Schedule, check, eager_1f1b, make
+
+    if name in MAKERS:
+        if delay >= 0 and name != "eager_1f1b":
+            raise InvalidInput(f"--delay: {name} has none; only eager_1f1b takes one")
+        return eager_1f1b(stages, microbatches, delay=delay) if delay >= 0 else make(name, stages, microbatches)
+    if not name.endswith(".csv"):
+        raise unknown("schedule", name, (*MAKERS, "a .csv file"))
+    loaded = Schedule.load(name)
+    check(loaded)
+    return loaded
+
+
+def _numbers(option: str, text: str, count: int) -> tuple[float, ...]:
+    """One number for all, or as many as are needed."""
+    try:
+        values = tuple(float(part[:40]) for part in text.split(","))
+    except ValueError:
+        raise InvalidInput(f"{option} {text[:80]!r}: expected microseconds: 10, or one for each: 10,12,10") from None
+    if any(not 0 <= value <= MOST_US for value in values):
+        raise InvalidInput(f"{option} {text[:80]!r}: must be 0 to {MOST_US:g}")
+    if len(values) == 1:
+        return values * count
+    if len(values) != count:
+        raise InvalidInput(f"{option}: {len(values)} numbers where {count} are needed")
+    return values
+
+
+def _costs(stages: int, forward: str, backward: str, transfer: str) -> Costs:
+    from ..pipeline import Costs
+
+    ahead = _numbers("--forward", forward, stages)
+    back = _numbers("--backward", backward, stages) if backward else tuple(2 * value for value in ahead)
+    half = tuple(value / 2 for value in back)
+    between = _numbers("--transfer", transfer, stages - 1)
+    return Costs(forward_us=ahead, input_us=half, weight_us=half, activation_us=between, gradient_us=between)
+
+
+def _size(option: str, text: str) -> float:
+    from ..units import parse_bytes
+
+    try:
+        return float(parse_bytes(text))
+    except InvalidInput as error:
+        raise InvalidInput(f"{option}: {error}") from None
+
+
+def _list(values: tuple[int, ...]) -> str:
+    return ",".join(map(str, values))
+
+
+def _draw(console: Any, run: Run) -> None:
+    from ..pipeline.drawing import LEGEND, draw
+
+    console.print()
+    for line in draw(run, width=plot_width(console)):
+        console.print(line)
+    console.print(LEGEND, style="dim")
+    console.print()
+
+
+def _schedule_table(
+    names: str, stages: int, microbatches: int, forward: str, backward: str, transfer: str
+) -> tuple[Any, list[dict[str, Any]]]:
+    from rich.table import Table
+
+    from ..pipeline import in_flight, lower_bound_us, make
+    from ..pipeline import simulate as run_it
+    from ..units import format_us
+
+    costs = _costs(stages, forward, backward, transfer)
+    bound = lower_bound_us(costs, microbatches)
+    table = Table("schedule", box=None, pad_edge=False)
+    for title in ("blocking", "overlapped", "free", "bubble", "over the bound", "in flight"):
+        table.add_column(title, justify="right")
+    found = []
+    for name in names.split(","):
+        schedule = make(name.strip(), stages, microbatches)
+        blocking, overlapped = (run_it(schedule, costs, transport=way) for way in ("blocking", "async"))
+        free = run_it(schedule, costs.free())
+        # The bound is of one stage per rank.
+        over = f"{overlapped.total_us / bound:.3f}" if len(schedule.ranks) == stages and bound else "-"
+        table.add_row(
+            name.strip(), *(format_us(run.total_us) for run in (blocking, overlapped, free)),
+            f"{100 * overlapped.bubble:.1f} %", over, _list(in_flight(schedule)),
+        )  # fmt: skip
+        found.append({
+            "schedule": name.strip(), "blocking_us": blocking.total_us, "overlapped_us": overlapped.total_us,
+            "free_us": free.total_us, "bubble": overlapped.bubble, "bound_us": bound,
+        })  # fmt: skip
+    return table, found
+
+
+def _model_table(name: str, microbatches: int) -> tuple[Any, list[dict[str, Any]]]:
+    from rich.table import Table
+
+    from ..pipeline.models import SYSTEMS, build, case, evaluate
+    from ..units import format_us
+
+    built = build(case(name).with_batches(microbatches))
+    results = {}
+    with progress("simulating", len(SYSTEMS)) as advance:
+        for system in SYSTEMS:
+            advance(system)
+            results[system] = evaluate(built, system)
+    table = Table("system", box=None, pad_edge=False)
+    for title in ("iteration", "TFLOP/s", "over Alpa", "of free", "GB by stage"):
+        table.add_column(title, justify="right")
+    alpa, free = results["alpa"].iteration_us, results["upper_bound"].iteration_us
+    found = []
+    for system, result in results.items():
+        table.add_row(
+            system, format_us(result.iteration_us), f"{result.tflops:.1f}", f"{alpa / result.iteration_us:.3f}",
+            f"{100 * free / result.iteration_us:.1f} %", " ".join(f"{value:.1f}" for value in result.peak_gb),
+        )  # fmt: skip
+        found.append({"model": name, "system": system, "iteration_us": result.iteration_us, "tflops": result.tflops})
+    return table, found

@@ -1,0 +1,148 @@
+"""How much memory a schedule takes at each stage, and how much has to be recomputed to fit.
+
+The paper's Table 1: per parameter 2 bytes for the weight in 16 bit and 12 for Adam (a copy, two moments, in 32 bit);
+per micro-batch in flight ``2 B S H`` bytes for a layer's input where the rest is recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import Infeasible, InvalidInput
+from .actions import BACKWARD, FORWARD, INPUT, RECV_F, WEIGHT
+from .schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """What one device of a stage holds, in bytes."""
+
+    fixed_bytes: float = 0.0
+    """Weights, their gradients, the optimiser's state."""
+    activation_bytes: float = 0.0
+    """Kept for every micro-batch from its forward until the end of its backward (of its ``W`` where that is split)."""
+    working_bytes: float = 0.0
+    """Once, while a backward runs: what was recomputed."""
+    received_bytes: float = 0.0
+    """For every micro-batch from posting its receive to its forward."""
+
+    def __post_init__(self) -> None:
+        for name in ("fixed_bytes", "activation_bytes", "working_bytes", "received_bytes"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidInput(f"{name}: must be a number >= 0, not {value!r}")
+
+    def room(self, cap_bytes: float, most: int) -> int:
+        """How many micro-batches may be in flight under a cap, at most `most`; none is refused."""
+        left = cap_bytes - self.fixed_bytes - self.working_bytes
+        if left >= most * self.activation_bytes:
+            return most
+        return max(0, math.floor(left / self.activation_bytes + 1e-9)) if self.activation_bytes > 0 else 0
+
+
+def peak_bytes(schedule: Schedule, stages: Sequence[StageMemory]) -> tuple[float, ...]:
+    """The most that a device of each rank holds at once.
+
+    >>> from stretto.pipeline import eager_1f1b, one_f_one_b
+    >>> each = StageMemory(fixed_bytes=100.0, activation_bytes=10.0)
+    >>> peak_bytes(one_f_one_b(3, 8), [each] * 3), peak_bytes(eager_1f1b(3, 8), [each] * 3)
+    ((130.0, 120.0, 110.0), (150.0, 130.0, 110.0))
+    """
+    if len(stages) != schedule.num_stages:
+        raise InvalidInput(f"memory: is of {len(stages)} stages, the schedule has {schedule.num_stages}")
+    peaks = []
+    for row in schedule.ranks:
+        held = sum(stages[stage].fixed_bytes for stage in {action.stage for action in row})
+        peak = held
+        posted: set[tuple[int, int]] = set()
+        for action in row:
+            memory = stages[action.stage]
+            if action.kind == RECV_F:
+                posted.add((action.stage, action.microbatch))
+                held += memory.received_bytes
+            elif action.kind == FORWARD:
+                held += memory.activation_bytes
+                if (action.stage, action.microbatch) in posted:
+                    held -= memory.received_bytes
+            peak = max(peak, held + (memory.working_bytes if action.kind in (INPUT, BACKWARD) else 0.0))
+            if action.kind in (BACKWARD, WEIGHT):
+                held -= memory.activation_bytes
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMemory:
+    """One layer of a stage, for one micro-batch on one device."""
+
+    all_bytes: float
+    """Everything its backward reads."""
+    input_bytes: float
+    """Its input alone, from which all else can be recomputed."""
+
+
+def recomputed(
+    layers: Sequence[LayerMemory], *, fixed_bytes: float, in_flight: int, cap_bytes: float, received_bytes: float = 0.0
+) -> tuple[StageMemory, tuple[bool, ...]]:
+    """The memory of a stage that recomputes as few layers as fit under the cap, and which ones those are.
+
+    Layers that save the most come first. The largest recomputed layer is there in full while its backward runs.
+    """
+    chosen = [False] * len(layers)
+    order = sorted(range(len(layers)), key=lambda at: (layers[at].input_bytes - layers[at].all_bytes, at))
+    for count in range(len(layers) + 1):
+        if count:
+            chosen[order[count - 1]] = True
+        pairs = list(zip(layers, chosen, strict=True))
+        memory = StageMemory(
+            fixed_bytes=fixed_bytes,
+            activation_bytes=sum(layer.input_bytes if again else layer.all_bytes for layer, again in pairs),
+            working_bytes=max((layer.all_bytes for layer, again in pairs if again), default=0.0),
+            received_bytes=received_bytes,
+        )
+        needed = fixed_bytes + in_flight * memory.activation_bytes + memory.working_bytes + received_bytes
+        if needed <= cap_bytes:
+            return memory, tuple(chosen)
+    raise Infeasible(
+        f"memory: {needed / 1e9:.2f} GB for {in_flight} micro-batches in flight with everything recomputed, "
+        f"over the cap of {cap_bytes / 1e9:.2f} GB"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerLayer:
+    """Table 1 of the paper for one layer on one device.
+
+    >>> layer = TransformerLayer(hidden=12288, sequence=1024, microbatch=2, tensor=8)
+    >>> [round(value / 2**20) for value in (layer.parameters, layer.activation_elements, layer.activation_bytes)]
+    [216, 24, 48]
+    >>> round(layer.weight_bytes / 2**30, 2)
+    2.95
+    """
+
+    hidden: int
+    sequence: int
+    microbatch: int
+    tensor: int = 1
+
+    @property
+    def parameters(self) -> float:
+        """``12 H^2 / TMP``."""
+        return 12 * self.hidden**2 / self.tensor
+
+    @property
+    def weight_bytes(self) -> float:
+        """Weights and optimiser: ``168 H^2 / TMP``."""
+        return 14 * self.parameters
+
+    @property
+    def activation_elements(self) -> float:
+        """Of the layer's input: ``B S H``."""
+        return self.microbatch * self.sequence * self.hidden
+
+    @property
+    def activation_bytes(self) -> float:
+        """The same in 16 bit: ``2 B S H``."""
+        return 2 * self.activation_elements

@@ -1,0 +1,285 @@
+"""The paper's end-to-end models on two p3.8xlarge: stage times from a roofline, transfers from the resharding planner.
+
+Each stage has one host of four GPUs. A stage's time is the roofline's (`workload.roofline`), of which kernels reach one
+share, `EFFICIENCY`; what the devices of a stage exchange among each other goes over NVLink at its rate. Layers are
+recomputed only where the stage would not fit into 16 GB with eager-1F1B's micro-batches in flight, the same for all
+systems, so that they differ in communication and order alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from ..cluster import Cluster
+from ..errors import InvalidInput, unknown
+from ..workload.roofline import Accelerator, accelerator
+from .layers import ModelLayer, balanced_cut, crossing, gpt_layers, unet_layers
+from .makers import eager_1f1b, eager_warmup, one_f_one_b
+from .memory import LayerMemory, StageMemory, peak_bytes, recomputed
+from .schedule import Schedule
+from .search import search
+from .simulation import Costs, Run, lower_bound_us, simulate
+
+EFFICIENCY = 0.7
+"""The share of either roof that kernels reach, for both models and all layers: the only constant that was chosen with
+the paper's figures in sight. ``docs/pipeline.md`` shows what others give."""
+NVLINK_GB_PER_S = 25.0
+GPU_BYTES = 16e9
+RESERVED_BYTES = 1e9
+"""What the driver, the library's buffers and fragments take of a GPU's memory."""
+GPUS = 4
+STAGES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the paper's Table 3."""
+
+    name: str
+    layers: tuple[ModelLayer, ...]
+    dtype: str
+    dtype_bytes: int
+    batch: int
+    microbatches: int
+    data: int
+    """Data-parallel degree in a stage: the batch is split over so many."""
+    tensor: int
+    """Operator-parallel degree in a stage: each layer is split over so many."""
+    sharded_weights: bool = False
+    """Whether the data-parallel devices share the weights too, and exchange for each layer these or the activations."""
+
+    @property
+    def microbatch(self) -> int:
+        """Samples of one micro-batch."""
+        return self.batch // self.microbatches
+
+    @cached_property
+    def cut(self) -> int:
+        """How many layers are on the first stage."""
+        return balanced_cut(list(self.layers))
+
+    @cached_property
+    def stages(self) -> tuple[tuple[ModelLayer, ...], ...]:
+        """The layers of both stages."""
+        return self.layers[: self.cut], self.layers[self.cut :]
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one sample."""
+        return sum(layer.flops for layer in self.layers)
+
+    def with_batches(self, microbatches: int) -> Case:
+        """The same with another number of micro-batches of the same size."""
+        return replace(self, batch=self.microbatch * microbatches, microbatches=microbatches)
+
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case(
+            name="gpt_222", layers=tuple(gpt_layers()), dtype="fp16", dtype_bytes=2, batch=1024, microbatches=64,
+            data=2, tensor=2,
+        ),
+        Case(
+            name="gpt_412", layers=tuple(gpt_layers()), dtype="fp16", dtype_bytes=2, batch=1024, microbatches=64,
+            data=4, tensor=1,
+        ),
+        Case(
+            name="utrans", layers=tuple(unet_layers()), dtype="fp32", dtype_bytes=4, batch=2048, microbatches=32,
+            data=4, tensor=1, sharded_weights=True,
+        ),
+    )
+}  # fmt: skip
+
+
+def case(name: str) -> Case:
+    """One of the paper's cases by name."""
+    if name not in CASES:
+        raise unknown("model", name, CASES)
+    return CASES[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A case with its stages timed and fitted into memory; transfers are still to be chosen."""
+
+    case: Case
+    costs: Costs
+    """With communication between stages free."""
+    memory: tuple[StageMemory, ...]
+    recomputed: tuple[tuple[str, ...], ...]
+    """The layers of each stage that are recomputed."""
+
+
+def build(what: Case, *, efficiency: float = EFFICIENCY, in_flight: Sequence[int] | None = None) -> Built:
+    """Time the stages and choose what is recomputed for so many micro-batches in flight (eager-1F1B's if not given)."""
+    device = accelerator("v100_hgx2", efficiency=efficiency)
+    flight = [min(count, what.microbatches) for count in in_flight or eager_warmup(STAGES)]
+    samples = what.microbatch / what.data
+    forward, inputs, weights, reduce, memories, names = [], [], [], [], [], []
+    received = sum(_elements(shape) for shape in crossing(list(what.layers), what.cut)) * samples * what.dtype_bytes
+    for stage, layers in enumerate(what.stages):
+        memory, again = recomputed(
+            [_layer_memory(layer, what, samples) for layer in layers],
+            fixed_bytes=_fixed_bytes(layers, what),
+            in_flight=flight[stage],
+            cap_bytes=GPU_BYTES - RESERVED_BYTES,
+            received_bytes=received * stage,
+        )
+        memories.append(memory)
+        names.append(tuple(layer.name for layer, chosen in zip(layers, again, strict=True) if chosen))
+        each = [_layer_us(layer, what, samples, device) for layer in layers]
+        forward.append(sum(ahead for ahead, _, _ in each))
+        repeated = sum(ahead for (ahead, _, _), chosen in zip(each, again, strict=True) if chosen)
+        inputs.append(repeated + sum(back for _, back, _ in each))
+        weights.append(sum(late for _, _, late in each))
+        reduce.append(_reduce_us(layers, what))
+    costs = Costs(
+        forward_us=tuple(forward), input_us=tuple(inputs), weight_us=tuple(weights), reduce_us=tuple(reduce)
+    )
+    return Built(case=what, costs=costs, memory=tuple(memories), recomputed=tuple(names))
+
+
+def _elements(shape: Sequence[int]) -> float:
+    size = 1.0
+    for number in shape:
+        size *= number
+    return size
+
+
+def _layer_us(layer: ModelLayer, what: Case, samples: float, device: Accelerator) -> tuple[float, float, float]:
+    """Forward, gradient of the input, gradient of the weights, on one device."""
+    part = samples / what.tensor
+    product_us = device.compute_us(layer.flops * part, 0.0, what.dtype, kernels=layer.kernels // 2)
+    moved = layer.traffic_elements * part * what.dtype_bytes
+    other_us = device.compute_us(0.0, moved, what.dtype, kernels=layer.kernels - layer.kernels // 2)
+    summed = 2 * (what.tensor - 1) / what.tensor * layer.shared * samples * what.dtype_bytes
+    gathered = _gathered_elements(layer, what) * what.dtype_bytes / what.data if what.sharded_weights else 0.0
+    sum_us, gather_us = summed / (NVLINK_GB_PER_S * 1e3), gathered / (NVLINK_GB_PER_S * 1e3)
+    ahead = product_us + other_us + sum_us + gather_us
+    return ahead, product_us + 2 * other_us + sum_us + gather_us, product_us + gather_us
+
+
+def _gathered_elements(layer: ModelLayer, what: Case) -> float:
+    """What the devices of a stage give each other where all share the weights: these, or if fewer the activations.
+
+    The second is operator parallelism; the paper leaves the choice to Alpa, which takes the cheaper one layer by layer.
+    """
+    return min(layer.parameters, (layer.input_elements + _elements(layer.output)) * what.microbatch)
+
+
+def _layer_memory(layer: ModelLayer, what: Case, samples: float) -> LayerMemory:
+    saved = layer.saved_elements * samples * what.dtype_bytes / what.tensor
+    kept = layer.input_elements * samples * what.dtype_bytes
+    return LayerMemory(all_bytes=max(saved, kept), input_bytes=kept)
+
+
+def _fixed_bytes(layers: Sequence[ModelLayer], what: Case) -> float:
+    """Table 1's 14 bytes per parameter in 16 bit (2 and Adam's 12), 12 in 32 bit (4 and Adam's 8), and the gradient.
+
+    Adam's state is shared by the data-parallel devices, as Alpa does; with sharded weights so is all the rest.
+    """
+    parameters = sum(layer.parameters for layer in layers) / what.tensor
+    state = 12.0 if what.dtype_bytes == 2 else 8.0
+    rest = 2.0 * what.dtype_bytes
+    return parameters * (state / what.data + rest / (what.data if what.sharded_weights else 1))
+
+
+def _reduce_us(layers: Sequence[ModelLayer], what: Case) -> float:
+    """Gradients summed over the data-parallel devices, once; where weights are sharded each backward has done it."""
+    if what.sharded_weights or what.data == 1:
+        return 0.0
+    nbytes = sum(layer.parameters for layer in layers) / what.tensor * what.dtype_bytes
+    return 2 * (what.data - 1) / what.data * nbytes / (NVLINK_GB_PER_S * 1e3)
+
+
+@lru_cache(maxsize=64)
+def transfer_us(name: str, strategy: str) -> tuple[float, float]:
+    """The activations of one micro-batch to the next stage, and their gradients back, by a strategy of resharding.
+
+    Tensors are split over the data-parallel devices and copied on the operator-parallel ones, on both sides.
+    """
+    from ..resharding import Layout, Mesh, Spec, Tensor, plan_tensors
+
+    what = case(name)
+    cluster = Cluster.preset("p3_8xlarge", nodes=2)
+    times = []
+    for first, second in ((0, GPUS), (GPUS, 0)):
+        tensors = []
+        for shape in crossing(list(what.layers), what.cut):
+            sides = [
+                Layout(
+                    mesh=Mesh(shape=(what.data, what.tensor), devices=tuple(range(base, base + GPUS))),
+                    spec=Spec.parse("S0" + "R" * len(shape)),
+                )
+                for base in (first, second)
+            ]
+            tensors.append(
+                Tensor(shape=(what.microbatch, *shape), dtype_bytes=what.dtype_bytes, src=sides[0], dst=sides[1])
+            )
+        times.append(plan_tensors(tensors, cluster, strategy=strategy).time_us)
+    return times[0], times[1]
+
+
+STRATEGY = {
+    "send_recv": "send_recv",
+    "alpa": "local_allgather",
+    "broadcast": "broadcast",
+    "overlap": "broadcast",
+    "eager_1f1b": "broadcast",
+    "stretto": "stretto",
+}
+SYSTEMS = (*STRATEGY, "upper_bound")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One system on one case."""
+
+    case: str
+    system: str
+    run: Run
+    iteration_us: float
+    tflops: float
+    """Of all GPUs together; what is recomputed does not count."""
+    peak_gb: tuple[float, ...]
+    bound_us: float
+    """No order of this work is faster with this system's transfers."""
+
+
+def evaluate(built: Built, system: str) -> Result:
+    """Simulate one iteration under one of `SYSTEMS`."""
+    if system not in SYSTEMS:
+        raise unknown("system", system, SYSTEMS)
+    what = built.case
+    if what.microbatches < 1 or what.batch % what.microbatches:
+        raise InvalidInput(f"microbatches: {what.batch} samples are not a multiple of {what.microbatches}")
+    costs, transport = built.costs, "async"
+    schedule: Schedule = one_f_one_b(STAGES, what.microbatches)
+    if system != "upper_bound":
+        there, back = transfer_us(what.name, STRATEGY[system])
+        costs = replace(costs, activation_us=(there,), gradient_us=(back,))
+    if system in ("send_recv", "alpa", "broadcast"):
+        transport = "blocking"
+    elif system == "eager_1f1b":
+        schedule = eager_1f1b(STAGES, what.microbatches)
+    elif system == "stretto":
+        found = search(costs, what.microbatches, memory=built.memory, cap_bytes=GPU_BYTES - RESERVED_BYTES)
+        schedule = found.schedule
+    elif system == "upper_bound":
+        schedule = min(
+            (schedule, eager_1f1b(STAGES, what.microbatches)), key=lambda order: simulate(order, costs).total_us
+        )
+    run = simulate(schedule, costs, transport=transport)
+    flops = 3 * what.forward_flops * what.batch
+    return Result(
+        case=what.name,
+        system=system,
+        run=run,
+        iteration_us=run.total_us,
+        tflops=flops / run.total_us / 1e6,
+        peak_gb=tuple(value / 1e9 for value in peak_bytes(schedule, built.memory)),
+        bound_us=lower_bound_us(costs, what.microbatches),
+    )
