@@ -3,6 +3,8 @@
 The CSV has a header and the columns ``collective, algorithm, channels, nranks, nbytes, time_us``: the collective's name
 (``all_reduce``), the algorithm's (of the library, or any other), the channels it held joined by ``+`` (empty: those the
 cluster's own routes take), the number of ranks, the bytes as a `Collective` counts them, and the time of one call.
+Two more columns may follow: ``groups``, how many groups of so many ranks did it at the same time (else one), and
+``beside``, what else ran on the same ranks meanwhile, as ``all_to_all/direct/eth/1048576``.
 """
 
 from __future__ import annotations
@@ -25,11 +27,42 @@ from .channels import bindings_for, scope_of
 from .costs import Bounding, Cost, CostModel, Motion
 
 COLUMNS = ("collective", "algorithm", "channels", "nranks", "nbytes", "time_us")
+MORE_COLUMNS = ("groups", "beside")
 MAX_ROWS = 1_000_000
 MAX_RANKS = 1 << 20
 MAX_VALUE = 1e18
 NCCL = "nccl"
 """The algorithm's name where nccl-tests does not say which one NCCL chose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """The other half of an overlapped pair.
+
+    >>> str(Beside(collective="all_to_all", algorithm="direct", channels=("shm", "eth"), nbytes=1048576))
+    'all_to_all/direct/shm+eth/1048576'
+    """
+
+    collective: str
+    algorithm: str
+    channels: tuple[str, ...]
+    nbytes: float
+
+    def __str__(self) -> str:
+        return f"{self.collective}/{self.algorithm}/{'+'.join(self.channels)}/{self.nbytes:.12g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """A motif that was measured by itself and beside another one."""
+
+    alone: Measurement
+    together: Measurement
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer it took beside the other."""
+        return self.together.time_us / self.alone.time_us
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +75,10 @@ class Measurement:
     nbytes: float
     time_us: float
     channels: tuple[str, ...] = ()
+    groups: int = 1
+    """So many groups of `nranks` each did the same at once."""
+    beside: Beside | None = None
+    """What ran at the same time on the same ranks."""
     file: str = ""
 
 
@@ -67,11 +104,30 @@ def read_measurements(
     return tuple(found)
 
 
+def write_measurements(path: str | Path, rows: Iterable[Measurement]) -> None:
+    """The CSV table that `read_measurements` reads."""
+    text = StringIO()
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow([*COLUMNS, *MORE_COLUMNS])
+    for row in rows:
+        beside = "" if row.beside is None else str(row.beside)
+        out.writerow([
+            row.collective, row.algorithm, "+".join(row.channels), row.nranks, f"{row.nbytes:.12g}",
+            f"{row.time_us:.6g}", row.groups, beside,
+        ])  # fmt: skip
+    try:
+        Path(path).write_text(text.getvalue(), encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+
+
 class MeasuredCosts:
     """Costs of motifs that were measured; between two measured sizes on a straight line, never falling with the size.
 
-    Beyond the largest size the line goes on, and the source says so. A measurement holds for one group, or for groups
-    that each stay inside a host and so do not meet.
+    Beyond the largest size the line goes on, and the source says so. A measurement holds for as many groups at once as
+    were measured; one of a single group also for groups that each stay inside a host and so do not meet. What was
+    measured beside something else is in `overlaps`, and is nobody's cost: motifs on disjoint channels are planned as if
+    they did not slow each other.
     """
 
     def __init__(self, cluster: Cluster, measurements: Iterable[Measurement]) -> None:
@@ -79,18 +135,21 @@ class MeasuredCosts:
         measurements = tuple(measurements)
         self.files = tuple(dict.fromkeys(Path(row.file).name for row in measurements if row.file)) or ("given",)
         """The names of the files that they come from."""
-        rows: dict[tuple[str, str, tuple[str, ...], int], list[Measurement]] = {}
+        rows: dict[_Key, list[Measurement]] = {}
         for row in measurements:
             for channel in row.channels:
                 if channel not in cluster.channels:
                     raise unknown(f"channel in {row.file or 'the table'}", channel, cluster.channels)
             held = tuple(channel for channel in cluster.channels if channel in row.channels)
-            rows.setdefault((row.collective, row.algorithm, held, row.nranks), []).append(row)
+            if row.beside is None:
+                rows.setdefault((row.collective, row.algorithm, held, row.nranks, row.groups), []).append(row)
         self._curves = {key: _curve(each) for key, each in rows.items()}
+        self.overlaps = overlaps(measurements)
+        """Every motif that was also measured beside another one."""
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
         """The algorithms that were measured for this motif."""
-        named = dict.fromkeys(algorithm for kind, algorithm, _, _ in self._curves if kind == motion.kind)
+        named = dict.fromkeys(algorithm for kind, algorithm, *_ in self._curves if kind == motion.kind)
         return [algorithm for algorithm in named if self.has(motion, algorithm)]
 
     def has(self, motion: Motion, algorithm: str) -> bool:
@@ -112,14 +171,15 @@ class MeasuredCosts:
         groups = motion.groups
         if motion.window is not None or len({len(group) for group in groups}) > 1:
             return None
-        if len(groups) > 1 and scope_of(self.cluster, groups) != "intra":
-            return None
-        key = (motion.kind, algorithm, motion.channels, len(groups[0]))
-        found = self._curves.get(key)
-        if found is None and (motion.kind, algorithm, (), len(groups[0])) in self._curves:
-            usual = bindings_for(self.cluster, groups)[0].channels
-            found = self._curves[motion.kind, algorithm, (), len(groups[0])] if usual == motion.channels else None
-        return found
+        apart = len(groups) == 1 or scope_of(self.cluster, groups) == "intra"
+        for count in dict.fromkeys((len(groups), 1) if apart else (len(groups),)):
+            found = self._curves.get((motion.kind, algorithm, motion.channels, len(groups[0]), count))
+            if found is not None:
+                return found
+            unnamed = self._curves.get((motion.kind, algorithm, (), len(groups[0]), count))
+            if unnamed is not None and bindings_for(self.cluster, groups)[0].channels == motion.channels:
+                return unnamed
+        return None
 
 
 class LayeredCosts:
@@ -130,7 +190,7 @@ class LayeredCosts:
     """
 
     def __init__(self, measured: MeasuredCosts, otherwise: CostModel) -> None:
-        self.cluster, self.files = otherwise.cluster, measured.files
+        self.cluster, self.files, self.overlaps = otherwise.cluster, measured.files, measured.overlaps
         self._measured, self._otherwise = measured, otherwise
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
@@ -148,6 +208,27 @@ class LayeredCosts:
 
     def _model(self, motion: Motion, algorithm: str) -> CostModel:
         return self._measured if self._measured.has(motion, algorithm) else self._otherwise
+
+
+def overlaps(measurements: Iterable[Measurement]) -> tuple[Overlap, ...]:
+    """Every measurement beside something else with the same one by itself, where there is one."""
+    rows = tuple(measurements)
+
+    def same(row: Measurement) -> tuple[str, str, frozenset[str], int, float, int]:
+        return row.collective, row.algorithm, frozenset(row.channels), row.nranks, row.nbytes, row.groups
+
+    alone: dict[tuple[str, str, frozenset[str], int, float, int], Measurement] = {}
+    for row in rows:
+        known = alone.get(same(row))
+        if row.beside is None and (known is None or row.time_us < known.time_us):
+            alone[same(row)] = row
+    return tuple(
+        Overlap(alone=alone[same(row)], together=row) for row in rows if row.beside is not None and same(row) in alone
+    )
+
+
+_Key = tuple[str, str, tuple[str, ...], int, int]
+"""Collective, algorithm, channels, ranks of a group, groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +266,7 @@ def _csv_rows(text: str, where: str) -> Iterator[Measurement]:
     reader = csv.reader(StringIO(text), skipinitialspace=True)
     try:
         header = [cell.strip() for cell in next(line for line in reader if line)]
-        place = {name: header.index(name) for name in COLUMNS}
+        place = {name: header.index(name) for name in (*COLUMNS, *MORE_COLUMNS) if name in header}
         for line in reader:
             if not line or line[0].startswith("#"):
                 continue
@@ -194,13 +275,15 @@ def _csv_rows(text: str, where: str) -> Iterator[Measurement]:
                 raise InvalidInput(f"{where}: more than {MAX_ROWS} lines")
             if len(line) != len(header):
                 raise InvalidInput(f"{at}: {len(line)} cells, not {len(header)}")
-            cell = {name: line[place[name]].strip() for name in COLUMNS}
+            cell = {name: line[at_column].strip() for name, at_column in place.items()}
             if not cell["algorithm"]:
                 raise InvalidInput(f"{at}: algorithm: must not be empty")
             yield Measurement(
                 collective=_kind(cell["collective"], f"{at}: collective"),
                 algorithm=cell["algorithm"],
-                channels=tuple(part.strip() for part in cell["channels"].split("+") if part.strip()),
+                channels=_channels(cell["channels"]),
+                groups=_ranks(cell.get("groups") or "1", f"{at}: groups", least=1),
+                beside=_beside(cell.get("beside", ""), f"{at}: beside"),
                 nranks=_ranks(cell["nranks"], f"{at}: nranks"),
                 nbytes=_positive(cell["nbytes"], f"{at}: nbytes"),
                 time_us=_positive(cell["time_us"], f"{at}: time_us"),
@@ -267,9 +350,26 @@ def _kind(text: str, where: str) -> str:
     return kind
 
 
-def _ranks(text: str, where: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 2 <= int(text) <= MAX_RANKS:
-        raise InvalidInput(f"{where}: must be 2..{MAX_RANKS}, not {text[:40]!r}")
+def _beside(text: str, where: str) -> Beside | None:
+    if not text:
+        return None
+    parts = text.split("/")
+    if len(parts) != 4 or not parts[1]:
+        raise InvalidInput(f"{where}: must be COLLECTIVE/ALGORITHM/CHANNELS/BYTES, not {text[:80]!r}")
+    kind, algorithm, channels, nbytes = parts
+    return Beside(
+        collective=_kind(kind, where), algorithm=algorithm, channels=_channels(channels),
+        nbytes=_positive(nbytes, where),
+    )  # fmt: skip
+
+
+def _channels(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split("+") if part.strip())
+
+
+def _ranks(text: str, where: str, least: int = 2) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= MAX_RANKS:
+        raise InvalidInput(f"{where}: must be {least}..{MAX_RANKS}, not {text[:40]!r}")
     return int(text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput
@@ -12,6 +13,7 @@ from ..simulator import simulate
 from ..units import KB, MB, format_bytes, format_us
 from .channels import Binding, bindings_for
 from .costs import CostModel, Motion, SimulatedCosts, launch_us
+from .measured import LayeredCosts, MeasuredCosts
 from .together import Part, together
 
 SIZES = tuple(int(16 * KB * 4**step) for step in range(9))
@@ -107,7 +109,8 @@ def overlapped_pair(
     """Figure 18: an all-reduce and an all-to-all (of `sizes`) on one set of channels, or each on its own.
 
     Which way wins depends on the two sizes, as the second set of channels is the slower one: the note says from which
-    all-to-all on it takes longer there than both take one after the other on the first.
+    all-to-all on it takes longer there than both take one after the other on the first. What is measured slows each
+    other by as much as pairs on these channels were measured to.
     """
     first = _bindings(costs)[0]
     second = next((b for b in _bindings(costs) if not set(b.channels) & set(first.channels)), None)
@@ -121,18 +124,32 @@ def overlapped_pair(
     a, b = first.name, second.name
     border = _border(costs, first, second, reduce_us[a], max(sizes))
     ours = f"all-reduce on {a}, all-to-all on {b}"
+    slower = measured_slowdown(costs, first.channels, second.channels)
     return Figure(
         name=f"all-reduce of {format_bytes(all_reduce_bytes)} beside an all-to-all",
         sizes=tuple(sizes),
         times_us={
             f"both on {a}, one by one": tuple(reduce_us[a] + us for us in exchange_us[a]),
             f"both on {a}, at once": tuple(_at_once(costs, first, all_reduce_bytes, size) for size in sizes),
-            ours: tuple(max(reduce_us[a], us) for us in exchange_us[b]),
-            f"all-reduce on {b}, all-to-all on {a}": tuple(max(reduce_us[b], us) for us in exchange_us[a]),
+            ours: tuple(slower * max(reduce_us[a], us) for us in exchange_us[b]),
+            f"all-reduce on {b}, all-to-all on {a}": tuple(slower * max(reduce_us[b], us) for us in exchange_us[a]),
         },
         expected=(ours,),
         note=f"from {format_bytes(border)} per rank on, one by one on {a} is faster" if border else "",
     )
+
+
+def measured_slowdown(costs: CostModel, one: Sequence[str], two: Sequence[str]) -> float:
+    """How many times longer motifs on two sets of channels were measured to take side by side; 1 where nobody did."""
+    pairs = costs.overlaps if isinstance(costs, MeasuredCosts | LayeredCosts) else ()
+    ends = {(frozenset(one), frozenset(two)), (frozenset(two), frozenset(one))}
+    slow = [
+        pair.slowdown
+        for pair in pairs
+        if pair.together.beside is not None
+        and (frozenset(pair.alone.channels), frozenset(pair.together.beside.channels)) in ends
+    ]
+    return max(1.0, median(slow)) if slow else 1.0
 
 
 def _bindings(costs: CostModel) -> tuple[Binding, ...]:

@@ -1,0 +1,97 @@
+"""``stretto bench``: what motifs really cost on a job's ranks, for the planner."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import InvalidInput
+from .common import out, progress, wrote
+
+if TYPE_CHECKING:
+    from ..runtime.bench import Benched
+
+
+def bench(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.csv", help="Where rank 0 writes the table.")],
+    cluster: Annotated[str, typer.Option(metavar="FILE", help="The job's cluster, as 'stretto probe' writes it.")],
+    bytes_: Annotated[
+        str, typer.Option("--bytes", metavar="SIZES", help="Sizes: 1M, a list, or a range such as 64K..4M.")
+    ] = "64K..4M",
+    collectives: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Only these; by default the five that training uses.")
+    ] = None,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="What is not timed by then is left out.")] = 60.0,
+) -> None:
+    """Time motifs on a job's ranks, alone and in overlapping pairs. Every rank runs this command.
+
+    \b
+    Of every collective over all ranks, inside hosts and between them, on each
+    channel, the algorithms that look best are run for real. The table is what
+    'stretto plan --costs' reads.
+
+    \b
+    Examples:
+      torchrun --nproc-per-node 4 -m stretto bench --cluster c.yaml -o costs.csv
+      stretto lab run --uplink 400mbit -- \\
+          stretto bench --cluster c.yaml -o costs.csv --bytes 64K,1M
+      stretto plan --workload mine.json --cluster c.yaml --costs costs.csv
+    """
+    from ..algorithms import collective_kind
+    from ..cluster import Cluster
+    from ..planner.measured import write_measurements
+    from ..report.sweep import parse_sizes
+    from ..runtime.bench import KINDS, runs
+    from ..runtime.probe_join import joined, place
+
+    if not 0 < budget < 1e6:
+        raise InvalidInput(f"--budget: must be more than 0 and less than 1e6 seconds, not {budget:g}")
+    rank, world = place()
+    known = Cluster.load(cluster)
+    if known.num_devices != world:
+        raise InvalidInput(f"--cluster: {known.name} has {known.num_devices} devices, the job {world} ranks")
+    sizes = parse_sizes(bytes_)
+    kinds = tuple(collective_kind(name.strip()) for name in collectives.split(",")) if collectives else KINDS
+    if rank == 0 and not output.absolute().parent.is_dir():
+        raise InvalidInput(f"--output: {output.absolute().parent} is not a folder")
+    from ..runtime.bench import bench as measure
+
+    with ExitStack() as stack:
+        executor = stack.enter_context(joined())
+        todo = runs(known, channels=tuple(executor._channels), kinds=kinds, sizes=sizes)
+        advance = stack.enter_context(progress("bench", len(todo))) if rank == 0 else lambda label: None
+        done = measure(executor, known, todo, budget_s=budget, advance=advance)
+    if rank == 0:
+        write_measurements(output, done.measurements)
+        _tell(done)
+        wrote(out(), output, f"{len(done.measurements)} measurements in {done.seconds:.0f} s")
+
+
+def _tell(done: Benched) -> None:
+    """The fastest of every motif, and how much overlapped pairs slow each other."""
+    from rich.table import Table
+
+    from ..planner.measured import Measurement, overlaps
+    from ..units import format_bytes, format_us
+
+    best: dict[tuple[object, ...], Measurement] = {}
+    for row in done.measurements:
+        key = row.collective, row.nranks, row.groups, row.channels, row.nbytes
+        if row.beside is None and (key not in best or row.time_us < best[key].time_us):
+            best[key] = row
+    table = Table("collective", "ranks", "channels", "bytes", "fastest", "time", box=None)
+    for row in best.values():
+        ranks = f"{row.groups} x {row.nranks}" if row.groups > 1 else str(row.nranks)
+        size, taken = format_bytes(row.nbytes), format_us(row.time_us)
+        table.add_row(row.collective, ranks, "+".join(row.channels), size, row.algorithm, taken)
+    console = out()
+    console.print(table)
+    for pair in overlaps(done.measurements):
+        row = pair.alone
+        what = f"{row.collective} of {format_bytes(row.nbytes)} on {'+'.join(row.channels)}"
+        console.print(f"{what} beside {pair.together.beside}: {pair.slowdown:.2f} times as long", markup=False)
+    if done.left_out:
+        console.print(f"{len(done.left_out)} runs did not fit into the time (--budget)")

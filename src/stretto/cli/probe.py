@@ -1,0 +1,65 @@
+"""``stretto probe``: what network a job's ranks really have."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import InvalidInput
+from .common import out, progress, wrote
+
+
+def probe(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.yaml", help="Where rank 0 writes the cluster.")
+    ],
+    channel: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Measure this channel only; may be repeated.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME:N|FILE", help="Compare with this cluster (else with all presets).")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that one flow may take.")] = 30.0,
+) -> None:
+    """Measure the network between a job's ranks and write it as a cluster. Every rank runs this command.
+
+    \b
+    It finds which ranks share a host and an uplink, the rate and latency of
+    every channel, and the order of ranks in which rings are fastest. What it
+    writes serves wherever a cluster is asked for.
+
+    \b
+    Examples:
+      torchrun --nproc-per-node 4 -m stretto probe -o cluster.yaml
+      stretto lab run --uplink rdma=400mbit --uplink eth=200mbit -- \\
+          stretto probe -o cluster.yaml
+      stretto synth allreduce --cluster cluster.yaml --bytes 16M -o ar.xml
+      STRETTO_CLUSTER=cluster.yaml torchrun ... train.py
+    """
+    from ..cluster import Cluster
+    from ..runtime.probe_join import joined, place
+
+    if not 0 < timeout < 1e6:
+        raise InvalidInput(f"--timeout: must be more than 0 and less than 1e6 seconds, not {timeout:g}")
+    rank, world = place()
+    known = Cluster.load(preset) if preset is not None else None
+    if known is not None and known.num_devices != world:
+        raise InvalidInput(f"--preset: {known.name} has {known.num_devices} devices, the job {world} ranks")
+    if rank == 0 and not output.absolute().parent.is_dir():
+        raise InvalidInput(f"--output: {output.absolute().parent} is not a folder")
+    from ..runtime.probe import probe as measure
+
+    with ExitStack() as stack:
+        executor = stack.enter_context(joined())
+        steps = 2 + len(channel or executor._channels)
+        advance = stack.enter_context(progress("probe", steps)) if rank == 0 else lambda label: None
+        probed = measure(executor, channels=channel, known=known, timeout_s=timeout, name=output.stem, advance=advance)
+    if rank == 0:
+        probed.cluster.save(output)
+        console = out()
+        for line in probed.lines():
+            console.print(line, markup=False, soft_wrap=True)
+        wrote(console, output)
