@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,14 @@ def machine() -> Row:
     return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}
 
 
-def options(about: str | None) -> argparse.Namespace:
+def options(about: str | None, *, only: Sequence[str] = ()) -> argparse.Namespace:
+    """The command line; `only` names the parts of a benchmark that has several."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--quick", action="store_true", help="end within a minute on two cores")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as docs/results.md has it")
+    if only:
+        parser.add_argument("--only", choices=only, help="one part of it")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, in a process of its own
     return parser.parse_args()
 
@@ -69,8 +72,12 @@ def finish(rows: list[Row], args: argparse.Namespace, *, title: str) -> None:
     else:
         show(rows, title=title)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"rows": rows, "machine": machine()}, indent=1) + "\n")
+        save(rows, args.json)
+
+
+def save(rows: list[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rows": rows, "machine": machine()}, indent=1) + "\n")
 
 
 def run_cases(script: str, about: str | None, title: str, cases: dict[str, Callable[[bool], list[Row]]]) -> None:

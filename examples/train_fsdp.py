@@ -5,10 +5,8 @@ torchrun --nproc-per-node 4 examples/train_fsdp.py --backend stretto
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from models.gpt import GPT, Shape, distributed
-from train_loop import arguments, join, leave, train
+from train_loop import arguments, data_of_this_rank, join, leave, train
 
 
 def main() -> None:
@@ -16,7 +14,7 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     join(options.backend)
     model = GPT(Shape(width=options.width, batch=options.batch))
-    tokens = model.batch(torch.Generator().manual_seed(dist.get_rank()))
+    tokens = model.batch(data_of_this_rank(options.shuffle))
     train(distributed(model, "fsdp"), lambda parallel: parallel(tokens), options.iterations)
     leave(options.choices)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from models.dlrm import DLRM, Shape
 from torch import nn
 from torch.nn import functional
-from train_loop import arguments, join, leave, train
+from train_loop import arguments, data_of_this_rank, join, leave, train
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     join(options.backend)
     torch.manual_seed(dist.get_rank())
     model = DLRM(Shape(hidden=2 * options.width, batch=options.batch))
-    dense, indices, clicks = model.batch(torch.Generator().manual_seed(dist.get_rank()))
+    dense, indices, clicks = model.batch(data_of_this_rank(options.shuffle))
 
     def loss_of(model: nn.Module) -> torch.Tensor:
         return functional.binary_cross_entropy_with_logits(model(dense, indices), clicks)

@@ -20,6 +20,7 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--batch", type=int, default=8, help="samples of each rank")
     parser.add_argument("--width", type=int, default=128, help="of the model's layers")
+    parser.add_argument("--shuffle", type=int, default=0, help="deal the data out in another order, by this seed")
     parser.add_argument("--choices", action="store_true", help="print which program ran for which calls")
     return parser
 
@@ -31,6 +32,17 @@ def join(backend: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(backend)
     torch.manual_seed(0)
+
+
+def data_of_this_rank(shuffle: int) -> torch.Generator:
+    """Random numbers for this rank's data: its own, or with `shuffle` those of another rank.
+
+    All ranks together train on the same data either way. Sums are added in another order, so losses differ in their
+    last digits as they do between any two correct ways of summing.
+    """
+    ranks = dist.get_world_size()
+    order = torch.randperm(ranks, generator=torch.Generator().manual_seed(shuffle)) if shuffle else torch.arange(ranks)
+    return torch.Generator().manual_seed(int(order[dist.get_rank()]))
 
 
 def train(model: nn.Module, loss_of: Callable[[nn.Module], Any], iterations: int) -> None:
@@ -48,7 +60,7 @@ def train(model: nn.Module, loss_of: Callable[[nn.Module], Any], iterations: int
         dist.all_reduce(total)
         losses.append(float(total) / dist.get_world_size())
     if dist.get_rank() == 0:
-        shown = " ".join(f"{loss:.6f}" for loss in losses)
+        shown = " ".join(f"{loss:.9f}" for loss in losses)
         # The first iterations set up connections, buckets and programs.
         late = times[min(3, len(times) - 1) :]
         print(f"backend {dist.get_backend()}, {dist.get_world_size()} ranks")

@@ -240,3 +240,12 @@ def test_a_lab_that_is_not_open_runs_nothing() -> None:
             lab.run(["no-such-command"])
         with pytest.raises(InvalidInput, match="command: is empty"):
             lab.run([])
+
+
+def test_any_command_can_enter_a_host() -> None:
+    with Lab(hosts=2, ranks_per_host=1, uplinks={"eth": "100mbit"}) as lab:
+        for host in range(2):
+            said = subprocess.run([*lab.enter(host), "hostname"], capture_output=True, text=True, timeout=LIMIT_S)
+            assert said.stdout.strip() == f"h{host}"
+        with pytest.raises(InvalidInput, match=r"host: must be 0\.\.1, not 2"):
+            lab.enter(2)

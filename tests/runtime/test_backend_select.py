@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from stretto import AllReduce, Cluster, InvalidInput
+from stretto.lab.layout import Layout
 from stretto.runtime.select import Selector, rules
 from stretto.synthesis.table import select
 
@@ -30,7 +32,7 @@ def test_one_host_goes_straight_and_several_go_by_dimension() -> None:
     assert far.program.name.startswith("hierarchical")
 
 
-def crossing(kind: str, hosts: str) -> int:
+def crossing(kind: str, hosts: Sequence[str]) -> int:
     """Chunks that go from one host to another."""
     program = Selector(range(len(hosts)), hosts).pick(kind, 1 << 20).program
     crossing = 0
@@ -52,16 +54,54 @@ def test_sizes_between_two_powers_of_two_share_a_program() -> None:
     assert selector.pick("all_reduce", 1) is selector.pick("all_reduce", 256)
 
 
-def test_hosts_of_different_sizes_fall_back_with_a_reason() -> None:
+def test_hosts_of_different_sizes_still_send_each_byte_between_them_once() -> None:
     pick = Selector(range(4), "aaab").pick("all_reduce", 1 << 20)
-    assert pick.program.name.startswith("ring")
-    assert ("hierarchical", "needs as many ranks on every host") in pick.rejected
+    # The sum of one host goes one way and the result the other: the tensor once in each direction.
+    assert crossing("all_reduce", "aaab") == 2 * pick.program.collective.num_chunks
+    assert any(name == "ring" and reason.startswith("predicted") for name, reason in pick.rejected)
+
+
+def test_between_four_hosts_a_ring_of_hosts_keeps_every_uplink_to_one_flow_in_each_direction() -> None:
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        pick = Selector(range(8), "abcdabcd").pick(kind, 4 << 20)
+        assert "inside=direct.ring" in pick.program.name
+        assert any("direct.direct" in name and "asks more of the links" in reason for name, reason in pick.rejected)
+
+
+def test_what_waits_for_slices_of_others_is_seen_to_be_slower() -> None:
+    """In one piece halving and doubling looks as fast as a ring; its stages hold each other up on a shared uplink."""
+    rejected = dict(Selector(range(8), "aabbccdd").pick("reduce_scatter", 4 << 20).rejected)
+    (reason,) = {why for name, why in rejected.items() if "inside=halving_doubling" in name}
+    assert reason.startswith("predicted") and "asks more" not in reason
+
+
+def test_equal_input_gives_equal_choices() -> None:
+    one, two = Selector(range(6), "aabbcc"), Selector(range(6), "aabbcc")
+    for kind in KINDS:
+        for nbytes in (1 << 10, 1 << 22):
+            assert one.pick(kind, nbytes) == two.pick(kind, nbytes)
+
+
+def test_more_ranks_than_are_simulated_go_by_a_rule() -> None:
+    many = Selector(range(72), [str(rank // 8) for rank in range(72)])
+    pick = many.pick("all_reduce", 1 << 20)
+    assert pick.program.name.startswith("hierarchical(dims=8x9") and "too many to simulate" in pick.why
+    uneven = Selector(range(72), ["a"] * 70 + ["b", "b"]).pick("all_reduce", 1 << 20)
+    assert uneven.program.name.startswith("ring")
+    assert ("hierarchical", "needs as many ranks on every host") in uneven.rejected
 
 
 def test_a_short_broadcast_takes_few_steps_and_a_long_one_a_pipeline() -> None:
-    selector = Selector(range(8), "abababab")
+    selector = Selector(range(8), "aaaabbbb")
     assert selector.pick("broadcast", 100).program.name.startswith("binomial")
     assert selector.pick("broadcast", 1 << 24).program.name.startswith("chain")
+
+
+def test_a_group_inside_one_host_of_a_cluster_goes_straight() -> None:
+    cluster = Layout.of(hosts=2, ranks_per_host=4).cluster()
+    pick = Selector([4, 5, 6, 7], "bbbb", cluster=cluster).pick("all_gather", 1 << 20)
+    assert pick.program.name == "direct" and pick.why == "all ranks on one host"
+    assert Selector(range(8), "aaaabbbb", cluster=cluster).pick("all_gather", 1 << 20).why.endswith("on lab-2x4")
 
 
 def test_on_a_cluster_the_fastest_of_the_library_is_taken() -> None:

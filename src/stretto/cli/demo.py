@@ -33,9 +33,10 @@ def demo(
         "stretto-demo"
     ),
 ) -> None:
-    """Run the whole path once: cluster, programs, proof, execution, export, simulation, report, a planned step.
+    """Run the whole path once: cluster, programs, proof, export, simulation, report, a planned step, a real run.
 
-    Takes some seconds, needs neither a GPU nor a network, and leaves pictures and files in DIR.
+    Takes some seconds, needs neither a GPU nor a network (the last step makes
+    its own, where the machine lets it), and leaves pictures and files in DIR.
 
     \b
     Examples:
@@ -51,6 +52,7 @@ def demo(
     sweep, fastest = tour.sweep(cluster)
     tour.report(cluster, sweep, fastest)
     tour.plan()
+    tour.run()
     tour.farewell()
 
 
@@ -191,6 +193,27 @@ class _Tour:
             self.console.print(systems_table(found.schedules))
             found.plan.save(self.path("plan.json", "the plan of a training step"))
             write_plan_html(self.path("plan.html", "the same: timelines before and after, and why"), found)
+
+    def run(self) -> None:
+        from ..errors import Infeasible
+        from ..units import format_us
+        from . import demo_lab as real
+
+        where = f"{real.HOSTS} hosts x {real.RANKS} ranks, {real.ORDER}, behind uplinks of {real.RATE}"
+        with self.step(f"For real: an all-reduce of {real.NBYTES >> 20} MB on {where}"):
+            reason = real.missing()
+            try:
+                if reason is not None:
+                    raise Infeasible(reason)
+                done = real.real_run(self.folder / "lab.yaml", self.folder / "measured.pftrace")
+            except Infeasible as error:
+                self.console.print(f"left out: {error}", markup=False, soft_wrap=True)
+                return
+            self.files |= {"lab.yaml": "the lab as a cluster", "measured.pftrace": "what rank 0 did there"}
+            measured = f"predicted {format_us(done.predicted_us)}, measured {format_us(done.stretto_us)}"
+            self.console.print(f"{done.program}: {measured}", markup=False, soft_wrap=True)
+            times = done.gloo_us / done.stretto_us
+            self.console.print(f"gloo: measured {format_us(done.gloo_us)}, {times:.1f} times as long")
 
     def farewell(self) -> None:
         console = self.console

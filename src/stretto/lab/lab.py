@@ -91,6 +91,12 @@ class Lab:
                 return int(numbers[8]), int(numbers[0])
         raise unknown("channel", channel, (c.name for c in self.layout.channels))
 
+    def enter(self, host: int) -> list[str]:
+        """The beginning of a command line whose rest runs on a host: for launchers of their own, such as mpirun."""
+        if not 0 <= host < self.layout.hosts:
+            raise InvalidInput(f"host: must be 0..{self.layout.hosts - 1}, not {host}")
+        return self._open.enter(host)
+
     def start(
         self,
         command: Sequence[str],

@@ -23,6 +23,9 @@ MIN_BITS_PER_S, MAX_BITS_PER_S = 10**6, 40 * 10**9
 MTU = 9000
 """Jumbo frames: headers then take 0.7 % of the shaped rate (4.4 % with 1500)."""
 
+ETHERNET, IP, TCP = 14, 20, 32
+"""Headers of a frame in bytes; TCP's with the time stamps that Linux sends."""
+
 SHM_GB_PER_S, SHM_ALPHA_US = 5.0, 2.0
 TCP_ALPHA_US = 10.0
 """Assumed in `Layout.cluster`: what ranks of one host exchange through memory; and one TCP message between hosts, which
@@ -55,6 +58,15 @@ def format_rate(bits_per_s: int) -> str:
     """
     unit, name = (10**9, "gbit") if bits_per_s >= 10**9 else (10**6, "mbit")
     return f"{bits_per_s / unit:.12g}{name}"
+
+
+def wire_bytes(payload: float) -> float:
+    """What so much TCP payload takes of a shaped rate, in full frames.
+
+    >>> round(wire_bytes(1e6))
+    1007376
+    """
+    return payload * (MTU + ETHERNET) / (MTU - IP - TCP)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Which program runs for which call: a pure function of what all ranks know, so that all ranks choose the same.
 
-Three sources, the first that has an answer: a folder of programs made for this job (STRETTO_TABLE, as `stretto synth`
-writes it), a cluster (STRETTO_CLUSTER) on which the library's algorithms are simulated, and else the hosts of the
-ranks: inside one host straight through shared memory, between hosts dimension by dimension.
+The first source that has an answer: a folder of programs made for this job (STRETTO_TABLE, as `stretto synth` writes
+it); inside one host the straight way through shared memory; between hosts the library's programs, simulated as the
+executor would run them, on the cluster (STRETTO_CLUSTER) or on what the hosts of the ranks suggest.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from ..algorithms import algorithm
 from ..algorithms.registry import defined_for
@@ -25,27 +27,38 @@ from ..errors import InvalidInput, StrettoError
 from ..files import convert, parse_json, read_text
 from ..programs import Lowered, Program
 from ..programs.formats import load_program
+from ..programs.lower import lower
 from ..simulator import simulate
 from ..units import format_us
+from .executor import far_bytes
+from .predict import predict, slices_of
 
 SMALLEST_BYTES = 256
 """Up to this size all calls are alike."""
 MAX_SIMULATED = 64
 """Over more ranks, simulating the library would hold up the first call for too long."""
-FAR = {
+SHORTLIST = 5
+"""So many are simulated in full: those that are best when every chunk is one message."""
+MAX_SLICES = 16
+"""More slices than these behave alike."""
+AS_FAST = 1.02
+"""Predictions this close are equal: what decides then is how little the ranks get into each other's way."""
+VARIANTS: dict[str, tuple[Mapping[str, Any], ...]] = {
+    "hierarchical": ({}, {"inside": ("direct", "ring")}, {"inside": ("direct", "direct")}),
+}
+"""Options to try beside those that the cluster suggests. A ring between hosts has one flow into each at a time."""
+MANY = {
     "all_reduce": ("hierarchical", "ring"),
     "all_gather": ("hierarchical", "ring"),
     "reduce_scatter": ("hierarchical", "ring"),
-    "all_to_all": ("pairwise", "direct"),
-    "broadcast": ("chain", "binomial"),
-    "reduce": ("chain", "binomial"),
+    "all_to_all": ("pairwise",),
+    "broadcast": ("chain",),
+    "reduce": ("chain",),
 }
-"""Between hosts, without a cluster to simulate on: the first that is defined for the ranks."""
-SHORT = {"broadcast": ("binomial",), "reduce": ("binomial",)}
-"""The same for what is so small that only the number of steps counts."""
-SHORT_BYTES = 64 << 10
-SHARED_GB_PER_S, UPLINK_GB_PER_S = 5.0, 0.1
-"""Only their order matters: memory before network."""
+"""Between hosts, over so many ranks that nothing is simulated: the first that is defined for them, else direct."""
+SHARED_GB_PER_S, SHARED_ALPHA_US = 5.0, 2.0
+UPLINK_GB_PER_S, UPLINK_ALPHA_US = 0.1, 20.0
+"""Assumed where no cluster says better; only their order matters: memory before network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +68,15 @@ class Pick:
     program: Program | Lowered
     why: str
     rejected: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Timed:
+    """A program's prediction, and what it asks for: bytes moved, connections between hosts, flows on them at a time."""
+
+    program: Program
+    total_us: float
+    burden: tuple[int, int, int, float]
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -106,9 +128,12 @@ class Selector:
         made = self._from_table(kind, nbytes, root, in_place, rejected)
         if made is not None:
             return Pick(program=made, why="made for this job (STRETTO_TABLE)", rejected=tuple(rejected))
-        if self.cluster is not None and len(self.devices) <= MAX_SIMULATED:
-            return self._simulated(self.cluster, kind, nbytes, root, in_place, rejected)
-        return self._by_hosts(kind, nbytes, root, in_place, rejected)
+        if self._together:
+            program = self._build("direct", kind, None, root, in_place)
+            return Pick(program=program, why="all ranks on one host", rejected=tuple(rejected))
+        if len(self.devices) <= MAX_SIMULATED:
+            return self._simulated(kind, nbytes, root, in_place, rejected)
+        return self._by_rule(kind, root, in_place, rejected)
 
     def _from_table(
         self, kind: str, nbytes: int, root: int, in_place: bool, rejected: list[tuple[str, str]]
@@ -132,34 +157,51 @@ class Selector:
                 return program
         return None
 
-    def _simulated(
-        self, cluster: Cluster, kind: str, nbytes: int, root: int, in_place: bool, rejected: list[tuple[str, str]]
-    ) -> Pick:
-        times: list[tuple[float, Program]] = []
+    def _simulated(self, kind: str, nbytes: int, root: int, in_place: bool, rejected: list[tuple[str, str]]) -> Pick:
+        cluster = self.cluster or self._assumed
+        rough: list[tuple[float, Program]] = []
         for name in defined_for(kind, len(self.devices)):
-            try:
-                program = self._build(name, kind, cluster, root, in_place)
-                times.append((simulate(program, cluster, nbytes=nbytes).total_us, program))
-            except StrettoError as error:
-                rejected.append((name, str(error)))
-        if not times:
+            for at, options in enumerate(VARIANTS.get(name, ({},))):
+                try:
+                    program = self._build(name, kind, cluster, root, in_place, options)
+                    rough.append((simulate(program, cluster, nbytes=nbytes).total_us, program))
+                except StrettoError as error:
+                    # A variant asks for hosts that are alike; the algorithm itself may do without.
+                    if at == 0:
+                        rejected.append((name, str(error)))
+        if not rough:
             raise InvalidInput(f"no algorithm of the library does {kind} over {len(self.devices)} ranks: {rejected}")
-        times.sort(key=lambda pair: pair[0])
-        (best_us, best), *others = times
-        rejected += [(program.name, f"predicted {format_us(time_us)}") for time_us, program in others]
-        return Pick(
-            program=best, why=f"predicted {format_us(best_us)} on {cluster.name}, the least", rejected=tuple(rejected)
+        rough.sort(key=lambda pair: pair[0])
+        fine = [self._timed(program, cluster, nbytes) for _, program in rough[:SHORTLIST]]
+        least_us = min(each.total_us for each in fine)
+        best = min((each for each in fine if each.total_us <= AS_FAST * least_us), key=lambda each: each.burden)
+        for each in fine:
+            if each is not best:
+                close = ", but asks more of the links" if each.total_us <= AS_FAST * least_us else ""
+                rejected.append((each.program.name, f"predicted {format_us(each.total_us)}{close}"))
+        rejected += [(program.name, f"predicted {format_us(us)}, in one piece") for us, program in rough[SHORTLIST:]]
+        assumed = "" if self.cluster else f"{len(self.devices)} ranks on {self.num_hosts} hosts: "
+        why = f"{assumed}predicted {format_us(best.total_us)} on {cluster.name}"
+        return Pick(program=best.program, why=why, rejected=tuple(rejected))
+
+    def _timed(self, program: Program, cluster: Cluster, nbytes: int) -> _Timed:
+        lowered = lower(program)
+        length = far_bytes(lowered) * -(-slices_of(lowered, nbytes, far_bytes(lowered)) // MAX_SLICES)
+        prediction = predict(lowered, cluster, nbytes=nbytes, message_bytes=length)
+        host = cluster.node_host[list(program.collective.ranks)]
+        src, dst, times = prediction.src, prediction.dst, prediction.times
+        far = host[src] != host[dst]
+        connections = len(np.unique(src[far].astype(np.int64) * len(host) + dst[far]))
+        flows = float((times.end_us - times.start_us)[far].sum()) / prediction.total_us
+        return _Timed(
+            program=program,
+            total_us=prediction.total_us,
+            burden=(round(float(prediction.nbytes.sum())), connections, round(flows), prediction.total_us),
         )
 
-    def _by_hosts(
-        self, kind: str, nbytes: int, root: int, in_place: bool, rejected: list[tuple[str, str]]
-    ) -> Pick:
-        one_host = self.num_hosts == 1
-        far = (SHORT if nbytes <= SHORT_BYTES and kind in SHORT else FAR).get(kind, ())
-        names = ("direct",) if one_host else (*far, "direct")
-        where = "all ranks on one host" if one_host else f"{len(self.devices)} ranks on {self.num_hosts} hosts"
+    def _by_rule(self, kind: str, root: int, in_place: bool, rejected: list[tuple[str, str]]) -> Pick:
         defined = defined_for(kind, len(self.devices))
-        for name in names:
+        for name in (*MANY.get(kind, ()), "direct"):
             if name not in defined:
                 rejected.append((name, f"is not defined for {len(self.devices)} ranks"))
                 continue
@@ -169,17 +211,33 @@ class Selector:
             if name == "hierarchical" and self.num_hosts == len(self.devices):
                 rejected.append((name, "needs several ranks on each host"))
                 continue
-            program = self._build(name, kind, None if one_host else self._assumed, root, in_place)
-            return Pick(program=program, why=where, rejected=tuple(rejected))
+            program = self._build(name, kind, self.cluster or self._assumed, root, in_place)
+            why = f"{len(self.devices)} ranks on {self.num_hosts} hosts, too many to simulate"
+            return Pick(program=program, why=why, rejected=tuple(rejected))
         raise InvalidInput(f"no algorithm of the library does {kind} over {len(self.devices)} ranks")
 
-    def _build(self, name: str, kind: str, cluster: Cluster | None, root: int, in_place: bool) -> Program:
+    def _build(
+        self,
+        name: str,
+        kind: str,
+        cluster: Cluster | None,
+        root: int,
+        in_place: bool,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Program:
         ranks = self.devices if cluster is not None and cluster is self.cluster else range(len(self.devices))
-        program = algorithm(
-            name, kind, tuple(ranks), cluster=cluster, root=root if kind in ROOTED else None, in_place=in_place
-        )
+        given = dict(options) | ({"root": root} if kind in ROOTED else {})
+        program = algorithm(name, kind, tuple(ranks), cluster=cluster, in_place=in_place, **given)
         program.verify()
         return program
+
+    @cached_property
+    def _together(self) -> bool:
+        """Whether all ranks share a host's memory, and no cluster says otherwise."""
+        if self.num_hosts > 1 or self.cluster is None:
+            return self.num_hosts == 1
+        hosts = self.cluster.node_host[list(self.devices)]
+        return bool(hosts[0] >= 0 and np.all(hosts == hosts[0]))
 
     @cached_property
     def _assumed(self) -> Cluster:
@@ -191,14 +249,14 @@ class Selector:
         nodes = [Node(name=f"r{rank}", host=at) for rank, at in enumerate(host)]
         nodes += [Node(name=f"h{at}", kind="switch", host=at) for at in range(len(names))]
         nodes.append(Node(name="net", kind="switch"))
-        pairs = [(rank, count + at, SHARED_GB_PER_S) for rank, at in enumerate(host)]
-        pairs += [(count + at, top, UPLINK_GB_PER_S) for at in range(len(names))]
+        pairs = [(rank, count + at, SHARED_GB_PER_S, SHARED_ALPHA_US) for rank, at in enumerate(host)]
+        pairs += [(count + at, top, UPLINK_GB_PER_S, UPLINK_ALPHA_US) for at in range(len(names))]
         links = [
-            Link(src=src, dst=dst, alpha_us=1.0, gb_per_s=rate)
-            for one, two, rate in pairs
+            Link(src=src, dst=dst, alpha_us=alpha_us / 2, gb_per_s=rate)
+            for one, two, rate, alpha_us in pairs
             for src, dst in ((one, two), (two, one))
         ]
-        return Cluster.build("hosts", nodes=nodes, links=links)
+        return Cluster.build("assumed rates", nodes=nodes, links=links)
 
 
 @dataclass(frozen=True, kw_only=True)
