@@ -1,0 +1,138 @@
+"""``stretto run``: train as ever, with a controller beside it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import InvalidInput, StrettoError
+from .status import ask, summary
+
+if TYPE_CHECKING:
+    from ..control.messages import Status
+
+CANNOT_RUN, NOT_FOUND = 126, 127
+"""What a shell says."""
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What starts the job.")],
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="For making one plan.")] = 5.0,
+    controller: Annotated[
+        str, typer.Option(metavar="unix:PATH|HOST:PORT", help="A running `stretto controller`; else one of its own.")
+    ] = "",
+    token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="That controller's token.")] = None,
+) -> None:
+    """Run a training job unchanged: record a few iterations, plan, go on faster, and say what was gained.
+
+    \b
+    The script may know nothing of Stretto. Process groups on CPUs (gloo) become
+    ours; optimizer steps mark iterations. Ends with the job's exit code. While
+    it runs, `stretto status` with the printed address shows how it goes.
+
+    \b
+    Examples:
+      stretto run -- torchrun --nproc-per-node 4 train.py
+      stretto run -- stretto lab run --hosts 2 --ranks 2 -- python train.py
+      stretto run --budget 30 -- torchrun --nproc-per-node 8 train.py
+    """
+    if not 0 < budget < 86400:
+        raise InvalidInput(f"--budget: must be more than 0 and less than 86400 seconds, not {budget:g}")
+    if controller:
+        if token_file is None:
+            raise InvalidInput("--token-file: must name the token of the controller")
+        name = _job_name(command)
+        code = _run(command, controller, token_file.absolute(), name)
+        _tell(_ask_other(controller, token_file), name)
+        raise typer.Exit(code)
+    from ..control.controller import Controller
+    from ..control.transport import make_token
+
+    with tempfile.TemporaryDirectory(prefix="stretto-run-") as folder:
+        token_path = Path(folder) / "token"
+        token = make_token(token_path)
+        own = Controller(memory=Path(folder) / "state.json", budget_s=budget)
+        try:
+            server = own.serve(f"unix:{folder}/socket", token=token)
+            try:
+                print(
+                    f"stretto: stretto status --address {server.address} --token-file {token_path}",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+                code = _run(command, server.address, token_path, _job_name(command))
+            finally:
+                server.close()
+            _tell(own.status())
+        finally:
+            own.close()
+    raise typer.Exit(code)
+
+
+def _job_name(command: list[str]) -> str:
+    return os.environ.get("STRETTO_JOB", "") or f"{Path(command[0]).name[:60]}-{secrets.token_hex(3)}"
+
+
+def _run(command: list[str], address: str, token_path: Path, name: str) -> int:
+    """The job, with everything it needs to find us; signals that end us end it first."""
+    from ..control import inject_folder
+
+    path = [str(inject_folder()), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "STRETTO_CONTROLLER": address,
+        "STRETTO_TOKEN_FILE": str(token_path),
+        "STRETTO_JOB": name,
+    }
+    try:
+        process = subprocess.Popen(command, env=environment)
+    except FileNotFoundError:
+        print(f"stretto: error: {command[0]}: not found", file=sys.stderr)
+        return NOT_FOUND
+    except OSError as error:
+        print(f"stretto: error: {command[0]}: {error.strerror}", file=sys.stderr)
+        return CANNOT_RUN
+
+    def forward(number: int, _: object) -> None:
+        process.send_signal(number)
+
+    # A terminal sends Ctrl-C to the job as well: it ends as it likes, and we after it.
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
+    }
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _ask_other(address: str, token_file: Path) -> Status | None:
+    """What a controller that is not ours knows; None when it is not there any more."""
+    from ..control.transport import from_environment
+
+    link = from_environment({**os.environ, "STRETTO_CONTROLLER": address, "STRETTO_TOKEN_FILE": str(token_file)})
+    assert link is not None
+    try:
+        return ask(link)
+    except StrettoError as error:
+        print(f"stretto: {error}", file=sys.stderr)
+        return None
+
+
+def _tell(status: Status | None, name: str = "") -> None:
+    """What was gained, for all jobs or one."""
+    jobs = [job for job in status.jobs if not name or job.job == name] if status is not None else []
+    if not jobs:
+        print("stretto: no job was heard of: nothing was gained", file=sys.stderr)
+    for job in jobs:
+        print(f"stretto: {job.size} ranks, {summary(job)}; {job.about}", file=sys.stderr, flush=True)

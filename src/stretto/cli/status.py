@@ -1,0 +1,118 @@
+"""``stretto status``: what a controller knows of its jobs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..units import format_us
+from .common import out
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..control.messages import JobStatus, RankStatus, Status
+    from ..control.transport import Link
+
+ASK_S = 5.0
+
+
+def status(
+    address: Annotated[
+        str, typer.Option(metavar="unix:PATH|HOST:PORT", help="Of the controller; else STRETTO_CONTROLLER's.")
+    ] = "",
+    token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Else STRETTO_TOKEN_FILE.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="The asking side's certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Who signed the controller's.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show the jobs of a controller: plan, hash, waits, gain, and how every rank is.
+
+    \b
+    Examples:
+      stretto status
+      stretto status --address 127.0.0.1:7077 --token-file token
+      stretto status --json
+    """
+    from ..control.transport import from_environment
+
+    environment = dict(os.environ)
+    given = {
+        "STRETTO_CONTROLLER": address, "STRETTO_TOKEN_FILE": token_file, "STRETTO_TLS_CERT": tls_cert,
+        "STRETTO_TLS_KEY": tls_key, "STRETTO_TLS_CA": tls_ca,
+    }  # fmt: skip
+    environment.update({name: str(value) for name, value in given.items() if value})
+    if not environment.get("STRETTO_CONTROLLER"):
+        from ..control.transport import default_folder
+
+        folder = default_folder()
+        environment["STRETTO_CONTROLLER"] = f"unix:{folder / 'controller.sock'}"
+        environment.setdefault("STRETTO_TOKEN_FILE", str(folder / "token"))
+    link = from_environment(environment)
+    assert link is not None
+    found = ask(link)
+    if json:
+        import msgspec
+
+        print(msgspec.json.encode(found).decode())
+        return
+    console = out()
+    if not found.jobs:
+        console.print("no job has been heard of")
+    for job in found.jobs:
+        show(console, job)
+
+
+def ask(link: Link) -> Status:
+    """The answer of the controller at the other end."""
+    from ..control.messages import Status, StatusAsk, decode, encode
+    from ..control.transport import STATUS
+
+    try:
+        return decode(link.call(STATUS, encode(StatusAsk()), timeout_s=ASK_S), Status)
+    finally:
+        link.close()
+
+
+def show(console: Console, job: JobStatus) -> None:
+    """One job: its plan, and a line for every rank."""
+    from rich.table import Table
+
+    console.print(f"job {job.job}: {job.size} ranks, {job.phase}; {job.about}", markup=False, soft_wrap=True)
+    console.print(f"  {summary(job)}", markup=False, soft_wrap=True)
+    table = Table("rank", "runs", "vote", "iteration", "time", "waits", "heard", box=None)
+    for rank in job.ranks:
+        share = f"{rank.waits_us / rank.iteration_us:.1%}" if rank.iteration_us else ""
+        heard = "has ended" if rank.left else f"{rank.heard_s:.1f} s ago"
+        times = format_us(rank.iteration_us) if rank.iteration_us else ""
+        table.add_row(str(rank.rank), str(rank.active), _vote(rank), str(rank.iteration), times, share, heard)
+    console.print(table)
+    for rank in job.ranks:
+        if rank.fell_back:
+            console.print(f"  rank {rank.rank} fell back: {rank.fell_back}", markup=False, soft_wrap=True)
+
+
+def summary(job: JobStatus) -> str:
+    """Plan and gain on one line."""
+    if not job.plan.number:
+        now = f" ({format_us(job.iteration_us)} per iteration)" if job.iteration_us else ""
+        return f"plain order{now}"
+    text = f"plan {job.plan.number}{f' by {job.plan_name}' if job.plan_name else ''}, hash {job.plan.hash}"
+    if job.plain_us and job.iteration_us:
+        text += f": {format_us(job.plain_us)} -> {format_us(job.iteration_us)} per iteration, {job.gain:.2f}x"
+    if job.predicted_us:
+        text += f" (predicted {format_us(job.predicted_us)})"
+    if job.iteration_us:
+        text += f", waits {job.waits_us / job.iteration_us:.1%}"
+    return text + (f", plan made anew: {job.replans}x" if job.replans else "")
+
+
+def _vote(rank: RankStatus) -> str:
+    if rank.ballot is None:
+        return ""
+    state = "committed" if rank.committed == rank.ballot.plan else "yes" if rank.ballot.yes else "no"
+    return f"{rank.ballot.plan.number}: {state}"

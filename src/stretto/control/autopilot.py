@@ -1,0 +1,288 @@
+"""Control for a script that knows nothing of it: counts iterations, records a few, probes, and lets the agent go on.
+
+`arm` is called by the `sitecustomize` that `stretto run` puts in front, when PyTorch's distributed part has been
+imported. From there on: a process group that would be gloo on CPUs becomes ours, and optimizer steps mark iterations.
+Whatever goes wrong is one line, and training goes on as it would have.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidInput, StrettoError
+from ..runtime.enforcer.current import step
+from .agent import Agent, exchange_over
+from .transport import from_environment
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+    from ..runtime.capture import Recorder
+    from ..runtime.enforcer.enforcer import Enforcer
+
+LOG = logging.getLogger("stretto.control")
+WARM_UP = 3
+"""Iterations before the first recording: connections, buckets and caches are made in them."""
+SKIP, RECORD = 2, 5
+RETRY = 50
+"""Iterations until the next try, after a recording that could not be used."""
+MAX_TRIES = 4
+AGREE_EVERY = 16
+"""Iterations between two looks whether all ranks are to record again."""
+OURS = "stretto"
+
+
+def arm(c10d: Any) -> None:
+    """Stand in front of `init_process_group` and `destroy_process_group` of `torch.distributed.distributed_c10d`."""
+    init, destroy = c10d.init_process_group, c10d.destroy_process_group
+
+    @functools.wraps(init)
+    def init_process_group(backend: str | None = None, *args: Any, **more: Any) -> Any:
+        chosen = _backend(backend)
+        done = init(chosen, *args, **more)
+        if chosen == OURS:
+            _guarded(Autopilot.begin)
+        return done
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> Any:
+        pilot = Autopilot.current
+        if pilot is not None and (group is None or group is c10d.GroupMember.WORLD):
+            _guarded(pilot.end)
+        return destroy(group)
+
+    c10d.init_process_group, c10d.destroy_process_group = init_process_group, destroy_process_group
+
+
+def _backend(backend: str | None) -> str | None:
+    """Ours instead of gloo, and instead of the default where that would be gloo."""
+    import torch
+
+    wanted = backend.lower() if isinstance(backend, str) else backend
+    if wanted in ("gloo", "cpu:gloo") or (wanted is None and not torch.accelerator.is_available()):
+        import torch.distributed as dist
+
+        from ..runtime.backend import create
+
+        if OURS.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(OURS, create, extended_api=True, devices=["cpu", "cuda"])
+        return OURS
+    if wanted != OURS:
+        _say(f"the backend {backend or 'for accelerators'} is left as it is")
+    return backend
+
+
+class Autopilot:
+    """One rank's: from the first process group until it is destroyed, or the process ends."""
+
+    current: Autopilot | None = None
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+        from torch._C import _distributed_c10d as c10d
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._pid = os.getpid()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._link = from_environment()
+        if self._link is None:
+            raise InvalidInput("STRETTO_CONTROLLER: must say where the controller is")
+        store = c10d.PrefixStore("stretto/autopilot", dist.distributed_c10d._get_default_store())
+        if self.rank == 0:
+            # Later starts of the same job have later times; the clock of rank 0 alone counts.
+            store.set("epoch", str(time.time_ns() // 1000))
+        self._epoch = int(store.get("epoch"))
+        self._wish = _Wish(store, self.rank, self.size)
+        self._agent: Agent | None = None
+        self._enforcer: Enforcer | None = None
+        self._cluster: Cluster | None = None
+        self._recorder: Recorder | None = None
+        self._steps = 0
+        self._tries = 0
+        self._begin_at = WARM_UP
+        self._marker: int | None = None
+        self._others: dict[int, int] = {}
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    @classmethod
+    def begin(cls) -> None:
+        """For the process group that there is now."""
+        import torch.distributed as dist
+
+        if cls.current is None and dist.get_world_size() > 1:
+            cls.current = cls()
+            atexit.register(_guarded, cls.current.end)
+
+    def end(self) -> None:
+        """Before the process group goes: leave nothing under way, tell the controller."""
+        if Autopilot.current is not self or os.getpid() != self._pid:
+            # A forked child (a loader of data) has nothing of this but the memory.
+            return
+        Autopilot.current = None
+        self._hook.remove()
+        if self._agent is not None:
+            self._agent.stop()
+        if self._enforcer is not None:
+            self._enforcer.close()
+
+    def _stepped(self, optimizer: Any, *_: object) -> None:
+        """After every optimizer's step: one of them marks the iterations."""
+        if Autopilot.current is not self or os.getpid() != self._pid or not self._marks(optimizer):
+            return
+        try:
+            self._iteration()
+        except StrettoError as error:
+            # The same on all ranks: every error of a collective part is raised everywhere.
+            self._drop(str(error))
+
+    def _marks(self, optimizer: object) -> bool:
+        """The first that stepped, until another has stepped twice in between: then that one is gone."""
+        key = id(optimizer)
+        self._others[key] = self._others.get(key, 0) + 1
+        if self._marker in (None, key) or self._others[key] > 1:
+            self._marker = key
+            self._others.clear()
+        return self._marker == key
+
+    def _iteration(self) -> None:
+        self._steps += 1
+        step()
+        if self._recorder is not None:
+            self._recorder.step()
+            if self._recorder.done:
+                self._recorded()
+        elif self._steps == self._begin_at or self._asked_again():
+            self._record()
+
+    def _asked_again(self) -> bool:
+        """Whether all ranks have heard that the step is to be recorded again."""
+        return self._agent is not None and self._wish.agreed(self._steps, self._agent.profile_wanted)
+
+    def _record(self) -> None:
+        from ..runtime.capture import capture
+
+        recorder = capture(iterations=RECORD, skip=SKIP, name=_script())
+        recorder.__enter__()
+        self._recorder = recorder
+
+    def _recorded(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        recorder.__exit__(None, None, None)
+        workload = recorder.workload
+        if not workload.comm_ops:
+            raise InvalidInput("the training step does not communicate")
+        if self._agent is None:
+            self._cluster = self._find_cluster()
+            self._enforcer = self._enforce(self._cluster)
+            assert self._link is not None
+            self._agent = Agent(
+                self._enforcer, exchange_over(self._link), job=os.environ.get("STRETTO_JOB", "") or _script(),
+                epoch=self._epoch, rank=self.rank, size=self.size,
+            )  # fmt: skip
+            self._agent.start()
+        assert self._cluster is not None
+        self._agent.captured(workload, self._cluster)
+        self._say(f"recorded {RECORD} iterations: {len(workload.comm_ops)} comm-ops on {self._cluster!r}")
+
+    def _find_cluster(self) -> Cluster:
+        """What STRETTO_CLUSTER names, or what is measured; without an executor, hosts of which only the names count."""
+        import torch.distributed as dist
+
+        from ..runtime.probe import probe
+
+        world: Any = dist.group.WORLD
+        selector = world.engine.selector
+        if selector.cluster is not None:
+            known: Cluster = selector.cluster
+            return known
+        found, wrong = None, ""
+        try:
+            found = probe(world, name="probed").cluster
+        except StrettoError as error:
+            wrong = str(error)
+        # It may have failed on some ranks only, and all need the same.
+        said: list[str] = [""] * self.size
+        dist.all_gather_object(said, wrong)
+        if found is not None and not any(said):
+            return found
+        self._say(f"not probed: {next(filter(None, said))}")
+        assumed: Cluster = selector._assumed
+        return assumed
+
+    def _enforce(self, cluster: Cluster) -> Enforcer:
+        from ..runtime.backend_engine import Job
+        from ..runtime.enforcer.enforcer import Enforcer
+
+        job = Job.current
+        carrier = "executor" if job is not None and job.executor is not None else "gloo"
+        return Enforcer(cluster=cluster, carrier=carrier)
+
+    def _drop(self, why: str) -> None:
+        self._recorder = None
+        self._tries += 1
+        self._begin_at = self._steps + RETRY if self._tries < MAX_TRIES else -1
+        later = f"next try in {RETRY} iterations" if self._begin_at > 0 else "left as it is"
+        self._say(f"not recorded, {later}: {why}")
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            _say(text)
+
+
+class _Wish:
+    """Whether all ranks wish for the same at the same iteration: asked in band, without waiting for the answer.
+
+    The controller's order reaches ranks at different iterations, and recording is a collective matter.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch._C import _distributed_c10d as c10d
+
+        # Its own connections, below everything that plans and recordings see.
+        self._group: Any = dist.ProcessGroupGloo(
+            c10d.PrefixStore("wish", store), rank, size, timeout=timedelta(minutes=5)
+        )
+        options: Any = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._options = options
+        self._value = torch.zeros(1, dtype=torch.int32)
+        self._work: Any = None
+
+    def agreed(self, iteration: int, wish: bool) -> bool:
+        """The answer to the wishes of an earlier iteration; all ranks call this at the same ones."""
+        if iteration % AGREE_EVERY == 0:
+            self._value.fill_(int(wish))
+            self._work = self._group.allreduce([self._value], self._options)
+            return False
+        if self._work is None or iteration % AGREE_EVERY != AGREE_EVERY - 1:
+            return False
+        self._work.wait()
+        self._work = None
+        return bool(self._value.item())
+
+
+def _guarded(act: Callable[[], None]) -> None:
+    """Whatever happens, training goes on."""
+    try:
+        act()
+    except Exception as error:
+        _say(f"left as it is: {error}")
+
+
+def _script() -> str:
+    return os.path.basename(sys.argv[0])[:100] if sys.argv and sys.argv[0] else "job"
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"stretto: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,173 @@
+"""The controller: hears every rank, plans in the background, and commits what all ranks can run.
+
+Its memory may be lost at any time. Only the last plan number is on disk; ranks repeat their votes in every message, and
+rank 0 sends the captured step again to whoever has not seen it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..errors import InvalidInput
+from ..files import convert, parse_json, read_text
+from .messages import (
+    MAX_NUMBER,
+    PROTOCOL,
+    JobStatus,
+    Prepare,
+    RankState,
+    Reply,
+    Status,
+    StatusAsk,
+    decode,
+    encode,
+)
+from .protocol import answer
+from .supervise import Supervised
+from .transport import EXCHANGE, STATUS, Server, Tls
+from .worker import Ask, Planning, Worker
+
+LOG = logging.getLogger("stretto.control")
+TICK_S = 0.2
+MAX_JOBS = 64
+FORGET_S = 3600.0
+BUDGET_S = 5.0
+
+
+class _Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    stretto: Literal["controller"]
+    version: Literal[1]
+    last: int
+
+
+class Controller:
+    """All jobs of one controller; `exchange` and `status` may be called by any thread.
+
+    `memory` is the file with the last number; without one, what ranks report has to do.
+    """
+
+    def __init__(
+        self, *, memory: Path | None = None, budget_s: float = BUDGET_S, seed: int = 0,
+        start: Callable[[Ask], Planning] = Worker,
+    ) -> None:  # fmt: skip
+        self._memory = memory
+        self._last = _read(memory) if memory is not None else 0
+        self._budget_s, self._seed, self._start = budget_s, seed, start
+        self._jobs: dict[str, Supervised] = {}
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="stretto-planning", daemon=True)
+        self._thread.start()
+
+    def serve(self, address: str, *, token: str, tls: Tls | None = None) -> Server:
+        """Listen; close the server before the controller."""
+        handlers = {EXCHANGE: self._on_exchange, STATUS: self._on_status}
+        return Server(address, handlers, token=token, tls=tls)
+
+    def exchange(self, state: RankState) -> Reply:
+        """What a rank should do, given its state."""
+        if state.protocol != PROTOCOL:
+            raise InvalidInput(f"protocol: this controller speaks version {PROTOCOL}, not {state.protocol}")
+        if state.rank >= state.size:
+            raise InvalidInput(f"rank: must be below the job's size {state.size}, not {state.rank}")
+        with self._lock:
+            job = self._job(state)
+            job.begin(state)
+            job.job, order = answer(job.job, state)
+            self._last = max(self._last, job.job.last)
+            job.heard(state)
+            if isinstance(order, Prepare):
+                body = job.body_of(order.plan.hash)
+                # A plan that a controller before this one had given out is made anew instead.
+                order = msgspec.structs.replace(order, body=body)
+            wanted = state.rank == 0 and state.epoch == job.job.epoch and job.wants_captured(state.digest)
+            return Reply(epoch=job.job.epoch, order=order, send_captured=wanted)
+
+    def status(self) -> Status:
+        """How all jobs are."""
+        with self._lock:
+            return Status(pid=os.getpid(), jobs=tuple(job.status() for job in self._jobs.values()))
+
+    def job_status(self, name: str) -> JobStatus | None:
+        """How one job is; None when it was never heard of."""
+        with self._lock:
+            job = self._jobs.get(name)
+            return job.status() if job is not None else None
+
+    def close(self) -> None:
+        """End the planning."""
+        self._ending.set()
+        self._thread.join()
+        for job in self._jobs.values():
+            job.cancel()
+
+    def _on_exchange(self, message: bytes) -> bytes:
+        return encode(self.exchange(decode(message, RankState)))
+
+    def _on_status(self, message: bytes) -> bytes:
+        ask = decode(message, StatusAsk)
+        if ask.protocol != PROTOCOL:
+            raise InvalidInput(f"protocol: this controller speaks version {PROTOCOL}, not {ask.protocol}")
+        return encode(self.status())
+
+    def _job(self, state: RankState) -> Supervised:
+        if state.job not in self._jobs:
+            if len(self._jobs) >= MAX_JOBS:
+                oldest = min(self._jobs, key=lambda name: self._jobs[name].heard_at)
+                if time.monotonic() - self._jobs[oldest].heard_at < FORGET_S and not self._jobs[oldest].left:
+                    raise InvalidInput(f"job: this controller has {MAX_JOBS} running jobs already")
+                self._jobs.pop(oldest).cancel()
+            self._jobs[state.job] = Supervised(
+                state.job, state.epoch, state.size, last=self._last, budget_s=self._budget_s, seed=self._seed,
+                start=self._start,
+            )  # fmt: skip
+        return self._jobs[state.job]
+
+    def _loop(self) -> None:
+        while not self._ending.wait(TICK_S):
+            with self._lock:
+                for job in self._jobs.values():
+                    try:
+                        job.turn(self._remember)
+                    except Exception as error:
+                        # One job's trouble is not the others'.
+                        job.fail(f"{type(error).__name__}: {error}")
+                        LOG.exception("job %s", job.name)
+
+    def _remember(self, number: int) -> int:
+        """The next number is on disk before any rank hears of it."""
+        self._last = max(self._last, number)
+        if self._memory is not None:
+            _write(self._memory, self._last)
+        return self._last
+
+
+def _read(path: Path) -> int:
+    if not path.exists():
+        return 0
+    data = convert(parse_json(read_text(path, max_bytes=1 << 16), where=str(path)), _Memory, where=str(path))
+    if not 0 <= data.last < MAX_NUMBER:
+        raise InvalidInput(f"{path}: last: must be 0..{MAX_NUMBER}, not {data.last}")
+    return data.last
+
+
+def _write(path: Path, last: int) -> None:
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(msgspec.json.encode(_Memory(stretto="controller", version=1, last=last)) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    with contextlib.suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)

@@ -1,0 +1,103 @@
+"""When a running plan should be thought over: a judgement of reports, without time of its own.
+
+A window is some iterations of every rank. Windows in a row with waits above 5 % of the iteration, with motifs that take
+25 % longer or less long than promised, or with iterations slower than in plain order, ask for a new plan. What is
+measured is learnt at once, so that the same difference asks only once; and as waits may be unavoidable, each answer
+that brought nothing doubles how many windows the next question needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+from ..planner.plan import Plan
+from ..runtime.enforcer.report import Report
+from .refine import Factors, ratios, refined
+
+WINDOW_ITERATIONS = 20
+WINDOWS = 3
+MOST_WINDOWS = 96
+WAIT_SHARE = 0.05
+DRIFT = 0.25
+LEAST_GAIN = 0.03
+"""What a new plan has to promise."""
+SLOWER = 0.03
+"""By which part of the plain iteration a plan may be slower before it is given up."""
+
+Why = Literal["waits", "drift", "slower"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """That the plan should be made anew, why, and with which factors."""
+
+    why: Why
+    text: str
+    factors: Factors
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """Looks at one plan while it is active; `factors` are those it was made with."""
+
+    plan: Plan
+    number: int
+    size: int
+    factors: Factors = field(default_factory=dict)
+    patience: int = WINDOWS
+    _reports: dict[int, Report] = field(default_factory=dict)
+    _taken: int = -1
+    _rows: dict[Why, int] = field(default_factory=dict)
+    _learnt: Factors = field(default_factory=dict)
+
+    def hear(self, rank: int, report: Report) -> Question | None:
+        """Take in a report; a question once enough windows in a row ask it."""
+        if report.number != self.number:
+            return None
+        self._reports[rank] = report
+        if len(self._reports) < self.size:
+            return None
+        reached = min(report.iteration for report in self._reports.values())
+        if self._taken < 0:
+            # The first iterations of a plan still set up what they need.
+            self._taken = reached
+        if reached < self._taken + WINDOW_ITERATIONS:
+            return None
+        self._taken = reached
+        return self._window(list(self._reports.values()))
+
+    def asked_in_vain(self, factors: Factors) -> None:
+        """There was no better plan: what was measured is known from now on, and the next question takes longer."""
+        self._learnt = dict(factors)
+        self.patience = min(2 * self.patience, MOST_WINDOWS)
+        self._rows.clear()
+
+    def _window(self, reports: list[Report]) -> Question | None:
+        iteration_us = fmean(report.iteration_us for report in reports)
+        plain_us = fmean(report.plain_us for report in reports)
+        waits_us = fmean(report.waits_us for report in reports)
+        if iteration_us <= 0:
+            return None
+        seen = ratios(self.plan, reports)
+        factors = refined(self.factors, seen)
+        known = {**self.factors, **self._learnt}
+        off = {key: factors[key] / known.get(key, 1.0) for key in seen}
+        worst = max(off, key=lambda key: abs(off[key] - 1), default="")
+        holds: dict[Why, bool] = {
+            "slower": plain_us > 0 and iteration_us > (1 + SLOWER) * plain_us,
+            "drift": bool(off) and not 1 / (1 + DRIFT) <= off[worst] <= 1 + DRIFT,
+            "waits": waits_us > WAIT_SHARE * iteration_us,
+        }
+        words: dict[Why, str] = {
+            "slower": f"an iteration takes {iteration_us / 1e3:.2f} ms, in plain order it took {plain_us / 1e3:.2f} ms",
+            "drift": f"motifs on {worst} take {off.get(worst, 1.0):.2f} times what was expected",
+            "waits": f"{100 * waits_us / iteration_us:.0f} % of an iteration is spent waiting",
+        }
+        self._rows = {why: self._rows.get(why, 0) + 1 for why, holding in holds.items() if holding}
+        for why, count in self._rows.items():
+            # A change is news, while waits are what was there before.
+            if count >= (max(WINDOWS, self.patience // 4) if why == "drift" else self.patience):
+                return Question(why=why, text=words[why], factors=factors)
+        return None

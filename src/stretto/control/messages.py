@@ -1,0 +1,226 @@
+"""What ranks and controller say to each other, and how it is written.
+
+A rank asks, the controller answers; each message says all there is to say, so that one which is lost, late or heard
+twice does no harm. Everything that comes in is bounded: by the transport in size, here in every count.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from ..cluster import Cluster, yaml_form
+from ..cluster import files as cluster_files
+from ..errors import InvalidInput, PlanMismatch
+from ..files import convert, parse_json
+from ..planner.plan import Plan
+from ..runtime.enforcer.report import Report
+from ..workload import Workload
+from ..workload import files as workload_files
+
+MAX_MESSAGE_BYTES = 32 << 20
+"""Of one message; a captured step of a large model is a few megabytes."""
+MAX_RANKS = 1 << 16
+MAX_NUMBER = 1 << 53
+PROTOCOL = 1
+"""Ranks and controllers that speak another version are refused."""
+
+Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+Name = Annotated[str, Meta(max_length=128)]
+Line = Annotated[str, Meta(max_length=2000)]
+Text = Annotated[str, Meta(max_length=MAX_MESSAGE_BYTES)]
+T = TypeVar("T")
+
+
+class PlanId(msgspec.Struct, frozen=True):
+    """A plan's number, which never goes back, and the hash of its content; number 0 is plain order."""
+
+    number: Number = 0
+    hash: Name = ""
+
+    def __str__(self) -> str:
+        return f"plan {self.number} ({self.hash})" if self.number else "plain order"
+
+
+PLAIN = PlanId()
+
+
+class Ballot(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank voted on the latest plan that it was asked to prepare. A vote for a number is never taken again."""
+
+    plan: PlanId
+    yes: bool
+    why: Line = ""
+
+
+class Captured(msgspec.Struct, frozen=True, kw_only=True):
+    """The training step and the cluster, as the job's rank 0 knows them."""
+
+    workload: Text
+    cluster: Text
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's whole state; `beat` grows with every change, so that an old message is known as one."""
+
+    protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
+    job: Name
+    epoch: Number
+    """Of the job's start: ranks that are started again come back with a higher one."""
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    beat: Number = 0
+    digest: Name = ""
+    """Of the captured step; empty before there is one."""
+    ballot: Ballot | None = None
+    committed: PlanId = PLAIN
+    active: PlanId = PLAIN
+    barred: Number = 0
+    """No plan up to this number will be switched to again: the training step left it."""
+    report: Report | None = None
+    captured: Captured | None = None
+    leaving: bool = False
+    """The last word of a rank that ends normally."""
+
+
+class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
+    """Go on."""
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
+    """Check and load a plan, then vote; what runs is not disturbed."""
+
+    plan: PlanId
+    digest: Name
+    body: bytes = b""
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit", kw_only=True):
+    """All have voted yes: the plan may be switched to when all ranks agree in band."""
+
+    plan: PlanId
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", kw_only=True):
+    """Somebody has voted no: let go of what was prepared."""
+
+    plan: PlanId
+
+
+class Profile(msgspec.Struct, frozen=True, tag="profile", kw_only=True):
+    """Record the training step again: this one fits no more."""
+
+    digest: Name
+
+
+Order = Nothing | Prepare | Commit | Abort | Profile
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """The controller's answer, meant for one start of one job."""
+
+    epoch: Number
+    order: Order
+    send_captured: bool = False
+    """This controller has not seen the captured step (it may have been started again): send it next time."""
+
+
+class StatusAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """What `stretto status` asks."""
+
+    protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank as the controller last heard of it."""
+
+    rank: int
+    heard_s: float
+    """So many seconds ago."""
+    ballot: Ballot | None
+    committed: PlanId
+    active: PlanId
+    iteration: int
+    iteration_us: float
+    waits_us: float
+    fell_back: str
+    left: bool
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One job as the controller sees it."""
+
+    job: str
+    epoch: int
+    size: int
+    phase: str
+    about: str
+    """What happened last."""
+    plan: PlanId
+    plan_name: str
+    digest: str
+    predicted_us: float
+    plain_us: float
+    iteration_us: float
+    waits_us: float
+    replans: int
+    ranks: tuple[RankStatus, ...]
+
+    @property
+    def gain(self) -> float:
+        """How many times faster an iteration is than it was in plain order; 0 while that is not known."""
+        return self.plain_us / self.iteration_us if self.plan.number and self.iteration_us > 0 else 0.0
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """All jobs."""
+
+    pid: int
+    jobs: tuple[JobStatus, ...]
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """For the wire."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """From the wire; raises `InvalidInput`."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidInput(f"message: not a {kind.__name__}: {error}") from None
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """A plan's content."""
+    return msgspec.json.encode(plan)
+
+
+def decode_plan(body: bytes, expected: str) -> Plan:
+    """The plan, if its content has the hash that was agreed on."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        raise InvalidInput("plan: not text") from None
+    plan = convert(parse_json(text, where="plan"), Plan, where="plan")
+    if plan.hash != expected:
+        raise PlanMismatch(f"plan: the content has hash {plan.hash}, not {expected}")
+    return plan
+
+
+def encode_captured(workload: Workload, cluster: Cluster) -> Captured:
+    """What rank 0 sends once."""
+    return Captured(
+        workload=workload_files.dumps(workload, json=True), cluster=yaml_form.dumps(cluster, json=True)
+    )
+
+
+def decode_captured(captured: Captured) -> tuple[Workload, Cluster]:
+    """Checked as files from outside are."""
+    return (
+        workload_files.loads(captured.workload, where="workload"),
+        cluster_files.loads(captured.cluster, where="cluster"),
+    )

@@ -1,0 +1,85 @@
+"""What was measured refines what is simulated: a factor for each set of channels.
+
+Only the motifs of the running plan are measured. To believe those and the simulator's figures of all others would make
+every other plan look better as soon as a link slows down; so what is learnt of a set of channels holds for everything
+that runs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ..planner.costs import Bounding, Cost, CostModel, Motion
+from ..planner.plan import Plan
+from ..runtime.enforcer.report import Report
+
+LEAST, MOST = 1 / 64, 64.0
+"""What is further off than this is not a slow link."""
+
+Factors = Mapping[str, float]
+"""By channels joined with ``+``: how many times longer a motif takes there than simulated."""
+
+
+class RefinedCosts:
+    """Another model's costs times what was learnt of their channels; channels that were not seen take the worst of
+    those that share one with them."""
+
+    def __init__(self, inner: CostModel, factors: Factors) -> None:
+        self.cluster = inner.cluster
+        self._inner = inner
+        self._factors = {frozenset(key.split("+")): value for key, value in factors.items()}
+
+    def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
+        """The inner model's."""
+        return self._inner.algorithms(motion, nbytes)
+
+    def cost(self, motion: Motion, nbytes: float, algorithm: str, *, exact: bool = False) -> Cost:
+        """The inner model's cost, refined."""
+        cost = self._inner.cost(motion, nbytes, algorithm, exact=exact)
+        factor = self.factor(motion.channels)
+        return cost if factor == 1.0 else replace(cost, us=cost.us * factor, source=f"{cost.source}; x{factor:.3g}")
+
+    def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
+        """The inner model's bound, refined."""
+        if not isinstance(self._inner, Bounding):
+            return 0.0
+        return self._inner.at_least_us(motion, nbytes, algorithm) * self.factor(motion.channels)
+
+    def factor(self, channels: Iterable[str]) -> float:
+        """What times on these channels are multiplied with."""
+        held = frozenset(channels)
+        if held in self._factors:
+            return self._factors[held]
+        return max((value for key, value in self._factors.items() if key & held), default=1.0)
+
+
+def ratios(plan: Plan, reports: Iterable[Report]) -> dict[str, float]:
+    """Measured over predicted time, by channels.
+
+    A motif seems long to a rank that came early, so that of all ranks the shortest time counts.
+    """
+    least: dict[tuple[str, int], float] = {}
+    for report in reports:
+        for motif in report.motifs:
+            key = (motif.op, motif.motif)
+            if motif.duration_us > 0:
+                least[key] = min(least.get(key, motif.duration_us), motif.duration_us)
+    measured: dict[str, float] = {}
+    expected: dict[str, float] = {}
+    for op in plan.ops:
+        for at, planned in enumerate(op.motifs):
+            if (op.op, at) not in least:
+                continue
+            channels = "+".join(planned.channels)
+            measured[channels] = measured.get(channels, 0.0) + least[op.op, at]
+            expected[channels] = expected.get(channels, 0.0) + planned.duration_us + planned.launch_us
+    return {key: measured[key] / expected[key] for key in measured if expected[key] > 0}
+
+
+def refined(factors: Factors, seen: Mapping[str, float]) -> dict[str, float]:
+    """The factors after ratios were seen of a plan that was made with them."""
+    both = dict(factors)
+    for key, ratio in seen.items():
+        both[key] = min(max(both.get(key, 1.0) * ratio, LEAST), MOST)
+    return both

@@ -1,0 +1,265 @@
+"""One job under a controller: when to plan, what to give out, when to think it over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
+
+from ..errors import StrettoError
+from ..planner.plan import Plan
+from ..units import format_us
+from .feedback import LEAST_GAIN, MOST_WINDOWS, WINDOWS, Question, Watch
+from .messages import PLAIN, Captured, JobStatus, RankState, RankStatus, decode_captured
+from .protocol import Job, ask_profile, propose
+from .refine import Factors
+from .worker import FIFO, Answer, Ask, Planning, plan_of
+
+LOG = logging.getLogger("stretto.control")
+MAX_REFUSALS = 3
+MAX_PROFILES = 5
+"""A step that changes again and again is left alone."""
+
+
+class Supervised:
+    """A job: the protocol's half of it (`job`), its captured step, the plan it has and the one that is being made."""
+
+    def __init__(
+        self, name: str, epoch: int, size: int, *, last: int, budget_s: float, seed: int,
+        start: Callable[[Ask], Planning],
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.job = Job.start(epoch, size, last)
+        self.heard_at = time.monotonic()
+        self._budget_s, self._seed, self._start = budget_s, seed, start
+        self._planning: Planning | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """A job that was started again has nothing of what was known."""
+        self.cancel()
+        self.about = "waiting for ranks"
+        self._captured: Captured | None = None
+        self._digest = ""
+        self._planned_for = ""
+        self._question: Question | None = None
+        self._asked: Ask | None = None
+        self._plan: Plan | None = None
+        self._answer: Answer | None = None
+        self._promised: dict[str, tuple[str, float]] = {}
+        self._ready = False
+        self._refused_number = 0
+        self._factors: Factors = {}
+        self._watch: Watch | None = None
+        self._states: dict[int, tuple[float, RankState]] = {}
+        self._refusals = 0
+        self._profiles = 0
+        self._replans = 0
+
+    @property
+    def left(self) -> bool:
+        """Whether all its ranks have ended."""
+        return len(self._states) == len(self.job.ranks) and all(state.leaving for _, state in self._states.values())
+
+    def begin(self, state: RankState) -> None:
+        """Before a message is taken in: that it comes from a new start of the job is seen here."""
+        if state.epoch > self.job.epoch:
+            self._forget()
+
+    def heard(self, state: RankState) -> None:
+        """After a message was taken in."""
+        self.heard_at = time.monotonic()
+        view = self.job.ranks[state.rank] if state.rank < len(self.job.ranks) else None
+        if state.epoch != self.job.epoch or view is None or view.beat != state.beat:
+            return
+        self._states[state.rank] = (self.heard_at, state)
+        if state.captured is not None and state.digest != self._digest:
+            self._take(state.captured, state.digest)
+        if state.report is not None and self._watch is not None and self._question is None and not state.leaving:
+            self._question = self._watch.hear(state.rank, state.report)
+
+    def wants_captured(self, digest: str) -> bool:
+        """Whether the step with this digest has not been seen."""
+        return bool(digest) and digest != self._digest
+
+    def body_of(self, hash: str) -> bytes:
+        """A plan's content."""
+        return self._answer.body if self._answer is not None and self._answer.hash == hash else b""
+
+    def turn(self, remember: Callable[[int], int]) -> None:
+        """What is due: begin to plan, give a plan out, look after the one that runs."""
+        if self._planning is not None:
+            answer = self._planning.poll()
+            if answer is not None:
+                self._planning = None
+                self._consider(answer)
+            return
+        if not self.job.may_propose or self.left:
+            return
+        digest = self.job.heard[0].digest
+        if self._ready and self._digest == digest:
+            self._give_out(remember)
+        elif digest == self._digest and self._planned_for != digest:
+            self._planned_for = digest
+            self._ask("planning")
+        elif self.job.phase == "refused":
+            self._refused(remember)
+        elif self._gave_up():
+            if digest == self._digest:
+                self._profile()
+        elif self._question is not None and self._watch is not None:
+            self._think_over(self._question)
+        elif self._plan is not None and self._watch is None and self.job.phase == "active":
+            number = self.job.proposal.number if self.job.proposal is not None else 0
+            self.about = f"plan {number} is active"
+            if self._plan.name != FIFO:
+                patience = min(WINDOWS << self._replans, MOST_WINDOWS)
+                self._watch = Watch(
+                    plan=self._plan, number=number, size=len(self.job.ranks), factors=self._factors, patience=patience
+                )
+            else:
+                # It is there because a plan was slower than this; to look for a third would go round in circles.
+                self._plan = None
+                self.about += ": the application's own order, as the plan before was slower"
+
+    def fail(self, why: str) -> None:
+        """Say what went wrong."""
+        self.about = why
+
+    def cancel(self) -> None:
+        """End the planning that is under way."""
+        if self._planning is not None:
+            self._planning.cancel()
+            self._planning = None
+
+    def _take(self, captured: Captured, digest: str) -> None:
+        try:
+            workload, _ = decode_captured(captured)
+        except StrettoError as error:
+            self.fail(f"what was captured cannot be read: {error}")
+            return
+        if workload.digest != digest:
+            self.fail(f"what was captured has digest {workload.digest}, not {digest}")
+            return
+        self._captured, self._digest = captured, digest
+        self._factors = {}
+        self.about = f"captured {workload.name}: {len(workload.comm_ops)} comm-ops"
+
+    def _ask(self, about: str, *, factors: Factors | None = None, plain: bool = False) -> None:
+        assert self._captured is not None
+        current = (self._answer.body, self._answer.hash) if self._answer is not None and factors is not None else None
+        self._asked = Ask(
+            captured=self._captured, budget_s=self._budget_s, seed=self._seed + self._replans + self._refusals,
+            factors=dict(self._factors if factors is None else factors), current=current, plain=plain,
+        )  # fmt: skip
+        self._planning = self._start(self._asked)
+        self.about = about
+
+    def _consider(self, answer: Answer) -> None:
+        """Give it out only where it promises enough; a plan for a step that is no more is dropped."""
+        asked, question, self._question = self._asked, self._question, None
+        assert asked is not None
+        if asked.captured is not self._captured:
+            return
+        if answer.error:
+            self.fail(f"no plan: {answer.error}")
+            if question is not None and self._watch is not None:
+                self._watch.asked_in_vain(asked.factors)
+            return
+        before_us = answer.plain_us if question is None else answer.current_us
+        if not asked.plain and before_us > 0 and answer.iteration_us > (1 - LEAST_GAIN) * before_us:
+            promise = f"{format_us(answer.iteration_us)} against {format_us(before_us)}"
+            self.about = f"no plan promises {LEAST_GAIN:.0%} more ({promise})"
+            if self._watch is not None:
+                self._watch.asked_in_vain(asked.factors)
+            return
+        self._answer, self._plan, self._factors = answer, plan_of(answer), asked.factors
+        self._promised[answer.hash] = (self._plan.name, answer.iteration_us)
+        self._replans += question is not None
+        self._ready, self._watch = True, None
+
+    def _give_out(self, remember: Callable[[int], int]) -> None:
+        assert self._answer is not None
+        self._ready, self._question = False, None
+        running = self.job.proposal
+        if self.job.phase == "active" and running is not None and running.hash == self._answer.hash:
+            # A controller that was started again has found the plan that the one before had given out.
+            return
+        self.job = replace(self.job, last=remember(self.job.last + 1) - 1)
+        self.job = propose(self.job, self._answer.hash, self._digest)
+        assert self.job.proposal is not None
+        self.about = f"plan {self.job.proposal.number} is being prepared"
+        LOG.info("job %s: %s given out", self.name, self.job.proposal)
+
+    def _refused(self, remember: Callable[[int], int]) -> None:
+        proposal = self.job.proposal
+        assert proposal is not None
+        if self._refused_number == proposal.number:
+            return
+        self._refused_number = proposal.number
+        reasons = [
+            f"rank {at}: {view.ballot.why}"
+            for at, view in enumerate(self.job.heard)
+            if view.ballot is not None and view.ballot.plan == proposal and not view.ballot.yes
+        ]
+        if not reasons and self._answer is not None:
+            # Nobody refused it: its number was taken.
+            self._give_out(remember)
+            return
+        self._refusals += 1
+        said = next((reason for reason in reasons if "another rank" not in reason), "")
+        self._answer = self._plan = self._watch = None
+        if self._refusals < MAX_REFUSALS and self.job.heard[0].digest == self._digest:
+            self._ask(f"refused by {said}; planning again")
+        else:
+            self.about = f"refused by {said}"
+
+    def _gave_up(self) -> bool:
+        proposal = self.job.proposal
+        return proposal is not None and any(view.barred >= proposal.number for view in self.job.heard)
+
+    def _profile(self) -> None:
+        why = next((s.report.fell_back for _, s in self._states.values() if s.report and s.report.fell_back), "")
+        if self.job.profile == self._digest:
+            return
+        if self._profiles >= MAX_PROFILES:
+            self.about = f"the step left its plan {self._profiles} times, so it stays in plain order: {why}"
+            return
+        self._profiles += 1
+        self._watch = self._answer = self._plan = None
+        self.about = f"the step left its plan ({why}); recording it again"
+        self.job = ask_profile(self.job)
+
+    def _think_over(self, question: Question) -> None:
+        LOG.info("job %s: %s", self.name, question.text)
+        self._ask(f"{question.text}; planning again", factors=question.factors, plain=question.why == "slower")
+
+    def status(self) -> JobStatus:
+        """For `stretto status`."""
+        now = time.monotonic()
+        states = {rank: state for rank, (_, state) in sorted(self._states.items())}
+        reports = [state.report for state in states.values() if state.report is not None]
+        actives = {state.active for state in states.values()}
+        active = next(iter(actives)) if len(actives) == 1 else PLAIN
+        plan_name, predicted_us = self._promised.get(active.hash, ("", 0.0))
+        mean = {
+            key: fmean(getattr(report, key) for report in reports) if reports else 0.0
+            for key in ("plain_us", "iteration_us", "waits_us")
+        }
+        return JobStatus(
+            job=self.name, epoch=self.job.epoch, size=len(self.job.ranks), phase=self.job.phase, about=self.about,
+            plan=active, plan_name=plan_name, digest=self._digest, predicted_us=predicted_us, replans=self._replans,
+            ranks=tuple(
+                RankStatus(
+                    rank=rank, heard_s=now - self._states[rank][0], ballot=state.ballot, committed=state.committed,
+                    active=state.active, iteration=state.report.iteration if state.report else 0,
+                    iteration_us=state.report.iteration_us if state.report else 0.0,
+                    waits_us=state.report.waits_us if state.report else 0.0,
+                    fell_back=state.report.fell_back if state.report else "", left=state.leaving,
+                )
+                for rank, state in states.items()
+            ),
+            **mean,
+        )  # fmt: skip

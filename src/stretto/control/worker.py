@@ -1,0 +1,150 @@
+"""Planning in a process of its own: ``python -m stretto.control.worker`` reads a question and writes an answer.
+
+It runs at the lowest priority, as it may share the machine with the training that it is for.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from ..errors import InvalidInput, StrettoError
+from ..planner.make import planned, to_plan, to_schedule
+from ..planner.plan import Plan
+from .messages import MAX_MESSAGE_BYTES, Captured, decode_captured, decode_plan, encode_plan
+from .refine import RefinedCosts
+
+NICENESS = 19
+SPARE_S = 120.0
+"""How long beyond its budget a planner may take before it is given up."""
+FIFO = "fifo"
+"""The order in which the application submits: what plain order does."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What to plan; with `current` (a plan and its hash) also what that one now takes."""
+
+    captured: Captured
+    budget_s: float
+    seed: int = 0
+    factors: dict[str, float] = {}
+    current: tuple[bytes, str] | None = None
+    plain: bool = False
+    """Not the best plan but the order of the application."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan, and what it promises beside plain order and the current plan (0: not known); or why there is none."""
+
+    body: bytes = b""
+    hash: str = ""
+    iteration_us: float = 0.0
+    plain_us: float = 0.0
+    current_us: float = 0.0
+    error: str = ""
+
+
+class Planning(Protocol):
+    """A plan in the making."""
+
+    def poll(self) -> Answer | None:
+        """The answer, once there is one."""
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+
+
+def answer(ask: Ask) -> Answer:
+    """Plan here and now."""
+    from ..planner.costs import simulated_costs
+
+    workload, cluster = decode_captured(ask.captured)
+    costs = RefinedCosts(simulated_costs(cluster), ask.factors)
+    made = planned(workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs)
+    plain = made.schedules[FIFO]
+    plan = to_plan(FIFO, plain, made.problem, cluster) if ask.plain else made.plan
+    current_us = 0.0
+    if ask.current is not None:
+        try:
+            current_us = to_schedule(decode_plan(*ask.current), made.problem).period_us
+        except StrettoError:
+            # The options have changed under the current plan; it cannot be compared, only measured.
+            current_us = 0.0
+    return Answer(
+        body=encode_plan(plan), hash=plan.hash, iteration_us=plan.iteration_us, plain_us=plain.period_us,
+        current_us=current_us,
+    )  # fmt: skip
+
+
+def plan_of(answer: Answer) -> Plan:
+    """The plan in an answer."""
+    return decode_plan(answer.body, answer.hash)
+
+
+class Worker:
+    """`answer` in another process."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="stretto-plan-")
+        self._deadline = time.monotonic() + ask.budget_s + SPARE_S
+        folder = Path(self._folder.name)
+        (folder / "ask").write_bytes(msgspec.msgpack.encode(ask))
+        # The planner is no part of the job that it plans for.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=(folder / "errors").open("wb"),
+            env=environment,
+            start_new_session=True,
+        )
+
+    def poll(self) -> Answer | None:
+        """The answer, once there is one."""
+        code = self._process.poll()
+        if code is None and time.monotonic() < self._deadline:
+            return None
+        if code is None:
+            self.cancel()
+            return Answer(error="the planner took too long")
+        path = Path(self._folder.name) / "answer"
+        if code == 0 and path.is_file() and path.stat().st_size <= MAX_MESSAGE_BYTES:
+            found = msgspec.msgpack.decode(path.read_bytes(), type=Answer)
+        else:
+            last = (Path(self._folder.name) / "errors").read_bytes()[-300:].decode(errors="replace").splitlines()
+            found = Answer(error=f"the planner ended with code {code}: {last[-1] if last else ''}")
+        self._folder.cleanup()
+        return found
+
+    def cancel(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def main(folder: Path) -> None:
+    """What the other process does."""
+    os.nice(NICENESS)
+    try:
+        ask = msgspec.msgpack.decode((folder / "ask").read_bytes(), type=Ask)
+        found = answer(ask)
+    except (StrettoError, msgspec.DecodeError) as error:
+        found = Answer(error=str(error))
+    if len(found.body) > MAX_MESSAGE_BYTES:
+        found = Answer(error=str(InvalidInput(f"the plan has {len(found.body)} bytes, too many to send")))
+    part = folder / "part"
+    part.write_bytes(msgspec.msgpack.encode(found))
+    part.rename(folder / "answer")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,106 @@
+"""``stretto controller`` and ``stretto status``: one process that serves, one that asks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.cli import run
+from stretto.control.messages import RankState, Status, encode
+from stretto.control.transport import EXCHANGE, from_environment
+from stretto.runtime.enforcer.report import Report
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A running controller: the variables that it prints."""
+    folder = tmp_path_factory.mktemp("c")
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "stretto", "controller", "--listen", "127.0.0.1:0",
+            "--token-file", str(folder / "token"), "--state", str(folder / "state.json"),
+        ],
+        env=os.environ | {"XDG_RUNTIME_DIR": str(folder)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(2)]
+        yield dict(line.split("=", 1) for line in lines)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+def arguments(address: dict[str, str]) -> list[str]:
+    return ["--address", address["STRETTO_CONTROLLER"], "--token-file", address["STRETTO_TOKEN_FILE"]]
+
+
+def test_the_token_that_it_makes_is_secret(address: dict[str, str]) -> None:
+    assert Path(address["STRETTO_TOKEN_FILE"]).stat().st_mode & 0o077 == 0
+
+
+def test_status_shows_jobs_ranks_and_what_they_run(good: Run, address: dict[str, str]) -> None:
+    assert "no job has been heard of" in good("status", *arguments(address))
+    link = from_environment(address)
+    assert link is not None
+    report = Report(iteration=12, iteration_us=1500.0, waits_us=300.0, fell_back="gradients has another size")
+    for rank in range(2):
+        state = RankState(job="mine", epoch=1, rank=rank, size=2, beat=1, report=report)
+        link.call(EXCHANGE, encode(state), timeout_s=20.0)
+    link.close()
+    shown = good("status", *arguments(address))
+    assert "job mine: 2 ranks" in shown
+    assert "plain order (1.5 ms per iteration)" in shown
+    assert "20.0%" in shown
+    assert "rank 1 fell back: gradients has another size" in shown
+    found = msgspec.json.decode(good("status", "--json", *arguments(address)), type=Status)
+    assert [job.job for job in found.jobs] == ["mine"]
+
+
+def test_status_with_a_wrong_token_or_nobody_there_is_one_line(
+    bad: Run, address: dict[str, str], tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("x" * 32)
+    assert "token" in bad("status", "--address", address["STRETTO_CONTROLLER"], "--token-file", str(token))
+    assert "does not answer" in bad("status", "--address", f"unix:{tmp_path}/none", "--token-file", str(token))
+    assert "missing" in bad("status", "--address", f"unix:{tmp_path}/none", "--token-file", str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--listen", "0.0.0.0:0"], "give certificates"),
+        (["--listen", "nonsense"], "expected unix:/path or HOST:PORT"),
+        (["--budget", "-1"], "--budget"),
+        (["--tls-cert", "c.pem"], "--tls-key: mTLS needs all"),
+        (["--listen", "127.0.0.1:0", "--tls-cert", "no.pem", "--tls-key", "no.pem", "--tls-ca", "no.pem"], "no.pem"),
+    ],
+)
+def test_a_controller_that_cannot_be_is_one_line(
+    options: list[str], message: str, bad: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert message in bad("controller", *options)
+
+
+def test_two_controllers_on_one_socket_are_refused(
+    capsys: pytest.CaptureFixture[str], address: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert run(["controller", "--listen", address["STRETTO_CONTROLLER"]]) == 2
+    assert "cannot listen" in capsys.readouterr().err

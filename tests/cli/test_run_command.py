@@ -1,0 +1,84 @@
+"""``stretto run``: the job's own exit code and output, its environment, and training that knows nothing of us."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import run
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 180.0
+
+
+def stretto(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stretto", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})},
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, complained = process.communicate(timeout=LIMIT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return subprocess.CompletedProcess(process.args, process.returncode, said, complained)
+
+
+def test_the_exit_code_is_the_jobs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["run", "--", "sh", "-c", "echo out; exit 7"]) == 7
+    captured = capfd.readouterr()
+    assert captured.out == "out\n"
+    assert "no job was heard of" in captured.err
+    assert run(["run", "--", "sh", "-c", "kill -9 $$"]) == 128 + 9
+    assert run(["run", "--", "/no/such/command"]) == 127
+    assert run(["run", "--", "/"]) == 126
+
+
+def test_the_job_gets_an_address_a_secret_token_and_its_own_sitecustomize_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
+    code = """if True:
+        import os, stat, sys
+        assert os.environ["STRETTO_CONTROLLER"].startswith("unix:/")
+        assert stat.S_IMODE(os.stat(os.environ["STRETTO_TOKEN_FILE"]).st_mode) == 0o600
+        assert any(type(finder).__name__ == "Finder" for finder in sys.meta_path)
+        assert "stretto" not in sys.modules and "torch" not in sys.modules
+        print("fine")
+    """
+    done = stretto("run", "--", sys.executable, "-c", code, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    # Once in the command itself, once in the job.
+    assert done.stdout.split() == ["mine", "mine", "fine"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "0", "--", "true"], "--budget"),
+        (["--controller", "unix:/x", "--", "true"], "--token-file"),
+        ([], "Missing argument"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["run", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unchanged_script_that_forks_loaders_trains_to_its_end_and_is_told_what_came_of_it() -> None:
+    done = stretto(
+        "run", "--budget", "0.3", "--",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(ROOT / "examples" / "train_unchanged.py"), "--steps", "150", "--width", "64", "--workers", "1",
+        env={"STRETTO_CLUSTER": "ring:2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "150 steps" in done.stdout
+    assert "stretto: recorded 5 iterations" in done.stderr
+    assert "stretto: 2 ranks, " in done.stderr
