@@ -50,6 +50,7 @@ Engine::Engine(Settings settings) : set_(std::move(settings)) {
   gone_at_.resize(static_cast<size_t>(set_.world));
   inbox_.resize(static_cast<size_t>(set_.world));
   segment_.resize(set_.local.size());
+  pace_.resize(set_.local.size());
   for (size_t i = 0; i < set_.local.size(); ++i) {
     local_index_[static_cast<size_t>(set_.local[i])] = static_cast<int>(i);
     const bool own = set_.local[i] == set_.rank;
@@ -140,6 +141,7 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
   w->deadline_ns = w->started_ns + static_cast<int64_t>((timeout_s > 0 ? timeout_s : set_.timeout_s) * 1e9);
   Comm& comm = comms_[p.comm];
   comm.ranks = p.ranks;
+  comm.next = std::max(comm.next, p.first);
   w->number = comm.next++;
   w->id = started_++;
   if (w->number >= comm.failed_from) {
@@ -549,6 +551,8 @@ void Engine::sweep() {
       ++i;
       continue;
     }
+    for (OutState& s : w.out)
+      for (size_t k = 0; k < kSlots; ++k) learn(s, k);
     if (w.area) arena_.give(w.area);
     w.area = 0;
     w.entry = nullptr;

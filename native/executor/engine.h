@@ -1,7 +1,8 @@
 // Runs loaded programs: threadblocks as state machines, driven by whoever waits or else by one progress thread.
 #pragma once
-#include <chrono>
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -30,11 +31,32 @@ struct TraceRecord {
   int64_t begin_ns, end_ns;
 };
 
+// Which of two ways to write a message costs less at present, writer and reader together: through the cache, or past it.
+// Cores that share a cache hand over what is in it; between others a line costs more than memory does, and only measuring
+// tells who runs where.
+class Pace {
+ public:
+  bool past() {
+    const bool better = wrote_[1] + read_[1] < 0.85 * (wrote_[0] + read_[0]);  // not for noise
+    return ++turn_ % 64 == 0 ? !better : better;
+  }
+  void wrote(bool past, double ns_per_kib) { learn(wrote_[past], ns_per_kib); }
+  void read(bool past, double ns_per_kib) { learn(read_[past], ns_per_kib); }
+
+ private:
+  // Who was interrupted took long, but not because of this: no more than twice what was known counts.
+  static void learn(double& cost, double now) { cost = cost > 0 ? cost + (std::min(now, 2 * cost) - cost) / 4 : now; }
+  double wrote_[2] = {0, 0}, read_[2] = {0, 0};
+  uint32_t turn_ = 0;
+};
+
 struct OutState {
   Ring* ring = nullptr;
   char* slots = nullptr;
   size_t slot_bytes = 0;
   uint64_t sent = 0;
+  Pace* pace[kSlots] = {};  // of the messages there whose cost is not yet known
+  bool past[kSlots] = {};
   Transfer* transfers = nullptr;  // kSlots of them, on a network
 };
 
@@ -85,8 +107,9 @@ struct Work {
   Entry* entry = nullptr;
   size_t unfinished = 0;
   int64_t oldest_slice = 0;
-  bool late = false;
   int64_t started_ns = 0, deadline_ns = 0, ended_ns = 0;
+  int64_t asked_ns = 0;           // when peers were asked, after a timeout, whether they have begun
+  std::map<int, bool> answered;   // and what they said
   bool traced = false;
   std::vector<TraceRecord> trace;
 
@@ -142,13 +165,15 @@ class Engine {
   bool admit();
   bool pass();
   bool advance(Work& w, int block);
-  void execute(Work& w, const Instruction& x, int64_t slice, const char* received, char* slot, bool fill);
+  void execute(Work& w, const Instruction& x, int64_t slice, const char* received, char* slot, bool past);
   const char* peek(Work& w, int conn, size_t expected);
-  void release(Work& w, int conn);
+  void release(Work& w, int conn, uint32_t took);
   void post(Work& w, int conn, uint64_t slot);
   static void wake(Bell& bell, uint32_t how, int event);
   char* room(Work& w, const Block& b, const Instruction& x, int64_t slice, bool* fill);
-  void publish(Work& w, const Block& b, const Instruction& x, char* slot, size_t bytes);
+  Pace* put(Work& w, const Block& b, const Instruction& x, int64_t slice, char* slot, size_t bytes, bool* past);
+  static void learn(OutState& s, size_t slot);
+  void publish(Work& w, const Block& b, const Instruction& x, char* slot, size_t bytes, Pace* pace, bool past);
   bool drained(Work& w);
   void sweep();
   void ring(int peer);
@@ -158,6 +183,7 @@ class Engine {
   void fail_comm(int comm, uint64_t number, Failure f, int lost, const std::string& why, bool tell);
   void stalled();
   void check_deadlines(int64_t now);
+  bool all_answered(Work& w, int64_t now);
   void check_boards(Work& w);
   bool began(const Work& w, int peer) const;
   bool may_still_come(int peer) const;
@@ -195,6 +221,7 @@ class Engine {
   std::thread thread_;
   std::atomic<int> contenders_{0};
   int spins_ = 0, yields_ = 0;
+  std::vector<Pace> pace_;  // per rank of the host; the own place: for what several read
   std::vector<std::pair<size_t, std::unique_ptr<char[]>>> spare_;  // scratch of finished works
   std::mutex news_mutex_;  // of its own: who waits for news must not hold up who drives
   std::condition_variable news_;

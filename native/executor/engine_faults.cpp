@@ -21,6 +21,9 @@ struct Record {
 };
 constexpr uint32_t kRecord = 0x53545231;
 constexpr int64_t kOnTheWire = 1'000'000'000;
+// Instead of a failure a record may ask whether a work has begun, or answer that (in `lost`).
+constexpr int32_t kAsk = 100, kAnswer = 101;
+constexpr int64_t kAnswerTime = 2'000'000'000;
 
 const char* const kTypeNames[kTypes] = {"float16", "bfloat16", "float32", "float64", "int8",
                                         "int16",   "int32",    "int64",   "uint8",   "bool"};
@@ -112,7 +115,9 @@ void Engine::read_control(int peer) {
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (got <= 0) {
-      peer_gone(peer, "is gone (its process has ended)");
+      const bool silent = got < 0 && errno != ECONNRESET && errno != EPIPE;
+      peer_gone(peer, silent ? std::string("is gone (its host does not answer: ") + strerror(errno) + ")"
+                             : "is gone (its process has ended)");
       break;
     }
     inbox.insert(inbox.end(), buffer, buffer + got);
@@ -129,7 +134,14 @@ void Engine::read_control(int peer) {
         peer_gone(peer, r.why);
         return;
       }
-      if (r.comm < kMaxComms) {  // also before this rank has come that far
+      if (r.comm >= kMaxComms) continue;
+      if (r.failure == kAsk) {
+        const Record answer{kRecord, r.comm, r.number, kAnswer, r.number < comms_[r.comm].next, {}};
+        (void)!::send(fd, &answer, sizeof answer, MSG_DONTWAIT | MSG_NOSIGNAL);
+      } else if (r.failure == kAnswer) {
+        for (auto& w : active_)
+          if (w->program->comm == r.comm && w->number == r.number) w->answered[peer] = r.lost != 0;
+      } else {  // also before this rank has come that far
         fail_comm(r.comm, r.number, static_cast<Failure>(r.failure), r.lost, r.why, false);
         const uint32_t how = own_->header()->bell.asleep.exchange(0);
         if (how) wake(own_->header()->bell, how, own_bell_);
@@ -216,51 +228,47 @@ void Engine::check_boards(Work& w) {
   }
 }
 
+// At a timeout ranks ask each other who is there: who waits may itself be waited for, and the one to name may be far.
+bool Engine::all_answered(Work& w, int64_t now) {
+  if (!w.asked_ns) {
+    w.asked_ns = now;
+    tell(w.program->comm, w.number, static_cast<Failure>(kAsk), -1, "");
+  }
+  if (now > w.asked_ns + kAnswerTime) return true;
+  return std::all_of(w.program->ranks.begin(), w.program->ranks.end(), [&](int peer) {
+    return peer == set_.rank || !gone_[static_cast<size_t>(peer)].empty() || w.answered.count(peer);
+  });
+}
+
 void Engine::check_deadlines(int64_t now) {
   for (size_t i = 0; i < active_.size(); ++i) {
     const std::shared_ptr<Work> w = active_[i];
-    if (now < w->deadline_ns) continue;
+    if (now < w->deadline_ns || !all_answered(*w, now)) continue;
     const Loaded& p = *w->program;
     std::set<std::string> waits;
     int first = -1;
-    for (size_t b = 0; b < p.block.size(); ++b) {
+    const auto waits_for = [&](int peer, const std::string& what) {
+      waits.insert("rank " + std::to_string(peer) + " (" + what + ")");
+      if (first < 0) first = peer;
+    };
+    for (int peer : p.ranks)
+      if (peer != set_.rank && gone_[static_cast<size_t>(peer)].empty() && !w->answered.count(peer))
+        waits_for(peer, "it does not answer");
+    for (const auto& [peer, begun] : w->answered)
+      if (!begun) waits_for(peer, "it has not started");
+    const bool known = first >= 0;
+    for (size_t b = 0; !known && b < p.block.size(); ++b) {
       const BlockState& at = w->block[b];
       if (at.slice == w->layout->slices) continue;
       const Instruction& x = p.code[static_cast<size_t>(p.block[b].first + at.step)];
       if (receives(x.code)) {
-        const auto conn = static_cast<size_t>(p.block[b].in);
-        const int peer = p.in[conn].peer;
-        const InState& s = w->in[conn];
-        bool begun = s.taken > 0 || s.ring;
-        if (!begun && p.in[conn].channel < 0) {
-          const auto local = static_cast<size_t>(local_index_[static_cast<size_t>(peer)]);
-          begun = segment_[local].header()->board[p.comm][w->number % kBoardDepth].number.load() == w->number + 1;
-        }
-        if (s.taken < s.total) {
-          waits.insert("rank " + std::to_string(peer) +
-                       (begun ? " (message " + std::to_string(s.taken + 1) + " of " + std::to_string(s.total) + ")"
-                              : " (it has not started)"));
-          if (first < 0 || !begun) first = peer;
-        }
-      } else if (x.code == Code::s) {
-        const int peer = p.out[static_cast<size_t>(p.block[b].out)].peer;
-        waits.insert("rank " + std::to_string(peer) + " (to take what was sent)");
-        if (first < 0) first = peer;
+        const InState& s = w->in[static_cast<size_t>(p.block[b].in)];
+        if (s.taken < s.total)
+          waits_for(p.in[static_cast<size_t>(p.block[b].in)].peer,
+                    "message " + std::to_string(s.taken + 1) + " of " + std::to_string(s.total));
+      } else if (sends(x.code)) {
+        waits_for(p.out[static_cast<size_t>(p.block[b].out)].peer, "to take what was sent");
       }
-    }
-    for (int peer : p.ranks) {
-      const int local = local_index_[static_cast<size_t>(peer)];
-      if (peer == set_.rank || local < 0 || began(*w, peer)) continue;
-      waits.insert("rank " + std::to_string(peer) + " (it has not started)");
-      first = peer;
-    }
-    const bool named = std::any_of(waits.begin(), waits.end(),
-                                   [](const std::string& s) { return s.find("not started") != std::string::npos; });
-    if (!named && !w->late) {
-      // Those we wait for wait themselves. A rank that knows more speaks up at about the same time: let it.
-      w->late = true;
-      w->deadline_ns = now + std::min<int64_t>(1'000'000'000, (now - w->started_ns) / 2);
-      continue;
     }
     std::string list;
     for (const std::string& s : waits) list += (list.empty() ? "" : ", ") + s;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "engine.h"
 
@@ -9,7 +10,12 @@ namespace stretto::executor {
 namespace {
 
 constexpr size_t kStream = 8 << 20;  // buffers from this size on do not stay in the cache anyway
+constexpr size_t kPaced = 16 << 10;  // shorter messages are written too fast to be worth a look at the clock
 constexpr size_t kBlock = 16 << 10;  // of two results of one input: the second is made while the first is in the cache
+
+uint32_t per_kib(int64_t ns, size_t bytes) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(ns * 1024 / static_cast<int64_t>(bytes), 1, 1'000'000));
+}
 
 uint64_t tag_of(const Work& w, int source, int ring, uint64_t message) {
   return (static_cast<uint64_t>(w.program->comm) << 56) | (static_cast<uint64_t>(source) << 44) |
@@ -45,9 +51,16 @@ bool Engine::advance(Work& w, int number) {
     if (receives(x.code) && !(received = peek(w, b.in, bytes))) return false;
     if (sends(x.code) && !(slot = room(w, b, x, slice, &fill))) return false;
     const int64_t begin = w.traced ? now_ns() : 0;
-    execute(w, x, slice, received, slot, fill);
-    if (received) release(w, b.in);
-    if (slot) publish(w, b, x, slot, bytes);
+    const bool timed = received && bytes >= kPaced && p.in[static_cast<size_t>(b.in)].channel < 0;
+    const int64_t from = timed ? now_ns() : 0;
+    Pace* pace = nullptr;
+    bool past = false;
+    if (x.code != Code::s)
+      execute(w, x, slice, received, slot, false);
+    else if (fill)
+      pace = put(w, b, x, slice, slot, bytes, &past);
+    if (received) release(w, b.in, timed ? per_kib(now_ns() - from, bytes) : 0);
+    if (slot) publish(w, b, x, slot, bytes, pace, past);
     if (w.traced) w.trace.push_back({number, at.step, slice, begin, now_ns()});
   }
   ++at.done;
@@ -56,6 +69,27 @@ bool Engine::advance(Work& w, int number) {
     if (++at.slice == w.layout->slices) --w.unfinished;
   }
   return true;
+}
+
+// Fills the slot of a message that is nothing but sent. Long ones inside the host: in the way that costs less, and timed.
+Pace* Engine::put(Work& w, const Block& b, const Instruction& x, int64_t slice, char* slot, size_t bytes, bool* past) {
+  const Connection& c = w.program->out[static_cast<size_t>(b.out)];
+  if (bytes < kPaced || c.channel >= 0) {
+    execute(w, x, slice, nullptr, slot, false);
+    return nullptr;
+  }
+  Pace& pace = pace_[static_cast<size_t>(x.cast >= 0 ? own_local_ : local_index_[static_cast<size_t>(c.peer)])];
+  *past = pace.past();
+  const int64_t from = now_ns();
+  execute(w, x, slice, nullptr, slot, *past);
+  pace.wrote(*past, per_kib(now_ns() - from, bytes));
+  return &pace;
+}
+
+// What a reader took for the message in a slot is known once it has given the slot back.
+void Engine::learn(OutState& s, size_t slot) {
+  if (Pace* pace = std::exchange(s.pace[slot], nullptr))
+    if (const uint32_t took = s.ring->took[slot]) pace->read(s.past[slot], took);
 }
 
 size_t Engine::message_bytes(const Work& w, const Instruction& x, int64_t slice) const {
@@ -68,8 +102,7 @@ size_t Engine::message_bytes(const Work& w, const Instruction& x, int64_t slice)
   return static_cast<size_t>(elements) * l.element;
 }
 
-void Engine::execute(Work& w, const Instruction& x, int64_t slice, const char* received, char* slot, bool fill) {
-  if (x.code == Code::s && !fill) return;
+void Engine::execute(Work& w, const Instruction& x, int64_t slice, const char* received, char* slot, bool past) {
   const Loaded& p = *w.program;
   const Layout& l = *w.layout;
   const auto place = [&](int8_t buffer, int32_t at) -> char* {
@@ -116,7 +149,7 @@ void Engine::execute(Work& w, const Instruction& x, int64_t slice, const char* r
         const char* source = received ? first : mine;
         if (second) memcpy(second + from, source + from, size);
         if (target == source) continue;
-        if (large && stored && q.dst_buf != 2)
+        if (past || (large && stored && q.dst_buf != 2))
           kernels().stream(target + from, source + from, size);
         else
           memcpy(target + from, source + from, size);
@@ -166,11 +199,12 @@ const char* Engine::peek(Work& w, int conn, size_t expected) {
   return t.bytes.get();
 }
 
-void Engine::release(Work& w, int conn) {
+void Engine::release(Work& w, int conn, uint32_t took) {
   const Connection& c = w.program->in[static_cast<size_t>(conn)];
   InState& s = w.in[static_cast<size_t>(conn)];
   const uint64_t taken = s.taken++;
   if (c.channel < 0) {
+    s.ring->took[taken % kSlots] = took;
     s.ring->tail.store(s.taken, std::memory_order_seq_cst);
     if (s.ring->wants_room.load(std::memory_order_seq_cst) && s.ring->wants_room.exchange(0)) ring(c.peer);
     return;
@@ -200,6 +234,7 @@ char* Engine::room(Work& w, const Block& b, const Instruction& x, int64_t slice,
     return r->tail.load(std::memory_order_seq_cst) >= consumed;
   };
   if (s.sent >= kSlots && !free(s.ring, s.sent - kSlots + 1)) return nullptr;
+  learn(s, s.sent % kSlots);
   if (x.cast < 0) return s.slots + (s.sent % kSlots) * s.slot_bytes;
   CastState& cast = w.cast[static_cast<size_t>(x.cast)];
   *fill = cast.filled <= slice;
@@ -213,10 +248,12 @@ char* Engine::room(Work& w, const Block& b, const Instruction& x, int64_t slice,
   return cast.slots + static_cast<size_t>(slice % kSlots) * cast.slot_bytes;
 }
 
-void Engine::publish(Work& w, const Block& b, const Instruction&, char* slot, size_t bytes) {
+void Engine::publish(Work& w, const Block& b, const Instruction&, char* slot, size_t bytes, Pace* pace, bool past) {
   const Connection& c = w.program->out[static_cast<size_t>(b.out)];
   OutState& s = w.out[static_cast<size_t>(b.out)];
   if (c.channel < 0) {
+    s.pace[s.sent % kSlots] = pace;
+    s.past[s.sent % kSlots] = past;
     s.ring->message[s.sent % kSlots] = {own_->line_of(slot), static_cast<uint32_t>(bytes)};
     s.ring->head.store(++s.sent, std::memory_order_release);
     ring(c.peer);

@@ -34,6 +34,7 @@ std::shared_ptr<Loaded> load(const nb::dict& d) {
   p->comm = nb::cast<int>(d["comm"]);
   p->ranks = list<int>(d, "ranks");
   p->signature = nb::cast<uint64_t>(d["signature"]);
+  p->first = nb::cast<uint64_t>(d["first"]);
   p->kind = nb::cast<uint32_t>(d["kind"]);
   p->name = nb::cast<std::string>(d["name"]);
   p->chunks_per_shard = nb::cast<int>(d["chunks_per_shard"]);

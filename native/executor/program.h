@@ -69,6 +69,7 @@ struct Loaded {
   int comm, rank, world;
   std::vector<int> ranks;  // of the communicator, as ranks of the job
   uint64_t signature;
+  uint64_t first = 0;  // the least number that a work of it may have
   uint32_t kind;
   std::string name;
   std::vector<Instruction> code;

@@ -15,11 +15,20 @@
 #include <utility>
 
 namespace stretto::executor {
+namespace {
+
+// A signal (a profiler's, say) may interrupt it while memory is being found.
+bool reserve(int fd, size_t from, size_t upto) {
+  int done;
+  do done = fallocate(fd, 0, static_cast<off_t>(from), static_cast<off_t>(upto - from));
+  while (done != 0 && errno == EINTR);
+  return done == 0;
+}
+}  // namespace
 
 Segment::Segment(int fd, bool own, size_t bytes) {
   if (own) {
-    if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
-        fallocate(fd, 0, 0, static_cast<off_t>(sizeof(SegmentHeader))) != 0)
+    if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || !reserve(fd, 0, sizeof(SegmentHeader)))
       throw std::runtime_error(std::string("shared memory: could not reserve the segment: ") + strerror(errno));
   } else {
     struct stat about {};
@@ -63,7 +72,7 @@ size_t Arena::take(size_t bytes, std::string* error) {
     // Reserved before it is touched: a full memory is an error here, not a bus error later.
     const size_t step = 1 << 20;
     const size_t upto = std::min(end_, (at + bytes + step - 1) / step * step);
-    if (fallocate(fd_, 0, static_cast<off_t>(reserved_), static_cast<off_t>(upto - reserved_)) != 0) {
+    if (!reserve(fd_, reserved_, upto)) {
       *error = "shared memory is full: could not reserve " + std::to_string(upto - begin_) +
                " bytes of staging: " + strerror(errno);
       return 0;

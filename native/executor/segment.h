@@ -30,6 +30,7 @@ struct alignas(64) Ring {
   } message[kSlots];
   alignas(64) std::atomic<uint64_t> tail;  // messages consumed; written by the receiver
   std::atomic<uint32_t> wants_room;
+  uint32_t took[kSlots];  // how long reading what was there took, in ns per KiB; 0: not measured
 };
 
 struct alignas(64) Entry {

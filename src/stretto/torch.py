@@ -5,7 +5,8 @@
     import stretto.torch
     torch.distributed.init_process_group("stretto")
 
-`choices` says which program ran for which calls, and why no other did; `record` gives a measured `Timeline`.
+`choices` says which program ran for which calls, and why no other did; `record` gives a measured `Timeline`; `enforce`
+carries out a plan.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ try:
 except ImportError:
     raise InvalidInput("stretto.torch needs PyTorch: pip install 'stretto[torch]'") from None
 
+from .cluster import Cluster
+from .planner.plan import Plan
 from .runtime.backend import StrettoGroup, create
+from .runtime.ddp import DdpHook, ddp_hook
+from .runtime.enforcer.enforcer import Enforcer
 from .runtime.record import LEDGER, Choice, Recording
 from .runtime.record import record as _record
+from .workload import Workload
 
-__all__ = ["Choice", "Recording", "StrettoGroup", "choices", "last_choice", "record"]
+__all__ = [
+    "Choice", "DdpHook", "Enforcer", "Recording", "StrettoGroup", "choices", "ddp_hook", "enforce", "last_choice",
+    "record",
+]  # fmt: skip
 
 if "STRETTO" not in _dist.Backend._plugins:
     _dist.Backend.register_backend("stretto", create, extended_api=True, devices=["cpu", "cuda"])
@@ -49,3 +58,26 @@ def record() -> AbstractContextManager[Recording]:
         stretto.report.write_perfetto(recording.timeline, "step.pftrace")
     """
     return _record(_dist.get_rank)
+
+
+def enforce(
+    plan: Plan, workload: Workload, *, every: int = 8, cluster: Cluster | None = None, carrier: str = "executor"
+) -> Enforcer:
+    """Carry out a plan for the captured step from one of the next iterations on; all ranks call it at the same point.
+
+    ::
+
+        with stretto.torch.enforce(plan, recorder.workload) as enforcer:
+            for batch in loader:
+                train_step(batch)
+                stretto.step()
+        print(enforcer.report())
+    """
+    made = Enforcer(workload, every=every, cluster=cluster, carrier=carrier)
+    try:
+        made.prepare(plan, workload, 1)
+        made.commit(1, plan.hash)
+    except BaseException:
+        made.close()
+        raise
+    return made

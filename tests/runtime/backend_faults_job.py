@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo  # DDP needs it: imported once, before the forks
 import torch.distributed as dist
 from capture_scenarios import _start
 from torch.nn.parallel import DistributedDataParallel

@@ -7,7 +7,7 @@ class would come back here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +20,10 @@ from .backend_buffers import Call
 from .backend_engine import Engine, Job, missing
 from .backend_meet import Meeting, card, find_gone, meet
 from .backend_work import DelegatedWork, GroupWork, JoinedWork, Tensors
+from .enforcer.current import Current
 from .record import LEDGER, current
 from .select import Selector, rules
+from .watch import Submitted, Watch
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -217,13 +219,23 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """To one rank."""
-        args = (tensors, dst, tag)
-        return self._delegate(Call.of("send", tensors), "send", args, tensors, why=POINT_TO_POINT, peer=dst)
+        call, args = Call.of("send", tensors), (tensors, dst, tag)
+        return self._watched(
+            call,
+            lambda: self._delegate(call, "send", args, tensors, why=POINT_TO_POINT, peer=dst),
+            peers=(self.rank(), dst),
+            tag=tag,
+        )
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
         """From one rank."""
-        args = (tensors, src, tag)
-        return self._delegate(Call.of("recv", tensors), "recv", args, tensors, why=POINT_TO_POINT, peer=src)
+        call, args = Call.of("recv", tensors), (tensors, src, tag)
+        return self._watched(
+            call,
+            lambda: self._delegate(call, "recv", args, tensors, why=POINT_TO_POINT, peer=src),
+            peers=(src, self.rank()),
+            tag=tag,
+        )
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """From whoever sends."""
@@ -277,7 +289,21 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return JoinedWork(works)
 
     def _run(self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
-        """On the executor, or else on the wrapped backend."""
+        """As the plan says where one is enforced, on the executor, or else on the wrapped backend."""
+        if Watch.current is None and Current.enforcer is None:
+            return self._run_plainly(call, method, args, tensors, opts)
+
+        def plainly() -> dist.Work:
+            return self._run_plainly(call, method, args, tensors, opts)
+
+        def run() -> dist.Work:
+            enforcer = Current.enforcer
+            planned = None if enforcer is None else enforcer.take(self, call, tensors, opts, plainly)
+            return plainly() if planned is None else self._gathered(planned)
+
+        return self._watched(call, run, blocking=self.alone and not opts.asyncOp)
+
+    def _run_plainly(self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
         work = self.engine.start(call, tensors, opts, alone=self._gathering is None)
         if isinstance(work, str):
             return self._delegate(call, method, args, tensors, why=work)
@@ -285,10 +311,23 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def _run_all(self, calls: list[Call], method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
         """All on the executor, or all on the wrapped backend: other ranks decide the same only as a whole."""
+        if not calls:
+            return self._delegate(Call.of(method, []), method, args, tensors, why="nothing to do")
+        whole = calls[0].joined(calls)
+
+        def run() -> dist.Work:
+            if Current.enforcer is not None:
+                Current.enforcer.pass_by(self, whole)
+            return self._run_each(calls, whole, method, args, tensors, opts)
+
+        return self._watched(whole, run, blocking=self.alone and not getattr(opts, "asyncOp", True))
+
+    def _run_each(
+        self, calls: list[Call], whole: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any
+    ) -> dist.Work:
         why = next((reason for call in calls if (reason := self.engine.refusal(call))), "")
-        if why or not calls:
-            whole = calls[0].joined(calls) if calls else Call.of(method, [])
-            return self._delegate(whole, method, args, tensors, why=why or "nothing to do")
+        if why:
+            return self._delegate(whole, method, args, tensors, why=why)
         works: list[GroupWork] = []
         for call in calls:
             work = self.engine.start(call, call.outputs, opts, alone=False)
@@ -296,6 +335,25 @@ class StrettoGroup(Base):  # type: ignore[misc]
                 raise StrettoError(f"{call.op}: {work}")
             works.append(work)
         return self._gathered(JoinedWork(works, tensors))
+
+    def _watched(
+        self, call: Call, run: Callable[[], dist.Work], *, blocking: bool = False, peers: tuple[int, int] | None = None,
+        tag: int = 0,
+    ) -> dist.Work:  # fmt: skip
+        """Run a call, before the eyes of who records the calls of this process."""
+        watch = Watch.current
+        if watch is None:
+            return run()
+        ranks = self.engine.selector.devices
+        seen: dist.Work = watch.seen(
+            Submitted(
+                op=call.op, ranks=ranks if peers is None else (ranks[peers[0]], ranks[peers[1]]),
+                channel=self.label if peers is None else f"{self.label}:{tag}", nbytes=call.nbytes,
+                device=call.device.type, root=call.root, blocking=blocking,
+            ),
+            run,
+        )  # fmt: skip
+        return seen
 
     def _delegate(
         self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, *, why: str, peer: int | None = None
@@ -315,6 +373,11 @@ class StrettoGroup(Base):  # type: ignore[misc]
         recording = current()
         ended = recording.start(f"{call.op} ({backend})", self.label, call.nbytes) if recording else None
         return self._gathered(DelegatedWork(inner, tensors, lambda error: self._explain(error, peer), ended))
+
+    @property
+    def alone(self) -> bool:
+        """Whether a call is waited for by itself, not together with others."""
+        return self._gathering is None
 
     def _gathered(self, work: GroupWork) -> GroupWork:
         if self._gathering is not None:

@@ -173,11 +173,11 @@ class Job:
                 channels=channels,
                 interface="lo" if near else next(iter(channels.values())).devices,
                 timeout_s=timeout.total_seconds(),
+                watch=meeting.check,
             )
         except (StrettoError, OSError) as error:
-            why = f"rank {meeting.rank}: {error}"
-        answers = [answer.decode(errors="replace") for answer in meeting.exchange(why.encode())]
-        failed = next((answer for answer in answers if answer), "")
+            why = str(error)
+        failed = meeting.conclude(why)
         if failed and executor is not None:
             executor.close()
             executor = None

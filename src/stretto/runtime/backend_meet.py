@@ -8,25 +8,36 @@ import contextlib
 import os
 import secrets
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from ..errors import PlanMismatch
+from ..errors import PeerLost, PlanMismatch
 from .executor_join import host_key
 
 MAX_BYTES = 1 << 24
+SHORTEST_S, LONGEST_S = 0.001, 0.05
+"""Between two looks into the store."""
 
 
 class Store(Protocol):
     """The part of `torch.distributed.Store` that is used here."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long to wait for a value."""
 
     def set(self, key: str, value: str) -> None:
         """Put a value."""
 
     def get(self, key: str) -> bytes:
         """Wait for a value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether values are there."""
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter and return it."""
@@ -59,22 +70,52 @@ def card(rank: int, *, executor: str, rules: str, communicator: int) -> Card:
 
 
 class Meeting:
-    """An all-gather of bytes among the ranks of a group, by its store."""
+    """An all-gather of bytes among the ranks of a group, by its store.
+
+    Who waits also looks whether the others still can come: a rank that fails says so with `conclude`, and one that
+    has died on this host is noticed. So all ranks end a meeting together, whatever happens to one of them.
+    """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
+        self.cards: list[Card] = []
         # A group that is made again finds its old keys in the store.
-        self._times = store.add(f"stretto/times/{rank}", 1)
+        self._where = f"stretto/{store.add(f'stretto/times/{rank}', 1)}"
         self._rounds = 0
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        """Everybody's bytes, by rank."""
+        """Everybody's bytes, by rank. Raises `PeerLost` when one will not come."""
         self._rounds += 1
-        where = f"stretto/{self._times}/{self._rounds}"
-        self.store.set(f"{where}/{self.rank}", base64.b64encode(mine).decode())
-        return [self._take(f"{where}/{rank}", rank) for rank in range(self.size)]
+        return self._gather(str(self._rounds), mine, self.check)
 
-    def _take(self, key: str, rank: int) -> bytes:
+    def check(self) -> None:
+        """Raises `PeerLost` where a rank has said that it failed, or has died."""
+        if self.store.check([f"{self._where}/failed"]):
+            raise PeerLost(self.store.get(f"{self._where}/failed").decode(errors="replace"))
+        self._find_gone()
+
+    def conclude(self, why: str) -> str:
+        """All ranks say what went wrong, or nothing; returns what did first, the same on all ranks."""
+        if why and self.store.add(f"{self._where}/failures", 1) == 1:
+            self.store.set(f"{self._where}/failed", f"rank {self.rank}: {why}")
+        if any(self._gather("end", why.encode(), self._find_gone)):
+            return self.store.get(f"{self._where}/failed").decode(errors="replace")
+        return ""
+
+    def _gather(self, round_: str, mine: bytes, check: Callable[[], None]) -> list[bytes]:
+        where = f"{self._where}/{round_}"
+        self.store.set(f"{where}/{self.rank}", base64.b64encode(mine).decode())
+        deadline = time.monotonic() + self.store.timeout.total_seconds()
+        return [self._take(f"{where}/{rank}", rank, deadline, check) for rank in range(self.size)]
+
+    def _take(self, key: str, rank: int, deadline: float, check: Callable[[], None]) -> bytes:
+        pause_s = SHORTEST_S
+        while not self.store.check([key]):
+            check()
+            if time.monotonic() > deadline:
+                raise PeerLost(f"rank {rank}: it did not come within {self.store.timeout.total_seconds():g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_S)
         text = self.store.get(key)
         if len(text) > MAX_BYTES:
             raise PlanMismatch(f"rank {rank}: what it put into the store is too long")
@@ -83,10 +124,16 @@ class Meeting:
         except binascii.Error:
             raise PlanMismatch(f"rank {rank}: what it put into the store cannot be read: another Stretto?") from None
 
+    def _find_gone(self) -> None:
+        gone = find_gone(self.cards, 0)
+        if gone:
+            raise PeerLost(f"rank {gone[0]} is gone: its process has ended while the group was made")
+
 
 def meet(meeting: Meeting, mine: Card) -> list[Card]:
     """Everybody's card, by rank. Raises `PlanMismatch` where two ranks would not choose the same programs."""
     cards = [_read(text, rank) for rank, text in enumerate(meeting.exchange(msgspec.json.encode(mine)))]
+    meeting.cards = cards
     for other in cards:
         if other.rules != cards[0].rules:
             raise PlanMismatch(

@@ -71,7 +71,8 @@ class GroupWork(dist.Work):
         super().__init__()
         self._tensors = tensors
         self._ended = ended
-        self._lock = threading.Lock()
+        # Again in the same thread where an op has ended before its future is asked for.
+        self._lock = threading.RLock()
         self._over = False
         self._error: Exception | None = None
         self._future: Future | None = None

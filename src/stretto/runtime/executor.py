@@ -8,7 +8,7 @@ import hashlib
 import importlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from ..programs.ir import Program
 from ..programs.lower import lower
 from ..programs.lowered import Lowered
 from .executor_join import Exchange, Joined, OutOfResources, host_key, join
-from .executor_load import SHARED_MEMORY, tables
+from .executor_load import SHARED_MEMORY, max_chunks, tables
 
 if TYPE_CHECKING:
     from .. import _executor
@@ -133,6 +133,7 @@ class Executor:
     `exchange` is an all-gather of bytes among the job's ranks, used only while joining. `token` is a secret of the
     job: who does not know it is turned away. `interface` carries control connections between hosts; `channels` name
     the networks for data. Ranks with equal `host` use shared memory (default: those of one network namespace).
+    While joining waits for a rank it calls `watch`, which may know that the rank will not come, and raise.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Executor:
         segment_bytes: int = SEGMENT_BYTES,
         timeout_s: float = 300.0,
         join_timeout_s: float = 60.0,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise InvalidInput(f"rank: must be 0..{world_size - 1}, not {rank}")
@@ -174,7 +176,7 @@ class Executor:
         with _resources(rank):
             joined = join(
                 rank, world_size, exchange, token=token, interface=interface, segment=segment,
-                host=host if host is not None else host_key(), timeout_s=join_timeout_s,
+                host=host if host is not None else host_key(), timeout_s=join_timeout_s, watch=watch,
             )  # fmt: skip
             self.hosts = joined.hosts
             """Per rank a name for its host; equal names share memory."""
@@ -219,6 +221,7 @@ class Executor:
         communicator: int = 0,
         channels: Sequence[str] | None = None,
         message_bytes: int | None = None,
+        first_number: int = 0,
     ) -> Handle:
         """Verify a program and make it ready to run here.
 
@@ -226,6 +229,9 @@ class Executor:
         works of one communicator are numbered, and every rank must start them in the same order. ``channels[i]`` is the
         network for channel i of the program (default: in turn over all networks). Messages are cut into slices of about
         `message_bytes`, which flow through the program one behind the other.
+
+        Works of a communicator are numbered from `first_number` on, or where they were if that is higher: so other
+        ranks than before can use a communicator, and all of them count alike.
         """
         lowered = lower(program) if isinstance(program, Program) else program
         lowered.verify()
@@ -242,7 +248,7 @@ class Executor:
             if name not in names:
                 raise unknown("channel", name, names)
         near = len({self.hosts[r] for r in group}) == 1
-        length = message_bytes if message_bytes is not None else (near_bytes(lowered) if near else FAR_BYTES)
+        length = message_bytes if message_bytes is not None else (near_bytes(lowered) if near else far_bytes(lowered))
         if not 64 <= length <= 1 << 28:
             raise InvalidInput(f"message_bytes: must be 64..{1 << 28}, not {length}")
 
@@ -253,7 +259,10 @@ class Executor:
 
         me = group.index(self.rank)
         loaded = self._native.load(
-            tables(lowered, me=me, ranks=group, communicator=communicator, wire=wire, message_bytes=length)
+            tables(
+                lowered, me=me, ranks=group, communicator=communicator, wire=wire, message_bytes=length,
+                first_number=first_number,
+            )
         )
         return Handle(lowered=lowered, ranks=group, me=me, loaded=loaded)
 
@@ -369,8 +378,7 @@ class Executor:
         self.close()
 
 
-FAR_BYTES = 256 << 10
-"""Between hosts a message should be long enough that the network's fixed cost does not show."""
+FAR_BYTES, MOST_FAR_BYTES = 64 << 10, 256 << 10
 CACHE_BYTES = 8 << 20
 
 
@@ -383,6 +391,17 @@ def near_bytes(lowered: Lowered) -> int:
     """
     connections = max(1, int((lowered.tb_send >= 0).sum()))
     return min(max(CACHE_BYTES // (4 * connections) // 4096 * 4096, 32 << 10), 256 << 10)
+
+
+def far_bytes(lowered: Lowered) -> int:
+    """Between hosts a chunk goes in pieces long enough that the network's fixed cost does not show, and short enough
+    that the ranks of a host take turns on its uplink.
+
+    >>> from stretto.algorithms import algorithm
+    >>> [far_bytes(lower(algorithm(*what, 8))) >> 10 for what in (("pairwise", "all_to_all"), ("ring", "all_reduce"))]
+    [64, 64]
+    """
+    return min(FAR_BYTES * max_chunks(lowered), MOST_FAR_BYTES)
 
 
 def load_native() -> Any:

@@ -26,6 +26,7 @@ MAGIC = b"stretto1"
 SIOCGIFADDR = 0x8915
 STRANGER_S = 2.0
 """How long somebody who connects may take to say who it is."""
+TICK_S = 0.2
 
 
 class OutOfResources(StrettoError):
@@ -81,6 +82,7 @@ def join(
     host: str,
     segment: Callable[[], int],
     timeout_s: float,
+    watch: Callable[[], None],
 ) -> Joined:
     """Connect every two ranks, prove to each other that both know the token, and share descriptors inside a host."""
     deadline = time.monotonic() + timeout_s
@@ -100,7 +102,7 @@ def join(
         hello = Hello(host=host, path=path[1:], address=remote.getsockname(), world=world)
         hellos = _hellos(exchange(msgspec.json.encode(hello)), world)
         joined.hosts = [h.host for h in hellos]
-        sockets = _connect(rank, hellos, nearby, remote, token, deadline, undo)
+        sockets = _connect(rank, hellos, nearby, remote, token, deadline, watch, undo)
         theirs: dict[int, tuple[int, int]] = {rank: (segment_fd, bell)}
         local = [r for r in range(world) if hellos[r].host == host]
         others = [peer for peer in local if peer != rank]
@@ -163,6 +165,7 @@ def _connect(
     remote: socket.socket,
     token: bytes,
     deadline: float,
+    watch: Callable[[], None],
     undo: contextlib.ExitStack,
 ) -> dict[int, socket.socket]:
     """One socket per peer. The higher rank connects; both sides answer the other's challenge with the token."""
@@ -183,7 +186,7 @@ def _connect(
     expected = set(range(rank + 1, len(hellos)))
     challenges: dict[int, tuple[bytes, bytes]] = {}
     while expected:
-        s = _accept(nearby, remote, deadline, min(expected))
+        s = _accept(nearby, remote, deadline, min(expected), watch)
         who = _introduction(s, expected, hellos, rank, token, challenges)
         if who is None:
             s.close()
@@ -241,12 +244,15 @@ def _introduction(
     return int(who)
 
 
-def _accept(nearby: socket.socket, remote: socket.socket, deadline: float, missing: int) -> socket.socket:
-    ready, _, _ = select.select([nearby, remote], [], [], _left(deadline, missing))
-    if not ready:
-        raise PeerLost(f"rank {missing}: it did not connect in time")
-    connected: socket.socket = ready[0].accept()[0]
-    return connected
+def _accept(
+    nearby: socket.socket, remote: socket.socket, deadline: float, missing: int, watch: Callable[[], None]
+) -> socket.socket:
+    while True:
+        ready, _, _ = select.select([nearby, remote], [], [], min(_left(deadline, missing), TICK_S))
+        if ready:
+            connected: socket.socket = ready[0].accept()[0]
+            return connected
+        watch()
 
 
 def _read(s: socket.socket, size: int, peer: int, deadline: float) -> bytes:
@@ -256,7 +262,7 @@ def _read(s: socket.socket, size: int, peer: int, deadline: float) -> bytes:
             s.settimeout(_left(deadline, peer))
             more = s.recv(size - len(words))
             if not more:
-                raise PeerLost(f"rank {peer}: it ended the connection while joining (a different token, or it failed)")
+                raise ConnectionResetError
             words += more
     except OSError as error:
         raise _unreachable(peer, error) from error
@@ -273,6 +279,8 @@ def _left(deadline: float, peer: int) -> float:
 def _unreachable(peer: int, error: OSError) -> StrettoError:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return OutOfResources(f"descriptors: none left to connect to rank {peer}: {error.strerror}")
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return PeerLost(f"rank {peer}: it ended the connection while joining (a different token, or it failed)")
     return PeerLost(f"rank {peer}: it cannot be reached while joining: {error}")
 
 

@@ -122,6 +122,11 @@ def signature(x: Lowered, ranks: Sequence[int], message_bytes: int) -> int:
     return int.from_bytes(state.digest()[:8], "little")
 
 
+def max_chunks(x: Lowered) -> int:
+    """The most chunks that one message carries."""
+    return int(x.count[x.op != NOP].max(initial=1))
+
+
 def tables(
     x: Lowered,
     *,
@@ -130,6 +135,7 @@ def tables(
     communicator: int,
     wire: Callable[[int, int, int], int],
     message_bytes: int,
+    first_number: int = 0,
 ) -> dict[str, Any]:
     """One rank's part of a program for the C++ side.
 
@@ -146,7 +152,7 @@ def tables(
     rows: list[tuple[int, ...]] = []
     casts, members = _casts(x, inside, blocks.tolist(), ends, connections)
     for b in blocks.tolist():
-        first = len(code)
+        entry = len(code)
         for k in range(int(x.tb_ptr[b]), int(x.tb_ptr[b + 1])):
             begin = len(pieces)
             src_buf, src_off, dst_buf, dst_off = (int(a[k]) for a in (x.src_buf, x.src_off, x.dst_buf, x.dst_off))
@@ -154,19 +160,20 @@ def tables(
                 pieces.append((src_buf, src_off + i, dst_buf, dst_off + i, chunk))
             wait = int(x.dep_tb[k]), int(x.dep_step[k])
             code.append((int(x.op[k]), inside.complete[k], *wait, casts.get(k, -1), begin, len(pieces)))
-        rows.append((ends[0].get(b, -1), ends[1].get(b, -1), first, len(code)))
+        rows.append((ends[0].get(b, -1), ends[1].get(b, -1), entry, len(code)))
     chunks, shares = _shards(c)
     parts = {len(c.parts_of(at)) for at in range(len(c.out_chunk))}
     return {
         "comm": communicator,
         "ranks": list(ranks),
         "signature": signature(x, ranks, message_bytes),
+        "first": first_number,
         "kind": KINDS.index(c.kind) if c.kind in KINDS else 0,
         "name": x.name,
         "chunks_per_shard": chunks,
         "num_chunks": c.num_chunks,
         "scratch": int(x.scratch[me]),
-        "max_count": int(x.count[x.op != NOP].max(initial=1)),
+        "max_count": max_chunks(x),
         "message_bytes": message_bytes,
         "in_place": c.in_place,
         "combining": c.combining,

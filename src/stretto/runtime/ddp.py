@@ -1,0 +1,117 @@
+"""A communication hook of `DistributedDataParallel`: gradients go through the executor, everything else stays as it is.
+
+For those who keep their backend. The executor joins over the store of the process group that there is, beside it.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ..cluster import Cluster
+from ..errors import InvalidInput
+from ..planner.plan import Plan
+from ..workload import Workload
+from .backend import StrettoGroup
+from .backend_buffers import Call
+from .enforcer.enforcer import Enforcer
+
+Future = torch.futures.Future[torch.Tensor]
+WIDE = (torch.float32, torch.float64)
+"""In these the sum of all ranks can be taken before it is divided; in half precision it could overflow."""
+
+
+class DdpHook:
+    """What `ddp_hook` needs: a group of our own over the ranks of `group` (default: all). All of them make it together.
+
+    ::
+
+        state = stretto.torch.DdpHook()
+        model.register_comm_hook(state, stretto.torch.ddp_hook)
+
+    With a `plan` for a captured `workload`, gradients are cut, ordered and bound to channels as it says; `carrier`
+    moves them: our executor, or gloo with one communicator for each channel. `cluster` is what the plan was made for.
+    Ranks agree on the plan every `every` iterations; buckets that it does not know are averaged as usual.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        plan: Plan | None = None,
+        workload: Workload | None = None,
+        cluster: Cluster | None = None,
+        carrier: str = "executor",
+        every: int = 8,
+    ) -> None:
+        if not dist.is_initialized():
+            raise InvalidInput("DdpHook: call torch.distributed.init_process_group first")
+        if (plan is None) != (workload is None):
+            raise InvalidInput("DdpHook: plan and workload must be given together")
+        whole = group is None or group is dist.group.WORLD
+        if plan is not None and not whole:
+            raise InvalidInput("DdpHook: a plan is for all ranks, not for some of them")
+        self.users: Any = group if group is not None else dist.group.WORLD
+        self.made = not isinstance(self.users, StrettoGroup)
+        self.ours: Any = self.users
+        if self.made:
+            ranks = dist.get_process_group_ranks(self.users)
+            # Only the members make it, unless those are all.
+            self.ours = dist.new_group(ranks, backend="stretto", use_local_synchronization=not whole)
+        self.enforcer: Enforcer | None = None
+        if plan is not None and workload is not None:
+            self.enforcer = Enforcer(workload, every=every, cluster=cluster, carrier=carrier, group=self.ours)
+            try:
+                self.enforcer.prepare(plan, workload, 1)
+                self.enforcer.commit(1, plan.hash)
+            except BaseException:
+                self.enforcer.close()
+                raise
+
+    def reduce(self, gradients: torch.Tensor) -> Future:
+        """Begin to average gradients in place."""
+        # Tensors on a GPU are not ours: the backend that the user keeps runs them.
+        group = self.ours if gradients.device.type == "cpu" else self.users
+        fused = (
+            group is self.ours
+            and self.enforcer is None
+            and gradients.dtype in WIDE
+            and not group.engine.refusal(Call.of("all_reduce", [gradients], reduce=dist.ReduceOp.AVG))
+        )
+        if not fused:
+            gradients.div_(group.size())
+        op = dist.ReduceOp.AVG if fused else dist.ReduceOp.SUM
+        work = dist.all_reduce(gradients, op, group=group, async_op=True)
+        assert work is not None
+        averaged: Future = work.get_future().then(lambda done: done.value()[0])
+        return averaged
+
+    def close(self) -> None:
+        """Leave what was joined; the model must not run backward any more."""
+        if self.enforcer is not None:
+            self.enforcer.close()
+            self.enforcer = None
+        if self.made and self.ours is not None:
+            dist.destroy_process_group(self.ours)
+            self.ours = None
+
+    def __enter__(self) -> DdpHook:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def ddp_hook(state: DdpHook, bucket: Any) -> Any:
+    """Average one bucket of gradients: ``model.register_comm_hook(DdpHook(), ddp_hook)``."""
+    return state.reduce(bucket.buffer())
+
+
+# PyTorch compares annotations with types, and those of this file are text.
+ddp_hook.__annotations__ = {"bucket": c10d.GradBucket, "return": Future}

@@ -1,0 +1,33 @@
+"""Who records the calls of this process, if anybody does: the hooks of `stretto.capture`. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A call of a `stretto` group. `ranks` are those of the job; of a message the sender and the receiver."""
+
+    op: str
+    ranks: tuple[int, ...]
+    channel: str
+    nbytes: int
+    device: str
+    root: int = 0
+    blocking: bool = False
+
+
+class Watches(Protocol):
+    """What a group tells."""
+
+    def seen(self, what: Submitted, run: Callable[[], Any]) -> Any:
+        """A call comes; `run` runs it."""
+
+
+class Watch:
+    """Whom to tell."""
+
+    current: Watches | None = None

@@ -1,0 +1,84 @@
+"""Limits, pauses and strangers on the process group `stretto`: clear errors on all ranks or none, and no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Outcomes = dict[str, list[Any]]
+VICTIM = 2
+
+
+@pytest.fixture(scope="module")
+def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    script = Path(__file__).with_name("backend_faults_limits_job.py")
+    return job(script, tmp_path_factory.mktemp("limits"), ranks=3)
+
+
+@pytest.mark.parametrize("scenario", ["killed_in_the_middle", "killed_while_joining"])
+def test_a_killed_rank_is_named_by_the_others(outcomes: Outcomes, scenario: str) -> None:
+    first, second, dead = outcomes[scenario]
+    assert dead is None
+    for kind, text, seconds in (first, second):
+        assert kind == "PeerLost" and text.startswith("rank 2 is gone")
+        assert seconds < 20
+
+
+def test_a_paused_rank_is_waited_for(outcomes: Outcomes) -> None:
+    assert all(good for good, _ in outcomes["paused"])
+    assert all(seconds > 1 for _, seconds in outcomes["paused"][:VICTIM])
+
+
+def test_a_pause_longer_than_the_timeout_names_the_rank_and_spares_other_groups(outcomes: Outcomes) -> None:
+    for kind, text, _, others_go_on in outcomes["paused_too_long"]:
+        assert kind == "PeerLost"
+        assert "timed out" in text and "waiting for rank 2 (it does not answer) in" in text
+        assert others_go_on
+
+
+def test_a_rank_that_is_elsewhere_when_the_time_is_up_is_named(outcomes: Outcomes) -> None:
+    for kind, text, _ in outcomes["another_backend"][:VICTIM]:
+        assert kind == "PeerLost"
+        assert "waiting for rank 2 (it has not started) in all_reduce" in text
+
+
+def test_a_rank_that_leaves_early_is_named_at_once(outcomes: Outcomes) -> None:
+    for kind, text, _, good in outcomes["left_early"][:VICTIM]:
+        assert kind == "PeerLost" and text.startswith("rank 2 has closed its executor")
+        assert good
+
+
+def test_without_descriptors_to_join_all_ranks_go_to_gloo_and_say_why(outcomes: Outcomes) -> None:
+    for kind, _, seconds, backend, why, total in outcomes["no_descriptors_to_join"]:
+        assert (kind, backend, total) == ("fine", "gloo", 3.0)
+        assert why.startswith("rank 2: descriptors") and "Too many open files" in why
+        assert seconds < 20
+
+
+def test_descriptors_that_run_out_later_harm_nobody(outcomes: Outcomes) -> None:
+    assert [answers[:3] for answers in outcomes["no_descriptors_left"]] == [[True] * 3] * 3
+    assert outcomes["no_descriptors_left"][VICTIM][3]
+
+
+def test_shared_memory_that_ends_while_it_grows_fails_that_group_alone(outcomes: Outcomes) -> None:
+    for kind, text, _, before, after in outcomes["memory_full"]:
+        assert kind == "OutOfResources"
+        assert "shared memory is full" in text and "No space left on device (on rank 2)" in text
+        assert before and after
+
+
+def test_garbage_on_every_port_changes_nothing(outcomes: Outcomes) -> None:
+    for good, _, heard, backend in outcomes["garbage"]:
+        assert good and backend == "executor"
+        assert heard > 0
+    assert any(while_joining for _, while_joining, _, _ in outcomes["garbage"])
+
+
+def test_a_rank_with_another_token_is_kept_out_and_all_ranks_go_to_gloo(outcomes: Outcomes) -> None:
+    for kind, _, seconds, backend, why, total in outcomes["wrong_token"]:
+        assert (kind, backend, total) == ("fine", "gloo", 3.0)
+        assert "token" in why
+        assert seconds < 20

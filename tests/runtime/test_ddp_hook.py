@@ -1,0 +1,70 @@
+"""The DDP communication hook under a backend that the user keeps: the same training, through the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stretto.torch
+from stretto import InvalidInput
+
+Outcomes = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return job(Path(__file__).with_name("backend_ddp_job.py"), tmp_path_factory.mktemp("ddp"), ranks=4)
+
+
+@pytest.mark.parametrize(("scenario", "tolerance"), [
+    ("fractions", 1e-5), ("views", 1e-5), ("static", 1e-5), ("bfloat16", 2e-2),
+])  # fmt: skip
+def test_training_is_that_of_plain_ddp(outcomes: Outcomes, scenario: str, tolerance: float) -> None:
+    for plain, hooked in outcomes[scenario]:
+        for want, got in zip(plain, hooked, strict=True):
+            largest = max(map(abs, want))
+            assert largest > 0
+            assert got == pytest.approx(want, rel=0, abs=tolerance * largest)
+
+
+def test_whole_numbers_are_bit_exact_through_the_rebuild_of_buckets(outcomes: Outcomes) -> None:
+    assert all(plain == hooked for plain, hooked in outcomes["exact"])
+    assert outcomes["buckets"] == [outcomes["buckets"][0]] * 4 and outcomes["buckets"][0] > 1
+
+
+def test_ranks_that_run_out_of_batches_still_take_part(outcomes: Outcomes) -> None:
+    assert all(plain == hooked for plain, hooked in outcomes["joined"])
+
+
+def test_the_executor_ran_it_and_the_backend_is_untouched(outcomes: Outcomes) -> None:
+    for backends, calls in outcomes["ran"]:
+        assert backends == ["executor"] and calls > 40
+    assert outcomes["afterwards"] == [["gloo", 4.0]] * 4
+
+
+def test_a_hook_for_some_ranks(outcomes: Outcomes) -> None:
+    assert all(got == want for got, want in outcomes["some"])
+
+
+@pytest.mark.parametrize("carrier", ["executor", "gloo"])
+def test_gradients_follow_a_plan(outcomes: Outcomes, carrier: str) -> None:
+    for plans in outcomes[f"planned on {carrier}"]:
+        assert plans == [[True, 1, ""]] * 2
+
+
+def test_a_lost_rank_is_named_in_backward(outcomes: Outcomes) -> None:
+    for rank, answer in enumerate(outcomes["lost"]):
+        if rank == 2:
+            assert answer is None
+            continue
+        kind, text, seconds = answer
+        assert kind == "RuntimeError" and "PeerLost: rank 2 is gone" in text
+        assert seconds < 20
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(InvalidInput, match=r"DdpHook: call .*init_process_group first"):
+        stretto.torch.DdpHook()
