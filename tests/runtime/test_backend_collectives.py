@@ -67,10 +67,10 @@ def test_the_latest_choice_and_all_choices_can_be_asked_for(outcomes: Outcomes) 
         assert told["text"].startswith("all_reduce sum of 20000 bytes float32 in group 0: program direct on the exec")
 
 
-def test_ranks_on_two_hosts_choose_the_same_hierarchical_program(outcomes: Outcomes) -> None:
+def test_ranks_on_two_hosts_choose_the_same_program_by_simulation(outcomes: Outcomes) -> None:
     (last,) = {tuple(told["last"]) for _, _, told in outcomes["told"]}
-    assert last[3].startswith("hierarchical")
-    assert last[5] == "4 ranks on 2 hosts"
+    assert last[3] != "direct"
+    assert "4 ranks on 2 hosts" in last[5]
 
 
 def test_each_reason_to_delegate_is_logged_once(outcomes: Outcomes, folder: Path) -> None:

@@ -67,8 +67,11 @@ def _named(kind: str, count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def build(recipe: str, ask: Ask, cluster: Cluster) -> Program:
-    """The program of a recipe on (a part of) a cluster; raises `InvalidInput` where it is not defined."""
+def build(recipe: str, ask: Ask, cluster: Cluster, *, in_place: bool = False) -> Program:
+    """The program of a recipe on (a part of) a cluster; raises `InvalidInput` where it is not defined.
+
+    In place several chains are one: programs side by side are put together from ones that are not.
+    """
     name, _, chunks = recipe.partition(":")
     if recipe not in library(ask):
         raise unknown(f"recipe for {ask.kind}", recipe, library(ask))
@@ -76,13 +79,13 @@ def build(recipe: str, ask: Ask, cluster: Cluster) -> Program:
         return algorithm("direct", "permute", ask.group, pairs=[(0, 1)])
     if ask.window is not None:
         return _window(ask)
-    options: dict[str, Any] = {"chunks": int(chunks)} if chunks else {}
+    options: dict[str, Any] = {"in_place": in_place} | ({"chunks": int(chunks)} if chunks else {})
     if ask.kind in ("broadcast", "reduce", "gather", "scatter"):
         options["root"] = ask.root
     lines = rails(cluster, ask.group) if name in ("ring", "chain") else 1
     if name == "ring":
         options["rings"] = lines
-    if name == "chain" and lines > 1 and (orders := fast_orders(cluster, ask.group, rings=lines)):
+    if name == "chain" and lines > 1 and not in_place and (orders := fast_orders(cluster, ask.group, rings=lines)):
         return _side_by_side([algorithm(name, ask.kind, ask.group, order=order, **options) for order in orders], ask)
     return algorithm(name, ask.kind, ask.group, cluster=cluster, **options)
 

@@ -209,7 +209,7 @@ def _stages(
                 before = add([one.children[number] for one in batch], before, segment)
             return before
         ends: tuple[int, ...] = ()
-        for side in _beside(first):
+        for side in beside(first):
             ends += add([one.children[at] for one in batch for at in side], before, segment)
         return ends
 
@@ -235,7 +235,7 @@ def _uneven(leaf: Motif) -> bool:
     return max(map(measure, leaf.shards)) * len(leaf.ranks) > EVEN * leaf.size
 
 
-def _beside(expr: Expr) -> list[list[int]]:
+def beside(expr: Expr) -> list[list[int]]:
     """The children of a ``||`` in sets of one form whose ranks are all different."""
     sides: list[tuple[object, set[int], list[int]]] = []
     for at, child in enumerate(expr.children):

@@ -271,14 +271,19 @@ class Scheduler:
 
 
 def check_order(workload: Workload, schedule: Schedule) -> None:
-    """Refuse an order that the application cannot feed when every task starts strictly in the order of the plan.
+    """Refuse an order that the application cannot feed when every task starts strictly in the order of the plan."""
+    check_sequence(workload, schedule.order, schedule.shift)
 
-    The enforcer starts a task only when all before it have started, on whatever channel. So a task pulled ahead must be
-    submittable before the application waits for anything behind it.
+
+def check_sequence(workload: Workload, sequence: Sequence[tuple[int, int]], shift: Sequence[int]) -> None:
+    """The same for (op, task) pairs in order, each with the number of iterations that it runs ahead.
+
+    A task starts only when all before it have started, on whatever channel (the enforcer asks that of each channel
+    alone). So a task pulled ahead must be submittable before the application waits for anything behind it.
     """
     nodes = nodes_of(workload)
     size = len(nodes.op)
-    task_node = {task: size + k for k, task in enumerate(schedule.order)}
+    task_node = {task: size + k for k, task in enumerate(sequence)}
     of_op: dict[int, list[int]] = {}
     for task, node in task_node.items():
         of_op.setdefault(task[0], []).append(node)
@@ -288,18 +293,18 @@ def check_order(workload: Workload, schedule: Schedule) -> None:
         mine = of_op[nodes.op[at]] if nodes.place[at] < 0 else [at]
         waits += [(node, before, lag) for node in mine for before, lag in needs]
         waits += [(at, node, 0) for node in mine if node != at]
-    count = len(schedule.order)
+    count = len(sequence)
     for k in range(count):
         before, window = (k - 1, 0) if k else (count - 1, 1)
-        node, earlier = task_node[schedule.order[k]], task_node[schedule.order[before]]
-        waits.append((node, earlier, schedule.shift[k] - schedule.shift[before] + window))
+        node, earlier = task_node[sequence[k]], task_node[sequence[before]]
+        waits.append((node, earlier, shift[k] - shift[before] + window))
         held.add((node, earlier))
     node_, waits_for, lag_ = (np.array(x, np.int32) for x in (zip(*waits, strict=True) if waits else ((), (), ())))
     circle = _native.waiting_circle(size + count, node_, waits_for, lag_).tolist()
     pairs = list(zip(circle, [*circle[1:], *circle[:1]], strict=True))
     if not pairs:
         return
-    op_of = [*nodes.op, *(op for op, _ in schedule.order)]
+    op_of = [*nodes.op, *(op for op, _ in sequence)]
     # The whole run of tasks held behind each other: its first cannot be submitted until its last is done.
     start = next(k for k, pair in enumerate(pairs) if pair in held and pairs[k - 1] not in held)
     run = [*pairs[start:], *pairs[:start]]

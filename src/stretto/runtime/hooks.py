@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .tape import FIRST_PHASE, Call, Iteration, Mark, Shape, Step
+from .watch import Submitted, Watch
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -123,10 +124,12 @@ class Hooks:
         self.number = 0
         self.iteration = Iteration(begin_us=now_us())
         self._depth = 0
+        self._inside = False
+        """Whether a call that was seen is being handed on to a wrapped backend."""
         self._by_future: list[Call] = []
         self._by_ddp: list[Call] = []
         self._futures: dict[int, tuple[Any, Call]] = {}
-        self._without_future: set[str] = set()
+        self._without_future = {"send", "recv"}
         self._groups: dict[str, tuple[tuple[int, ...], int]] = {}
         self._undo: list[Callable[[], object]] = []
 
@@ -136,6 +139,8 @@ class Hooks:
         self._undo.append(library._destroy)
         for name in (*KINDS, NO_SOURCE):
             library.impl(name, self._kernel(name), "BackendSelect")  # type: ignore[no-untyped-call]
+        Watch.current = self
+        self._undo.append(lambda: setattr(Watch, "current", None))
         self._undo.append(register_module_forward_pre_hook(self._forward).remove)
         run = torch.autograd.graph._engine_run_backward
 
@@ -278,47 +283,86 @@ class Hooks:
             if shape is None:
                 return original(*args)
             _, workers = self._group(given["process_group"])
-            call = Call(
-                iteration=self.number,
-                number=len(self.iteration.calls),
-                shape=shape,
-                nbytes=_nbytes(args),
-                workers=0 if shape.kind == "send" else workers,
-                blocking=not given.get("async_op", True),
-                submit_us=now_us(),
-            )
+            submitted_us = now_us()
             result = original(*args)
-            returned_us = now_us()
-            self.iteration.calls.append(call)
-            mark = Mark(step=Step(what="submit", call=call.number), enter_us=entered_us, leave_us=entered_us)
-            self.iteration.marks.append(mark)
             inner = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-            self._note_end(name, inner, call)
-            _release()
-            work = RecordedWork(self, inner, call)
-            _open.append(work)
+            blocking = not given.get("async_op", True)
+            times_us = (entered_us, submitted_us, now_us())
+            work = self._submitted(
+                shape, inner, times_us, nbytes=_nbytes(args), workers=workers, blocking=blocking, name=name
+            )
             boxed = work.boxed()
-            mark.leave_us = now_us()
-            self.iteration.overhead_us += mark.leave_us - entered_us - (returned_us - call.submit_us)
             return (*result[:-1], boxed) if isinstance(result, tuple) else boxed
 
         return kernel
 
+    def seen(self, what: Submitted, run: Callable[[], dist.Work]) -> dist.Work:
+        """A call of a group that is written in Python, past which PyTorch's dispatcher does not go."""
+        entered_us = now_us()
+        if not self.active or len(what.ranks) < 2 or what.device != "cpu" or threading.get_ident() != self.thread:
+            self._refuse(what.op, what.device, len(what.ranks))
+            return run()
+        kind = "send" if what.op in ("send", "recv") else "all_reduce" if what.op == "barrier" else what.op
+        shape = Shape(
+            kind=kind, group=what.ranks, channel=what.channel, root=what.root, phase=self.phase,
+            label="barrier" if what.op == "barrier" else "",
+        )  # fmt: skip
+        submitted_us = now_us()
+        self._inside = True
+        try:
+            inner = run()
+        finally:
+            self._inside = False
+        return self._submitted(
+            shape, inner, (entered_us, submitted_us, now_us()), nbytes=max(1, what.nbytes), workers=0,
+            blocking=what.blocking, name=what.op,
+        )  # fmt: skip
+
+    def _submitted(
+        self, shape: Shape, inner: dist.Work, times_us: tuple[float, float, float], *, nbytes: int, workers: int,
+        blocking: bool, name: str,
+    ) -> RecordedWork:  # fmt: skip
+        """Note what was submitted, and watch what came back."""
+        entered_us, submitted_us, returned_us = times_us
+        call = Call(
+            iteration=self.number,
+            number=len(self.iteration.calls),
+            shape=shape,
+            nbytes=nbytes,
+            workers=0 if shape.kind == "send" else workers,
+            blocking=blocking,
+            submit_us=submitted_us,
+        )
+        self.iteration.calls.append(call)
+        mark = Mark(step=Step(what="submit", call=call.number), enter_us=entered_us, leave_us=entered_us)
+        self.iteration.marks.append(mark)
+        self._note_end(name, inner, call)
+        _release()
+        work = RecordedWork(self, inner, call)
+        _open.append(work)
+        mark.leave_us = now_us()
+        self.iteration.overhead_us += mark.leave_us - entered_us - (returned_us - submitted_us)
+        return work
+
+    def _refuse(self, name: str, device: str, ranks: int) -> None:
+        if not self.active or ranks < 2:
+            return
+        if threading.get_ident() != self.thread:
+            self.refusal = self.refusal or f"{name} was submitted by a second thread: such a step has no one order"
+        elif device != "cpu":
+            self.refusal = self.refusal or (
+                f"{name} moves {device} tensors: record a torch.profiler trace of the job and load that instead"
+            )
+
     def _shape(self, name: str, tensor: torch.Tensor, given: dict[str, Any]) -> Shape | None:
         """What is being submitted; None when it is not recorded."""
-        if not self.active:
+        if not self.active or self._inside:
             return None
         group, _ = self._group(given["process_group"])
         if len(group) < 2:
             return None
-        if threading.get_ident() != self.thread:
-            self.refusal = self.refusal or f"{name} was submitted by a second thread: such a step has no one order"
-        elif tensor.device.type != "cpu":
-            kind = tensor.device.type
-            self.refusal = self.refusal or (
-                f"{name} moves {kind} tensors: record a torch.profiler trace of the job and load that instead"
-            )
-        elif name == NO_SOURCE:
+        self._refuse(name, tensor.device.type, len(group))
+        if name == NO_SOURCE:
             self.refusal = self.refusal or "recv without src: the plan of a step must know who sends"
         if self.refusal:
             return None

@@ -339,7 +339,7 @@ def _op(node: _Node, names: dict[int, str], name: str, num_ranks: int) -> Op:
         kind=node.shape.kind,
         after=after,
         phase=node.phase,
-        nbytes=node.nbytes,
+        nbytes=float(node.nbytes),
         groups=() if everyone else tuple(node.groups),
         root=node.shape.root,
         encoding=node.shape.encoding,

@@ -1,0 +1,96 @@
+"""Plans carried out, in the lab, side by side in one run: every system is measured in turn, round after round.
+
+`iteration_us` is the median over all rounds of the slowest rank's time; `gain` is how many times faster than the first
+system of the case; `ceiling` is what the links allow at most.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import Row, finish, in_own_process, options
+
+from stretto.lab import Lab, unavailable
+
+RANK = Path(__file__).with_name("enforcer_rank.py")
+LIMIT_S = 240.0
+
+
+def in_lab(asked: dict[str, Any], *, hosts: int, ranks: int, uplinks: dict[str, str]) -> dict[str, Any]:
+    """What the first rank has found."""
+    why = unavailable()
+    if why:
+        sys.exit(f"no lab here: {why}")
+    with tempfile.TemporaryDirectory() as name, Lab(hosts=hosts, ranks_per_host=ranks, uplinks=uplinks) as lab:
+        folder = Path(name)
+        lab.cluster().save(folder / "truth.yaml")
+        (folder / "asked.json").write_text(json.dumps(asked))
+        done = lab.run([sys.executable, str(RANK), name], timeout_s=LIMIT_S)
+        if done.failed is not None or done.timed_out:
+            sys.exit(f"{asked['case']}: {done.errors}")
+        found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+        return found
+
+
+def rows_of(case: str, found: dict[str, Any], **more: Any) -> list[Row]:
+    first = next(iter(found["times"].values()))
+    predicted = found.get("predicted_us", {})
+    return [
+        {
+            "case": case,
+            "system": system,
+            "iteration_us": us,
+            "gain": first / us,
+            "predicted_us": predicted.get(system),
+            **more,
+        }
+        for system, us in found["times"].items()
+    ]
+
+
+def channels(quick: bool) -> list[Row]:
+    """All-to-all beside all-reduce on two channels, against one after the other on the faster one."""
+    rows = []
+    for ratio, slow, ceiling in (("2:1", "50mbit", 1.5), ("4:1", "25mbit", 1.25)):
+        asked = {"case": "channels", "nbytes": 1 << 20, "budget_s": 5.0, "rounds": 1 if quick else 3, "times": 4}
+        found = in_lab(asked, hosts=2, ranks=2, uplinks={"rdma": "100mbit", "eth": slow})
+        made = rows_of(f"channels {ratio}", found, ceiling=ceiling)
+        base = found["times"]["one channel"]
+        rows += [row | {"gain": base / row["iteration_us"]} for row in made]
+    return rows
+
+
+def overhead(quick: bool) -> list[Row]:
+    """The plan that does what the application does, against no plan."""
+    rows = []
+    for ranks in (2,) if quick else (2, 4):
+        asked = {
+            "case": "overhead", "nbytes": 1 << 20, "buckets": 8, "work": 384, "rounds": 3 if quick else 8, "times": 10,
+        }  # fmt: skip
+        found = in_lab(asked, hosts=1, ranks=ranks, uplinks={"rdma": "1gbit"})
+        plain, ours = found["times"]["backend"], found["times"]["identity"]
+        made = rows_of(f"overhead x{ranks}", found)
+        rows += [row | {"overhead_percent": 100 * (row["iteration_us"] / plain - 1)} for row in made]
+        print(f"overhead x{ranks}: {100 * (ours / plain - 1):.1f} % of the iteration", file=sys.stderr)
+    return rows
+
+
+CASES: dict[str, Callable[[bool], list[Row]]] = {"channels": channels, "overhead": overhead}
+
+
+def main() -> None:
+    args = options(__doc__)
+    if args.case:
+        print(json.dumps(CASES[args.case](args.quick)))
+        return
+    rows = [row for case in CASES for row in in_own_process(__file__, case, args.quick)]
+    finish(rows, args, title="Plans, enforced")
+
+
+if __name__ == "__main__":
+    main()

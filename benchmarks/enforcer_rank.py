@@ -1,0 +1,175 @@
+"""One rank of benchmarks/enforcer.py: a training step in plain order and under plans, in turn, in one run.
+
+The first rank plans; all take the plan from the folder that they share. A round measures every system once, so that
+what else the machine does falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import stretto.torch
+from stretto import Cluster, Plan, Workload
+from stretto.planner.channels import restrict
+from stretto.planner.make import planned
+from stretto.planner.motif import motif_of
+from stretto.planner.plan import MotifPlan, OpPlan
+
+WARM = 3
+Step = Callable[[], object]
+
+
+def exchange_and_sum(nbytes: int) -> Step:
+    """An all-to-all and an all-reduce of so many bytes, in flight together; nothing else."""
+    count = nbytes // 4
+    x, y, g = torch.ones(count), torch.zeros(count), torch.ones(count)
+
+    def step() -> None:
+        works = [dist.all_to_all_single(y, x, async_op=True), dist.all_reduce(g, dist.ReduceOp.MAX, async_op=True)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    return step
+
+
+def buckets(nbytes: int, number: int, work: int) -> Step:
+    """What data-parallel training does: a bucket is summed while the next one is computed."""
+    grads = [torch.ones(nbytes // 4) for _ in range(number)]
+    a = torch.ones(work, work)
+
+    def step() -> None:
+        works = []
+        for grad in grads:
+            torch.mm(a, a)
+            works.append(dist.all_reduce(grad, dist.ReduceOp.MAX, async_op=True))
+        for one in works:
+            assert one is not None
+            one.wait()
+
+    return step
+
+
+def captured(step: Step) -> Workload:
+    with stretto.capture(iterations=4, skip=2) as recorder:
+        for _ in range(6):
+            step()
+            recorder.step()
+    return recorder.workload
+
+
+def timed(step: Step, times: int) -> list[float]:
+    """Microseconds of iterations that follow one another; the slowest rank's."""
+    taken = []
+    for number in range(WARM + times):
+        begin = time.perf_counter()
+        step()
+        stretto.step()
+        if number >= WARM:
+            taken.append((time.perf_counter() - begin) * 1e6)
+    return taken
+
+
+def under(plan: Plan, workload: Workload, cluster: Cluster, step: Step, times: int, carrier: str) -> list[float]:
+    with stretto.torch.enforce(plan, workload, every=2, cluster=cluster, carrier=carrier) as enforcer:
+        while not enforcer.report().number:
+            step()
+            stretto.step()
+        taken = timed(step, times)
+        told = enforcer.report()
+    if told.fell_back:
+        raise SystemExit(f"the plan was given up: {told.fell_back}")
+    return taken
+
+
+def shared(make: Callable[[], Plan], path: Path) -> Plan:
+    """What the first rank makes, on all."""
+    if dist.get_rank() == 0:
+        make().save(path)
+    dist.barrier()
+    return Plan.load(path)
+
+
+def identity(workload: Workload, cluster: Cluster) -> Plan:
+    """The application's order, whole ops, and the program that the backend would take."""
+    ops = []
+    for seq, op in enumerate(workload.comm_ops):
+        text = str(motif_of(op.kind, workload.groups_of(op)[0], op.nbytes, op.root))
+        only = MotifPlan(motif=text, algorithm="direct", channels=("shm",), seq=seq, nbytes=op.nbytes)
+        ops.append(
+            OpPlan(op=op.name, kind=op.kind, nbytes=op.nbytes, option="whole", expression=text, motifs=(only,))
+        )
+    return Plan(
+        name="identity", workload=workload.name, workload_digest=workload.digest, cluster=cluster.name,
+        cluster_digest=cluster.digest, iteration_us=1.0, ops=tuple(ops),
+    )  # fmt: skip
+
+
+def channels(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str, Any]:
+    step = exchange_and_sum(asked["nbytes"])
+    workload = captured(step)
+    # The best that can be done on the faster channel: there ops can only follow one another.
+    faster = restrict(cluster, ["shm", "rdma"])
+    one, joint = (
+        shared(
+            lambda on=on: planned(workload, on, budget_s=asked["budget_s"], systems=("fifo", "syndicate")).plan,  # type: ignore[misc]
+            folder / f"{name}.json",
+        )
+        for name, on in (("one", faster), ("joint", cluster))
+    )
+    times: dict[str, list[float]] = {"backend": [], "one channel": [], "stretto": []}
+    for _ in range(asked["rounds"]):
+        times["backend"] += timed(step, asked["times"])
+        times["one channel"] += under(one, workload, faster, step, asked["times"], "executor")
+        times["stretto"] += under(joint, workload, cluster, step, asked["times"], "executor")
+    return {
+        "times": times,
+        "predicted_us": {"one channel": one.iteration_us, "stretto": joint.retimed_us or joint.iteration_us},
+        "options": [op.option for op in joint.ops],
+    }
+
+
+def overhead(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str, Any]:
+    step = buckets(asked["nbytes"], asked["buckets"], asked["work"])
+    workload = replace(captured(step), name="buckets")
+    plan = shared(lambda: identity(workload, cluster), folder / "identity.json")
+    times: dict[str, list[float]] = {"backend": [], "identity": []}
+    for _ in range(asked["rounds"]):
+        times["backend"] += timed(step, asked["times"])
+        times["identity"] += under(plan, workload, cluster, step, asked["times"], "executor")
+    return {"times": times}
+
+
+CASES = {"channels": channels, "overhead": overhead}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    asked = json.loads((folder / "asked.json").read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("stretto")
+    found = CASES[asked["case"]](asked, Cluster.load(folder / "truth.yaml"), folder)
+    slowest = {system: torch.tensor(times) for system, times in found["times"].items()}
+    for times in slowest.values():
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        found["times"] = {system: median(times.tolist()) for system, times in slowest.items()}
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,1 @@
+"""Runs a training step the way a plan says."""

@@ -1,0 +1,219 @@
+"""Who moves a motif's data: our executor, with a communicator for each lane of a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Protocol
+
+from ...errors import PlanMismatch
+from ...programs import Lowered, Program
+from ...programs.lower import lower
+from ..backend_buffers import is_rigid
+from ..executor import DTYPES, Executor, Handle
+from .memory import Layout, Staged
+from .parts import Part
+from .pieces import Task
+from .sequencer import Entry, Started
+
+SLOTS = 6
+"""Plans that follow each other use different communicators, so that one can run out while the next begins."""
+LANES = 20
+MAX_NUMBER = (1 << 16) - 1
+RESERVED = SLOTS * LANES + 1
+TICK_S = 0.25
+LATE_S = 0.002
+
+Ended = Callable[[Entry], None]
+
+
+class Loaded(Protocol):
+    """A task made ready for one carrier."""
+
+    @property
+    def layout(self) -> Layout:
+        """Its memory."""
+
+
+class Carrier(Protocol):
+    """Runs the tasks of plans. Several plans may be loaded, each under its number."""
+
+    programs: bool
+    """Whether it runs programs; else it has algorithms of its own."""
+
+    def load(self, number: int, part: Part, task: Task) -> Loaded:
+        """Make a task ready."""
+
+    def start(self, loaded: Loaded, staged: Staged, dtype: str, op: str, entry: Entry, *, blocking: bool) -> Started:
+        """Run it; with `blocking` the caller waits at once. The end of a `watched` entry is reported."""
+
+    def watch(self, entry: Entry) -> None:
+        """Report the end of an entry that was started without."""
+
+    def agree(self, values: Sequence[int]) -> Agreement:
+        """Begin to take the maximum of each value over all ranks; all ranks call it in the same order."""
+
+    def unload(self, number: int) -> None:
+        """Forget a plan."""
+
+    def close(self) -> None:
+        """End its threads."""
+
+
+class Agreement(Protocol):
+    """A maximum under way."""
+
+    def wait(self) -> list[int]:
+        """The values, once all ranks have given theirs."""
+
+
+class ExecutorLoaded:
+    """A program as the executor has it."""
+
+    __slots__ = ("handle", "layout")
+
+    def __init__(self, handle: Handle, layout: Layout) -> None:
+        self.handle, self.layout = handle, layout
+
+
+class ExecutorCarrier:
+    """Our executor: every lane is a communicator, a motif's channels are networks."""
+
+    programs = True
+
+    def __init__(
+        self, executor: Executor, ended: Ended, *, networks: Sequence[str], first: int, timeout_s: float,
+        generation: int = 0,
+    ) -> None:  # fmt: skip
+        self._executor, self._ended, self._timeout_s = executor, ended, timeout_s
+        # Works of a plan are numbered from a place of its own: what used a communicator before does not matter.
+        self._base = generation << 16
+        self._networks, self._first = networks, first
+        self._handles: dict[tuple[int, int, int], Handle] = {}
+        self._lowered: dict[int, tuple[Program, Lowered]] = {}
+        self._running: dict[int, Entry] = {}
+        self._late: SimpleQueue[Entry | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._fence: Handle | None = None
+
+    def load(self, number: int, part: Part, task: Task) -> ExecutorLoaded:
+        """Make a task ready; a program that many motifs run is loaded once for each lane."""
+        assert task.program is not None
+        if part.lane >= LANES:
+            raise PlanMismatch(f"the plan needs more than {LANES} communicators")
+        key = (number, id(task.program), part.lane)
+        if key not in self._handles:
+            networks = [channel for channel in part.channels if channel in self._networks]
+            handle = self._executor.load(
+                self._lower(task.program), ranks=part.leaf.ranks, channels=networks or None,
+                communicator=self._first + 1 + number % SLOTS * LANES + part.lane,
+                first_number=(self._base + number) << 32,
+            )  # fmt: skip
+            self._handles[key] = handle
+        return ExecutorLoaded(self._handles[key], Layout.of(task))
+
+    def _lower(self, program: Program) -> Lowered:
+        """Plans share programs, so each is lowered once."""
+        found = self._lowered.get(id(program))
+        if found is None:
+            made = lower(program)
+            if is_rigid(made):
+                raise PlanMismatch(f"program {program.name} needs chunks of one size")
+            found = self._lowered[id(program)] = (program, made)
+        return found[1]
+
+    def start(
+        self, loaded: Loaded, staged: Staged, dtype: str, op: str, entry: Entry, *, blocking: bool
+    ) -> Started:
+        """Run it; its end is reported by a thread that sleeps in C++."""
+        assert isinstance(loaded, ExecutorLoaded)
+        size = DTYPES[dtype]
+        ends = [0 if view is None else view[0].data_ptr() + view[1] * size for view in (staged.source, staged.target)]
+        if self._thread is None:
+            self._begin()
+        with self._lock:
+            work = self._executor.start(
+                loaded.handle, ends[0], ends[1], loaded.layout.task.count, dtype, op, timeout_s=self._timeout_s,
+                blocking=blocking and not entry.watched, keep=staged, notify=entry.watched,
+            )  # fmt: skip
+            if entry.watched:
+                self._running[work.id] = entry
+        return work
+
+    def watch(self, entry: Entry) -> None:
+        """A second thread waits for those that were started without a report."""
+        self._late.put(entry)
+
+    def agree(self, values: Sequence[int]) -> Agreement:
+        """On a communicator of its own."""
+        from ...algorithms import algorithm
+
+        if self._fence is None:
+            world = self._executor.world_size
+            program = algorithm("direct", "all_reduce", world, in_place=True)
+            self._fence = self._executor.load(program, communicator=self._first, first_number=self._base << 32)
+        return _Agreement(self._executor, self._fence, values, self._timeout_s)
+
+    def unload(self, number: int) -> None:
+        """Forget a plan's programs."""
+        self._handles = {key: handle for key, handle in self._handles.items() if key[0] != number}
+
+    def close(self) -> None:
+        """The executor belongs to the job; only the thread ends, before another enforcer's could miss what it hears."""
+        self._closed = True
+        self._late.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="stretto-enforcer", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._wait_late, name="stretto-enforcer-late", daemon=True).start()
+
+    def _wait_late(self) -> None:
+        waiting: list[Entry] = []
+        while True:
+            while not waiting or not self._late.empty():
+                entry = self._late.get()
+                if entry is None:
+                    return
+                waiting.append(entry)
+            # Whoever overtakes the oldest is noticed a moment later.
+            with contextlib.suppress(Exception):
+                assert waiting[0].started is not None
+                waiting[0].started.wait(LATE_S)
+            for entry in [one for one in waiting if one.started is not None and one.started.done]:
+                waiting.remove(entry)
+                self._ended(entry)
+
+    def _run(self) -> None:
+        while not self._closed:
+            begin = time.monotonic()
+            ended = self._executor.wait_any(TICK_S)
+            if not ended and time.monotonic() - begin < TICK_S / 2:
+                # A closed executor answers at once; whoever closed it may still close the enforcer.
+                time.sleep(TICK_S)
+            with self._lock:
+                entries = [entry for number in ended if (entry := self._running.pop(number, None)) is not None]
+            for entry in entries:
+                self._ended(entry)
+
+
+class _Agreement:
+    def __init__(self, executor: Executor, handle: Handle, values: Sequence[int], timeout_s: float) -> None:
+        import numpy as np
+
+        self._values = np.array(values, np.int64)
+        at = self._values.ctypes.data
+        self._work = executor.start(
+            handle, at, at, len(values), "int64", "max", timeout_s=timeout_s, keep=self._values
+        )
+
+    def wait(self) -> list[int]:
+        self._work.wait()
+        return [int(value) for value in self._values]

@@ -1,0 +1,37 @@
+"""The enforcer of this process, if there is one. Loads no torch: `stretto.step` is always there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Enforces(Protocol):
+    """What the backend and `step` ask of an enforcer."""
+
+    def take(self, group: Any, call: Any, tensors: list[Any], opts: Any, plain: Callable[[], Any]) -> Any:
+        """Run a call as the plan says; None where it is to run as usual, as `plain` would."""
+
+    def pass_by(self, group: Any, call: Any) -> None:
+        """A call that runs as usual in any case."""
+
+    def step(self) -> None:
+        """An iteration ends here."""
+
+
+class Current:
+    """Whom to ask."""
+
+    enforcer: Enforces | None = None
+
+
+def step() -> None:
+    """Mark the end of an iteration; does nothing where no plan is enforced.
+
+    An enforcer that knows the captured step can count iterations by itself. Marks are safer: an evaluation between two
+    iterations is then no surprise, and a missing comm-op is noticed at once.
+
+    >>> step()
+    """
+    if Current.enforcer is not None:
+        Current.enforcer.step()

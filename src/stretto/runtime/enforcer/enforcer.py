@@ -1,0 +1,458 @@
+"""`Enforcer`: takes the application's calls and carries them out as a plan says.
+
+Two clocks meet here. The control plane hands over plans whenever it likes (`prepare`, `commit`); the data plane counts
+iterations. At the begin of every m-th iteration all ranks start to compare the plan that each has been told to use, and
+at its end they read the answer: they change to it there if, and only if, all hold the same. A rank that lacks it, for
+whatever reason, keeps everybody where they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...cluster import Cluster
+from ...errors import InvalidInput, PlanMismatch, unknown
+from ...planner.plan import Plan
+from ...workload import Workload
+from ..backend_buffers import Call, lay_out
+from ..backend_engine import Engine, channels_of
+from ..backend_work import GroupWork
+from ..record import now_us
+from .announce import Announcements, Place
+from .carrier import MAX_NUMBER, RESERVED, Agreement, Carrier, ExecutorCarrier
+from .current import Current
+from .gloo import GlooCarrier
+from .pieces import Programs
+from .planned_work import Given, PlannedWork
+from .prepared import Expected, Prepared
+from .report import MotifReport, Report
+from .sequencer import Instance, Sequencer
+
+log = logging.getLogger("stretto.enforcer")
+WINDOW = 32
+"""Iterations that a report looks back on."""
+SETTLE_S = 5.0
+CARRIERS = ("executor", "gloo")
+
+
+class Enforcer:
+    """Makes a plan happen, one in each process; all ranks make it at the same point of the program.
+
+    `workload` is the captured step: with it iterations are found by counting calls. Without it, or where other
+    communication happens between iterations, mark their ends with `stretto.step`. Every `every` iterations all ranks
+    agree whether to change plans. `cluster` is what plans were made for: algorithms that follow its links need it.
+    `carrier` moves the data: our executor, or gloo with one communicator for each channel. `group` is one of all ranks
+    on the backend `stretto`, where that is not the default one (as the DDP hook's).
+    """
+
+    def __init__(
+        self,
+        workload: Workload | None = None,
+        *,
+        every: int = 8,
+        cluster: Cluster | None = None,
+        carrier: str = "executor",
+        group: Any = None,
+    ) -> None:
+        if every < 1:
+            raise InvalidInput(f"every: must be >= 1 iterations, not {every}")
+        if isinstance(Current.enforcer, Enforcer) and not Current.enforcer.alive:
+            Current.enforcer.close()
+        if Current.enforcer is not None:
+            raise InvalidInput("enforcer: there is one in this process already; close it first")
+        world: Any = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
+        if not hasattr(world, "engine"):
+            raise InvalidInput('enforcer: call torch.distributed.init_process_group("stretto") first')
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._every, self._cluster = every, cluster
+        self._hosts: list[str] = [card.host for card in world.cards]
+        self._sequencer = Sequencer()
+        self._announcements = Announcements(self._rank)
+        self._undo: Callable[[], object] = lambda: None
+        self._job = world.engine.job
+        self._carrier = self._made(carrier, world.engine)
+        self._expected = Expected(workload, self._rank) if workload is not None else None
+        self._flow = threading.RLock()
+        self._control = threading.Lock()
+        self._notes = threading.Lock()
+        self._programs: Programs = {}
+        self._prepared: dict[int, Prepared] = {}
+        self._committed: Prepared | None = None
+        self._active: Prepared | None = None
+        self._voted: Prepared | None = None
+        self._burnt: set[int] = set()
+        self._agreement: Agreement | None = None
+        self._marked = False
+        self._position = 0
+        self._iteration = 0
+        self._began_us = now_us()
+        self._times: deque[float] = deque(maxlen=WINDOW)
+        self._plain: deque[float] = deque(maxlen=WINDOW)
+        self._waited = 0.0
+        self._waits: deque[float] = deque(maxlen=WINDOW)
+        self._spent: dict[tuple[int, int], tuple[deque[float], deque[float]]] = {}
+        self._had_plan = False
+        self._fell_back = ""
+        Current.enforcer = self
+
+    def _made(self, carrier: str, engine: Engine) -> Carrier:
+        if carrier not in CARRIERS:
+            raise unknown("carrier", carrier, CARRIERS)
+        if carrier == "gloo":
+            return GlooCarrier(self._sequencer.ended, rank=self._rank, size=self._size, timeout_s=engine.timeout_s)
+        job = engine.job
+        if job.executor is None:
+            raise InvalidInput(f"carrier: there is no executor ({job.why}); use gloo")
+        first = job.max_communicators - RESERVED
+        if job.next > first:
+            raise InvalidInput(f"enforcer: {job.next} groups leave no communicators for plans; make it earlier")
+        # Groups that are made later stay below; all ranks make (and close) the enforcer at the same point.
+        job.max_communicators = first
+        self._undo = lambda: setattr(job, "max_communicators", first + RESERVED)
+        return ExecutorCarrier(
+            job.executor, self._sequencer.ended, networks=list(channels_of(os.environ)), first=first,
+            timeout_s=engine.timeout_s, generation=self._announcements.generation,
+        )  # fmt: skip
+
+    @property
+    def alive(self) -> bool:
+        """Whether the job that it was made for still runs."""
+        return self._job.executor is not None if self._carrier.programs else dist.is_initialized()
+
+    # The control plane.
+
+    def prepare(self, plan: Plan, workload: Workload, number: int) -> None:
+        """Check a plan and make it ready beside the one that runs; raises `PlanMismatch` or `InvalidInput`."""
+        if not 1 <= number <= MAX_NUMBER:
+            raise InvalidInput(f"number: must be 1..{MAX_NUMBER}, not {number}")
+        if workload.num_ranks != self._size:
+            raise PlanMismatch(f"workload {workload.name} is for {workload.num_ranks} ranks, not {self._size}")
+        if self._expected is not None and self._expected.digest != workload.digest:
+            raise PlanMismatch(
+                f"workload {workload.name} ({workload.digest}) is not the step that runs here ({self._expected.digest})"
+            )
+        if number in self._prepared:
+            if self._prepared[number].hash != plan.hash:
+                raise PlanMismatch(f"plan {number} is {self._prepared[number].hash} here, not {plan.hash}")
+            return
+        made = Prepared(
+            plan, workload, number, rank=self._rank, hosts=self._hosts, carrier=self._carrier, cluster=self._cluster,
+            programs=self._programs,
+        )  # fmt: skip
+        with self._control:
+            self._prepared[number] = made
+
+    def commit(self, number: int, hash: str) -> None:
+        """All ranks are ready: the plan may become active at the next boundary where all know this."""
+        with self._control:
+            found = self._prepared.get(number)
+            if found is None or found.hash != hash:
+                here = f"is {found.hash} here" if found else "is not prepared here"
+                raise PlanMismatch(f"plan {number} ({hash}) {here}")
+            if number in self._burnt:
+                raise PlanMismatch(f"plan {number} was given up: {self._fell_back}")
+            if self._committed is None or number >= self._committed.number:
+                self._committed = found
+
+    def discard(self, number: int) -> None:
+        """Forget a prepared plan that is not active."""
+        with self._control:
+            found = self._prepared.get(number)
+            if found is None or found is self._active:
+                return
+            del self._prepared[number]
+            if found is self._committed:
+                self._committed = self._active
+        self._carrier.unload(number)
+
+    def report(self) -> Report:
+        """How it goes."""
+        active, committed = self._active, self._committed
+        ops = active.expected.workload.ops if active is not None else ()
+        with self._notes:
+            spent = [(key, list(durations), list(waits)) for key, (durations, waits) in self._spent.items()]
+            times, plain, waits_us = list(self._times), list(self._plain), list(self._waits)
+        motifs = [
+            MotifReport(
+                op=ops[op].name,
+                motif=motif,
+                duration_us=median(durations) if durations else 0.0,
+                wait_us=fmean(waits) if waits else 0.0,
+            )
+            for (op, motif), durations, waits in (sorted(spent) if ops else ())
+        ]
+        return Report(
+            number=active.number if active else 0,
+            hash=active.hash if active else "",
+            committed=committed.number if committed else 0,
+            iteration=self._iteration,
+            iteration_us=median(times) if times else 0.0,
+            plain_us=median(plain) if plain else 0.0,
+            waits_us=fmean(waits_us) if waits_us else 0.0,
+            motifs=tuple(motifs),
+            fell_back=self._fell_back,
+        )
+
+    def close(self) -> None:
+        """Let what was submitted run out, then leave calls to the backend alone."""
+        with self._flow:
+            if self._active is not None:
+                self._retire(self._here(self._active))
+        deadline = time.monotonic() + SETTLE_S * self.alive
+        while not self._sequencer.idle and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if Current.enforcer is self:
+            Current.enforcer = None
+            self._carrier.close()
+            self._undo()
+
+    def __enter__(self) -> Enforcer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # The data plane.
+
+    def step(self) -> None:
+        """An iteration ends here."""
+        with self._flow:
+            active = self._active
+            if active is not None and self._position < len(active.expected):
+                missing = active.expected.ops[self._position][1].name
+                self._fall_back(f"the iteration ends without {missing}")
+            self._marked = True
+            self._boundary()
+
+    def take(
+        self, group: Any, call: Call, tensors: list[torch.Tensor], opts: Any, plain: Callable[[], GroupWork]
+    ) -> PlannedWork | None:
+        """Run a call as the plan says; None where it is to run as usual, as `plain` would."""
+        found = self._expect(group, call)
+        if found is None:
+            return None
+        active, instance = found
+        engine = group.engine
+        # What the carrier does not run the wrapped backend does: as it comes, in the application's order.
+        refused = call.op == "barrier" or self._refusal(engine, call)
+        buffers = None if refused else lay_out(call, call.op, engine.rank, engine.size)
+        bound = active.bound(instance.planned.number, buffers.count) if buffers is not None else None
+        given = Given(self, self._carrier, instance, buffers, bound, call, plain)
+        given.inline = bound is not None and not opts.asyncOp and len(bound.loaded) == 1 and group.alone
+        self._sequencer.submit(instance, given)
+        given.inline = False
+        return None if buffers is None else PlannedWork(self, self._sequencer, instance, given, tensors)
+
+    def pass_by(self, group: Any, call: Call) -> None:
+        """A call of several in one, which the backend runs as usual: only its place in the order counts."""
+        found = self._expect(group, call)
+        if found is not None:
+            _, instance = found
+            self._sequencer.submit(instance, Given(self, self._carrier, instance, None, None, call, _never))
+
+    def _refusal(self, engine: Any, call: Call) -> str:
+        """Why a call is left to the wrapped backend; only of what is the same on all ranks."""
+        if self._carrier.programs or engine.job.executor is not None:
+            return str(engine.refusal(call))
+        if call.device.type != "cpu" or call.uneven or engine.size == 1:
+            return "not for gloo's lanes"
+        return "nothing to move" if call.tensor.layout != torch.strided or call.tensor.numel() == 0 else ""
+
+    def _expect(self, group: Any, call: Call) -> tuple[Prepared, Instance] | None:
+        """The op of the plan that a call is; None in plain order, and from a call on that is not what was expected."""
+        ranks = group.engine.selector.devices
+        if group.engine.job is not self._job:
+            return None
+        with self._flow:
+            if self._sequencer.failure is not None:
+                self._active = None
+            if self._active is None:
+                self._count(call, ranks)
+            elif not self._marked and self._position == len(self._active.expected):
+                self._boundary()
+                if self._active is None:
+                    self._count(call, ranks)
+            active = self._active
+            if active is None:
+                return None
+            wrong = active.expected.refusal(self._position, call, ranks)
+            if wrong:
+                self._fall_back(wrong)
+                return None
+            number = active.expected.ops[self._position][0]
+            self._position += 1
+            return active, active.instance(self._iteration, number)
+
+    def _count(self, call: Call, ranks: Sequence[int]) -> None:
+        """Follow the application in plain order, to know where an iteration ends."""
+        expected = self._expected
+        if expected is None or self._marked:
+            return
+        if self._position == len(expected):
+            self._boundary()
+            if self._active is not None:
+                return
+        if expected.refusal(self._position, call, ranks):
+            # Something between two iterations, or another model: start again where it fits.
+            self._position = 0
+            if expected.refusal(0, call, ranks):
+                return
+        self._position += 1
+
+    def _boundary(self) -> None:
+        """Between two iterations, and the only place where plans change."""
+        now = now_us()
+        took = now - self._began_us
+        self._began_us = now
+        self._position = 0
+        with self._notes:
+            if self._iteration:
+                self._times.append(took)
+                if not self._had_plan:
+                    self._plain.append(took)
+            self._waits.append(self._waited)
+            self._waited = 0.0
+        self._iteration += 1
+        if self._agreement is not None:
+            pending, self._agreement = self._agreement, None
+            self._decide(pending.wait())
+        elif self._active is not None:
+            self._sequencer.add(self._active.open(self._iteration))
+        if self._active is not None:
+            self._active.forget(self._iteration - 2)
+        if self._iteration % self._every == 0:
+            committed = self._voted = self._committed
+            number, code = (committed.number, int(committed.hash[:15], 16)) if committed else (0, 0)
+            self._agreement = self._carrier.agree([number, -number, code, -code])
+
+    def _decide(self, agreed: Sequence[int]) -> None:
+        number = agreed[0]
+        same = agreed[0] == -agreed[1] and agreed[2] == -agreed[3]
+        old = self._active
+        if not same or number == (old.number if old else 0) or number in self._burnt:
+            if old is not None:
+                self._sequencer.add(old.open(self._iteration))
+            return
+        with self._control:
+            new = self._voted if number else None
+            if old is not None:
+                self._retire((self._iteration, 0))
+            self._active = new
+            self._prepared = {at: one for at, one in self._prepared.items() if at >= number}
+        with self._notes:
+            self._times.clear()
+            self._waits.clear()
+            self._spent = {}
+        if new is not None:
+            self._had_plan = True
+            self._sequencer.add(new.begin(self._iteration))
+            if self._rank == 0:
+                log.info("plan %d (%s) is active from iteration %d on", number, new.hash, self._iteration)
+
+    def _retire(self, place: Place) -> list[Instance]:
+        """The active plan ends at a place: what comes before it runs out in the plan's order. Returns what does not."""
+        old = self._active
+        assert old is not None
+        self._sequencer.add(old.close(place))
+        gone = self._sequencer.keep(lambda instance: instance.place < place)
+        self._active = None
+        self._carrier.unload(old.number)
+        return gone
+
+    # When the application does not do what the plan expects.
+
+    def _fall_back(self, why: str, place: Place | None = None) -> list[Instance]:
+        """Plain order from here on; without a `place` because of what this rank has seen.
+
+        Returns what had been submitted behind the place.
+        """
+        active = self._active
+        assert active is not None
+        mine = place is None
+        if place is None:
+            at = self._position
+            number = active.expected.ops[at][0] if at < len(active.expected) else len(active.expected.workload.ops)
+            place = (self._iteration, number)
+        self._fell_back = f"iteration {self._iteration}: {why}"
+        log.warning("rank %d gives up plan %d in %s", self._rank, active.number, self._fell_back)
+        self._burnt.add(active.number)
+        if mine:
+            self._announcements.announce(active.number, place, self._fell_back)
+        with self._control:
+            self._committed = None
+        with self._notes:
+            self._times.clear()
+        return self._retire(place)
+
+    def stalled(self, instance: Instance) -> None:
+        """A wait has taken long: has the application changed its order, or another rank given up?"""
+        with self._flow:
+            if instance.done:
+                return
+            active = self._active if self._active is not None and self._active.number == instance.plan else None
+            ahead = self._sequencer.behind(instance) if active is not None else None
+            if active is not None and ahead is not None and ahead.place >= self._here(active):
+                name, first = instance.planned.op.name, ahead.planned.op.name
+                self._fall_back(f"the application waits for {name} before it submits {first}, which is to run first")
+                return
+            found = self._announcements.look(instance.plan)
+            if found is None:
+                return
+            place, rank, why = found
+            said = f"rank {rank} gave up plan {instance.plan}: {why}"
+            if active is not None:
+                stuck = self._fall_back(said, min(place, self._here(active)))
+            else:
+                stuck = self._sequencer.keep(lambda one: one.plan != instance.plan or one.place < place)
+            touched = next((one for one in stuck if not one.untouched), None)
+            if touched is not None:
+                # Its memory is half way, and the rank that gave up will never join: no order can save this.
+                error = PlanMismatch(f"{touched.planned.op.name} cannot end: {said}")
+                for one in stuck:
+                    one.settle(error)
+                self._sequencer.fail(error)
+                return
+            for one in stuck:
+                assert isinstance(one.submission, Given)
+                one.submission.run_plainly()
+
+    def _here(self, active: Prepared) -> Place:
+        """The next comm-op that the application has to submit."""
+        if self._position < len(active.expected):
+            return self._iteration, active.expected.ops[self._position][0]
+        return self._iteration + 1, 0
+
+    def waited(self, instance: Instance, begin_us: float, end_us: float) -> None:
+        """The application stood in ``wait()`` for an op: each motif is charged for what it was waited for."""
+        with self._notes:
+            self._waited += end_us - begin_us
+            at = begin_us
+            for entry in sorted(instance.entries.values(), key=lambda entry: entry.end_us):
+                until = min(entry.end_us, end_us)
+                self._spent_on(instance, entry.part.motif)[1].append(max(until - at, 0.0))
+                at = max(at, until)
+
+    def spent(self, instance: Instance, motif: int, duration_us: float) -> None:
+        """A motif took so long."""
+        with self._notes:
+            self._spent_on(instance, motif)[0].append(duration_us)
+
+    def _spent_on(self, instance: Instance, motif: int) -> tuple[deque[float], deque[float]]:
+        key = (instance.planned.number, motif)
+        if key not in self._spent:
+            self._spent[key] = (deque(maxlen=WINDOW), deque(maxlen=WINDOW))
+        return self._spent[key]
+
+
+def _never() -> GroupWork:
+    raise AssertionError("it runs in plain order already")

@@ -1,0 +1,51 @@
+"""Waits that no ``wait()`` shows: DDP takes the future of a bucket and waits for it at the end of the backward pass.
+
+A callback of ours, queued before DDP's, stands there instead. So the wait is measured, a stall is looked into, and the
+thread that waits drives the executor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Protocol
+
+import torch
+
+
+class Waits(Protocol):
+    """What is waited for."""
+
+    def wait(self) -> bool:
+        """Block until it has ended."""
+
+
+MAX_PASSES = 16
+_pending: dict[int, list[Waits]] = {}
+"""By backward pass."""
+_lock = threading.Lock()
+
+
+def taken(work: Waits) -> None:
+    """Somebody takes the future of a work; in a backward pass it will be waited for when that has ended."""
+    task: int = torch._C._current_graph_task_id()
+    if task < 0:
+        return
+    with _lock:
+        while len(_pending) >= MAX_PASSES:
+            # A pass that has failed never comes to its end.
+            del _pending[min(_pending)]
+        works = _pending.setdefault(task, [])
+        works.append(work)
+        first = len(works) == 1
+    if first:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(task))
+
+
+def _end(task: int) -> None:
+    with _lock:
+        works = _pending.pop(task, [])
+    for work in works:
+        # What went wrong is in the future, where DDP finds it.
+        with contextlib.suppress(Exception):
+            work.wait()

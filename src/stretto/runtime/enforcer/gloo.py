@@ -1,0 +1,237 @@
+"""Motifs above gloo: a communicator for each lane of a plan, bound to the interface of its channel.
+
+Algorithms are gloo's own; what the plan still decides is the pieces, the channels and the order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ...planner.motif import ROOTED, SHARDED, Motif
+from ...planner.spans import measure
+from ..backend_buffers import REDUCTIONS
+from ..backend_engine import channels_of
+from .carrier import Agreement, Ended, Loaded
+from .memory import Layout, Staged, View
+from .parts import Part
+from .pieces import Task
+from .sequencer import Entry, Started
+
+OPERATIONS: dict[str, Any] = {name: op for op, name in REDUCTIONS.items()}
+Gloo: Any = dist.ProcessGroupGloo
+"""Its stubs lack half of it."""
+
+
+class GlooLoaded:
+    """A task and the communicator that runs it."""
+
+    __slots__ = ("lane", "layout", "leaf")
+
+    def __init__(self, lane: Lane, leaf: Motif, layout: Layout) -> None:
+        self.lane, self.leaf, self.layout = lane, leaf, layout
+
+
+class GlooStarted:
+    """A call of gloo that a thread waits for."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.elapsed_us = 0.0
+        self._over = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it has ended."""
+        if not self._over.wait(timeout_s):
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def end(self, error: Exception | None, elapsed_us: float) -> None:
+        """It has ended."""
+        self.error, self.elapsed_us = error, elapsed_us
+        self._over.set()
+
+
+class Lane:
+    """One communicator, and the thread that makes its calls one after the other."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="stretto-lane", daemon=True).start()
+
+    def _run(self) -> None:
+        while (call := self.calls.get()) is not None:
+            call()
+
+
+class GlooCarrier:
+    """gloo with one communicator per lane. Making one needs all its ranks, so they prepare a plan together."""
+
+    programs = False
+    made = 0
+    """All ranks make them in the same order, so that each has keys of its own in the job's store."""
+
+    def __init__(self, ended: Ended, *, rank: int, size: int, timeout_s: float) -> None:
+        GlooCarrier.made += 1
+        self._prefix = f"stretto/lane/{GlooCarrier.made}"
+        self._ended, self._rank, self._timeout = ended, rank, timedelta(seconds=timeout_s)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._interfaces = {name: config.devices for name, config in channels_of(os.environ).items()}
+        self._lanes: dict[tuple[int, tuple[str, ...], tuple[int, ...]], Lane] = {}
+        self._control = self._group("control", tuple(range(size)), ())
+
+    def load(self, number: int, part: Part, task: Task) -> GlooLoaded:
+        """Make a task ready."""
+        key = (number, part.channels, part.leaf.ranks)
+        if key not in self._lanes:
+            name = f"{number}/{'+'.join(part.channels)}/{','.join(map(str, part.leaf.ranks))}"
+            self._lanes[key] = Lane(self._group(name, part.leaf.ranks, part.channels))
+        return GlooLoaded(self._lanes[key], task.leaf, Layout.of(task))
+
+    def start(self, loaded: Loaded, staged: Staged, dtype: str, op: str, entry: Entry, *, blocking: bool) -> Started:
+        """Hand it to the lane's thread."""
+        assert isinstance(loaded, GlooLoaded)
+        started = GlooStarted()
+
+        def call() -> None:
+            begin = time.perf_counter()
+            error: Exception | None = None
+            try:
+                _run(loaded.lane.group, loaded.leaf, loaded.leaf.ranks.index(self._rank), staged, op)
+            except Exception as wrong:
+                error = wrong
+            started.end(error, (time.perf_counter() - begin) * 1e6)
+            self._ended(entry)
+
+        loaded.lane.calls.put(call)
+        return started
+
+    def watch(self, entry: Entry) -> None:
+        """The lane's thread reports every end."""
+
+    def agree(self, values: Sequence[int]) -> Agreement:
+        """On a communicator of its own."""
+        return _Agreement(self._control, values)
+
+    def unload(self, number: int) -> None:
+        """Its threads end behind what they still have to do."""
+        for key in [key for key in self._lanes if key[0] == number]:
+            self._lanes.pop(key).calls.put(None)
+
+    def close(self) -> None:
+        """End all threads."""
+        for number in {key[0] for key in self._lanes}:
+            self.unload(number)
+
+    def _group(self, name: str, ranks: tuple[int, ...], channels: Sequence[str]) -> Any:
+        options = Gloo._Options()
+        found = next((self._interfaces[channel] for channel in channels if channel in self._interfaces), None)
+        interface = found or next(iter(self._interfaces.values()))
+        options._devices = [Gloo.create_device(interface=interface)]
+        options._timeout = self._timeout
+        store = c10d.PrefixStore(f"{self._prefix}/{name}/", self._store)
+        return Gloo(store, ranks.index(self._rank), len(ranks), options)
+
+
+class _Agreement:
+    def __init__(self, group: Any, values: Sequence[int]) -> None:
+        self._values = torch.tensor(list(values), dtype=torch.int64)
+        options: Any = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._work = group.allreduce([self._values], options)
+
+    def wait(self) -> list[int]:
+        self._work.wait()
+        return [int(value) for value in self._values]
+
+
+def _run(group: Any, leaf: Motif, me: int, staged: Staged, op: str) -> None:
+    """One motif as calls of gloo, waited for."""
+    source, target = _tensor(staged.source), _tensor(staged.target)
+    buffer = target if target.numel() else source
+    if leaf.kind in ("AR", "BC", "RE"):
+        _whole(group, leaf, buffer, op)
+    elif leaf.kind == "RS":
+        _reduce_scatter(group, leaf, me, source, target, op)
+    else:
+        # Gathers and scatters of any shape are exchanges: gloo's own want equal pieces.
+        gives, takes = _pieces(leaf, me)
+        given = source
+        if leaf.kind == "AG":
+            given = source.repeat(len(leaf.ranks))
+        received = torch.empty_like(target) if target.numel() else target
+        group.alltoall_base(received, given.contiguous(), takes, gives, c10d.AllToAllOptions()).wait()
+        target.copy_(received)
+
+
+def _whole(group: Any, leaf: Motif, buffer: torch.Tensor, op: str) -> None:
+    options: Any
+    if leaf.kind == "BC":
+        options = c10d.BroadcastOptions()
+        options.rootRank = leaf.ranks.index(leaf.root)
+        group.broadcast([buffer], options).wait()
+        return
+    options = c10d.AllreduceOptions() if leaf.kind == "AR" else c10d.ReduceOptions()
+    options.reduceOp = OPERATIONS[op]
+    if leaf.kind == "RE":
+        options.rootRank = leaf.ranks.index(leaf.root)
+    (group.allreduce if leaf.kind == "AR" else group.reduce)([buffer], options).wait()
+
+
+def _reduce_scatter(
+    group: Any, leaf: Motif, me: int, source: torch.Tensor, target: torch.Tensor, op: str
+) -> None:
+    """Equal shards by gloo's own; others as an all-reduce, of which each rank keeps its part."""
+    sizes = [measure(shard) for shard in leaf.shards]
+    given = source.clone()
+    if len(set(sizes)) == 1:
+        options: Any = c10d.ReduceScatterOptions()
+        options.reduceOp = OPERATIONS[op]
+        received = torch.empty_like(target)
+        group._reduce_scatter_base(received, given, options).wait()
+        target.copy_(received)
+        return
+    reducing: Any = c10d.AllreduceOptions()
+    reducing.reduceOp = OPERATIONS[op]
+    group.allreduce([given], reducing).wait()
+    begin = sum(sizes[:me])
+    target.copy_(given[begin : begin + sizes[me]])
+
+
+def _pieces(leaf: Motif, me: int) -> tuple[list[int], list[int]]:
+    """How many elements go to, and come from, each rank."""
+    n = len(leaf.ranks)
+    if leaf.kind in SHARDED:
+        sizes = [measure(shard) for shard in leaf.shards]
+        if leaf.kind == "AG":
+            return [sizes[me]] * n, sizes
+        root = leaf.ranks.index(leaf.root) if leaf.kind in ROOTED else 0
+        at_root = sizes if me == root else [0] * n
+        mine = [sizes[me] if at == root else 0 for at in range(n)]
+        return (mine, at_root) if leaf.kind == "GA" else (at_root, mine)
+    first, last = leaf.window
+    held, bound = [len(one) for one in leaf.held], [len(one) for one in leaf.bound]
+    sends = [held[me] * bound[q] * leaf.size if (q - me - first) % n < last - first else 0 for q in range(n)]
+    hears = [held[p] * bound[me] * leaf.size if (me - p - first) % n < last - first else 0 for p in range(n)]
+    return sends, hears
+
+
+def _tensor(view: View | None) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8) if view is None else view[0][view[1] : view[2]]

@@ -1,0 +1,172 @@
+"""The memory of a motif on its way: straight from the op's own tensors where it lies in one piece, else staged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .pieces import Pieces, Task
+
+View = tuple[torch.Tensor, int, int]
+"""(flat tensor, first element, behind the last)"""
+Row = tuple[int, int, int, int, int]
+"""(region, first element, length, distance to the next, how many)"""
+Regions = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A task with its pieces as rows, so that regular ones are copied at once."""
+
+    task: Task
+    gives: tuple[Row, ...]
+    takes: tuple[Row, ...]
+    given: int
+    taken: int
+
+    @classmethod
+    def of(cls, task: Task) -> Layout:
+        """Worked out once, used in every iteration."""
+        return cls(
+            task=task, gives=_rows(task.gives), takes=_rows(task.takes), given=_size(task.gives),
+            taken=_size(task.takes),
+        )  # fmt: skip
+
+
+class Pool:
+    """Staging memory that is used again."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """So many elements, of no value."""
+        with self._lock:
+            free = self._free.get((dtype, size))
+            if free:
+                return free.pop()
+        return torch.empty(size, dtype=dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """It is not used any more."""
+        with self._lock:
+            self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
+
+
+@dataclass(slots=True)
+class Staged:
+    """Where a program reads and writes; `back` brings the result to the op's own memory."""
+
+    source: View | None
+    target: View | None
+    layout: Layout
+    scratch: list[torch.Tensor] = field(default_factory=list)
+    result: View | None = None
+    """What has to be brought back, if anything."""
+
+    def back(self, regions: Regions, pool: Pool) -> None:
+        """After the program has ended."""
+        if self.result is not None:
+            buffer, at, _ = self.result
+            for row in self.layout.takes:
+                length = row[2] * row[4]
+                if row[0] >= 0:
+                    _strided(regions, row).copy_(buffer[at : at + length].view(row[4], row[2]))
+                at += length
+        for tensor in self.scratch:
+            pool.give(tensor)
+
+
+def stage(layout: Layout, regions: Regions, dtype: torch.dtype, pool: Pool) -> Staged:
+    """The views for a program; what does not lie in one piece is copied first."""
+    task = layout.task
+    if task.in_place and task.gives and task.takes:
+        return _one(layout, regions, dtype, pool)
+    source, target = _direct(task.gives, regions), _direct(task.takes, regions)
+    made = Staged(source=source, target=target, layout=layout)
+    if (target is None and layout.taken) or _overlap(source, target):
+        buffer = pool.take(dtype, layout.taken)
+        made.scratch.append(buffer)
+        made.target = made.result = (buffer, 0, layout.taken)
+    if source is None and layout.given:
+        buffer = pool.take(dtype, layout.given)
+        made.scratch.append(buffer)
+        made.source = (buffer, 0, layout.given)
+        _fill(buffer, 0, layout.gives, regions)
+    return made
+
+
+def _one(layout: Layout, regions: Regions, dtype: torch.dtype, pool: Pool) -> Staged:
+    """One buffer for both, the smaller one inside the larger."""
+    task = layout.task
+    outer = layout.given >= layout.taken
+    size = layout.given if outer else layout.taken
+    whole = _direct(task.gives if outer else task.takes, regions)
+    if whole is not None:
+        tensor, lo, _ = whole
+        inner = (tensor, lo + task.at, lo + task.at + min(layout.given, layout.taken))
+        return Staged(source=whole if outer else inner, target=inner if outer else whole, layout=layout)
+    buffer = pool.take(dtype, size)
+    inner = (buffer, task.at, task.at + min(layout.given, layout.taken))
+    whole = (buffer, 0, size)
+    source, target = (whole, inner) if outer else (inner, whole)
+    _fill(buffer, source[1], layout.gives, regions)
+    return Staged(source=source, target=target, layout=layout, scratch=[buffer], result=target)
+
+
+def _fill(buffer: torch.Tensor, at: int, rows: Sequence[Row], regions: Regions) -> None:
+    for row in rows:
+        length = row[2] * row[4]
+        buffer[at : at + length].view(row[4], row[2]).copy_(_strided(regions, row))
+        at += length
+
+
+def _strided(regions: Regions, row: Row) -> torch.Tensor:
+    region, first, length, distance, count = row
+    tensor = regions[region]
+    assert tensor is not None
+    return tensor.as_strided((count, length), (distance, 1), tensor.storage_offset() + first)
+
+
+def _direct(pieces: Pieces, regions: Regions) -> View | None:
+    if len(pieces) != 1 or pieces[0][0] < 0:
+        return None
+    region, lo, hi = pieces[0]
+    tensor = regions[region]
+    assert tensor is not None
+    return tensor, lo, hi
+
+
+def _overlap(source: View | None, target: View | None) -> bool:
+    if source is None or target is None:
+        return False
+    (a, *one), (b, *other) = source, target
+    size = a.element_size()
+    begin, end = a.data_ptr() + one[0] * size, a.data_ptr() + one[1] * size
+    return begin < b.data_ptr() + other[1] * size and b.data_ptr() + other[0] * size < end
+
+
+def _size(pieces: Pieces) -> int:
+    return sum(hi - lo for _, lo, hi in pieces)
+
+
+def _rows(pieces: Pieces) -> tuple[Row, ...]:
+    """Pieces of one length at one distance as one row.
+
+    >>> _rows(((0, 0, 4), (0, 10, 14), (0, 20, 24), (1, 0, 4)))
+    ((0, 0, 4, 10, 3), (1, 0, 4, 4, 1))
+    """
+    found: list[Row] = []
+    for region, lo, hi in pieces:
+        if found:
+            r, first, length, distance, count = found[-1]
+            step = lo - first - (count - 1) * distance if count > 1 else lo - first
+            if r == region and length == hi - lo and step >= length and (count == 1 or step == distance):
+                found[-1] = (r, first, length, step, count + 1)
+                continue
+        found.append((region, lo, hi - lo, hi - lo, 1))
+    return tuple(found)

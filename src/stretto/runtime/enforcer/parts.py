@@ -1,0 +1,258 @@
+"""A plan as one rank carries it out: which motif of which comm-op it takes part in, with whom, and in which order.
+
+A plan's expression is written for the first group of each sort; here every group gets its own motifs back. All ranks
+read the same plan, so all give the same communicators to the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...errors import Infeasible, InvalidInput, PlanMismatch
+from ...planner.motif import ROOTED, Expr, Motif, Seq, motif_of
+from ...planner.notation import parse
+from ...planner.plan import OpPlan, Plan
+from ...planner.rewrites import beside
+from ...planner.schedule import check_sequence
+from ...workload import Op, Workload
+
+SERIAL = "serial"
+"""A channel that every motif of a serial plan holds."""
+
+BRIEF_US = 500.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One motif of a comm-op on one rank: its leaf of the expression, and who runs it how.
+
+    `lane` numbers what must run in one order on all its ranks: a motif's channels and its ranks. Overlapping lanes have
+    different numbers, so that each can be a communicator of its own.
+    """
+
+    motif: int
+    leaf: Motif
+    algorithm: str
+    channels: tuple[str, ...]
+    lane: int
+    after: tuple[int, ...]
+    """Motifs of the op that must have ended here, as far as this rank takes part in them."""
+    brief: bool
+    """Whether it is over so soon that the next one need not wait for it: between the two a channel would lie idle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One comm-op on one rank. `whole` is the op's own motif, over the group that this rank is in."""
+
+    number: int
+    op: Op
+    whole: Motif
+    parts: tuple[Part, ...]
+    option: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """When a motif runs: in every iteration in the order of the list, for the op of `ahead` iterations later."""
+
+    op: int
+    motif: int
+    ahead: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One rank's share of a plan."""
+
+    ops: Mapping[int, Planned]
+    """By their position in the workload."""
+    turns: tuple[Turn, ...]
+    num_lanes: int
+
+    @property
+    def most_ahead(self) -> int:
+        """How many iterations before its own a motif runs, at most."""
+        return max((turn.ahead for turn in self.turns), default=0)
+
+    @property
+    def most_behind(self) -> int:
+        """How many iterations after its own a motif runs, at most."""
+        return max((-turn.ahead for turn in self.turns), default=0)
+
+
+def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) -> Share:
+    """What `rank` does in a plan; raises `PlanMismatch` where the plan does not fit the workload.
+
+    `hosts` names every rank's host: groups that lie on hosts in the same way share an expression.
+    """
+    plan.check(workload)
+    names = {op.op for op in plan.ops}
+    missing = next((op.name for op in workload.comm_ops if op.name not in names), None)
+    extra = next((name for name in sorted(names) if name not in workload.index), None)
+    if missing or extra:
+        what = f"has nothing for comm-op {missing}" if missing else f"names {extra}, which is not in the workload"
+        raise PlanMismatch(f"plan {plan.name} {what}")
+    order = sorted(
+        (motif.seq, workload.index[op.op], at, motif.ahead) for op in plan.ops for at, motif in enumerate(op.motifs)
+    )
+    try:
+        check_sequence(workload, [(op, at) for _, op, at, _ in order], [ahead for *_, ahead in order])
+    except Infeasible as error:
+        raise PlanMismatch(f"plan {plan.name}: {error}") from None
+    ops: dict[int, Planned] = {}
+    lanes = _Lanes()
+    for made in plan.ops:
+        number = workload.index[made.op]
+        op = workload.ops[number]
+        if op.kind == "send":
+            # Messages between two ranks stay with the backend, in the application's order.
+            continue
+        for group, batches in _by_group(made, op, workload, hosts):
+            planned = _planned(plan, made, number, op, group, batches, lanes, rank)
+            if rank in group:
+                ops[number] = planned
+    mine = {(number, part.motif) for number, planned in ops.items() for part in planned.parts}
+    turns = tuple(Turn(op=op, motif=at, ahead=ahead) for _, op, at, ahead in order if (op, at) in mine)
+    return Share(ops=ops, turns=turns, num_lanes=lanes.count)
+
+
+def _planned(
+    plan: Plan, made: OpPlan, number: int, op: Op, group: tuple[int, ...], batches: Sequence[Sequence[Motif]],
+    lanes: _Lanes, rank: int,
+) -> Planned:  # fmt: skip
+    parts: list[Part] = []
+    for at, (motif, leaves) in enumerate(zip(made.motifs, batches, strict=True)):
+        held = (*motif.channels, SERIAL) if plan.serial else motif.channels
+        for leaf in leaves:
+            lane = lanes.number(held, leaf.ranks)
+            if rank in leaf.ranks:
+                here = {part.motif for part in parts}
+                parts.append(
+                    Part(
+                        motif=at, leaf=leaf, algorithm=motif.algorithm, channels=held, lane=lane,
+                        after=tuple(before for before in motif.after if before in here),
+                        brief=motif.duration_us < BRIEF_US,
+                    )
+                )  # fmt: skip
+    whole = motif_of(op.kind, group, op.nbytes, op.root)
+    return Planned(number=number, op=op, whole=whole, parts=tuple(parts), option=made.option)
+
+
+class _Lanes:
+    """Numbers for (channels, ranks), such that those with a rank in common have different ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
+        self._taken: list[set[int]] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._taken)
+
+    def number(self, channels: tuple[str, ...], ranks: tuple[int, ...]) -> int:
+        key = (channels, ranks)
+        if key not in self._known:
+            free = (at for at, taken in enumerate(self._taken) if taken.isdisjoint(ranks))
+            at = next(free, len(self._taken))
+            if at == len(self._taken):
+                self._taken.append(set())
+            self._taken[at].update(ranks)
+            self._known[key] = at
+        return self._known[key]
+
+
+def _by_group(
+    made: OpPlan, op: Op, workload: Workload, hosts: Sequence[str]
+) -> Iterator[tuple[tuple[int, ...], list[tuple[Motif, ...]]]]:
+    """Each group of a comm-op with its motifs: for each of the plan's those that run at once on different ranks."""
+    where = f"comm-op {made.op}"
+    if (made.kind, made.nbytes) != (op.kind, op.nbytes):
+        wanted, found = (f"{one.kind} of {one.nbytes:g} bytes" for one in (made, op))
+        raise PlanMismatch(f"{where}: the plan is for {wanted}, not {found}")
+    try:
+        expr = parse(made.expression)
+    except InvalidInput as error:
+        raise PlanMismatch(f"{where}: {error}") from None
+    groups = workload.groups_of(op)
+    written = _written(expr, groups)
+    if not written:
+        raise PlanMismatch(f"{where}: no group has the ranks of {made.expression[:80]}")
+    for group in groups:
+        first = _like(group, written, hosts)
+        if first is None:
+            raise PlanMismatch(f"{where}: the plan does not say what ranks {', '.join(map(str, group))} do")
+        to = dict(zip(first, group, strict=True))
+        batches = [tuple(_moved(leaf, to) for leaf in batch) for batch in batches_of(written[first])]
+        if len(batches) != len(made.motifs):
+            raise PlanMismatch(f"{where}: {len(made.motifs)} motifs do not fit {made.expression[:80]}")
+        yield group, batches
+
+
+def _written(expr: Expr, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Expr]:
+    """The expressions of the first groups of all sorts: one, or one beside the other."""
+    by_ranks = {frozenset(group): group for group in groups}
+    whole = by_ranks.get(_ranks(expr))
+    if whole is not None:
+        return {whole: expr}
+    each = [(by_ranks.get(_ranks(child)), child) for child in expr.children]
+    return {group: child for group, child in each if group is not None} if all(group for group, _ in each) else {}
+
+
+def _like(
+    group: tuple[int, ...], written: Mapping[tuple[int, ...], Expr], hosts: Sequence[str]
+) -> tuple[int, ...] | None:
+    """The first group of this one's sort."""
+    alike = [first for first in written if len(first) == len(group)]
+    if group in alike or len(alike) == 1:
+        return group if group in alike else alike[0]
+
+    def rows(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        names = [hosts[rank] for rank in ranks]
+        return tuple(names.index(name) for name in names)
+
+    return next((first for first in alike if rows(first) == rows(group)), None)
+
+
+def _ranks(expr: Expr) -> frozenset[int]:
+    return frozenset(rank for leaf in expr.leaves for rank in leaf.ranks)
+
+
+def batches_of(expr: Expr) -> list[tuple[Motif, ...]]:
+    """The motifs of an expression as the planner counts them: those of one form on different ranks are one.
+
+    >>> [[str(leaf) for leaf in batch] for batch in batches_of(parse(
+    ...     "RS(T[0:8], PG[0:2]) || RS(T[0:8], PG[2:4]) -> AR(T[0:4], PG[0,2]) || AR(T[4:8], PG[1,3])"))]
+    [['RS(T[0:8], PG[0:2])', 'RS(T[0:8], PG[2:4])'], ['AR(T[0:4], PG[0,2])', 'AR(T[4:8], PG[1,3])']]
+    """
+    found: list[tuple[Motif, ...]] = []
+
+    def add(batch: Sequence[Expr]) -> None:
+        first = batch[0]
+        if isinstance(first, Motif):
+            found.append(tuple(leaf for leaf in batch if isinstance(leaf, Motif)))
+        elif isinstance(first, Seq):
+            for number in range(len(first.children)):
+                add([one.children[number] for one in batch])
+        else:
+            for side in beside(first):
+                add([one.children[at] for one in batch for at in side])
+
+    add([expr])
+    return found
+
+
+def _moved(leaf: Motif, to: Mapping[int, int]) -> Motif:
+    """The same motif on the ranks of another group."""
+    if all(rank == there for rank, there in to.items()):
+        return leaf
+
+    def moved(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(to[rank] for rank in group) for group in groups)
+
+    return Motif(
+        kind=leaf.kind, ranks=tuple(to[rank] for rank in leaf.ranks), spans=leaf.spans, shards=leaf.shards,
+        root=to[leaf.root] if leaf.kind in ROOTED else -1, window=leaf.window, held=moved(leaf.held),
+        bound=moved(leaf.bound),
+    )  # fmt: skip

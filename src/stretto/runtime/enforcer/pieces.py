@@ -1,0 +1,256 @@
+"""What a motif reads and writes of a comm-op's memory, and the program that moves it.
+
+A comm-op has up to three regions of memory on a rank: what the application gives (`IN`), what it gets (`OUT`, both
+in one where the op works in place), and room for what is only passed on (`ROOM`). A motif's program sees its
+input and its output as one piece each; the lists here say where their parts really lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...algorithms import algorithm, defined_for
+from ...cluster import Cluster
+from ...errors import Infeasible, InvalidInput, PlanMismatch
+from ...planner.channels import restrict
+from ...planner.lowering import lower
+from ...planner.motif import ROOTED, SHARDED, Motif
+from ...planner.recipes import Ask, build
+from ...planner.spans import Spans, measure
+from ...programs import Program
+from .parts import Part, Planned
+
+IN, OUT, ROOM = 0, 1, 2
+WHOLE = ("AR", "BC", "RE", "AG")
+"""Ops with one buffer, in which all motifs work."""
+ONE_BUFFER = ("AR", "BC", "RE", "AG", "RS")
+"""Motifs whose programs work in place."""
+
+Piece = tuple[int, int, int]
+"""(region, first element, behind the last)"""
+Pieces = tuple[Piece, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One motif on one rank for one size of the op, in elements. A piece of no region is filled and thrown away."""
+
+    motif: int
+    leaf: Motif
+    program: Program | None
+    """None where a library's own algorithm runs."""
+    count: int
+    in_place: bool
+    gives: Pieces
+    takes: Pieces
+    at: int
+    """In place: where the smaller of the two begins in the larger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """A comm-op on one rank: its motifs (None where a small payload leaves nothing), and the elements of `ROOM`."""
+
+    tasks: tuple[Task | None, ...]
+    room: int
+    averages: bool
+    """Whether an average can be left to the programs; else sums are divided at the end."""
+
+
+Programs = dict[object, Program]
+"""What was built before: many motifs of a plan run the same program. None is made where a library has its own."""
+
+
+def tasks_of(planned: Planned, rank: int, elements: int, cluster: Cluster | None, programs: Programs | None) -> Tasks:
+    """The tasks of an op whose larger buffer has so many elements; raises `PlanMismatch` where a program is missing."""
+    whole = planned.whole
+    blocks = len(whole.ranks) if whole.kind == "AA" else 1
+    scale = (elements // blocks, whole.size)
+    mine = _scaled(whole, scale)
+    if mine is None:
+        return Tasks(tasks=(None,) * len(planned.parts), room=0, averages=True)
+    places = _Places(mine, rank)
+    made: list[Task | None] = []
+    for part in planned.parts:
+        leaf = _scaled(part.leaf, scale)
+        made.append(None if leaf is None else _task(part, leaf, mine, places, cluster, programs))
+    reducing = [part.leaf for part in planned.parts if part.leaf.kind in ("AR", "RS", "RE")]
+    averages = programs is not None and all(set(leaf.ranks) == set(whole.ranks) for leaf in reducing)
+    return Tasks(tasks=tuple(made), room=places.room, averages=averages)
+
+
+def _task(
+    part: Part, leaf: Motif, whole: Motif, places: _Places, cluster: Cluster | None, programs: Programs | None
+) -> Task:
+    even = _is_even(leaf)
+    in_place = even and whole.kind in WHOLE and leaf.kind in ONE_BUFFER
+    key = (part.algorithm, part.channels, in_place, leaf.kind, leaf.ranks, leaf.root, even or leaf)
+    program: Program | None = None
+    if programs is not None:
+        program = programs.get(key) or program_of(part, leaf, cluster, in_place=in_place, even=even)
+        programs[key] = program
+    ordered = even or program is None
+    if leaf.kind == "AA":
+        gives, takes = places.blocks(leaf, even=ordered)
+    else:
+        given, taken = _spans(leaf, places.rank, even=ordered)
+        gives = places.give(given, first=not part.after)
+        takes = places.take(taken)
+    shards = in_place and leaf.kind in SHARDED
+    return Task(
+        motif=part.motif, leaf=leaf, program=program, count=leaf.nbytes, in_place=in_place, gives=_joined(gives),
+        takes=_joined(takes), at=leaf.ranks.index(places.rank) * leaf.size // len(leaf.ranks) if shards else 0,
+    )  # fmt: skip
+
+
+def program_of(part: Part, leaf: Motif, cluster: Cluster | None, *, in_place: bool, even: bool) -> Program:
+    """The program of a motif's algorithm over its ranks, by position; cut as the motif is where shares are uneven."""
+    kind = leaf.collective_kind
+    root = leaf.ranks.index(leaf.root) if leaf.kind in ROOTED else 0
+    name, _, pieces = part.algorithm.partition(":")
+    try:
+        if cluster is not None:
+            links = restrict(cluster, [channel for channel in part.channels if channel in cluster.channels])
+            window = (leaf.window[0], leaf.window[1] - leaf.window[0])
+            ask = Ask(
+                kind=kind, group=leaf.ranks, root=root, window=None if leaf.kind != "AA" or leaf.whole else window
+            )
+            made = build(part.algorithm, ask, links, in_place=in_place)
+        else:
+            made = algorithm(
+                name if leaf.kind != "AA" or leaf.whole else "direct", kind, len(leaf.ranks), in_place=in_place,
+                root=root if leaf.kind in ROOTED else None, chunks=int(pieces) if pieces else None,
+            )  # fmt: skip
+        if not even:
+            by_name = name if name in defined_for(kind, len(leaf.ranks)) else "direct"
+            made = lower(leaf, algorithms={0: made if made.collective.kind == kind else by_name})
+    except (InvalidInput, Infeasible) as error:
+        raise PlanMismatch(f"algorithm {part.algorithm!r} of {str(leaf)[:80]} cannot be made here: {error}") from None
+    return made
+
+
+def _is_even(leaf: Motif) -> bool:
+    """Whether a program for equal shares serves."""
+    if leaf.kind in SHARDED:
+        return len({measure(shard) for shard in leaf.shards}) == 1
+    if leaf.kind == "AA":
+        return leaf.whole and len({len(held) for held in leaf.held}) == len({len(bound) for bound in leaf.bound}) == 1
+    return True
+
+
+def _spans(leaf: Motif, rank: int, *, even: bool) -> tuple[Spans, Spans]:
+    """What a rank gives to a motif's program and takes from it, in the order of the program's buffers.
+
+    A program for equal shares has them in the order of its ranks, one that was cut for this motif as they lie.
+    """
+    at = leaf.ranks.index(rank)
+    nothing: Spans = ()
+    if leaf.kind not in SHARDED:
+        is_root = leaf.kind not in ROOTED or leaf.root == rank
+        return (leaf.spans if leaf.kind != "BC" or is_root else nothing), (
+            leaf.spans if leaf.kind != "RE" or is_root else nothing
+        )
+    everything = tuple(span for shard in leaf.shards for span in shard) if even else leaf.spans
+    if leaf.kind == "AG":
+        return leaf.shards[at], everything
+    if leaf.kind == "RS":
+        return everything, leaf.shards[at]
+    at_root = everything if leaf.root == rank else nothing
+    return (leaf.shards[at], at_root) if leaf.kind == "GA" else (at_root, leaf.shards[at])
+
+
+class _Places:
+    """Where the payload of an op lies on one rank."""
+
+    def __init__(self, whole: Motif, rank: int) -> None:
+        self.whole, self.rank = whole, rank
+        self.room = 0
+        self._slots: dict[tuple[int, int], int] = {}
+        self._position = {rank: at for at, rank in enumerate(whole.ranks)}
+        shard = whole.shards[self._position[rank]] if whole.kind in SHARDED else ()
+        self._own = shard[0] if shard else (0, 0)
+
+    def give(self, spans: Spans, *, first: bool) -> list[Piece]:
+        kind, (low, _) = self.whole.kind, self._own
+        if kind in WHOLE:
+            return [(OUT, lo, hi) for lo, hi in spans]
+        if kind == "GA":
+            return [(IN, lo - low, hi - low) for lo, hi in spans]
+        if kind == "RS" and not first:
+            return self._passed(spans)
+        return [(IN, lo, hi) for lo, hi in spans]
+
+    def take(self, spans: Spans) -> list[Piece]:
+        kind, (low, high) = self.whole.kind, self._own
+        if kind in (*WHOLE, "GA"):
+            return [(OUT, lo, hi) for lo, hi in spans]
+        if all(low <= lo and hi <= high for lo, hi in spans):
+            return [(OUT, lo - low, hi - low) for lo, hi in spans]
+        return self._passed(spans)
+
+    def _passed(self, spans: Spans) -> list[Piece]:
+        self.room = self.whole.size
+        return [(ROOM, lo, hi) for lo, hi in spans]
+
+    def blocks(self, leaf: Motif, *, even: bool) -> tuple[list[Piece], list[Piece]]:
+        """The same for an all-to-all: blocks (source, destination), in the order of the program's buffers."""
+        n = len(leaf.ranks)
+        at = leaf.ranks.index(self.rank)
+        first, last = leaf.window
+        sends = [q for q in range(n) if (q - at - first) % n < last - first]
+        hears = [p for p in range(n) if (at - p - first) % n < last - first]
+        if even:
+            given = [(h, b) for q in sends for h in leaf.held[at] for b in leaf.bound[q]]
+            taken = [(h, b) for p in hears for h in leaf.held[p] for b in leaf.bound[at]]
+        else:
+            given = [(h, b) for h in leaf.held[at] for q in sends for b in leaf.bound[q]]
+            taken = [(h, b) for p in hears for h in leaf.held[p] for b in leaf.bound[at]]
+        (span,) = leaf.spans
+        return [self._block(*pair, span) for pair in given], [self._block(*pair, span, take=True) for pair in taken]
+
+    def _block(self, source: int, target: int, span: tuple[int, int], *, take: bool = False) -> Piece:
+        size = self.whole.size
+        if target == self.rank and (take or source != self.rank):
+            region, slot = OUT, self._position[source]
+        elif source == self.rank:
+            # What a rank keeps of its own is in the input anyway.
+            region, slot = (-1 if take else IN), self._position[target]
+        else:
+            slot = self._slots.setdefault((source, target), len(self._slots))
+            region, self.room = ROOM, max(self.room, (slot + 1) * size)
+        return region, slot * size + span[0], slot * size + span[1]
+
+
+def _scaled(leaf: Motif, scale: tuple[int, int]) -> Motif | None:
+    """The same motif where the payload has another number of elements; None where nothing is left of it."""
+    new, old = scale
+
+    def scaled(spans: Spans) -> Spans:
+        ends = ((lo * new // old, hi * new // old) for lo, hi in spans)
+        return tuple((lo, hi) for lo, hi in ends if lo < hi)
+
+    spans = scaled(leaf.spans)
+    if not spans:
+        return None
+    return Motif(
+        kind=leaf.kind, ranks=leaf.ranks, spans=spans, shards=tuple(scaled(shard) for shard in leaf.shards),
+        root=leaf.root, window=leaf.window, held=leaf.held, bound=leaf.bound,
+    )  # fmt: skip
+
+
+def _joined(pieces: Sequence[Piece]) -> Pieces:
+    """Neighbours drawn together."""
+    return tuple(_runs(pieces))
+
+
+def _runs(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    if not pieces:
+        return
+    begin = pieces[0]
+    for a, b in pairwise([*pieces, None]):
+        assert a is not None
+        if b is None or a[0] != b[0] or a[2] != b[1]:
+            yield begin[0], begin[1], a[2]
+            begin = b if b is not None else begin

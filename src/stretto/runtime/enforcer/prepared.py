@@ -1,0 +1,146 @@
+"""A plan made ready on this rank: its share, its programs, what the application is expected to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...cluster import Cluster
+from ...planner.plan import Plan
+from ...workload import Op, Workload
+from ..backend_buffers import Call
+from .carrier import Carrier, Loaded
+from .parts import Share, share_of
+from .pieces import Programs, Tasks, tasks_of
+from .sequencer import Entry, Instance
+
+USUAL_BYTES = 4
+"""Reductions are mostly of float32; for other types programs are made when the first call comes."""
+MAX_BOUND = 4096
+"""Of ops whose size follows the data, so many sizes are remembered."""
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """An op for one number of elements: what runs for each of its motifs."""
+
+    tasks: Tasks
+    loaded: dict[int, Loaded | None]
+
+
+class Expected:
+    """The comm-ops that this rank submits in an iteration, in order."""
+
+    def __init__(self, workload: Workload, rank: int) -> None:
+        self.digest = workload.digest
+        self.workload = workload
+        self.ops: list[tuple[int, Op, tuple[int, ...]]] = []
+        for number, op in enumerate(workload.ops):
+            if op.is_comm and op.kind != "send" and rank in workload.ranks_of(op):
+                group = next(group for group in workload.groups_of(op) if rank in group)
+                self.ops.append((number, op, group))
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def refusal(self, at: int, call: Call, ranks: Sequence[int]) -> str:
+        """How a call differs from what comes next; empty where it does not."""
+        if at >= len(self.ops):
+            return f"{self.said(call, ranks)} comes after the last comm-op of an iteration"
+        _, op, group = self.ops[at]
+        if call.op == "barrier":
+            same = op.kind == "all_reduce"
+        else:
+            nbytes = _nbytes(call, len(ranks))
+            size = nbytes <= op.nbytes if op.at_most else nbytes == op.nbytes
+            rooted = op.kind in ("broadcast", "reduce", "gather", "scatter")
+            same = call.op == op.kind and size and (not rooted or call.root == op.root)
+        if same and tuple(ranks) == group:
+            return ""
+        wanted = f"{op.kind} of {op.nbytes:g} bytes among ranks {_listed(group)}"
+        return f"{self.said(call, ranks)} comes instead of {op.name} ({wanted})"
+
+    @staticmethod
+    def said(call: Call, ranks: Sequence[int]) -> str:
+        """A call in words."""
+        return f"{call.op} of {_nbytes(call, len(ranks))} bytes among ranks {_listed(ranks)}"
+
+
+class Prepared:
+    """A plan ready to become active."""
+
+    def __init__(
+        self, plan: Plan, workload: Workload, number: int, *, rank: int, hosts: Sequence[str], carrier: Carrier,
+        cluster: Cluster | None, programs: Programs,
+    ) -> None:  # fmt: skip
+        self.plan, self.number, self.hash = plan, number, plan.hash
+        self.share: Share = share_of(plan, workload, rank, hosts)
+        self.expected = Expected(workload, rank)
+        self._rank, self._carrier = rank, carrier
+        self._cluster = cluster if cluster is not None and cluster.digest == plan.cluster_digest else None
+        self._bound: dict[tuple[int, int], Bound] = {}
+        self._programs: Programs | None = programs if carrier.programs else None
+        self._first = 0
+        self._next = 0
+        self._instances: dict[tuple[int, int], Instance] = {}
+        for number_, op, _ in self.expected.ops:
+            self.bound(number_, int(op.nbytes) // (USUAL_BYTES if op.kind in REDUCING else 1))
+
+    def bound(self, op: int, elements: int) -> Bound:
+        """An op for so many elements of its larger buffer."""
+        key = (op, elements)
+        if key not in self._bound:
+            if len(self._bound) >= MAX_BOUND:
+                self._bound.clear()
+            planned = self.share.ops[op]
+            tasks = tasks_of(planned, self._rank, elements, self._cluster, self._programs)
+            loaded = {
+                part.motif: None if task is None else self._carrier.load(self.number, part, task)
+                for part, task in zip(planned.parts, tasks.tasks, strict=True)
+            }
+            self._bound[key] = Bound(tasks=tasks, loaded=loaded)
+        return self._bound[key]
+
+    def begin(self, iteration: int) -> Iterator[Entry]:
+        """The plan becomes active with this iteration: what would have run before it is made up for."""
+        self._first, self._next = iteration, iteration - self.share.most_ahead
+        yield from self.open(iteration)
+
+    def open(self, iteration: int, *, before: tuple[int, int] | None = None) -> Iterator[Entry]:
+        """What stands in line up to the end of an iteration; with `before` only of ops that come earlier."""
+        for window in range(self._next, iteration + 1):
+            for turn in self.share.turns:
+                at = window + turn.ahead
+                if at >= self._first and (before is None or (at, turn.op) < before):
+                    yield self.instance(at, turn.op).entries[turn.motif]
+        self._next = max(self._next, iteration + 1)
+
+    def close(self, before: tuple[int, int]) -> Iterator[Entry]:
+        """What is still to run of the ops before this place, when the plan ends there."""
+        yield from self.open(before[0] + self.share.most_behind, before=before)
+
+    def instance(self, iteration: int, op: int) -> Instance:
+        """One op of one iteration."""
+        key = (iteration, op)
+        found = self._instances.get(key)
+        if found is None:
+            found = self._instances[key] = Instance(self.number, self.share.ops[op], iteration)
+        return found
+
+    def forget(self, before: int) -> None:
+        """Iterations that are over on this rank."""
+        for key in [key for key, one in self._instances.items() if key[0] < before and one.done]:
+            del self._instances[key]
+
+
+def _nbytes(call: Call, ranks: int) -> int:
+    """As a workload counts: the larger buffer of any rank."""
+    if call.op in ("gather", "scatter") and call.inputs + call.outputs:
+        tensor = call.tensor
+        return tensor.numel() * tensor.element_size() * ranks
+    return call.nbytes
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,330 @@
+"""Who may go next: motifs in the plan's order on each channel, each as soon as its channels are free.
+
+Every channel has a line. A motif starts when it stands first in the lines of all its channels, none of them is busy,
+its op has been submitted, and the motifs of the op that it waits for have ended. Brief motifs do not wait for each
+other. All ranks make the same lines, so the motifs of the same ranks and channels start in the same order everywhere,
+and nobody waits for anybody in a circle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from ..record import now_us
+from .parts import Part, Planned
+
+WAITING, RUNNING, MOVED, ENDED = range(4)
+TOGETHER = 8
+"""So many brief motifs may be under way on a channel."""
+
+
+class Started(Protocol):
+    """A motif under way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed, once it has."""
+
+    @property
+    def elapsed_us(self) -> float:
+        """How long it took."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it has ended; False when the time is up."""
+
+
+class Entry:
+    """One motif of one op of one iteration."""
+
+    __slots__ = ("end_us", "instance", "part", "start_us", "started", "state", "watched")
+
+    def __init__(self, instance: Instance, part: Part) -> None:
+        self.instance, self.part = instance, part
+        self.state = WAITING
+        self.started: Started | None = None
+        self.watched = False
+        """Whether its end is reported; else whoever needs it has to look."""
+        self.start_us = self.end_us = 0.0
+
+
+class Submission(Protocol):
+    """What the application gave for an op."""
+
+    def start(self, entry: Entry) -> Started | None:
+        """Begin a motif; None where it has nothing to do."""
+
+    def watch(self, entry: Entry) -> None:
+        """From now on somebody waits for the end of a motif that runs already."""
+
+    def moved(self, entry: Entry) -> None:
+        """A motif's data has arrived: bring it where it belongs."""
+
+    def over(self) -> None:
+        """All motifs have ended."""
+
+
+class Instance:
+    """One op of one iteration on this rank."""
+
+    __slots__ = ("_event", "callbacks", "done", "entries", "error", "iteration", "left", "plan", "planned",
+                 "submission")  # fmt: skip
+
+    def __init__(self, plan: int, planned: Planned, iteration: int) -> None:
+        self.plan, self.planned, self.iteration = plan, planned, iteration
+        self.entries = {part.motif: Entry(self, part) for part in planned.parts}
+        self.left = len(self.entries)
+        self.submission: Submission | None = None
+        self.done = False
+        self.error: Exception | None = None
+        self.callbacks: list[Callable[[], object]] = []
+        self._event: threading.Event | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it stands in the order of submission, the same on all ranks."""
+        return self.iteration, self.planned.number
+
+    @property
+    def untouched(self) -> bool:
+        """Whether none of its motifs has been started."""
+        return all(entry.state == WAITING for entry in self.entries.values())
+
+    def running(self) -> Entry | None:
+        """A motif of it that is under way."""
+        return next((entry for entry in self.entries.values() if entry.state == RUNNING), None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until it is done, so long at most."""
+        event = self._event
+        if event is None:
+            event = self._event = threading.Event()
+        if not self.done:
+            event.wait(timeout_s)
+        return self.done
+
+    def settle(self, error: Exception | None) -> None:
+        """It is over: let everybody know."""
+        self.error = error
+        self.done = True
+        if self._event is not None:
+            self._event.set()
+        callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            # Who has asked to be told may fail by himself; the plan goes on.
+            with contextlib.suppress(Exception):
+                callback()
+
+
+class Sequencer:
+    """The lines of all channels of a process. Any thread may call; whoever comes starts what can be started."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.failure: Exception | None = None
+        """What ended it; nothing runs any more."""
+        self._lines: dict[str, deque[Entry]] = {}
+        self._busy: dict[str, list[Entry]] = {}
+        self._open: dict[int, Instance] = {}
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """At the end of their lines."""
+        with self.lock:
+            for entry in entries:
+                for channel in entry.part.channels:
+                    self._lines.setdefault(channel, deque()).append(entry)
+
+    def submit(self, instance: Instance, submission: Submission) -> None:
+        """The application has given an op: its motifs may start."""
+        with self.lock:
+            if self.failure is not None:
+                instance.settle(self.failure)
+                return
+            instance.submission = submission
+            self._open[id(instance)] = instance
+            nothing = not instance.entries
+            self._advance()
+            held = any(entry.state == WAITING for entry in instance.entries.values())
+        if nothing:
+            self._over(instance)
+        elif held:
+            self.watch()
+
+    def watch(self) -> None:
+        """Something stands behind motifs that run: their ends are wanted from now on."""
+        self.reap()
+        with self.lock:
+            for channel, line in self._lines.items():
+                if line and line[0].instance.submission is not None:
+                    for entry in self._busy.get(channel, ()):
+                        self.notice(entry)
+
+    def reap(self) -> None:
+        """Look for motifs that have ended without a report."""
+        with self.lock:
+            running = {id(entry): entry for busy in self._busy.values() for entry in busy if not entry.watched}
+        for entry in running.values():
+            if entry.started is not None and entry.started.done:
+                self.ended(entry)
+
+    def notice(self, entry: Entry) -> None:
+        """Have the end of a motif reported, if it is not anyway."""
+        if entry.state == RUNNING and not entry.watched and entry.started is not None:
+            entry.watched = True
+            assert entry.instance.submission is not None
+            entry.instance.submission.watch(entry)
+
+    def keep(self, wanted: Callable[[Instance], bool]) -> list[Instance]:
+        """Take all others out of the lines; returns those of them that had been submitted, in their order."""
+        with self.lock:
+            gone = {number: instance for number, instance in self._open.items() if not wanted(instance)}
+            for channel, line in self._lines.items():
+                self._lines[channel] = deque(entry for entry in line if wanted(entry.instance))
+            for number in gone:
+                del self._open[number]
+            self._advance()
+        self.watch()
+        return sorted(gone.values(), key=lambda instance: instance.place)
+
+    def ended(self, entry: Entry) -> None:
+        """A motif's program has ended; only the first call counts."""
+        with self.lock:
+            if entry.state != RUNNING:
+                return
+            entry.state = MOVED
+            assert entry.started is not None
+            elapsed = entry.started.elapsed_us
+            entry.end_us = entry.start_us + elapsed if elapsed > 0 else now_us()
+            self._free(entry)
+            error = entry.started.error
+            if error is None:
+                # The channels are free before the data is where it belongs.
+                self._advance()
+        if error is not None:
+            self.fail(error)
+            return
+        self._bring(entry)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing of this can go on: everybody who waits gets the error."""
+        with self.lock:
+            self.failure = self.failure or error
+            broken, self._open = list(self._open.values()), {}
+            self._lines.clear()
+            self._busy.clear()
+        for instance in broken:
+            instance.settle(error)
+
+    def behind(self, instance: Instance) -> Instance | None:
+        """The op that has to be submitted here before this one can go on, if that is what holds it."""
+        with self.lock:
+            seen = [entry for entry in instance.entries.values() if entry.state == WAITING]
+            for entry in seen:
+                for channel in entry.part.channels:
+                    line = self._lines.get(channel)
+                    if not line or self._busy.get(channel) or line[0] in seen:
+                        continue
+                    if line[0].instance.submission is None:
+                        return line[0].instance
+                    seen.append(line[0])
+        return None
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was submitted has ended."""
+        self.reap()
+        return not self._open
+
+    def _advance(self) -> None:
+        """Start whatever may start. Called with the lock."""
+        again = True
+        while again:
+            again = False
+            for line in self._lines.values():
+                if line and self._ready(line[0]):
+                    self._start(line[0])
+                    again = True
+                    break
+
+    def _ready(self, entry: Entry) -> bool:
+        instance = entry.instance
+        if instance.submission is None:
+            return False
+        for channel in entry.part.channels:
+            if self._lines[channel][0] is not entry:
+                return False
+            busy = self._busy.get(channel)
+            if busy and not (entry.part.brief and len(busy) < TOGETHER and all(other.part.brief for other in busy)):
+                return False
+        return all(instance.entries[before].state == ENDED for before in entry.part.after)
+
+    def _start(self, entry: Entry) -> None:
+        for channel in entry.part.channels:
+            self._lines[channel].popleft()
+            self._busy.setdefault(channel, []).append(entry)
+        entry.state = RUNNING
+        entry.start_us = now_us()
+        # A report costs a thread's wake-up, which is only worth it where something comes after.
+        entry.watched = len(entry.instance.entries) > 1 or bool(entry.instance.callbacks) or self._followed(entry)
+        assert entry.instance.submission is not None
+        try:
+            entry.started = entry.instance.submission.start(entry)
+        except Exception as error:
+            self.fail(error)
+            return
+        if entry.started is None:
+            entry.state = MOVED
+            entry.end_us = entry.start_us
+            self._free(entry)
+            self._bring(entry)
+
+    def _followed(self, entry: Entry) -> bool:
+        """Whether something that was submitted stands behind a motif."""
+        for channel in entry.part.channels:
+            line = self._lines[channel]
+            if line and line[0].instance.submission is not None:
+                return True
+        return False
+
+    def _free(self, entry: Entry) -> None:
+        for channel in entry.part.channels:
+            busy = self._busy.get(channel, [])
+            if entry in busy:
+                busy.remove(entry)
+
+    def _bring(self, entry: Entry) -> None:
+        instance = entry.instance
+        assert instance.submission is not None
+        try:
+            if entry.started is not None:
+                instance.submission.moved(entry)
+        except Exception as error:
+            self.fail(error)
+            return
+        with self.lock:
+            entry.state = ENDED
+            instance.left -= 1
+            over = instance.left == 0
+            if not over:
+                self._advance()
+        if over:
+            self._over(instance)
+
+    def _over(self, instance: Instance) -> None:
+        assert instance.submission is not None
+        error: Exception | None = None
+        try:
+            instance.submission.over()
+        except Exception as wrong:
+            error = wrong
+        with self.lock:
+            known = self._open.pop(id(instance), None) is not None
+        if known:
+            instance.settle(error)

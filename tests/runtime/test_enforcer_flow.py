@@ -1,0 +1,90 @@
+"""Order, agreement and mismatches under a plan, on two real ranks with two networks between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Outcomes = dict[str, list[Any]]
+A2A, SUM = "all_to_all.0#0 direct", "all_reduce.1#0 ring"
+
+
+@pytest.fixture(scope="module")
+def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return job(Path(__file__).with_name("enforcer_flow_job.py"), tmp_path_factory.mktemp("flow"), ranks=2)
+
+
+def test_motifs_run_in_the_order_of_the_plan_not_of_the_calls(outcomes: Outcomes) -> None:
+    assert outcomes["order"] == [[[A2A, SUM], [SUM, A2A]]] * 2
+
+
+def test_on_two_channels_ops_overlap_and_on_one_they_do_not(outcomes: Outcomes) -> None:
+    assert outcomes["overlap"][0] == [True, False]
+
+
+def test_an_exchange_of_the_next_iteration_goes_before_a_sum_that_is_held_back(outcomes: Outcomes) -> None:
+    for told in outcomes["prefetch"]:
+        assert told["same"] and told["active"] == 1
+        assert told["order"] == ["exchange#0 direct", "sum#0 ring"] * 3 + ["sum#0 ring"]
+
+
+def test_an_order_that_the_application_cannot_feed_is_refused(outcomes: Outcomes) -> None:
+    for told in outcomes["prefetch"]:
+        assert told["refused"].startswith("PlanMismatch: plan by hand: order: 'all_to_all.0' comes before")
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("order", "all_reduce of 2000 bytes among ranks 0, 1 comes instead of all_to_all.0"),
+        ("missing", "the iteration ends without all_reduce.1"),
+        ("size", "all_to_all of 2008 bytes among ranks 0, 1 comes instead of all_to_all.0"),
+        ("extra", "all_reduce of 28 bytes among ranks 0, 1 comes after the last comm-op of an iteration"),
+        ("waits", "the application waits for all_to_all.0 before it submits all_reduce.1"),
+    ],
+)
+def test_a_surprise_is_named_and_all_ranks_go_on_in_plain_order(outcomes: Outcomes, how: str, why: str) -> None:
+    for told in outcomes["mismatches"]:
+        assert told[how]["same"], "results are those of plain order"
+        assert told[how]["number"] == 0
+        assert told[how]["why"].startswith(f"iteration 5: {why}")
+
+
+def test_iterations_are_counted_where_nobody_marks_them(outcomes: Outcomes) -> None:
+    for told in outcomes["counted"]:
+        assert told["seen"] == [0, 0, 0, 1, 1, 1]
+        assert (told["number"], told["iteration"]) == (0, 6)
+        assert "comes instead of all_reduce.1" in told["why"]
+
+
+def test_ranks_that_hear_of_a_plan_at_different_times_change_to_it_at_the_same(outcomes: Outcomes) -> None:
+    first, second = outcomes["switching"]
+    assert first == second
+    assert first["seen"] == [0] * 10 + [1] * 4, "told in iterations 2 and 6, agreed in 9"
+    assert first["apart"] == [1] * 8 + [2] * 2, "no change while only one rank has heard of plan 2"
+    assert first["waits"]
+
+
+def test_plans_for_something_else_are_refused_with_one_line(outcomes: Outcomes) -> None:
+    for said in outcomes["refusals"]:
+        kinds = [line.partition(":")[0] for line in said]
+        assert kinds == ["PlanMismatch"] * 6 + ["InvalidInput", "PlanMismatch"]
+        assert "was made for workload by hand" in said[0]
+        assert "is not the step that runs here" in said[1]
+        assert "unknown recipe for all_to_all 'magic'; choose from" in said[2]
+        assert "is not prepared here" in said[5] and "is not prepared here" in said[7]
+
+
+def test_a_rank_that_alone_does_something_else_is_named_and_nobody_hangs(outcomes: Outcomes) -> None:
+    strange, other = outcomes["alone"]
+    assert other.startswith("PlanMismatch: all_to_all.0 cannot end: rank 0 gave up plan 1: iteration 5: all_to_all")
+    assert strange.startswith("PeerLost: rank 1")
+
+
+def test_a_rank_that_dies_under_a_plan_is_lost_by_name(outcomes: Outcomes) -> None:
+    other, dead = outcomes["killed"]
+    assert dead == "died"
+    assert other.startswith("PeerLost: rank 1")
