@@ -72,7 +72,10 @@ def test_a_schedule_is_exported_for_pytorch_and_for_the_planner(good: Run, tmp_p
         ("show 1f1b --forward 1,2", "--forward: 2 numbers where 4 are needed"),
         ("show 1f1b --forward x", "expected microseconds"),
         ("show 1f1b --forward nan", "must be 0 to"),
+        ("show nowhere.csv --delay 1", "--delay: nowhere.csv has none"),
         ("simulate --model bert", "unknown model 'bert'"),
+        ("simulate --model utrans --stages 3", "--stages: --model utrans has its own"),
+        ("export 1f1b --bytes x", "--bytes: size 'x'"),
         ("simulate --schedules interleaved --stages 3", "3 stages cannot be dealt out"),
         ("search --activation 4G --cap 1G", "stage 0 needs"),
         ("export 1f1b --comm loud", "unknown style of communication 'loud'"),
@@ -88,3 +91,13 @@ def test_a_damaged_file_is_one_line(bad: Run, tmp_path: Path) -> None:
     assert "line 2, cell 2: 'oops' is not an action" in bad("pipeline", "show", str(path))
     path.write_text("0F0,0B0\n1F0\n")
     assert "stage 1, micro-batch 0: has F" in bad("pipeline", "show", str(path))
+    path.write_text("0UNSHARD\n")
+    assert "s: computes nothing" in bad("pipeline", "show", str(path))
+    path.write_text('"' + "0F0," * 50_000 + '"\n')
+    assert "s: is not a CSV file: field larger than" in bad("pipeline", "show", str(path))
+
+
+def test_the_bound_is_not_claimed_where_ranks_have_several_stages(good: Run, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    good("pipeline", "simulate", "--schedules", "1f1b,interleaved", "--json", str(path))
+    assert [row["bound_us"] is None for row in json.loads(path.read_text())["rows"]] == [False, True]

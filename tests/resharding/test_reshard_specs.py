@@ -38,6 +38,7 @@ def test_uneven_tiles_follow_torch_chunk_and_may_be_empty() -> None:
 
 def test_tiles_are_what_nested_torch_chunks_leave() -> None:
     import torch
+
     for mesh, size in (((3, 2), 10), ((2, 3), 7), ((4, 4), 5), ((2, 2, 2), 9)):
         axes = "".join(str(axis) for axis in range(len(mesh)))
         for place_, (low, high) in zip(np.ndindex(*mesh), rows(layout(f"S{axes}", *mesh), (size,)), strict=True):
@@ -117,15 +118,15 @@ def test_meshes_take_one_host_per_row_and_dense_devices_where_hosts_are_few() ->
 @pytest.mark.parametrize(
     ("src", "dst", "shape", "message"),
     [
-        ("(2,4) S0RX", "(2,4) RRR", (8, 8, 8), "spec 'S0RX': expected one of S"),
+        ("(2,4) S0RX", "(2,4) RRR", (8, 8, 8), "src: spec 'S0RX': expected one of S"),
         ("2,4 S0RR", "(2,4) RRR", (8, 8, 8), "expected a mesh and a spec such as"),
         ("(2,4) S2RR", "(2,4) RRR", (8, 8, 8), "mesh axis 2 does not exist; mesh (2,4) has axes 0..1"),
         ("(2,4) S0S0R", "(2,4) RRR", (8, 8, 8), "names a mesh axis twice"),
-        ("(2,4) S0R", "(2,4) RR", (8, 8, 8), "spec S0R: is for 2 dimensions, the tensor has 3"),
-        ("(2,4) RRR", "(3,4) RRR", (8, 8, 8), "mesh (3,4): needs 12 devices"),
+        ("(2,4) S0R", "(2,4) RR", (8, 8, 8), "src S0R: is for 2 dimensions, the tensor has 3"),
+        ("(2,4) RRR", "(3,4) RRR", (8, 8, 8), "dst: mesh (3,4): needs 12 devices"),
         ("(2,4)@0-6 RRR", "(2,4) RRR", (8, 8, 8), "needs 8 devices, not 7"),
         ("(1,2)@0,0 RRR", "(2,4) RRR", (8, 8, 8), "devices must be distinct"),
-        ("(1,2)@98-99 RRR", "(2,4) RRR", (8, 8, 8), "device 98 does not exist"),
+        ("(1,2)@98-99 RRR", "(2,4) RRR", (8, 8, 8), "src: device 98 does not exist"),
         ("(0,4) RRR", "(2,4) RRR", (8, 8, 8), "must be 1..16 sizes >= 1"),
         ("(2,4) RRR", "(2,4) RRRP0", (8, 8, 8), "nothing can be brought into a pending sum"),
         ("(2,4) RRR", "(2,4) RRR", (8, 0, 8), "must be 1..16 sizes >= 1"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from probe_world import SimulatedMeter, network
 
+from stretto import Cluster
 from stretto.errors import InvalidInput
 from stretto.lab import Lab, unavailable
 from stretto.planner.costs import Motion, SimulatedCosts
@@ -48,6 +49,11 @@ def test_every_motif_is_timed_on_every_channel_and_in_pairs_of_channels() -> Non
 def test_wrong_wishes_are_named(given: dict[str, list[object]], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         runs(CLUSTER, channels=("rdma",), **given)  # type: ignore[arg-type]
+
+
+def test_a_cluster_without_the_jobs_channels_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="nothing to time: the job's channels are shm, eth; ring:4 has dim0"):
+        runs(Cluster.preset("ring", nodes=4), channels=("eth",))
 
 
 def test_the_table_of_real_ranks_is_what_the_planner_uses(tmp_path: Path) -> None:

@@ -50,8 +50,7 @@ def worst(found: Mapping[str, Any], lab: Lab) -> float:
     ("hosts", "ranks", "order", "uplinks"),
     [
         (2, 4, "interleaved", {"rdma": "400mbit", "eth": "200mbit"}),
-        (4, 2, "host", {"eth": "200mbit"}),
-        (3, 1, "host", {"eth": "200mbit,200mbit,50mbit"}),
+        (4, 1, "host", {"eth": "200mbit,200mbit,50mbit,200mbit"}),
     ],
 )
 def test_shaped_rates_and_groups_are_recovered(

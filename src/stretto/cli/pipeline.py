@@ -44,8 +44,8 @@ app = typer.Typer(
 )
 
 What = Annotated[str, typer.Argument(metavar="NAME|FILE.csv", help="A schedule by name, or a file.")]
-Stages = Annotated[int, typer.Option(min=1, max=MOST_STAGES, help="How many stages the model is cut into.")]
-Micro = Annotated[int, typer.Option(min=1, max=4096, help="How many micro-batches an iteration has.")]
+Stages = Annotated[int, typer.Option(min=1, max=MOST_STAGES, help="How many stages (a file has its own).")]
+Micro = Annotated[int, typer.Option(min=1, max=4096, help="Micro-batches of an iteration (a file has its own).")]
 Delay = Annotated[
     int, typer.Option(min=-1, max=64, help="Delay the weights' gradients of eager_1f1b by so many; -1: do not split.")
 ]
@@ -99,6 +99,7 @@ def show(
 
 @app.command()
 def simulate(
+    context: typer.Context,
     schedules: Annotated[str, typer.Option(metavar="NAME,NAME", help="Which to compare.")] = ALL,
     stages: Stages = 4,
     microbatches: Micro = 16,
@@ -118,6 +119,9 @@ def simulate(
     """
     console = out()
     if model:
+        for option in ("schedules", "stages", "forward", "backward", "transfer"):
+            if str(getattr(context.get_parameter_source(option), "name", "DEFAULT")) != "DEFAULT":
+                raise InvalidInput(f"--{option}: --model {model} has its own; leave one of the two out")
         table, found = _model_table(model, microbatches)
     else:
         table, found = _schedule_table(schedules, stages, microbatches, forward, backward, transfer)
@@ -203,6 +207,7 @@ def export(
     """
     from ..pipeline import check, with_comms
 
+    size = _size("--bytes", nbytes)
     plan = _schedule(schedule, stages, microbatches, delay)
     written = plan.compute_only() if comm == "none" else with_comms(plan, comm)
     check(written)
@@ -215,7 +220,6 @@ def export(
     if workload is not None:
         from ..pipeline.workload import to_workload
 
-        size = _size("--bytes", nbytes)
         costs = _costs(plan.num_stages, forward, backward, "0")
         to_workload(plan, costs, activation_bytes=[size] * (plan.num_stages - 1)).save(workload)
         wrote(console, workload)
@@ -224,9 +228,9 @@ def export(
 def _schedule(name: str, stages: int, microbatches: int, delay: int) -> Schedule:
     from ..pipeline import MAKERS, Schedule, check, eager_1f1b, make
 
+    if delay >= 0 and name != "eager_1f1b":
+        raise InvalidInput(f"--delay: {name} has none; only eager_1f1b takes one")
     if name in MAKERS:
-        if delay >= 0 and name != "eager_1f1b":
-            raise InvalidInput(f"--delay: {name} has none; only eager_1f1b takes one")
         return eager_1f1b(stages, microbatches, delay=delay) if delay >= 0 else make(name, stages, microbatches)
     if not name.endswith(".csv"):
         raise unknown("schedule", name, (*MAKERS, "a .csv file"))
@@ -303,14 +307,16 @@ def _schedule_table(
         blocking, overlapped = (run_it(schedule, costs, transport=way) for way in ("blocking", "async"))
         free = run_it(schedule, costs.free())
         # The bound is of one stage per rank.
-        over = f"{overlapped.total_us / bound:.3f}" if len(schedule.ranks) == stages and bound else "-"
+        bounded = len(schedule.ranks) == stages and bound > 0
+        over = f"{overlapped.total_us / bound:.3f}" if bounded else "-"
         table.add_row(
             name.strip(), *(format_us(run.total_us) for run in (blocking, overlapped, free)),
             f"{100 * overlapped.bubble:.1f} %", over, _list(in_flight(schedule)),
         )  # fmt: skip
         found.append({
             "schedule": name.strip(), "blocking_us": blocking.total_us, "overlapped_us": overlapped.total_us,
-            "free_us": free.total_us, "bubble": overlapped.bubble, "bound_us": bound,
+            "free_us": free.total_us, "bubble": overlapped.bubble,
+            "bound_us": bound if bounded else None,
         })  # fmt: skip
     return table, found
 

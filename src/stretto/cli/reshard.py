@@ -73,7 +73,7 @@ def reshard(
     for name in names:
         if name not in SYSTEMS:
             raise unknown("strategy", name, SYSTEMS)
-    if tensor.src.spec.partial:
+    if only is None and tensor.src.spec.partial:
         names = [OURS]
     plans: dict[str, ReshardPlan] = {}
     with progress("planning", len({*names, OURS})) as advance:
@@ -85,23 +85,24 @@ def reshard(
     console = out()
     console.print(f"{tensor.src}  to  {tensor.dst}", style="bold", markup=False)
     console.print(ours.explain().splitlines()[0], markup=False)
-    if ours.timeline is None or ours.program is None:
-        return
     console.print()
     console.print(_tasks(ours))
-    console.print()
-    console.print(_systems({name: plans[name] for name in names}))
-    console.print(f"bound: {ours.bound_reason}", style="dim", markup=False)
-    console.print()
-    console.print("\n".join(ours.explain().splitlines()[1:]), markup=False)
-    console.print()
-    console.print(busy_plot(ours.timeline, width=plot_width(console)))
-    if program is not None:
-        save_program(ours.program, program)
-        wrote(console, program)
-    if trace is not None:
-        devices = {rank: f"device {device}" for rank, device in enumerate(ours.devices)}
-        wrote(console, trace, f"{write_perfetto(ours.timeline, trace, processes=devices)} spans")
+    if ours.timeline is not None and ours.program is not None:
+        console.print()
+        console.print(_systems({name: plans[name] for name in names}))
+        console.print(f"bound: {ours.bound_reason}", style="dim", markup=False)
+        console.print()
+        console.print("\n".join(ours.explain().splitlines()[1:]), markup=False)
+        console.print()
+        console.print(busy_plot(ours.timeline, width=plot_width(console)))
+        if program is not None:
+            save_program(ours.program, program)
+            wrote(console, program)
+        if trace is not None:
+            devices = {rank: f"device {device}" for rank, device in enumerate(ours.devices)}
+            wrote(console, trace, f"{write_perfetto(ours.timeline, trace, processes=devices)} spans")
+    elif program is not None or trace is not None:
+        console.print("nothing is moved, so there is no program and no trace to write")
     if html is not None:
         _draw(html, plans)
         wrote(console, html)
@@ -160,21 +161,17 @@ def _time(plan: ReshardPlan, contention: str) -> float | None:
 
 
 def _draw(path: Path, plans: dict[str, ReshardPlan]) -> None:
+    from html import escape
+
     from ..report.html import Section, timeline_section, write_html
 
-    ours = next(iter(plan for name, plan in plans.items() if name == "stretto"))
-    sections = [Section(heading="Schedule", note="", body=f"<pre>{_escaped(ours.explain())}</pre>")]
+    ours = plans["stretto"]
+    sections = [Section(heading="Schedule", note="", body=f"<pre>{escape(ours.explain())}</pre>")]
     for name, plan in sorted(plans.items(), key=lambda item: item[1].time_us):
         if plan.timeline is not None:
             sections.append(timeline_section(plan.timeline, f"{name}: {plan.ratio:.3f}x the bound"))
     tensor = ours.tensors[0]
     write_html(path, title=f"{tensor.src} to {tensor.dst}", sections=sections)
-
-
-def _escaped(text: str) -> str:
-    from html import escape
-
-    return escape(text)
 
 
 def _few(devices: tuple[int, ...]) -> str:

@@ -70,6 +70,8 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _complete(schedule: Schedule) -> None:
+    if not schedule.num_microbatches:
+        raise VerificationError(f"{schedule.name}: computes nothing: no action names a micro-batch")
     seen: set[Action] = set()
     for rank, row in enumerate(schedule.ranks):
         for at, action in enumerate(row):

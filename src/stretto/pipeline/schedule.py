@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from ..errors import InvalidInput
@@ -96,7 +97,11 @@ class Schedule:
         """Read one line per rank; empty cells (bubbles) are skipped."""
         rows: list[tuple[Action, ...]] = []
         count = 0
-        for rank, cells in enumerate(csv.reader(io.StringIO(text))):
+        try:
+            lines = list(islice(csv.reader(io.StringIO(text)), MAX_RANKS + 1))
+        except csv.Error as error:
+            raise InvalidInput(f"{name}: is not a CSV file: {error}") from None
+        for rank, cells in enumerate(lines):
             if rank >= MAX_RANKS:
                 raise InvalidInput(f"{name}: more than {MAX_RANKS} ranks")
             count += len(cells)

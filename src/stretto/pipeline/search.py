@@ -20,6 +20,9 @@ from .simulation import Costs, lower_bound_us, simulate
 
 EXACT_CHOICES = 3000
 EVALUATIONS = 1000
+LEAST_EVALUATIONS = 50
+WORK = 200_000
+"""Stages x micro-batches x evaluations of a local search: what takes half a minute at the most."""
 MOST_DELAY = 4
 SLACK = 1e-9
 Choice = tuple[tuple[int, ...], tuple[int, ...]]
@@ -90,9 +93,10 @@ def search(
                 break
             state.try_one(choice)
     else:
+        evaluations = min(evaluations, max(LEAST_EVALUATIONS, WORK // (stages * microbatches)))
         state.descend(stages, evaluations)
         state.climb(evaluations, most_delay, seed)
-    state.shrink()
+    state.shrink(len(state.seen) + evaluations)
     if state.best is None:
         raise Infeasible("cap_bytes: no schedule fits")
     (warmup, delay), total = state.best, state.time
@@ -197,12 +201,14 @@ class _State:
             if len(self.seen) == known and not any(near not in self.seen for near in self._near(current, most_delay)):
                 return
 
-    def shrink(self) -> None:
+    def shrink(self, most: int) -> None:
         """Give memory back, one step at a time, where that costs no time."""
         before = None
         while self.best is not None and self.best != before:
             before = self.best
             for choice in self._smaller(self.best):
+                if len(self.seen) >= most:
+                    return
                 self.try_one(choice)
 
     def _smaller(self, choice: Choice) -> Iterator[Choice]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,22 +46,37 @@ def place(src: Side | str, dst: Side | str, cluster: Cluster, *, rounding: str =
     >>> [str(side) for side in place("(2,3) RRR", "(3,2) RRR", Cluster.preset("p3_8xlarge", nodes=5))]
     ['(2,3)@0-2,4-6 RRR', '(3,2)@8-9,12-13,16-17 RRR']
     """
-    sides = [Side.parse(side) if isinstance(side, str) else side for side in (src, dst)]
-    used: set[int] = {d for side in sides for d in side.devices or ()}
+    sides: dict[str, Side] = {}
+    for name, side in (("src", src), ("dst", dst)):
+        with _named(name):
+            sides[name] = Side.parse(side) if isinstance(side, str) else side
+    used: set[int] = {d for side in sides.values() for d in side.devices or ()}
     layouts = []
-    for side in sides:
-        devices = side.devices
-        if devices is None:
-            devices = _rows_on_hosts(side.shape, cluster, used) or _dense(side.shape, cluster, used)
-            used |= set(devices)
-        bad = [d for d in devices if d >= cluster.num_devices]
-        if bad:
-            raise InvalidInput(
-                f"mesh {side.shape}: device {bad[0]} does not exist; {cluster.name} has {cluster.num_devices}"
-            )
-        mesh = Mesh(shape=side.shape, devices=devices)
-        layouts.append(Layout(mesh=mesh, spec=side.spec, rounding=rounding))
+    for name, side in sides.items():
+        with _named(name):
+            layouts.append(Layout(mesh=_mesh(side, cluster, used), spec=side.spec, rounding=rounding))
     return layouts[0], layouts[1]
+
+
+@contextmanager
+def _named(side: str) -> Iterator[None]:
+    """What is wrong with a side says which one it is."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"{side}: {error}") from None
+
+
+def _mesh(side: Side, cluster: Cluster, used: set[int]) -> Mesh:
+    """The side's own devices or the next free ones, which are then added to `used`."""
+    devices = side.devices
+    if devices is None:
+        devices = _rows_on_hosts(side.shape, cluster, used) or _dense(side.shape, cluster, used)
+        used |= set(devices)
+    bad = [d for d in devices if d >= cluster.num_devices]
+    if bad:
+        raise InvalidInput(f"device {bad[0]} does not exist; {cluster.name} has {cluster.num_devices}")
+    return Mesh(shape=side.shape, devices=devices)
 
 
 def host_of(cluster: Cluster) -> list[int]:

@@ -207,8 +207,12 @@ def plan_tensors(
     concurrent: bool = False,
     helpers: Sequence[int] = (),
     seed: int = 0,
+    tasks: Sequence[UnitTask] | None = None,
 ) -> ReshardPlan:
-    """One plan for many tensors (a state dict): what goes between the same devices travels together."""
+    """One plan for many tensors (a state dict): what goes between the same devices travels together.
+
+    `tasks` are those of their unit tasks, or parts of them, that it is to do; all of them by default.
+    """
     if strategy not in SYSTEMS:
         raise unknown("strategy", strategy, SYSTEMS)
     if not tensors:
@@ -218,7 +222,7 @@ def plan_tensors(
     how = order or DEFAULT_ORDER.get(strategy, "in_order")
     if how not in ORDERS:
         raise unknown("order", how, ORDERS)
-    tasks = decompose(tensors)
+    tasks = tuple(tasks) if tasks is not None else decompose(tensors)
     devices = tuple(sorted({d for t in tensors for side in (t.src, t.dst) for d in side.mesh.devices} | set(helpers)))
     hosts = Hosts.of(cluster, devices)
     rank = {device: at for at, device in enumerate(devices)}

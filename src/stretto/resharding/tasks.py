@@ -33,6 +33,10 @@ class Tensor:
         check_shape(f"{self.name}: shape", self.shape)
         if not 1 <= self.dtype_bytes <= MAX_DTYPE_BYTES:
             raise InvalidInput(f"{self.name}: dtype_bytes must be 1..{MAX_DTYPE_BYTES}, not {self.dtype_bytes}")
+        for key, side in (("src", self.src), ("dst", self.dst)):
+            if side.spec.ndim != len(self.shape):
+                has = f"is for {side.spec.ndim} dimensions, the tensor has {len(self.shape)}"
+                raise InvalidInput(f"{self.name}: {key} {side.spec}: {has}")
         if self.dst.spec.partial:
             raise InvalidInput(f"{self.name}: dst {self.dst.spec}: nothing can be brought into a pending sum")
 

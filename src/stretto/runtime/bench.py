@@ -110,6 +110,9 @@ def runs(
                     found += _best(costs, kind, groups, network, nbytes, best)
         todo += [(case,) for case in found]
         todo += _pairs(cluster, found)
+    if not todo:
+        has = f"{', '.join((MEMORY, *channels))}; {cluster.name} has {', '.join(cluster.channels)}"
+        raise InvalidInput(f"cluster: nothing to time: the job's channels are {has} (give what 'stretto probe' wrote)")
     return todo
 
 

@@ -54,7 +54,7 @@ def joined(*, timeout_s: float = JOIN_S) -> Iterator[Executor]:
 
         store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=patience)))
         meeting = Meeting(store, rank, world)
-        cards = meet(meeting, card(rank, executor=missing(), rules="", communicator=0))
+        cards = meet(meeting, card(rank, executor=missing(), rules=""))
         job = Job.join(meeting, cards, range(world), patience)
     except (RuntimeError, ValueError, OSError) as error:
         # Torch's store has no errors of its own; whatever it says begins with what was wrong.

@@ -115,6 +115,11 @@ class Selector:
         """On how many hosts the ranks are."""
         return len(set(self.hosts))
 
+    @property
+    def network(self) -> Cluster:
+        """What programs are simulated on: the cluster, or what the hosts of the ranks suggest."""
+        return self.cluster or self._assumed
+
     def pick(self, kind: str, nbytes: int, *, root: int = 0, in_place: bool = False) -> Pick:
         """The program for a call; the same object for all sizes between two powers of two."""
         scale = max(int(nbytes) - 1, SMALLEST_BYTES - 1).bit_length()
@@ -158,7 +163,7 @@ class Selector:
         return None
 
     def _simulated(self, kind: str, nbytes: int, root: int, in_place: bool, rejected: list[tuple[str, str]]) -> Pick:
-        cluster = self.cluster or self._assumed
+        cluster = self.network
         rough: list[tuple[float, Program]] = []
         for name in defined_for(kind, len(self.devices)):
             for at, options in enumerate(VARIANTS.get(name, ({},))):
@@ -211,7 +216,7 @@ class Selector:
             if name == "hierarchical" and self.num_hosts == len(self.devices):
                 rejected.append((name, "needs several ranks on each host"))
                 continue
-            program = self._build(name, kind, self.cluster or self._assumed, root, in_place)
+            program = self._build(name, kind, self.network, root, in_place)
             why = f"{len(self.devices)} ranks on {self.num_hosts} hosts, too many to simulate"
             return Pick(program=program, why=why, rejected=tuple(rejected))
         raise InvalidInput(f"no algorithm of the library does {kind} over {len(self.devices)} ranks")
