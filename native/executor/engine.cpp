@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kTick = 200'000'000;  // how often deadlines are looked at while asleep
 constexpr int64_t kPatience = 60'000;
 constexpr int kData = -1, kKick = -2;
-
+constexpr size_t kLinger = 4, kLingerBytes = 256 << 10;  // works, and their staging, that wait to be cleared away
 
 void watch(int poll, int fd, int what) {
   epoll_event e{};
@@ -157,6 +157,8 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
       fail(*w, Failure::peer_lost, r, "rank " + std::to_string(r) + " " + gone_[static_cast<size_t>(r)], true);
       return w;
     }
+  const auto near = [&](int r) { return local_index_[static_cast<size_t>(r)] >= 0; };
+  w->meeting = total == 0 && p.all_with_all() && std::all_of(p.ranks.begin(), p.ranks.end(), near);
   queued_.push_back(w);
   admit();
   if (!driven_) {
@@ -181,19 +183,25 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
 
 bool Engine::wait(Work& w, double seconds) {
   if (w.done.load(std::memory_order_acquire)) return true;
-  const int64_t limit = now_ns() + static_cast<int64_t>(seconds * 1e9);
+  int64_t limit = 0;  // the clock is not looked at before there is time for it
+  const auto rest = [&] {
+    const int64_t now = now_ns();
+    if (!limit) limit = now + static_cast<int64_t>(seconds * 1e9);
+    return limit - now;
+  };
   ++contenders_;
   std::unique_lock lock(mutex_);
   --contenders_;
   while (!w.done && driven_) {
-    const auto rest = std::chrono::nanoseconds(limit - now_ns());
-    if (rest.count() <= 0) return false;
-    handover_.wait_for(lock, rest);
+    const int64_t left = rest();
+    if (left <= 0) return false;
+    handover_.wait_for(lock, std::chrono::nanoseconds(left));
   }
   if (w.done) return true;
   driven_ = true;
   Bell& bell = own_->header()->bell;
-  bell.asleep.store(0, std::memory_order_relaxed);
+  // Peers look at it with every message: writing what is there anyway would cost each of them a cache miss.
+  if (bell.asleep.load(std::memory_order_relaxed)) bell.asleep.store(0, std::memory_order_relaxed);
   if (!networks_.empty()) {
     epoll_event none{};
     none.data.fd = kData;
@@ -233,11 +241,11 @@ bool Engine::wait(Work& w, double seconds) {
       lock.lock();
       continue;
     }
-    const int64_t now = now_ns();
+    const int64_t left = rest();
     stalled();
-    check_deadlines(now);
-    if (w.done || now >= limit) break;
-    doze(lock, std::min(limit - now, kTick));
+    check_deadlines(limit - left);
+    if (w.done || left <= 0) break;
+    doze(lock, std::min(left, kTick));
     idle = 0;
     idle_since = 0;
   }
@@ -383,11 +391,25 @@ bool Engine::admit() {
 bool Engine::activate(const std::shared_ptr<Work>& w) {
   const Loaded& p = *w->program;
   const Layout& l = *w->layout;
-  if (!lingering_.empty()) sweep();
+  // Looking whether peers have taken everything is a cache miss for each: several works at once cost no more than one.
   Entry* entry = &own_->header()->board[p.comm][w->number % kBoardDepth];
-  for (const auto* list : {&active_, &lingering_})
-    for (const auto& other : *list)
-      if (other->entry == entry) return false;
+  const auto in_use = [&] {
+    const auto holds = [&](const auto& other) { return other->entry == entry; };
+    return std::any_of(active_.begin(), active_.end(), holds) || std::any_of(lingering_.begin(), lingering_.end(), holds);
+  };
+  // What peers have written comes from their caches: ask for all of it at once, and early.
+  for (int r : p.ranks)
+    if (const int local = local_index_[static_cast<size_t>(r)]; local >= 0) __builtin_prefetch(&entry_of(*w, local));
+  if (lingering_.size() >= kLinger || arena_.used() > kLingerBytes || in_use()) sweep();
+  if (in_use()) return false;
+  if (w->meeting) {
+    w->unfinished = 1;
+    announce(*w, entry);
+    for (int r : p.ranks)
+      if (r != set_.rank) to_ring_ |= uint64_t{1} << local_index_[static_cast<size_t>(r)];
+    active_.push_back(w);
+    return true;
+  }
   w->out.resize(p.out.size());
   w->in.resize(p.in.size());
   w->cast.resize(p.cast.size());
@@ -404,6 +426,10 @@ bool Engine::activate(const std::shared_ptr<Work>& w) {
   if (bytes) {
     std::string error;
     w->area = arena_.take(bytes, &error);
+    if (!w->area && error.empty() && !lingering_.empty()) {
+      sweep();
+      w->area = arena_.take(bytes, &error);
+    }
     if (!w->area) {
       if (error.empty() && bytes > arena_.capacity())
         error = "shared memory: " + p.name + " needs " + std::to_string(bytes) + " bytes of staging but segment_bytes leaves " +
@@ -413,8 +439,7 @@ bool Engine::activate(const std::shared_ptr<Work>& w) {
       return true;
     }
   }
-  w->entry = entry;
-  std::fill(std::begin(entry->rings), std::end(entry->rings), 0u);
+  std::fill_n(std::begin(entry->rings), set_.local.size(), 0u);
   char* at = own_->base() + w->area;
   for (size_t i = 0; i < p.out.size(); ++i) {
     if (p.out[i].channel >= 0) continue;
@@ -456,13 +481,22 @@ bool Engine::activate(const std::shared_ptr<Work>& w) {
       }
     if (!w->scratch) w->scratch = std::make_unique_for_overwrite<char[]>(w->scratch_bytes);
   }
-  entry->signature = w->signature;
-  entry->total = static_cast<uint64_t>(l.total);
-  entry->facts = w->facts;
-  entry->number.store(w->number + 1, std::memory_order_release);
+  announce(*w, entry);
   active_.push_back(w);
-  if (transfers) open_transfers(*w, transfers);
+  for (size_t i = 0; i < p.in.size() && !w->done; ++i)
+    if (p.in[i].channel < 0 && find(*w, static_cast<int>(i))) __builtin_prefetch(w->in[i].ring);
+  if (transfers && !w->done) open_transfers(*w, transfers);
   return true;
+}
+
+void Engine::announce(Work& w, Entry* entry) {
+  w.entry = entry;
+  entry->number.store(0, std::memory_order_relaxed);  // who looks meanwhile sees that it changes
+  std::atomic_thread_fence(std::memory_order_release);
+  entry->signature = w.signature;
+  entry->total = static_cast<uint64_t>(w.layout->total);
+  entry->facts = w.facts;
+  entry->number.store(w.number + 1, std::memory_order_release);
 }
 
 void Engine::open_transfers(Work& w, size_t count) {
@@ -511,7 +545,9 @@ bool Engine::pass() {
   if (!queued_.empty()) any |= admit();
   for (size_t i = 0; i < active_.size();) {
     const std::shared_ptr<Work> w = active_[i];
+    if (w->meeting) any |= meet(*w);
     for (size_t b = 0; b < w->block.size() && !w->done; ++b) any |= advance(*w, static_cast<int>(b));
+    ring();
     if (!w->done && w->unfinished == 0) {
       finish(*w);
       any = true;
@@ -595,10 +631,9 @@ std::vector<double> Engine::repeat(const std::shared_ptr<Loaded>& program, char*
                                    Type type, Op op, int times,
                                    const std::shared_ptr<Loaded>& fence) {
   std::vector<double> taken;
-  std::vector<char> a(fence ? fence->ranks.size() : 0), b(a);
   for (int i = 0; i < times; ++i) {
     if (fence) {
-      auto w = start(fence, a.data(), b.data(), static_cast<int64_t>(a.size()), Type::u8, Op::bor, 0, false, true, false);
+      auto w = start(fence, nullptr, nullptr, 0, Type::u8, Op::bor, 0, false, true, false);
       while (!wait(*w, 1.0)) {
       }
     }
@@ -643,6 +678,9 @@ void Engine::close() {
       std::lock_guard news(news_mutex_);  // so that nobody misses it between looking and sleeping
     }
     news_.notify_all();
+    // Who leaves because of a lost rank says so first, or it would itself be taken for the lost one.
+    for (const auto& [id, comm] : comms_)
+      if (comm.failed_from != UINT64_MAX) tell(id, comm.failed_from, comm.failure, comm.lost_rank, comm.why);
     tell(-1, 0, Failure::closed, set_.rank, "has closed its executor");
   }
   const uint64_t one = 1;

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -106,6 +105,8 @@ struct Work {
   size_t area = 0;  // in the own segment; 0: none
   Entry* entry = nullptr;
   size_t unfinished = 0;
+  bool meeting = false;  // nothing to move, inside one host: over when every rank has announced it
+  size_t met = 0;        // how many of the ranks have
   int64_t oldest_slice = 0;
   int64_t started_ns = 0, deadline_ns = 0, ended_ns = 0;
   int64_t asked_ns = 0;           // when peers were asked, after a timeout, whether they have begun
@@ -147,6 +148,8 @@ class Engine {
   std::vector<int64_t> wait_any(double seconds);
   std::vector<double> repeat(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total, Type type,
                              Op op, int times, const std::shared_ptr<Loaded>& fence);
+  bool retired(int comm);
+  void renumber(int comm, uint64_t first);
   void close();
   std::map<std::string, int64_t> counters();
 
@@ -161,12 +164,16 @@ class Engine {
   };
 
   bool activate(const std::shared_ptr<Work>& w);
+  void announce(Work& w, Entry* entry);
   void open_transfers(Work& w, size_t count);
   bool admit();
   bool pass();
   bool advance(Work& w, int block);
+  bool meet(Work& w);
+  const Entry& entry_of(const Work& w, int local) const;
   void execute(Work& w, const Instruction& x, int64_t slice, const char* received, char* slot, bool past);
-  const char* peek(Work& w, int conn, size_t expected);
+  bool find(Work& w, int conn);
+  const char* peek(Work& w, int conn, const Instruction& x, int64_t slice);
   void release(Work& w, int conn, uint32_t took);
   void post(Work& w, int conn, uint64_t slot);
   static void wake(Bell& bell, uint32_t how, int event);
@@ -176,7 +183,7 @@ class Engine {
   void publish(Work& w, const Block& b, const Instruction& x, char* slot, size_t bytes, Pace* pace, bool past);
   bool drained(Work& w);
   void sweep();
-  void ring(int peer);
+  void ring();
   void finish(Work& w);
   void over(Work& w);
   void fail(Work& w, Failure f, int lost, const std::string& why, bool tell);
@@ -212,7 +219,7 @@ class Engine {
   std::atomic<bool> driven_{false};  // a waiter drives
   std::atomic<bool> stop_{false};
   bool closed_ = false;
-  std::deque<std::shared_ptr<Work>> queued_, active_, lingering_;
+  std::vector<std::shared_ptr<Work>> queued_, active_, lingering_;
   std::map<int, Comm> comms_;
   std::vector<std::string> gone_;  // per rank: why it is gone; empty: it is there
   std::vector<int64_t> gone_at_;   // and since when
@@ -221,6 +228,7 @@ class Engine {
   std::thread thread_;
   std::atomic<int> contenders_{0};
   int spins_ = 0, yields_ = 0;
+  uint64_t to_ring_ = 0;    // ranks of the host that have to be told of what was published or consumed
   std::vector<Pace> pace_;  // per rank of the host; the own place: for what several read
   std::vector<std::pair<size_t, std::unique_ptr<char[]>>> spare_;  // scratch of finished works
   std::mutex news_mutex_;  // of its own: who waits for news must not hold up who drives

@@ -24,6 +24,7 @@ constexpr int64_t kOnTheWire = 1'000'000'000;
 // Instead of a failure a record may ask whether a work has begun, or answer that (in `lost`).
 constexpr int32_t kAsk = 100, kAnswer = 101;
 constexpr int64_t kAnswerTime = 2'000'000'000;
+constexpr uint64_t kShown = UINT32_MAX;  // above that it says how often the communicator was used anew
 
 const char* const kTypeNames[kTypes] = {"float16", "bfloat16", "float32", "float64", "int8",
                                         "int16",   "int32",    "int64",   "uint8",   "bool"};
@@ -42,14 +43,14 @@ std::string told(uint64_t total, uint32_t facts) {
 
 std::string Engine::describe(const Work& w) const {
   return told(static_cast<uint64_t>(w.layout->total), w.facts) + " (" + w.program->name + "), number " +
-         std::to_string(w.number) + " of communicator " + std::to_string(w.program->comm);
+         std::to_string(w.number & kShown) + " of communicator " + std::to_string(w.program->comm);
 }
 
 void Engine::mismatch(Work& w, int peer, uint64_t total, uint32_t facts) {
   const std::string mine = told(static_cast<uint64_t>(w.layout->total), w.facts), theirs = told(total, facts);
   const std::string differ = mine == theirs ? "another program for it" : theirs;
   fail(w, Failure::mismatch, peer,
-       "number " + std::to_string(w.number) + " of communicator " + std::to_string(w.program->comm) + ": rank " +
+       "number " + std::to_string(w.number & kShown) + " of communicator " + std::to_string(w.program->comm) + ": rank " +
            std::to_string(set_.rank) + " runs " + mine + " but rank " + std::to_string(peer) + " runs " + differ,
        true);
 }
@@ -192,6 +193,14 @@ void Engine::stalled() {
     if (w->done) return;
     if (!someone_gone) continue;
     const Loaded& p = *w->program;
+    if (w->meeting) {
+      const auto missing = std::find_if(p.ranks.begin(), p.ranks.end(),
+                                        [&](int r) { return !gone_[static_cast<size_t>(r)].empty() && !began(*w, r); });
+      if (missing == p.ranks.end()) continue;
+      fail(*w, Failure::peer_lost, *missing,
+           "rank " + std::to_string(*missing) + " " + gone_[static_cast<size_t>(*missing)] + " during " + describe(*w), true);
+      return;
+    }
     for (size_t b = 0; b < p.block.size(); ++b) {
       const BlockState& at = w->block[b];
       if (at.slice == w->layout->slices) continue;
@@ -199,8 +208,7 @@ void Engine::stalled() {
       int peer = -1;
       if (receives(x.code) && !gone_[static_cast<size_t>(p.in[static_cast<size_t>(p.block[b].in)].peer)].empty()) {
         peer = p.in[static_cast<size_t>(p.block[b].in)].peer;
-        const size_t bytes = message_bytes(*w, x, at.slice);
-        if (peek(*w, p.block[b].in, bytes)) peer = -1;
+        if (peek(*w, p.block[b].in, x, at.slice)) peer = -1;
       }
       if (peer < 0 && sends(x.code) && !gone_[static_cast<size_t>(p.out[static_cast<size_t>(p.block[b].out)].peer)].empty()) {
         const OutState& s = w->out[static_cast<size_t>(p.block[b].out)];
@@ -220,12 +228,32 @@ void Engine::check_boards(Work& w) {
   for (int peer : w.program->ranks) {
     const int local = local_index_[static_cast<size_t>(peer)];
     if (local < 0 || peer == set_.rank) continue;
-    const Entry& e = segment_[static_cast<size_t>(local)].header()->board[w.program->comm][w.number % kBoardDepth];
-    if (e.number.load(std::memory_order_acquire) == w.number + 1 && e.signature != w.signature) {
-      mismatch(w, peer, e.total, e.facts);
-      return;
-    }
+    const Entry& e = entry_of(w, local);
+    if (e.number.load(std::memory_order_acquire) != w.number + 1 || e.signature == w.signature) continue;
+    const uint64_t total = e.total;
+    const uint32_t facts = e.facts;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (e.number.load(std::memory_order_relaxed) != w.number + 1) continue;  // it went on while we looked
+    mismatch(w, peer, total, facts);
+    return;
   }
+}
+
+// Whether a communicator is out of use here: nothing of it is under way, peers have taken everything, and it has not failed.
+bool Engine::retired(int id) {
+  std::unique_lock lock(mutex_);
+  sweep();
+  const auto found = comms_.find(id);
+  if (found != comms_.end() && found->second.failure != Failure::none) return false;
+  const auto of_it = [&](const auto& w) { return w->program->comm == id; };
+  return std::none_of(queued_.begin(), queued_.end(), of_it) && std::none_of(active_.begin(), active_.end(), of_it) &&
+         std::none_of(lingering_.begin(), lingering_.end(), of_it);
+}
+
+void Engine::renumber(int id, uint64_t first) {
+  std::unique_lock lock(mutex_);
+  Comm& comm = comms_[id];
+  comm.next = std::max(comm.next, first);
 }
 
 // At a timeout ranks ask each other who is there: who waits may itself be waited for, and the one to name may be far.
@@ -256,8 +284,9 @@ void Engine::check_deadlines(int64_t now) {
         waits_for(peer, "it does not answer");
     for (const auto& [peer, begun] : w->answered)
       if (!begun) waits_for(peer, "it has not started");
+    if (w->meeting && first < 0 && w->met < p.ranks.size()) waits_for(p.ranks[w->met], "it has not come");
     const bool known = first >= 0;
-    for (size_t b = 0; !known && b < p.block.size(); ++b) {
+    for (size_t b = 0; !known && b < w->block.size(); ++b) {
       const BlockState& at = w->block[b];
       if (at.slice == w->layout->slices) continue;
       const Instruction& x = p.code[static_cast<size_t>(p.block[b].first + at.step)];

@@ -1,5 +1,6 @@
 // What a threadblock does: wait, receive, combine, send.
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -44,12 +45,12 @@ bool Engine::advance(Work& w, int number) {
     if (w.block[static_cast<size_t>(x.dep_block)].done < needed) return false;
   }
   if (x.code != Code::nop) {
-    const size_t bytes = receives(x.code) || sends(x.code) ? message_bytes(w, x, slice) : 0;
     const char* received = nullptr;
     char* slot = nullptr;
     bool fill = true;
-    if (receives(x.code) && !(received = peek(w, b.in, bytes))) return false;
+    if (receives(x.code) && !(received = peek(w, b.in, x, slice))) return false;
     if (sends(x.code) && !(slot = room(w, b, x, slice, &fill))) return false;
+    const size_t bytes = received || slot ? message_bytes(w, x, slice) : 0;
     const int64_t begin = w.traced ? now_ns() : 0;
     const bool timed = received && bytes >= kPaced && p.in[static_cast<size_t>(b.in)].channel < 0;
     const int64_t from = timed ? now_ns() : 0;
@@ -68,6 +69,21 @@ bool Engine::advance(Work& w, int number) {
     at.step = 0;
     if (++at.slice == w.layout->slices) --w.unfinished;
   }
+  return true;
+}
+
+const Entry& Engine::entry_of(const Work& w, int local) const {
+  return segment_[static_cast<size_t>(local)].header()->board[w.program->comm][w.number % kBoardDepth];
+}
+
+// A rank that is ahead has been there.
+bool Engine::meet(Work& w) {
+  const std::vector<int>& ranks = w.program->ranks;
+  for (; w.met < ranks.size(); ++w.met)
+    if (entry_of(w, local_index_[static_cast<size_t>(ranks[w.met])]).number.load(std::memory_order_acquire) <= w.number)
+      return false;
+  check_boards(w);
+  w.unfinished = 0;
   return true;
 }
 
@@ -160,23 +176,31 @@ void Engine::execute(Work& w, const Instruction& x, int64_t slice, const char* r
   }
 }
 
+// Where a peer's messages will be, once it has announced the work.
+bool Engine::find(Work& w, int conn) {
+  const Connection& c = w.program->in[static_cast<size_t>(conn)];
+  const int local = local_index_[static_cast<size_t>(c.peer)];
+  const Entry& e = entry_of(w, local);
+  if (e.number.load(std::memory_order_acquire) != w.number + 1) return false;
+  if (e.signature != w.signature) {
+    mismatch(w, c.peer, e.total, e.facts);
+    return false;
+  }
+  Ring* first = reinterpret_cast<Ring*>(segment_[static_cast<size_t>(local)].line(e.rings[own_local_]));
+  w.in[static_cast<size_t>(conn)].ring = first + c.ring;
+  return true;
+}
+
 // The next message of a connection, or null: not there yet.
-const char* Engine::peek(Work& w, int conn, size_t expected) {
+const char* Engine::peek(Work& w, int conn, const Instruction& x, int64_t slice) {
   const Connection& c = w.program->in[static_cast<size_t>(conn)];
   InState& s = w.in[static_cast<size_t>(conn)];
   if (c.channel < 0) {
     const Segment& from = segment_[static_cast<size_t>(local_index_[static_cast<size_t>(c.peer)])];
-    if (!s.ring) {
-      const Entry& e = from.header()->board[w.program->comm][w.number % kBoardDepth];
-      if (e.number.load(std::memory_order_acquire) != w.number + 1) return nullptr;
-      if (e.signature != w.signature) {
-        mismatch(w, c.peer, e.total, e.facts);
-        return nullptr;
-      }
-      s.ring = reinterpret_cast<Ring*>(from.line(e.rings[own_local_])) + c.ring;
-    }
+    if (!s.ring && !find(w, conn)) return nullptr;
     if (s.ring->head.load(std::memory_order_acquire) <= s.taken) return nullptr;
     const auto& m = s.ring->message[s.taken % kSlots];
+    const size_t expected = message_bytes(w, x, slice);
     if (m.nbytes != expected || size_t{m.at} * kLine + m.nbytes > from.size()) {
       fail(w, Failure::mismatch, c.peer,
            describe(w) + ": rank " + std::to_string(c.peer) + " sent " + std::to_string(m.nbytes) + " bytes where " +
@@ -188,6 +212,7 @@ const char* Engine::peek(Work& w, int conn, size_t expected) {
   }
   Transfer& t = s.transfers[s.taken % kSlots];
   if (!t.done) return nullptr;
+  const size_t expected = message_bytes(w, x, slice);
   if (t.failed || t.length != expected) {
     fail(w, t.failed ? Failure::peer_lost : Failure::mismatch, c.peer,
          describe(w) + ": rank " + std::to_string(c.peer) +
@@ -205,8 +230,15 @@ void Engine::release(Work& w, int conn, uint32_t took) {
   const uint64_t taken = s.taken++;
   if (c.channel < 0) {
     s.ring->took[taken % kSlots] = took;
+    if (s.total <= kSlots) {  // every message has a slot of its own: nobody waits for one
+      s.ring->tail.store(s.taken, std::memory_order_release);
+      return;
+    }
     s.ring->tail.store(s.taken, std::memory_order_seq_cst);
-    if (s.ring->wants_room.load(std::memory_order_seq_cst) && s.ring->wants_room.exchange(0)) ring(c.peer);
+    if (s.ring->wants_room.load(std::memory_order_seq_cst) && s.ring->wants_room.exchange(0)) {
+      to_ring_ |= uint64_t{1} << local_index_[static_cast<size_t>(c.peer)];
+      ring();
+    }
     return;
   }
   if (s.posted < s.total) post(w, conn, taken % kSlots);
@@ -256,7 +288,8 @@ void Engine::publish(Work& w, const Block& b, const Instruction&, char* slot, si
     s.past[s.sent % kSlots] = past;
     s.ring->message[s.sent % kSlots] = {own_->line_of(slot), static_cast<uint32_t>(bytes)};
     s.ring->head.store(++s.sent, std::memory_order_release);
-    ring(c.peer);
+    to_ring_ |= uint64_t{1} << local_index_[static_cast<size_t>(c.peer)];
+    if (bytes >= kPaced) ring();  // short ones: together with others, since a fence waits for everything written before
     return;
   }
   networks_[static_cast<size_t>(c.channel)]->send(s.transfers[s.sent % kSlots], bytes, c.peer,
@@ -264,13 +297,16 @@ void Engine::publish(Work& w, const Block& b, const Instruction&, char* slot, si
   ++s.sent;
 }
 
-void Engine::ring(int peer) {
-  const auto local = static_cast<size_t>(local_index_[static_cast<size_t>(peer)]);
-  Bell& bell = segment_[local].header()->bell;
+void Engine::ring() {
+  if (!to_ring_) return;
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  uint32_t how = bell.asleep.load(std::memory_order_relaxed);
-  if (!how || !bell.asleep.compare_exchange_strong(how, 0)) return;
-  ++rings_;
-  wake(bell, how, set_.bells[local]);
+  for (uint64_t left = std::exchange(to_ring_, 0); left; left &= left - 1) {
+    const auto local = static_cast<size_t>(std::countr_zero(left));
+    Bell& bell = segment_[local].header()->bell;
+    uint32_t how = bell.asleep.load(std::memory_order_relaxed);
+    if (!how || !bell.asleep.compare_exchange_strong(how, 0)) continue;
+    ++rings_;
+    wake(bell, how, set_.bells[local]);
+  }
 }
 }  // namespace stretto::executor

@@ -172,6 +172,8 @@ NB_MODULE(_executor, m) {
            },
            nb::arg("loaded"), nb::arg("input"), nb::arg("output"), nb::arg("total"), nb::arg("type"), nb::arg("op"),
            nb::arg("times"), nb::arg("fence").none(), nb::call_guard<nb::gil_scoped_release>())
+      .def("retired", &Engine::retired, nb::call_guard<nb::gil_scoped_release>())
+      .def("renumber", &Engine::renumber, nb::call_guard<nb::gil_scoped_release>())
       .def("counters", &Engine::counters, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -90,6 +90,8 @@ struct Loaded {
   int parts = 1;  // how many an average divides by
   bool uses_network = false;
 
+  bool all_with_all() const { return kind >= 1 && kind <= 4; }  // no rank can be done before every rank has begun
+
   Ends last_ends{-1, 0, 0, 0};  // Python's, under its own lock
   std::map<std::pair<int64_t, size_t>, std::shared_ptr<const Layout>> layouts;
   std::shared_ptr<const Layout> layout(int64_t total, size_t element);

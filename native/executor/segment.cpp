@@ -80,21 +80,17 @@ size_t Arena::take(size_t bytes, std::string* error) {
     reserved_ = upto;
   }
   taken_.insert(taken_.begin() + static_cast<std::ptrdiff_t>(place), Block{at, bytes});
+  used_ += bytes;
   return at;
 }
 
 void Arena::give(size_t at) {
   for (auto it = taken_.begin(); it != taken_.end(); ++it)
     if (it->at == at) {
+      used_ -= it->bytes;
       taken_.erase(it);
       return;
     }
-}
-
-size_t Arena::used() const {
-  size_t sum = 0;
-  for (const Block& b : taken_) sum += b.bytes;
-  return sum;
 }
 
 void futex_sleep(std::atomic<uint32_t>& word, uint32_t seen, int64_t limit_ns) {

@@ -79,14 +79,14 @@ class Arena {
   size_t take(size_t bytes, std::string* error);
   void give(size_t at);
   size_t capacity() const { return end_ - begin_; }
-  size_t used() const;
+  size_t used() const { return used_; }
 
  private:
   struct Block {
     size_t at, bytes;
   };
   int fd_ = -1;
-  size_t begin_ = 0, end_ = 0, reserved_ = 0;
+  size_t begin_ = 0, end_ = 0, reserved_ = 0, used_ = 0;
   std::vector<Block> taken_;  // sorted
 };
 

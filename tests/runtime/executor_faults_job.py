@@ -84,13 +84,31 @@ def paused(rank: Rank) -> Any:
     return said
 
 
-def missing(rank: Rank) -> Any:
+def missing(rank: Rank, count: int = 1000) -> Any:
     """The victim never starts: the others time out and name it."""
     with rank.executor(timeout_s=30) as ex:
         handle = ex.load(ring(rank))
         said = None
         if rank.rank != VICTIM:
-            said = outcome(go(ex, handle, 1000, timeout_s=0.7))
+            said = outcome(go(ex, handle, count, timeout_s=0.7))
+        rank.barrier()
+    return said
+
+
+def missing_at_a_barrier(rank: Rank) -> Any:
+    """The same where nothing is moved."""
+    return missing(rank, 0)
+
+
+def ended_before_a_barrier(rank: Rank) -> Any:
+    """The victim leaves the job while the others wait for it."""
+    with rank.executor(timeout_s=30) as ex:
+        handle = ex.load(ring(rank))
+        outcome(go(ex, handle, 0))
+        if rank.rank == VICTIM:
+            time.sleep(0.2)
+            ex.close()
+        said = outcome(go(ex, handle, 0)) if rank.rank != VICTIM else None
         rank.barrier()
     return said
 
@@ -102,6 +120,7 @@ def differing(rank: Rank, host: str | None = None) -> Any:
     reduce_, gather = ring(rank), lower(algorithm("ring", "all_gather", rank.world))
     tree = lower(algorithm("binary_tree", "all_reduce", rank.world))
     with rank.executor(timeout_s=20, host=host) as ex:
+
         def load(program: Any, communicator: int) -> Handle:
             return ex.load(program, communicator=communicator)
 
@@ -222,7 +241,8 @@ def wrong_token(rank: Rank) -> Any:
 SCENARIOS: dict[str, Scenario] = {
     f.__name__: f
     for f in (
-        killed, killed_over_network, paused, missing, differing, differing_over_network, no_descriptors, memory_full,
+        killed, killed_over_network, paused, missing, missing_at_a_barrier, ended_before_a_barrier, differing,
+        differing_over_network, no_descriptors, memory_full,
         garbage, wrong_token,
     )
 }  # fmt: skip

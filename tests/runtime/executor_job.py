@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 import threading
+import time
 from functools import cache, reduce
 from typing import Any
 
@@ -313,6 +314,26 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def meetings(rank: Rank) -> list[list[float]]:
+    """An all-reduce of nothing is a barrier: when each rank came and left, alone and with others under way."""
+    times = []
+    with rank.executor(timeout_s=40) as ex:
+        handle = ex.load(lowered("all_reduce", "ring", rank.world))
+        x, y = np.ones(100, np.float32), np.zeros(100, np.float32)
+        for turn in range(2 * rank.world):
+            if turn % rank.world == rank.rank:
+                time.sleep(0.02)
+            came = time.monotonic()
+            begin(ex, handle, x, y, 0).wait()
+            times.append([came, time.monotonic()])
+        works = [begin(ex, handle, x, y, 100 * (i % 3 == 0)) for i in range(60)]
+        for work in reversed(works):
+            work.wait()
+        assert y.tolist() == [rank.world] * 100
+        rank.barrier()
+    return times
+
+
 def closing(rank: Rank) -> dict[str, Any]:
     """Executors made and closed leave nothing behind; a closed one says so."""
     before = open_descriptors(), threads()
@@ -344,7 +365,7 @@ SCENARIOS: dict[str, Scenario] = {
     f.__name__: f
     for f in (
         library, networked, two_hosts, uneven, types, halves, in_flight, many_threads, subgroups,
-        identity, soak, notified, closing, traced,
+        identity, soak, notified, meetings, closing, traced,
     )
 }  # fmt: skip
 

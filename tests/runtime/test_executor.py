@@ -44,6 +44,11 @@ def test_types_operations_and_uneven_shares(tmp_path: Path) -> None:
     assert answers == {"types": [[]] * 3, "uneven": [True] * 3}
 
 
+def test_an_empty_all_reduce_is_a_barrier(tmp_path: Path) -> None:
+    ranks = np.array(said(tmp_path, 4, "meetings")["meetings"])  # rank, turn, (came, left)
+    assert (ranks[:, :, 1].min(axis=0) >= ranks[:, :, 0].max(axis=0)).all()
+
+
 def test_half_precision_rounds_as_numpy_does(tmp_path: Path) -> None:
     assert said(tmp_path, 2, "halves")["halves"] == [True, True]
 

@@ -35,8 +35,15 @@ def test_a_paused_rank_is_waited_for(tmp_path: Path) -> None:
     assert [answer["error"] for answer in said(tmp_path, "paused")] == [None] * 4
 
 
-def test_a_rank_that_never_starts_is_named_when_the_time_is_up(tmp_path: Path) -> None:
-    for answer in others(said(tmp_path, "missing")):
+def test_a_barrier_names_the_rank_that_left_the_job(tmp_path: Path) -> None:
+    for answer in others(said(tmp_path, "ended_before_a_barrier")):
+        assert answer["error"] == "PeerLost" and "rank 2 has closed its executor" in answer["text"]
+        assert answer["s"] < 10
+
+
+@pytest.mark.parametrize("scenario", ["missing", "missing_at_a_barrier"])
+def test_a_rank_that_never_starts_is_named_when_the_time_is_up(tmp_path: Path, scenario: str) -> None:
+    for answer in others(said(tmp_path, scenario)):
         assert answer["error"] == "PeerLost"
         assert "timed out" in answer["text"]
         assert "rank 2 (it has not started)" in answer["text"]

@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from ..errors import PeerLost, StrettoError
 from .backend_buffers import Call
 from .backend_engine import Engine, Job, missing
-from .backend_meet import Meeting, card, find_gone, meet
+from .backend_meet import Meeting, agree, card, find_gone, meet
 from .backend_work import DelegatedWork, GroupWork, JoinedWork, Tensors
 from .enforcer.current import Current
 from .record import LEDGER, current
@@ -70,11 +70,12 @@ class StrettoGroup(Base):  # type: ignore[misc]
         shared = Job.current if devices else None
         places = tuple(devices) or tuple(range(size))
         meeting = Meeting(store, rank, size)
-        mine = card(rank, executor=missing(), rules=found.text, communicator=shared.next if shared else 0)
+        taken, generation = (shared.taken(places), shared.generation) if shared else (0, 0)
+        mine = card(rank, executor=missing(), rules=found.text, taken=taken, generation=generation)
         self.cards = meet(meeting, mine)
         selector = Selector(places, [c.host for c in self.cards], cluster=found.cluster, table=found.table)
         job = shared or Job.join(meeting, self.cards, places, timeout)
-        self.engine = Engine(rank, size, name, selector, job, max(c.communicator for c in self.cards))
+        self.engine = Engine(rank, size, name, selector, job, *agree(self.cards))
         self.engine.set_timeout(timeout)
         job.enter(self.engine, owns=shared is None)
         if not devices:

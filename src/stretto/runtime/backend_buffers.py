@@ -142,8 +142,8 @@ class Buffers:
 def lay_out(call: Call, kind: str, rank: int, size: int) -> Buffers | None:
     """The buffers of a call; None where its tensors do not fit together."""
     if call.op == "barrier":
-        token = torch.zeros(1, dtype=torch.int32)
-        return Buffers(source=token, target=token, count=1, dtype="int32", nbytes=4, in_place=True)
+        # Nothing is moved: inside a host it is over as soon as all ranks have announced it.
+        return Buffers(source=None, target=None, count=0, dtype="int32", nbytes=4, in_place=True)
     makers = {"all_gather": _all_gather, "gather": _gather, "scatter": _scatter}
     if kind in makers:
         return makers[kind](call, rank, size)

@@ -33,9 +33,12 @@ REDUCED = frozenset(
 class Engine:
     """One communicator's programs, and the job's executor that runs them."""
 
-    def __init__(self, rank: int, size: int, name: str, selector: Selector, job: Job, communicator: int) -> None:
+    def __init__(
+        self, rank: int, size: int, name: str, selector: Selector, job: Job, communicator: int, generation: int
+    ) -> None:
         self.rank, self.size, self.name = rank, size, name
-        self.selector, self.job, self.communicator = selector, job, communicator
+        self.selector, self.job, self.communicator, self.generation = selector, job, communicator, generation
+        self.closed = False
         self.timeout_s = 0.0
         self._ready: dict[tuple[Any, ...], tuple[Handle, Choice, bool]] = {}
         self._handles: dict[int, tuple[Handle, bool]] = {}
@@ -53,6 +56,8 @@ class Engine:
         """
         if self.job.executor is None:
             return self.job.why
+        if self.closed:
+            return "a group that was destroyed"
         if call.device.type != "cpu":
             return f"{call.device.type} tensors"
         if self.size == 1:
@@ -137,7 +142,8 @@ class Engine:
         self.timeout_s = timeout.total_seconds()
 
     def close(self) -> None:
-        """Leave the job, if this group is the one that joined it."""
+        """Give the communicator back; leave the job, if this group is the one that joined it."""
+        self.closed = True
         self.job.leave(self)
 
 
@@ -150,8 +156,11 @@ class Job:
         self.executor, self.why = executor, why
         self.rank_of = {device: rank for rank, device in enumerate(devices)}
         self.max_communicators = load_native().max_communicators if executor is not None else 0
-        self.next = 0
+        self.next = self.generation = 0
         self._owner: Engine | None = None
+        self._in_use: set[int] = set()
+        self._had: dict[int, frozenset[int]] = {}
+        """The ranks that have had a communicator together with this one."""
 
     @classmethod
     def join(cls, meeting: Meeting, cards: list[Card], devices: Sequence[int], timeout: timedelta) -> Job:
@@ -185,12 +194,31 @@ class Job:
 
     def enter(self, engine: Engine, *, owns: bool) -> None:
         """A group uses it; the one that owns it ends it."""
-        self.next = max(self.next, engine.communicator + 1)
+        number = engine.communicator
+        self.next, self.generation = max(self.next, number + 1), engine.generation
+        self._in_use.add(number)
+        self._had[number] = frozenset(self.rank_of[device] for device in engine.selector.devices)
+        if self.executor is not None and number < self.max_communicators:
+            self.executor.renumber(number, engine.generation << 32)
         if owns:
             self._owner = engine
 
+    def taken(self, devices: Sequence[int]) -> int:
+        """Communicators that a new group of these devices cannot have, as bits.
+
+        One that was given back can be had by a group that has all its former ranks: each of them says here that it has
+        left, and that nothing is under way. Of ranks that are not asked nobody knows.
+        """
+        ranks = {self.rank_of[device] for device in devices}
+        used = set(self._in_use)
+        for number, had in self._had.items():
+            if not had <= ranks or not (self.executor is None or self.executor.retired(number)):
+                used.add(number)
+        return sum(1 << number for number in used)
+
     def leave(self, engine: Engine) -> None:
         """A group is done."""
+        self._in_use.discard(engine.communicator)
         if engine is not self._owner:
             return
         if self.executor is not None:

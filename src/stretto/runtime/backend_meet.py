@@ -57,15 +57,17 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What decides which program runs, as text that must be the same everywhere."""
     token: str
     """A secret; rank 0's is the job's."""
-    communicator: int
-    """The least number that no group of this rank has."""
+    taken: str
+    """Communicators that the new group cannot have, as far as this rank knows: a bit for each, in hexadecimal."""
+    generation: int
+    """How often a group was made here."""
 
 
-def card(rank: int, *, executor: str, rules: str, communicator: int) -> Card:
+def card(rank: int, *, executor: str, rules: str, taken: int = 0, generation: int = 0) -> Card:
     """This process's own."""
     return Card(
         rank=rank, host=host_key(), pid=os.getpid(), space=_space(), executor=executor, rules=rules,
-        token=secrets.token_hex(16), communicator=communicator,
+        token=secrets.token_hex(16), taken=f"{taken:x}", generation=generation,
     )  # fmt: skip
 
 
@@ -141,6 +143,17 @@ def meet(meeting: Meeting, mine: Card) -> list[Card]:
                 "give all ranks the same Stretto, STRETTO_CLUSTER and STRETTO_TABLE"
             )
     return cards
+
+
+def agree(cards: list[Card]) -> tuple[int, int]:
+    """The least communicator that no rank has taken, and the generation of its new use; the same on all ranks."""
+    taken = 0
+    for each in cards:
+        try:
+            taken |= int(each.taken, 16)
+        except ValueError:
+            raise PlanMismatch(f"rank {each.rank}: its card in the store cannot be read: another Stretto?") from None
+    return (~taken & (taken + 1)).bit_length() - 1, max(each.generation for each in cards) + 1
 
 
 def _read(text: bytes, rank: int) -> Card:

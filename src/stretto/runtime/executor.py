@@ -360,6 +360,17 @@ class Executor:
                 raise InvalidInput(f"input, output: overlap, but {handle.lowered.name} does not work in place")
         return input, output, count, _TYPE[dtype], _OP[op]
 
+    def retired(self, communicator: int) -> bool:
+        """Whether this rank is through with a communicator: nothing is under way or to be taken, nothing failed."""
+        return self._engine.retired(communicator)
+
+    def renumber(self, communicator: int, first_number: int) -> None:
+        """Works of a communicator get numbers from `first_number` on, or from where they were if that is higher.
+
+        So other ranks than before can use it: all of them count alike.
+        """
+        self._engine.renumber(communicator, first_number)
+
     def counters(self) -> dict[str, int]:
         """What the engine has done and holds: works started and under way, staging memory, sleeps, wake-ups."""
         return self._engine.counters()

@@ -1,0 +1,68 @@
+"""Groups made and destroyed again and again: how many communicators that takes, and that the groups work."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from capture_scenarios import fork
+from torch._C import _distributed_c10d as c10d
+
+import stretto.torch
+from stretto.runtime.backend_engine import Job
+
+TIMES = 3
+
+
+def tried(ranks: list[int], rank: int) -> list[Any]:
+    """A group is made, used and destroyed: the first sum in it, who ran it, and how many communicators there are."""
+    group = dist.new_group(ranks)
+    x = torch.full((1000,), float(rank + 1))
+    if rank in ranks:
+        dist.all_reduce(x, group=group)
+    choice = stretto.torch.last_choice()
+    if rank in ranks:
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)
+    assert choice is not None and Job.current is not None
+    return [float(x[0]), choice.backend, Job.current.next]
+
+
+def same_ranks(rank: int) -> list[list[Any]]:
+    """The same two ranks again and again; another one is never asked."""
+    return [tried([0, 1], rank) for _ in range(TIMES)]
+
+
+def more_ranks(rank: int) -> list[list[Any]]:
+    """All ranks can have what a part of them has had, and counts for it differently."""
+    return [tried([0, 1, 2], rank) for _ in range(TIMES)]
+
+
+def other_ranks(rank: int) -> list[list[Any]]:
+    """Two that do not know whether a third has left need a new one."""
+    return [tried([1, 2], rank) for _ in range(TIMES)]
+
+
+def main() -> None:
+    """Each rank reports every scenario."""
+    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    scenarios: list[Callable[[int], Any]] = [same_ranks, more_ranks, other_ranks]
+
+    def rank_main(rank: int) -> None:
+        store = c10d.FileStore(f"{folder}/store", ranks)
+        dist.init_process_group("stretto", store=store, rank=rank, world_size=ranks)
+        dist.barrier()
+        found = {scenario.__name__: scenario(rank) for scenario in scenarios}
+        dist.destroy_process_group()
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+
+    fork(ranks, rank_main)
+
+
+if __name__ == "__main__":
+    main()
