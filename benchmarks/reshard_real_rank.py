@@ -1,0 +1,314 @@
+"""One rank of benchmarks/reshard_real.py: ours, plain messages, and gather-then-broadcast, in turn on shaped links."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from runtime_shaped_rank import hurry, measure
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import stretto
+from stretto.resharding import Layout, Mesh, Spec, Tensor, UnitTask, decompose
+from stretto.runtime.resharding.describe import dtype_of
+from stretto.runtime.resharding.reshard import _plans
+from stretto.runtime.resharding.transfer import Transfer
+
+Side = tuple[tuple[int, ...], list[int], str]
+"""Shape of a mesh, its ranks, and a spec."""
+
+
+def layout(side: Side) -> Layout:
+    return Layout(mesh=Mesh(shape=tuple(side[0]), devices=tuple(side[1])), spec=Spec.parse(side[2]))
+
+
+def placements(side: Side) -> list[Any]:
+    spec = Spec.parse(side[2])
+    found: list[Any] = [Replicate() for _ in side[0]]
+    for dim, axes in enumerate(spec.axes):
+        for axis in axes:
+            found[axis] = Shard(dim)
+    return found
+
+
+def mesh(side: Side) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.tensor(side[1]).view(*side[0]), _init_backend=False)
+
+
+def box(local: torch.Tensor, tile: Any, task: UnitTask) -> torch.Tensor:
+    """A task's part of this rank's tile."""
+    return local[tuple(slice(a - int(t[0]), b - int(t[0])) for (a, b), t in zip(task.box, tile, strict=True))]
+
+
+class Messages:
+    """What one would write by hand: every piece straight from a holder to everyone who lacks it, all at once."""
+
+    def __init__(self, tensors: list[Tensor], sources: list[Any], targets: list[Any]) -> None:
+        me = dist.get_rank()
+        self.sends: list[tuple[torch.Tensor, int]] = []
+        self.receives: list[tuple[torch.Tensor, int]] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        load: dict[int, int] = {}
+        tiles = [[_tiles(side, t.shape) for side in (t.src, t.dst)] for t in tensors]
+        for task in decompose(tensors):
+            src, dst = tiles[task.tensor]
+            mine = box(sources[task.tensor], src[me], task) if me in task.holders[0] else None
+            goal = box(targets[task.tensor], dst[me], task) if me in task.receivers else None
+            for receiver in task.receivers:
+                if receiver in task.holders[0]:
+                    if receiver == me and goal is not None and mine is not None:
+                        self.copies.append((goal, mine))
+                    continue
+                sender = min(task.holders[0], key=lambda d: (load.get(d, 0), d))
+                load[sender] = load.get(sender, 0) + task.nbytes
+                if sender == me and mine is not None:
+                    self.sends.append((mine, receiver))
+                if receiver == me and goal is not None:
+                    self.receives.append((goal, sender))
+
+    def __call__(self) -> None:
+        buffers = [torch.empty(goal.shape, dtype=goal.dtype) for goal, _ in self.receives]
+        ops = [dist.P2POp(dist.irecv, b, peer) for b, (_, peer) in zip(buffers, self.receives, strict=True)]
+        ops += [dist.P2POp(dist.isend, mine.contiguous(), peer) for mine, peer in self.sends]
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        for buffer, (goal, _) in zip(buffers, self.receives, strict=True):
+            goal.copy_(buffer)
+        for goal, mine in self.copies:
+            goal.copy_(mine)
+
+
+class Funnel:
+    """What is done today: everything to one rank, which broadcasts it; everybody cuts out what it wants."""
+
+    def __init__(self, tensors: list[Tensor], sources: list[Any], targets: list[Any], group: Any) -> None:
+        self.tensors, self.sources, self.targets, self.group = tensors, sources, targets, group
+        self.root = tensors[0].src.mesh.devices[0]
+        self.tiles = [[_tiles(side, t.shape) for side in (t.src, t.dst)] for t in tensors]
+
+    def __call__(self) -> None:
+        me, fulls, ops = dist.get_rank(), [], []
+        late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for at, tensor in enumerate(self.tensors):
+            mine, wanted = self.sources[at], self.targets[at]
+            some = mine if mine is not None else wanted
+            if some is None:
+                continue
+            full = torch.empty(tensor.shape, dtype=some.dtype) if me == self.root or wanted is not None else None
+            fulls.append((at, full))
+            src, seen = self.tiles[at][0], set()
+            for rank, tile in src.items():
+                key = tile.tobytes()
+                if key in seen or (tile[:, 0] >= tile[:, 1]).any():
+                    continue
+                seen.add(key)
+                part = full[tuple(slice(int(a), int(b)) for a, b in tile)] if full is not None else None
+                if rank == self.root == me:
+                    assert part is not None
+                    part.copy_(mine)
+                elif rank == me:
+                    ops.append(dist.P2POp(dist.isend, mine.contiguous(), self.root))
+                elif me == self.root:
+                    assert part is not None
+                    late.append((part, torch.empty(part.shape, dtype=part.dtype)))
+                    ops.append(dist.P2POp(dist.irecv, late[-1][1], rank))
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        for part, buffer in late:
+            part.copy_(buffer)
+        works = [dist.broadcast(f, self.root, group=self.group, async_op=True) for _, f in fulls if f is not None]
+        for work in works:
+            if work is not None:
+                work.wait()
+        for at, full in fulls:
+            if full is not None and self.targets[at] is not None:
+                tile = self.tiles[at][1][me]
+                self.targets[at].copy_(full[tuple(slice(int(a), int(b)) for a, b in tile)])
+
+
+def _tiles(side: Layout, shape: tuple[int, ...]) -> dict[int, Any]:
+    return dict(zip(side.mesh.devices, side.tiles(shape), strict=True))
+
+
+def everywhere(fine: bool) -> bool:
+    """Whether it is so on all ranks."""
+    word = torch.tensor([float(fine)])
+    dist.all_reduce(word, dist.ReduceOp.MIN)
+    return bool(word)
+
+
+def report(case: str, systems: dict[str, Callable[[], object]], check: Callable[[str], bool], times: int,
+           facts: Callable[[], dict[str, Any]]) -> None:  # fmt: skip
+    """Run every system once to warm up and look at its bits, then for the clock; rank 0 prints a line for each."""
+    exact = {}
+    for system, run in systems.items():
+        run()
+        exact[system] = everywhere(check(system))
+    known = facts()
+    for system, run in systems.items():
+        found = measure(run, times)
+        if dist.get_rank() == 0:
+            extra = known if system == "stretto" else {}
+            print(json.dumps({"case": case, "system": system, "exact": exact[system]} | found | extra), flush=True)
+
+
+def tensor_case(name: str, shape: tuple[int, ...], src: Side, dst: Side, times: int, group: Any) -> None:
+    me = dist.get_rank()
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    source = distribute_tensor(full, mesh(src), placements(src), src_data_rank=None)
+    want = distribute_tensor(full, mesh(dst), placements(dst), src_data_rank=None).to_local()
+    inside, holds = me in dst[1], me in src[1]
+    tensors = [Tensor(shape=shape, dtype_bytes=4, src=layout(src), dst=layout(dst))]
+    got = {system: torch.zeros_like(want) for system in ("send_recv", "gather_broadcast")}
+    sources = [source.to_local() if holds else None]
+    result: dict[str, torch.Tensor] = {}
+    where, how = mesh(dst), placements(dst)
+
+    def ours() -> None:
+        if inside or holds:
+            result["stretto"] = stretto.reshard(source, where, how).to_local()
+
+    targets = {system: [got[system] if inside else None] for system in got}
+    systems: dict[str, Callable[[], object]] = {
+        "stretto": ours,
+        "send_recv": Messages(tensors, sources, targets["send_recv"]),
+        "gather_broadcast": Funnel(tensors, sources, targets["gather_broadcast"], group),
+    }
+
+    def facts() -> dict[str, Any]:
+        return known(next(reversed(_plans.values()))[1]) if me == 0 else {}
+
+    report(name, systems, lambda s: not inside or torch.equal(result[s] if s == "stretto" else got[s], want), times,
+           facts)  # fmt: skip
+
+
+def known(transfer: Transfer) -> dict[str, Any]:
+    """The simulated time of what ran, and the bound, both for payload."""
+    share = float(sys.argv[2])
+    return {
+        "predicted_us": sum(each.mover.predicted_us(share) for each in transfer.rounds),
+        "bound_us": sum(plan.bound_us for plan in transfer.plans),
+        "tasks": sum(len(plan.tasks) for plan in transfer.plans),
+        "executor": all(each.mover.handle is not None for each in transfer.rounds),
+    }
+
+
+class Block(torch.nn.Module):
+    """One layer of a transformer, as far as its weights go."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(width, 3 * width, bias=False)
+        self.out = torch.nn.Linear(width, width, bias=False)
+        self.up = torch.nn.Linear(width, 4 * width, bias=False)
+        self.down = torch.nn.Linear(4 * width, width, bias=False)
+        self.norm = torch.nn.LayerNorm(width)
+
+
+def model(width: int, layers: int, seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(*(Block(width) for _ in range(layers)))
+
+
+def state_dict_case(case: dict[str, Any]) -> None:
+    """FSDP2 over the trainers to tensor parallelism in each replica."""
+    width, layers, trainers, replicas = (case[key] for key in ("width", "layers", "trainers", "replicas"))
+    me = dist.get_rank()
+    train_mesh = DeviceMesh("cpu", trainers)
+    serve_meshes = [DeviceMesh("cpu", ranks) for ranks in replicas]
+    ranks = sorted([*trainers, *(r for those in replicas for r in those)])
+    funnel = dist.new_group([trainers[0], *(r for those in replicas for r in those)])
+    source = target = None
+    if me in trainers:
+        trainer: Any = model(width, layers, 1)
+        for block in trainer:
+            fully_shard(block, mesh=train_mesh)
+        fully_shard(trainer, mesh=train_mesh)
+        source = trainer.state_dict()
+    want: dict[str, torch.Tensor] = {}
+    for where, those in zip(serve_meshes, replicas, strict=True):
+        if me in those:
+            server, right = model(width, layers, 2), model(width, layers, 1)
+            each: Any
+            for each in (server, right):
+                for block in each:
+                    plan = {"qkv": ColwiseParallel(), "out": RowwiseParallel(), "up": ColwiseParallel(),
+                            "down": RowwiseParallel()}  # fmt: skip
+                    parallelize_module(block, where, plan)
+            target, want = server.state_dict(), right.state_dict()
+    sync = stretto.WeightSync(source, target, ranks=ranks) if me in ranks else None
+    moves = sync._state.transfer.moves if sync is not None else ()
+    tensors = [
+        Tensor(name=m.name, shape=m.dst.plan_shape, dtype_bytes=dtype_of(m.dst.dtype).itemsize,
+               src=m.src.layout(m.src_meshes), dst=m.dst.layout(m.dst_meshes))
+        for m in moves
+    ]  # fmt: skip
+    sources = [_local((source or {}).get(m.name)) for m in moves]
+    got = {
+        system: {n: torch.zeros_like(_local(t)) for n, t in (target or {}).items()}
+        for system in ("send_recv", "gather_broadcast")
+    }
+    targets = {system: [got[system].get(m.name) for m in moves] for system in got}
+
+    def ours() -> None:
+        if sync is not None:
+            sync.update()
+
+    systems: dict[str, Callable[[], object]] = {"stretto": ours}
+    if tensors:
+        systems["send_recv"] = Messages(tensors, sources, targets["send_recv"])
+        systems["gather_broadcast"] = Funnel(tensors, sources, targets["gather_broadcast"], funnel)
+    else:
+        systems |= {"send_recv": lambda: None, "gather_broadcast": lambda: None}
+
+    def check(system: str) -> bool:
+        if system != "stretto":
+            return all(torch.equal(got[system][n], _local(t)) for n, t in want.items())
+        if sync is None:
+            return True
+        with sync.read() as weights:
+            return all(torch.equal(_local(weights[n]), _local(t)) for n, t in want.items())
+
+    def facts() -> dict[str, Any]:
+        return known(sync._state.transfer) if sync is not None and me == 0 else {}
+
+    report(case["name"], systems, check, case["runs"], facts)
+    if sync is not None:
+        sync.close()
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def main() -> None:
+    """Cases are [name, shape, source, destination, runs], or a state dict."""
+    cases, urgent = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    groups = {}
+    if urgent:
+        hurry()
+    for case in cases:
+        if case["kind"] == "state_dict":
+            state_dict_case(case)
+            continue
+        src, dst = case["src"], case["dst"]
+        ranks = tuple(sorted({src[1][0], *dst[1]}))
+        if ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks))
+        tensor_case(case["name"], tuple(case["shape"]), src, dst, case["runs"], groups[ranks])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Train on some ranks and serve on the others: FSDP2 over half of them, tensor parallelism over the other half.
+
+torchrun --nproc-per-node 4 examples/sync_weights.py
+stretto lab run --hosts 2 --ranks 2 --uplink eth=100mbit -- python examples/sync_weights.py
+
+After every step the servers get the new weights as one version, and answer with them what the trained model answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import stretto
+
+
+def network(width: int) -> torch.nn.Sequential:
+    """Two layers."""
+    return torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
+
+
+def main() -> None:
+    """Some steps, each with a sync; servers print the loss that they compute for themselves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, half = dist.get_rank(), dist.get_world_size() // 2
+    trainers, servers = (DeviceMesh("cpu", ranks) for ranks in (list(range(half)), list(range(half, 2 * half))))
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 64, options.width).unbind()
+    model = network(options.width)
+    if rank < half:
+        fully_shard(model, mesh=trainers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = stretto.WeightSync(source=model.state_dict())
+        for _ in range(options.steps):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            sync.update()
+    else:
+        parallelize_module(model, servers, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        sync = stretto.WeightSync(target=model.state_dict())
+        for _ in range(options.steps):
+            sync.update()
+            with sync.read() as weights, torch.no_grad():
+                answer = torch.func.functional_call(model, dict(weights), x)
+                loss = torch.nn.functional.mse_loss(answer, y)
+            if rank == half:
+                print(f"version {sync.version}: loss {float(loss):.4f}", flush=True)
+    sync.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

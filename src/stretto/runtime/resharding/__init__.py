@@ -1,0 +1,1 @@
+"""Tensors and whole state dicts of a running job, from one mesh to another: `stretto.reshard`, `stretto.WeightSync`."""

@@ -1,0 +1,211 @@
+"""The ranks, tensors and memory behind a `WeightSync`: who has what, found out together, and one transfer for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ...errors import InvalidInput, StrettoError
+from .carrier import Carrier, Current, agreement
+from .describe import Placed, like, local_of, placed_tensor
+from .transfer import Move, Transfer
+
+Dict = Mapping[str, torch.Tensor]
+MAX_TENSORS = 1 << 16
+
+
+class _Sides(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank gives: its tensors of both sides, and the limit."""
+
+    source: dict[str, Placed]
+    target: dict[str, Placed]
+    staging_bytes: int
+
+
+class State:
+    """One rank's end; all ranks make it together."""
+
+    def __init__(self, source: Dict | None, target: Dict | None, ranks: Any, staging_bytes: int) -> None:
+        self._agreement = agreement()
+        self.rank = self._agreement.rank
+        self.ranks, why = _ranks(ranks)
+        mine = _Sides(source={}, target={}, staging_bytes=0)
+        try:
+            if not isinstance(staging_bytes, int) or staging_bytes < 1:
+                raise InvalidInput(f"staging_bytes: must be >= 1, not {staging_bytes}")
+            mine = _Sides(
+                source=_described("source", source, self.rank), target=_described("target", target, self.rank),
+                staging_bytes=staging_bytes,
+            )  # fmt: skip
+        except InvalidInput as error:
+            why = why or str(error)
+        label = "WeightSync"
+        texts = self._agreement.gather(self.ranks, label, msgspec.json.encode(mine).decode(), why)
+        everyone = dict(zip(self.ranks, (msgspec.json.decode(text, type=_Sides) for text in texts), strict=True))
+        moves = _moves(everyone)
+        self._described = mine.source
+        self._source: Dict = source or {}
+        self._target: Dict = target or {}
+        self._names = [move.name for move in moves]
+        self._moves = moves
+        name = f"weights {','.join(map(str, self.ranks))}"
+        number = Current.made[name] = Current.made.get(name, 0) + 1
+        self.name = f"{name} {number}"
+        self._carrier = Carrier(self.ranks)
+        why = ""
+        try:
+            self.transfer = Transfer(self._carrier, moves, staging_bytes=staging_bytes, keep=True)
+            detached = {name: like(t, local_of(t)) for name, t in self._target.items()}
+            second = {name: like(t, torch.empty_like(local_of(t))) for name, t in self._target.items()}
+            self.sets: list[dict[str, torch.Tensor]] = [detached, second]
+        except (StrettoError, MemoryError, RuntimeError) as error:
+            why = str(error) or type(error).__name__
+        try:
+            self.agree(label, "ready", why)
+        except StrettoError:
+            self.close()
+            raise
+
+    def agree(self, label: str, text: str, why: str) -> None:
+        """All ranks are at the same point and none has a reason not to go on; else all raise."""
+        for rank, said in zip(self.ranks, self._agreement.gather(self.ranks, label, text, why), strict=True):
+            if said != text:
+                raise InvalidInput(f"{label}: rank {rank} is at {said}, rank {self.rank} at {text}")
+
+    def begin(self, number: int, why: str) -> None:
+        """All ranks are about to bring this version; else all raise."""
+        # All have come to the last version, so all know how the vote on the one before has ended.
+        if number > 2:
+            self._agreement.forget(f"{self.name}/{number - 2}", self.ranks)
+        self.agree(f"WeightSync.update to version {number}", str(number), why)
+
+    def vote(self, key: str, failed: StrettoError | None) -> StrettoError | None:
+        """Commit on all ranks or on none; why not, if so."""
+        return self._agreement.vote(key, self.ranks, failed)
+
+    def checked_sources(self, source: Dict | None) -> tuple[list[torch.Tensor | None], str]:
+        """The local parts of what is to be sent, by tensor; and what is wrong with it."""
+        given = self._source if source is None else source
+        try:
+            if source is not None:
+                _same(_described("source", source, self.rank), self._described)
+        except InvalidInput as error:
+            return [], str(error)
+        return self._locals(given, [move.src_meshes for move in self._moves]), ""
+
+    def move(self, sources: Sequence[torch.Tensor | None], to: int, key: str) -> None:
+        """Bring everything into one of the two sets."""
+        targets = self._locals(self.sets[to], [move.dst_meshes for move in self._moves])
+
+        def check() -> None:
+            failed = self._agreement.decided(key)
+            if failed is not None:
+                raise failed
+
+        self.transfer.run(sources, targets, check)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._carrier.close()
+
+    def _locals(self, tensors: Dict, meshes: Sequence[Sequence[tuple[int, ...]]]) -> list[torch.Tensor | None]:
+        return [
+            local_of(tensors[name]) if any(self.rank in mesh for mesh in those) else None
+            for name, those in zip(self._names, meshes, strict=True)
+        ]
+
+
+def _ranks(ranks: Any) -> tuple[list[int], str]:
+    size = dist.get_world_size()
+    if ranks is None:
+        return list(range(size)), ""
+    found = sorted({int(r) for r in ranks})
+    if dist.get_rank() not in found or found[0] < 0 or found[-1] >= size:
+        raise InvalidInput(f"ranks: must be of 0..{size - 1} with {dist.get_rank()} among them, not {found}")
+    return found, ""
+
+
+def _described(side: str, tensors: Dict | None, rank: int) -> dict[str, Placed]:
+    if tensors is not None and not isinstance(tensors, Mapping):
+        raise InvalidInput(f"{side}: must be a dict of tensors, not {type(tensors).__name__}")
+    if len(tensors or ()) > MAX_TENSORS:
+        raise InvalidInput(f"{side}: has {len(tensors or ())} tensors; at most {MAX_TENSORS}")
+    found = {str(name): placed_tensor(f"{side}[{name!r}]", t, rank) for name, t in (tensors or {}).items()}
+    # A rank outside of a tensor's mesh has nothing of it.
+    return {name: where for name, where in found.items() if rank in where.ranks}
+
+
+def _same(given: dict[str, Placed], planned: dict[str, Placed]) -> None:
+    for name in (*planned, *given):
+        if given.get(name) != planned.get(name):
+            said = [str(x) if x else "nothing" for x in (given.get(name), planned.get(name))]
+            raise InvalidInput(f"source[{name!r}]: is {said[0]}, but {said[1]} was planned")
+
+
+def _moves(everyone: dict[int, _Sides]) -> list[Move]:
+    """One for each tensor and way in which it is wanted; raises `InvalidInput`, the same on all ranks."""
+    limits = {rank: sides.staging_bytes for rank, sides in everyone.items()}
+    first = next(iter(everyone))
+    for rank, limit in limits.items():
+        if limit != limits[first]:
+            raise InvalidInput(f"staging_bytes: is {limit} on rank {rank}, {limits[first]} on rank {first}")
+    sources = _layouts("source", {rank: sides.source for rank, sides in everyone.items()})
+    targets = _layouts("target", {rank: sides.target for rank, sides in everyone.items()})
+    _compare_keys(sources, targets)
+    found = []
+    for name, ways in sources.items():
+        if len(ways) > 1:
+            said = " and ".join(str(where) for where in list(ways)[:2])
+            raise InvalidInput(f"source[{name!r}]: lies in two ways, {said}")
+        (src, meshes), = ways.items()
+        for dst, theirs in targets[name].items():
+            if src.shape != dst.shape:
+                raise InvalidInput(f"{name!r}: source has shape {src.shape}, target {dst.shape}")
+            if src.device != dst.device:
+                raise InvalidInput(f"{name!r}: source is on {src.device}, target on {dst.device}")
+            if any(p.startswith("P") for p in dst.placements):
+                raise InvalidInput(f"target[{name!r}]: nothing can be brought into a pending sum")
+            found.append(Move(name=name, src=src, dst=dst, src_meshes=tuple(meshes), dst_meshes=tuple(theirs)))
+    if not found:
+        raise InvalidInput("source, target: no rank gives a tensor")
+    devices = {move.dst.device for move in found}
+    if len(devices) > 1:
+        raise InvalidInput(f"target: tensors must be on one kind of device, not {', '.join(sorted(devices))}")
+    return found
+
+
+def _layouts(side: str, given: dict[int, dict[str, Placed]]) -> dict[str, dict[Placed, list[tuple[int, ...]]]]:
+    """By name, the ways in which a tensor lies, each with the meshes that have it so (a copy on each)."""
+    found: dict[str, dict[Placed, list[tuple[int, ...]]]] = {}
+    for rank, tensors in given.items():
+        for name, where in tensors.items():
+            for peer in where.ranks:
+                theirs = given.get(peer, {}).get(name)
+                if theirs != where:
+                    has = f"has {theirs}" if theirs else "has none" if peer in given else "does not take part"
+                    raise InvalidInput(f"{side}[{name!r}]: rank {rank} has {where}, but rank {peer} {has}")
+            ways = found.setdefault(name, {})
+            if not any(where.ranks in meshes for meshes in ways.values()):
+                alike = (w for w in ways if _kind(w) == _kind(where) and _apart(where.ranks, ways[w]))
+                ways.setdefault(next(alike, where), []).append(where.ranks)
+    return found
+
+
+def _kind(where: Placed) -> tuple[Any, ...]:
+    return where.shape, where.dtype, where.mesh_shape, where.placements, where.device
+
+
+def _apart(ranks: Sequence[int], meshes: Sequence[Sequence[int]]) -> bool:
+    return not set(ranks) & {rank for mesh in meshes for rank in mesh}
+
+
+def _compare_keys(sources: Mapping[str, object], targets: Mapping[str, object]) -> None:
+    lacking = [f"{name!r} (not in target)" for name in sources if name not in targets]
+    lacking += [f"{name!r} (not in source)" for name in targets if name not in sources]
+    if lacking:
+        more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
+        raise InvalidInput(f"source, target: names must be the same; differ in {', '.join(lacking[:4])}{more}")

@@ -1,0 +1,179 @@
+"""`stretto.WeightSync`: a whole state dict from trainers to replicas, again and again, each version all or nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ...errors import InvalidInput, StrettoError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .state import Dict, State
+
+STAGING_BYTES = 256 << 20
+READERS_S = 60.0
+"""How long an update waits for readers of the version before the last."""
+
+
+class Weights(Mapping[str, "torch.Tensor"]):
+    """The tensors of one version, by name; valid inside the ``with`` block that gave them."""
+
+    def __init__(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.version = version
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"<Weights version {self.version}: {len(self)} tensors>"
+
+
+class WeightSync:
+    """Brings the tensors of `source` (trainers) into copies of those of `target` (replicas), version by version.
+
+    ::
+
+        sync = stretto.WeightSync(source=trainer.state_dict() if training else None,
+                                  target=server.state_dict() if serving else None)
+        version = sync.update()                    # all ranks
+        with sync.read() as weights:               # on replicas, in any thread
+            torch.func.functional_call(server, dict(weights), batch)
+
+    All ranks of `ranks` (default: all of the job) make it together, with dicts of DTensors or plain tensors; ranks
+    that only pass by give neither. How everything moves is planned once, all tensors together. A source that has
+    another dtype than its target is cast before it is sent.
+
+    A version is committed on all ranks or on none, after everything has arrived everywhere. The tensors of `target`
+    are the memory of version 0, 2, 4, ..., and a second set that of the others: an update writes to the set that is
+    not current, after its readers have left. `staging_bytes` limits what any rank packs at a time.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[str, torch.Tensor] | None = None,
+        target: Mapping[str, torch.Tensor] | None = None,
+        *,
+        ranks: Any = None,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        from .state import State
+
+        self._lock = threading.Condition()
+        self._updating = threading.Lock()
+        self._current = 0
+        self._versions: list[int | None] = [0, None]
+        self._readers = [0, 0]
+        self._broken: StrettoError | None = None
+        self._state: State = State(source, target, ranks, staging_bytes)
+
+    @property
+    def version(self) -> int:
+        """The version that readers get now; 0 is what the target held at the beginning."""
+        with self._lock:
+            return self._versions[self._current] or 0
+
+    @property
+    def num_rounds(self) -> int:
+        """In how many parts, one after the other, an update moves everything."""
+        return len(self._state.transfer.rounds)
+
+    @property
+    def staging_bytes(self) -> int:
+        """What this rank packs at a time, at most."""
+        return self._state.transfer.staging_bytes
+
+    @property
+    def predicted_us(self) -> float:
+        """How long moving the bytes should take."""
+        return sum(each.mover.predicted_us() for each in self._state.transfer.rounds)
+
+    @property
+    def bound_us(self) -> float:
+        """What no way of moving them in these rounds is faster than."""
+        return sum(plan.bound_us for plan in self._state.transfer.plans)
+
+    @contextmanager
+    def read(self, version: int | None = None) -> Iterator[Weights]:
+        """The tensors of the current version, which no update touches before the block is left.
+
+        The ranks of one replica commit within moments of each other, not at the same instant: those that must use the
+        same version at the same time agree on its number and ask for it. The one before the current is there until the
+        next update begins.
+        """
+        with self._lock:
+            there = [v for v in self._versions if v is not None]
+            at = self._current if version is None else next((k for k in (0, 1) if self._versions[k] == version), None)
+            if at is None:
+                raise InvalidInput(f"version: {version} is not here; there are: {', '.join(map(str, sorted(there)))}")
+            self._readers[at] += 1
+            found = Weights(self._versions[at] or 0, self._state.sets[at])
+        try:
+            yield found
+        finally:
+            with self._lock:
+                self._readers[at] -= 1
+                self._lock.notify_all()
+
+    def update(self, source: Dict | None = None) -> int:
+        """Bring what `source` holds now to all replicas, as the next version; returns its number. All ranks call it.
+
+        Another `source` than the first may be given, with the same names, shapes, dtypes and layouts. Where anything
+        fails, every rank raises, and the version that was current stays so. After a failure while bytes moved
+        (`PeerLost`) nothing can be updated any more; readers go on.
+        """
+        with self._updating:
+            state, back = self._state, 1 - self._current
+            number = self.version + 1
+            sources, why = state.checked_sources(source)
+            why = why or (f"this sync has failed before: {self._broken}" if self._broken else "") or self._vacate(back)
+            state.begin(number, why)
+            key = f"{state.name}/{number}"
+            failed: StrettoError | None = None
+            try:
+                state.move(sources, back, key)
+            except StrettoError as error:
+                failed = error
+            except Exception as error:
+                failed = StrettoError(f"rank {state.rank}: {type(error).__name__}: {error}")
+            decided = state.vote(key, failed)
+            if decided is not None:
+                self._broken = failed or decided
+                raise self._broken
+            with self._lock:
+                self._versions[back] = number
+                self._current = back
+            return number
+
+    def _vacate(self, at: int) -> str:
+        """Wait until nobody reads the set that is to be written, and let nobody in; why that cannot be, if so."""
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._readers[at] == 0, READERS_S):
+                return f"version {self._versions[at]} still has {self._readers[at]} readers after {READERS_S:g} s"
+            self._versions[at] = None
+        return ""
+
+    def close(self) -> None:
+        """Leave the group; readers may go on."""
+        self._state.close()
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+

@@ -1,0 +1,326 @@
+"""Whole state dicts from trainers (ranks 0 and 1) to two replicas (2, 3 and 4, 5), on real processes."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from capture_scenarios import _start
+from reshard_job import joined, told
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import stretto
+import stretto.torch
+from stretto.runtime.resharding.carrier import Mover
+from stretto.runtime.resharding.weights import Weights
+
+RANKS, LOST = 6, 1
+TRAINERS, SERVERS = range(2), range(2, 6)
+SHAPES = {
+    "embed": ((50, 16), torch.float32), "up": ((64, 16), torch.float32), "down": ((16, 64), torch.float32),
+    "norm": ((16,), torch.float32), "half": ((7, 9), torch.bfloat16), "count": ((), torch.int64),
+    "mask": ((5, 3), torch.bool), "nothing": ((0, 4), torch.float32),
+}  # fmt: skip
+TO = {"embed": Shard(0), "up": Shard(0), "down": Shard(1)}
+Dict = dict[str, torch.Tensor]
+
+
+def mesh(grid: Any) -> DeviceMesh:
+    return DeviceMesh("cpu", grid, _init_backend=False)
+
+
+def numbers(name: str, version: int) -> torch.Tensor:
+    """What a tensor holds in a version, the same on all ranks."""
+    shape, dtype = SHAPES[name]
+    seed = torch.Generator().manual_seed(1000 * version + len(name))
+    return (torch.randn(shape, generator=seed) * 5).to(dtype)
+
+
+def cut(full: torch.Tensor, where: DeviceMesh, placement: Any) -> torch.Tensor:
+    return distribute_tensor(full, where, [placement], src_data_rank=None)
+
+
+def trained(version: int) -> Dict | None:
+    """FSDP over the trainers; a buffer that is a plain tensor on each of them."""
+    if dist.get_rank() not in TRAINERS:
+        return None
+    where = mesh(list(TRAINERS))
+    found = {
+        name: cut(numbers(name, version), where, Shard(0) if shape else Replicate())
+        for name, (shape, _) in SHAPES.items()
+    }
+    found["mask"] = numbers("mask", version)
+    return found
+
+
+def served(version: int) -> Dict | None:
+    """Tensor parallelism over the two ranks of this replica."""
+    rank = dist.get_rank()
+    if rank not in SERVERS:
+        return None
+    where = mesh([2, 3] if rank < 4 else [4, 5])
+    found = {name: cut(numbers(name, version), where, TO.get(name, Replicate())) for name in SHAPES}
+    found["mask"] = numbers("mask", version)
+    return found
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.contiguous().flatten().view(torch.uint8).numpy().tobytes() if local.numel() else b""
+
+
+def equal(weights: Weights, version: int) -> bool:
+    want = served(version)
+    return want is None or (set(want) == set(weights) and all(bits(weights[n]) == bits(want[n]) for n in want))
+
+
+def versions_arrive(**how: Any) -> Any:
+    """Several versions, bit for bit; the optimizer changes the source in place, or another dict is given."""
+    source, target = trained(0), served(7)
+    with stretto.WeightSync(source, target, **how) as sync:
+        seen = []
+        for version in range(1, 4):
+            fresh = trained(version)
+            if version < 2 and source is not None and fresh is not None:
+                for name, tensor in source.items():
+                    tensor.copy_(fresh[name])
+            number = sync.update(fresh if version >= 2 else None)
+            with sync.read() as weights:
+                seen.append([number == version, weights.version == version == sync.version, equal(weights, version)])
+        return [seen, sync.num_rounds, sync.staging_bytes]
+
+
+def small_staging() -> Any:
+    return versions_arrive(staging_bytes=2500)
+
+
+def casts() -> Any:
+    """From float32 to bfloat16 on the way, and a pending average."""
+    rank = dist.get_rank()
+    full = torch.linspace(-3, 3, 60).reshape(10, 6)
+    source = target = None
+    if rank in TRAINERS:
+        where = mesh(list(TRAINERS))
+        part = DTensor.from_local(full * (rank + 1), where, [Partial("avg")], run_check=False)
+        source = {"w": cut(full, where, Shard(0)), "mean": part}
+    else:
+        where = mesh([2, 3] if rank < 4 else [4, 5])
+        target = {"w": cut(full.bfloat16() * 0, where, Shard(1)), "mean": cut(full * 0, where, Shard(0))}
+    with stretto.WeightSync(source, target) as sync:
+        sync.update()
+        if target is None:
+            return [True]
+        with sync.read() as weights:
+            mean = cut(sum((full * k for k in range(1, 3)), torch.zeros(10, 6)) / 2, where, Shard(0))
+            near = torch.allclose(weights["mean"].to_local(), mean.to_local())  # type: ignore[attr-defined]
+            return [bits(weights["w"]) == bits(cut(full.bfloat16(), where, Shard(1))), near]
+
+
+def readers_see_one_version() -> Any:
+    """Threads read all the time while versions come; every tensor of a version holds its number."""
+    rank = dist.get_rank()
+    shapes = {f"w{k}": (37 + k, 20) for k in range(12)}
+    source = target = None
+    if rank in TRAINERS:
+        source = {n: cut(torch.zeros(s), mesh(list(TRAINERS)), Shard(0)) for n, s in shapes.items()}
+    else:
+        where = mesh([2, 3] if rank < 4 else [4, 5])
+        target = {n: cut(torch.zeros(s), where, Shard(1)) for n, s in shapes.items()}
+    with stretto.WeightSync(source, target, staging_bytes=20_000) as sync:
+        torn: list[int] = []
+        reads: list[int] = []
+        over = threading.Event()
+
+        def read() -> None:
+            while not over.is_set():
+                with sync.read() as weights:
+                    values = {float(v) for t in weights.values() for v in t.to_local().unique()}  # type: ignore[attr-defined]
+                    if values != {float(weights.version)}:
+                        torn.append(weights.version)
+                    reads.append(weights.version)
+
+        thread = threading.Thread(target=read)
+        if target is not None:
+            thread.start()
+        for version in range(1, 11):
+            for tensor in (source or {}).values():
+                tensor.to_local().fill_(version)  # type: ignore[attr-defined]
+            sync.update()
+            while target is not None and version not in reads[-3:] and not torn:
+                time.sleep(0.001)
+        over.set()
+        if target is not None:
+            thread.join()
+        return [torn, reads == sorted(reads), len(set(reads)) if target is not None else None]
+
+
+def old_versions() -> Any:
+    """The version before the current can be asked for until the next update, which waits for its readers."""
+    source, target = trained(1), served(0)
+    with stretto.WeightSync(source, target) as sync:
+        sync.update()
+        sync.update(trained(2))
+        with sync.read(version=1) as before:
+            held = equal(before, 1)
+        with sync.read(version=2) as weights:
+            held = held and equal(weights, 2)
+        gone = told(lambda: sync.read(version=0).__enter__())
+        late = []
+        entered = sync.read(version=1)
+        entered.__enter__()
+
+        def leave() -> None:
+            late.append(equal(Weights(1, sync._state.sets[1]), 1))
+            entered.__exit__(None, None, None)
+
+        timer = threading.Timer(0.3, leave)
+        timer.start()
+        number = sync.update(trained(3))
+        timer.join()
+        return [held, gone, late, number]
+
+
+def wrong() -> Any:
+    """What does not fit is said on every rank, and the next one works."""
+    rank = dist.get_rank()
+
+    def made(change: Callable[[Dict | None, Dict | None], None], **how: Any) -> list[str]:
+        source, target = trained(0), served(0)
+        change(source, target)
+        return told(lambda: stretto.WeightSync(source, target, **how))
+
+    def drop(side: int, name: str, *ranks: int) -> Callable[[Dict | None, Dict | None], None]:
+        def change(source: Dict | None, target: Dict | None) -> None:
+            one = (source, target)[side]
+            if one is not None and (not ranks or rank in ranks):
+                del one[name]
+
+        return change
+
+    def reshape(source: Dict | None, target: Dict | None) -> None:
+        if target is not None:
+            target["norm"] = cut(torch.zeros(17), mesh([2, 3] if rank < 4 else [4, 5]), Replicate())
+
+    def other(source: Dict | None, target: Dict | None) -> None:
+        if source is not None and rank == 1:
+            source["up"] = cut(torch.zeros(66, 16), mesh(list(TRAINERS)), Shard(0))
+
+    def text(source: Dict | None, target: Dict | None) -> None:
+        if source is not None and rank == 1:
+            source["up"] = "weights"  # type: ignore[assignment]
+
+    def nothing(source: Dict | None, target: Dict | None) -> None:
+        for one in (source, target):
+            if one is not None:
+                one.clear()
+
+    found = {
+        "keys": made(drop(0, "norm")),
+        "keys of a rank": made(drop(0, "norm", 1)),
+        "keys of a replica's rank": made(drop(1, "up", 5)),
+        "shapes": made(reshape),
+        "shapes of a rank": made(other),
+        "no tensor": made(text),
+        "nothing": made(nothing),
+        "staging": made(lambda s, t: None, staging_bytes=1),
+        "other staging": made(lambda s, t: None, staging_bytes=1 << (20 + (rank == 3))),
+    }
+    with stretto.WeightSync(trained(1), served(0)) as sync:
+        sync.update()
+        changed = trained(2)
+        if changed is not None and rank == 0:
+            changed["norm"] = changed["norm"].double()
+        found["changed source"] = told(lambda: sync.update(changed))
+        with sync.read() as weights:
+            kept = equal(weights, 1)
+        found["then"] = [str(sync.update(trained(2))), str(kept)]
+    return found
+
+
+def fails(happens: Callable[[], None], at: int) -> Any:
+    """Something happens to a rank in the middle of the second update."""
+    rank = dist.get_rank()
+    start, calls = Mover.start, []
+
+    def broken(self: Mover, *args: torch.Tensor) -> Any:
+        calls.append(1)
+        if rank == at and len(calls) == sync.num_rounds + 2:
+            happens()
+        return start(self, *args)
+
+    sync = stretto.WeightSync(trained(1), served(0), staging_bytes=4000)
+    patch: AbstractContextManager[Any] = mock.patch.object(Mover, "start", broken)
+    with patch:
+        sync.update()
+        first = told(lambda: sync.update(trained(2)))
+    with sync.read() as weights:
+        kept = [sync.version, equal(weights, 1)]
+    return [first, kept, told(lambda: sync.update(trained(2))), sync.num_rounds]
+
+
+def raises() -> Any:
+    def no() -> None:
+        raise RuntimeError("no more paper")
+
+    return fails(no, 1)
+
+
+def dies() -> Any:
+    return fails(lambda: os.kill(os.getpid(), signal.SIGKILL), LOST)
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    "versions_arrive": versions_arrive, "small_staging": small_staging, "casts": casts,
+    "readers_see_one_version": readers_see_one_version, "old_versions": old_versions, "wrong": wrong,
+    "raises": raises,
+}  # fmt: skip
+ONLY = {"messages": ("small_staging", "casts"), "stretto": ("versions_arrive",)}
+"""What runs without the executor, and in a job whose own backend is ours; all of it runs beside gloo."""
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def rank_main(rank: int) -> None:
+        # Many processes of a busy machine.
+        faulthandler.dump_traceback_later(120, exit=True)
+        outcomes: dict[str, list[Any]] = {name: [] for name in SCENARIOS}
+        for layout in ("gloo", "messages", "stretto"):
+            absent = mock.patch("stretto.runtime.backend.missing", lambda: "left out")
+            with absent if layout == "messages" else nullcontext():
+                joined(server.port, layout, rank, RANKS)
+                for name in ONLY.get(layout, tuple(SCENARIOS)):
+                    outcomes[name].append(SCENARIOS[name]())
+                dist.barrier()
+                dist.destroy_process_group()
+        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+        joined(server.port, "dies", rank, RANKS)
+        (folder / f"{rank}.json").write_text(json.dumps(outcomes | {"dies": dies()}))
+
+    waiting = {_start(rank, rank_main): rank for rank in range(RANKS)}
+    while waiting:
+        process, status = os.wait()
+        rank = waiting.pop(process)
+        if status and rank != LOST:
+            sys.exit(f"rank {rank} failed")
+    lost = folder / f"{LOST}.json"
+    lost.write_text(json.dumps(json.loads(lost.read_text()) | {"dies": None}))
+
+
+if __name__ == "__main__":
+    main()

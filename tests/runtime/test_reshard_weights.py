@@ -1,0 +1,128 @@
+"""`stretto.WeightSync`: versions of a state dict arrive bit for bit, on all ranks or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto import InvalidInput
+from stretto.resharding import UnitTask
+from stretto.runtime.resharding.rounds import cut, rounds_of
+
+Outcomes = dict[str, list[Any]]
+SERVERS, LOST = range(2, 6), 1
+
+
+@pytest.fixture(scope="module")
+def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return job(Path(__file__).with_name("reshard_weights_job.py"), tmp_path_factory.mktemp("weights"), ranks=6)
+
+
+@pytest.mark.parametrize(("scenario", "rounds"), [("versions_arrive", 1), ("small_staging", 3)])
+def test_versions_arrive_bit_for_bit_within_the_staging_limit(outcomes: Outcomes, scenario: str, rounds: int) -> None:
+    for runs in outcomes[scenario]:
+        assert len(runs) == 2
+        for seen, num_rounds, staging_bytes in runs:
+            assert seen == [[True, True, True]] * 3
+            assert num_rounds >= rounds
+            assert staging_bytes <= (2500 if scenario == "small_staging" else 256 << 20)
+
+
+def test_dtypes_are_cast_before_sending_and_pending_averages_are_done(outcomes: Outcomes) -> None:
+    for runs in outcomes["casts"]:
+        assert all(all(run) for run in runs)
+
+
+def test_readers_never_see_two_versions_at_once(outcomes: Outcomes) -> None:
+    for rank, ((torn, in_order, versions),) in enumerate(outcomes["readers_see_one_version"]):
+        assert torn == []
+        assert in_order
+        assert rank not in SERVERS or versions >= 10
+
+
+def test_the_version_before_stays_until_the_next_update_which_waits_for_its_readers(outcomes: Outcomes) -> None:
+    for ((held, gone, late, number),) in outcomes["old_versions"]:
+        assert held
+        assert gone == ["InvalidInput", "version: 0 is not here; there are: 1, 2"]
+        assert late == [True]
+        assert number == 3
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("keys", "'norm' (not in source)"),
+        ("keys of a rank", "rank 1 has none"),
+        ("keys of a replica's rank", "rank 5 has none"),
+        ("shapes", "'norm': source has shape (16,), target (17,)"),
+        ("shapes of a rank", "rank 1 has (66, 16)"),
+        ("no tensor", "source['up']: must be a tensor, not str"),
+        ("nothing", "no rank gives a tensor"),
+        ("staging", "staging_bytes: 1 does not hold one element; give at least 8"),
+        ("other staging", "staging_bytes: is 2097152 on rank 3"),
+        ("changed source", "source['norm']: is (16,) float64"),
+    ],
+)
+def test_dicts_that_do_not_fit_are_refused_on_every_rank(outcomes: Outcomes, what: str, words: str) -> None:
+    for (found,) in outcomes["wrong"]:
+        kind, text = found[what]
+        assert kind == "InvalidInput"
+        assert words in text and "\n" not in text
+        assert found["then"] == ["2", "True"]
+
+
+def test_a_rank_that_fails_in_the_middle_stops_all_and_the_old_version_stays(outcomes: Outcomes) -> None:
+    for ((first, kept, again, rounds),) in outcomes["raises"]:
+        assert first == ["StrettoError", "rank 1: RuntimeError: no more paper"]
+        assert kept == [1, True]
+        assert "has failed before" in again[1]
+        assert rounds > 1
+
+
+def test_a_rank_that_dies_in_the_middle_is_named_and_the_old_version_stays(outcomes: Outcomes) -> None:
+    for rank, found in enumerate(outcomes["dies"]):
+        if rank == LOST:
+            assert found is None
+            continue
+        first, kept, again, _ = found
+        assert first[0] == again[0] == "PeerLost"
+        assert "rank 1 is gone" in first[1] and "rank 1 is gone" in again[1]
+        assert kept == [1, True]
+
+
+def task(rows: int, columns: int, *, holders: tuple[int, ...] = (0,), receivers: tuple[int, ...] = (1,)) -> UnitTask:
+    return UnitTask(
+        tensor=0, box=((0, rows), (0, columns)), nbytes=4 * rows * columns, holders=(holders,), receivers=receivers,
+        align=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [64, 100, 1000, 5000, 1 << 20])
+def test_rounds_move_everything_once_and_keep_to_the_limit(limit: int) -> None:
+    tasks = [task(8, 16), task(1, 37, receivers=(1, 2)), task(3, 5, holders=(0, 1), receivers=(1, 2)), task(1, 1)]
+    rounds = rounds_of(tasks, limit)
+    assert sum(piece.nbytes for these in rounds for piece in these) == sum(t.nbytes for t in tasks)
+    for these in rounds:
+        for device in range(3):
+            held = sum(p.nbytes * (device in p.holders[0]) + p.nbytes * (device in p.receivers) for p in these)
+            assert held <= limit
+
+
+def test_pieces_of_a_task_tile_its_box() -> None:
+    whole = task(3, 8)
+    for count in range(1, 30):
+        cells = [
+            (i, j)
+            for piece in cut(whole, count)
+            for i in range(*piece.box[0])
+            for j in range(*piece.box[1])
+        ]  # fmt: skip
+        assert sorted(cells) == [(i, j) for i in range(3) for j in range(8)]
+
+
+def test_a_limit_below_one_element_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="staging_bytes: 3 does not hold one element; give at least 4"):
+        rounds_of([task(2, 2)], 3)
