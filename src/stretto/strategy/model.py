@@ -101,8 +101,8 @@ class ModelSpec:
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of what a strategy depends on: names, shapes, types and sparsity, not times."""
-        rows = [(v.name, v.shape, v.dtype, v.sparse) for v in self.variables]
+        """A short hash of what a strategy depends on: names, shapes, types and sparsity, not order and times."""
+        rows = sorted((v.name, v.shape, v.dtype, v.sparse) for v in self.variables)
         return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:16]
 
     def __repr__(self) -> str:

@@ -202,8 +202,9 @@ class Strategy:
 
     def check(self, model: ModelSpec) -> None:
         """Raises `InvalidInput` unless it is a strategy for this model."""
+        known = {v.name for v in model.variables}
         missing = [v.name for v in model.variables if v.name not in self._nodes]
-        extra = [node.variable for node in self.nodes if node.variable not in {v.name for v in model.variables}]
+        extra = [node.variable for node in self.nodes if node.variable not in known]
         if missing or extra:
             said = f"has no node for {missing[0]!r}" if missing else f"has a node for {extra[0]!r}, which is not in it"
             raise InvalidInput(f"strategy {self.name} was made for {self.model}, not for {model.name}: it {said}")

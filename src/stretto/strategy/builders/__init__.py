@@ -1,0 +1,100 @@
+"""Builders: each makes a whole strategy by one rule, as known systems do.
+
+>>> from stretto.strategy import zoo
+>>> build("parallax", zoo.model("ncf_sparse", scale=0.01), 4).is_lossless
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+from ...errors import InvalidInput, unknown
+from ..model import ModelSpec, Variable
+from ..representation import NodeConfig, Strategy, Sync
+from ..resources import Resources, Where, resources
+from . import all_reduce, hybrid, parameter_server, sharded
+
+Builder = Callable[..., tuple[NodeConfig, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """A builder: what it makes, and the options that it takes."""
+
+    make: Builder
+    about: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of its own options."""
+        return tuple(signature(self.make).parameters)[2:]
+
+
+_MAKERS: dict[str, Builder] = {
+    "all_reduce": all_reduce.all_reduce,
+    "partitioned_all_reduce": all_reduce.partitioned_all_reduce,
+    "random_axis": all_reduce.random_axis,
+    "ps": parameter_server.ps,
+    "ps_balanced": parameter_server.ps_balanced,
+    "partitioned_ps": parameter_server.partitioned_ps,
+    "uneven_partitioned_ps": parameter_server.uneven_partitioned_ps,
+    "parallax": hybrid.parallax,
+    "zero1": sharded.zero1,
+    "zero2": sharded.zero2,
+}
+BUILDERS: dict[str, Info] = {
+    name: Info(make=make, about=(make.__doc__ or "").partition("\n")[0])
+    for name, make in _MAKERS.items()
+}
+
+
+def build(
+    name: str, model: ModelSpec, where: Where, *, encoder: str = "none", staleness: int = 0, **options: Any
+) -> Strategy:
+    """The strategy that a builder makes for a model on a cluster, on named devices, or on a number of ranks.
+
+    `encoder` is given to every dense gradient and `staleness` to every parameter server; other options are those of
+    the builder (``BUILDERS[name].options``).
+
+    >>> from stretto.strategy import zoo
+    >>> build("all_reduce", zoo.model("vgg16", scale=0.05), 2, chunk=8).node("features.0.weight").sync.group
+    0
+    """
+    if name not in BUILDERS:
+        raise unknown("builder", name, BUILDERS)
+    info = BUILDERS[name]
+    for option in options:
+        if option not in info.options:
+            raise unknown(f"option of builder {name}", option, (*info.options, "encoder", "staleness"))
+    there = resources(where)
+    try:
+        nodes = info.make(model, there, **options)
+    except TypeError as error:
+        raise InvalidInput(f"builder {name}: {error}") from None
+    nodes = tuple(_adjusted(node, model.variable(node.variable), encoder, staleness) for node in nodes)
+    given = dict(options)
+    given |= {"encoder": encoder} if encoder != "none" else {}
+    given |= {"staleness": staleness} if staleness else {}
+    made = Strategy(
+        name=name, model=model.name, model_digest=model.digest, devices=there.devices, nodes=nodes,
+        made_by=f"builder {name}({', '.join(f'{key}={value}' for key, value in given.items())})",
+    )  # fmt: skip
+    made.check(model)
+    return made
+
+
+def _adjusted(node: NodeConfig, variable: Variable, encoder: str, staleness: int) -> NodeConfig:
+    def one(sync: Sync) -> Sync:
+        late = staleness if sync.kind == "parameter_server" else 0
+        fits = not variable.sparse and sync.kind != "sharded"
+        fits &= encoder != "sufficient_factors" or variable.factors > 0
+        return replace(sync, encoder=encoder if fits else "none", staleness=late)
+
+    return replace(node, sync=one(node.sync), parts=tuple(one(part) for part in node.parts))
+
+
+__all__ = ["BUILDERS", "Info", "Resources", "build"]

@@ -1,0 +1,340 @@
+"""A training step in time: compute as it is ordered, messages sharing links.
+
+The planner's time model lets one motif hold its channels at all its places, which is right for collectives but not for
+parameter servers, whose point is that different servers are reached at the same time. Here a message is a load on
+links: alone it takes the time that the link-level simulator says, and while others load the same links all of them
+slow down alike (max-min fair). Messages that use the same connections follow one another: collectives of a lane in
+the order of the program, pushes to a server and pulls from it in the order in which they become ready.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..algorithms import algorithm
+from ..cluster import Cluster
+from ..errors import Infeasible
+from ..planner.channels import bindings_for
+from ..planner.costs import Motion, SimulatedCosts, launch_us
+from ..planner.nodes import nodes_of
+from ..planner.options import STOCK_ALGORITHMS
+from ..planner.recipes import Ask
+from ..programs import Program
+from ..simulator.network import routes_of
+from ..workload import Workload
+
+AS_LISTED = "as_listed"
+"""A ring through the ranks in the order of the group, whatever that costs."""
+DIRECT = "direct"
+FIRST_ITERATIONS = 3
+MORE_ITERATIONS = 4
+SETTLED = 1e-6
+MAX_REMEMBERED = 1 << 16
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Flow:
+    """A message alone: how long it takes, the bytes that it puts on each link, and which others it follows.
+
+    `queue` names its connections; with `in_order` they serve messages as the program lists them.
+    """
+
+    us: float
+    load: Floats
+    queue: Hashable
+    in_order: bool
+    motion: Motion
+    algorithm: str
+    nbytes: float
+    launch_us: float
+
+
+class FlowCosts:
+    """What messages cost alone on a cluster, remembered."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.costs = SimulatedCosts(cluster, providers=[_as_listed])
+        self._loads: dict[tuple[Motion, str], Floats] = {}
+        self._channels: dict[tuple[tuple[int, ...], ...], tuple[tuple[str, ...], float]] = {}
+        self._flows: dict[tuple[object, ...], Flow] = {}
+
+    def flow(
+        self, kind: str, groups: tuple[tuple[int, ...], ...], nbytes: float, *, root: int, how: str, lane: int
+    ) -> Flow:
+        """The flow of one exchange; `how` is ``stock`` (the library's best), ``direct`` or ``as_listed``."""
+        key = (kind, groups, nbytes, root, how, lane)
+        if key not in self._flows:
+            if len(self._flows) >= MAX_REMEMBERED:
+                self._flows.clear()
+            self._flows[key] = self._flow(*key)
+        return self._flows[key]
+
+    def _flow(
+        self, kind: str, groups: tuple[tuple[int, ...], ...], nbytes: float, root: int, how: str, lane: int
+    ) -> Flow:
+        if groups not in self._channels:
+            binding = bindings_for(self.cluster, groups)[0]
+            self._channels[groups] = binding.channels, launch_us(binding)
+        channels, launch = self._channels[groups]
+        motion = Motion(kind=kind, groups=groups, channels=channels, root=root)
+        names = STOCK_ALGORITHMS.get(kind, (DIRECT,)) if how == "stock" else (how,)
+        known = self.costs.algorithms(motion, nbytes)
+        best: tuple[float, str] | None = None
+        for name in names:
+            if name in known:
+                us = self.costs.cost(motion, nbytes, name).us
+                best = (us, name) if best is None else min(best, (us, name))
+        if best is None:
+            raise Infeasible(f"{kind} over {len(groups[0])} ranks: no algorithm of {', '.join(names)}")
+        queue: Hashable = (kind, groups, root) if lane < 0 else (lane, groups)
+        return Flow(
+            us=launch + best[0], load=self._load(motion, best[1], nbytes), queue=queue, in_order=lane >= 0,
+            motion=motion, algorithm=best[1], nbytes=nbytes, launch_us=launch,
+        )  # fmt: skip
+
+    def _load(self, motion: Motion, name: str, nbytes: float) -> Floats:
+        key = (motion, name)
+        if key not in self._loads:
+            load = np.zeros(self.cluster.num_links)
+            for at in range(len(motion.groups)):
+                program = self.costs.program(motion, nbytes, name, at)
+                _, route, ptr, links = routes_of(program, self.cluster, motion.channels)
+                per_route = np.bincount(route, program.transfer_bytes(1.0), minlength=len(ptr) - 1)
+                load += np.bincount(links, np.repeat(per_route, np.diff(ptr)), minlength=len(load))
+            self._loads[key] = load
+        return self._loads[key] * nbytes
+
+
+def _as_listed(ask: Ask, cluster: Cluster, nbytes: float) -> dict[str, Callable[[], Program]]:
+    if ask.kind not in ("all_reduce", "all_gather", "reduce_scatter"):
+        return {}
+    return {AS_LISTED: lambda: algorithm("ring", ask.kind, ask.group)}
+
+
+@lru_cache(maxsize=16)
+def flow_costs(cluster: Cluster) -> FlowCosts:
+    """One table of costs per cluster for all who ask in this process."""
+    return FlowCosts(cluster)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ran:
+    """The steady state: time of an iteration, and of one iteration what each link carried."""
+
+    period_us: float
+    settled: bool
+    link_bytes: Floats
+    comm_us: float
+    """While at least one message was under way."""
+
+
+def run(workload: Workload, flows: Mapping[str, Flow], cluster: Cluster) -> Ran:
+    """Iterations until two of them take the same time."""
+    lag = max((dep.lag for op in workload.ops for dep in op.after), default=1)
+    engine = _Engine(workload, flows, cluster)
+    for iterations in (FIRST_ITERATIONS - 1 + lag, FIRST_ITERATIONS + MORE_ITERATIONS + 3 * lag):
+        finish, comm_us = engine.finish(iterations)
+        steps = np.diff(finish)
+        settled = bool(abs(steps[-1] - steps[-2]) <= SETTLED * max(steps[-1], 1e-9))
+        if settled:
+            break
+    period_us = float(steps[-1] if settled else steps[len(steps) // 2 :].mean())
+    load = sum((flow.load for flow in flows.values()), np.zeros(cluster.num_links))
+    return Ran(period_us=period_us, settled=settled, link_bytes=load, comm_us=comm_us / iterations)
+
+
+class _Engine:
+    def __init__(self, workload: Workload, flows: Mapping[str, Flow], cluster: Cluster) -> None:
+        nodes = nodes_of(workload)
+        self._us = nodes.us
+        self._waits = nodes.all_waits()
+        self._behind: list[list[tuple[int, int]]] = [[] for _ in self._us]
+        for node, waits in enumerate(self._waits):
+            for before, lag in waits:
+                self._behind[before].append((node, lag))
+        self._capacity = cluster.link_gb_per_s * 1e3
+        names = [op.name for op in workload.ops]
+        self._flow = [flows.get(names[op]) for op in nodes.op]
+        keys: dict[Hashable, int] = {}
+        self._queue = [-1 if flow is None else keys.setdefault(flow.queue, len(keys)) for flow in self._flow]
+        self._ordered = [False] * len(keys)
+        self._turns: list[list[int]] = [[] for _ in keys]
+        for node, flow in enumerate(self._flow):
+            if flow is not None:
+                self._ordered[self._queue[node]] = flow.in_order
+                self._turns[self._queue[node]].append(node)
+        used = np.flatnonzero(sum((f.load for f in self._flow if f is not None), np.zeros(len(self._capacity))))
+        self._capacity = self._capacity[used]
+        # Messages alike are one flow, and links' shares depend only on which flows are under way together.
+        kinds = {id(flow): flow for flow in self._flow if flow is not None}
+        number = {key: at for at, key in enumerate(kinds)}
+        self._kind = [-1 if flow is None else number[id(flow)] for flow in self._flow]
+        self._paces = _Paces(np.array([flow.load[used] / flow.us for flow in kinds.values()]), self._capacity)
+
+    def finish(self, iterations: int) -> tuple[Floats, float]:
+        """When the compute of each iteration ends, and for how long messages were under way."""
+        count = len(self._us)
+        missing = [
+            sum(lag <= iteration for _, lag in waits) for iteration in range(iterations) for waits in self._waits
+        ]
+        left = [deque(it * count + node for it in range(iterations) for node in turns) for turns in self._turns]
+        ready_in: list[deque[int]] = [deque() for _ in self._turns]
+        is_ready = bytearray(count * iterations)
+        busy = [-1] * len(self._turns)
+        running: list[tuple[float, int]] = []
+        active = _Active(self._paces)
+        finish = np.zeros(iterations)
+        now = comm_us = 0.0
+        done: list[int] = [-1]
+        first = [at for at, needs in enumerate(missing) if not needs]
+        while done:
+            fresh = first if done == [-1] else []
+            for number in done:
+                if number < 0:
+                    continue
+                iteration, node = divmod(number, count)
+                if self._flow[node] is None:
+                    finish[iteration] = max(finish[iteration], now)
+                for other, lag in self._behind[node]:
+                    if iteration + lag < iterations:
+                        at = (iteration + lag) * count + other
+                        missing[at] -= 1
+                        if not missing[at]:
+                            fresh.append(at)
+            touched = {self._queue[number % count] for number in done if number >= 0} - {-1}
+            for number in touched:
+                busy[number] = -1
+            for at in fresh:
+                queue = self._queue[at % count]
+                if queue < 0:
+                    heapq.heappush(running, (now + self._us[at % count], at))
+                    continue
+                is_ready[at] = 1
+                ready_in[queue].append(at)
+                touched.add(queue)
+            for queue in sorted(touched):
+                if busy[queue] >= 0 or not ready_in[queue]:
+                    continue
+                if self._ordered[queue]:
+                    head = left[queue][0]
+                    if not is_ready[head]:
+                        continue
+                    left[queue].popleft()
+                    ready_in[queue].popleft()
+                else:
+                    head = ready_in[queue].popleft()
+                busy[queue] = head
+                flow = self._flow[head % count]
+                assert flow is not None
+                active.add(head, flow.us, self._kind[head % count])
+            until = min(active.next_us(), running[0][0] - now if running else np.inf)
+            if until == np.inf:
+                break
+            comm_us += until if active.numbers else 0.0
+            now += until
+            done = active.advance(until)
+            while running and running[0][0] <= now * (1 + 1e-12):
+                done.append(heapq.heappop(running)[1])
+        return finish, comm_us
+
+
+class _Paces:
+    """The pace of each flow of a set that is under way together, remembered."""
+
+    def __init__(self, share: Floats, capacity: Floats) -> None:
+        self._share, self._capacity = share, capacity
+        self._known: dict[tuple[int, ...], Floats] = {}
+
+    def __call__(self, kinds: tuple[int, ...]) -> Floats:
+        if kinds not in self._known:
+            if len(self._known) >= MAX_REMEMBERED:
+                self._known.clear()
+            self._known[kinds] = paces(self._share[list(kinds)], self._capacity)
+        return self._known[kinds]
+
+
+class _Active:
+    """Messages under way: how much of each is left, and the pace at which it goes (1: as if it were alone)."""
+
+    def __init__(self, pace_of: _Paces) -> None:
+        self._pace_of = pace_of
+        self._of: dict[int, tuple[int, float]] = {}
+        """Of each kind of flow, which is under way once at most, the message's number and what is left."""
+        self._changed = True
+        self.numbers: list[int] = []
+        self._kinds: tuple[int, ...] = ()
+        self._left = np.zeros(0)
+        self._pace = np.zeros(0)
+
+    def add(self, number: int, us: float, kind: int) -> None:
+        """A message that starts."""
+        if not self._changed:
+            for other, left in zip(self._kinds, self._left.tolist(), strict=True):
+                self._of[other] = self._of[other][0], left
+        self._of[kind] = number, us
+        self.numbers.append(number)
+        self._changed = True
+
+    def next_us(self) -> float:
+        """How long until one ends."""
+        if not self._of:
+            return float("inf")
+        if self._changed:
+            self._kinds = tuple(sorted(self._of))
+            self._left = np.array([self._of[kind][1] for kind in self._kinds])
+            self._pace = self._pace_of(self._kinds)
+            self._changed = False
+        return float((self._left / self._pace).min())
+
+    def advance(self, us: float) -> list[int]:
+        """Those that end after so long."""
+        if not self._of:
+            return []
+        self._left = self._left - self._pace * us
+        over = self._left <= 1e-9 * us + 1e-9
+        if not over.any():
+            return []
+        ended = []
+        for kind, left, end in zip(self._kinds, self._left.tolist(), over.tolist(), strict=True):
+            if end:
+                ended.append(self._of.pop(kind)[0])
+            else:
+                self._of[kind] = self._of[kind][0], left
+        self.numbers = [number for number, _ in self._of.values()]
+        self._changed = True
+        return ended
+
+
+def paces(share: Floats, capacity: Floats) -> Floats:
+    """Max-min fair paces of messages that alone would put `share` (rows: messages) on links of some capacity.
+
+    >>> paces(np.array([[1.0, 0.0], [1.0, 0.5], [0.0, 0.5]]), np.array([1.0, 1.0])).tolist()
+    [0.5, 0.5, 1.0]
+    """
+    pace = np.ones(len(share))
+    load = share.sum(axis=0)
+    if (load <= capacity).all():
+        return pace
+    free, room = np.ones(len(share), np.bool_), capacity.astype(np.float64)
+    while free.any():
+        load = share[free].sum(axis=0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            level = np.where(load > 0, np.maximum(room, 0.0) / load, np.inf)
+        least = float(level.min(initial=np.inf))
+        if least >= 1:
+            break
+        stop = free & (share[:, level <= least * (1 + 1e-12)] > 0).any(axis=1)
+        pace[stop] = max(least, 1e-9)
+        room = room - least * share[stop].sum(axis=0)
+        free &= ~stop
+    return pace

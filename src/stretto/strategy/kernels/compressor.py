@@ -1,0 +1,91 @@
+"""Compressor: the form in which gradients travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ...errors import InvalidInput
+from ..model import DTYPE_BYTES
+from .step import Exchange, LocalStep, Message, Piece, Step
+
+MEMORY_GB_PER_S = 200.0
+"""Assumed: what a device reads or writes per second while it encodes or updates."""
+SHORT_INDEX_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What becomes of a gradient: its bytes, whether ranks' messages can be added up, and passes over memory."""
+
+    nbytes: Callable[[Piece, float], float]
+    adds: bool
+    passes: float
+
+
+def _as_matrix(piece: Piece) -> tuple[int, int]:
+    shape = piece.part.shape
+    return shape[0], math.prod(shape[1:])
+
+
+def _low_rank(piece: Piece, rank: float) -> float:
+    """Two factors, where they are smaller; vectors stay as they are."""
+    rows, columns = _as_matrix(piece) if piece.part.shape else (1, 1)
+    return min(piece.nbytes, rank * (rows + columns) * DTYPE_BYTES[piece.variable.dtype])
+
+
+def _factors(piece: Piece, amount: float) -> float:
+    if piece.variable.factors < 1 or len(piece.variable.shape) != 2:
+        raise InvalidInput(f"{piece.name}.encoder: sufficient_factors needs the weight of a linear layer")
+    return piece.variable.factors * sum(_as_matrix(piece)) * DTYPE_BYTES[piece.variable.dtype]
+
+
+FORMS: dict[str, Form] = {
+    "float16": Form(nbytes=lambda piece, _: 2.0 * piece.part.elements, adds=True, passes=1.5),
+    "bfloat16": Form(nbytes=lambda piece, _: 2.0 * piece.part.elements, adds=True, passes=1.5),
+    "powersgd": Form(nbytes=_low_rank, adds=True, passes=4.0),
+    "topk": Form(
+        nbytes=lambda piece, share: math.ceil(share * piece.part.elements)
+        * (DTYPE_BYTES[piece.variable.dtype] + SHORT_INDEX_BYTES),
+        adds=False, passes=4.0,
+    ),
+    "onebit": Form(nbytes=lambda piece, _: math.ceil(piece.part.elements / 8) + 8.0, adds=False, passes=3.0),
+    "sufficient_factors": Form(nbytes=_factors, adds=False, passes=0.0),
+}  # fmt: skip
+
+
+class Compressor:
+    """Gives the pushes of a message the size of their encoded form; what cannot be added up is gathered instead."""
+
+    def rewrite(self, step: Step) -> Step:
+        """Only gradients are encoded: parameters come back whole."""
+        return replace(step, messages=tuple(self._encoded(message, step) for message in step.messages))
+
+    def localise(self, local: LocalStep) -> LocalStep:
+        """Every rank encodes what it sends."""
+        return local
+
+    def _encoded(self, message: Message, step: Step) -> Message:
+        name, amount = message.sync.encoding
+        if name == "none":
+            return message
+        if message.pieces[0].variable.sparse or message.sync.kind == "sharded":
+            raise InvalidInput(f"{message.name}.encoder: {name} needs a dense gradient that is not sharded")
+        form = FORMS[name]
+        nbytes = sum(form.nbytes(piece, amount) for piece in message.pieces)
+        work_us = form.passes * message.nbytes / (MEMORY_GB_PER_S * 1e3)
+        exchanges: list[Exchange] = []
+        for exchange in message.exchanges:
+            if not exchange.push:
+                exchanges.append(exchange)
+                continue
+            kind, size = exchange.kind, nbytes
+            if not form.adds and kind in ("all_reduce", "reduce"):
+                kind = {"all_reduce": "all_gather", "reduce": "gather"}[kind]
+                size = nbytes * max(map(len, exchange.groups))
+            first = not exchanges
+            exchanges.append(
+                replace(exchange, kind=kind, nbytes=size, encoding=name, at_work_us=work_us if first else 0.0)
+            )
+        return replace(message, exchanges=tuple(exchanges))

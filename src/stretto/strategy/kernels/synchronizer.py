@@ -1,0 +1,117 @@
+"""Synchronizer: which collectives a message takes, over whom, and who updates the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .step import Exchange, LocalStep, Message, Step
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Synchronizer:
+    """(AllReduce), (Reduce, Broadcast), (ReduceScatter, AllGather), or a sparse AllGather."""
+
+    def rewrite(self, step: Step) -> Step:
+        """Gives every message its exchanges."""
+        made = {
+            "all_reduce": _all_reduce, "sparse_all_gather": _gathered, "sharded": _sharded,
+            "parameter_server": _served,
+        }  # fmt: skip
+        return replace(step, messages=tuple(made[message.sync.kind](message, step) for message in step.messages))
+
+    def localise(self, local: LocalStep) -> LocalStep:
+        """Only this rank's groups, and only what it updates."""
+        messages = []
+        for message in local.messages:
+            mine = []
+            for exchange in message.exchanges:
+                groups = tuple(group for group in exchange.groups if local.rank in group)
+                mine += [replace(exchange, groups=groups)] if groups else []
+            messages.append(replace(message, exchanges=tuple(mine)))
+        updates = tuple(message for message in messages if not message.updaters or local.rank in message.updaters)
+        return replace(local, messages=tuple(messages), updates=updates)
+
+
+def _everyone(message: Message, step: Step) -> Groups:
+    order = tuple(step.strategy.rank(name) for name in message.sync.sequence)
+    return (order or tuple(range(step.num_ranks)),)
+
+
+def _all_reduce(message: Message, step: Step) -> Message:
+    groups = _everyone(message, step)
+    if not message.sync.transfer:
+        one = Exchange(kind="all_reduce", groups=groups, nbytes=message.nbytes, push=True)
+        return replace(message, exchanges=_used(one))
+    # Through stations: sums inside hosts, all-reduce between them, copies back inside.
+    inner, outer = _levels(message, step, None)
+    return replace(message, exchanges=_used(
+        Exchange(kind="reduce", groups=inner, nbytes=message.nbytes, push=True),
+        Exchange(kind="all_reduce", groups=outer, nbytes=message.nbytes, push=True),
+        Exchange(kind="broadcast", groups=inner, nbytes=message.nbytes, push=True),
+    ))  # fmt: skip
+
+
+def _gathered(message: Message, step: Step) -> Message:
+    total = step.num_ranks * sum(piece.rows_bytes for piece in message.pieces)
+    one = Exchange(kind="all_gather", groups=_everyone(message, step), nbytes=total, push=True)
+    return replace(message, exchanges=_used(one))
+
+
+def _sharded(message: Message, step: Step) -> Message:
+    groups = _everyone(message, step)
+    exchanges = _used(
+        Exchange(kind="reduce_scatter", groups=groups, nbytes=message.nbytes, push=True),
+        Exchange(kind="all_gather", groups=groups, nbytes=message.nbytes, push=False),
+    )
+    return replace(message, exchanges=exchanges, update_share=1 / step.num_ranks)
+
+
+def _served(message: Message, step: Step) -> Message:
+    """To the server and back; a sparse gradient as rows to it, and from it the rows that each rank looks up."""
+    (server,) = (step.strategy.rank(name) for name in message.sync.placement)
+    sparse = message.pieces[0].variable.sparse
+    up, down = ("gather", "scatter") if sparse else ("reduce", "broadcast")
+    each = sum(piece.rows_bytes for piece in message.pieces)
+
+    def exchange(kind: str, groups: Groups, push: bool, below: int = 1) -> Exchange:
+        # Where hosts were passed first, what a station hands on is what all below it gave.
+        widest = max(map(len, groups), default=0)
+        nbytes = each * min(widest * below, step.num_ranks) if sparse else message.nbytes
+        return Exchange(kind=kind, groups=groups, nbytes=nbytes, push=push)
+
+    if message.sync.transfer:
+        inner, outer = _levels(message, step, server)
+        below = max(map(len, inner), default=1)
+        exchanges = _used(
+            exchange(up, inner, True), exchange(up, outer, True, below),
+            exchange(down, outer, False, below), exchange(down, inner, False),
+        )  # fmt: skip
+    else:
+        rest = tuple(rank for rank in range(step.num_ranks) if rank != server)
+        exchanges = _used(exchange(up, ((server, *rest),), True), exchange(down, ((server, *rest),), False))
+    return replace(message, exchanges=exchanges, updaters=(server,))
+
+
+def _levels(message: Message, step: Step, server: int | None) -> tuple[Groups, Groups]:
+    """Groups around stations, each station first, and the group of what is left; the server is its own station."""
+    stations = {step.strategy.rank(name) for name in message.sync.transfer}
+    inner: list[tuple[int, ...]] = []
+    outer: list[int] = [] if server is None else [server]
+    for ranks in step.hosts:
+        here = [rank for rank in ranks if rank in stations]
+        center = server if server in ranks else here[0] if here else None
+        if center is None:
+            outer += ranks
+            continue
+        inner += [(center, *(rank for rank in ranks if rank != center))] if len(ranks) > 1 else []
+        outer += [center] if center != server else []
+    return tuple(inner), (tuple(outer),)
+
+
+def _used(*exchanges: Exchange) -> tuple[Exchange, ...]:
+    """Without groups of one rank, and without exchanges that have no others."""
+    kept = (
+        replace(exchange, groups=tuple(group for group in exchange.groups if len(group) > 1)) for exchange in exchanges
+    )
+    return tuple(exchange for exchange in kept if exchange.groups and exchange.nbytes > 0)

@@ -1,0 +1,108 @@
+"""A rewritten step as a `Workload`: what the planner plans and the simulator runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import InvalidInput
+from ...workload import Dep, Op, Workload
+from ..model import ModelSpec
+from .compressor import MEMORY_GB_PER_S
+from .step import Message, Step
+
+UPDATE_PASSES = 5.0
+"""Parameter, gradient and momentum read, parameter and momentum written: the memory that an update goes through."""
+
+
+def workload_of(step: Step, *, slowdown: Sequence[float] = ()) -> Workload:
+    """One iteration: forward, backward, each message's exchanges and update.
+
+    With `slowdown` every rank computes so many times as long as the model's times say.
+    """
+    if slowdown and (len(slowdown) != step.num_ranks or not all(0 < factor < 1e6 for factor in slowdown)):
+        raise InvalidInput(f"slowdown: must be {step.num_ranks} numbers > 0, one per rank")
+    units = _units(step.model)
+    unit_of = {name: at for at, names in enumerate(units) for name in names}
+    waits: dict[int, list[Dep]] = {}
+    comm: dict[int, list[Op]] = {}
+    updates: list[Op] = []
+    for message in step.messages:
+        needed = {unit_of[piece.variable.name] for piece in message.pieces}
+        pushes, update, pulls = _message_ops(message, step, [Dep(op=f"bwd-{at}") for at in sorted(needed)])
+        comm.setdefault(min(needed), []).extend(pushes)
+        updates += [update, *pulls]
+        for at in needed:
+            waits.setdefault(at, []).append(Dep(op=(pulls or [update])[-1].name, lag=message.lag))
+    ops = []
+    for at, names in enumerate(units):
+        us = sum(step.model.variable(name).forward_us for name in names)
+        ops.append(_compute(f"fwd-{at}", us, waits.get(at, []), "forward", slowdown))
+    for at in reversed(range(len(units))):
+        us = sum(step.model.variable(name).backward_us for name in units[at])
+        ops.append(_compute(f"bwd-{at}", us, [], "backward", slowdown))
+        ops += comm.get(at, [])
+    return Workload(
+        name=f"{step.model.name}:{step.strategy.name}", num_ranks=step.num_ranks, ops=(*ops, *updates),
+        samples=float(step.model.batch * step.num_ranks),
+        notes=(f"strategy {step.strategy.name} for {step.model.name}",),
+    )  # fmt: skip
+
+
+def _compute(name: str, us: float, after: Sequence[Dep], phase: str, slowdown: Sequence[float]) -> Op:
+    waits = tuple(dict.fromkeys(after))
+    if len(set(slowdown)) > 1:
+        return Op(name=name, after=waits, phase=phase, durations_us=tuple(us * factor for factor in slowdown))
+    return Op(name=name, after=waits, phase=phase, duration_us=us * (slowdown[0] if slowdown else 1.0))
+
+
+def exchange_name(message: Message, number: int) -> str:
+    """The comm-op of a message's exchange."""
+    return f"{message.exchanges[number].kind}{number}-{message.name}"
+
+
+def _message_ops(message: Message, step: Step, ready: list[Dep]) -> tuple[list[Op], Op, list[Op]]:
+    after = tuple(ready)
+    pushes: list[Op] = []
+    pulls: list[Op] = []
+    update = Op(name=f"update-{message.name}")
+    for number, exchange in enumerate(message.exchanges):
+        if not exchange.push and not pulls:
+            update = _update(message, after)
+            after = (Dep(op=update.name),)
+        if exchange.at_work_us:
+            encode = Op(
+                name=f"encode-{message.name}", after=after, stream="encode", phase="backward",
+                duration_us=exchange.at_work_us,
+            )  # fmt: skip
+            pushes.append(encode)
+            after = (Dep(op=encode.name),)
+        groups = exchange.groups
+        everyone = len(groups) == 1 and groups[0] == tuple(range(step.num_ranks))
+        op = Op(
+            name=exchange_name(message, number), kind=exchange.kind, after=after,
+            phase="backward" if exchange.push else "optimizer", nbytes=float(exchange.nbytes),
+            groups=() if everyone else groups, root=exchange.root, encoding=exchange.encoding,
+        )  # fmt: skip
+        (pushes if exchange.push else pulls).append(op)
+        after = (Dep(op=op.name),)
+    return pushes, update if pulls else _update(message, after), pulls
+
+
+def _update(message: Message, after: tuple[Dep, ...]) -> Op:
+    nbytes = message.nbytes * message.update_share
+    if message.pieces[0].variable.sparse:
+        nbytes = sum(piece.rows_bytes for piece in message.pieces)
+    return Op(
+        name=f"update-{message.name}", after=after, phase="optimizer", ranks=tuple(sorted(message.updaters)),
+        duration_us=UPDATE_PASSES * nbytes / (MEMORY_GB_PER_S * 1e3),
+    )  # fmt: skip
+
+
+def _units(model: ModelSpec) -> list[list[str]]:
+    """Variables that are computed together: each that takes time, with those that take none behind it."""
+    units: list[list[str]] = []
+    for variable in model.variables:
+        if not units or variable.forward_us > 0 or variable.backward_us > 0:
+            units.append([])
+        units[-1].append(variable.name)
+    return units

@@ -1,0 +1,71 @@
+"""The same step link by link: every transfer of every message contends in the simulator. The judge of `flows`.
+
+It shares the programs and the physics with `flows`, not the idea that a message is one load: here its steps wait for
+each other, and where two messages meet each of their connections gets its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..errors import Infeasible
+from ..planner.merge import Merge, contention_on, transfers_of
+from ..planner.nodes import nodes_of
+from ..workload.ordering import in_order
+from .flows import flow_costs
+from .model import ModelSpec
+from .representation import Strategy
+from .simulate import flows_of, prepared
+
+ITERATIONS = 3
+MAX_TRANSFERS = 2_000_000
+
+
+def link_level_us(
+    strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = ()
+) -> float:
+    """How long an iteration takes, all transfers of all messages simulated together.
+
+    Messages of one queue follow one another in the order of the program. Raises `Infeasible` where that is too large.
+    """
+    step, workload = prepared(strategy, model, cluster, slowdown)
+    flows = flows_of(step, cluster)
+    nodes, costs = nodes_of(workload), flow_costs(cluster).costs
+    flow_at = [flows.get(workload.ops[op].name) for op in nodes.op]
+    made = {}
+    for flow in flows.values():
+        key = (flow.motion, flow.nbytes, flow.algorithm)
+        if key not in made:
+            found = transfers_of(flow.motion, flow.nbytes, flow.algorithm, cluster, costs)
+            assert found is not None, "every algorithm of flows has a program"
+            made[key] = found
+    total = ITERATIONS * sum(made[f.motion, f.nbytes, f.algorithm].count for f in flows.values())
+    if total > MAX_TRANSFERS:
+        raise Infeasible(f"{total} transfers in {ITERATIONS} iterations are more than {MAX_TRANSFERS}")
+    waits: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    last: dict[object, tuple[int, int]] = {}
+    for iteration in range(ITERATIONS):
+        for node, before in enumerate(nodes.all_waits()):
+            here = (iteration, node)
+            waits[here] = [(iteration - lag, other) for other, lag in before if lag <= iteration]
+            if (mine := flow_at[node]) is not None:
+                waits[here] += [last[mine.queue]] if mine.queue in last else []
+                last[mine.queue] = here
+    merge = Merge(cluster, contention_on(cluster, made.values()))
+    end: dict[tuple[int, int], int] = {}
+    for here in in_order(waits):
+        needs, moved = [end[before] for before in waits[here]], flow_at[here[1]]
+        if moved is None:
+            end[here] = merge.work(needs, nodes.us[here[1]])
+        else:
+            start = merge.work(needs, moved.launch_us)
+            end[here] = merge.move(made[moved.motion, moved.nbytes, moved.algorithm], start)
+    times = merge.end_us()
+    finish = np.zeros(ITERATIONS)
+    for (iteration, node), number in end.items():
+        if flow_at[node] is None:
+            finish[iteration] = max(finish[iteration], times[number])
+    return float(finish[-1] - finish[-2])

@@ -1,0 +1,281 @@
+"""The guided sampler: random strategies from where good ones lie. AutoDist's section 2.4 with its three constraints.
+
+1. Small variables are never cut, large ones always.
+2. Parameter servers get their variables last of all, so that each has to do what its host's uplink allows.
+3. Collectives are merged into groups of similar size.
+
+Within them everything is drawn: a `Recipe` is what was drawn, `compose` the strategy that follows from it. A change of
+a recipe (`Sampler.change`) is a neighbouring strategy.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import InvalidInput
+from .builders.common import cut_along, longest_axis, stations
+from .model import ModelSpec, Variable
+from .representation import MAX_STALENESS, NodeConfig, Strategy, Sync
+from .resources import Where, resources
+
+LOSSY = ("float16", "bfloat16", "powersgd:2", "topk:0.01", "onebit")
+"""Encoders that are drawn where what is trained may change."""
+SMALL_SHARE, SMALL_BYTES = 0.002, 16_384
+LARGE_SHARE, LARGE_BYTES = 0.25, 64_000_000
+"""Of the model's gradient: less than the first is small, more than the second large; bytes limit both."""
+DENSE_KINDS = ("all_reduce", "parameter_server", "sharded")
+SPARSE_KINDS = ("sparse_all_gather", "parameter_server", "all_reduce")
+STRAYS = (0.0, 0.0, 0.1, 0.3)
+"""How many variables differ from the others of their class."""
+GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+CLASSES = ("small", "large", "sparse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was drawn for one variable: how it is synchronised, in how many parts along which axis, in which form."""
+
+    kind: str = "all_reduce"
+    parts: int = 1
+    axis: int = 0
+    encoder: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What was drawn for a strategy: a choice per variable, and what holds for all."""
+
+    choices: tuple[Choice, ...]
+    servers: tuple[str, ...]
+    groups: int
+    server_groups: int
+    two_level: bool = False
+    by_rate: bool = True
+    by_host: bool = False
+    staleness: int = 0
+
+
+class Sampler:
+    """Draws strategies for a model on devices; the same seed gives the same strategies.
+
+    Without `lossy` and `staleness` all of them train as synchronous training with whole gradients does.
+
+    >>> from stretto.strategy import ModelSpec, Variable
+    >>> model = ModelSpec(name="two", variables=(Variable(name="w", shape=(4096, 64)), Variable(name="b", shape=(64,))))
+    >>> recipe, strategy = Sampler(model, 4, seed=1).sample()
+    >>> strategy.is_lossless, len(strategy.nodes)
+    (True, 2)
+    """
+
+    def __init__(
+        self, model: ModelSpec, where: Where, *, lossy: bool = False, staleness: int = 0, seed: int = 0
+    ) -> None:
+        if not 0 <= staleness <= MAX_STALENESS:
+            raise InvalidInput(f"staleness: must be 0..{MAX_STALENESS}, not {staleness}")
+        self.model = model
+        self.there = resources(where)
+        self._lossy = lossy
+        self._staleness = staleness
+        self._rng = random.Random(seed)
+        total = sum(v.gradient_bytes for v in model.variables)
+        self._small = max(SMALL_BYTES, SMALL_SHARE * total)
+        self._large = min(LARGE_BYTES, max(LARGE_SHARE * total, 2 * self._small))
+        self._members = {c: [at for at, v in enumerate(model.variables) if self._class(v) == c] for c in CLASSES}
+
+    def sample(self) -> tuple[Recipe, Strategy]:
+        """One strategy. Variables of a class (small, large, sparse) are mostly alike: independent draws for hundreds
+        of variables would all be the same mixture."""
+        rng = self._rng
+        choices: list[Choice] = [Choice()] * len(self.model.variables)
+        for members in self._members.values():
+            stray = rng.choice(STRAYS)
+            common: Choice | None = None
+            for at in members:
+                variable = self.model.variables[at]
+                if common is None:
+                    common = self._choice(variable)
+                choices[at] = self._choice(variable) if rng.random() < stray else self._fitting(common, variable)
+        several = any(len(ranks) > 1 for ranks in self.there.by_host)
+        recipe = Recipe(
+            choices=tuple(choices), servers=self._servers(), groups=rng.choice(GROUPS),
+            server_groups=rng.choice(GROUPS[:6]), two_level=several and rng.random() < 0.6,
+            by_rate=rng.random() < 0.7, by_host=self._interleaved and rng.random() < 0.6,
+            staleness=rng.randint(0, self._staleness) if self._staleness else 0,
+        )  # fmt: skip
+        return recipe, self.compose(recipe)
+
+    def change(self, recipe: Recipe) -> tuple[Recipe, Strategy]:
+        """A neighbour: one to three things drawn anew."""
+        made = recipe
+        for _ in range(self._rng.choice((1, 1, 2, 3))):
+            made = self._changed(made)
+        return made, self.compose(made)
+
+    def _changed(self, recipe: Recipe) -> Recipe:
+        rng = self._rng
+        what = rng.choice(("class", "class", "one", "servers", "groups", "server_groups", "level", "order"))
+        if what in ("class", "one"):
+            members = rng.choice([m for m in self._members.values() if m])
+            members = members if what == "class" else [rng.choice(members)]
+            common = self._choice(self.model.variables[members[0]])
+            choices = list(recipe.choices)
+            for at in members:
+                choices[at] = self._fitting(common, self.model.variables[at])
+            return replace(recipe, choices=tuple(choices))
+        if what == "servers":
+            return replace(recipe, servers=self._servers(), by_rate=rng.random() < 0.7)
+        if what == "groups":
+            return replace(recipe, groups=rng.choice(GROUPS))
+        if what == "server_groups":
+            return replace(recipe, server_groups=rng.choice(GROUPS[:6]))
+        if what == "level":
+            several = any(len(ranks) > 1 for ranks in self.there.by_host)
+            return replace(recipe, two_level=several and not recipe.two_level)
+        late = rng.randint(0, self._staleness) if self._staleness else 0
+        return replace(recipe, by_host=self._interleaved and not recipe.by_host, staleness=late)
+
+    def compose(self, recipe: Recipe) -> Strategy:
+        """The strategy of a recipe: variables are cut, then collectives are grouped and servers given their work."""
+        cuts: list[tuple[int | tuple[int, ...], ...]] = []
+        syncs: list[list[Sync]] = []
+        served: list[tuple[float, int, int]] = []
+        merged: dict[object, list[tuple[float, int, int]]] = {}
+        # The last variable's gradient is ready first: groups follow that order.
+        for at in reversed(range(len(self.model.variables))):
+            variable, choice = self.model.variables[at], recipe.choices[at]
+            cut = cut_along(variable, choice.axis, choice.parts) if choice.parts > 1 else ()
+            parts = NodeConfig(variable=variable.name, partition=cut).cut(variable)
+            cuts.append(cut)
+            syncs.append([self._sync(choice, recipe) for _ in parts])
+            for part in parts:
+                piece = (variable.gradient_bytes * part.elements / variable.elements, at, part.index)
+                if choice.kind == "parameter_server":
+                    served.append(piece)
+                elif choice.kind != "sparse_all_gather":
+                    key = (choice.kind, variable.dtype, variable.sparse, choice.encoder)
+                    merged.setdefault(key, []).append(piece)
+        cuts.reverse()
+        syncs.reverse()
+        self._place(served, recipe, syncs)
+        self._group(list(merged.values()), recipe.groups, syncs)
+        nodes = tuple(
+            NodeConfig(variable=v.name, partition=cut, sync=found[0], parts=tuple(found) if len(found) > 1 else ())
+            for v, cut, found in zip(self.model.variables, cuts, syncs, strict=True)
+        )
+        made = Strategy(
+            name="sampled", model=self.model.name, model_digest=self.model.digest, devices=self.there.devices,
+            nodes=nodes, made_by="guided sampler",
+        )  # fmt: skip
+        made.check(self.model)
+        return made
+
+    def _sync(self, choice: Choice, recipe: Recipe) -> Sync:
+        """A piece before it is placed or grouped."""
+        if choice.kind == "parameter_server":
+            first = recipe.servers[:1]
+            return Sync(kind=choice.kind, placement=first, encoder=choice.encoder, staleness=recipe.staleness)
+        transfer: tuple[str, ...] = ()
+        if recipe.two_level and choice.kind == "all_reduce":
+            transfer = tuple(self.there.devices[ranks[0]] for ranks in self.there.by_host if len(ranks) > 1)
+        sequence: tuple[str, ...] = ()
+        if recipe.by_host and choice.kind == "all_reduce" and not transfer:
+            sequence = tuple(self.there.devices[rank] for ranks in self.there.by_host for rank in ranks)
+        return Sync(kind=choice.kind, transfer=transfer, sequence=sequence, encoder=choice.encoder)
+
+    def _place(
+        self, pieces: Sequence[tuple[float, int, int]], recipe: Recipe, syncs: Sequence[list[Sync]]
+    ) -> None:
+        """Constraint 2: the largest piece first, each to the server that is then done soonest; merged per server."""
+        host_of = dict(zip(self.there.devices, self.there.hosts, strict=True))
+        first_hosts = [self.there.hosts[ranks[0]] for ranks in self.there.by_host]
+        rate_of = dict(zip(first_hosts, self.there.rates, strict=True))
+        load = dict.fromkeys(recipe.servers, 0.0)
+        sharing = [host_of[name] for name in recipe.servers]
+        rate = {
+            name: (rate_of[host_of[name]] if recipe.by_rate else 1.0) / sharing.count(host_of[name]) for name in load
+        }
+        mine: dict[object, list[tuple[float, int, int]]] = {}
+        for piece in sorted(pieces, key=lambda piece: (-piece[0], piece[1:])):
+            nbytes, at, index = piece
+            server = min(load, key=lambda name: (load[name] + nbytes) / rate[name])
+            load[server] += nbytes
+            transfer = stations(self.there, server) if recipe.two_level else ()
+            syncs[at][index] = replace(syncs[at][index], placement=(server,), transfer=transfer)
+            variable = self.model.variables[at]
+            key = (server, variable.dtype, variable.sparse, syncs[at][index].encoder)
+            mine.setdefault(key, []).append(piece)
+        ordered = [sorted(group, key=lambda piece: (-piece[1], piece[2])) for _, group in sorted(mine.items(), key=str)]
+        self._group(ordered, recipe.server_groups, syncs, first=1 << 20)
+
+    @staticmethod
+    def _group(
+        lists: Sequence[Sequence[tuple[float, int, int]]], count: int, syncs: Sequence[list[Sync]], first: int = 0
+    ) -> None:
+        """Constraint 3: neighbours in the order of readiness, each group with about the same bytes."""
+        number = first
+        for pieces in lists:
+            share = sum(nbytes for nbytes, _, _ in pieces) / count
+            held = 0.0
+            for nbytes, at, index in pieces:
+                if held and held + nbytes / 2 > share:
+                    number, held = number + 1, 0.0
+                held += nbytes
+                syncs[at][index] = replace(syncs[at][index], group=number)
+            number += 1
+
+    def _class(self, variable: Variable) -> str:
+        if variable.sparse:
+            return "sparse"
+        return "small" if variable.gradient_bytes < self._small or not variable.shape else "large"
+
+    def _choice(self, variable: Variable) -> Choice:
+        rng = self._rng
+        kind = rng.choice(SPARSE_KINDS if variable.sparse else DENSE_KINDS)
+        count = rng.choice((1, 1, 2, len(self.there.by_host), len(self.there.devices), 2 * len(self.there.by_host)))
+        axis = rng.randrange(len(variable.shape)) if variable.shape and rng.random() < 0.2 else -1
+        encoder = "none"
+        if not variable.sparse and kind != "sharded":
+            exact = ("none", "sufficient_factors") if _by_factors(variable) else ("none",)
+            encoder = rng.choice((*exact, *LOSSY) if self._lossy else exact)
+        return self._fitting(Choice(kind=kind, parts=count, axis=axis, encoder=encoder), variable)
+
+    def _fitting(self, choice: Choice, variable: Variable) -> Choice:
+        """Constraint 1, and what the variable's shape and gradient allow of a choice."""
+        nbytes = variable.gradient_bytes
+        parts, axis, encoder = choice.parts, choice.axis, choice.encoder
+        # What is gathered whole by every rank, or cut into shares anyway, is not cut before.
+        cuttable = choice.kind in ("all_reduce", "parameter_server") and encoder != "sufficient_factors"
+        if nbytes < self._small or not variable.shape or not cuttable:
+            parts = 1
+        elif nbytes > self._large:
+            parts = max(parts, 2)
+        if parts > 1:
+            axis = 0 if variable.sparse else axis if 0 <= axis < len(variable.shape) else longest_axis(variable)
+            parts = min(parts, variable.shape[axis])
+        if encoder == "sufficient_factors" and not _by_factors(variable):
+            encoder = "none"
+        return replace(choice, parts=max(parts, 1), axis=max(axis, 0), encoder=encoder)
+
+    def _servers(self) -> tuple[str, ...]:
+        """Who may serve: a device of every host, all devices, only the fastest hosts, some hosts, or one."""
+        rng, there = self._rng, self.there
+        best = max(there.rates)
+        fast = tuple(name for name, rate in zip(there.firsts, there.rates, strict=True) if rate >= 0.75 * best)
+        some = tuple(name for name in there.firsts if rng.random() < 0.5) or there.firsts[:1]
+        return rng.choice((there.firsts, there.devices, fast, some, (rng.choice(fast),)))
+
+    @property
+    def _interleaved(self) -> bool:
+        return any(ranks != tuple(range(ranks[0], ranks[0] + len(ranks))) for ranks in self.there.by_host)
+
+
+def _by_factors(variable: Variable) -> bool:
+    """Whether the two factors of a linear layer's gradient are smaller than it."""
+    if variable.factors < 1 or len(variable.shape) != 2 or variable.sparse:
+        return False
+    return variable.factors * sum(variable.shape) < variable.elements
+
+
+__all__ = ["LOSSY", "Choice", "Recipe", "Sampler"]

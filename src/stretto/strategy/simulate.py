@@ -1,0 +1,109 @@
+"""How long an iteration takes under a strategy, and why; and the joint plan of what the strategy leaves to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..errors import InvalidInput
+from ..planner.make import Planned, planned
+from ..workload import Workload
+from .flows import AS_LISTED, DIRECT, Flow, flow_costs, run
+from .kernels import Step, global_step, workload_of
+from .kernels.workload import exchange_name
+from .model import ModelSpec
+from .representation import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """One iteration in the steady state."""
+
+    iteration_us: float
+    compute_us: float
+    comm_us: float
+    """While at least one message was under way."""
+    bound_us: float
+    """What no order of these messages can beat: the compute, or the busiest link."""
+    busiest_link: str
+    busiest_us: float
+    messages: int
+    moved_bytes: float
+    """Over all links."""
+    settled: bool
+
+    @property
+    def exposed_us(self) -> float:
+        """What communication adds to the compute."""
+        return self.iteration_us - self.compute_us
+
+
+def simulate_strategy(
+    strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = ()
+) -> Simulated:
+    """Run a strategy's step on a cluster until iterations take the same time.
+
+    With `slowdown` each rank computes so many times as long as the model says.
+
+    >>> from stretto.strategy import zoo
+    >>> from stretto.strategy.builders import build
+    >>> model, cluster = zoo.model("vgg16", scale=0.1), Cluster.preset("autodist_b5")
+    >>> found = simulate_strategy(build("all_reduce", model, cluster), model, cluster)
+    >>> found.bound_us <= found.iteration_us < 2 * found.compute_us
+    True
+    """
+    step, workload = prepared(strategy, model, cluster, slowdown)
+    flows = flows_of(step, cluster)
+    ran = run(workload, flows, cluster)
+    busy_us = ran.link_bytes / (cluster.link_gb_per_s * 1e3)
+    at = int(np.argmax(busy_us)) if len(busy_us) else -1
+    return Simulated(
+        iteration_us=ran.period_us, compute_us=workload.compute_us, comm_us=ran.comm_us,
+        bound_us=max(workload.compute_us, float(busy_us.max(initial=0.0))),
+        busiest_link=cluster.link_name(at) if flows else "", busiest_us=float(busy_us.max(initial=0.0)),
+        messages=len(flows), moved_bytes=float(ran.link_bytes.sum()), settled=ran.settled,
+    )  # fmt: skip
+
+
+def iteration_us(
+    strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = ()
+) -> float:
+    """How long an iteration takes; see `simulate_strategy`."""
+    return simulate_strategy(strategy, model, cluster, slowdown=slowdown).iteration_us
+
+
+def plan_strategy(
+    strategy: Strategy, model: ModelSpec, cluster: Cluster, *, budget_s: float = 30.0, steps: int | None = None,
+    seed: int = 0, slowdown: Sequence[float] = (), systems: tuple[str, ...] = ("fifo",),
+) -> Planned:  # fmt: skip
+    """The strategy handed to the joint planner: pieces, order, channels and algorithms of its messages together."""
+    _, workload = prepared(strategy, model, cluster, slowdown)
+    return planned(workload, cluster, budget_s=budget_s, steps=steps, seed=seed, systems=systems, retime=False)
+
+
+def prepared(
+    strategy: Strategy, model: ModelSpec, cluster: Cluster, slowdown: Sequence[float] = ()
+) -> tuple[Step, Workload]:
+    """The step that a strategy makes on a cluster, and its workload."""
+    step = global_step(strategy, model, cluster)
+    if step.ranks != tuple(range(step.num_ranks)):
+        raise InvalidInput(f"strategy {strategy.name}: its devices must be the first of {cluster.name}, in its order")
+    return step, workload_of(step, slowdown=slowdown)
+
+
+def flows_of(step: Step, cluster: Cluster) -> dict[str, Flow]:
+    """The messages of a step by the names of their comm-ops."""
+    costs = flow_costs(cluster)
+    found = {}
+    for message in step.messages:
+        served = message.sync.kind == "parameter_server"
+        how = DIRECT if served else AS_LISTED if message.sync.sequence else "stock"
+        for number, exchange in enumerate(message.exchanges):
+            found[exchange_name(message, number)] = costs.flow(
+                exchange.kind, exchange.groups, exchange.nbytes, root=exchange.root, how=how,
+                lane=-1 if served else message.lane,
+            )  # fmt: skip
+    return found

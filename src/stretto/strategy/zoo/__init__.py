@@ -1,0 +1,91 @@
+"""The paper's models: their variables with shapes, and how long each part computes.
+
+AutoDist's Appendix E, which lists them, is missing from the text at hand. What it fixes is kept: BERT-3L has 11 M
+parameters, NCF-large 122 M in 10 variables, VGG16 138 M, BERT-large 340 M. Everything else (batch sizes, sequence
+lengths, the widths of BERT-6L, ...) is ours. Compute times are a roofline's, in single precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import InvalidInput, unknown
+from ...workload.roofline import Accelerator
+from ..model import ModelSpec
+from .cnn import densenet121, inceptionv3, resnet101, vgg16
+from .language import bert, lm1b, transformer
+from .layers import Layer, Scale, variables_of
+from .recommendation import ncf
+
+DEVICES: dict[str, Accelerator] = {
+    entry.name: entry
+    for entry in (
+        Accelerator(name="titan_x", tflops={"fp32": 11.0}, hbm_gb_per_s=480.0),
+        Accelerator(name="m60", tflops={"fp32": 4.8}, hbm_gb_per_s=160.0),
+        Accelerator(name="t4", tflops={"fp32": 8.1}, hbm_gb_per_s=320.0),
+    )
+}
+"""The GPUs of the paper's clusters, from their data sheets (an M60 board has two; one is meant)."""
+
+MODELS: dict[str, tuple[Callable[[Scale], list[Layer]], int]] = {
+    "resnet101": (resnet101, 32),
+    "densenet121": (densenet121, 32),
+    "inceptionv3": (inceptionv3, 32),
+    "vgg16": (vgg16, 32),
+    "bert_3l": (lambda scale: bert(scale, layers=3, width=256), 32),
+    "bert_6l": (lambda scale: bert(scale, layers=6, width=512), 16),
+    "bert_12l": (lambda scale: bert(scale, layers=12, width=768), 8),
+    "bert_large": (lambda scale: bert(scale, layers=24, width=1024), 8),
+    "bert_large_sparse": (lambda scale: bert(scale, layers=24, width=1024, sparse=True), 8),
+    "transformer": (transformer, 64),
+    "lm1b": (lm1b, 128),
+    "ncf_dense": (lambda scale: ncf(scale, sparse=False), 4096),
+    "ncf_sparse": (lambda scale: ncf(scale, sparse=True), 4096),
+}
+"""What makes each model's layers, and the samples per rank and step."""
+
+
+def model(name: str, *, device: str = "t4", batch: int = 0, scale: float = 1.0) -> ModelSpec:
+    """A model of the paper, on a device; with `scale` all its widths and vocabularies times that.
+
+    >>> bert = model("bert_large")
+    >>> round(bert.nbytes / 4e6), len(model("ncf_dense").variables), len(model("ncf_dense", scale=0.1).variables)
+    (335, 10, 10)
+    """
+    if name not in MODELS:
+        raise unknown("model", name, MODELS)
+    if device not in DEVICES:
+        raise unknown("device", device, DEVICES)
+    if not 0 < scale <= 4:
+        raise InvalidInput(f"scale: must be > 0 and at most 4, not {scale:g}")
+    make, usual = MODELS[name]
+    if not 0 <= batch <= 1 << 20:
+        raise InvalidInput(f"batch: must be 1..{1 << 20} (0: the usual {usual}), not {batch}")
+    samples = batch or usual
+    layers = make(Scale(scale))
+    made = ModelSpec(name=name, variables=variables_of(layers, DEVICES[device], samples), batch=samples)
+    return made if scale == 1.0 else replace(made, name=f"{name}@{scale:g}")
+
+
+def load(source: str, *, device: str = "t4") -> ModelSpec:
+    """A model by its name, perhaps scaled (``vgg16``, ``vgg16@0.1``), or from a file.
+
+    >>> load("vgg16@0.1").name
+    'vgg16@0.1'
+    """
+    from ..files import load_model
+
+    name, _, factor = source.partition("@")
+    if name in MODELS:
+        try:
+            return model(name, device=device, scale=float(factor or "1"))
+        except ValueError:
+            raise InvalidInput(f"model {source!r}: what follows the @ must be a number") from None
+    if not Path(source).suffix and not Path(source).exists():
+        raise unknown("model", source, (*MODELS, "FILE.yaml"))
+    return load_model(source)
+
+
+__all__ = ["DEVICES", "MODELS", "load", "model"]

@@ -1,0 +1,105 @@
+"""Layers: variables that are computed together, with the arithmetic and the memory traffic of one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...workload.roofline import Accelerator
+from ..model import Variable
+
+BYTES = 4
+NORM_PASSES = 4
+"""How often an activation is read or written beside the product itself: normalisation and non-linearity."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Widths of a model, made smaller or larger."""
+
+    factor: float = 1.0
+
+    def __call__(self, width: int) -> int:
+        """The scaled width."""
+        return max(2, round(width * self.factor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Variables in the order of use, what one sample costs forward, and (for embeddings) rows touched per sample."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    flops: float
+    moved: float
+    rows: float = 0.0
+    extra_rows: int = 0
+    sparse: bool = False
+    linear_rows: float = 0.0
+
+
+def conv(
+    name: str, inputs: int, outputs: int, size: int | tuple[int, int], side: int, *, stride: int = 1,
+    norm: bool = True,
+) -> Layer:  # fmt: skip
+    """A convolution to `side` x `side` outputs with its normalisation, or with a bias."""
+    high, wide = (size, size) if isinstance(size, int) else size
+    weight = (f"{name}.weight", (outputs, inputs, high, wide))
+    rest = ((f"{name}.norm.weight", (outputs,)), (f"{name}.norm.bias", (outputs,)))
+    return Layer(
+        shapes=(weight, *(rest if norm else ((f"{name}.bias", (outputs,)),))),
+        flops=2.0 * inputs * outputs * high * wide * side**2,
+        moved=float(inputs * (side * stride) ** 2 + (1 + NORM_PASSES * norm) * outputs * side**2),
+    )
+
+
+def linear(name: str, inputs: int, outputs: int, *, tokens: int = 1, norm: bool = False, more: float = 0.0) -> Layer:
+    """A fully connected layer on `tokens` rows per sample, perhaps with a layer norm behind it, and other flops."""
+    shapes = [(f"{name}.weight", (outputs, inputs)), (f"{name}.bias", (outputs,))]
+    shapes += [(f"{name}.norm.weight", (outputs,)), (f"{name}.norm.bias", (outputs,))] if norm else []
+    return Layer(
+        shapes=tuple(shapes), flops=2.0 * inputs * outputs * tokens + more,
+        moved=float(tokens * (inputs + (1 + NORM_PASSES * norm) * outputs)), linear_rows=float(tokens),
+    )  # fmt: skip
+
+
+def table(name: str, rows: int, width: int, *, looked_up: float, sparse: bool, extra_rows: int = 0) -> Layer:
+    """An embedding of which each sample looks up some rows, and a step `extra_rows` more."""
+    return Layer(
+        shapes=((f"{name}.weight", (rows, width)),), flops=0.0, moved=2.0 * looked_up * width, rows=looked_up,
+        extra_rows=extra_rows, sparse=sparse,
+    )  # fmt: skip
+
+
+def variables_of(layers: Sequence[Layer], device: Accelerator, samples: int) -> tuple[Variable, ...]:
+    """The variables of layers: the first of each carries its compute time; the backward pass takes twice as long."""
+    found = []
+    for layer in layers:
+        params = sum(_size(shape) for _, shape in layer.shapes)
+        # A dense gradient of an embedding is written whole.
+        dense = params if layer.rows and not layer.sparse else 0
+        read = 0 if layer.rows else params
+        forward_us, backward_us = (
+            device.compute_us(
+                passes * samples * layer.flops,
+                BYTES * (passes * (samples * layer.moved + read) + (passes - 1) * dense),
+                "fp32", kernels=passes,
+            )
+            for passes in (1, 2)
+        )  # fmt: skip
+        for at, (name, shape) in enumerate(layer.shapes):
+            touched = min(shape[0], max(1, round(samples * layer.rows + layer.extra_rows)))
+            found.append(
+                Variable(
+                    name=name, shape=shape, sparse=layer.sparse, rows=touched if layer.sparse else 0,
+                    forward_us=forward_us if at == 0 else 0.0, backward_us=backward_us if at == 0 else 0.0,
+                    factors=round(samples * layer.linear_rows) if at == 0 else 0,
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def _size(shape: Sequence[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,82 @@
+"""The command ``stretto strategy``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stretto import Plan
+
+Run = Callable[..., str]
+ON = ("-m", "vgg16@0.1", "-c", "autodist_b5")
+
+
+@pytest.fixture
+def made(good: Run, tmp_path: Path) -> Path:
+    """A strategy in a file."""
+    path = tmp_path / "made.yaml"
+    good("strategy", "build", "partitioned_ps", *ON, "--set", "part_mb=0.1", "-o", str(path))
+    return path
+
+
+def test_it_lists_builders_and_models(good: Run) -> None:
+    text = good("strategy", "list")
+    for word in ("partitioned_all_reduce", "zero2", "chunk, bucket_mb", "ncf_sparse"):
+        assert word in text
+
+
+def test_what_is_built_can_be_shown_explained_and_timed(good: Run, made: Path) -> None:
+    shown = " ".join(good("strategy", "show", str(made)).split())
+    assert "32 variables on 8 devices, lossless" in shown
+    assert "parameter_server" in shown
+    words = good("strategy", "explain", str(made), "-m", "vgg16@0.1")
+    assert "cut 2 along axis 0; sums to 2 servers (h1.gpu0, h0.gpu0)" in " ".join(words.split())
+    one = good("strategy", "explain", str(made), "-m", "vgg16@0.1", "--variable", "features.0.bias")
+    assert "sums to server h" in one
+    text = good("strategy", "simulate", str(made), "all", *ON)
+    assert "partitioned_all_reduce" in text
+    assert "busiest link" in text
+
+
+def test_differences_are_counted(good: Run, made: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    good("strategy", "build", "all_reduce", *ON, "--set", "chunk=8", "-o", str(other))
+    assert "decisions differ" in good("strategy", "diff", str(made), str(other))
+    assert "no decision differs" in good("strategy", "diff", str(made), str(made))
+
+
+def test_numbers_and_a_plan_are_written(good: Run, tmp_path: Path) -> None:
+    rows, plan = tmp_path / "rows.json", tmp_path / "plan.json"
+    text = good(
+        "strategy", "simulate", "all_reduce", "ps", *ON, "--json", str(rows), "--plan", "1", "-o", str(plan)
+    )
+    assert "planned all_reduce" in text
+    assert {row["system"] for row in json.loads(rows.read_text())} == {"all_reduce", "ps"}
+    assert Plan.load(plan).workload == "vgg16@0.1:all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("build", "magic", *ON, "-o", "x.yaml"), "unknown builder 'magic'"),
+        (("build", "ps", "-m", "vgg16", "-o", "x.yaml"), "give either --cluster or --ranks"),
+        (("build", "ps", *ON, "--set", "speed=9", "-o", "x.yaml"), "unknown option of builder ps 'speed'"),
+        (("build", "ps", "-m", "vgg17", "--ranks", "2", "-o", "x.yaml"), "unknown model 'vgg17'"),
+        (("show", "missing.yaml"), "missing.yaml: No such file"),
+        (("simulate", "magic", *ON), "no such file, and no builder"),
+        (("simulate", "ps", *ON, "--plan", "-1"), "--plan: must be 0..3600 seconds"),
+        (("simulate", "ps", *ON, "--output", "p.json"), "--output: needs --plan"),
+        (("simulate", "ps", "-m", "vgg16", "-c", "autodist_b5", "--device", "h900"), "unknown device 'h900'"),
+    ],
+)
+def test_wrong_input_is_one_line(bad: Run, arguments: tuple[str, ...], message: str) -> None:
+    assert message in bad("strategy", *arguments)
+
+
+def test_a_strategy_for_another_model_or_cluster_is_refused(bad: Run, made: Path) -> None:
+    assert "was made for vgg16@0.1, not for lm1b" in bad("strategy", "explain", str(made), "-m", "lm1b")
+    other = bad("strategy", "simulate", str(made), "-m", "vgg16@0.1", "-c", "dgx2:1")
+    assert "unknown device 'h1.gpu0'; choose from: h0.gpu0" in other
