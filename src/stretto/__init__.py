@@ -5,7 +5,7 @@ it takes (`simulate`, `lower_bound`, `Timeline`); and a training step (`Workload
 communicates (`plan`, `Plan`).
 """
 
-from . import algorithms, dimensions
+from . import algorithms, dimensions, pipeline, resharding, strategy
 from .algorithms import algorithm
 from .cluster import Cluster, Dimension, Link, Node
 from .collectives import (
@@ -33,7 +33,12 @@ from .errors import (
 from .planner.make import plan
 from .planner.plan import Plan
 from .programs import Lowered, Program, SymmetricProgram
+from .resharding import ReshardPlan, plan_reshard
 from .runtime.capture import capture
+from .runtime.distribute import distribute, model_spec
+from .runtime.enforcer.current import step
+from .runtime.resharding.reshard import reshard
+from .runtime.resharding.weights import WeightSync
 from .simulator import Bound, Timeline, lower_bound, simulate
 from .synthesis import Certificate, Synthesis, synthesize
 from .units import GB, GIB, KB, KIB, MB, MIB
@@ -42,10 +47,11 @@ from .workload import Workload, workloads
 __version__ = "0.1.0"
 
 __all__ = [
-    "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Bound", "Broadcast", "Certificate", "Cluster",
-    "Collective", "Dimension", "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link",
-    "Lowered", "MB", "MIB", "Node", "PeerLost", "Permute", "Plan", "PlanMismatch", "Program", "Reduce",
-    "ReduceScatter", "Scatter", "SearchTimeout", "StrettoError", "SymmetricProgram", "Synthesis", "Timeline",
-    "VerificationError", "Workload", "algorithm", "algorithms", "capture", "dimensions", "lower_bound", "plan",
-    "simulate", "synthesize", "workloads",
+    "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Bound", "Broadcast", "Certificate", "Cluster", "Collective",
+    "Dimension", "GB", "GIB", "Gather", "Infeasible", "InvalidInput", "KB", "KIB", "Link", "Lowered", "MB", "MIB",
+    "Node", "PeerLost", "Permute", "Plan", "PlanMismatch", "Program", "Reduce", "ReduceScatter", "ReshardPlan",
+    "Scatter", "SearchTimeout", "StrettoError", "SymmetricProgram", "Synthesis", "Timeline", "VerificationError",
+    "WeightSync", "Workload", "algorithm", "algorithms", "capture", "dimensions", "distribute", "lower_bound",
+    "model_spec", "pipeline", "plan", "plan_reshard", "reshard", "resharding", "simulate", "step", "strategy",
+    "synthesize", "workloads",
 ]

@@ -12,17 +12,26 @@ import typer
 from .. import __version__
 from ..errors import StrettoError
 from .algorithms import algorithms
+from .bench import bench
 from .bound import bound
 from .cluster import app as cluster_app
 from .collective import app as collective_app
+from .controller import controller
 from .demo import demo
 from .dims import app as dims_app
 from .lab import app as lab_app
 from .motif import app as motif_app
+from .pipeline import app as pipeline_app
 from .plan import app as plan_app
+from .probe import probe
 from .program import app as program_app
+from .reshard import reshard
+from .run import run as run_job
 from .simulate import simulate
+from .status import status
+from .strategy import app as strategy_app
 from .synth import synth
+from .tune import tune
 from .workload import app as workload_app
 
 WRONG_INPUT = 2
@@ -41,14 +50,23 @@ app.command()(demo)
 app.command()(simulate)
 app.command()(bound)
 app.command()(synth)
+app.command()(reshard)
 app.command()(algorithms)
+app.command()(probe)
+app.command()(bench)
+app.command("run", context_settings={"allow_interspersed_args": False})(run_job)
+app.command(context_settings={"allow_interspersed_args": False})(tune)
+app.command()(controller)
+app.command()(status)
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(collective_app, name="collective")
 app.add_typer(lab_app, name="lab")
 app.add_typer(dims_app, name="dims")
 app.add_typer(motif_app, name="motif")
+app.add_typer(pipeline_app, name="pipeline")
 app.add_typer(program_app, name="program")
 app.add_typer(plan_app, name="plan")
+app.add_typer(strategy_app, name="strategy")
 app.add_typer(workload_app, name="workload")
 
 
