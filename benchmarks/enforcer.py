@@ -1,7 +1,8 @@
 """Plans carried out, in the lab, side by side in one run: every system is measured in turn, round after round.
 
 `iteration_us` is the median over all rounds of the slowest rank's time; `gain` is how many times faster than the first
-system of the case; `ceiling` is what the links allow at most.
+system of the case; `ceiling` is what the links allow at most; `predicted_off_percent` compares a plan's promise with
+what was measured. The cases that train models are in enforcer_models.py, those under a controller in enforcer_run.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import enforcer_models
+import enforcer_run
 from common import Row, finish, in_own_process, options
 
 from stretto.lab import Lab, unavailable
@@ -47,6 +50,7 @@ def rows_of(case: str, found: dict[str, Any], **more: Any) -> list[Row]:
             "iteration_us": us,
             "gain": first / us,
             "predicted_us": predicted.get(system),
+            "predicted_off_percent": 100 * (predicted[system] / us - 1) if predicted.get(system) else None,
             **more,
         }
         for system, us in found["times"].items()
@@ -80,15 +84,19 @@ def overhead(quick: bool) -> list[Row]:
     return rows
 
 
-CASES: dict[str, Callable[[bool], list[Row]]] = {"channels": channels, "overhead": overhead}
+CASES: dict[str, Callable[[bool], list[Row]]] = {
+    "channels": channels, "overhead": overhead, **enforcer_models.CASES, **enforcer_run.CASES,
+}  # fmt: skip
 
 
 def main() -> None:
-    args = options(__doc__)
+    args = options(__doc__, only=tuple(CASES))
     if args.case:
         print(json.dumps(CASES[args.case](args.quick)))
         return
-    rows = [row for case in CASES for row in in_own_process(__file__, case, args.quick)]
+    # What waits for a controller to notice takes longer than a quick look may.
+    cases = [args.only] if args.only else [case for case in CASES if not (args.quick and case in enforcer_run.CASES)]
+    rows = [row for case in cases for row in in_own_process(__file__, case, args.quick)]
     finish(rows, args, title="Plans, enforced")
 
 

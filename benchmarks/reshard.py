@@ -10,7 +10,8 @@ does its sends, receives and gathers one after the other; `_concurrent` issues e
 slices are no problem for these baselines, as they were for Alpa. `broadcast` is the paper's own system: 100 chunks,
 tasks ordered by the better of depth-first search and randomised greedy. `paper` is what the paper says of its ratio.
 
-`--only GROUP,GROUP` runs some of: single, table2, ablation, general, scale. Real bytes: `reshard_real.py`.
+`--only GROUP,GROUP` runs some of: single, table2, ablation, general, scale; `--only real` moves real bytes in the lab
+(`reshard_real.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import reshard_real
 from common import Row, run_cases
 
 import stretto as st
@@ -176,6 +178,10 @@ if __name__ == "__main__":
     chosen = GROUPS
     if "--only" in sys.argv:
         at = sys.argv.index("--only")
-        chosen = {name: GROUPS[name] for name in sys.argv[at + 1].split(",")}
+        names = sys.argv[at + 1].split(",")
         del sys.argv[at : at + 2]
+        if names == ["real"]:
+            reshard_real.main()
+            sys.exit()
+        chosen = {name: GROUPS[name] for name in names}
     run_cases(__file__, __doc__, "resharding between meshes (simulated)", chosen)

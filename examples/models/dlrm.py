@@ -30,14 +30,15 @@ class Shape:
 class _Exchange:
     """An all-to-all on its way: started at one place of the model, waited for at another, in both directions."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any) -> None:
+        self.group = group
         self.work: Any = None
         self.buffer = torch.empty(0)
 
     def start(self, rows: Tensor) -> None:
         rows = rows.contiguous()  # gradients may come transposed, and gloo fills buffers in the order of memory
         self.buffer = torch.empty_like(rows)
-        self.work = dist.all_to_all_single(self.buffer, rows, async_op=True)
+        self.work = dist.all_to_all_single(self.buffer, rows, group=self.group, async_op=True)
 
     def finish(self) -> Tensor:
         self.work.wait()
@@ -71,9 +72,9 @@ class _Finish(torch.autograd.Function):
 class DLRM(nn.Module):
     """This rank's part of the model: its own tables, and its copy of the perceptrons."""
 
-    def __init__(self, shape: Shape, *, bucket_mb: float = 0.25) -> None:
+    def __init__(self, shape: Shape, *, bucket_mb: float = 0.25, group: Any = None) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.group = shape, group
         self.world = dist.get_world_size()
         self.tables = nn.ModuleList(nn.Embedding(shape.rows, shape.width) for _ in range(shape.tables))
         features = shape.tables * self.world + 1
@@ -88,17 +89,17 @@ class DLRM(nn.Module):
             nn.ReLU(),
             nn.Linear(shape.hidden, 1),
         )
-        self.bottom = DistributedDataParallel(bottom, bucket_cap_mb=bucket_mb)
-        self.top = DistributedDataParallel(top, bucket_cap_mb=bucket_mb)
+        self.bottom = DistributedDataParallel(bottom, process_group=group, bucket_cap_mb=bucket_mb)
+        self.top = DistributedDataParallel(top, process_group=group, bucket_cap_mb=bucket_mb)
 
     def forward(self, dense: Tensor, indices: Tensor) -> Tensor:
         """Click logits of this rank's batch; `indices` has one column for each table of the whole model."""
         shape = self.shape
         wanted = indices.view(shape.batch, self.world, shape.tables).transpose(0, 1).contiguous()
         given = torch.empty_like(wanted)
-        dist.all_to_all_single(given, wanted)
+        dist.all_to_all_single(given, wanted, group=self.group)
         rows = torch.stack([table(given[:, :, at]) for at, table in enumerate(self.tables)], dim=2)
-        exchange = _Exchange()
+        exchange = _Exchange(self.group)
         token = _Start.apply(exchange, rows)  # type: ignore[no-untyped-call]
         x = self.bottom(dense)
         arrived = _Finish.apply(exchange, token)  # type: ignore[no-untyped-call]

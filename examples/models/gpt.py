@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -72,10 +74,11 @@ class GPT(nn.Module):
         return torch.randint(shape.vocabulary, (shape.batch, shape.context + 1), generator=generator)
 
 
-def distributed(model: GPT, how: str, *, bucket_mb: float = 0.5) -> nn.Module:
+def distributed(model: GPT, how: str, *, bucket_mb: float = 0.5, group: Any = None) -> nn.Module:
     """The model wrapped for data-parallel training: ``ddp`` (copies) or ``fsdp`` (shards)."""
     if how == "ddp":
-        return DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+        return DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb)
+    mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
     for part in (*model.blocks, model):
-        fully_shard(part)
+        fully_shard(part, mesh=mesh)
     return model

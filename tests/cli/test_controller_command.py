@@ -52,7 +52,9 @@ def test_the_token_that_it_makes_is_secret(address: dict[str, str]) -> None:
     assert Path(address["STRETTO_TOKEN_FILE"]).stat().st_mode & 0o077 == 0
 
 
-def test_status_shows_jobs_ranks_and_what_they_run(good: Run, address: dict[str, str]) -> None:
+def test_status_shows_jobs_ranks_and_what_they_run(
+    good: Run, bad: Run, address: dict[str, str], tmp_path: Path
+) -> None:
     assert "no job has been heard of" in good("status", *arguments(address))
     link = from_environment(address)
     assert link is not None
@@ -66,6 +68,10 @@ def test_status_shows_jobs_ranks_and_what_they_run(good: Run, address: dict[str,
     assert "plain order (1.5 ms per iteration)" in shown
     assert "20.0%" in shown
     assert "rank 1 fell back: gradients has another size" in shown
+    page = tmp_path / "page.html"
+    good("status", "--report", str(page), *arguments(address))
+    assert "Plans, promised and measured" in page.read_text()
+    assert "--report: cannot write" in bad("status", "--report", str(tmp_path), *arguments(address))
     found = msgspec.json.decode(good("status", "--json", *arguments(address)), type=Status)
     assert [job.job for job in found.jobs] == ["mine"]
 

@@ -63,6 +63,7 @@ def test_the_job_gets_an_address_a_secret_token_and_its_own_sitecustomize_too(tm
     [
         (["--budget", "0", "--", "true"], "--budget"),
         (["--controller", "unix:/x", "--", "true"], "--token-file"),
+        (["--report", "/", "--", "true"], "--report: / cannot be a file"),
         ([], "Missing argument"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from toy_job import toy_cluster, toy_plan, toy_workload
 
 from stretto.control.feedback import MOST_WINDOWS, WINDOW_ITERATIONS, WINDOWS, Question, Watch
@@ -42,6 +43,32 @@ def windows_until(watch: Watch, report: Report, most: int = 400) -> tuple[int, Q
 
 def test_a_plan_that_keeps_its_promise_is_left_alone() -> None:
     assert windows_until(watch(), FINE) == (400, None)
+
+
+def test_every_motif_costs_what_threads_take_to_wake_up() -> None:
+    motion = Motion(kind="all_reduce", groups=((0, 1),), channels=("dim0",))
+    plain = simulated_costs(CLUSTER)
+    name = plain.algorithms(motion, 1e6)[0]
+    before_us, after_us = (
+        RefinedCosts(plain, {"dim0": 2.0}, motif_us).cost(motion, 1e6, name).us for motif_us in (0.0, 500.0)
+    )
+    assert after_us == before_us + 500.0
+
+
+def test_what_any_motif_costs_says_nothing_of_a_link() -> None:
+    # 100 us were promised, of which 30 are any motif's: the rest takes four times as long.
+    assert ratios(PLAN, [slow(FINE, 310 / 105)], 30.0) == pytest.approx({"net": 4.0})
+    assert ratios(PLAN, [FINE], 40.0) == {}
+
+
+def test_after_a_link_was_cut_plain_order_would_be_slower_too() -> None:
+    cut = replace(slow(FINE, 4.0), iteration_us=3000.0)
+    _, question = windows_until(watch(), cut)
+    assert question is not None and question.why == "drift"
+    learnt = Watch(plan=PLAN, number=1, size=2, plain_times=2.5)
+    assert windows_until(learnt, replace(FINE, iteration_us=2900.0)) == (400, None)
+    _, question = windows_until(learnt, replace(FINE, iteration_us=3100.0))
+    assert question is not None and question.why == "slower"
 
 
 def test_waits_above_five_percent_ask_after_three_windows_in_a_row() -> None:

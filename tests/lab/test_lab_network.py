@@ -163,6 +163,14 @@ def test_every_uplink_is_shaped_in_both_directions(shaper: str) -> None:
         assert shapers("switch") == {port: f"{shaper} {rate}" for port, rate in zip(ports, rates, strict=True)}
         assert python(lab, SEND, "b", "through").outputs[1] == "through\n"
 
+        lab.reshape("a", 1, "70mbit")
+        assert shapers("h1") == {"a": f"{shaper} 70Mbit", "b": f"{shaper} 20Mbit"}
+        assert shapers("switch")["p0h1"] == f"{shaper} 70Mbit"
+        assert shapers("h0")["a"] == f"{shaper} 300Mbit"
+        for wrong, message in ((("c", 0, "1gbit"), "unknown channel 'c'"), (("a", 2, "1gbit"), "host: must be 0..1")):
+            with pytest.raises(InvalidInput, match=message):
+                lab.reshape(*wrong)
+
 
 def test_two_labs_at_once_have_the_same_addresses_and_do_not_meet() -> None:
     with Lab(ranks_per_host=1) as one, Lab(ranks_per_host=1, shaper="htb") as two:

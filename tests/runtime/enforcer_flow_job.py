@@ -14,6 +14,7 @@ from enforcer_plans import arguments, cluster_of, enforced, join, numbers, simpl
 
 import stretto.torch
 from stretto.errors import StrettoError
+from stretto.runtime.enforcer.carrier import SLOTS
 from stretto.runtime.enforcer.enforcer import Enforcer
 from stretto.workload import Dep, Op, Workload
 
@@ -243,6 +244,7 @@ def refusals() -> Any:
         attempt(lambda: enforcer.commit(1, "0" * 16))
         attempt(lambda: enforcer.commit(2, BESIDE.hash))
         attempt(lambda: Enforcer(TWO))
+        attempt(lambda: enforcer.prepare(REVERSED, TWO, 1 + SLOTS))
         enforcer.discard(1)
         attempt(lambda: enforcer.commit(1, BESIDE.hash))
     return said

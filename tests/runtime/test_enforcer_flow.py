@@ -71,11 +71,12 @@ def test_ranks_that_hear_of_a_plan_at_different_times_change_to_it_at_the_same(o
 def test_plans_for_something_else_are_refused_with_one_line(outcomes: Outcomes) -> None:
     for said in outcomes["refusals"]:
         kinds = [line.partition(":")[0] for line in said]
-        assert kinds == ["PlanMismatch"] * 6 + ["InvalidInput", "PlanMismatch"]
+        assert kinds == ["PlanMismatch"] * 6 + ["InvalidInput"] + ["PlanMismatch"] * 2
         assert "was made for workload by hand" in said[0]
         assert "is not the step that runs here" in said[1]
         assert "unknown recipe for all_to_all 'magic'; choose from" in said[2]
-        assert "is not prepared here" in said[5] and "is not prepared here" in said[7]
+        assert "is not prepared here" in said[5] and "is not prepared here" in said[8]
+        assert "needs the communicators of plan 1" in said[7]
 
 
 def test_a_rank_that_alone_does_something_else_is_named_and_nobody_hangs(outcomes: Outcomes) -> None:

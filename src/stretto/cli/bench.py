@@ -58,11 +58,10 @@ def bench(
     if rank == 0 and not output.absolute().parent.is_dir():
         raise InvalidInput(f"--output: {output.absolute().parent} is not a folder")
     from ..runtime.bench import bench as measure
-    from ..runtime.probe_meter import channels_of
 
     with ExitStack() as stack:
         executor = stack.enter_context(joined())
-        todo = runs(known, channels=channels_of(executor), kinds=kinds, sizes=sizes)
+        todo = runs(known, channels=executor.channels, kinds=kinds, sizes=sizes)
         advance = stack.enter_context(progress("bench", len(todo))) if rank == 0 else lambda label: None
         done = measure(executor, known, todo, budget_s=budget, advance=advance)
     if rank == 0:

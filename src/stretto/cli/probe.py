@@ -51,11 +51,10 @@ def probe(
     if rank == 0 and not output.absolute().parent.is_dir():
         raise InvalidInput(f"--output: {output.absolute().parent} is not a folder")
     from ..runtime.probe import probe as measure
-    from ..runtime.probe_meter import channels_of
 
     with ExitStack() as stack:
         executor = stack.enter_context(joined())
-        steps = 2 + len(channel or channels_of(executor))
+        steps = 2 + len(channel or executor.channels)
         advance = stack.enter_context(progress("probe", steps)) if rank == 0 else lambda label: None
         probed = measure(executor, channels=channel, known=known, timeout_s=timeout, name=output.stem, advance=advance)
     if rank == 0:

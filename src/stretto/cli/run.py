@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import InvalidInput, StrettoError
-from .status import ask, summary
+from .status import ask, summary, write_report
 
 if TYPE_CHECKING:
     from ..control.messages import Status
@@ -30,6 +30,9 @@ def run(
         str, typer.Option(metavar="unix:PATH|HOST:PORT", help="A running `stretto controller`; else one of its own.")
     ] = "",
     token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="That controller's token.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="HTML", help="Write predicted beside measured timelines at the end.")
+    ] = None,
 ) -> None:
     """Run a training job unchanged: record a few iterations, plan, go on faster, and say what was gained.
 
@@ -42,16 +45,19 @@ def run(
     Examples:
       stretto run -- torchrun --nproc-per-node 4 train.py
       stretto run -- stretto lab run --hosts 2 --ranks 2 -- python train.py
+      stretto run --report gain.html -- torchrun --nproc-per-node 4 train.py
       stretto run --budget 30 -- torchrun --nproc-per-node 8 train.py
     """
     if not 0 < budget < 86400:
         raise InvalidInput(f"--budget: must be more than 0 and less than 86400 seconds, not {budget:g}")
+    if report is not None and (report.is_dir() or not report.absolute().parent.is_dir()):
+        raise InvalidInput(f"--report: {report} cannot be a file")
     if controller:
         if token_file is None:
             raise InvalidInput("--token-file: must name the token of the controller")
         name = _job_name(command)
         code = _run(command, controller, token_file.absolute(), name)
-        _tell(_ask_other(controller, token_file), name)
+        _tell(_ask_other(controller, token_file), name, report)
         raise typer.Exit(code)
     from ..control.controller import Controller
     from ..control.transport import make_token
@@ -70,7 +76,7 @@ def run(
                 code = _run(command, server.address, token_path, _job_name(command))
             finally:
                 server.close()
-            _tell(own.status())
+            _tell(own.status(), report=report)
         finally:
             own.close()
     raise typer.Exit(code)
@@ -129,10 +135,12 @@ def _ask_other(address: str, token_file: Path) -> Status | None:
         return None
 
 
-def _tell(status: Status | None, name: str = "") -> None:
+def _tell(status: Status | None, name: str = "", report: Path | None = None) -> None:
     """What was gained, for all jobs or one."""
     jobs = [job for job in status.jobs if not name or job.job == name] if status is not None else []
     if not jobs:
         print("stretto: no job was heard of: nothing was gained", file=sys.stderr)
     for job in jobs:
         print(f"stretto: {job.size} ranks, {summary(job)}; {job.about}", file=sys.stderr, flush=True)
+    if report is not None and status is not None:
+        write_report(report, status)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import InvalidInput
 from ..units import format_us
 from .common import out
 
@@ -29,6 +30,9 @@ def status(
     tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Who signed the controller's.")] = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="HTML", help="Also write predicted beside measured timelines.")
+    ] = None,
 ) -> None:
     """Show the jobs of a controller: plan, hash, waits, gain, and how every rank is.
 
@@ -37,6 +41,7 @@ def status(
       stretto status
       stretto status --address 127.0.0.1:7077 --token-file token
       stretto status --json
+      stretto status --report now.html
     """
     from ..control.transport import from_environment
 
@@ -55,6 +60,8 @@ def status(
     link = from_environment(environment)
     assert link is not None
     found = ask(link)
+    if report is not None:
+        write_report(report, found)
     if json:
         import msgspec
 
@@ -76,6 +83,16 @@ def ask(link: Link) -> Status:
         return decode(link.call(STATUS, encode(StatusAsk()), timeout_s=ASK_S), Status)
     finally:
         link.close()
+
+
+def write_report(path: Path, found: Status) -> None:
+    """Predicted beside measured timelines of all jobs, as one page."""
+    from ..report.enforced_html import write_enforced_html
+
+    try:
+        write_enforced_html(path, found)
+    except OSError as error:
+        raise InvalidInput(f"--report: cannot write {path}: {error.strerror}") from None
 
 
 def show(console: Console, job: JobStatus) -> None:

@@ -64,9 +64,10 @@ class Agent:
         self._job, self._rank, self._size = job, rank, size
         self._every_s = every_s
         self._side = RankSide(epoch=epoch)
-        self._recorded: tuple[Workload, Cluster] | None = None
+        self._recorded: tuple[Workload, Cluster, float] | None = None
         self._workload: Workload | None = None
         self._cluster: Cluster | None = None
+        self._motif_us = 0.0
         self._body: Captured | None = None
         self._wanted = False
         self._beat = 0
@@ -99,11 +100,11 @@ class Agent:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CALL_S + LAST_S)
 
-    def captured(self, workload: Workload, cluster: Cluster) -> None:
-        """The training step and what it runs on; the same on all ranks."""
+    def captured(self, workload: Workload, cluster: Cluster, motif_us: float = 0.0) -> None:
+        """The training step, what it runs on, and what a motif costs at least; the same on all ranks."""
         # Training calls this, and must not wait while the agent loads a plan.
         self._profile = ""
-        self._recorded = (workload, cluster)
+        self._recorded = (workload, cluster, motif_us)
 
     def turn(self, *, leaving: bool = False) -> None:
         """Ask once, and do what the answer says; raises `StrettoError` when there is none."""
@@ -118,7 +119,7 @@ class Agent:
     def _state(self, leaving: bool) -> RankState:
         recorded, self._recorded = self._recorded, None
         if recorded is not None:
-            self._workload, self._cluster, self._body = *recorded, None
+            self._workload, self._cluster, self._motif_us, self._body = *recorded, None
             self._side = captured(self._side, self._workload.digest, self._adapter())
         report = self._plane.report()
         self._see(report)
@@ -144,7 +145,7 @@ class Agent:
 
     def _captured(self) -> Captured | None:
         if self._body is None and self._workload is not None and self._cluster is not None:
-            self._body = encode_captured(self._workload, self._cluster)
+            self._body = encode_captured(self._workload, self._cluster, self._motif_us)
         return self._body
 
     def _adapter(self) -> _Adapter:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput, StrettoError
@@ -36,6 +37,7 @@ RETRY = 50
 MAX_TRIES = 4
 AGREE_EVERY = 16
 """Iterations between two looks whether all ranks are to record again."""
+SMALL, SMALL_TIMES = 64, 15
 OURS = "stretto"
 
 
@@ -103,6 +105,7 @@ class Autopilot:
         self._agent: Agent | None = None
         self._enforcer: Enforcer | None = None
         self._cluster: Cluster | None = None
+        self._motif_us = 0.0
         self._recorder: Recorder | None = None
         self._steps = 0
         self._tries = 0
@@ -141,6 +144,10 @@ class Autopilot:
         except StrettoError as error:
             # The same on all ranks: every error of a collective part is raised everywhere.
             self._drop(str(error))
+        except Exception as error:
+            # Another rank is gone, or steps an optimizer that this one does not: nothing can be agreed any more.
+            self._hook.remove()
+            self._say(f"left as it is: {error}")
 
     def _marks(self, optimizer: object) -> bool:
         """The first that stepped, until another has stepped twice in between: then that one is gone."""
@@ -181,6 +188,7 @@ class Autopilot:
             raise InvalidInput("the training step does not communicate")
         if self._agent is None:
             self._cluster = self._find_cluster()
+            self._motif_us = small_us()
             self._enforcer = self._enforce(self._cluster)
             assert self._link is not None
             self._agent = Agent(
@@ -189,7 +197,7 @@ class Autopilot:
             )  # fmt: skip
             self._agent.start()
         assert self._cluster is not None
-        self._agent.captured(workload, self._cluster)
+        self._agent.captured(workload, self._cluster, self._motif_us)
         self._say(f"recorded {RECORD} iterations: {len(workload.comm_ops)} comm-ops on {self._cluster!r}")
 
     def _find_cluster(self) -> Cluster:
@@ -214,7 +222,7 @@ class Autopilot:
         if found is not None and not any(said):
             return found
         self._say(f"not probed: {next(filter(None, said))}")
-        assumed: Cluster = selector._assumed
+        assumed: Cluster = selector.network
         return assumed
 
     def _enforce(self, cluster: Cluster) -> Enforcer:
@@ -235,6 +243,23 @@ class Autopilot:
     def _say(self, text: str) -> None:
         if self.rank == 0:
             _say(text)
+
+
+def small_us() -> float:
+    """What a sum of a few bytes takes: what any motif costs at least, on machines that have other things to do, too."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.zeros(SMALL)
+    took = []
+    for _ in range(SMALL_TIMES):
+        begin = time.perf_counter()
+        dist.all_reduce(value)
+        took.append((time.perf_counter() - begin) * 1e6)
+    found = torch.tensor(median(took))
+    # Rank 0 tells the controller, but all must have called it.
+    dist.broadcast(found, 0)
+    return float(found)
 
 
 class _Wish:

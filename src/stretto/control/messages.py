@@ -55,11 +55,16 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     why: Line = ""
 
 
+MAX_MOTIF_US = 1e6
+
+
 class Captured(msgspec.Struct, frozen=True, kw_only=True):
     """The training step and the cluster, as the job's rank 0 knows them."""
 
     workload: Text
     cluster: Text
+    motif_us: Annotated[float, Meta(ge=0, le=MAX_MOTIF_US)] = 0.0
+    """What every motif costs beside what its bytes take: threads have to be woken up on all ranks."""
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +154,22 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     left: bool
 
 
+class MotifStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One motif of the active plan, as predicted and as rank 0 measures it (0: not yet); starts count from an
+    iteration's begin."""
+
+    op: str
+    motif: int
+    algorithm: str
+    channels: tuple[str, ...]
+    nbytes: float
+    predicted_start_us: float
+    predicted_us: float
+    start_us: float
+    duration_us: float
+    wait_us: float
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One job as the controller sees it."""
 
@@ -167,6 +188,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     waits_us: float
     replans: int
     ranks: tuple[RankStatus, ...]
+    motifs: tuple[MotifStatus, ...] = ()
 
     @property
     def gain(self) -> float:
@@ -211,11 +233,12 @@ def decode_plan(body: bytes, expected: str) -> Plan:
     return plan
 
 
-def encode_captured(workload: Workload, cluster: Cluster) -> Captured:
+def encode_captured(workload: Workload, cluster: Cluster, motif_us: float = 0.0) -> Captured:
     """What rank 0 sends once."""
     return Captured(
-        workload=workload_files.dumps(workload, json=True), cluster=yaml_form.dumps(cluster, json=True)
-    )
+        workload=workload_files.dumps(workload, json=True), cluster=yaml_form.dumps(cluster, json=True),
+        motif_us=min(motif_us, MAX_MOTIF_US),
+    )  # fmt: skip
 
 
 def decode_captured(captured: Captured) -> tuple[Workload, Cluster]:

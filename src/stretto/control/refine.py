@@ -16,18 +16,22 @@ from ..runtime.enforcer.report import Report
 
 LEAST, MOST = 1 / 64, 64.0
 """What is further off than this is not a slow link."""
+TELLING = 3.0
+"""How many times the cost of any motif one has to take to tell of its link."""
 
 Factors = Mapping[str, float]
 """By channels joined with ``+``: how many times longer a motif takes there than simulated."""
 
 
 class RefinedCosts:
-    """Another model's costs times what was learnt of their channels; channels that were not seen take the worst of
-    those that share one with them."""
+    """Another model's costs times what was learnt of their channels, and `motif_us` more for every motif.
 
-    def __init__(self, inner: CostModel, factors: Factors) -> None:
+    Channels that were not seen take the worst of those that share one with them.
+    """
+
+    def __init__(self, inner: CostModel, factors: Factors, motif_us: float = 0.0) -> None:
         self.cluster = inner.cluster
-        self._inner = inner
+        self._inner, self._motif_us = inner, motif_us
         self._factors = {frozenset(key.split("+")): value for key, value in factors.items()}
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
@@ -38,13 +42,17 @@ class RefinedCosts:
         """The inner model's cost, refined."""
         cost = self._inner.cost(motion, nbytes, algorithm, exact=exact)
         factor = self.factor(motion.channels)
-        return cost if factor == 1.0 else replace(cost, us=cost.us * factor, source=f"{cost.source}; x{factor:.3g}")
+        if factor == 1.0 and not self._motif_us:
+            return cost
+        source = f"{cost.source}; x{factor:.3g} + {self._motif_us:.3g} us"
+        return replace(cost, us=cost.us * factor + self._motif_us, source=source)
 
     def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
         """The inner model's bound, refined."""
         if not isinstance(self._inner, Bounding):
             return 0.0
-        return self._inner.at_least_us(motion, nbytes, algorithm) * self.factor(motion.channels)
+        least_us = self._inner.at_least_us(motion, nbytes, algorithm)
+        return least_us * self.factor(motion.channels) + self._motif_us
 
     def factor(self, channels: Iterable[str]) -> float:
         """What times on these channels are multiplied with."""
@@ -54,10 +62,11 @@ class RefinedCosts:
         return max((value for key, value in self._factors.items() if key & held), default=1.0)
 
 
-def ratios(plan: Plan, reports: Iterable[Report]) -> dict[str, float]:
-    """Measured over predicted time, by channels.
+def ratios(plan: Plan, reports: Iterable[Report], motif_us: float = 0.0) -> dict[str, float]:
+    """Measured over predicted time, by channels, both without the `motif_us` that any motif costs.
 
-    A motif seems long to a rank that came early, so that of all ranks the shortest time counts.
+    A motif seems long to a rank that came early, so that of all ranks the shortest time counts. Motifs that are, and
+    should be, hardly longer than `motif_us` say nothing of a link.
     """
     least: dict[tuple[str, int], float] = {}
     for report in reports:
@@ -71,9 +80,12 @@ def ratios(plan: Plan, reports: Iterable[Report]) -> dict[str, float]:
         for at, planned in enumerate(op.motifs):
             if (op.op, at) not in least:
                 continue
+            promised_us, took_us = planned.duration_us + planned.launch_us, least[op.op, at]
+            if max(promised_us, took_us) < TELLING * motif_us:
+                continue
             channels = "+".join(planned.channels)
-            measured[channels] = measured.get(channels, 0.0) + least[op.op, at]
-            expected[channels] = expected.get(channels, 0.0) + planned.duration_us + planned.launch_us
+            measured[channels] = measured.get(channels, 0.0) + max(took_us - motif_us, LEAST * took_us)
+            expected[channels] = expected.get(channels, 0.0) + max(promised_us - motif_us, LEAST * promised_us)
     return {key: measured[key] / expected[key] for key in measured if expected[key] > 0}
 
 

@@ -10,9 +10,19 @@ from statistics import fmean
 
 from ..errors import StrettoError
 from ..planner.plan import Plan
+from ..runtime.enforcer.report import Report
 from ..units import format_us
 from .feedback import LEAST_GAIN, MOST_WINDOWS, WINDOWS, Question, Watch
-from .messages import PLAIN, Captured, JobStatus, RankState, RankStatus, decode_captured
+from .messages import (
+    PLAIN,
+    Captured,
+    JobStatus,
+    MotifStatus,
+    PlanId,
+    RankState,
+    RankStatus,
+    decode_captured,
+)
 from .protocol import Job, ask_profile, propose
 from .refine import Factors
 from .worker import FIFO, Answer, Ask, Planning, plan_of
@@ -52,6 +62,9 @@ class Supervised:
         self._ready = False
         self._refused_number = 0
         self._factors: Factors = {}
+        self._plain_then_us = 0.0
+        """What was predicted of plain order when it was measured."""
+        self._plain_times = 1.0
         self._watch: Watch | None = None
         self._states: dict[int, tuple[float, RankState]] = {}
         self._refusals = 0
@@ -116,9 +129,11 @@ class Supervised:
             self.about = f"plan {number} is active"
             if self._plan.name != FIFO:
                 patience = min(WINDOWS << self._replans, MOST_WINDOWS)
+                assert self._captured is not None
                 self._watch = Watch(
-                    plan=self._plan, number=number, size=len(self.job.ranks), factors=self._factors, patience=patience
-                )
+                    plan=self._plan, number=number, size=len(self.job.ranks), factors=self._factors, patience=patience,
+                    motif_us=self._captured.motif_us, plain_times=self._plain_times,
+                )  # fmt: skip
             else:
                 # It is there because a plan was slower than this; to look for a third would go round in circles.
                 self._plan = None
@@ -176,6 +191,9 @@ class Supervised:
                 self._watch.asked_in_vain(asked.factors)
             return
         self._answer, self._plan, self._factors = answer, plan_of(answer), asked.factors
+        if question is None:
+            self._plain_then_us = answer.plain_us
+        self._plain_times = answer.plain_us / self._plain_then_us if self._plain_then_us > 0 else 1.0
         self._promised[answer.hash] = (self._plan.name, answer.iteration_us)
         self._replans += question is not None
         self._ready, self._watch = True, None
@@ -261,5 +279,25 @@ class Supervised:
                 )
                 for rank, state in states.items()
             ),
+            motifs=self._motifs(active, states[0].report if 0 in states else None),
             **mean,
         )  # fmt: skip
+
+    def _motifs(self, active: PlanId, report: Report | None) -> tuple[MotifStatus, ...]:
+        """What was promised of the plan that runs, beside what is measured."""
+        if self._plan is None or self._plan.hash != active.hash:
+            return ()
+        measured = {(one.op, one.motif): one for one in (report.motifs if report is not None else ())}
+        found = []
+        for op in self._plan.ops:
+            for number, motif in enumerate(op.motifs):
+                seen = measured.get((op.op, number))
+                found.append(
+                    MotifStatus(
+                        op=op.op, motif=number, algorithm=motif.algorithm, channels=motif.channels,
+                        nbytes=motif.nbytes, predicted_start_us=motif.start_us, predicted_us=motif.duration_us,
+                        start_us=seen.start_us if seen else 0.0, duration_us=seen.duration_us if seen else 0.0,
+                        wait_us=seen.wait_us if seen else 0.0,
+                    )
+                )  # fmt: skip
+        return tuple(found)

@@ -66,7 +66,7 @@ def answer(ask: Ask) -> Answer:
     from ..planner.costs import simulated_costs
 
     workload, cluster = decode_captured(ask.captured)
-    costs = RefinedCosts(simulated_costs(cluster), ask.factors)
+    costs = RefinedCosts(simulated_costs(cluster), ask.factors, ask.captured.motif_us)
     made = planned(workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs)
     plain = made.schedules[FIFO]
     plan = to_plan(FIFO, plain, made.problem, cluster) if ask.plain else made.plan

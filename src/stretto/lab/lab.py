@@ -12,7 +12,7 @@ from typing import Self
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
 from .job import Job, OnLine, Result
-from .layout import Layout
+from .layout import Layout, parse_rate
 from .network import Network, tool
 from .processes import ABOUT, LAB, new_name
 
@@ -91,10 +91,20 @@ class Lab:
                 return int(numbers[8]), int(numbers[0])
         raise unknown("channel", channel, (c.name for c in self.layout.channels))
 
+    def reshape(self, channel: str, host: int, rate: str) -> None:
+        """Give a host's uplink another rate while jobs run: ``lab.reshape("rdma", 1, "50mbit")``.
+
+        `layout` and `cluster` go on saying what the lab was made as.
+        """
+        found = {one.name: one for one in self.layout.channels}
+        if channel not in found:
+            raise unknown("channel", channel, found)
+        self._check_host(host)
+        self._open.reshape(self.layout, found[channel], host, parse_rate(rate))
+
     def enter(self, host: int) -> list[str]:
         """The beginning of a command line whose rest runs on a host: for launchers of their own, such as mpirun."""
-        if not 0 <= host < self.layout.hosts:
-            raise InvalidInput(f"host: must be 0..{self.layout.hosts - 1}, not {host}")
+        self._check_host(host)
         return self._open.enter(host)
 
     def start(
@@ -146,6 +156,10 @@ class Lab:
             return job.wait(timeout_s, keep_going=keep_going)
         finally:
             self._jobs.remove(job)
+
+    def _check_host(self, host: int) -> None:
+        if not 0 <= host < self.layout.hosts:
+            raise InvalidInput(f"host: must be 0..{self.layout.hosts - 1}, not {host}")
 
     @property
     def _open(self) -> Network:

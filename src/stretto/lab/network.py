@@ -110,6 +110,12 @@ class Network:
         """The beginning of a command line that runs the rest of it on a host."""
         return [*self._enter(self._keepers[1 + host]), "--mount", "--uts", "--ipc", "--"]
 
+    def reshape(self, layout: Layout, channel: Channel, host: int, bits_per_s: int) -> None:
+        """Give both ends of a host's cable another rate, while jobs run."""
+        ends = ((self._keepers[1 + host], channel.name), (self._keepers[0], _port(channel, host)))
+        for keeper, device in ends:
+            self._batch(keeper, "tc", _shape_link(layout.shaper, device, bits_per_s, "change"))
+
     def close(self) -> None:
         """End everything that runs in the lab, and give the network back. May be called twice."""
         if self._alive_write < 0:
@@ -206,15 +212,20 @@ def _host_links(layout: Layout, host: int) -> Iterator[str]:
 def _shape(layout: Layout, links: Iterable[tuple[Channel, int, str]]) -> Iterator[str]:
     """Both ends of a host's cable: what it sends is shaped inside the host, what it receives at the switch's port."""
     for channel, host, device in links:
-        rate = channel.bits_per_s[host]
-        burst, queue = burst_bytes(rate), queue_bytes(rate)
-        if layout.shaper == "tbf":
-            yield f"qdisc add dev {device} root tbf rate {rate}bit burst {burst}b limit {queue}b"
-        else:
-            yield f"qdisc add dev {device} root handle 1: htb default 1"
-            speed = f"rate {rate}bit ceil {rate}bit burst {burst}b cburst {burst}b quantum {LEAST_BURST_BYTES}"
-            yield f"class add dev {device} parent 1: classid 1:1 htb {speed}"
-            yield f"qdisc add dev {device} parent 1:1 bfifo limit {queue}b"
+        yield from _shape_link(layout.shaper, device, channel.bits_per_s[host], "add")
+
+
+def _shape_link(shaper: str, device: str, rate: int, verb: str) -> Iterator[str]:
+    burst, queue = burst_bytes(rate), queue_bytes(rate)
+    if shaper == "tbf":
+        yield f"qdisc {verb} dev {device} root tbf rate {rate}bit burst {burst}b limit {queue}b"
+        return
+    if verb == "add":
+        yield f"qdisc add dev {device} root handle 1: htb default 1"
+    speed = f"rate {rate}bit ceil {rate}bit burst {burst}b cburst {burst}b quantum {LEAST_BURST_BYTES}"
+    yield f"class {verb} dev {device} parent 1: classid 1:1 htb {speed}"
+    if verb == "add":
+        yield f"qdisc add dev {device} parent 1:1 bfifo limit {queue}b"
 
 
 @functools.cache

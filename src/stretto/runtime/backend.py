@@ -53,8 +53,9 @@ class StrettoGroup(Base):  # type: ignore[misc]
     """One communicator."""
 
     def __init__(
-        self, *, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str, devices: Sequence[int]
+        self, *, store: Any, rank: int, size: int, timeout: timedelta, name: str, devices: Sequence[int]
     ) -> None:
+        # A `c10d.Store`, of whose `timeout` PyTorch's stubs do not know.
         super().__init__(rank, size)
         self.label = name
         self._timeout = timeout

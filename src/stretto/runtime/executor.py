@@ -371,6 +371,11 @@ class Executor:
         """
         self._engine.renumber(communicator, first_number)
 
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The networks between hosts that it may use."""
+        return tuple(self._channels)
+
     def counters(self) -> dict[str, int]:
         """What the engine has done and holds: works started and under way, staging memory, sleeps, wake-ups."""
         return self._engine.counters()

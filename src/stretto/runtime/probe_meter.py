@@ -65,11 +65,6 @@ class Meter(Protocol):
         ...
 
 
-def channels_of(executor: Executor) -> tuple[str, ...]:
-    """The networks between hosts that a job's executor has."""
-    return tuple(executor._channels)
-
-
 class JobMeter:
     """Measures the ranks of a running job; every rank makes one and calls the same methods in the same order."""
 
@@ -83,7 +78,7 @@ class JobMeter:
     ) -> None:
         names = list(dict.fromkeys(executor.hosts))
         self.hosts = tuple(names.index(host) for host in executor.hosts)
-        known = channels_of(executor)
+        known = executor.channels
         wanted = known if channels is None else tuple(dict.fromkeys(channels))
         for name in wanted:
             if name not in known:

@@ -37,8 +37,9 @@ MOST_REJECTED = 0.75
 """However high the fidelity level is, so many are left to choose from that they can differ."""
 DIVERSITY = 1.0
 """What being wholly different from everything tried is worth, in standard deviations of the scores."""
-CONFIRM = 3
-"""How many of the best are run again in the end."""
+CONFIRM = 6
+"""How many trials repeat the best two and the usual strategy, in turn, in the end."""
+FINALISTS = 2
 USUAL = "all_reduce"
 
 BUILT: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -75,7 +76,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found; `best` is the strategy with the least median time of its runs."""
+    """What a search found; `best` has the least median time in the repeats at the end (or, without any, at all)."""
 
     best: Strategy
     best_us: float
@@ -145,7 +146,7 @@ class _Search:
         self._on_trial = on_trial
         self._on_start = on_start
         # Repeats cost trials: with few there is no room for them.
-        self._confirm = min(confirm, (trials - 1) // 4) if self._learns else 0
+        self._confirm = min(confirm, (trials - 1) // 3) // (FINALISTS + 1) * (FINALISTS + 1) if self._learns else 0
         self._builders = with_builders and self._learns
         self._trials: list[Trial] = []
         self._levels: list[float] = []
@@ -172,10 +173,12 @@ class _Search:
         )  # fmt: skip
 
     def _times(self) -> dict[int, float]:
-        """The median of all runs of each strategy that ran, by the number of its first."""
+        """The median time of each strategy, by the number of its first run. Where some were repeated, only those count,
+        and of them only the repeats: the first run is why they were chosen, so it was likely a lucky one."""
+        repeated = [trial for trial in self._trials if trial.again >= 0]
         runs: dict[int, list[float]] = {}
-        for trial in self._trials:
-            runs.setdefault(trial.number if trial.again < 0 else trial.again, []).append(trial.iteration_us)
+        for trial in repeated or self._trials:
+            runs.setdefault(trial.again if repeated else trial.number, []).append(trial.iteration_us)
         return {at: median(times) for at, times in runs.items() if math.isfinite(median(times))}
 
     def _candidates(self) -> list[_Candidate]:
@@ -277,12 +280,13 @@ class _Search:
             self._ranker.fit([t.vector for t in known], [t.iteration_us for t in known])
 
     def _repeat(self) -> None:
-        """The best few and the usual one again."""
+        """The best two and the usual one again, in turn, so that a machine that slows down is unfair to none."""
         ran = [trial for trial in self._trials if not trial.why]
-        best = sorted(ran, key=lambda trial: trial.iteration_us)[: max(self._confirm - 1, 0)]
+        best = sorted(ran, key=lambda trial: trial.iteration_us)[:FINALISTS]
         first = self._trials[0]
         again = best if first in best or first.why else [*best, first]
-        for trial in again[: self._budget - len(self._trials)]:
+        rounds = self._confirm // len(again) if again else 0
+        for trial in again * rounds:
             if self._on_start is not None:
                 self._on_start(len(self._trials), f"{trial.origin} again")
             (result,) = self._run_all([trial.strategy])

@@ -29,7 +29,7 @@ from ..backend_engine import Engine, channels_of
 from ..backend_work import GroupWork
 from ..record import now_us
 from .announce import Announcements, Place
-from .carrier import MAX_NUMBER, RESERVED, Agreement, Carrier, ExecutorCarrier
+from .carrier import MAX_NUMBER, RESERVED, SLOTS, Agreement, Carrier, ExecutorCarrier
 from .current import Current
 from .gloo import GlooCarrier
 from .pieces import Programs
@@ -41,8 +41,19 @@ from .sequencer import Instance, Sequencer
 log = logging.getLogger("stretto.enforcer")
 WINDOW = 32
 """Iterations that a report looks back on."""
+RECENT = 4
+"""Of so many iterations the begin is remembered: motifs may run ahead of theirs, or late."""
 SETTLE_S = 5.0
 CARRIERS = ("executor", "gloo")
+
+
+class Spent:
+    """What was measured of a motif in the last window."""
+
+    def __init__(self) -> None:
+        self.starts: deque[float] = deque(maxlen=WINDOW)
+        self.durations: deque[float] = deque(maxlen=WINDOW)
+        self.waits: deque[float] = deque(maxlen=WINDOW)
 
 
 class Enforcer:
@@ -100,7 +111,8 @@ class Enforcer:
         self._plain: deque[float] = deque(maxlen=WINDOW)
         self._waited = 0.0
         self._waits: deque[float] = deque(maxlen=WINDOW)
-        self._spent: dict[tuple[int, int], tuple[deque[float], deque[float]]] = {}
+        self._spent: dict[tuple[int, int], Spent] = {}
+        self._begins: deque[float] = deque(maxlen=RECENT)
         self._had_plan = False
         self._fell_back = ""
         Current.enforcer = self
@@ -145,6 +157,12 @@ class Enforcer:
             if self._prepared[number].hash != plan.hash:
                 raise PlanMismatch(f"plan {number} is {self._prepared[number].hash} here, not {plan.hash}")
             return
+        if number in self._burnt:
+            raise PlanMismatch(f"plan {number} was given up: {self._fell_back}")
+        with self._control:
+            taken = next((at for at in self._prepared if at % SLOTS == number % SLOTS), None)
+        if taken is not None:
+            raise PlanMismatch(f"plan {number} needs the communicators of plan {taken}, which is still held")
         made = Prepared(
             plan, workload, number, rank=self._rank, hosts=self._hosts, carrier=self._carrier, cluster=self._cluster,
             programs=self._programs,
@@ -180,16 +198,19 @@ class Enforcer:
         active, committed = self._active, self._committed
         ops = active.expected.workload.ops if active is not None else ()
         with self._notes:
-            spent = [(key, list(durations), list(waits)) for key, (durations, waits) in self._spent.items()]
+            spent = [
+                (key, list(one.starts), list(one.durations), list(one.waits)) for key, one in self._spent.items()
+            ]
             times, plain, waits_us = list(self._times), list(self._plain), list(self._waits)
         motifs = [
             MotifReport(
                 op=ops[op].name,
                 motif=motif,
+                start_us=median(starts) if starts else 0.0,
                 duration_us=median(durations) if durations else 0.0,
                 wait_us=fmean(waits) if waits else 0.0,
             )
-            for (op, motif), durations, waits in (sorted(spent) if ops else ())
+            for (op, motif), starts, durations, waits in (sorted(spent) if ops else ())
         ]
         return Report(
             number=active.number if active else 0,
@@ -314,6 +335,7 @@ class Enforcer:
         now = now_us()
         took = now - self._began_us
         self._began_us = now
+        self._begins.append(now)
         self._position = 0
         with self._notes:
             if self._iteration:
@@ -392,6 +414,8 @@ class Enforcer:
             self._committed = None
         with self._notes:
             self._times.clear()
+            self._plain.clear()
+            self._had_plan = False
         return self._retire(place)
 
     def stalled(self, instance: Instance) -> None:
@@ -439,18 +463,22 @@ class Enforcer:
             at = begin_us
             for entry in sorted(instance.entries.values(), key=lambda entry: entry.end_us):
                 until = min(entry.end_us, end_us)
-                self._spent_on(instance, entry.part.motif)[1].append(max(until - at, 0.0))
+                self._spent_on(instance, entry.part.motif).waits.append(max(until - at, 0.0))
                 at = max(at, until)
 
-    def spent(self, instance: Instance, motif: int, duration_us: float) -> None:
-        """A motif took so long."""
+    def spent(self, instance: Instance, motif: int, start_us: float, end_us: float) -> None:
+        """A motif ran from one moment to another."""
         with self._notes:
-            self._spent_on(instance, motif)[0].append(duration_us)
+            one = self._spent_on(instance, motif)
+            one.durations.append(end_us - start_us)
+            begin_us = next((begin for begin in reversed(self._begins) if begin <= start_us), None)
+            if begin_us is not None:
+                one.starts.append(start_us - begin_us)
 
-    def _spent_on(self, instance: Instance, motif: int) -> tuple[deque[float], deque[float]]:
+    def _spent_on(self, instance: Instance, motif: int) -> Spent:
         key = (instance.planned.number, motif)
         if key not in self._spent:
-            self._spent[key] = (deque(maxlen=WINDOW), deque(maxlen=WINDOW))
+            self._spent[key] = Spent()
         return self._spent[key]
 
 

@@ -36,8 +36,8 @@ class Owner(Protocol):
     def waited(self, instance: Instance, begin_us: float, end_us: float) -> None:
         """The application stood in ``wait()``."""
 
-    def spent(self, instance: Instance, motif: int, duration_us: float) -> None:
-        """A motif took so long."""
+    def spent(self, instance: Instance, motif: int, start_us: float, end_us: float) -> None:
+        """A motif ran from one moment to another."""
 
 
 class Given:
@@ -92,7 +92,7 @@ class Given:
         """A motif's data has arrived: bring it where it belongs."""
         motif = entry.part.motif
         self._staged.pop(motif).back(self._regions, POOL)
-        self._owner.spent(self._instance, motif, entry.end_us - entry.start_us)
+        self._owner.spent(self._instance, motif, entry.start_us, entry.end_us)
         ended = self._ended.pop(motif, None)
         if ended is not None:
             ended(entry.end_us - entry.start_us)

@@ -20,6 +20,8 @@ class MotifReport:
     motif: int
     duration_us: float
     wait_us: float
+    start_us: float = 0.0
+    """After the begin of the iteration in which it started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Report:
     iteration_us: float = 0.0
     """Median of the last window under the active plan (or in plain order, when none is)."""
     plain_us: float = 0.0
-    """Median of the last window before the first plan."""
+    """Median of the last window in plain order: before the first plan, or since one was given up."""
     waits_us: float = 0.0
     """How long the application stood in ``wait()``, mean per iteration."""
     motifs: tuple[MotifReport, ...] = ()

@@ -68,7 +68,7 @@ class Carrier:
         )  # fmt: skip
         engine = self.group.engine
         known: Cluster | None = engine.selector.cluster
-        self.cluster: Cluster = known or engine.selector._assumed
+        self.cluster: Cluster = known or engine.selector.network
         self.device = {rank: rank if known else at for at, rank in enumerate(self.ranks)}
         """The cluster's device of each rank; both are in the same order."""
         why = engine.job.why

@@ -1,0 +1,162 @@
+"""Encodings by matrices: PowerSGD's low rank, and the sufficient factors of linear layers, which lose nothing."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import InvalidInput
+from ...strategy.kernels import Message, Piece
+from .carriers import Carrier, Flow
+from .groups import Groups
+from .rows import Run, RunsCarrier, as_bytes
+
+NEAR = 1e-3
+"""How far a gradient in 32 bits and the product of its factors may differ, relative to its largest element."""
+
+
+class PowerSgdCarrier(Carrier):
+    """Two thin matrices P and Q with P Qᵀ near the gradient (one power iteration, warm start), and error feedback.
+
+    Both are summed over ranks, one after the other; pieces that would not become smaller travel whole with P.
+    """
+
+    stateful = True
+
+    def __init__(self, message: Message, parameters: dict[str, nn.Parameter], groups: Groups) -> None:
+        super().__init__(message, parameters, groups)
+        self.left = [torch.zeros(piece.part.shape, dtype=self.dtype, device=self.device) for piece in self.pieces]
+        generator = torch.Generator().manual_seed(0)
+        self.q: list[torch.Tensor | None] = []
+        for piece in self.pieces:
+            rows, columns, rank = self._sizes(piece)
+            small = rank * (rows + columns) < rows * columns
+            made = torch.randn(columns, rank, generator=generator).to(self.device, self.dtype) if small else None
+            self.q.append(made)
+
+    def _sizes(self, piece: Piece) -> tuple[int, int, int]:
+        shape = piece.part.shape or (1,)
+        rows, columns = shape[0], math.prod(shape[1:])
+        return rows, columns, min(int(self.message.sync.encoding[1]) or 1, rows, columns)
+
+    def push(self) -> Flow:
+        """P to everyone, made orthogonal; Q to who updates."""
+        wanted = []
+        for at, piece in enumerate(self.pieces):
+            gradient = self.gradient(piece)
+            wanted.append(self.left[at] if gradient is None else self.left[at].add(gradient, alpha=self.shares))
+        matrices = [w.reshape(self._sizes(p)[:2]) for w, p in zip(wanted, self.pieces, strict=True)]
+        first = [m if q is None else m @ q for m, q in zip(matrices, self.q, strict=True)]
+        flat = torch.cat([one.reshape(-1) for one in first])
+        # A server's sum of P has to reach those who make Q from it.
+        yield from self.flow([*self.pushes, *self.pulls], flat, more=True)
+        sums = list(_cut(flat, first))
+        bases = [s if q is None else _orthogonal(s) for s, q in zip(sums, self.q, strict=True)]
+        low = [at for at, q in enumerate(self.q) if q is not None]
+        second = [matrices[at].T @ bases[at] for at in low]
+        if second:
+            flat = torch.cat([one.reshape(-1) for one in second])
+            own = flat.clone()
+            yield from self.flow(self.pushes, flat)
+            for at, mine, total in zip(low, _cut(own, second), _cut(flat, second), strict=True):
+                self.left[at] = (matrices[at] - bases[at] @ mine.T).view(self.pieces[at].part.shape)
+                # Everybody goes on from the same matrix, also where only the server has the sum.
+                self.q[at] = total if self.owner < 0 else self.q[at]
+                sums[at] = bases[at] @ total.T
+        self.results.clear()
+        if self.updates:
+            for piece, total in zip(self.pieces, sums, strict=True):
+                self.give(piece, total.view(piece.part.shape))
+
+
+class FactorsCarrier(RunsCarrier):
+    """Of a linear layer's weight: its inputs and the gradients of its outputs, whose product the gradient is."""
+
+    stateful = True
+
+    def __init__(
+        self, message: Message, parameters: dict[str, nn.Parameter], groups: Groups, *, layers: dict[str, nn.Linear]
+    ) -> None:
+        super().__init__(message, parameters, groups)
+        self.seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in self.variables}
+        self.checked = False
+        self.handles = []
+        for piece in self.pieces:
+            name = piece.variable.name
+            if name not in layers:
+                raise InvalidInput(f"{name}.encoder: sufficient_factors needs the weight of a linear layer")
+            if not piece.whole:
+                raise InvalidInput(f"{name}.encoder: sufficient_factors needs the whole variable: it must not be cut")
+            self.handles.append(layers[name].register_forward_hook(self._watcher(name)))
+
+    def _watcher(self, name: str) -> Any:
+        def saw(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+            if output.requires_grad and self.parameters[name].requires_grad:
+                rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
+                output.register_hook(lambda g: self.seen[name].append((rows, g.detach().reshape(-1, g.shape[-1]))))
+
+        return saw
+
+    def encode(self) -> torch.Tensor:
+        """How many rows, the inputs, the gradients of the outputs."""
+        found = []
+        for name in self.variables:
+            seen = self.seen[name]
+            found.append(as_bytes(torch.tensor([sum(len(rows) for rows, _ in seen)])))
+            if not seen:
+                self._check(name, torch.zeros(()))
+                continue
+            inputs, outputs = (torch.cat(parts).to(self.dtype) for parts in zip(*seen, strict=True))
+            if not self.checked:
+                self._check(name, outputs.T @ inputs)
+            found += [as_bytes(inputs), as_bytes(outputs)]
+            seen.clear()
+        self.checked = True
+        return torch.cat(found)
+
+    def _check(self, name: str, product: torch.Tensor) -> None:
+        gradient = self.parameters[name].grad
+        if gradient is None or gradient.dtype not in (torch.float32, torch.float64):
+            return
+        if float((gradient - product).abs().max()) > NEAR * float(gradient.abs().max()):
+            raise InvalidInput(
+                f"{name}.encoder: sufficient_factors does not fit: the weight is not only used by calling its layer"
+            )
+
+    def decode(self, run: Run) -> list[torch.Tensor | None]:
+        """The products, added up."""
+        sums = [torch.zeros(piece.part.shape, dtype=self.dtype, device=self.device) for piece in self.pieces]
+        while run.left:
+            for total, piece in zip(sums, self.pieces, strict=True):
+                count = int(run.take(1, torch.int64))
+                wide, long = piece.part.shape
+                inputs = run.take(count * long, self.dtype).view(count, long)
+                outputs = run.take(count * wide, self.dtype).view(count, wide)
+                total.addmm_(outputs.T, inputs, alpha=self.shares)
+        return list(sums)
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers by the names of their weights."""
+    return {
+        f"{name}.weight" if name else "weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    wide = matrix if matrix.dtype == torch.float64 else matrix.float()
+    basis: torch.Tensor = torch.linalg.qr(wide)[0]
+    return basis.to(matrix.dtype)
+
+
+def _cut(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    ends = list(accumulate(one.numel() for one in like))
+    return [flat[end - one.numel() : end].view(one.shape) for end, one in zip(ends, like, strict=True)]
+
+

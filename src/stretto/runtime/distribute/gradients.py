@@ -1,0 +1,171 @@
+"""`Synchroniser`: starts each message as soon as the backward pass has its gradients, in one order on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import InvalidInput
+from .carriers import Carrier, Flow, Wait
+from .groups import Groups
+
+AHEAD = 2
+"""So many messages are begun before the next exchange of an earlier one is waited for inside the backward pass."""
+
+
+class Running:
+    """Flows on their way, begun and moved on in an order that does not depend on what has arrived."""
+
+    def __init__(self) -> None:
+        self._flows: list[tuple[Flow, Wait] | None] = []
+
+    def begin(self, flow: Flow) -> None:
+        """Start one, and move on those that were begun a while ago and have another exchange to do."""
+        first = next(flow, None)
+        self._flows.append(None if first is None else (flow, first))
+        for at in range(len(self._flows) - AHEAD):
+            running = self._flows[at]
+            if running is not None and running[1].more:
+                self._move(at)
+
+    def _move(self, at: int) -> None:
+        running = self._flows[at]
+        assert running is not None
+        flow, wait = running
+        if wait.work is not None:
+            wait.work.wait()
+        following = next(flow, None)
+        self._flows[at] = None if following is None else (flow, following)
+
+    def finish(self) -> None:
+        """Wait for all, exchange by exchange."""
+        while any(running is not None for running in self._flows):
+            for at, running in enumerate(self._flows):
+                if running is not None:
+                    self._move(at)
+        self._flows.clear()
+
+
+class Synchroniser:
+    """Hooks on the parameters of all carriers, from the first backward pass on."""
+
+    def __init__(self, carriers: Sequence[Carrier], parameters: dict[str, nn.Parameter], groups: Groups) -> None:
+        self.carriers = list(carriers)
+        self.groups = groups
+        self.waited_us = 0.0
+        """How long the last backward pass waited for messages at its end."""
+        self._order = list(range(len(self.carriers)))
+        self._ordered = not self.carriers
+        self._of: dict[str, list[int]] = {}
+        for at, carrier in enumerate(self.carriers):
+            for name in carrier.variables:
+                self._of.setdefault(name, []).append(at)
+        self._missing = [set(carrier.variables) for carrier in self.carriers]
+        self._arrived: list[int] = []
+        self._running = Running()
+        self._next = 0
+        self._active = False
+        self._quiet = False
+        self._fresh = False
+        """Whether what is in the carriers is what is in the gradients."""
+        self._pushed = False
+        self.after: Callable[[], None] | None = None
+        """Called whenever gradients have been brought together."""
+        watched: dict[str, Any] = dict(parameters)
+        self._handles = [watched[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._of]
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Backward passes inside only add to this rank's gradients."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def ready(_: torch.Tensor) -> None:
+            self._fresh = False
+            if not self._quiet:
+                self._ready(name)
+
+        return ready
+
+    def _ready(self, name: str) -> None:
+        if not self._active:
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        for at in self._of[name]:
+            missing = self._missing[at]
+            if name not in missing:
+                raise InvalidInput(f"{name}: its gradient was computed twice in one backward pass")
+            missing.discard(name)
+            if not missing:
+                self._arrived.append(at)
+        while self._next < len(self._order) and not self._missing[self._order[self._next]]:
+            self._start()
+
+    def _begin(self) -> None:
+        if self._pushed and any(carrier.stateful for carrier in self.carriers):
+            raise InvalidInput(
+                "a second backward pass before optimizer.step(): with encoders that keep something back, "
+                "accumulate gradients inside `with optimizer.no_sync():`"
+            )
+        self._active = True
+        self._next = 0
+        self._arrived.clear()
+        for at, carrier in enumerate(self.carriers):
+            self._missing[at] = set(carrier.variables)
+
+    def _start(self) -> None:
+        self._running.begin(self.carriers[self._order[self._next]].push())
+        self._next += 1
+
+    def _end(self) -> None:
+        """At the end of a backward pass: what has no gradient on this rank goes too, since others may have one."""
+        while self._next < len(self._order):
+            self._start()
+        begin = time.perf_counter()
+        self._running.finish()
+        self.waited_us = (time.perf_counter() - begin) * 1e6
+        self._active = False
+        self._fresh = self._pushed = True
+        if not self._ordered:
+            self._agree()
+        if self.after is not None:
+            self.after()
+
+    def _agree(self) -> None:
+        """From now on messages start in the order in which rank 0 had them."""
+        order = self._arrived + [at for at in self._order if at not in set(self._arrived)]
+        told = torch.tensor(order, dtype=torch.int64, device=self.carriers[0].device)
+        dist.broadcast(told, group_src=0, group=self.groups.main)
+        self._order = told.tolist()
+        self._ordered = True
+
+    def bring(self) -> None:
+        """Before an update: push now what no backward pass has pushed."""
+        if not self._fresh:
+            self._begin()
+            self._end()
+
+    def pull(self) -> None:
+        """After an update: parameters to everyone."""
+        for at in self._order:
+            self._running.begin(self.carriers[at].pull())
+        self._running.finish()
+
+    def done(self) -> None:
+        """The gradients have been used, or thrown away."""
+        self._fresh = self._pushed = False
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()

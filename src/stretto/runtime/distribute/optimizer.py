@@ -1,0 +1,294 @@
+"""`DistributedOptimizer`: the user's optimizer, run by each rank on what the strategy has it update."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import InvalidInput, unknown
+from ...strategy import Strategy
+from .depot import Depot
+from .gradients import Synchroniser
+from .groups import Groups
+from .regions import EVERYONE, Region, replicated
+from .state import gathered_state, spread_state
+from .trial import Trial
+
+ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "SparseAdam", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD",
+)  # fmt: skip
+"""These update each element by itself, so a part of a variable can be updated without the rest."""
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Takes the place of the optimizer that it was made from, with the same parameter groups.
+
+    `state_dict` is that of the optimizer on one process, whatever the strategy; all ranks call it together.
+    """
+
+    def __init__(
+        self,
+        users: torch.optim.Optimizer,
+        strategy: Strategy,
+        names: dict[int, str],
+        parameters: dict[str, nn.Parameter],
+        regions: dict[str, list[Region]],
+        sync: Synchroniser,
+        depots: list[Depot],
+        groups: Groups,
+        trial: Trial | None,
+    ) -> None:
+        super().__init__(users.param_groups, users.defaults)
+        # The very same groups: a scheduler made before goes on to work.
+        self.param_groups = users.param_groups
+        self.strategy = strategy
+        self._names = names
+        self._parameters = parameters
+        self._regions = regions
+        self._sync = sync
+        self._depots = depots
+        self._groups = groups
+        self._trial = trial
+        self._versions: dict[str, int] = {}
+        self._held: dict[tuple[str, Region], torch.Tensor] = {}
+        self._inner = self._alike(users, self._mine)
+        stale = {region for depot in depots for region in depot.regions}
+        for depot in depots:
+            if depot.owner == groups.rank:
+                depot.serve(self._alike(users, depot.held), self._copy_options)
+        self._shared = [
+            name for name, found in regions.items()
+            if any(r.owner != EVERYONE and r not in stale for r in found) and sync.groups.size > 1
+        ]  # fmt: skip
+        sync.after = self._mark
+        self._load(users.state_dict())
+
+    def _mine(self, name: str) -> list[torch.Tensor]:
+        found = self._regions[name]
+        if replicated(found):
+            return [self._parameters[name]]
+        held = []
+        stale = {region for depot in self._depots for region in depot.regions}
+        for region in found:
+            if region.owner in (EVERYONE, self._groups.rank) and region not in stale:
+                self._held[name, region] = region.held(self._parameters[name])
+                held.append(self._held[name, region])
+        return held
+
+    def _alike(self, users: torch.optim.Optimizer, of: Callable[[str], list[torch.Tensor]]) -> torch.optim.Optimizer:
+        """The same optimizer over other tensors."""
+        made = object.__new__(type(users))
+        made.__dict__.update(users.__dict__)
+        made.__dict__.pop("step", None)  # what a scheduler has put around the user's one
+        made.state = defaultdict(dict)
+        made.param_groups = [
+            {**group, "params": [
+                tensor for p in group["params"]
+                for tensor in (of(self._names[id(p)]) if id(p) in self._names else [])
+            ]}
+            for group in users.param_groups
+        ]  # fmt: skip
+        return made
+
+    def _copy_options(self, inner: torch.optim.Optimizer) -> None:
+        for outer, group in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update({key: value for key, value in outer.items() if key != "params"})
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward passes only add to this rank's gradients; the next one outside synchronises them all."""
+        return self._sync.quiet()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters, everywhere."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._sync.bring()
+        self._check_untouched()
+        self._hand_over()
+        self._copy_options(self._inner)
+        self._inner.step()
+        self._sync.pull()
+        for depot in self._depots:
+            depot.send(self._parameters)
+        for depot in self._depots:
+            depot.receive(self._parameters)
+        self._finished()
+        if self._trial is not None:
+            self._trial.step()
+        return loss
+
+    def _hand_over(self) -> None:
+        for (name, region), held in self._held.items():
+            if region.owner == EVERYONE:
+                gradient = self._parameters[name].grad
+                held.grad = None if gradient is None else region.of(gradient)
+        for carrier in self._sync.carriers:
+            for region, gradient in carrier.results:
+                held_one = self._held.get((region.variable, region))
+                if held_one is not None:
+                    held_one.grad = gradient
+
+    def _finished(self) -> None:
+        self._sync.done()
+        self._versions.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever."""
+        super().zero_grad(set_to_none)
+        self._finished()
+
+    def _mark(self) -> None:
+        """Note the gradients as a backward pass has left them."""
+        for name in self._shared:
+            gradient = self._parameters[name].grad
+            if gradient is not None:
+                self._versions[name] = gradient._version
+
+    def _check_untouched(self) -> None:
+        for name, version in self._versions.items():
+            gradient = self._parameters[name].grad
+            if gradient is not None and gradient._version != version:
+                raise InvalidInput(
+                    f"{name}: its gradient was changed between backward and step, but the strategy has the averaged "
+                    "gradient elsewhere: clip with optimizer.clip_grad_norm_()"
+                )
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the averaged gradients of all parameters, wherever they are, to at most this norm; returns the norm."""
+        if self._depots:
+            raise InvalidInput("clip_grad_norm_: there is no common gradient under a strategy with staleness")
+        self._sync.bring()
+        self._hand_over()
+        held: list[tuple[bool, torch.Tensor]] = []
+        cut = {name for name, _ in self._held}
+        for name in self._regions:
+            gradient = self._parameters[name].grad
+            if replicated(self._regions[name]) and gradient is not None:
+                held.append((True, gradient))
+        held += [(r.owner == EVERYONE, t.grad) for (_, r), t in self._held.items() if t.grad is not None]
+        device = next(iter(self._parameters.values())).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for everywhere, gradient in held:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            total += values.double().square().sum() / (self._groups.size if everywhere else 1)
+        dist.all_reduce(total, group=self._groups.main)
+        norm = total.sqrt().float()
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
+        for _, gradient in held:
+            gradient.mul_(scale)
+        if cut:
+            self._mark()
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as the optimizer on one process would have it, on every rank; all of them call it together."""
+        numbers, at = {}, 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                numbers[id(parameter)] = at
+                at += 1
+        state: dict[int, Any] = {}
+        for name, found in self._regions.items():
+            parameter = self._parameters[name]
+            if id(parameter) not in numbers:
+                continue
+            whole = gathered_state(self._states(name), found, parameter, self._groups)
+            if whole:
+                state[numbers[id(parameter)]] = whole
+        kept = [{**g, "params": [numbers[id(p)] for p in g["params"]]} for g in self.param_groups]
+        return {"state": state, "param_groups": kept}
+
+    def _states(self, name: str) -> dict[Region, dict[str, Any]]:
+        """The states of what this rank updates of a variable."""
+        found = self._regions[name]
+        if replicated(found):
+            return {found[0]: self._inner.state.get(self._parameters[name], {})}
+        states: dict[Region, dict[str, Any]] = {
+            region: self._inner.state.get(held, {}) for (of, region), held in self._held.items() if of == name
+        }
+        for depot in self._depots:
+            for region in depot.of(name):
+                if depot.inner is not None:
+                    with depot.lock:
+                        states[region] = dict(depot.inner.state.get(depot.masters[region], {}))
+        return states
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` of any strategy, or of the optimizer on one process, has given."""
+        groups = state_dict.get("param_groups", [])
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise InvalidInput("state_dict: has other parameter groups than this optimizer")
+        for outer, saved in zip(self.param_groups, groups, strict=True):
+            outer.update({key: value for key, value in saved.items() if key != "params"})
+        self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        at = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                saved = state_dict["state"].get(at, {})
+                at += 1
+                name = self._names.get(id(parameter))
+                if name is None or not saved:
+                    continue
+                found = self._regions[name]
+                if replicated(found):
+                    self._inner.state[parameter] = spread_state(saved, parameter, None)
+                for (of, region), held in self._held.items():
+                    if of == name:
+                        self._inner.state[held] = spread_state(saved, parameter, region)
+                for depot in self._depots:
+                    if depot.inner is not None:
+                        with depot.lock:
+                            for region in depot.of(name):
+                                master = depot.masters[region]
+                                depot.inner.state[master] = spread_state(saved, parameter, region)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made: a strategy is for the parameters that were there."""
+        if hasattr(self, "strategy"):
+            raise InvalidInput("add_param_group: add it before stretto.distribute, the strategy is for what was there")
+        super().add_param_group(param_group)
+
+    def refresh(self) -> None:
+        """After weights were loaded into the model: servers of stale parameters take them over too."""
+        for depot in self._depots:
+            depot.take(self._parameters)
+
+    def close(self) -> None:
+        """End what runs beside the training: all ranks call it, before the process group is destroyed."""
+        for depot in self._depots:
+            depot.close()
+        self._sync.close()
+        self._groups.close()
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, regions: dict[str, list[Region]]) -> None:
+    """Refuse optimizers that need whole variables where the strategy cuts them."""
+    name = type(optimizer).__name__
+    if name == "LBFGS":
+        raise InvalidInput("optimizer: LBFGS evaluates the model several times in a step; take another one")
+    cut = next((v for v, found in regions.items() if len(found) > 1 and not replicated(found)), None)
+    if cut is not None and name not in ELEMENTWISE:
+        raise InvalidInput(
+            f"optimizer: the strategy updates {cut} in parts, which needs an optimizer that updates each element by "
+            f"itself; {unknown('one', name, ELEMENTWISE)}"
+        )
+
+
+def only_touched_rows(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a sparse gradient leaves the rows without one as they are."""
+    if type(optimizer).__name__ == "SparseAdam":
+        return True
+    rest = all(not g.get("momentum", 0) and not g.get("weight_decay", 0) for g in optimizer.param_groups)
+    return type(optimizer).__name__ in ("SGD", "Adagrad") and rest

@@ -1,0 +1,76 @@
+"""An optimizer's state between the parts that ranks hold and the whole that is saved."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .groups import Groups
+from .regions import EVERYONE, Region, replicated
+
+STEPS = "step"
+"""How PyTorch's optimizers call their count of steps: the same for every part of a variable."""
+
+
+def gathered_state(
+    states: dict[Region, dict[str, Any]], regions: list[Region], parameter: torch.Tensor, groups: Groups
+) -> dict[str, Any]:
+    """The whole state of a variable from the regions' states, each told by its owner."""
+    if replicated(regions):
+        return dict(states[regions[0]])
+    whole: dict[str, Any] = {}
+    for region in regions:
+        owner = 0 if region.owner == EVERYONE else region.owner
+        mine = states.get(region, {})
+        told = _told({key: _form(value) for key, value in mine.items()}, owner, parameter.device, groups)
+        shape = tuple(region.of(parameter.detach()).shape)
+        for key, (kind, dtype, size, plain) in told.items():
+            if kind == "plain":
+                whole[key] = plain
+                continue
+            here = groups.rank == owner
+            value = mine[key].detach().clone() if here else torch.empty(size, dtype=getattr(torch, dtype))
+            value = value.contiguous().to(parameter.device)
+            dist.broadcast(value, group_src=owner, group=groups.main)
+            if tuple(size) != shape or not size:
+                whole[key] = value.cpu() if key == STEPS else value
+                continue
+            if key not in whole:
+                whole[key] = torch.zeros_like(parameter, dtype=value.dtype)
+            region.of(whole[key]).copy_(value)
+    return whole
+
+
+def spread_state(saved: dict[str, Any], parameter: torch.Tensor, region: Region | None) -> dict[str, Any]:
+    """A saved state, or the region of it that belongs to a part."""
+    found: dict[str, Any] = {}
+    for key, value in saved.items():
+        if not isinstance(value, torch.Tensor):
+            found[key] = value
+        elif value.shape == parameter.shape and key != STEPS:
+            part = value if region is None else region.of(value)
+            found[key] = part.to(parameter.device).clone(memory_format=torch.preserve_format)
+        else:
+            found[key] = value.clone()
+    return found
+
+
+def _form(value: Any) -> tuple[str, str, list[int], Any]:
+    if isinstance(value, torch.Tensor):
+        return "tensor", str(value.dtype).removeprefix("torch."), list(value.shape), None
+    return "plain", "", [], value
+
+
+def _told(form: dict[str, Any], owner: int, device: torch.device, groups: Groups) -> dict[str, Any]:
+    """The owner's form on every rank."""
+    text = torch.tensor(list(json.dumps(form).encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    dist.broadcast(size, group_src=owner, group=groups.main)
+    if groups.rank != owner:
+        text = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(text, group_src=owner, group=groups.main)
+    told: dict[str, Any] = json.loads(bytes(text.tolist()))
+    return told

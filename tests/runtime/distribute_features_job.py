@@ -1,0 +1,220 @@
+"""What training loops do beside the plain step, under strategies that keep gradients and state in different places."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers need it: imported once, before the forks
+import torch.distributed as dist
+from capture_scenarios import fork
+from distribute_job import DEVICES, apart, trained
+from distribute_models import STEPS, alone, batch, loss_of, made, optimizer_of, weights
+from torch import nn
+
+import stretto
+from stretto.runtime.distribute import model_spec
+from stretto.strategy import Strategy
+from stretto.strategy.builders import build
+from stretto.strategy.files import save_strategy
+
+PLACES = ("all_reduce", "partitioned_ps", "zero2")
+
+
+def built(name: str, builder: str, **options: Any) -> Strategy:
+    """A builder's strategy with small parts."""
+    small: dict[str, Any] = {"partitioned_ps": {"part_mb": 0.0}, "zero2": {"bucket_mb": 0.0003}}.get(builder, {})
+    return build(builder, model_spec(made(name), batch(name, 0, 0)), DEVICES, **small, **options)
+
+
+def accumulated(name: str, strategy: Strategy, *, inside: bool) -> list[float]:
+    """Two half batches before each update, with or without `no_sync`."""
+    model, optimizer = stretto.distribute(*_pair(name), strategy)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        first, second = batch(name, step, dist.get_rank()).chunk(2)
+        if inside:
+            with optimizer.no_sync():
+                (loss_of(model, first) / 2).backward()  # type: ignore[no-untyped-call]
+        else:
+            (loss_of(model, first) / 2).backward()  # type: ignore[no-untyped-call]
+        (loss_of(model, second) / 2).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    optimizer.close()
+    return weights(model)
+
+
+def _pair(name: str, kind: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = made(name)
+    return model, optimizer_of(name, model, kind)
+
+
+def plain(name: str, ranks: int) -> list[float]:
+    """One process without a scheduler."""
+    model, optimizer = _pair(name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, torch.cat([batch(name, step, rank) for rank in range(ranks)])).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return weights(model)
+
+
+def resumed(name: str, before: Strategy, after: Strategy) -> list[float]:
+    """Half of the steps under one strategy, saved, the rest under another; the weights, as one process has them."""
+    model, optimizer = stretto.distribute(*_pair(name), before)
+    half = STEPS // 2
+    for step in range(STEPS):
+        if step == half:
+            saved = model.state_dict(), optimizer.state_dict()
+            optimizer.close()
+            # What was saved fits the plain optimizer too.
+            _pair(name)[1].load_state_dict(saved[1])
+            model, optimizer = stretto.distribute(*_pair(name), after)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        optimizer.zero_grad()
+        loss_of(model, batch(name, step, dist.get_rank())).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    optimizer.close()
+    return weights(model)
+
+
+def error_of(act: Callable[[], object]) -> str:
+    """What an act is refused with."""
+    try:
+        act()
+    except stretto.InvalidInput as error:
+        return str(error)
+    return ""
+
+
+class Uneven(nn.Module):
+    """A layer that only rank 1 uses, and one that nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.some, self.nobody = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Through two layers on one rank."""
+        out: torch.Tensor = self.shared(x)
+        return out + self.some(x) if dist.get_rank() == 1 else out
+
+
+def unused(builder: str) -> list[Any]:
+    """How a layer fares that one rank uses, and one that nobody uses, with weight decay on."""
+    torch.manual_seed(1)
+    model: nn.Module = Uneven()
+    begin = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    spec = model_spec(model)
+    model, optimizer = stretto.distribute(model, optimizer, build(builder, spec, DEVICES))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    moved = {key: float((value - begin[key]).abs().max()) for key, value in model.state_dict().items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, weights(model))
+    optimizer.close()
+    return [moved["some.weight"] > 0, moved["nobody.weight"] == 0, all(one == everyone[0] for one in everyone)]
+
+
+def errors() -> dict[str, str]:
+    """What is refused, and how."""
+    strategy = built("mlp", "partitioned_ps")
+    found = {}
+
+    def changed() -> None:
+        model, optimizer = stretto.distribute(*_pair("mlp"), strategy)
+        loss_of(model, batch("mlp", 0, 0)).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+    def twice() -> None:
+        model, _ = stretto.distribute(*_pair("mlp"), built("mlp", "all_reduce", encoder="topk:0.5"))
+        for _ in range(2):
+            loss_of(model, batch("mlp", 0, 0)).backward()  # type: ignore[no-untyped-call]
+
+    class Own(torch.optim.SGD):
+        """An optimizer that nobody knows."""
+
+    def differently() -> None:
+        mine = built("mlp", "all_reduce" if dist.get_rank() == 2 else "zero1")
+        stretto.distribute(*_pair("mlp"), mine)
+
+    model = made("mlp")
+    found["clipped by hand"] = error_of(changed)
+    found["twice"] = error_of(twice)
+    found["another model"] = error_of(lambda: stretto.distribute(*_pair("conv"), strategy))
+    found["ranks"] = error_of(lambda: stretto.distribute(*_pair("mlp"), replace(strategy, devices=(*DEVICES, "h9"))))
+    found["own"] = error_of(lambda: stretto.distribute(model, Own(model.parameters(), lr=1.0), strategy))
+    found["differently"] = error_of(differently)
+    found["foreign"] = error_of(lambda: stretto.distribute(made("mlp"), Own(model.parameters(), lr=1.0)))
+    found["file"] = error_of(lambda: stretto.distribute(*_pair("mlp"), "no/such/file.yaml"))
+    return found
+
+
+def whole_job(folder: Path) -> dict[str, Any]:
+    """Everything that ends well, or in a message."""
+    ranks = dist.get_world_size()
+    outcomes: dict[str, Any] = {}
+    for name in ("mlp", "ncf"):
+        want = plain(name, ranks)
+        clipped = alone(name, ranks, clip=0.05, kind="adamw") if name == "mlp" else []
+        for builder in PLACES:
+            strategy = built(name, builder)
+            for inside in (True, False):
+                got = accumulated(name, strategy, inside=inside)
+                outcomes[f"accumulated {name} {builder} {inside}"] = apart(got, want)
+            if name == "mlp":
+                got = trained(name, strategy, clip=0.05)
+                outcomes[f"clipped {builder}"] = apart(got, clipped)
+    for kind in ("momentum", "adagrad"):
+        want = alone("ncf", ranks, kind=kind)
+        outcomes[f"rows {kind}"] = apart(trained("ncf", built("ncf", "partitioned_ps"), kind=kind), want)
+    want = plain("mlp", ranks)
+    for before, after in (("partitioned_ps", "zero2"), ("zero2", "all_reduce"), ("all_reduce", "partitioned_ps")):
+        outcomes[f"resumed {before} {after}"] = apart(resumed("mlp", built("mlp", before), built("mlp", after)), want)
+    for builder in ("all_reduce", "ps", "zero1"):
+        outcomes[f"unused {builder}"] = unused(builder)
+    outcomes["errors"] = errors()
+    half = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][dist.get_rank() % 2]
+    outcomes["some ranks"] = _of_some(half)
+    path = folder / f"strategy-{dist.get_rank()}.yaml"
+    save_strategy(built("mlp", "zero2"), path)
+    os.environ["STRETTO_STRATEGY"] = str(path)
+    _, optimizer = stretto.distribute(*_pair("mlp"))
+    outcomes["named by the environment"] = optimizer.strategy.name
+    return outcomes
+
+
+def _of_some(group: Any) -> bool:
+    """Two pairs of ranks, each a job of its own: like in a pair, unlike between pairs."""
+    got = trained("mlp", None, group=group)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, got)
+    return bool(everyone[0] == everyone[2] and everyone[1] == everyone[3] and everyone[0] != everyone[1])
+
+
+def main() -> None:
+    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+
+    def rank_main(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        outcomes = whole_job(folder)
+        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+        dist.barrier()
+        dist.destroy_process_group()
+
+    fork(ranks, rank_main)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`stretto.distribute` in training loops: accumulation, clipping, saving, unused layers, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto import InvalidInput
+from stretto.runtime.distribute import model_spec
+
+Outcomes = dict[str, list[Any]]
+REASSOCIATION = 2e-6
+PLACES = ("all_reduce", "partitioned_ps", "zero2")
+
+
+@pytest.fixture(scope="module")
+def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return job(Path(__file__).with_name("distribute_features_job.py"), tmp_path_factory.mktemp("features"), ranks=4)
+
+
+@pytest.mark.parametrize("model", ["mlp", "ncf"])
+@pytest.mark.parametrize("builder", PLACES)
+@pytest.mark.parametrize("inside", [True, False])
+def test_accumulated_gradients_are_one_batch(outcomes: Outcomes, model: str, builder: str, inside: bool) -> None:
+    assert max(outcomes[f"accumulated {model} {builder} {inside}"]) < REASSOCIATION
+
+
+@pytest.mark.parametrize("builder", PLACES)
+def test_clipping_sees_the_norm_of_all(outcomes: Outcomes, builder: str) -> None:
+    assert max(outcomes[f"clipped {builder}"]) < REASSOCIATION
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adagrad"])
+def test_rows_come_back_as_the_optimizer_moves_them(outcomes: Outcomes, kind: str) -> None:
+    assert max(outcomes[f"rows {kind}"]) < REASSOCIATION
+
+
+@pytest.mark.parametrize("change", ["partitioned_ps zero2", "zero2 all_reduce", "all_reduce partitioned_ps"])
+def test_what_is_saved_fits_every_strategy(outcomes: Outcomes, change: str) -> None:
+    assert max(outcomes[f"resumed {change}"]) < REASSOCIATION
+
+
+@pytest.mark.parametrize("builder", ["all_reduce", "ps", "zero1"])
+def test_layers_that_some_or_none_use(outcomes: Outcomes, builder: str) -> None:
+    assert outcomes[f"unused {builder}"] == [[True, True, True]] * 4
+
+
+def test_a_group_of_some_ranks_trains_by_itself(outcomes: Outcomes) -> None:
+    assert outcomes["some ranks"] == [True] * 4
+
+
+def test_the_environment_names_a_strategy(outcomes: Outcomes) -> None:
+    assert outcomes["named by the environment"] == ["zero2"] * 4
+
+
+@pytest.mark.parametrize(("what", "said"), [
+    ("clipped by hand", "changed between backward and step, .* clip with optimizer.clip_grad_norm_"),
+    ("twice", r"second backward pass before optimizer.step\(\)"),
+    ("another model", "was made for Mlp, not for Conv"),
+    ("ranks", "is for 5 devices, this job has 4 ranks"),
+    ("own", "unknown one 'Own'; choose from: SGD, Adam"),
+    ("differently", "rank [12] has another strategy"),
+    ("foreign", r"param_groups\[0\].params\[0\]: is no parameter of the model"),
+    ("file", "No such file"),
+])  # fmt: skip
+def test_what_is_refused_is_named(outcomes: Outcomes, what: str, said: str) -> None:
+    for rank in outcomes["errors"]:
+        assert re.search(said, rank[what])
+
+
+def test_without_a_job_it_says_so() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(InvalidInput, match=r"call torch\.distributed\.init_process_group first"):
+        stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def test_a_spec_has_order_rows_factors_and_ties() -> None:
+    class Odd(nn.Module):
+        """Registered in another order than it runs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.late = nn.Linear(4, 3)
+            self.early = nn.Embedding(9, 4, sparse=True)
+            self.again = nn.Linear(4, 3)
+            self.again.weight = self.late.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside = self.early(x)
+            return torch.as_tensor(self.late(inside) + self.again(inside))
+
+    model = Odd()
+    spec = model_spec(model, torch.tensor([1, 1, 5]))
+    assert [v.name for v in spec.variables] == ["early.weight", "late.weight", "late.bias", "again.bias"]
+    early, late = spec.variables[:2]
+    assert (early.sparse, early.rows, spec.batch) == (True, 2, 3)
+    assert late.also == ("again.weight",) and late.factors == 3
+    assert all(v.forward_us > 0 and v.backward_us > 0 for v in spec.variables)
+    assert spec.digest == model_spec(model).digest
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(InvalidInput, match="sample: the model does not run on it"):
+        model_spec(nn.Linear(3, 3), torch.zeros(2, 5))
