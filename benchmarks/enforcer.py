@@ -64,7 +64,8 @@ def channels(quick: bool) -> list[Row]:
         asked = {"case": "channels", "nbytes": 1 << 20, "budget_s": 5.0, "rounds": 1 if quick else 3, "times": 4}
         found = in_lab(asked, hosts=2, ranks=2, uplinks={"rdma": "100mbit", "eth": slow})
         made = rows_of(f"channels {ratio}", found, ceiling=ceiling)
-        base = found["times"]["one channel"]
+        # Both use the faster channel alone; against the slower of them the ceiling would seem to be passed.
+        base = min(found["times"]["one channel"], found["times"]["backend"])
         rows += [row | {"gain": base / row["iteration_us"]} for row in made]
     return rows
 
@@ -72,15 +73,20 @@ def channels(quick: bool) -> list[Row]:
 def overhead(quick: bool) -> list[Row]:
     """The plan that does what the application does, against no plan."""
     rows = []
-    for ranks in (2,) if quick else (2, 4):
+    shared, wired = ("shm", 1 << 20), ("rdma", 1 << 18)
+    for hosts, each, (channel, nbytes) in ((1, 2, shared), (2, 1, wired)) if quick else (
+        (1, 2, shared), (1, 4, shared), (2, 1, wired),
+    ):  # fmt: skip
         asked = {
-            "case": "overhead", "nbytes": 1 << 20, "buckets": 8, "work": 384, "rounds": 3 if quick else 8, "times": 10,
+            "case": "overhead", "nbytes": nbytes, "buckets": 8, "work": 384, "rounds": 3 if quick else 8, "times": 10,
+            "channel": channel,
         }  # fmt: skip
-        found = in_lab(asked, hosts=1, ranks=ranks, uplinks={"rdma": "1gbit"})
+        found = in_lab(asked, hosts=hosts, ranks=each, uplinks={"rdma": "400mbit"})
         plain, ours = found["times"]["backend"], found["times"]["identity"]
-        made = rows_of(f"overhead x{ranks}", found)
+        name = f"overhead {hosts}x{each}"
+        made = rows_of(name, found)
         rows += [row | {"overhead_percent": 100 * (row["iteration_us"] / plain - 1)} for row in made]
-        print(f"overhead x{ranks}: {100 * (ours / plain - 1):.1f} % of the iteration", file=sys.stderr)
+        print(f"{name}: {100 * (ours / plain - 1):.1f} % of the iteration", file=sys.stderr)
     return rows
 
 

@@ -101,12 +101,12 @@ def shared(make: Callable[[], Plan], path: Path) -> Plan:
     return Plan.load(path)
 
 
-def identity(workload: Workload, cluster: Cluster) -> Plan:
+def identity(workload: Workload, cluster: Cluster, channel: str) -> Plan:
     """The application's order, whole ops, and the program that the backend would take."""
     ops = []
     for seq, op in enumerate(workload.comm_ops):
         text = str(motif_of(op.kind, workload.groups_of(op)[0], op.nbytes, op.root))
-        only = MotifPlan(motif=text, algorithm="direct", channels=("shm",), seq=seq, nbytes=op.nbytes)
+        only = MotifPlan(motif=text, algorithm="direct", channels=(channel,), seq=seq, nbytes=op.nbytes)
         ops.append(
             OpPlan(op=op.name, kind=op.kind, nbytes=op.nbytes, option="whole", expression=text, motifs=(only,))
         )
@@ -143,7 +143,7 @@ def channels(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str,
 def overhead(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str, Any]:
     step = buckets(asked["nbytes"], asked["buckets"], asked["work"])
     workload = replace(captured(step), name="buckets")
-    plan = shared(lambda: identity(workload, cluster), folder / "identity.json")
+    plan = shared(lambda: identity(workload, cluster, asked["channel"]), folder / "identity.json")
     times: dict[str, list[float]] = {"backend": [], "identity": []}
     for _ in range(asked["rounds"]):
         times["backend"] += timed(step, asked["times"])

@@ -89,7 +89,7 @@ def test_collective_groups_have_similar_loads() -> None:
     for _ in range(100):
         recipe, strategy = sampler.sample()
         groups = Counter(node.sync.group for node in strategy.nodes if node.sync.kind == "all_reduce")
-        if groups.total() == 96 and recipe.groups in (2, 4, 8):
+        if groups.total() == 96 and recipe.groups in (2, 4, 8) and not recipe.apart:
             sizes.append(max(groups.values()) / min(groups.values()))
             assert len(groups) == recipe.groups
     assert sizes and max(sizes) <= 1.5

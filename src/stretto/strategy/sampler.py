@@ -54,6 +54,8 @@ class Recipe:
     two_level: bool = False
     by_rate: bool = True
     by_host: bool = False
+    apart: bool = False
+    """Whether parts of a cut variable are reduced beside each other instead of being merged."""
     staleness: int = 0
 
 
@@ -101,7 +103,7 @@ class Sampler:
         recipe = Recipe(
             choices=tuple(choices), servers=self._servers(), groups=rng.choice(GROUPS),
             server_groups=rng.choice(GROUPS[:6]), two_level=several and rng.random() < 0.6,
-            by_rate=rng.random() < 0.7, by_host=self._interleaved and rng.random() < 0.6,
+            by_rate=rng.random() < 0.7, by_host=self._interleaved and rng.random() < 0.6, apart=rng.random() < 0.5,
             staleness=rng.randint(0, self._staleness) if self._staleness else 0,
         )  # fmt: skip
         return recipe, self.compose(recipe)
@@ -115,7 +117,7 @@ class Sampler:
 
     def _changed(self, recipe: Recipe) -> Recipe:
         rng = self._rng
-        what = rng.choice(("class", "class", "one", "servers", "groups", "server_groups", "level", "order"))
+        what = rng.choice(("class", "class", "one", "servers", "groups", "server_groups", "level", "apart", "order"))
         if what in ("class", "one"):
             members = rng.choice([m for m in self._members.values() if m])
             members = members if what == "class" else [rng.choice(members)]
@@ -130,6 +132,8 @@ class Sampler:
             return replace(recipe, groups=rng.choice(GROUPS))
         if what == "server_groups":
             return replace(recipe, server_groups=rng.choice(GROUPS[:6]))
+        if what == "apart":
+            return replace(recipe, apart=not recipe.apart)
         if what == "level":
             several = any(len(ranks) > 1 for ranks in self.there.by_host)
             return replace(recipe, two_level=several and not recipe.two_level)
@@ -153,7 +157,7 @@ class Sampler:
                 piece = (variable.gradient_bytes * part.elements / variable.elements, at, part.index)
                 if choice.kind == "parameter_server":
                     served.append(piece)
-                elif choice.kind != "sparse_all_gather":
+                elif choice.kind != "sparse_all_gather" and not (recipe.apart and len(parts) > 1):
                     key = (choice.kind, variable.dtype, variable.sparse, choice.encoder)
                     merged.setdefault(key, []).append(piece)
         cuts.reverse()

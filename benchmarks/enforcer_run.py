@@ -1,0 +1,166 @@
+"""The cases of benchmarks/enforcer.py in which a controller looks after the job, as under `stretto run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import Row
+
+from stretto.control import inject_folder
+from stretto.control.controller import Controller
+from stretto.control.messages import JobStatus
+from stretto.control.transport import make_token
+from stretto.lab import Lab
+
+HERE = Path(__file__).parent
+UNCHANGED = HERE.parent / "examples" / "train_unchanged.py"
+LIMIT_S = 280.0
+SETTLED = 40
+"""Iterations after a change of plans, or of a link, until its times count: the window of a report is 32."""
+
+
+@contextmanager
+def controlled(folder: Path) -> Iterator[tuple[Controller, dict[str, str]]]:
+    """A controller, and what makes a job find it."""
+    token = make_token(folder / "token")
+    controller = Controller(memory=folder / "state.json", budget_s=5.0)
+    try:
+        server = controller.serve(f"unix:{folder}/socket", token=token)
+        try:
+            yield (
+                controller,
+                {
+                    "PYTHONPATH": os.pathsep.join(
+                        [str(inject_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
+                    ),
+                    "STRETTO_CONTROLLER": server.address,
+                    "STRETTO_TOKEN_FILE": str(folder / "token"),
+                    "STRETTO_JOB": "bench",
+                },
+            )
+        finally:
+            server.close()
+    finally:
+        controller.close()
+
+
+def until(controller: Controller, what: str, holds: Callable[[JobStatus], bool], running: Callable[[], bool]) -> None:
+    """Wait until the job is so far."""
+    deadline = time.monotonic() + LIMIT_S
+    last = ""
+    while time.monotonic() < deadline and running():
+        jobs = controller.status().jobs
+        last = f"{jobs[0].phase}, {jobs[0].about}, {jobs[0].iteration_us:.0f} us an iteration" if jobs else ""
+        if jobs and holds(jobs[0]):
+            return
+        time.sleep(0.1)
+    sys.exit(f"{what}: did not happen ({last})")
+
+
+def unchanged(quick: bool) -> list[Row]:
+    """A script that knows nothing of us, by itself and under a controller."""
+    steps = 150 if quick else 250
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Lab(hosts=2, ranks_per_host=2, uplinks={"rdma": "100mbit", "eth": "50mbit"}) as lab,
+    ):
+        own = [sys.executable, str(UNCHANGED), "--steps"]
+        alone = lab.run([*own, "30"], timeout_s=LIMIT_S)
+        each_ms = re.search(r"([\d.]+) ms each", alone.outputs[0])
+        if each_ms is None:
+            sys.exit(f"unchanged: {alone.errors}")
+        gloo_us = 1e3 * float(each_ms[1])
+        with controlled(Path(name)) as (controller, environment):
+            done = lab.run([*own, str(steps)], env=environment, timeout_s=LIMIT_S)
+            if done.failed is not None or done.timed_out:
+                sys.exit(f"unchanged: {done.errors}")
+            job = controller.status().jobs[0]
+    times = {"gloo": gloo_us, "backend": job.plain_us, "stretto": job.iteration_us}
+    return [
+        {
+            "case": "unchanged", "system": system, "iteration_us": us, "gain": gloo_us / us,
+            "predicted_us": job.predicted_us if system == "stretto" else None,
+        }
+        for system, us in times.items()
+    ]  # fmt: skip
+
+
+def cut(quick: bool) -> list[Row]:
+    """The faster uplink of one host loses four fifths of its rate while training goes on."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Lab(hosts=2, ranks_per_host=2, uplinks={"rdma": "50mbit", "eth": "25mbit"}) as lab,
+    ):
+        folder = Path(name)
+        with controlled(folder) as (controller, environment):
+            job = lab.start([sys.executable, str(HERE / "enforcer_run_rank.py"), name], env=environment)
+            begun = time.monotonic()
+
+            def running() -> bool:
+                return time.monotonic() - begun < LIMIT_S
+
+            def settled_from(plan: int) -> Callable[[JobStatus], bool]:
+                return lambda now: now.plan.number >= plan and min(r.iteration for r in now.ranks) > SETTLED + plan_at
+
+            plan_at = 0
+            until(controller, "the first plan", lambda now: now.plan.number > 0, running)
+            plan_at = controller.status().jobs[0].ranks[0].iteration
+            until(controller, "the first plan's times", settled_from(1), running)
+            first = controller.status().jobs[0]
+            cut_s = time.monotonic()
+            lab.reshape("rdma", 1, "10mbit")
+            plan_at = first.ranks[0].iteration
+            until(controller, "the cut's times", settled_from(1), running)
+            slowed = controller.status().jobs[0]
+            until(controller, "a new plan", lambda now: now.plan.number > first.plan.number, running)
+            took_s = time.monotonic() - cut_s
+            second = controller.status().jobs[0]
+            plan_at = second.ranks[0].iteration
+            until(controller, "the new plan's times", settled_from(second.plan.number), running)
+            (folder / "stop").touch()
+            done = job.wait(LIMIT_S)
+            if done.failed is not None or done.timed_out:
+                sys.exit(f"cut: {done.errors}")
+        told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+    return cut_rows(told, first.plan.number, plan_cut=first.ranks[0].iteration, took_s=took_s, slowed=slowed)
+
+
+def cut_rows(told: list[dict[str, Any]], plan: int, *, plan_cut: int, took_s: float, slowed: JobStatus) -> list[Row]:
+    """What iterations took before the cut, after it, and under the new plan; and whether all was well."""
+    plans: list[list[int]] = [one["plans"] for one in told]
+    if any(seen != plans[0] for seen in plans):
+        sys.exit("cut: ranks ran different plans in the same iteration")
+    times = [max(each) for each in zip(*(one["times_us"] for one in told), strict=True)]
+    at = {number: [i for i, seen in enumerate(plans[0]) if seen == number] for number in sorted(set(plans[0]))}
+    last = max(at)
+    phases = {
+        "backend": at[0][5:],
+        "stretto": [i for i in at[plan] if i < plan_cut + told[0]["offset"]],
+        "stretto, cut": [i for i in at[plan] if i > plan_cut + told[0]["offset"] + SETTLED // 2],
+        "stretto, new plan": at[last],
+    }
+    rows: list[Row] = []
+    for system, iterations in phases.items():
+        us = median(times[i] for i in iterations) if iterations else float("nan")
+        rows.append(
+            {
+                "case": "cut", "system": system, "iteration_us": us, "iterations": len(iterations),
+                "plan": plans[0][iterations[-1]] if iterations else None,
+                "loss_off": told[0]["loss_off"], "spread": told[0]["spread"],
+                "noticed_and_changed_s": took_s if system == "stretto, new plan" else None,
+            }
+        )  # fmt: skip
+    return rows
+
+
+CASES = {"unchanged": unchanged, "cut": cut}
