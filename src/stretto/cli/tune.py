@@ -58,7 +58,7 @@ def tune(
     changes. The first run finds out about the model, each further one tries a
     strategy for a few iterations. What is found trains as synchronous training
     with whole gradients does, unless --allow-lossy or --allow-stale is given,
-    and is never slower than all-reduce in buckets (DDP) was here.
+    and was not slower than all-reduce in buckets (as DDP does) in its last runs.
     Use it with STRETTO_STRATEGY=strategy.yaml.
 
     \b
