@@ -54,11 +54,13 @@ def test_it_finds_what_is_faster_and_writes_it(
     best, rows = tmp_path / "best.yaml", tmp_path / "rows.json"
     assert run(["tune", "--trials", "10", "-o", str(best), "--json", str(rows), "--", *fake]) == 0
     said = capsys.readouterr().out
-    assert "6 variables" in said and "2 ranks on 2 hosts" in said and "best: 1.00 ms" in said and "2.00x" in said
-    kinds = {sync.kind for node in load_strategy(best).nodes for sync in (node.parts or (node.sync,))}
-    assert kinds == {"parameter_server"}
+    assert "6 variables" in said and "2 ranks on 2 hosts" in said
     trials = json.loads(rows.read_text())
     assert len(trials) == 10 and trials[0]["origin"] == "all_reduce" and trials[0]["iteration_us"] == 2000.0
+    least = min(trial["iteration_us"] for trial in trials)
+    assert least < 2000.0 and f"best: {least / 1000:.2f} ms per iteration, {2000 / least:.2f}x" in said
+    kinds = [sync.kind for node in load_strategy(best).nodes for sync in (node.parts or (node.sync,))]
+    assert 1000 + 1000 * sum(kind != "parameter_server" for kind in kinds) / len(kinds) == pytest.approx(least)
 
 
 def test_a_real_script_is_described_tried_and_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

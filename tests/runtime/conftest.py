@@ -21,7 +21,7 @@ Outcome = Workload | str
 """What one rank got: a workload, or the message of the error."""
 Job = Callable[..., dict[str, list[Any]]]
 
-collect_ignore_glob = ["capture_*.py", "backend_*.py", "distribute_*.py", "enforcer_*.py"]
+collect_ignore_glob = ["*_job.py", "capture_*.py", "backend_*.py", "distribute_*.py", "enforcer_*.py"]
 """What the processes run; pytest itself must not import it."""
 
 LIMIT_S = 150.0
