@@ -6,6 +6,7 @@ rank yields at the same places, also where it has no part in an exchange, so tha
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ class Link(NamedTuple):
     size: int
 
 
-class Carrier:
+class Carrier(ABC):
     """What all carriers share; `variables` are the names that a push waits for."""
 
     stateful = False
@@ -86,9 +87,9 @@ class Carrier:
         """All regions, of all owners, in the same order on every rank."""
         return [Region(variable=piece.variable.name, part=piece.part, owner=self.owner) for piece in self.pieces]
 
+    @abstractmethod
     def push(self) -> Flow:
         """Bring gradients together."""
-        raise NotImplementedError
 
     def pull(self) -> Flow:
         """Bring updated parameters from the server to everyone; nothing where everyone updates."""

@@ -7,6 +7,7 @@ at the end.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Generator
 
 import torch
@@ -28,13 +29,13 @@ class RunsCarrier(Carrier):
     same_length = False
     """Whether the run of every rank is equally long, so that nobody has to ask."""
 
+    @abstractmethod
     def encode(self) -> torch.Tensor:
         """This rank's run of bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, run: Run) -> list[torch.Tensor | None]:
         """The mean of all runs, piece by piece."""
-        raise NotImplementedError
 
     def push(self) -> Flow:
         """Encode, gather, decode."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,10 @@ def _carrier(
     name = sync.encoding[0]
     if name == "sufficient_factors":
         return FactorsCarrier(message, parameters, groups, layers=layers)
-    lossy = {"powersgd": PowerSgdCarrier, "topk": TopKCarrier, "onebit": OneBitCarrier}
-    return lossy.get(name, DenseCarrier)(message, parameters, groups)
+    dense: dict[str, Callable[..., Carrier]] = {
+        "powersgd": PowerSgdCarrier, "topk": TopKCarrier, "onebit": OneBitCarrier,
+    }  # fmt: skip
+    return dense.get(name, DenseCarrier)(message, parameters, groups)
 
 
 def _depots(stale: list[Message], parameters: dict[str, nn.Parameter], groups: Groups) -> list[Depot]:
