@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -16,6 +17,7 @@ from stretto.collectives import Collective
 from stretto.errors import InvalidInput
 from stretto.programs.interpret import check as interpret_and_check
 from stretto.synthesis.forest import forests_of, synthesise
+from stretto.synthesis.forest_optimum import _least_scale
 from stretto.synthesis.forest_trees import Forest, pack_trees
 
 
@@ -116,6 +118,19 @@ def test_multicast_is_never_slower_and_never_beats_its_bounds(cluster: st.Cluste
     for contention in ("fifo", "fair"):
         took = st.simulate(program, cluster, nbytes=1e6, contention=contention).total_us
         assert took >= st.lower_bound(st.AllGather(n), cluster, nbytes=1e6).total_us * (1 - 1e-9)
+
+
+def test_a_message_that_cannot_part_where_it_should_counts_each_time_it_is_sent() -> None:
+    """Copies leave the switch that copies by one link and part at one that cannot: no cast is left of them."""
+    nodes = [Node(name=f"d{i}") for i in range(3)]
+    nodes += [Node(name=f"s{i}", kind="switch", multicast=i == 2) for i in range(3)]
+    ends = [(5, 1, 2), (1, 5, 1), (4, 2, 2), (2, 4, 1), (4, 0, 2), (0, 4, 3), (5, 4, 2), (4, 5, 2)]
+    links = [Link(src=a, dst=b, alpha_us=1.0, gb_per_s=rate) for a, b, rate in ends]
+    check(pack_trees(st.Cluster.build("late", nodes=nodes, links=links), range(3), range(3), multicast=True), {0, 1, 2})
+
+
+def test_links_that_balancing_has_closed_never_help_a_cut() -> None:
+    assert _least_scale(np.array([0, 2]), Fraction(1, 4), 1) == Fraction(1, 2)
 
 
 COLLECTIVES: list[Callable[[int], Collective]] = [

@@ -231,7 +231,8 @@ def near_trees(graph: Graph, best: Optimum, most: int) -> tuple[int, NDArray[np.
 
 def _least_scale(rate: NDArray[np.int64], scale: Fraction, need: int) -> Fraction:
     """The least factor, at least `scale`, with which the whole parts of these rates add up to `need`."""
-    distinct, count = (x.tolist() for x in np.unique(rate, return_counts=True))
+    # Links that balancing has closed never add anything.
+    distinct, count = (x.tolist() for x in np.unique(rate[rate > 0], return_counts=True))
     while sum(n * int(r * scale) for r, n in zip(distinct, count, strict=True)) < need:
         scale = min(Fraction(int(r * scale) + 1, r) for r in distinct)
     return scale

@@ -247,6 +247,7 @@ def _forest(
     cluster = graph.cluster
     none = np.zeros(0, np.int32)
     columns: dict[str, NDArray[np.int32]]
+    over_switches = False
     if result is None:
         root, amount, ptr = none, np.zeros(0, np.int64), np.zeros(1, np.int64)
         columns = dict.fromkeys(("src", "dst", "route", "cast"), none)
@@ -258,7 +259,8 @@ def _forest(
         used, number = np.unique(route, return_inverse=True)
         routes = [routes[r] for r in used.tolist()]
         columns = {"src": src, "dst": dst, "route": number.astype(np.int32), "cast": np.full(len(src), -1, np.int32)}
-        if np.any(dst >= cluster.num_devices):
+        over_switches = bool(np.any(dst >= cluster.num_devices))
+        if over_switches:
             ptr, columns, routes = without_switches(cluster, ptr, columns, routes)
     depth = np.zeros(len(columns["src"]), np.int32)
     at = np.zeros(cluster.num_nodes, np.int32)
@@ -284,9 +286,7 @@ def _forest(
         routes=tuple(routes),
         cast=columns["cast"],
     )
-    if not np.any(made.cast >= 0):
-        return made
-    return replace(made, throughput=min(reached, _carried(graph, made)))
+    return replace(made, throughput=min(reached, _carried(graph, made))) if over_switches else made
 
 
 def _carried(graph: Graph, forest: Forest) -> Fraction:
