@@ -149,6 +149,15 @@ def whole_job(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         gradients = torch.full((1000,), float(rank))
         hook.reduce(gradients).wait()
         outcomes["some"] = [float(gradients[0]), sum(half) / len(half)]
+    # Members that are in different numbers of other groups, and two hooks over the same ranks.
+    alone = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
+    with stretto.torch.DdpHook(group) as hook, stretto.torch.DdpHook(group) as other:
+        sums = []
+        for one in (hook, other):
+            gradients = torch.full((1000,), float(rank))
+            one.reduce(gradients).wait()
+            sums.append(float(gradients[0]))
+        outcomes["numbered"] = [len(alone), sums, [sum(half) / len(half)] * 2]
     for carrier in ("executor", "gloo"):
         outcomes[f"planned on {carrier}"] = planned(carrier, sizes)
     dist.barrier()

@@ -49,6 +49,11 @@ def test_a_hook_for_some_ranks(outcomes: Outcomes) -> None:
     assert all(got == want for got, want in outcomes["some"])
 
 
+def test_members_that_are_in_different_numbers_of_groups_make_a_hook(outcomes: Outcomes) -> None:
+    assert [others for others, _, _ in outcomes["numbered"]] == [0, 1, 2, 3]
+    assert all(got == want for _, got, want in outcomes["numbered"])
+
+
 @pytest.mark.parametrize("carrier", ["executor", "gloo"])
 def test_gradients_follow_a_plan(outcomes: Outcomes, carrier: str) -> None:
     for plans in outcomes[f"planned on {carrier}"]:

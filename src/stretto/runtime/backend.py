@@ -60,6 +60,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
         self.label = name
         self._timeout = timeout
         self._gathering: list[GroupWork] | None = None
+        self.coalescing = False
+        """Whether NCCL puts several calls into one launch just now."""
         self._wrapped = _wrapped_backends(store, rank, size, timeout)
         self._plain = Base(store, rank, size)
         for group in (self, self._plain):
@@ -279,12 +281,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
+            self.coalescing = True
             self._plain._start_coalescing(device)
         else:
             self._gathering = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         if device.type != "cpu":
+            self.coalescing = False
             ended: dist.Work = self._plain._end_coalescing(device)
             return ended
         works, self._gathering = self._gathering or [], None
@@ -374,7 +378,10 @@ class StrettoGroup(Base):  # type: ignore[misc]
             return inner
         recording = current()
         ended = recording.start(f"{call.op} ({backend})", self.label, call.nbytes) if recording else None
-        return self._gathered(DelegatedWork(inner, tensors, lambda error: self._explain(error, peer), ended))
+        message = call.op in ("send", "recv")
+        return self._gathered(
+            DelegatedWork(inner, tensors, lambda error: self._explain(error, peer), ended, message=message)
+        )
 
     @property
     def alone(self) -> bool:

@@ -37,7 +37,7 @@ def _keep(work: GroupWork) -> None:
     # Two out for one in: nothing piles up behind a work that somebody holds for long.
     for _ in range(min(2, len(_recent))):
         old = _recent.popleft()
-        if sys.getrefcount(old) <= _OUR_REFERENCES and old.is_completed():
+        if sys.getrefcount(old) <= _OUR_REFERENCES and old.forgettable:
             old.strip()
             _shells.append(old)
         elif len(_recent) < SHELLS:
@@ -96,6 +96,11 @@ class GroupWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether the op has ended, well or not."""
         return self._over or self._poll()
+
+    @property
+    def forgettable(self) -> bool:
+        """Whether its tensors need not be kept for its sake."""
+        return self.is_completed()
 
     def is_success(self) -> bool:
         """Whether it has ended well."""
@@ -229,7 +234,7 @@ class ExecutedWork(GroupWork):
 
 
 class DelegatedWork(GroupWork):
-    """An op of the wrapped backend."""
+    """An op of the wrapped backend; `message` where it is one between two ranks."""
 
     def __init__(
         self,
@@ -237,12 +242,17 @@ class DelegatedWork(GroupWork):
         tensors: Tensors,
         explain: Callable[[Exception], Exception],
         ended: Ended | None = None,
+        *,
+        message: bool = False,
     ) -> None:
         super().__init__(tensors, ended)
         self._inner: dist.Work | None = inner
         self._why = explain
+        self._message = message
         self._source = -1
         self._waiting = threading.Lock()
+        self._waited = False
+        self._wrong: Exception | None = None
 
     def source_rank(self) -> int:
         """Who sent what arrived from any source."""
@@ -252,14 +262,25 @@ class DelegatedWork(GroupWork):
     _source_rank = source_rank
 
     def _block(self, timeout: timedelta) -> bool:
-        # gloo's sends and receives count down what was waited for: two at once would wait forever.
+        # gloo's sends and receives count down what was waited for: whoever waits a second time waits forever. So one
+        # waits, and what came of it is known before the next may look.
         if not self._waiting.acquire(timeout=timeout.total_seconds() if timeout > NO_TIMEOUT else -1):
             return False
         try:
             inner = self._inner
-            return inner is None or bool(inner.wait(timeout) if timeout > NO_TIMEOUT else inner.wait())
+            if inner is not None and not self._waited:
+                try:
+                    inner.wait(timeout) if timeout > NO_TIMEOUT else inner.wait()
+                except RuntimeError as error:
+                    if timeout > NO_TIMEOUT and not self._message and not inner.is_completed():
+                        return False
+                    self._wrong = error
+                self._waited = True
         finally:
             self._waiting.release()
+        if self._wrong is not None:
+            raise self._wrong
+        return True
 
     def _poll(self) -> bool:
         inner = self._inner

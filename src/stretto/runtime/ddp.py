@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.constants import default_pg_timeout
 
 from ..cluster import Cluster
 from ..errors import InvalidInput
@@ -21,6 +22,7 @@ from .backend_buffers import Call
 from .enforcer.enforcer import Enforcer
 
 Future = torch.futures.Future[torch.Tensor]
+_made: dict[tuple[int, ...], int] = {}
 WIDE = (torch.float32, torch.float64)
 """In these the sum of all ranks can be taken before it is divided; in half precision it could overflow."""
 
@@ -34,8 +36,8 @@ class DdpHook:
         model.register_comm_hook(state, stretto.torch.ddp_hook)
 
     With a `plan` for a captured `workload`, gradients are cut, ordered and bound to channels as it says; `carrier`
-    moves them: our executor, or gloo with one communicator for each channel. `cluster` is what the plan was made for.
-    Ranks agree on the plan every `every` iterations; buckets that it does not know are averaged as usual.
+    moves them: our executor, or gloo or (on GPUs) NCCL with one communicator for each channel. `cluster` is what the
+    plan was made for. Ranks agree on the plan every `every` iterations; buckets that it does not know are averaged as usual.
     """
 
     def __init__(
@@ -59,9 +61,7 @@ class DdpHook:
         self.made = not isinstance(self.users, StrettoGroup)
         self.ours: Any = self.users
         if self.made:
-            ranks = dist.get_process_group_ranks(self.users)
-            # Only the members make it, unless those are all.
-            self.ours = dist.new_group(ranks, backend="stretto", use_local_synchronization=not whole)
+            self.ours = _beside(tuple(dist.get_process_group_ranks(self.users)))
         self.enforcer: Enforcer | None = None
         if plan is not None and workload is not None:
             self.enforcer = Enforcer(workload, every=every, cluster=cluster, carrier=carrier, group=self.ours)
@@ -74,8 +74,9 @@ class DdpHook:
 
     def reduce(self, gradients: torch.Tensor) -> Future:
         """Begin to average gradients in place."""
-        # Tensors on a GPU are not ours: the backend that the user keeps runs them.
-        group = self.ours if gradients.device.type == "cpu" else self.users
+        # Tensors on a GPU are not ours, unless a plan above NCCL is: the backend that the user keeps runs them.
+        planned = self.enforcer is not None and self.enforcer.device == gradients.device
+        group = self.ours if gradients.device.type == "cpu" or planned else self.users
         fused = (
             group is self.ours
             and self.enforcer is None
@@ -84,9 +85,10 @@ class DdpHook:
         )
         if not fused:
             gradients.div_(group.size())
-        op = dist.ReduceOp.AVG if fused else dist.ReduceOp.SUM
-        work = dist.all_reduce(gradients, op, group=group, async_op=True)
-        assert work is not None
+        options: Any = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.AVG if fused else dist.ReduceOp.SUM
+        options.asyncOp = True
+        work = group.allreduce([gradients], options)
         averaged: Future = work.get_future().then(lambda done: done.value()[0])
         return averaged
 
@@ -96,7 +98,7 @@ class DdpHook:
             self.enforcer.close()
             self.enforcer = None
         if self.made and self.ours is not None:
-            dist.destroy_process_group(self.ours)
+            self.ours.shutdown()
             self.ours = None
 
     def __enter__(self) -> DdpHook:
@@ -106,6 +108,21 @@ class DdpHook:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _beside(ranks: tuple[int, ...]) -> StrettoGroup:
+    """A group of our own over some ranks, which make it together; PyTorch does not know of it.
+
+    `torch.distributed.new_group` for members alone names a group by how many each of them has, and members that are in
+    different numbers of other groups would wait for each other for ever. How many hooks these ranks have made is the
+    same on all of them.
+    """
+    number = _made[ranks] = _made.get(ranks, 0) + 1
+    name = f"stretto/hook/{'.'.join(map(str, ranks))}/{number}"
+    return StrettoGroup(
+        store=c10d.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank=ranks.index(dist.get_rank()),
+        size=len(ranks), timeout=default_pg_timeout, name=name, devices=ranks,
+    )  # fmt: skip
 
 
 def ddp_hook(state: DdpHook, bucket: Any) -> Any:
