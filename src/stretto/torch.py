@@ -61,7 +61,7 @@ def record() -> AbstractContextManager[Recording]:
 
 
 def enforce(
-    plan: Plan, workload: Workload, *, every: int = 8, cluster: Cluster | None = None, carrier: str = "executor"
+    plan: Plan, workload: Workload, *, every: int = 8, cluster: Cluster | None = None, carrier: str = "auto"
 ) -> Enforcer:
     """Carry out a plan for the captured step from one of the next iterations on; all ranks call it at the same point.
 
@@ -72,6 +72,8 @@ def enforce(
                 train_step(batch)
                 stretto.step()
         print(enforcer.report())
+
+    `carrier` moves the data: "executor" (ours), "gloo", or "nccl" (on GPUs); "auto" takes what the job uses.
     """
     made = Enforcer(workload, every=every, cluster=cluster, carrier=carrier)
     try:

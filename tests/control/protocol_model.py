@@ -3,8 +3,9 @@
 The network is the set of all messages ever sent: each may arrive now, later, again, or never, in any order. So loss,
 delay, duplication and reordering need no events of their own. The controller may die at any step and come back with
 its number file or without; ranks may die, which ends a PyTorch job, and all be started again with another model; the
-training step may change under a plan. Ranks train at their own pace, one iteration apart at most, as collectives make
-them, and agree in band by exchanging what each of them has committed at the start of an iteration.
+training step may change under a plan, or be another one for a while. Ranks train at their own pace, one iteration
+apart at most, as collectives make them, and agree in band by exchanging what each of them has committed at the start of
+an iteration.
 
 States are tuples of numbers that stand for the values in `Table`s, so that what one part does is computed once.
 """
@@ -35,6 +36,8 @@ class Case:
     """Of the whole job, with another model."""
     changes: int = 0
     """Of the training step under a plan."""
+    rests: int = 0
+    """Of a plan whose step is another one for a while."""
     refusing: tuple[tuple[int, str], ...] = ()
     """(rank, hash): what a rank's data plane cannot load."""
     failing: tuple[tuple[int, str], ...] = ()
@@ -51,6 +54,8 @@ class Rank:
     """Iterations beyond the slowest rank: 0 or 1."""
     active: PlanId = PLAIN
     barred: int = 0
+    asleep: int = 0
+    """The plan that rests, until this rank has seen its step again."""
     offer: PlanId = PLAIN
     """What it has put into the exchange of this iteration."""
     before: PlanId = PLAIN
@@ -71,6 +76,7 @@ class State(NamedTuple):
     deaths: int = 0
     restarts: int = 0
     changes: int = 0
+    rests: int = 0
 
 
 class Table(Generic[T]):
@@ -124,6 +130,7 @@ class Model:
         self.told = cache(self._told)
         self.trains = cache(self._trains)
         self.changes = cache(self._changes)
+        self.rests = cache(self._rests)
         self.proposes = cache(self._proposes)
         self.check_ranks = cache(self._check_ranks)
         self.said_by = cache(self._said)
@@ -172,6 +179,12 @@ class Model:
         if state.restarts < self.case.restarts:
             ranks = self._fresh(state.restarts + 1)
             yield state._replace(ranks=ranks, restarts=state.restarts + 1, up=state.up | self._sent(ranks))
+        for at in range(self.case.ranks):
+            if self.rank_table[state.ranks[at]].asleep:
+                yield state._replace(ranks=self._woken(state.ranks, at))
+        rested = self.rests(state.ranks) if state.rests < self.case.rests else None
+        if rested is not None:
+            yield state._replace(ranks=rested, rests=state.rests + 1, up=state.up | self._sent(rested))
         changed = self.changes(state.ranks) if state.changes < self.case.changes else None
         if changed is not None:
             yield state._replace(ranks=changed, changes=state.changes + 1, up=state.up | self._sent(changed))
@@ -210,8 +223,10 @@ class Model:
             assert target.number in rank.side.held, f"rank {at} is to switch to {target}, which it does not hold"
             active = target
         side = retire(rank.side, active, Plane())
-        offer = side.committed if side.committed.number > rank.barred else PLAIN
-        ranks = self._put(ranks, replace(rank, side=side, ahead=1, active=active, before=rank.offer, offer=offer))
+        offer = side.committed if side.committed.number > max(rank.barred, rank.asleep) else PLAIN
+        asleep = rank.asleep if active == rank.active else 0
+        after = replace(rank, side=side, ahead=1, active=active, asleep=asleep, before=rank.offer, offer=offer)
+        ranks = self._put(ranks, after)
         if all(self.rank_table[number].ahead for number in ranks):
             ranks = tuple(
                 self.rank_table.number(replace(self.rank_table[number], ahead=0, before=PLAIN)) for number in ranks
@@ -227,6 +242,19 @@ class Model:
             side = captured(rank.side, rank.side.digest + "'", Plane())
             ranks = self._put(ranks, replace(rank, side=side, active=PLAIN, barred=rank.active.number))
         return ranks
+
+    def _rests(self, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The training step is another one for a while: all ranks see it at the same call, and offers are void."""
+        all_ranks = [self.rank_table[number] for number in ranks]
+        if any(rank.ahead for rank in all_ranks) or not all_ranks[0].active.number:
+            return None
+        for rank in all_ranks:
+            ranks = self._put(ranks, replace(rank, active=PLAIN, offer=PLAIN, asleep=rank.active.number))
+        return ranks
+
+    def _woken(self, ranks: tuple[int, ...], at: int) -> tuple[int, ...]:
+        """A rank has seen the plan's own step again."""
+        return self._put(ranks, replace(self.rank_table[ranks[at]], asleep=0))
 
     def _proposes(self, job: int, proposed: int) -> int | None:
         """The controller gives out the next plan."""
@@ -277,6 +305,8 @@ class Model:
         for at in range(self.case.ranks):
             job, reply = self.hears(job, self.said_by(ranks[at]))
             ranks = self.told(ranks, reply) if reply is not None else ranks
+        for at in range(self.case.ranks):
+            ranks = self._woken(ranks, at)
         for at in range(self.case.ranks):
             ranks = self.trains(ranks, at) or ranks
         given = self.proposes(job, state.proposed)

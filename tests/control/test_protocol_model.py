@@ -33,6 +33,9 @@ CASES = {
     "the step changes under a plan, the controller dies": Case(
         ranks=2, plans=(("a", "A"), ("b", "A'")), changes=1, deaths=1
     ),
+    "a plan rests and comes back, the controller dies": Case(ranks=2, plans=ONE, rests=1, deaths=1),
+    "a plan rests and comes back while the next is given out": Case(ranks=2, plans=TWO, rests=1),
+    "a plan of three ranks rests and comes back": Case(ranks=3, plans=ONE, rests=1),
     "the step changes under a plan of three ranks": Case(ranks=3, plans=(("a", "A"), ("b", "A'")), changes=1),
 }
 

@@ -12,7 +12,7 @@ import stretto.planner.make as module
 from stretto.cluster import Cluster
 from stretto.errors import Infeasible, InvalidInput, PlanMismatch
 from stretto.planner.baselines import BASELINES
-from stretto.planner.make import SYSTEM, Planned, plan, planned, to_plan, to_schedule
+from stretto.planner.make import PLAIN, SYSTEM, Planned, plan, planned, to_plan, to_schedule
 from stretto.planner.plan import Plan
 from stretto.planner.problem import Problem
 from stretto.planner.retime import Retimed
@@ -177,3 +177,23 @@ def test_the_short_form(found: Planned) -> None:
     assert made.iteration_us <= min(made.baselines_us.values()) * (1 + 1e-9)
     assert stretto.plan is plan
     assert stretto.Plan is Plan
+
+
+def test_a_plan_that_promises_too_little_is_plain_order(found: Planned) -> None:
+    gain = 1 - found.plan.iteration_us / found.plain.period_us
+    assert 0 < gain < 0.9, "there is something to gain on this step"
+    kept = planned(STEP, HGX2, steps=300, seed=1, least_gain=gain + 0.05)
+    assert kept.plan.name == PLAIN and "plain order" in kept.plan.notes[-1]
+    assert kept.plan.iteration_us == kept.plain.period_us
+    assert all(len(op.motifs) == 1 for op in kept.plan.ops), "whole ops"
+    assert planned(STEP, HGX2, steps=300, seed=1, least_gain=gain / 2).plan.name == SYSTEM
+
+
+def test_no_plan_promises_less_than_plain_order(found: Planned) -> None:
+    assert found.plan.iteration_us <= found.plain.period_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("least_gain", [-0.1, 1.0, float("nan")])
+def test_the_least_gain_is_a_part(least_gain: float) -> None:
+    with pytest.raises(InvalidInput, match="least_gain: must be at least 0 and below 1"):
+        planned(STEP, HGX2, steps=10, least_gain=least_gain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from enforcer_plans import arguments, cluster_of, enforced, join, numbers, simpl
 import stretto.torch
 from stretto.errors import StrettoError
 from stretto.runtime.enforcer.carrier import SLOTS
+from stretto.runtime.enforcer.current import Current
 from stretto.runtime.enforcer.enforcer import Enforcer
 from stretto.workload import Dep, Op, Workload
 
@@ -48,12 +50,16 @@ class Model:
         works.append(dist.all_to_all_single(y, x, async_op=True))
         if how == "waits":
             works[-1].wait()
+        if how == "middle":
+            works.append(dist.all_reduce(torch.cat([g, g[:3]]), async_op=True))
         if how not in ("order", "missing"):
             works.append(dist.all_reduce(g, async_op=True))
         self.between()
         more = numbers(7, self.rank, number)
-        if how == "extra":
+        if how in ("extra", "both"):
             dist.all_reduce(more)
+        if how == "both":
+            dist.barrier()
         for work in works:
             work.wait()
         g += int(more.sum())
@@ -141,8 +147,27 @@ def prefetch() -> Any:
         held[:] = [dist.all_reduce(g, async_op=True), g]
         return int((y * torch.arange(COUNT)).sum()), total
 
+    def evaluation(number: int) -> list[int]:
+        """Waits for everything first, as an evaluation of finished weights does."""
+        held[0].wait()
+        metric = numbers(5, rank, number)
+        dist.all_reduce(metric)
+        return metric.tolist()
+
     want = [iteration(number) for number in range(6)]
     held[0].wait()
+    held.clear()
+    evaluated = [[iteration(number), evaluation(number)] for number in range(4)]
+    held.clear()
+    with stretto.torch.enforce(plan, step, every=1, cluster=CLUSTER) as enforcer:
+        ran = []
+        for number in range(4):
+            found = iteration(number)
+            stretto.step()
+            # The evaluation begins with a barrier: from there on nothing is held back.
+            dist.barrier()
+            ran.append([found, evaluation(number)])
+        kept_on = [ran == evaluated, enforcer.report().number, enforcer.report().fell_back]
     held.clear()
     with stretto.torch.enforce(plan, step, every=1, cluster=CLUSTER) as enforcer:
         got = []
@@ -162,13 +187,13 @@ def prefetch() -> Any:
         stretto.torch.enforce(backward, TWO, cluster=CLUSTER)
     except StrettoError as error:
         refused = f"{type(error).__name__}: {error}"
-    return {"same": got == want, "active": active, "order": named(kept), "refused": refused}
+    return {"same": got == want, "active": active, "order": named(kept), "refused": refused, "evaluated": kept_on}
 
 
 def mismatches() -> Any:
     """Each kind of surprise in iteration 5, on all ranks: results stay right, and all are back in plain order."""
     found = {}
-    for how in ("order", "missing", "size", "extra"):
+    for how in ("order", "missing", "middle", "size", "extra"):
         found[how] = _surprised(how, lambda number, how=how: how if number == 5 else "")  # type: ignore[misc]
     found["waits"] = _surprised("waits", lambda number: "waits" if number == 5 else "", plan=REVERSED)
     return found
@@ -178,9 +203,85 @@ def _surprised(how: str, strange: Callable[[int], str], plan: Any = BESIDE) -> A
     model = Model()
     model.strange = strange
     want = [model.step(number) for number in range(8)]
-    got, enforcer = enforced(TWO, plan, model.step, 8, cluster=CLUSTER)
-    report = enforcer.report()
-    return {"same": got == want, "number": report.number, "why": report.fell_back}
+    seen: list[int] = []
+
+    def step(number: int) -> list[int]:
+        assert isinstance(Current.enforcer, Enforcer)
+        seen.append(Current.enforcer.report().number)
+        return model.step(number)
+
+    got, enforcer = enforced(TWO, plan, step, 8, cluster=CLUSTER)
+    return {"same": got == want, "number": seen[6], "why": enforcer.report().fell_back}
+
+
+def evaluated() -> Any:
+    """An evaluation that communicates, every other iteration, with and without marks: the plan goes on."""
+    found = []
+    for marked in (True, False):
+        model, rank = Model(), dist.get_rank()
+        seen, sums = [], []
+        with Enforcer(TWO, every=1, cluster=CLUSTER) as enforcer:
+            enforcer.prepare(BESIDE, TWO, 1)
+            enforcer.commit(1, BESIDE.hash)
+            for number in range(8):
+                # Before the mark, too.
+                model.strange = lambda number, marked=marked: "both" if marked and number == 6 else ""  # type: ignore[misc]
+                got = model.step(number)
+                if marked:
+                    stretto.step()
+                seen.append(enforcer.report().number)
+                if number % 2:
+                    metric = numbers(9, rank, number)
+                    dist.all_reduce(metric)
+                    dist.barrier()
+                    got += metric.tolist()
+                sums.append(got)
+            report = enforcer.report()
+        want = []
+        for number in range(8):
+            got = model.step(number)
+            if number % 2:
+                metric = numbers(9, rank, number)
+                dist.all_reduce(metric)
+                got += metric.tolist()
+            want.append(got)
+        found.append({"same": sums == want, "seen": seen, "why": report.fell_back, "iteration": report.iteration})
+    return found
+
+
+def returns() -> Any:
+    """A step that is another one now and then: the plan comes back after each, but not for ever."""
+    found = []
+    for strange in ((5,), (5, 10, 15, 20)):
+        model = Model()
+        model.strange = lambda number, strange=strange: "missing" if number in strange else ""  # type: ignore[misc]
+        want = [model.step(number) for number in range(30)]
+        seen: list[int] = []
+        enforcer = stretto.torch.enforce(BESIDE, TWO, every=1, cluster=CLUSTER)
+        with enforcer:
+            got = []
+            for number in range(30):
+                seen.append(enforcer.report().number)
+                got.append(model.step(number))
+                stretto.step()
+            report = enforcer.report()
+        found.append({"same": got == want, "seen": seen, "why": report.fell_back, "resting": report.resting})
+    return found
+
+
+def leaves() -> Any:
+    """A step that never comes back: the plan is given up after a while."""
+    model = Model()
+    model.strange = lambda number: "missing" if number >= 5 else ""
+    enforcer = stretto.torch.enforce(BESIDE, TWO, every=1, cluster=CLUSTER)
+    resting = []
+    with enforcer:
+        for number in range(32):
+            model.step(number)
+            stretto.step()
+            resting.append(enforcer.report().resting)
+        why = enforcer.report().fell_back
+    return {"resting": [resting[4], resting[10], resting[-1]], "why": why}
 
 
 def counted() -> Any:
@@ -250,15 +351,31 @@ def refusals() -> Any:
     return said
 
 
-def alone() -> Any:
-    """One rank alone does something else: nobody hangs, and who is left names the rank and the op."""
+def _alone(how: str) -> Any:
+    """The second rank alone does something else: nobody hangs, and both name the rank and the op, soon."""
     model, rank = Model(), dist.get_rank()
-    model.strange = lambda number: "size" if number == 5 and rank == 0 else ""
+    model.strange = lambda number: how if number == 5 and rank == 1 else ""
+    begin = time.monotonic()
     try:
-        enforced(TWO, BESIDE, model.step, 6, cluster=CLUSTER)
+        enforced(TWO, BESIDE, model.step, 8, cluster=CLUSTER)
     except StrettoError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return [f"{type(error).__name__}: {error}", time.monotonic() - begin]
+    return ["", 0.0]
+
+
+def alone_inside() -> Any:
+    """It submits another sum."""
+    return _alone("middle")
+
+
+def alone_between() -> Any:
+    """It sums up a metric."""
+    return _alone("extra")
+
+
+def alone_without() -> Any:
+    """It leaves a sum out."""
+    return _alone("missing")
 
 
 def killed() -> Any:
@@ -281,7 +398,8 @@ def killed() -> Any:
 
 
 SCENARIOS: Sequence[Callable[[], Any]] = (
-    order, overlap, prefetch, mismatches, counted, switching, refusals, alone, killed,
+    order, overlap, prefetch, mismatches, evaluated, returns, leaves, counted, switching, refusals, alone_inside,
+    alone_between, alone_without, killed,
 )  # fmt: skip
 
 
@@ -292,11 +410,11 @@ def main() -> None:
         logging.basicConfig(filename=folder / f"log-{rank}", level=logging.INFO)
         join(folder, rank, ranks)
         outcomes: dict[str, Any] = {}
-        for scenario in SCENARIOS:
-            if scenario is killed:
-                # The scenario before has broken the group: who waits in it is told when the other leaves.
+        for at, scenario in enumerate(SCENARIOS):
+            if scenario in SCENARIOS[-3:]:
+                # The scenario before has broken the group.
                 dist.destroy_process_group()
-                join(folder, rank, ranks, name="store-2")
+                join(folder, rank, ranks, name=f"store-{at}")
             outcomes[scenario.__name__] = scenario()
         (folder / f"{rank}.json").write_text(json.dumps(outcomes))
 

@@ -6,13 +6,23 @@ import json
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from capture_scenarios import fork
-from enforcer_plans import arguments, cluster_of, enforced, join, numbers, step_of, variant_plans
+from enforcer_plans import arguments, cluster_of, enforced, join, numbers, op_plan, plan_of, step_of, variant_plans
 
 import stretto.torch
+from stretto import synthesize
+from stretto.collectives import COLLECTIVES
+from stretto.dimensions import Dim
+from stretto.dimensions.balance import stretto as balanced
+from stretto.dimensions.program import program as dims_program
+from stretto.planner.plan import OpPlan, ProgramPlan
+from stretto.planner.rewrites import rewrites
+from stretto.programs.formats.text import dumps
+from stretto.runtime.enforcer import pieces
 from stretto.runtime.enforcer.enforcer import Enforcer
 from stretto.workload import Workload
 
@@ -131,8 +141,80 @@ def seen() -> Any:
     return [[op.kind, op.nbytes, op.root] for op in recorder.workload.comm_ops]
 
 
+def brought_along() -> Any:
+    """Programs that no name stands for: synthesised, over dimensions, of pieces; else the library has one."""
+    workload = kinds_step()
+    wrong: list[str] = []
+    seen: list[int] = []
+    with Enforcer(workload, every=1, cluster=CLUSTER) as enforcer:
+        for number, (way, texts) in enumerate(BROUGHT.items(), 1):
+            ops: list[OpPlan] = []
+            for op in workload.comm_ops:
+                rewrite = list(rewrites(op, workload.groups_of(op), CLUSTER))[-1 if way == "pieces" else 0]
+                name = "dimensions:16" if way == "dimensions" else "synthesised"
+                seqs = range(10 * len(ops), 10 * len(ops) + len(rewrite.stages))
+                ops.append(op_plan(op, rewrite, seqs=seqs, channels=[CHANNELS], algorithm=name))
+            programs = [
+                ProgramPlan(
+                    algorithm=ops[0].motifs[0].algorithm, kind=kind, channels=CHANNELS, groups=((0, 1, 2, 3),),
+                    text=text,
+                )
+                for kind, text in texts.items()
+            ]
+            plan = plan_of(workload, CLUSTER, ops, name=way, programs=programs)
+            want = every_kind(number)
+            enforcer.prepare(plan, workload, number)
+            enforcer.commit(number, plan.hash)
+            for _ in range(3):
+                if every_kind(number) != want:
+                    wrong.append(way)
+            seen.append(enforcer.report().number)
+        fell_back = enforcer.report().fell_back
+    return {"wrong": wrong, "seen": seen, "fell_back": fell_back}
+
+
+def padded() -> Any:
+    """Programs that need chunks of one size, for sizes that are no multiple of it (here: as if all did)."""
+    workload = kinds_step()
+    wrong = []
+    with mock.patch.object(pieces, "_rigid", lambda program: True), Enforcer(
+        workload, every=1, cluster=CLUSTER
+    ) as enforcer:
+        for number, plan in enumerate(variant_plans(workload, CLUSTER, most=4), 1):
+            want = every_kind(number)
+            enforcer.prepare(plan, workload, number)
+            enforcer.commit(number, plan.hash)
+            for _ in range(3):
+                if every_kind(number) != want:
+                    wrong.append((plan.name, [op.option for op in plan.ops]))
+            assert enforcer.report().number == number
+    return wrong
+
+
+def made_texts() -> dict[str, dict[str, str]]:
+    """Programs as plans bring them along, made before the ranks are forked."""
+    dims = [Dim(kind="ring", size=2, gb_per_s=rate, step_us=1.0) for rate in (1.0, 2.0)]
+    synthesised = {
+        kind: dumps(
+            synthesize(COLLECTIVES[kind](RANKS), CLUSTER, 1e6, budget_s=0.5, makers=("greedy", "forest")).program
+        )
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+    }
+    return {
+        "synthesised": synthesised,
+        "dimensions": {
+            kind: dumps(dims_program(balanced(dims, kind, 1e6, chunks=4), units=12))
+            for kind in ("all_reduce", "all_gather", "reduce_scatter")
+        },
+        "pieces": synthesised,
+    }
+
+
+CHANNELS = ("rdma", "shm")
+BROUGHT = made_texts()
 SCENARIOS: dict[str, Callable[[], Any]] = {
-    "variants": variants, "above_gloo": above_gloo, "averages": averages, "seen": seen,
+    "variants": variants, "brought_along": brought_along, "padded": padded,
+    "above_gloo": above_gloo, "averages": averages, "seen": seen,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import stretto.torch
 from stretto import Cluster, Plan, Workload
 from stretto.lab import Lab
-from stretto.planner.plan import MotifPlan, OpPlan
+from stretto.planner.plan import MotifPlan, OpPlan, ProgramPlan
 from stretto.planner.rewrites import Rewrite, rewrites
 from stretto.runtime import backend_meet, executor_join
 from stretto.runtime.enforcer.enforcer import Enforcer
@@ -67,11 +67,14 @@ def op_plan(
     )  # fmt: skip
 
 
-def plan_of(workload: Workload, cluster: Cluster, ops: Sequence[OpPlan], *, name: str = "by hand") -> Plan:
+def plan_of(
+    workload: Workload, cluster: Cluster, ops: Sequence[OpPlan], *, name: str = "by hand",
+    programs: Sequence[ProgramPlan] = (),
+) -> Plan:  # fmt: skip
     """A plan of these."""
     return Plan(
         name=name, workload=workload.name, workload_digest=workload.digest, cluster=cluster.name,
-        cluster_digest=cluster.digest, iteration_us=1.0, ops=tuple(ops),
+        cluster_digest=cluster.digest, iteration_us=1.0, ops=tuple(ops), programs=tuple(programs),
     )  # fmt: skip
 
 

@@ -28,6 +28,15 @@ def test_plans_follow_each_other_in_one_run(outcomes: Outcomes) -> None:
         assert told["seen"] == list(range(1, told["plans"] + 1))
 
 
+def test_programs_that_a_plan_brings_along_move_what_plain_order_moves(outcomes: Outcomes) -> None:
+    for told in outcomes["brought_along"]:
+        assert told == {"wrong": [], "seen": [1, 2, 3], "fell_back": ""}
+
+
+def test_a_program_that_needs_chunks_of_one_size_is_padded(outcomes: Outcomes) -> None:
+    assert outcomes["padded"] == [[]] * 4
+
+
 def test_the_same_plans_run_above_gloo(outcomes: Outcomes) -> None:
     assert outcomes["above_gloo"] == [[]] * 4
 

@@ -110,7 +110,10 @@ def show(console: Console, job: JobStatus) -> None:
     console.print(table)
     for rank in job.ranks:
         if rank.fell_back:
-            console.print(f"  rank {rank.rank} fell back: {rank.fell_back}", markup=False, soft_wrap=True)
+            came_back = ", and came back" if rank.active.number else ""
+            console.print(
+                f"  rank {rank.rank} fell back{came_back}: {rank.fell_back}", markup=False, soft_wrap=True
+            )
 
 
 def summary(job: JobStatus) -> str:

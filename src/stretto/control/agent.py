@@ -135,8 +135,9 @@ class Agent:
     def _see(self, report: Report) -> None:
         """Which plan runs; and whether one was given up since the last look, even if it never was seen running."""
         active = PlanId(report.number, report.hash)
-        gave_up = report.number < self._active.number or report.fell_back != self._fell_back
-        if gave_up and report.fell_back:
+        left = report.number < self._active.number or report.fell_back != self._fell_back
+        # A plan that rests may become active again by itself, and one that runs has.
+        if left and report.fell_back and not report.number and not report.resting:
             self._barred = max(self._barred, self._active.number, self._side.committed.number)
         if not report.number:
             # What a plan gained is told against the step as it is now, not as it was before it changed.

@@ -1,9 +1,9 @@
 """When a running plan should be thought over: a judgement of reports, without time of its own.
 
-A window is some iterations of every rank. Windows in a row with waits above 5 % of the iteration, with motifs that take
-25 % longer or less long than promised, or with iterations slower than in plain order, ask for a new plan. What is
-measured is learnt at once, so that the same difference asks only once; and as waits may be unavoidable, each answer
-that brought nothing doubles how many windows the next question needs.
+A window is some iterations of every rank, fewer where they are long. Windows in a row with waits above 5 % of the
+iteration, with motifs that take 25 % longer or less long than promised, or with iterations slower than in plain order,
+ask for a new plan. What is measured is learnt at once, so that the same difference asks only once; and as waits may be
+unavoidable, each answer that brought nothing doubles how many windows the next question needs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from ..runtime.enforcer.report import Report
 from .refine import Factors, ratios, refined
 
 WINDOW_ITERATIONS = 20
+LEAST_ITERATIONS = 5
+WINDOW_S = 2.0
+"""A window is over after so many iterations, or where they are long after so many seconds."""
 WINDOWS = 3
 MOST_WINDOWS = 96
 WAIT_SHARE = 0.05
@@ -51,6 +54,8 @@ class Watch:
     """What every motif costs beside its bytes."""
     plain_times: float = 1.0
     """How many times longer plain order takes by what was learnt since it was measured."""
+    only_drift: bool = False
+    """Whether nothing but other costs can ask: for the application's own order, which stays until there are some."""
     _reports: dict[int, Report] = field(default_factory=dict)
     _taken: int = -1
     _rows: dict[Why, int] = field(default_factory=dict)
@@ -67,10 +72,15 @@ class Watch:
         if self._taken < 0:
             # The first iterations of a plan still set up what they need.
             self._taken = reached
-        if reached < self._taken + WINDOW_ITERATIONS:
+        if reached < self._taken + self._window_iterations():
             return None
         self._taken = reached
         return self._window(list(self._reports.values()))
+
+    def _window_iterations(self) -> int:
+        longest_us = max(report.iteration_us for report in self._reports.values())
+        fitting = int(WINDOW_S * 1e6 / longest_us) if longest_us > 0 else WINDOW_ITERATIONS
+        return min(max(fitting, LEAST_ITERATIONS), WINDOW_ITERATIONS)
 
     def asked_in_vain(self, factors: Factors) -> None:
         """There was no better plan: what was measured is known from now on, and the next question takes longer."""
@@ -103,6 +113,8 @@ class Watch:
         }
         self._rows = {why: self._rows.get(why, 0) + 1 for why, holding in holds.items() if holding}
         for why, count in self._rows.items():
+            if self.only_drift and why != "drift":
+                continue
             # A change is news, while waits are what was there before.
             if count >= (max(WINDOWS, self.patience // 4) if why == "drift" else self.patience):
                 return Question(why=why, text=words[why], factors=factors)

@@ -16,6 +16,8 @@ from ..runtime.enforcer.report import Report
 
 LEAST, MOST = 1 / 64, 64.0
 """What is further off than this is not a slow link."""
+SAME = 1.25
+"""Factors within this of each other say the same."""
 TELLING = 3.0
 """How many times the cost of any motif one has to take to tell of its link."""
 
@@ -87,6 +89,12 @@ def ratios(plan: Plan, reports: Iterable[Report], motif_us: float = 0.0) -> dict
             measured[channels] = measured.get(channels, 0.0) + max(took_us - motif_us, LEAST * took_us)
             expected[channels] = expected.get(channels, 0.0) + max(promised_us - motif_us, LEAST * promised_us)
     return {key: measured[key] / expected[key] for key in measured if expected[key] > 0}
+
+
+def alike(one: Factors, other: Factors) -> bool:
+    """Whether two say much the same of every set of channels that either knows."""
+    keys = one.keys() | other.keys()
+    return all(1 / SAME <= one.get(key, 1.0) / other.get(key, 1.0) <= SAME for key in keys)
 
 
 def refined(factors: Factors, seen: Mapping[str, float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -24,13 +25,24 @@ from .messages import (
     decode_captured,
 )
 from .protocol import Job, ask_profile, propose
-from .refine import Factors
+from .refine import Factors, alike
 from .worker import FIFO, Answer, Ask, Planning, plan_of
 
 LOG = logging.getLogger("stretto.control")
+AGAIN_SHARE = 0.5
+"""Of the budget, for a plan that replaces another: until then training is slower than it could be."""
 MAX_REFUSALS = 3
 MAX_PROFILES = 5
 """A step that changes again and again is left alone."""
+
+
+def shape(plan: Plan) -> str:
+    """What a plan does, whatever it promises."""
+    does = [
+        (op.op, op.option, [(m.algorithm, m.channels, m.seq, m.ahead) for m in op.motifs])
+        for op in sorted(plan.ops, key=lambda op: op.op)
+    ]
+    return hashlib.sha256(repr(does).encode()).hexdigest()
 
 
 class Supervised:
@@ -66,6 +78,8 @@ class Supervised:
         """What was predicted of plain order when it was measured."""
         self._plain_times = 1.0
         self._watch: Watch | None = None
+        self._refuted: dict[str, Factors] = {}
+        """Plans that were slower than plain order, by their shape, and what was known of the links then."""
         self._states: dict[int, tuple[float, RankState]] = {}
         self._refusals = 0
         self._profiles = 0
@@ -127,16 +141,16 @@ class Supervised:
         elif self._plan is not None and self._watch is None and self.job.phase == "active":
             number = self.job.proposal.number if self.job.proposal is not None else 0
             self.about = f"plan {number} is active"
-            if self._plan.name != FIFO:
-                patience = min(WINDOWS << self._replans, MOST_WINDOWS)
-                assert self._captured is not None
-                self._watch = Watch(
-                    plan=self._plan, number=number, size=len(self.job.ranks), factors=self._factors, patience=patience,
-                    motif_us=self._captured.motif_us, plain_times=self._plain_times,
-                )  # fmt: skip
-            else:
-                # It is there because a plan was slower than this; to look for a third would go round in circles.
-                self._plan = None
+            patience = min(WINDOWS << self._replans, MOST_WINDOWS)
+            own = self._plan.name == FIFO
+            assert self._captured is not None
+            # The application's own order is there because a plan was slower; only other links are a reason to look for
+            # a third.
+            self._watch = Watch(
+                plan=self._plan, number=number, size=len(self.job.ranks), factors=self._factors, patience=patience,
+                motif_us=self._captured.motif_us, plain_times=self._plain_times, only_drift=own,
+            )  # fmt: skip
+            if own:
                 self.about += ": the application's own order, as the plan before was slower"
 
     def fail(self, why: str) -> None:
@@ -165,8 +179,9 @@ class Supervised:
     def _ask(self, about: str, *, factors: Factors | None = None, plain: bool = False) -> None:
         assert self._captured is not None
         current = (self._answer.body, self._answer.hash) if self._answer is not None and factors is not None else None
+        budget_s = self._budget_s * (1.0 if factors is None else AGAIN_SHARE)
         self._asked = Ask(
-            captured=self._captured, budget_s=self._budget_s, seed=self._seed + self._replans + self._refusals,
+            captured=self._captured, budget_s=budget_s, seed=self._seed + self._replans + self._refusals,
             factors=dict(self._factors if factors is None else factors), current=current, plain=plain,
         )  # fmt: skip
         self._planning = self._start(self._asked)
@@ -187,6 +202,12 @@ class Supervised:
         if not asked.plain and before_us > 0 and answer.iteration_us > (1 - LEAST_GAIN) * before_us:
             promise = f"{format_us(answer.iteration_us)} against {format_us(before_us)}"
             self.about = f"no plan promises {LEAST_GAIN:.0%} more ({promise})"
+            if self._watch is not None:
+                self._watch.asked_in_vain(asked.factors)
+            return
+        refuted = None if asked.plain else self._refuted.get(shape(plan_of(answer)))
+        if refuted is not None and alike(refuted, asked.factors):
+            self.about = "the best plan was slower than plain order when it was measured"
             if self._watch is not None:
                 self._watch.asked_in_vain(asked.factors)
             return
@@ -252,6 +273,8 @@ class Supervised:
 
     def _think_over(self, question: Question) -> None:
         LOG.info("job %s: %s", self.name, question.text)
+        if question.why == "slower" and self._plan is not None:
+            self._refuted[shape(self._plan)] = dict(question.factors)
         self._ask(f"{question.text}; planning again", factors=question.factors, plain=question.why == "slower")
 
     def status(self) -> JobStatus:

@@ -158,6 +158,19 @@ def as_submitted(workload: Workload) -> Workload:
     return replace(workload, ops=tuple(ops[at] for at in range(len(ops))))
 
 
+def plain(scheduler: Scheduler) -> Schedule:
+    """What our backend does without a plan: whole collectives as they come, by what is fastest on the usual channels.
+
+    No system to be compared with, but what a plan has to beat to be worth its while.
+    """
+    choice = {}
+    for name, options in scheduler.problem.options.items():
+        usual = options[0].tasks[0].channels
+        whole = [at for at, o in enumerate(options) if len(o.tasks) == 1 and o.tasks[0].channels == usual]
+        choice[name] = min(whole, key=lambda at, o=options: o[at].total_us)  # type: ignore[misc]
+    return scheduler.schedule(choice, discipline="fifo")
+
+
 @_register("fifo")
 def fifo(run: Run) -> Schedule:
     """PyTorch as it is: whole collectives, in the order of submission."""

@@ -8,22 +8,26 @@ from dataclasses import dataclass, replace
 
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput, PlanMismatch, unknown
+from ..programs.formats.text import dumps
 from ..workload import Workload
-from .baselines import BASELINES, Effort, Systems
+from .baselines import BASELINES, Effort, Systems, plain
 from .costs import CostModel, SimulatedCosts, simulated_costs
 from .options import problem as make_problem
-from .plan import MotifPlan, OpPlan, Plan
+from .plan import MAX_PROGRAM_CHARS, MotifPlan, OpPlan, Plan, ProgramPlan
 from .problem import Problem
 from .providers import providers_for
 from .reasons import reasons
+from .recipes import library
 from .retime import retime as retimed
 from .schedule import Schedule, Scheduler, check_order
 from .search import Progress as Searching
 from .search import SearchResult, search
 
-SYSTEM = "stretto"
+SYSTEM, PLAIN = "stretto", "plain"
 SEARCH_SHARE = 0.7
 """The part of the budget that is kept for our own search; the baselines share the rest evenly."""
+TEXT_CHARS = 40
+"""About what one transfer takes as text."""
 LEAST_SHARE = 0.4
 """The part that is left to it where baselines need longer: on large steps even one schedule of each takes seconds."""
 
@@ -39,6 +43,8 @@ class Planned:
     problem: Problem
     schedules: dict[str, Schedule]
     search: SearchResult
+    plain: Schedule
+    """What our backend does without a plan."""
 
 
 def plan(workload: Workload, cluster: Cluster, *, budget_s: float = 30.0, seed: int = 0) -> Plan:
@@ -57,13 +63,18 @@ def planned(
     synthesis_s: float = 0.0,
     systems: tuple[str, ...] = tuple(BASELINES),
     retime: bool = True,
+    least_gain: float = 0.0,
     progress: Progress | None = None,
 ) -> Planned:
     """Cost the options, run every system over them, and search from the best of all.
 
     With `steps` the result depends on the seed alone; with a time budget only the number of steps varies. With
-    `synthesis_s` the algorithms to choose from include ones made for this cluster, each in so many seconds.
+    `synthesis_s` the algorithms to choose from include ones made for this cluster, each in so many seconds. Where the
+    best promises less than the part `least_gain` of plain order (what costs may be wrong by, say), the plan is that
+    order, and is called ``plain``.
     """
+    if not 0 <= least_gain < 1:
+        raise InvalidInput(f"least_gain: must be at least 0 and below 1, not {least_gain:g}")
     if not 0 < budget_s < float("inf"):
         raise InvalidInput(f"budget_s: must be > 0, not {budget_s:g}")
     if steps is not None and steps < 1:
@@ -91,15 +102,20 @@ def planned(
     for number, name in enumerate(systems):
         tell(name, number / len(systems))
         schedules[name] = compared.schedule(name, effort)
+    usual = plain(compared.stock)
     left_s = max(deadline - time.monotonic(), LEAST_SHARE * budget_s)
     found = search(
-        compared.own, budget_s=left_s, steps=steps, seed=seed, start=tuple(schedules.values()),
+        compared.own, budget_s=left_s, steps=steps, seed=seed, start=(*schedules.values(), usual),
         progress=lambda state: tell(_words(state), _fraction(state, steps)),
     )  # fmt: skip
     best, notes = _enforceable(workload, found.schedule, schedules)
+    name, gain = SYSTEM, 1 - best.period_us / usual.period_us if usual.period_us > 0 else 0.0
+    if gain < least_gain:
+        best, name = usual, PLAIN
+        notes += (f"plain order: all that another one promises is {100 * gain:.1f} % of it",)
     schedules[SYSTEM] = best
     made = replace(
-        to_plan(SYSTEM, best, problem, cluster),
+        to_plan(name, best, problem, cluster),
         bound_us=found.bound.us,
         bound_by=found.bound.why,
         baselines_us={name: schedule.period_us for name, schedule in schedules.items() if name != SYSTEM},
@@ -107,10 +123,11 @@ def planned(
         made_by=f"stretto search: {found.evaluations} evaluations, {found.why_stopped}",
         notes=(*compared.notes, *notes),
     )
+    made = with_programs(made, best, problem, model)
     if retime:
         tell("re-timing link by link", 0.0)
         made = with_retiming(made, best, problem, cluster, model)
-    return Planned(plan=made, problem=problem, schedules=schedules, search=found)
+    return Planned(plan=made, problem=problem, schedules=schedules, search=found, plain=usual)
 
 
 def _enforceable(
@@ -138,6 +155,38 @@ def with_retiming(plan: Plan, schedule: Schedule, problem: Problem, cluster: Clu
     if not found.settled:
         notes += (f"re-timed: no steady state in {found.iterations} iterations, their mean is given",)
     return replace(plan, retimed_us=found.period_us, notes=notes)
+
+
+def with_programs(plan: Plan, schedule: Schedule, problem: Problem, costs: CostModel) -> Plan:
+    """The plan with the programs that only its maker knows; a note says which are too large to be handed on.
+
+    An enforcer runs the library's usual algorithm instead of those.
+    """
+    if not isinstance(costs, SimulatedCosts):
+        return plan
+    found: dict[tuple[str, str, tuple[str, ...], str], list[tuple[int, ...]]] = {}
+    left_out: dict[str, None] = {}
+    size = 0
+    for op, chosen in zip(problem.workload.comm_ops, schedule.choice, strict=True):
+        for task in problem.options[op.name][chosen].tasks:
+            motion = task.motion
+            if motion is None or task.algorithm in library(motion.ask()):
+                continue
+            for at, group in enumerate(motion.groups):
+                program = costs.program(motion, task.nbytes, task.algorithm, at)
+                if TEXT_CHARS * program.num_transfers > MAX_PROGRAM_CHARS - size:
+                    left_out[f"{task.algorithm} of {motion.kind}"] = None
+                    continue
+                text = dumps(program.replace(collective=replace(program.collective, ranks=tuple(range(len(group))))))
+                key = (task.algorithm, motion.kind, motion.channels, text)
+                size += len(text) if key not in found else 0
+                found.setdefault(key, []).append(group)
+    programs = tuple(
+        ProgramPlan(algorithm=name, kind=kind, channels=channels, groups=tuple(dict.fromkeys(groups)), text=text)
+        for (name, kind, channels, text), groups in found.items()
+    )
+    notes = tuple(f"{what} is too large to be handed on: an enforcer runs the usual algorithm" for what in left_out)
+    return replace(plan, programs=programs, notes=(*plan.notes, *notes))
 
 
 def to_plan(name: str, schedule: Schedule, problem: Problem, cluster: Cluster) -> Plan:

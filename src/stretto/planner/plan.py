@@ -20,6 +20,7 @@ FORM = "plan"
 VERSION = 1
 MAX_MOTIFS = 1_000_000
 MAX_AHEAD = 64
+MAX_PROGRAM_CHARS = 16 << 20
 LIMIT = 1e18
 """Times and sizes are below this."""
 
@@ -66,6 +67,17 @@ class OpPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProgramPlan:
+    """A program that no name stands for (a synthesised one, say), as text over positions 0..n-1 of each of `groups`."""
+
+    algorithm: str
+    kind: str
+    channels: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything an enforcer needs, and what is promised of it."""
 
@@ -90,6 +102,8 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     """What whoever uses the plan should know."""
     ops: tuple[OpPlan, ...]
+    programs: tuple[ProgramPlan, ...] = ()
+    """Of the motifs whose algorithms are not the library's."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -171,7 +185,8 @@ class Plan:
 
 def _refuse_unknown_fields(value: Mapping[str, Any], where: str) -> None:
     """The hash does not cover what no field takes, so there must be nothing such at any level."""
-    rows: list[tuple[str, Mapping[str, Any], type[Plan | OpPlan | MotifPlan]]] = [("", value, Plan)]
+    rows: list[tuple[str, Mapping[str, Any], type[Plan | OpPlan | MotifPlan | ProgramPlan]]] = [("", value, Plan)]
+    rows += [(f"programs[{at}].", program, ProgramPlan) for at, program in enumerate(value.get("programs", ()))]
     for at, op in enumerate(value["ops"]):
         rows.append((f"ops[{at}].", op, OpPlan))
         rows += [(f"ops[{at}].motifs[{number}].", motif, MotifPlan) for number, motif in enumerate(op["motifs"])]
@@ -185,6 +200,9 @@ def _refuse_unknown_fields(value: Mapping[str, Any], where: str) -> None:
 def _validate(plan: Plan) -> None:
     if plan.num_motifs > MAX_MOTIFS:
         raise InvalidInput(f"ops: at most {MAX_MOTIFS} motifs, not {plan.num_motifs}")
+    size = sum(len(program.text) for program in plan.programs)
+    if size > MAX_PROGRAM_CHARS:
+        raise InvalidInput(f"programs: at most {MAX_PROGRAM_CHARS} characters, not {size}")
     _check_amounts(plan, ("iteration_us", "retimed_us", "bound_us"), "")
     for name, value in plan.baselines_us.items():
         _check_amount(value, f"baselines_us[{name!r}]")

@@ -271,7 +271,7 @@ def _gathered(pieces: Tensors) -> tuple[torch.Tensor, Callable[[], object] | Non
     """Flat memory for all pieces, and how to get from there to them."""
     if len(pieces) == 1 and pieces[0].is_contiguous():
         return pieces[0].detach().view(-1), None
-    flat = torch.empty(sum(piece.numel() for piece in pieces), dtype=pieces[0].dtype)
+    flat = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
     return flat, _copier(flat, pieces)
 
 

@@ -1,4 +1,8 @@
-"""Who has given up a plan, told through the job's store; read only by those who wait too long."""
+"""What ranks tell each other through the job's store, read only by those who wait too long.
+
+A rank that gives up a plan says where. A rank that waits long in a call between two iterations says in which. A rank
+that finds out that two of them cannot both be right says so, and everybody who waits for them ends with that.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,34 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class Stray(msgspec.Struct, frozen=True, kw_only=True):
+    """That a rank waits in a call between two iterations: the how many-th among these ranks before `iteration`."""
+
+    iteration: int
+    rank: int
+    ranks: tuple[int, ...]
+    nth: int
+    what: str
+
+    def contradicts(self, iteration: int, rank: int, seen: dict[tuple[int, ...], list[str]], *, past: bool) -> str:
+        """Why this rank cannot join in, given the calls that it has `seen` here itself; empty where it may still.
+
+        `past`: whether it has gone past this place.
+        """
+        if self.rank == rank or self.iteration != iteration or rank not in self.ranks:
+            return ""
+        mine = seen.get(self.ranks, [])
+        if self.nth < len(mine):
+            same = mine[self.nth] == self.what
+            return "" if same else f"rank {self.rank} calls {self.what} where rank {rank} calls {mine[self.nth]}"
+        return f"rank {self.rank} calls {self.what} before iteration {iteration}, rank {rank} does not" if past else ""
+
+
 class Announcements:
-    """The notices of all ranks. All ranks make it in the same order, as a name for the job is counted."""
+    """The notices of all ranks. All ranks make it in the same order, as a name for the job is counted.
+
+    `stay` numbers the times for which a plan was active.
+    """
 
     made = 0
 
@@ -31,18 +61,39 @@ class Announcements:
         self.generation = Announcements.made
         self._prefix = f"{PREFIX}/{self.generation}"
 
-    def announce(self, number: int, place: Place, why: str) -> None:
+    def announce(self, number: int, stay: int, place: Place, why: str) -> None:
         """This rank gives up a plan at a place."""
         notice = Notice(iteration=place[0], op=place[1], rank=self._rank, why=why)
-        at = self._store.add(f"{self._prefix}/{number}/count", 1)
-        self._store.set(f"{self._prefix}/{number}/{at}", msgspec.json.encode(notice).decode())
+        self._append(f"{number}.{stay}", msgspec.json.encode(notice))
 
-    def look(self, number: int) -> tuple[Place, int, str] | None:
+    def look(self, number: int, stay: int) -> tuple[Place, int, str] | None:
         """The earliest place at which a rank gave up a plan, which rank, and why; None where none did."""
-        found: list[Notice] = []
-        for at in range(1, self._store.add(f"{self._prefix}/{number}/count", 0) + 1):
-            key = f"{self._prefix}/{number}/{at}"
-            if self._store.check([key]):
-                found.append(msgspec.json.decode(self._store.get(key), type=Notice))
+        found = [msgspec.json.decode(one, type=Notice) for one in self._all(f"{number}.{stay}")]
         first = min(found, key=lambda notice: (notice.iteration, notice.op, notice.rank), default=None)
         return None if first is None else ((first.iteration, first.op), first.rank, first.why)
+
+    def wait_in(self, number: int, stray: Stray) -> None:
+        """This rank waits long in a call between two iterations."""
+        self._append(f"{number}/strays/{stray.iteration}", msgspec.json.encode(stray))
+
+    def strays(self, number: int, iteration: int) -> list[Stray]:
+        """Who waits in a call before an iteration."""
+        return [msgspec.json.decode(one, type=Stray) for one in self._all(f"{number}/strays/{iteration}")]
+
+    def end(self, number: int, stay: int, why: str) -> None:
+        """Nothing can bring ranks together again; the first reason stays."""
+        if not self.ended(number, stay):
+            self._append(f"{number}.{stay}/end", f"{why} (found by rank {self._rank})".encode())
+
+    def ended(self, number: int, stay: int) -> str:
+        """Why not, if so."""
+        return next((one.decode() for one in self._all(f"{number}.{stay}/end")), "")
+
+    def _append(self, key: str, value: bytes) -> None:
+        at = self._store.add(f"{self._prefix}/{key}/count", 1)
+        self._store.set(f"{self._prefix}/{key}/{at}", value.decode())
+
+    def _all(self, key: str) -> list[bytes]:
+        count = self._store.add(f"{self._prefix}/{key}/count", 0)
+        keys = [f"{self._prefix}/{key}/{at}" for at in range(1, count + 1)]
+        return [self._store.get(one) for one in keys if self._store.check([one])]

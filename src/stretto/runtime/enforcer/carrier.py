@@ -12,7 +12,6 @@ from typing import Protocol
 from ...errors import PlanMismatch
 from ...programs import Lowered, Program
 from ...programs.lower import lower
-from ..backend_buffers import is_rigid
 from ..executor import DTYPES, Executor, Handle
 from .memory import Layout, Staged
 from .parts import Part
@@ -43,6 +42,8 @@ class Carrier(Protocol):
 
     programs: bool
     """Whether it runs programs; else it has algorithms of its own."""
+    averages: bool
+    """Whether a reduction can be an average."""
 
     def load(self, number: int, part: Part, task: Task) -> Loaded:
         """Make a task ready."""
@@ -82,7 +83,7 @@ class ExecutorLoaded:
 class ExecutorCarrier:
     """Our executor: every lane is a communicator, a motif's channels are networks."""
 
-    programs = True
+    programs = averages = True
 
     def __init__(
         self, executor: Executor, ended: Ended, *, networks: Sequence[str], first: int, timeout_s: float,
@@ -121,10 +122,7 @@ class ExecutorCarrier:
         """Plans share programs, so each is lowered once."""
         found = self._lowered.get(id(program))
         if found is None:
-            made = lower(program)
-            if is_rigid(made):
-                raise PlanMismatch(f"program {program.name} needs chunks of one size")
-            found = self._lowered[id(program)] = (program, made)
+            found = self._lowered[id(program)] = (program, lower(program))
         return found[1]
 
     def start(

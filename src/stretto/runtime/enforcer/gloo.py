@@ -17,19 +17,18 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ...planner.motif import ROOTED, SHARDED, Motif
-from ...planner.spans import measure
-from ..backend_buffers import REDUCTIONS
+from ...planner.motif import Motif
 from ..backend_engine import channels_of
+from .calls import run
 from .carrier import Agreement, Ended, Loaded
-from .memory import Layout, Staged, View
+from .memory import Layout, Staged
 from .parts import Part
 from .pieces import Task
 from .sequencer import Entry, Started
 
-OPERATIONS: dict[str, Any] = {name: op for op, name in REDUCTIONS.items()}
 Gloo: Any = dist.ProcessGroupGloo
 """Its stubs lack half of it."""
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class GlooLoaded:
@@ -84,7 +83,7 @@ class Lane:
 class GlooCarrier:
     """gloo with one communicator per lane. Making one needs all its ranks, so they prepare a plan together."""
 
-    programs = False
+    programs = averages = False
     made = 0
     """All ranks make them in the same order, so that each has keys of its own in the job's store."""
 
@@ -114,7 +113,8 @@ class GlooCarrier:
             begin = time.perf_counter()
             error: Exception | None = None
             try:
-                _run(loaded.lane.group, loaded.leaf, loaded.leaf.ranks.index(self._rank), staged, op)
+                me = loaded.leaf.ranks.index(self._rank)
+                run(loaded.lane.group, loaded.leaf, me, staged, op, nothing=NOTHING, in_place=False)
             except Exception as wrong:
                 error = wrong
             started.end(error, (time.perf_counter() - begin) * 1e6)
@@ -128,7 +128,7 @@ class GlooCarrier:
 
     def agree(self, values: Sequence[int]) -> Agreement:
         """On a communicator of its own."""
-        return _Agreement(self._control, values)
+        return GlooAgreement(self._control, values)
 
     def unload(self, number: int) -> None:
         """Its threads end behind what they still have to do."""
@@ -141,16 +141,23 @@ class GlooCarrier:
             self.unload(number)
 
     def _group(self, name: str, ranks: tuple[int, ...], channels: Sequence[str]) -> Any:
-        options = Gloo._Options()
         found = next((self._interfaces[channel] for channel in channels if channel in self._interfaces), None)
         interface = found or next(iter(self._interfaces.values()))
-        options._devices = [Gloo.create_device(interface=interface)]
-        options._timeout = self._timeout
         store = c10d.PrefixStore(f"{self._prefix}/{name}/", self._store)
-        return Gloo(store, ranks.index(self._rank), len(ranks), options)
+        return communicator(store, ranks.index(self._rank), len(ranks), interface, self._timeout)
 
 
-class _Agreement:
+def communicator(store: Any, rank: int, size: int, interface: str, timeout: timedelta) -> Any:
+    """One of gloo's, bound to an interface; all its ranks make it together."""
+    options = Gloo._Options()
+    options._devices = [Gloo.create_device(interface=interface)]
+    options._timeout = timeout
+    return Gloo(store, rank, size, options)
+
+
+class GlooAgreement:
+    """A maximum that gloo finds."""
+
     def __init__(self, group: Any, values: Sequence[int]) -> None:
         self._values = torch.tensor(list(values), dtype=torch.int64)
         options: Any = c10d.AllreduceOptions()
@@ -158,80 +165,6 @@ class _Agreement:
         self._work = group.allreduce([self._values], options)
 
     def wait(self) -> list[int]:
+        """The values, once all ranks have given theirs."""
         self._work.wait()
         return [int(value) for value in self._values]
-
-
-def _run(group: Any, leaf: Motif, me: int, staged: Staged, op: str) -> None:
-    """One motif as calls of gloo, waited for."""
-    source, target = _tensor(staged.source), _tensor(staged.target)
-    buffer = target if target.numel() else source
-    if leaf.kind in ("AR", "BC", "RE"):
-        _whole(group, leaf, buffer, op)
-    elif leaf.kind == "RS":
-        _reduce_scatter(group, leaf, me, source, target, op)
-    else:
-        # Gathers and scatters of any shape are exchanges: gloo's own want equal pieces.
-        gives, takes = _pieces(leaf, me)
-        given = source
-        if leaf.kind == "AG":
-            given = source.repeat(len(leaf.ranks))
-        received = torch.empty_like(target) if target.numel() else target
-        group.alltoall_base(received, given.contiguous(), takes, gives, c10d.AllToAllOptions()).wait()
-        target.copy_(received)
-
-
-def _whole(group: Any, leaf: Motif, buffer: torch.Tensor, op: str) -> None:
-    options: Any
-    if leaf.kind == "BC":
-        options = c10d.BroadcastOptions()
-        options.rootRank = leaf.ranks.index(leaf.root)
-        group.broadcast([buffer], options).wait()
-        return
-    options = c10d.AllreduceOptions() if leaf.kind == "AR" else c10d.ReduceOptions()
-    options.reduceOp = OPERATIONS[op]
-    if leaf.kind == "RE":
-        options.rootRank = leaf.ranks.index(leaf.root)
-    (group.allreduce if leaf.kind == "AR" else group.reduce)([buffer], options).wait()
-
-
-def _reduce_scatter(
-    group: Any, leaf: Motif, me: int, source: torch.Tensor, target: torch.Tensor, op: str
-) -> None:
-    """Equal shards by gloo's own; others as an all-reduce, of which each rank keeps its part."""
-    sizes = [measure(shard) for shard in leaf.shards]
-    given = source.clone()
-    if len(set(sizes)) == 1:
-        options: Any = c10d.ReduceScatterOptions()
-        options.reduceOp = OPERATIONS[op]
-        received = torch.empty_like(target)
-        group._reduce_scatter_base(received, given, options).wait()
-        target.copy_(received)
-        return
-    reducing: Any = c10d.AllreduceOptions()
-    reducing.reduceOp = OPERATIONS[op]
-    group.allreduce([given], reducing).wait()
-    begin = sum(sizes[:me])
-    target.copy_(given[begin : begin + sizes[me]])
-
-
-def _pieces(leaf: Motif, me: int) -> tuple[list[int], list[int]]:
-    """How many elements go to, and come from, each rank."""
-    n = len(leaf.ranks)
-    if leaf.kind in SHARDED:
-        sizes = [measure(shard) for shard in leaf.shards]
-        if leaf.kind == "AG":
-            return [sizes[me]] * n, sizes
-        root = leaf.ranks.index(leaf.root) if leaf.kind in ROOTED else 0
-        at_root = sizes if me == root else [0] * n
-        mine = [sizes[me] if at == root else 0 for at in range(n)]
-        return (mine, at_root) if leaf.kind == "GA" else (at_root, mine)
-    first, last = leaf.window
-    held, bound = [len(one) for one in leaf.held], [len(one) for one in leaf.bound]
-    sends = [held[me] * bound[q] * leaf.size if (q - me - first) % n < last - first else 0 for q in range(n)]
-    hears = [held[p] * bound[me] * leaf.size if (me - p - first) % n < last - first else 0 for p in range(n)]
-    return sends, hears
-
-
-def _tensor(view: View | None) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8) if view is None else view[0][view[1] : view[2]]

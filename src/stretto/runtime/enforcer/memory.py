@@ -121,7 +121,8 @@ def _one(layout: Layout, regions: Regions, dtype: torch.dtype, pool: Pool) -> St
 def _fill(buffer: torch.Tensor, at: int, rows: Sequence[Row], regions: Regions) -> None:
     for row in rows:
         length = row[2] * row[4]
-        buffer[at : at + length].view(row[4], row[2]).copy_(_strided(regions, row))
+        if row[0] >= 0:
+            buffer[at : at + length].view(row[4], row[2]).copy_(_strided(regions, row))
         at += length
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...errors import Infeasible, InvalidInput, PlanMismatch
+from ...errors import Infeasible, InvalidInput, PlanMismatch, VerificationError
 from ...planner.motif import ROOTED, Expr, Motif, Seq, motif_of
 from ...planner.notation import parse
-from ...planner.plan import OpPlan, Plan
+from ...planner.plan import MotifPlan, OpPlan, Plan, ProgramPlan
 from ...planner.rewrites import beside
 from ...planner.schedule import check_sequence
+from ...programs import Program
+from ...programs.formats.text import loads
 from ...workload import Op, Workload
 
 SERIAL = "serial"
@@ -38,6 +40,8 @@ class Part:
     lane: int
     after: tuple[int, ...]
     """Motifs of the op that must have ended here, as far as this rank takes part in them."""
+    program: Program | None = None
+    """What the plan brings along where the algorithm is not the library's; over positions in the leaf's ranks."""
     brief: bool
     """Whether it is over so soon that the next one need not wait for it: between the two a channel would lie idle."""
 
@@ -103,6 +107,7 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) ->
         raise PlanMismatch(f"plan {plan.name}: {error}") from None
     ops: dict[int, Planned] = {}
     lanes = _Lanes()
+    programs = _Programs(plan)
     for made in plan.ops:
         number = workload.index[made.op]
         op = workload.ops[number]
@@ -110,7 +115,7 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) ->
             # Messages between two ranks stay with the backend, in the application's order.
             continue
         for group, batches in _by_group(made, op, workload, hosts):
-            planned = _planned(plan, made, number, op, group, batches, lanes, rank)
+            planned = _planned(plan, made, number, op, group, batches, lanes, rank, programs)
             if rank in group:
                 ops[number] = planned
     mine = {(number, part.motif) for number, planned in ops.items() for part in planned.parts}
@@ -120,7 +125,7 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) ->
 
 def _planned(
     plan: Plan, made: OpPlan, number: int, op: Op, group: tuple[int, ...], batches: Sequence[Sequence[Motif]],
-    lanes: _Lanes, rank: int,
+    lanes: _Lanes, rank: int, programs: _Programs,
 ) -> Planned:  # fmt: skip
     parts: list[Part] = []
     for at, (motif, leaves) in enumerate(zip(made.motifs, batches, strict=True)):
@@ -133,11 +138,37 @@ def _planned(
                     Part(
                         motif=at, leaf=leaf, algorithm=motif.algorithm, channels=held, lane=lane,
                         after=tuple(before for before in motif.after if before in here),
-                        brief=motif.duration_us < BRIEF_US,
+                        program=programs.find(motif, leaf), brief=motif.duration_us < BRIEF_US,
                     )
                 )  # fmt: skip
     whole = motif_of(op.kind, group, op.nbytes, op.root)
     return Planned(number=number, op=op, whole=whole, parts=tuple(parts), option=made.option)
+
+
+class _Programs:
+    """What a plan brings along, read when it is needed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._given: dict[tuple[str, str, tuple[str, ...]], list[ProgramPlan]] = {}
+        for one in plan.programs:
+            self._given.setdefault((one.algorithm, one.kind, one.channels), []).append(one)
+        self._read: dict[int, Program] = {}
+
+    def find(self, motif: MotifPlan, leaf: Motif) -> Program | None:
+        """The program of a motif: its ranks' own, or else that of a group of as many."""
+        given = self._given.get((motif.algorithm, leaf.collective_kind, motif.channels), ())
+        alike = [one for one in given if any(len(group) == len(leaf.ranks) for group in one.groups)]
+        found = next((one for one in alike if leaf.ranks in one.groups), alike[0] if alike else None)
+        if found is None:
+            return None
+        if id(found) not in self._read:
+            try:
+                program = loads(found.text, where=f"program {found.algorithm} of {found.kind}")
+                program.verify()
+            except (InvalidInput, VerificationError) as error:
+                raise PlanMismatch(str(error)) from None
+            self._read[id(found)] = program
+        return self._read[id(found)]
 
 
 class _Lanes:

@@ -8,21 +8,30 @@ input and its output as one piece each; the lists here say where their parts rea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import gcd
 
 from ...algorithms import algorithm, defined_for
 from ...cluster import Cluster
 from ...errors import Infeasible, InvalidInput, PlanMismatch
 from ...planner.channels import restrict
 from ...planner.lowering import lower
+from ...planner.measured import NCCL
 from ...planner.motif import ROOTED, SHARDED, Motif
+from ...planner.providers import BALANCED, SYNTHESISED
 from ...planner.recipes import Ask, build
+from ...planner.shapes import default_algorithm
 from ...planner.spans import Spans, measure
 from ...programs import Program
+from ...programs.lower import lower as lower_program
+from ..backend_buffers import is_rigid
 from .parts import Part, Planned
 
 IN, OUT, ROOM = 0, 1, 2
+MAX_KNOWN = 1024
+_known: dict[int, tuple[Program, bool]] = {}
+PROVIDED = (SYNTHESISED, BALANCED, NCCL)
 WHOLE = ("AR", "BC", "RE", "AG")
 """Ops with one buffer, in which all motifs work."""
 ONE_BUFFER = ("AR", "BC", "RE", "AG", "RS")
@@ -56,7 +65,7 @@ class Tasks:
     tasks: tuple[Task | None, ...]
     room: int
     averages: bool
-    """Whether an average can be left to the programs; else sums are divided at the end."""
+    """Whether every reduction is one over all ranks, which can be an average; else sums are divided at the end."""
 
 
 Programs = dict[object, Program]
@@ -77,7 +86,7 @@ def tasks_of(planned: Planned, rank: int, elements: int, cluster: Cluster | None
         leaf = _scaled(part.leaf, scale)
         made.append(None if leaf is None else _task(part, leaf, mine, places, cluster, programs))
     reducing = [part.leaf for part in planned.parts if part.leaf.kind in ("AR", "RS", "RE")]
-    averages = programs is not None and all(set(leaf.ranks) == set(whole.ranks) for leaf in reducing)
+    averages = all(set(leaf.ranks) == set(whole.ranks) for leaf in reducing)
     return Tasks(tasks=tuple(made), room=places.room, averages=averages)
 
 
@@ -86,11 +95,23 @@ def _task(
 ) -> Task:
     even = _is_even(leaf)
     in_place = even and whole.kind in WHOLE and leaf.kind in ONE_BUFFER
-    key = (part.algorithm, part.channels, in_place, leaf.kind, leaf.ranks, leaf.root, even or leaf)
+    brought = _given(part, leaf, in_place=in_place)
+    in_place = in_place and (brought is None or brought.collective.in_place)
+    key = (part.algorithm, id(brought), part.channels, in_place, leaf.kind, leaf.ranks, leaf.root, even or leaf)
     program: Program | None = None
     if programs is not None:
         program = programs.get(key) or program_of(part, leaf, cluster, in_place=in_place, even=even)
         programs[key] = program
+        if brought is not None:
+            # While it is here no other has its id.
+            programs[id(brought)] = brought
+    share = gap = 0
+    if program is not None and leaf.nbytes % program.collective.num_chunks and _rigid(program):
+        share, gap = _padding(leaf, program.collective.num_chunks)
+        if not even:
+            # Shares of different sizes cannot be padded alike: straight on, chunks lie where they belong.
+            usual = replace(part, algorithm="direct", program=None)
+            program, gap = program_of(usual, leaf, cluster, in_place=in_place, even=even), 0
     ordered = even or program is None
     if leaf.kind == "AA":
         gives, takes = places.blocks(leaf, even=ordered)
@@ -99,25 +120,81 @@ def _task(
         gives = places.give(given, first=not part.after)
         takes = places.take(taken)
     shards = in_place and leaf.kind in SHARDED
+    count = leaf.nbytes
+    if gap:
+        gives, takes = _padded(gives, share, gap), _padded(takes, share, gap)
+        count += leaf.nbytes // share * gap
+    at = leaf.ranks.index(places.rank) * (leaf.size // len(leaf.ranks) + gap) if shards else 0
     return Task(
-        motif=part.motif, leaf=leaf, program=program, count=leaf.nbytes, in_place=in_place, gives=_joined(gives),
-        takes=_joined(takes), at=leaf.ranks.index(places.rank) * leaf.size // len(leaf.ranks) if shards else 0,
+        motif=part.motif, leaf=leaf, program=program, count=count, in_place=in_place, gives=_joined(gives),
+        takes=_joined(takes), at=at,
     )  # fmt: skip
+
+
+def _given(part: Part, leaf: Motif, *, in_place: bool) -> Program | None:
+    """The program that the plan brings along, where it fits: a root may lie elsewhere than where it was made for.
+
+    One that works in place needs memory where that is possible.
+    """
+    if part.program is None or (leaf.kind == "AA" and not leaf.whole):
+        return None
+    c = part.program.collective
+    root = leaf.ranks.index(leaf.root) if leaf.kind in ROOTED else None
+    fits = c.kind == leaf.collective_kind and c.num_ranks == len(leaf.ranks) and (root is None or c.root == root)
+    return part.program if fits and (in_place or not c.in_place) else None
+
+
+def _rigid(program: Program) -> bool:
+    """Whether a program needs chunks of one size."""
+    found = _known.get(id(program))
+    if found is None:
+        if len(_known) >= MAX_KNOWN:
+            _known.clear()
+        found = _known[id(program)] = (program, is_rigid(lower_program(program)))
+    return found[1]
+
+
+def _padding(leaf: Motif, chunks: int) -> tuple[int, int]:
+    """The size of a share, and how much is to be added to each so that all chunks are of one size."""
+    shares = len(leaf.ranks) if leaf.kind in SHARDED else leaf.nbytes // leaf.size if leaf.kind == "AA" else 1
+    share, step = leaf.nbytes // shares, chunks // gcd(chunks, shares)
+    return share, -share % step
+
+
+def _padded(pieces: Sequence[Piece], share: int, gap: int) -> list[Piece]:
+    """With a gap, which belongs to no region, behind every share.
+
+    >>> _padded([(0, 0, 2), (0, 5, 7), (1, 0, 4)], 4, 1)
+    [(0, 0, 2), (0, 5, 7), (-1, 0, 1), (1, 0, 4), (-1, 0, 1)]
+    """
+    found: list[Piece] = []
+    filled = 0
+    for region, lo, hi in pieces:
+        found.append((region, lo, hi))
+        filled += hi - lo
+        if filled % share == 0:
+            found.append((-1, 0, gap))
+    return found
 
 
 def program_of(part: Part, leaf: Motif, cluster: Cluster | None, *, in_place: bool, even: bool) -> Program:
     """The program of a motif's algorithm over its ranks, by position; cut as the motif is where shares are uneven."""
     kind = leaf.collective_kind
     root = leaf.ranks.index(leaf.root) if leaf.kind in ROOTED else 0
-    name, _, pieces = part.algorithm.partition(":")
+    given = _given(part, leaf, in_place=in_place)
+    # What a plan does not bring along, and no name stands for, the library does as it usually would.
+    recipe = default_algorithm(leaf) if part.algorithm in PROVIDED else part.algorithm
+    name, _, pieces = recipe.partition(":")
     try:
-        if cluster is not None:
+        if given is not None:
+            made = given
+        elif cluster is not None:
             links = restrict(cluster, [channel for channel in part.channels if channel in cluster.channels])
             window = (leaf.window[0], leaf.window[1] - leaf.window[0])
             ask = Ask(
                 kind=kind, group=leaf.ranks, root=root, window=None if leaf.kind != "AA" or leaf.whole else window
             )
-            made = build(part.algorithm, ask, links, in_place=in_place)
+            made = build(recipe, ask, links, in_place=in_place)
         else:
             made = algorithm(
                 name if leaf.kind != "AA" or leaf.whole else "direct", kind, len(leaf.ranks), in_place=in_place,

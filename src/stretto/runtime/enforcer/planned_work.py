@@ -16,7 +16,7 @@ from .carrier import Carrier
 from .futures import taken
 from .memory import Pool, Staged, stage
 from .prepared import Bound
-from .sequencer import RUNNING, Entry, Instance, Sequencer, Started
+from .sequencer import Entry, Instance, Sequencer, Started
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +33,9 @@ class Owner(Protocol):
     def stalled(self, instance: Instance) -> None:
         """A wait has taken long."""
 
+    def explain(self, instance: Instance, error: Exception) -> Exception:
+        """What lies behind an error."""
+
     def waited(self, instance: Instance, begin_us: float, end_us: float) -> None:
         """The application stood in ``wait()``."""
 
@@ -45,10 +48,10 @@ class Given:
 
     def __init__(
         self, owner: Owner, carrier: Carrier, instance: Instance, buffers: Buffers | None, bound: Bound | None,
-        call: Call, plain: Callable[[], GroupWork],
+        call: Call, plain: Callable[[], GroupWork], *, pool: Pool = POOL,
     ) -> None:  # fmt: skip
         self._owner, self._carrier, self._instance = owner, carrier, instance
-        self.buffers, self._bound, self._call, self._plain = buffers, bound, call, plain
+        self.buffers, self._bound, self._plain, self._pool = buffers, bound, plain, pool
         self.inline = False
         """Whether the thread that submits waits at once."""
         self.instead: GroupWork | None = None
@@ -58,15 +61,17 @@ class Given:
         self._regions: Sequence[torch.Tensor | None] = ()
         self._op = call.reduce or "sum"
         self._room: torch.Tensor | None = None
+        self._divides = False
         if buffers is None or bound is None:
             return
         larger = buffers.target if buffers.target is not None else buffers.source
         assert larger is not None
         self._dtype = larger.dtype
         if bound.tasks.room:
-            self._room = POOL.take(self._dtype, bound.tasks.room)
+            self._room = pool.take(self._dtype, bound.tasks.room)
         self._regions = (buffers.source, buffers.target, self._room)
-        if self._op == "avg" and not bound.tasks.averages:
+        self._divides = self._op == "avg" and not (bound.tasks.averages and carrier.averages)
+        if self._divides:
             self._op = "sum"
 
     def start(self, entry: Entry) -> Started | None:
@@ -75,7 +80,7 @@ class Given:
         loaded = self._bound.loaded[motif] if self._bound is not None else None
         if loaded is None or self.buffers is None:
             return None
-        staged = self._staged[motif] = stage(loaded.layout, self._regions, self._dtype, POOL)
+        staged = self._staged[motif] = stage(loaded.layout, self._regions, self._dtype, self._pool)
         recording = current()
         if recording is not None:
             planned = self._instance.planned
@@ -91,7 +96,7 @@ class Given:
     def moved(self, entry: Entry) -> None:
         """A motif's data has arrived: bring it where it belongs."""
         motif = entry.part.motif
-        self._staged.pop(motif).back(self._regions, POOL)
+        self._staged.pop(motif).back(self._regions, self._pool)
         self._owner.spent(self._instance, motif, entry.start_us, entry.end_us)
         ended = self._ended.pop(motif, None)
         if ended is not None:
@@ -101,16 +106,22 @@ class Given:
         """All motifs have ended."""
         if self.buffers is None:
             return
-        if self._call.reduce == "avg" and self._op == "sum" and self.buffers.target is not None:
+        if self._divides and self.buffers.target is not None:
             self.buffers.target.div_(len(self._instance.planned.whole.ranks))
         if self._room is not None:
-            POOL.give(self._room)
+            self._pool.give(self._room)
         if self.buffers.finish is not None:
             self.buffers.finish()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Works are remembered for long: the application's tensors must not be."""
+        self.buffers, self._room, self._regions, self._plain = None, None, (), _never
 
     def run_plainly(self) -> None:
         """Nothing of it has started, and nothing will: run it as the application asked."""
         self.instead = self._plain()
+        self._let_go()
         self._instance.settle(None)
 
 
@@ -133,7 +144,7 @@ class PlannedWork(GroupWork):
         if instead is not None:
             return instead.wait(timeout) if timeout > NO_TIMEOUT else instead.wait()
         if instance.error is not None:
-            raise instance.error
+            raise self._owner.explain(instance, instance.error)
         self._owner.waited(instance, begin_us, now_us())
         return True
 
@@ -145,20 +156,19 @@ class PlannedWork(GroupWork):
             left_s = limit_s - (now - begin)
             if left_s <= 0:
                 return False
-            entry = instance.running()
-            started = entry.started if entry is not None else None
-            if entry is None or started is None:
+            entry = self._sequencer.under_way(instance)
+            if entry is None or entry.started is None:
                 instance.wait(min(TICK_S, left_s))
-            elif _ended(started, min(TICK_S, left_s)):
+            elif _ended(entry.started, min(TICK_S, left_s)):
                 self._sequencer.ended(entry)
-                if entry.state == RUNNING:
-                    instance.wait(TICK_S)
             if not instance.done and now - looked > STALLED_S:
                 looked = now
                 self._owner.stalled(instance)
         return True
 
     def _poll(self) -> bool:
+        if not self._instance.done:
+            self._sequencer.reap()
         instead = self._given.instead
         return self._instance.done and (instead is None or instead.is_completed())
 
@@ -181,6 +191,10 @@ class PlannedWork(GroupWork):
                     self._sequencer.notice(entry)
                 return
         over()
+
+
+def _never() -> GroupWork:
+    raise AssertionError("it has run already")
 
 
 def _ended(started: Started, timeout_s: float) -> bool:

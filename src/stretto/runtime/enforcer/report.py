@@ -42,7 +42,9 @@ class Report:
     """How long the application stood in ``wait()``, mean per iteration."""
     motifs: tuple[MotifReport, ...] = ()
     fell_back: str = ""
-    """Why the last plan was given up, if it was."""
+    """Why the last plan was left, if it was."""
+    resting: int = 0
+    """A plan that is not active until the application does again what it was made for."""
 
 
 class DataPlane(Protocol):

@@ -44,11 +44,13 @@ class Started(Protocol):
 class Entry:
     """One motif of one op of one iteration."""
 
-    __slots__ = ("end_us", "instance", "part", "start_us", "started", "state", "watched")
+    __slots__ = ("end_us", "instance", "number", "part", "start_us", "started", "state", "watched")
 
     def __init__(self, instance: Instance, part: Part) -> None:
         self.instance, self.part = instance, part
         self.state = WAITING
+        self.number = 0
+        """Where it stands in the order of all lines."""
         self.started: Started | None = None
         self.watched = False
         """Whether its end is reported; else whoever needs it has to look."""
@@ -59,7 +61,7 @@ class Submission(Protocol):
     """What the application gave for an op."""
 
     def start(self, entry: Entry) -> Started | None:
-        """Begin a motif; None where it has nothing to do."""
+        """Begin a motif; None where there is nothing to wait for."""
 
     def watch(self, entry: Entry) -> None:
         """From now on somebody waits for the end of a motif that runs already."""
@@ -99,23 +101,31 @@ class Instance:
 
     def running(self) -> Entry | None:
         """A motif of it that is under way."""
-        return next((entry for entry in self.entries.values() if entry.state == RUNNING), None)
+        running = (one for one in self.entries.values() if one.state == RUNNING and one.started is not None)
+        return next(running, None)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep until it is done, so long at most."""
-        event = self._event
-        if event is None:
-            event = self._event = threading.Event()
+    def rest(self) -> None:
+        """Somebody is about to sleep: what has happened so far is known. Called with the sequencer's lock."""
+        if self._event is None:
+            self._event = threading.Event()
+        self._event.clear()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a motif of it starts or it is done, so long at most."""
         if not self.done:
-            event.wait(timeout_s)
-        return self.done
+            assert self._event is not None
+            self._event.wait(timeout_s)
+
+    def stir(self) -> None:
+        """A motif has started: whoever sleeps may wait for that one, which costs no other thread a wake-up."""
+        if self._event is not None:
+            self._event.set()
 
     def settle(self, error: Exception | None) -> None:
         """It is over: let everybody know."""
         self.error = error
         self.done = True
-        if self._event is not None:
-            self._event.set()
+        self.stir()
         callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             # Who has asked to be told may fail by himself; the plan goes on.
@@ -133,13 +143,24 @@ class Sequencer:
         self._lines: dict[str, deque[Entry]] = {}
         self._busy: dict[str, list[Entry]] = {}
         self._open: dict[int, Instance] = {}
+        self._added = 0
+        self._finished: deque[Instance] = deque()
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """At the end of their lines."""
+        """At the end of their lines. Those that run after their own iteration have been submitted already."""
+        late = False
         with self.lock:
             for entry in entries:
+                self._added += 1
+                entry.number = self._added
+                late = late or entry.instance.submission is not None
                 for channel in entry.part.channels:
                     self._lines.setdefault(channel, deque()).append(entry)
+            if late:
+                self._advance()
+        if late:
+            self._finish()
+            self.watch()
 
     def submit(self, instance: Instance, submission: Submission) -> None:
         """The application has given an op: its motifs may start."""
@@ -152,6 +173,7 @@ class Sequencer:
             nothing = not instance.entries
             self._advance()
             held = any(entry.state == WAITING for entry in instance.entries.values())
+        self._finish()
         if nothing:
             self._over(instance)
         elif held:
@@ -181,6 +203,14 @@ class Sequencer:
             assert entry.instance.submission is not None
             entry.instance.submission.watch(entry)
 
+    def under_way(self, instance: Instance) -> Entry | None:
+        """A motif of an op that runs; where none does, the start of the next one ends ``instance.wait()``."""
+        with self.lock:
+            found = instance.running()
+            if found is None:
+                instance.rest()
+            return found
+
     def keep(self, wanted: Callable[[Instance], bool]) -> list[Instance]:
         """Take all others out of the lines; returns those of them that had been submitted, in their order."""
         with self.lock:
@@ -190,6 +220,7 @@ class Sequencer:
             for number in gone:
                 del self._open[number]
             self._advance()
+        self._finish()
         self.watch()
         return sorted(gone.values(), key=lambda instance: instance.place)
 
@@ -207,6 +238,7 @@ class Sequencer:
             if error is None:
                 # The channels are free before the data is where it belongs.
                 self._advance()
+        self._finish()
         if error is not None:
             self.fail(error)
             return
@@ -243,15 +275,12 @@ class Sequencer:
         return not self._open
 
     def _advance(self) -> None:
-        """Start whatever may start. Called with the lock."""
-        again = True
-        while again:
-            again = False
-            for line in self._lines.values():
-                if line and self._ready(line[0]):
-                    self._start(line[0])
-                    again = True
-                    break
+        """Start whatever may start, in the order of the lines: the same on all ranks. Called with the lock."""
+        while True:
+            ready = [line[0] for line in self._lines.values() if line and self._ready(line[0])]
+            if not ready:
+                return
+            self._start(min(ready, key=lambda entry: entry.number))
 
     def _ready(self, entry: Entry) -> bool:
         instance = entry.instance
@@ -280,10 +309,24 @@ class Sequencer:
             self.fail(error)
             return
         if entry.started is None:
-            entry.state = MOVED
+            entry.state = ENDED
             entry.end_us = entry.start_us
             self._free(entry)
-            self._bring(entry)
+            entry.instance.left -= 1
+            if not entry.instance.left:
+                self._finished.append(entry.instance)
+        else:
+            entry.instance.stir()
+
+    def _finish(self) -> None:
+        """Let go those who wait for ops that had nothing to wait for; without the lock, as they may do anything."""
+        while self._finished:
+            try:
+                instance = self._finished.popleft()
+            except IndexError:
+                # Another thread came first.
+                return
+            self._over(instance)
 
     def _followed(self, entry: Entry) -> bool:
         """Whether something that was submitted stands behind a motif."""
@@ -314,6 +357,7 @@ class Sequencer:
             over = instance.left == 0
             if not over:
                 self._advance()
+        self._finish()
         if over:
             self._over(instance)
 

@@ -1,0 +1,80 @@
+"""Whether all ranks would launch a plan's motifs in one order, where a launch may keep others from running.
+
+A rank launches a motif as soon as its op is submitted and everything before it in its lines is launched. Ranks that do
+not take part in the same motifs have different lines: where the plan holds something back, one may launch early what
+another launches late, and two motifs in opposite orders on two ranks could wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
+
+from ...errors import PlanMismatch
+from ...planner.plan import Plan
+from ...workload import Workload
+from .parts import Share, share_of
+from .sequencer import Entry, Instance, Sequencer, Started
+
+ITERATIONS = 3
+"""With motifs ahead of their iteration, or behind it, orders repeat from the second on."""
+Launch = tuple[int, int, int, tuple[int, ...]]
+"""(iteration, comm-op, motif, ranks)"""
+
+
+def check_launches(plan: Plan, workload: Workload, hosts: Sequence[str]) -> None:
+    """Raise `PlanMismatch` where no one order of launches suits all ranks."""
+    order: TopologicalSorter[Launch] = TopologicalSorter()
+    for rank in range(workload.num_ranks):
+        before: Launch | None = None
+        for launch in launches(share_of(plan, workload, rank, hosts)):
+            order.add(launch, *([before] if before is not None else []))
+            before = launch
+    try:
+        order.prepare()
+    except CycleError as error:
+        names = sorted({workload.ops[op].name for _, op, _, _ in error.args[1]})
+        raise PlanMismatch(
+            f"plan {plan.name}: ranks would launch {' and '.join(names[:2])} in different orders"
+        ) from None
+
+
+def launches(share: Share) -> list[Launch]:
+    """The order in which one rank launches motifs when all that is waited for is the application's submissions."""
+    sequencer, log = Sequencer(), _Log()
+    made: dict[tuple[int, int], Instance] = {}
+
+    def entry(at: int, op: int, motif: int) -> Entry:
+        if (at, op) not in made:
+            made[at, op] = Instance(0, share.ops[op], at)
+        return made[at, op].entries[motif]
+
+    opened = -share.most_ahead
+    for iteration in range(ITERATIONS + share.most_behind):
+        for window in range(opened, iteration + 1):
+            sequencer.add(
+                entry(window + turn.ahead, turn.op, turn.motif)
+                for turn in share.turns
+                if 0 <= window + turn.ahead < ITERATIONS
+            )
+        opened = iteration + 1
+        for op in sorted(share.ops) if iteration < ITERATIONS else ():
+            if (iteration, op) in made:
+                sequencer.submit(made[iteration, op], log)
+    return log.launches
+
+
+class _Log:
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def start(self, entry: Entry) -> Started | None:
+        iteration, op = entry.instance.place
+        self.launches.append((iteration, op, entry.part.motif, entry.part.leaf.ranks))
+        return None
+
+    def watch(self, entry: Entry) -> None: ...
+
+    def moved(self, entry: Entry) -> None: ...
+
+    def over(self) -> None: ...

@@ -1,0 +1,269 @@
+"""Motifs above NCCL: a communicator with a stream of its own for each lane of a plan, on CUDA tensors.
+
+Nobody waits here: a stream runs what it is given in order, and waits by itself for what another has recorded. So a
+motif has ended, for the enforcer, as soon as the GPU's queue holds it. What is started when then depends on nothing
+but the application's calls and the plan, and all ranks launch NCCL's kernels in the same order: several communicators
+on one GPU need that, since a kernel that waits for its peers may keep others from running.
+
+NCCL reads which interface to use once for the whole process. A channel is therefore not bound to a network, as it is
+above gloo: it is a communicator with its own connections, and whatever NCCL chooses carries them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ...errors import InvalidInput
+from ...planner.motif import Motif
+from ..backend_buffers import Call
+from ..backend_engine import channels_of
+from ..record import now_us
+from .calls import run
+from .carrier import Agreement, Loaded
+from .gloo import GlooAgreement, communicator
+from .memory import Layout, Staged
+from .parts import Part
+from .pieces import Task
+from .sequencer import Entry, Started
+
+cuda: Any = torch.cuda
+"""Its events and streams have no types."""
+Event = Any
+REDUCED = frozenset(
+    {
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64,
+    }
+)  # fmt: skip
+OPERATIONS = ("sum", "prod", "min", "max", "avg")
+FIRST = -1
+"""Communication goes before what computes where both could run: the others wait for it."""
+SIDES = 8
+AGAIN_US = 1e6
+"""How often both clocks are set."""
+SETTLE_S = 5.0
+TICK_S = 0.001
+MAX_NOTES = 65536
+
+
+def event_of(*, timing: bool = False) -> Event:
+    """A moment on a stream, not recorded yet."""
+    return cuda.Event(enable_timing=timing)
+
+
+class Held(Protocol):
+    """The memory of an op."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether it must not be given back yet."""
+
+
+class Queued:
+    """A call that a stream holds; nobody has to wait for it."""
+
+    done = True
+    error: Exception | None = None
+    elapsed_us = 0.0
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """There is nothing to wait for."""
+        return True
+
+
+QUEUED = Queued()
+
+
+class Lane:
+    """One communicator and its stream."""
+
+    def __init__(self, group: Any, stream: torch.cuda.Stream) -> None:
+        self.group, self.stream = group, stream
+
+
+class NcclLoaded:
+    """A task and the communicator that runs it."""
+
+    __slots__ = ("lane", "layout", "leaf")
+
+    def __init__(self, lane: Lane, leaf: Motif, layout: Layout) -> None:
+        self.lane, self.leaf, self.layout = lane, leaf, layout
+
+
+class NcclCarrier:
+    """NCCL with one communicator per lane. Making one needs all its ranks, so they prepare a plan together.
+
+    Plans share communicators: what follows on one is behind what was there before, on every rank.
+    """
+
+    programs = False
+    averages = True
+    made = 0
+    """All ranks make them in the same order, so that each has keys of its own in the job's store."""
+
+    def __init__(self, *, rank: int, size: int, timeout_s: float) -> None:
+        if not (torch.cuda.is_available() and dist.is_nccl_available()):
+            raise InvalidInput("carrier: nccl needs a GPU, and a PyTorch with NCCL")
+        NcclCarrier.made += 1
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._rank, self._timeout = rank, timedelta(seconds=timeout_s)
+        self._store = c10d.PrefixStore(f"stretto/nccl/{NcclCarrier.made}/", dist.distributed_c10d._get_default_store())
+        interface = next(iter(channels_of(os.environ).values())).devices
+        control = c10d.PrefixStore("control/", self._store)
+        # What ranks agree on is a few numbers on the host: over NCCL a stream would have to be waited for.
+        self._control = communicator(control, rank, size, interface, self._timeout)
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._lanes: dict[tuple[tuple[str, ...], tuple[int, ...]], Lane] = {}
+        self._last: dict[str, dict[tuple[Lane, bool], Event]] = {}
+        self._sides: list[torch.cuda.Stream] = [cuda.Stream(self.device, priority=FIRST) for _ in range(SIDES)]
+        self._side = 0
+        self._held: deque[Held] = deque()
+        self.clock = Clock(self.device)
+
+    def refusal(self, call: Call, size: int) -> str:
+        """Why a call is left to the wrapped backend; only of what is the same on all ranks."""
+        if call.device != self.device:
+            return f"{call.device} tensors"
+        if call.uneven or size == 1:
+            return "pieces of different sizes" if call.uneven else "a group of one rank"
+        tensor = call.tensor
+        if tensor.layout != torch.strided or tensor.numel() == 0:
+            return "nothing to move"
+        if call.reduce and (tensor.dtype not in REDUCED or call.reduce not in OPERATIONS):
+            return f"no {call.reduce} of {tensor.dtype}"
+        return f"no avg of {tensor.dtype}" if call.reduce == "avg" and not tensor.is_floating_point() else ""
+
+    def load(self, number: int, part: Part, task: Task) -> NcclLoaded:
+        """Make a task ready; a new communicator connects here, so that no iteration stands still for it."""
+        key = (part.channels, part.leaf.ranks)
+        if key not in self._lanes:
+            self._lanes[key] = self._made(f"{'+'.join(part.channels)}/{','.join(map(str, part.leaf.ranks))}/", key[1])
+        return NcclLoaded(self._lanes[key], task.leaf, Layout.of(task))
+
+    def _made(self, name: str, ranks: tuple[int, ...]) -> Lane:
+        library: Any = dist.ProcessGroupNCCL
+        options = library.Options()
+        options._timeout = self._timeout
+        group = library(c10d.PrefixStore(name, self._store), ranks.index(self._rank), len(ranks), options)
+        group._set_sequence_number_for_group()
+        group.eager_connect_single_device(self.device)
+        return Lane(group, cuda.Stream(self.device, priority=FIRST))
+
+    @contextlib.contextmanager
+    def turn(self, loaded: NcclLoaded, entry: Entry, after: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+        """What runs inside goes to the lane's stream, behind `after` and behind what its channels hold.
+
+        Brief motifs do not wait for each other. Gives the events of the begin and of the end.
+        """
+        lane, brief = loaded.lane, entry.part.brief
+        begin, end = event_of(timing=True), event_of(timing=True)
+        with torch.cuda.stream(lane.stream):
+            for event in after:
+                lane.stream.wait_event(event)
+            for channel in entry.part.channels:
+                held = self._last.setdefault(channel, {})
+                for (other, light), event in held.items():
+                    if other is not lane and not (brief and light):
+                        lane.stream.wait_event(event)
+                if not brief:
+                    held.clear()
+            begin.record(lane.stream)
+            yield begin, end
+            end.record(lane.stream)
+        for channel in entry.part.channels:
+            self._last[channel][lane, brief] = end
+
+    def start(self, loaded: Loaded, staged: Staged, dtype: str, op: str, entry: Entry, *, blocking: bool) -> Started:
+        """Give it to the current stream: inside `turn`."""
+        assert isinstance(loaded, NcclLoaded)
+        me = loaded.leaf.ranks.index(self._rank)
+        run(loaded.lane.group, loaded.leaf, me, staged, op, nothing=self._nothing, in_place=True)
+        return QUEUED
+
+    def side(self) -> torch.cuda.Stream:
+        """A stream for what comes behind the motifs of an op; others may be on their way on those before."""
+        self._side = (self._side + 1) % SIDES
+        return self._sides[self._side]
+
+    def hold(self, held: Held) -> None:
+        """Keep the memory of an op as long as it is needed."""
+        self._held.append(held)
+
+    def read(self) -> None:
+        """Note what the GPU has done meanwhile."""
+        self.clock.read()
+        while self._held and not self._held[0].kept:
+            with contextlib.suppress(IndexError):
+                self._held.popleft()
+
+    def watch(self, entry: Entry) -> None:
+        """It has ended as soon as it is started."""
+
+    def agree(self, values: Sequence[int]) -> Agreement:
+        """On the host."""
+        return GlooAgreement(self._control, values)
+
+    def unload(self, number: int) -> None:
+        """The next plan uses the same communicators."""
+
+    def close(self) -> None:
+        """Let the streams run out, then leave the communicators; what a lost peer keeps from ending is aborted."""
+        deadline = time.monotonic() + SETTLE_S
+        lanes = list(self._lanes.values())
+        while not all(lane.stream.query() for lane in lanes) and time.monotonic() < deadline:
+            time.sleep(TICK_S)
+        for lane in lanes:
+            (lane.group.shutdown if lane.stream.query() else lane.group.abort)()
+        self._lanes.clear()
+        self._last.clear()
+
+
+class Clock:
+    """When things happened on the GPU, on the clock of the host, read once they have and without waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Nothing ever waits on this stream, so what is recorded there happens at that very moment.
+        self._stream = cuda.Stream(device, priority=FIRST)
+        self._anchor, self._anchor_us = event_of(timing=True), 0.0
+        self._next: tuple[Event, float] | None = None
+        self._notes: deque[tuple[Event, Event, Callable[[float, float], object]]] = deque(maxlen=MAX_NOTES)
+        self._lock = threading.Lock()
+        self._anchor.record(self._stream)
+        self._anchor.synchronize()
+        self._anchor_us = now_us()
+
+    def note(self, begin: Event, end: Event, then: Callable[[float, float], object]) -> None:
+        """Call `then` with both moments, some time after the second one."""
+        self._notes.append((begin, end, then))
+
+    def read(self) -> None:
+        """Tell of everything that has happened."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            while self._notes and self._notes[0][1].query():
+                begin, end, then = self._notes.popleft()
+                then(self._at(begin), self._at(end))
+            now = now_us()
+            if self._next is None and now > self._anchor_us + AGAIN_US:
+                event = event_of(timing=True)
+                event.record(self._stream)
+                self._next = (event, now)
+            elif self._next is not None and self._next[0].query():
+                self._anchor, self._anchor_us = self._next
+                self._next = None
+        finally:
+            self._lock.release()
+
+    def _at(self, event: Event) -> float:
+        return self._anchor_us + float(self._anchor.elapsed_time(event)) * 1e3

@@ -1,0 +1,204 @@
+"""A call under a plan on CUDA tensors: its motifs are queued on streams, and whose stream needs the result waits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from ..backend_buffers import Buffers, Call
+from ..backend_work import NO_TIMEOUT, Future, GroupWork, Tensors
+from .futures import taken
+from .memory import Pool, stage
+from .nccl import Event, NcclCarrier, NcclLoaded, event_of
+from .planned_work import Given, Owner, PlannedWork
+from .prepared import Bound
+from .sequencer import Entry, Instance, Sequencer, Started
+
+
+class StreamPool(Pool):
+    """Staging memory of the current stream, which PyTorch gives to nobody else before the stream is done with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def take(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """So many elements, of no value."""
+        return torch.empty(size, dtype=dtype, device=self._device)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Letting go of it is enough."""
+
+
+class QueuedGiven(Given):
+    """The memory of a submitted op on a GPU."""
+
+    def __init__(
+        self, owner: Owner, carrier: NcclCarrier, instance: Instance, buffers: Buffers, bound: Bound, call: Call,
+        plain: Callable[[], GroupWork],
+    ) -> None:  # fmt: skip
+        carrier.read()
+        self._streams = StreamPool(carrier.device)
+        super().__init__(owner, carrier, instance, buffers, bound, call, plain, pool=self._streams)
+        self._nccl = carrier
+        self.stream = torch.cuda.current_stream(carrier.device)
+        self.begun = event_of()
+        self.begun.record(self.stream)
+        self.ends: dict[int, Event] = {}
+        """Of its motifs; in the end what is to be waited for."""
+        self._kept: list[torch.Tensor] = [*call.inputs, *call.outputs]
+        self._kept += [tensor for tensor in self._regions if tensor is not None]
+
+    def start(self, entry: Entry) -> Started | None:
+        """Queue a motif, with the copies before and behind it: nothing is left to wait for."""
+        motif = entry.part.motif
+        loaded = self._bound.loaded[motif] if self._bound is not None else None
+        if loaded is None or self.buffers is None:
+            return None
+        assert isinstance(loaded, NcclLoaded)
+        after = [self.begun, *(self.ends[before] for before in entry.part.after if before in self.ends)]
+        with self._nccl.turn(loaded, entry, after) as (begin, end):
+            staged = stage(loaded.layout, self._regions, self._dtype, self._streams)
+            self._nccl.start(loaded, staged, self.buffers.dtype, self._op, entry, blocking=False)
+            staged.back(self._regions, self._streams)
+        self.ends[motif] = end
+
+        def ran(begin_us: float, end_us: float) -> None:
+            entry.start_us, entry.end_us = begin_us, end_us
+            self._owner.spent(self._instance, motif, begin_us, end_us)
+
+        self._nccl.clock.note(begin, end, ran)
+        return None
+
+    def over(self) -> None:
+        """All motifs are queued; what is left to do with the result is queued behind them."""
+        assert self.buffers is not None
+        if self._divides or self.buffers.finish is not None:
+            stream = self._nccl.side()
+            with torch.cuda.stream(stream):
+                for event in (self.begun, *self.ends.values()):
+                    stream.wait_event(event)
+                super().over()
+                last = event_of()
+                last.record(stream)
+            self.ends = {0: last}
+        self._let_go()
+        self._nccl.hold(self)
+
+    def join(self) -> torch.cuda.Stream:
+        """Make the current stream wait for the result. The memory is safe from then on."""
+        stream = torch.cuda.current_stream(self._nccl.device)
+        for event in self.ends.values():
+            stream.wait_event(event)
+        if stream != self.stream:
+            for tensor in self._kept:
+                tensor.record_stream(stream)
+        self._kept = []
+        return stream
+
+    @property
+    def kept(self) -> bool:
+        """Whether its memory must not be given back yet: no stream waits, and the GPU is not done."""
+        return bool(self._kept) and not self.arrived
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the GPU is done with it."""
+        return all(event.query() for event in self.ends.values())
+
+    def run_plainly(self) -> None:
+        """Nothing of it has started, and nothing will: run it as the application asked."""
+        torch.cuda.current_stream(self._nccl.device).wait_event(self.begun)
+        super().run_plainly()
+
+
+class QueuedWork(PlannedWork):
+    """A call that a plan carries out on a GPU: ``wait`` blocks the current stream, and the host only if it is held."""
+
+    def __init__(
+        self, owner: Owner, sequencer: Sequencer, instance: Instance, given: QueuedGiven, tensors: Tensors,
+        carrier: NcclCarrier,
+    ) -> None:  # fmt: skip
+        super().__init__(owner, sequencer, instance, given, tensors)
+        self._queued, self._nccl = given, carrier
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Make the current stream wait; every stream that uses the result needs one of its own."""
+        limit_s = timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
+        if not self._wait(limit_s):
+            raise TimeoutError(f"the operation was held back for {timeout.total_seconds():g} s")
+        instance, instead = self._instance, self._given.instead
+        if instead is not None:
+            return bool(instead.wait())
+        if instance.error is not None:
+            raise self._owner.explain(instance, instance.error)
+        if self._queued.arrived:
+            self._queued.join()
+            return True
+        device = self._nccl.device
+        stream = torch.cuda.current_stream(device)
+        before, behind = event_of(timing=True), event_of(timing=True)
+        before.record(stream)
+        self._queued.join()
+        behind.record(stream)
+        self._nccl.clock.note(before, behind, lambda begin, end: self._owner.waited(instance, begin, end))
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the GPU has done it, well or not."""
+        if not self._instance.done:
+            return False
+        instead = self._given.instead
+        if instead is not None:
+            return bool(instead.is_completed())
+        return self._instance.error is not None or self._queued.arrived
+
+    def exception(self) -> Exception | None:
+        """What went wrong, once it has ended."""
+        return self._instance.error if self._instance.done else None
+
+    @property
+    def forgettable(self) -> bool:
+        """Whether its tensors need not be kept for its sake."""
+        return self._instance.done and not self._queued.kept
+
+    def strip(self) -> None:
+        """Let go of everything but whether it went well."""
+        self._tensors = []
+        self._future = None
+
+    def _make_future(self) -> Future:
+        device, tensors, queued = self._nccl.device, self._tensors, self._queued
+        taken(self)
+        done: Future = torch.futures.Future(devices=[device])
+
+        def value(_: Future) -> Tensors:
+            # An exception set on a future is invisible to C++; one raised in a callback is not.
+            if self._instance.error is not None:
+                raise self._instance.error
+            return tensors
+
+        child: Future = done.then(value)
+
+        def over() -> None:
+            # A future remembers where the current stream stands, and whoever waits for it makes his stream wait.
+            with torch.cuda.stream(self._nccl.side()):
+                with contextlib.suppress(Exception):
+                    if self._given.instead is not None:
+                        self._given.instead.wait()
+                    elif self._instance.error is None:
+                        queued.join()
+                done.set_result(tensors)
+
+        self._when_queued(over)
+        return child
+
+    def _when_queued(self, then: Callable[[], object]) -> None:
+        with self._sequencer.lock:
+            if not self._instance.done:
+                self._instance.callbacks.append(then)
+                return
+        then()

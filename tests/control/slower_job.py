@@ -1,0 +1,153 @@
+"""Real ranks, a real controller and a plan that is really slower than plain order: ``slower_job.py FOLDER RANKS``.
+
+The planner believes in costs that are false, and promises that many small pieces are fast. What is measured says
+otherwise: the controller has to bring the application's own order back, for all ranks at once.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from enforcer_plans import cluster_of, join, op_plan, plan_of, step_of
+from toy_job import Ready
+
+import stretto.torch
+from stretto.control.agent import Agent, exchange_over
+from stretto.control.controller import Controller
+from stretto.control.messages import encode_plan
+from stretto.control.transport import Link
+from stretto.control.worker import FIFO, Answer, Ask
+from stretto.planner.plan import Plan
+from stretto.planner.rewrites import rewrites
+from stretto.runtime.enforcer.enforcer import Enforcer
+
+FORK = multiprocessing.get_context("fork")
+TOKEN = "0123456789abcdef0123456789abcdef"
+COUNT = 1 << 14
+RANKS = 2
+STEP = step_of([("all_reduce", 4.0 * COUNT, 0)], RANKS)
+CLUSTER = cluster_of(1)
+LIMIT_S = 60.0
+LONG = 150
+"""Iterations in which nothing may change any more."""
+
+
+def plan(pieces: int, name: str) -> Plan:
+    """The sum in so many pieces, one after the other."""
+    (op,) = STEP.comm_ops
+    ways = {len(way.stages): way for way in rewrites(op, STEP.groups_of(op), CLUSTER) if "ring" not in way.steps}
+    made = op_plan(op, ways[pieces], seqs=range(pieces), channels=[("rdma",)])
+    return plan_of(STEP, CLUSTER, [made], name=name)
+
+
+class Planner:
+    """Always the same two answers; counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def start(self, ask: Ask) -> Ready:
+        """Plain order where that is asked for, else the slow plan, with a false promise."""
+        self.asked.append("plain" if ask.plain else "again" if ask.current is not None else "first")
+        found = plan(1, FIFO) if ask.plain else plan(16, "false")
+        promise = Answer(body=encode_plan(found), hash=found.hash, iteration_us=100.0, plain_us=200.0)
+        # Asked again, it has nothing better than what runs.
+        return Ready(promise if ask.current is None or ask.plain else Answer(
+            body=promise.body, hash=promise.hash, iteration_us=100.0, plain_us=200.0, current_us=100.0
+        ))  # fmt: skip
+
+
+def train(folder: Path, rank: int) -> None:
+    """One rank: sums of whole numbers until the file `stop` is there; tells the plan of every iteration."""
+    torch.set_num_threads(1)
+    join(folder, rank, RANKS)
+    enforcer = Enforcer(STEP, every=4, cluster=CLUSTER)
+    agent = Agent(
+        enforcer, exchange_over(Link(f"unix:{folder}/socket", token=TOKEN)), job="slow", epoch=1, rank=rank, size=RANKS,
+        every_s=0.02,
+    )  # fmt: skip
+    agent.start()
+    ran: list[int] = []
+    stop = torch.zeros(1)
+    wrong = 0
+    begin = time.monotonic()
+    while not stop.item() and time.monotonic() - begin < LIMIT_S:
+        if len(ran) == 60:
+            # Plain order is measured first.
+            agent.captured(STEP, CLUSTER)
+        ran.append(enforcer.report().number)
+        gradients = torch.full((COUNT,), float(rank + len(ran)))
+        dist.all_reduce(gradients)
+        wrong += int(gradients[-1].item() != 2 * len(ran) + 1)
+        stretto.step()
+        if len(ran) % 10 == 0:
+            # Between two iterations, and no part of the step.
+            stop.fill_(float((folder / "stop").exists()))
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+            (folder / f"now{rank}").write_text(str(len(ran)))
+    report = enforcer.report()
+    agent.stop()
+    (folder / f"end{rank}.json").write_text(
+        json.dumps({"ran": ran, "wrong": wrong, "number": report.number, "fell_back": report.fell_back})
+    )
+    dist.barrier()
+    os._exit(0)
+
+
+def main(folder: Path) -> None:
+    """Wait until the application's own order is back, let it run on, and ask for the status as a user would."""
+    ranks = [FORK.Process(target=train, args=(folder, rank)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    planner = Planner()
+    controller = Controller(start=planner.start)
+    (folder / "token").write_text(TOKEN)
+    (folder / "token").chmod(0o600)
+    server = controller.serve(f"unix:{folder}/socket", token=TOKEN)
+    told: dict[str, Any] = {"seen": []}
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            jobs = controller.status().jobs
+            about = jobs[0].about if jobs else ""
+            if about and (not told["seen"] or told["seen"][-1] != about):
+                told["seen"].append(about)
+            if "own order" in about:
+                break
+            time.sleep(0.02)
+        at = int((folder / "now0").read_text())
+        while int((folder / "now0").read_text() or 0) < at + LONG and time.monotonic() < deadline:
+            time.sleep(0.02)
+        status = controller.status().jobs[0]
+        told |= {
+            "asked": planner.asked, "plan": status.plan.number, "name": status.plan_name, "phase": status.phase,
+            "said": subprocess.run(
+                [sys.executable, "-m", "stretto", "status", "--address", f"unix:{folder}/socket", "--token-file",
+                 str(folder / "token")],
+                capture_output=True, text=True, timeout=60, check=False,
+            ).stdout,
+        }  # fmt: skip
+        (folder / "stop").touch()
+        for process in ranks:
+            process.join(30)
+        told["ranks"] = [json.loads((folder / f"end{rank}.json").read_text()) for rank in range(RANKS)]
+        (folder / "report").write_text(json.dumps(told))
+    finally:
+        for process in ranks:
+            if process.exitcode is None:
+                process.kill()
+        server.close()
+        controller.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

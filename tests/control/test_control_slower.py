@@ -1,0 +1,56 @@
+"""A plan that is slower than plain order, on real ranks: it is measured, and the application's own order comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("s")
+    path = os.pathsep.join(map(str, (HERE, HERE.parent / "runtime")))
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "slower_job.py"), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=LIMIT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said.decode()[-4000:]
+    return json.loads((folder / "report").read_text())
+
+
+def test_all_ranks_go_from_plain_order_to_the_plan_and_back_at_the_same_iterations(report: Any) -> None:
+    first, second = (rank["ran"] for rank in report["ranks"])
+    assert first == second
+    assert [number for number, _ in groupby(first)] == [0, 1, 2]
+    assert all(rank["wrong"] == 0 and rank["fell_back"] == "" for rank in report["ranks"])
+
+
+def test_it_was_measured_and_the_controller_says_why(report: Any) -> None:
+    assert any("an iteration takes" in about and "in plain order" in about for about in report["seen"])
+    assert (report["plan"], report["name"], report["phase"]) == (2, "fifo", "active")
+    assert "own order, as the plan before was slower" in report["said"]
+    assert "plan 2 by fifo" in report["said"]
+
+
+def test_it_does_not_go_round_in_circles(report: Any) -> None:
+    assert report["asked"][0] == "first" and report["asked"][-1] == "plain"
+    assert report["asked"].count("plain") == 1
+    assert len(report["ranks"][0]["ran"]) - report["ranks"][0]["ran"].index(2) > 100

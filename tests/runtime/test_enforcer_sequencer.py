@@ -1,0 +1,163 @@
+"""Who is woken when: motifs that nobody reports must still be noticed by whoever needs their end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from stretto.planner.motif import motif_of
+from stretto.runtime.enforcer import planned_work
+from stretto.runtime.enforcer.parts import Part, Planned
+from stretto.runtime.enforcer.planned_work import PlannedWork
+from stretto.runtime.enforcer.sequencer import Entry, Instance, Sequencer
+from stretto.workload import Op
+
+LONG_S = 3600.0
+JOIN_S = 60.0
+
+
+class _Motif:
+    """A motif under way that ends when the test says so; without a report, unless it is watched."""
+
+    elapsed_us = 1.0
+    error: Exception | None = None
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.looked = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        self.looked.set()
+        return self._event.wait(timeout_s)
+
+    def end(self) -> None:
+        self._event.set()
+
+
+class _Given:
+    """Stands for the application's memory, and for the carrier."""
+
+    instead = None
+
+    def __init__(self) -> None:
+        self.started: dict[int, _Motif] = {}
+        self.watched: list[Entry] = []
+
+    def start(self, entry: Entry) -> _Motif:
+        return self.started.setdefault(entry.part.motif, _Motif())
+
+    def watch(self, entry: Entry) -> None:
+        self.watched.append(entry)
+
+    def moved(self, entry: Entry) -> None: ...
+
+    def over(self) -> None: ...
+
+
+class _Owner:
+    def stalled(self, instance: Instance) -> None: ...
+
+    def waited(self, instance: Instance, begin_us: float, end_us: float) -> None: ...
+
+    def spent(self, instance: Instance, motif: int, start_us: float, end_us: float) -> None: ...
+
+    def explain(self, instance: Instance, error: Exception) -> Exception:
+        return error
+
+
+def _op(number: int, *channels: str) -> Instance:
+    """An op with a motif on each of some channels."""
+    whole = motif_of("all_reduce", (0, 1), 8.0, 0)
+    parts = tuple(
+        Part(motif=at, leaf=whole, algorithm="ring", channels=(channel,), lane=at, after=(), brief=False)
+        for at, channel in enumerate(channels)
+    )
+    op = Op(name=f"op{number}", kind="all_reduce", nbytes=8.0)
+    return Instance(1, Planned(number=number, op=op, whole=whole, parts=parts, option="whole"), 0)
+
+
+def _submitted(sequencer: Sequencer, instance: Instance) -> tuple[_Given, PlannedWork]:
+    given: Any = _Given()
+    sequencer.submit(instance, given)
+    return given, PlannedWork(_Owner(), sequencer, instance, given, [])
+
+
+@pytest.fixture(autouse=True)
+def no_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking again after a while must not be what ends a wait."""
+    monkeypatch.setattr(planned_work, "TICK_S", LONG_S)
+
+
+@pytest.fixture
+def wait() -> Iterator[Callable[[PlannedWork], threading.Thread]]:
+    threads: list[threading.Thread] = []
+
+    def begin(work: PlannedWork) -> threading.Thread:
+        threads.append(threading.Thread(target=work.wait, args=(timedelta(seconds=LONG_S),), daemon=True))
+        threads[-1].start()
+        return threads[-1]
+
+    yield begin
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive()
+
+
+def _lines(*instances: Instance) -> Sequencer:
+    sequencer = Sequencer()
+    sequencer.add([entry for instance in instances for entry in instance.entries.values()])
+    return sequencer
+
+
+def test_a_wait_that_began_before_the_motif_did_ends_with_it(wait: Callable[[PlannedWork], threading.Thread]) -> None:
+    first, last = _op(0, "a"), _op(1, "a")
+    sequencer = _lines(first, last)
+    before, _ = _submitted(sequencer, first)
+    given, work = _submitted(sequencer, last)
+    assert before.watched, "something stands behind it"
+    waiting = wait(work)
+    while last._event is None:
+        waiting.join(0.001)
+    before.started[0].end()
+    sequencer.ended(before.watched[0])
+    # Nobody reports the last motif of a line: the one who waits has to turn to it.
+    assert given.started[0].looked.wait(JOIN_S)
+    given.started[0].end()
+    waiting.join(JOIN_S)
+    assert last.done and not given.watched
+
+
+def test_whoever_only_asks_sees_the_end_of_a_motif_that_nobody_reports() -> None:
+    only = _op(0, "a")
+    sequencer = _lines(only)
+    given, work = _submitted(sequencer, only)
+    assert not work.is_completed()
+    given.started[0].end()
+    assert work.is_completed() and not given.watched
+
+
+def test_what_runs_after_its_own_iteration_starts_when_it_is_put_in_line() -> None:
+    pushed_back = _op(0, "a")
+    sequencer = Sequencer()
+    given, _ = _submitted(sequencer, pushed_back)
+    assert not given.started, "it is in no line yet"
+    sequencer.add(pushed_back.entries.values())
+    assert list(given.started) == [0]
+
+
+def test_a_motif_that_is_put_behind_one_that_runs_has_its_end_reported() -> None:
+    first, pushed_back = _op(0, "a"), _op(1, "a")
+    sequencer = _lines(first)
+    running, _ = _submitted(sequencer, first)
+    _submitted(sequencer, pushed_back)
+    assert not running.watched
+    sequencer.add(pushed_back.entries.values())
+    assert running.watched == [first.entries[0]]
