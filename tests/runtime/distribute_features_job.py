@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from distribute_models import STEPS, alone, batch, loss_of, made, optimizer_of, 
 from torch import nn
 
 import stretto
+import stretto.torch
 from stretto.runtime.distribute import model_spec
 from stretto.strategy import Strategy
 from stretto.strategy.builders import build
@@ -126,6 +127,64 @@ def unused(builder: str) -> list[Any]:
     return [moved["some.weight"] > 0, moved["nobody.weight"] == 0, all(one == everyone[0] for one in everyone)]
 
 
+def in_32_bits() -> list[float]:
+    """Adam on a layer of attention in 32 bits: how far from one process the key's bias ends, and all the rest.
+
+    A key's bias adds the same to all scores of a softmax: its gradient is zero but for rounding, and Adam divides it by
+    its own size.
+    """
+    width, ranks, found = 6, dist.get_world_size(), []
+    for on in (range(ranks), [dist.get_rank()]):
+        torch.manual_seed(5)
+        model: nn.Module = nn.TransformerEncoderLayer(width, 2, 9, dropout=0.0, batch_first=True)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
+        if len(on) == 1:
+            model, optimizer = stretto.distribute(model, optimizer, build("ps_balanced", model_spec(model), DEVICES))
+        for step in range(STEPS):
+            inputs = [torch.randn(4, 3, width, generator=torch.Generator().manual_seed(100 * step + r)) for r in on]
+            optimizer.zero_grad()
+            loss_of(model, torch.cat(inputs)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        found.append({key: value.clone() for key, value in model.state_dict().items()})
+    optimizer.close()
+    bias = "self_attn.in_proj_bias"
+    key = slice(width, 2 * width)
+    of_key = float((found[0][bias][key] - found[1][bias][key]).abs().max())
+    for one in found:
+        one[bias][key] = 0.0
+    return [of_key, max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])]
+
+
+def kept(builder: str) -> bool:
+    """Whether gradients that a script keeps are still those of their step after the next one."""
+    model, optimizer = stretto.distribute(*_pair("mlp"), built("mlp", builder))
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, batch("mlp", step, dist.get_rank())).backward()  # type: ignore[no-untyped-call]
+        if step == 0:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            copies = [g.clone() for g in gradients]
+        optimizer.step()
+    optimizer.close()
+    return all(torch.equal(g, c) for g, c in zip(gradients, copies, strict=True))
+
+
+def scaled(builder: str) -> list[Any]:
+    """Weights after training with a GradScaler, or what is said about it."""
+    model, optimizer = stretto.distribute(*_pair("mlp"), built("mlp", builder))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    try:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch("mlp", step, dist.get_rank()))).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+    except stretto.InvalidInput as error:
+        return [str(error)]
+    optimizer.close()
+    return weights(model)
+
+
 def errors() -> dict[str, str]:
     """What is refused, and how."""
     strategy = built("mlp", "partitioned_ps")
@@ -165,7 +224,7 @@ def whole_job(folder: Path) -> dict[str, Any]:
     """Everything that ends well, or in a message."""
     ranks = dist.get_world_size()
     outcomes: dict[str, Any] = {}
-    for name in ("mlp", "ncf"):
+    for name in ("mlp", "ncf", "mixed"):
         want = plain(name, ranks)
         clipped = alone(name, ranks, clip=0.05, kind="adamw") if name == "mlp" else []
         for builder in PLACES:
@@ -179,9 +238,11 @@ def whole_job(folder: Path) -> dict[str, Any]:
     for kind in ("momentum", "adagrad"):
         want = alone("ncf", ranks, kind=kind)
         outcomes[f"rows {kind}"] = apart(trained("ncf", built("ncf", "partitioned_ps"), kind=kind), want)
-    want = plain("mlp", ranks)
-    for before, after in (("partitioned_ps", "zero2"), ("zero2", "all_reduce"), ("all_reduce", "partitioned_ps")):
-        outcomes[f"resumed {before} {after}"] = apart(resumed("mlp", built("mlp", before), built("mlp", after)), want)
+    outcomes |= changed_on_the_way(("mlp", "ncf", "mixed"))
+    outcomes["in 32 bits"] = in_32_bits()
+    outcomes["scaled"] = apart(scaled("all_reduce"), plain("mlp", ranks))
+    outcomes["scaled elsewhere"] = scaled("partitioned_ps")[0]
+    outcomes["kept"] = [kept(builder) for builder in PLACES]
     for builder in ("all_reduce", "ps", "zero1"):
         outcomes[f"unused {builder}"] = unused(builder)
     outcomes["errors"] = errors()
@@ -193,6 +254,17 @@ def whole_job(folder: Path) -> dict[str, Any]:
     _, optimizer = stretto.distribute(*_pair("mlp"))
     outcomes["named by the environment"] = optimizer.strategy.name
     return outcomes
+
+
+def changed_on_the_way(names: Sequence[str]) -> dict[str, Any]:
+    """How far training ends from one process that changes its strategy in the middle."""
+    found = {}
+    for name in names:
+        want = plain(name, dist.get_world_size())
+        for before, after in (("partitioned_ps", "zero2"), ("zero2", "all_reduce"), ("all_reduce", "partitioned_ps")):
+            got = resumed(name, built(name, before), built(name, after))
+            found[f"resumed {name} {before} {after}"] = apart(got, want)
+    return found
 
 
 def _of_some(group: Any) -> bool:
@@ -209,6 +281,15 @@ def main() -> None:
     def rank_main(rank: int) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
         outcomes = whole_job(folder)
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("stretto", init_method=f"file://{folder}/store-2", rank=rank, world_size=ranks)
+        del os.environ["STRETTO_STRATEGY"]
+        outcomes["on our backend"] = changed_on_the_way(["mixed"])
+        want = plain("mixed", ranks)
+        for builder in PLACES:
+            got = accumulated("mixed", built("mixed", builder), inside=True)
+            outcomes["on our backend"][f"accumulated {builder}"] = apart(got, want)
         (folder / f"{rank}.json").write_text(json.dumps(outcomes))
         dist.barrier()
         dist.destroy_process_group()

@@ -78,7 +78,7 @@ def main() -> None:
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     some = ("partitioned_ps", "parallax", "zero2", "two_level", "ordered")
     runs: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-        "gloo": (list(MODELS), ()), "stretto": (["mlp", "ncf"], some),
+        "gloo": (list(MODELS), ()), "stretto": (["mlp", "ncf", "mixed"], some),
     }  # fmt: skip
 
     def rank_main(rank: int) -> None:

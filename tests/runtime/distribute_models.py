@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.runtime.distribute import dense
 from stretto.strategy import ModelSpec, NodeConfig, Strategy, Sync
 
+dense.LARGE_BYTES = 200  # so that these models have large variables too
 BATCH = 4
 STEPS = 4
 
@@ -79,7 +81,26 @@ class Ncf(nn.Module):
         return out
 
 
-MODELS: dict[str, type[nn.Module]] = {"mlp": Mlp, "conv": Conv, "tied": Tied, "ncf": Ncf}
+class Mixed(nn.Module):
+    """All at once: a sparse table used twice, tied words, a frozen layer, two data types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(23, 4, sparse=True)
+        self.frozen = nn.Linear(4, 6).requires_grad_(False)
+        self.words = nn.Embedding(11, 6).double()
+        self.mix = nn.Linear(12, 6).double()
+        self.out = nn.Linear(6, 11, bias=False).double()
+        self.out.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores of words, in 64 bits."""
+        who = self.frozen(self.users(x[:, 0]) + self.users(x[:, 1])).double()
+        out: torch.Tensor = self.out(self.mix(torch.cat([who, self.words(x[:, 1])], 1)).tanh())
+        return out
+
+
+MODELS: dict[str, type[nn.Module]] = {"mlp": Mlp, "conv": Conv, "tied": Tied, "ncf": Ncf, "mixed": Mixed}
 
 
 def batch(name: str, step: int, rank: int) -> torch.Tensor:
@@ -87,8 +108,9 @@ def batch(name: str, step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     if name == "tied":
         return torch.randint(0, 11, (BATCH, 6), generator=generator)
-    if name == "ncf":
-        return torch.stack([torch.randint(0, n, (BATCH,), generator=generator) for n in (23, 17)], 1)
+    if name in ("ncf", "mixed"):
+        counts = (23, 17) if name == "ncf" else (23, 11)
+        return torch.stack([torch.randint(0, n, (BATCH,), generator=generator) for n in counts], 1)
     shape = (BATCH, 7) if name == "mlp" else (BATCH, 3, 6, 6)
     return torch.randn(shape, generator=generator)
 
@@ -108,8 +130,8 @@ def made(name: str) -> nn.Module:
 
 
 def optimizer_of(name: str, model: nn.Module, kind: str = "") -> torch.optim.Optimizer:
-    """Adam with weight decay for dense models, SGD for sparse ones; `kind` names another."""
-    kind = kind or ("sgd" if name == "ncf" else "adamw")
+    """Adam with weight decay for dense models, SGD for sparse ones, one with momentum; `kind` names another."""
+    kind = kind or {"ncf": "sgd", "mixed": "momentum"}.get(name, "adamw")
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.5)
     if kind == "momentum":

@@ -22,7 +22,7 @@ def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("label", [*BUILDERS, *OWN])
-@pytest.mark.parametrize("model", ["mlp", "conv", "tied", "ncf"])
+@pytest.mark.parametrize("model", ["mlp", "conv", "tied", "ncf", "mixed"])
 def test_weights_are_those_of_one_process(outcomes: Outcomes, model: str, label: str) -> None:
     for rank in outcomes["gloo"]:
         assert rank[f"{model} {label}"] < REASSOCIATION
@@ -30,5 +30,5 @@ def test_weights_are_those_of_one_process(outcomes: Outcomes, model: str, label:
 
 def test_the_same_on_our_backend(outcomes: Outcomes) -> None:
     for rank in outcomes["stretto"]:
-        assert len(rank) == 12
+        assert len(rank) == 18
         assert all(apart < REASSOCIATION for apart in rank.values()), rank

@@ -25,7 +25,7 @@ def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFact
     return job(Path(__file__).with_name("distribute_features_job.py"), tmp_path_factory.mktemp("features"), ranks=4)
 
 
-@pytest.mark.parametrize("model", ["mlp", "ncf"])
+@pytest.mark.parametrize("model", ["mlp", "ncf", "mixed"])
 @pytest.mark.parametrize("builder", PLACES)
 @pytest.mark.parametrize("inside", [True, False])
 def test_accumulated_gradients_are_one_batch(outcomes: Outcomes, model: str, builder: str, inside: bool) -> None:
@@ -42,9 +42,31 @@ def test_rows_come_back_as_the_optimizer_moves_them(outcomes: Outcomes, kind: st
     assert max(outcomes[f"rows {kind}"]) < REASSOCIATION
 
 
+@pytest.mark.parametrize("model", ["mlp", "ncf", "mixed"])
 @pytest.mark.parametrize("change", ["partitioned_ps zero2", "zero2 all_reduce", "all_reduce partitioned_ps"])
-def test_what_is_saved_fits_every_strategy(outcomes: Outcomes, change: str) -> None:
-    assert max(outcomes[f"resumed {change}"]) < REASSOCIATION
+def test_what_is_saved_fits_every_strategy(outcomes: Outcomes, model: str, change: str) -> None:
+    assert max(outcomes[f"resumed {model} {change}"]) < REASSOCIATION
+
+
+def test_accumulation_and_saving_on_our_backend(outcomes: Outcomes) -> None:
+    for rank in outcomes["on our backend"]:
+        assert len(rank) == 6
+        assert all(apart < REASSOCIATION for apart in rank.values()), rank
+
+
+def test_in_32_bits_only_a_gradient_that_is_rounding_alone_makes_a_difference(outcomes: Outcomes) -> None:
+    for of_key, rest in outcomes["in 32 bits"]:
+        assert rest < REASSOCIATION < of_key
+
+
+def test_a_scaler_works_where_every_rank_has_the_gradients_and_is_refused_elsewhere(outcomes: Outcomes) -> None:
+    assert max(outcomes["scaled"]) < REASSOCIATION
+    for said in outcomes["scaled elsewhere"]:
+        assert re.search(r"\.kind: GradScaler looks for infinities in this rank's gradients", said)
+
+
+def test_gradients_that_a_script_keeps_stay_as_they_were(outcomes: Outcomes) -> None:
+    assert outcomes["kept"] == [[True] * len(PLACES)] * 4
 
 
 @pytest.mark.parametrize("builder", ["all_reduce", "ps", "zero1"])

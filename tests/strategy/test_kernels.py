@@ -82,6 +82,18 @@ def test_sparse_gradients_travel_as_rows() -> None:
     assert [(e.kind, e.nbytes) for e in dense.exchanges] == [("all_reduce", 64000)]
 
 
+def test_on_torch_changed_rows_go_to_all_and_a_forward_pass_waits_for_everything() -> None:
+    model = replace(MODEL, runtime="torch")
+    step = global_step(build("ps", model, DEVICES), model, DEVICES)
+    table = next(message for message in step.messages if message.name == "table")
+    assert [(e.kind, e.nbytes) for e in table.exchanges] == [("gather", 4 * 720.0), ("broadcast", 4 * 720.0)]
+    everywhere = replace(model, variables=tuple(replace(v, rows=900) if v.sparse else v for v in model.variables))
+    whole = global_step(build("ps", everywhere, DEVICES), everywhere, DEVICES)
+    assert next(m for m in whole.messages if m.name == "table").exchanges[1].nbytes == 1000 * (64 + 8)
+    first, second = (op for op in to_workload(build("ps", model, 4), model, 4).ops if op.phase == "forward")
+    assert len(first.after) == 3 and not second.after
+
+
 def test_a_sequence_is_the_order_of_the_group() -> None:
     order = tuple(reversed(DEVICES))
     assert one("w", Sync(sequence=order)).exchanges[0].groups == ((3, 2, 1, 0),)

@@ -45,7 +45,7 @@ nodes:
 - variable: w
   partition: [[3, 1], 1]
   parts:
-  - {kind: parameter_server, placement: [b], transfer: [a], staleness: 2}
+  - {kind: parameter_server, placement: [b], encoder: float16, staleness: 2}
   - {group: 4}
 """
     made = read_strategy(text)

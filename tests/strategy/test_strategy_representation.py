@@ -20,6 +20,7 @@ MODEL = ModelSpec(
     ),
 )
 DEVICES = ("rank0", "rank1", "rank2")
+LATE = Sync(kind="parameter_server", placement=("rank0",), staleness=2)
 
 
 def strategy(**nodes: NodeConfig) -> Strategy:
@@ -57,8 +58,7 @@ def test_each_part_may_be_synchronised_in_its_own_way() -> None:
 def test_lossy_and_stale_are_known_as_such() -> None:
     assert strategy().is_lossless
     assert not strategy(w=NodeConfig(variable="w", sync=Sync(encoder="topk:0.01"))).is_lossless
-    late = Sync(kind="parameter_server", placement=("rank0",), staleness=2)
-    assert not strategy(w=NodeConfig(variable="w", sync=late)).is_lossless
+    assert not strategy(w=NodeConfig(variable="w", sync=LATE)).is_lossless
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,10 @@ def test_lossy_and_stale_are_known_as_such() -> None:
         (NodeConfig(variable="w", sync=Sync(encoder="topk:much")), "must be a number"),
         (NodeConfig(variable="w", sync=Sync(encoder="float16:2")), "float16 takes no amount"),
         (NodeConfig(variable="w", sync=Sync(staleness=1)), "w.sync.staleness: needs a parameter server"),
+        (NodeConfig(variable="w", sync=replace(LATE, transfer=("rank1",))), "w.sync.transfer: with staleness ranks"),
+        (NodeConfig(variable="w", sync=replace(LATE, encoder="onebit")), "w.sync.encoder: with staleness it must be"),
+        (NodeConfig(variable="w", sync=Sync(kind="sharded", transfer=("rank1",))), "w.sync.transfer: sharded has no"),
+        (NodeConfig(variable="w", sync=replace(LATE, sequence=DEVICES)), "w.sync.sequence: servers and"),
         (NodeConfig(variable="w", partition=(5, 1)), r"w.partition\[0\]: must be 1..4 parts"),
         (NodeConfig(variable="w", partition=((1, 2), 1)), r"w.partition\[0\]: sizes \[1, 2\] must be > 0 and add up"),
         (NodeConfig(variable="w", partition=(2,)), "w.partition: must have 2 entries"),
@@ -99,6 +103,8 @@ def test_models_say_what_is_wrong_with_them() -> None:
         ModelSpec(name="m", variables=(Variable(name="a", shape=(2,)), Variable(name="b", shape=(4,), sparse=True)))
     with pytest.raises(InvalidInput, match="is there twice"):
         ModelSpec(name="m", variables=(Variable(name="a", shape=(2,)), Variable(name="a", shape=(4,))))
+    with pytest.raises(InvalidInput, match="runtime: unknown runtime 'jax'; choose from: graph, torch"):
+        replace(MODEL, runtime="jax")
     with pytest.raises(InvalidInput, match="unknown dtype 'int8'"):
         ModelSpec(name="m", variables=(Variable(name="a", shape=(2,), dtype="int8"),))
     assert MODEL.variable("table").gradient_bytes == 3 * (16 + 8)

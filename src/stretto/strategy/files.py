@@ -101,6 +101,7 @@ class _Model(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defa
     version: int
     name: Text
     batch: Annotated[int, Meta(ge=0)] = 0
+    runtime: Text = "graph"
     variables: Annotated[list[_Variable], Meta(max_length=MAX_VARIABLES)]
 
 
@@ -158,7 +159,7 @@ def save_strategy(strategy: Strategy, path: str | Path) -> None:
 def model_text(model: ModelSpec, *, as_json: bool = False) -> str:
     """The file form of a model."""
     form = _Model(
-        stretto="model", version=VERSION, name=model.name, batch=model.batch,
+        stretto="model", version=VERSION, name=model.name, batch=model.batch, runtime=model.runtime,
         variables=[
             _Variable(
                 name=v.name, shape=list(v.shape), dtype=v.dtype, sparse=v.sparse, rows=v.rows,
@@ -176,7 +177,7 @@ def read_model(text: str, *, where: str = "model", as_json: bool = False) -> Mod
     _check_version(form.version, where)
     try:
         return ModelSpec(
-            name=form.name, batch=form.batch,
+            name=form.name, batch=form.batch, runtime=form.runtime,
             variables=tuple(
                 Variable(
                     name=v.name, shape=tuple(v.shape), dtype=v.dtype, sparse=v.sparse, rows=v.rows,

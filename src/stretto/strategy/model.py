@@ -12,6 +12,7 @@ import msgspec
 from ..errors import InvalidInput, unknown
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+RUNTIMES = ("graph", "torch")
 MAX_VARIABLES = 100_000
 MAX_ELEMENTS = 1 << 50
 
@@ -65,10 +66,16 @@ class ModelSpec:
     name: str
     variables: tuple[Variable, ...]
     batch: int = 0
+    runtime: str = "graph"
+    """What carries a step out. ``graph`` (TensorFlow's): a forward pass takes each variable from its server when it
+    gets there, and of a sparse table the rows that it looks up. ``torch``: `optimizer.step()` ends when every rank has
+    all variables, and a whole copy of each table, so all changed rows go to all."""
 
     def __post_init__(self) -> None:
         if not self.variables:
             raise InvalidInput("variables: must not be empty: nothing is trained")
+        if self.runtime not in RUNTIMES:
+            raise InvalidInput(f"runtime: {unknown('runtime', self.runtime, RUNTIMES)}")
         if len(self.variables) > MAX_VARIABLES:
             raise InvalidInput(f"variables: at most {MAX_VARIABLES}, not {len(self.variables)}")
         seen: set[str] = set()

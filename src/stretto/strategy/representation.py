@@ -20,6 +20,8 @@ SYNCHRONISERS = ("all_reduce", "parameter_server", "sparse_all_gather", "sharded
 ENCODERS = ("none", "float16", "bfloat16", "powersgd", "topk", "onebit", "sufficient_factors")
 WITH_AMOUNT = {"powersgd": "rank", "topk": "share"}
 LOSSLESS = frozenset({"none", "sufficient_factors"})
+STALE_ENCODERS = ("none", "float16", "bfloat16")
+"""What may be sent to a server that does not wait for all: nothing that is kept back for the next step."""
 ASYNCHRONOUS = -1
 MAX_STALENESS = 16
 MAX_PARTS = 4096
@@ -174,6 +176,16 @@ class Strategy:
             raise InvalidInput(f"{where}.staleness: must be {ASYNCHRONOUS}..{MAX_STALENESS}, not {sync.staleness}")
         if sync.staleness and sync.kind != "parameter_server":
             raise InvalidInput(f"{where}.staleness: needs a parameter server, {sync.kind} is synchronous")
+        if sync.staleness and sync.transfer:
+            raise InvalidInput(f"{where}.transfer: with staleness ranks reach the server directly: name no stations")
+        if sync.staleness and encoder not in STALE_ENCODERS:
+            raise InvalidInput(
+                f"{where}.encoder: with staleness it must be {' or '.join(STALE_ENCODERS)}, not {sync.encoder}"
+            )
+        if sync.transfer and sync.kind not in ("all_reduce", "parameter_server"):
+            raise InvalidInput(f"{where}.transfer: {sync.kind} has no stations")
+        if sync.sequence and (sync.kind == "parameter_server" or sync.transfer):
+            raise InvalidInput(f"{where}.sequence: servers and stations decide the order themselves")
 
     @cached_property
     def _ranks(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from ..errors import InvalidInput
 from .builders.common import cut_along, longest_axis, stations
 from .model import ModelSpec, Variable
-from .representation import MAX_STALENESS, NodeConfig, Strategy, Sync
+from .representation import MAX_STALENESS, STALE_ENCODERS, NodeConfig, Strategy, Sync
 from .resources import Where, resources
 
 LOSSY = ("float16", "bfloat16", "powersgd:2", "topk:0.01", "onebit")
@@ -179,7 +179,8 @@ class Sampler:
         """A piece before it is placed or grouped."""
         if choice.kind == "parameter_server":
             first = recipe.servers[:1]
-            return Sync(kind=choice.kind, placement=first, encoder=choice.encoder, staleness=recipe.staleness)
+            late = recipe.staleness if choice.encoder in STALE_ENCODERS else 0
+            return Sync(kind=choice.kind, placement=first, encoder=choice.encoder, staleness=late)
         transfer: tuple[str, ...] = ()
         if recipe.two_level and choice.kind == "all_reduce":
             transfer = tuple(self.there.devices[ranks[0]] for ranks in self.there.by_host if len(ranks) > 1)
@@ -205,7 +206,8 @@ class Sampler:
             nbytes, at, index = piece
             server = min(load, key=lambda name: (load[name] + nbytes) / rate[name])
             load[server] += nbytes
-            transfer = stations(self.there, server) if recipe.two_level else ()
+            direct = not recipe.two_level or syncs[at][index].staleness
+            transfer = () if direct else stations(self.there, server)
             syncs[at][index] = replace(syncs[at][index], placement=(server,), transfer=transfer)
             variable = self.model.variables[at]
             key = (server, variable.dtype, variable.sparse, syncs[at][index].encoder)
@@ -241,7 +243,7 @@ class Sampler:
         axis = rng.randrange(len(variable.shape)) if variable.shape and rng.random() < 0.2 else -1
         encoder = "none"
         if not variable.sparse and kind != "sharded":
-            exact = ("none", "sufficient_factors") if _by_factors(variable) else ("none",)
+            exact = ("none", "sufficient_factors") if by_factors(variable) else ("none",)
             encoder = rng.choice((*exact, *LOSSY) if self._lossy else exact)
         return self._fitting(Choice(kind=kind, parts=count, axis=axis, encoder=encoder), variable)
 
@@ -258,7 +260,7 @@ class Sampler:
         if parts > 1:
             axis = 0 if variable.sparse else axis if 0 <= axis < len(variable.shape) else longest_axis(variable)
             parts = min(parts, variable.shape[axis])
-        if encoder == "sufficient_factors" and not _by_factors(variable):
+        if encoder == "sufficient_factors" and not by_factors(variable):
             encoder = "none"
         return replace(choice, parts=max(parts, 1), axis=max(axis, 0), encoder=encoder)
 
@@ -275,7 +277,7 @@ class Sampler:
         return any(ranks != tuple(range(ranks[0], ranks[0] + len(ranks))) for ranks in self.there.by_host)
 
 
-def _by_factors(variable: Variable) -> bool:
+def by_factors(variable: Variable) -> bool:
     """Whether the two factors of a linear layer's gradient are smaller than it."""
     if variable.factors < 1 or len(variable.shape) != 2 or variable.sparse:
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from .groups import Groups
 from .regions import EVERYONE, Region, block_of, sparse_of
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
-CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Wait(NamedTuple):
@@ -62,7 +62,7 @@ class Carrier(ABC):
 
     def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
         self.message = message
-        self.pieces = message.pieces
+        self.pieces = self.arranged(message.pieces)
         self.groups = groups
         self.parameters = parameters
         self.variables = tuple(dict.fromkeys(piece.variable.name for piece in self.pieces))
@@ -78,14 +78,22 @@ class Carrier(ABC):
         self.results: list[tuple[Region, torch.Tensor | None]] = []
         """What the regions that this rank updates are updated with, after a push."""
 
+    def arranged(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """The order in which pieces travel."""
+        return pieces
+
     @property
     def updates(self) -> bool:
         """Whether this rank updates the message's parameters as a whole."""
         return self.owner in (EVERYONE, self.groups.rank)
 
+    @cached_property
     def regions(self) -> list[Region]:
-        """All regions, of all owners, in the same order on every rank."""
+        """All regions, of all owners, in the same order on every rank; a region is the same object everywhere."""
         return [Region(variable=piece.variable.name, part=piece.part, owner=self.owner) for piece in self.pieces]
+
+    def accept(self, name: str) -> None:  # noqa: B027
+        """A gradient is there, and warm in the cache; the others of the message may still be missing."""
 
     @abstractmethod
     def push(self) -> Flow:
@@ -105,15 +113,21 @@ class Carrier(ABC):
 
     def pack(self, buffer: torch.Tensor) -> None:
         """Parameters into a flat buffer."""
-        for piece, (begin, end) in zip(self.pieces, self.spans, strict=True):
-            data = self.parameters[piece.variable.name].detach()
-            buffer[begin:end].view(piece.part.shape).copy_(block_of(data, piece.part))
+        torch._foreach_copy_(self._in(buffer), self._held)
 
     def unpack(self, buffer: torch.Tensor) -> None:
         """Parameters out of a flat buffer."""
-        for piece, (begin, end) in zip(self.pieces, self.spans, strict=True):
-            data = self.parameters[piece.variable.name].detach()
-            block_of(data, piece.part).copy_(buffer[begin:end].view(piece.part.shape))
+        torch._foreach_copy_(self._held, self._in(buffer))
+
+    def _in(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            buffer[begin:end].view(piece.part.shape)
+            for piece, (begin, end) in zip(self.pieces, self.spans, strict=True)
+        ]
+
+    @property
+    def _held(self) -> list[torch.Tensor]:
+        return [block_of(self.parameters[piece.variable.name].detach(), piece.part) for piece in self.pieces]
 
     def _link(self, exchange: Exchange) -> Link | None:
         everyone = tuple(range(self.groups.size))
@@ -140,14 +154,17 @@ class Carrier(ABC):
             return None
         return block_of(whole.to_dense() if whole.is_sparse else whole, piece.part)
 
-    def give(self, piece: Piece, mean: torch.Tensor | None) -> None:
-        """The averaged gradient of a piece to where the optimizer looks for it."""
+    def give(self, at: int, mean: torch.Tensor | None) -> None:
+        """The averaged gradient of a piece, by its number, to where the optimizer looks for it."""
+        piece = self.pieces[at]
         if self.owner != EVERYONE:
             if self.updates:
                 if mean is not None and piece.variable.sparse and not mean.is_sparse:
                     mean = rows_kept(mean)
-                region = Region(variable=piece.variable.name, part=piece.part, owner=self.owner)
-                self.results.append((region, mean))
+                if mean is not None and mean.is_sparse and mean.is_cuda and not self._held[at].is_contiguous():
+                    # CUDA adds a sparse tensor to the wrong elements of a dense one that is not contiguous.
+                    mean = mean.to_dense()
+                self.results.append((self.regions[at], mean))
             return
         parameter = self.parameters[piece.variable.name]
         if mean is None:
@@ -165,109 +182,6 @@ class Carrier(ABC):
         """A flat buffer through exchanges that add up or copy."""
         for at, link in enumerate(links):
             yield Wait(None if link is None else send(link, buffer), more or at + 1 < len(links))
-
-
-class DenseCarrier(Carrier):
-    """All-reduce and parameter servers, whole or in half precision: one flat buffer, with a flag for each piece.
-
-    A flag says how many ranks have a gradient at all: where nobody has, the optimizer must not see zeros instead.
-    """
-
-    def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
-        super().__init__(message, parameters, groups)
-        cast = CASTS.get(message.sync.encoding[0], self.dtype)
-        self.buffer = torch.zeros(self.elements + len(self.pieces), dtype=cast, device=self.device)
-        if cast == self.dtype:
-            self.back = self.buffer[: self.elements]
-
-    def push(self) -> Flow:
-        """Pack, exchange, unpack."""
-        for number, (piece, (begin, end)) in enumerate(zip(self.pieces, self.spans, strict=True)):
-            gradient = self.gradient(piece)
-            room = self.buffer[begin:end]
-            if gradient is None:
-                room.zero_()
-            elif self.buffer.dtype == self.dtype:
-                torch.mul(gradient, self.shares, out=room.view(piece.part.shape))
-            else:
-                room.view(piece.part.shape).copy_(gradient * self.shares)
-            self.buffer[self.elements + number] = 0.0 if gradient is None else 1.0
-        yield from self.flow(self.pushes, self.buffer)
-        self.results.clear()
-        used = self.buffer[self.elements :].tolist()
-        for number, (piece, (begin, end)) in enumerate(zip(self.pieces, self.spans, strict=True)):
-            if self.updates:
-                mean = self.buffer[begin:end].view(piece.part.shape).to(self.dtype)
-                self.give(piece, mean if used[number] > 0 else None)
-
-
-class ShardedCarrier(Carrier):
-    """Reduce-scatter and all-gather: every rank updates its share of the flat buffer."""
-
-    def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
-        super().__init__(message, parameters, groups)
-        self.share = -(-self.elements // groups.size)
-        self.buffer = torch.zeros(self.share * groups.size, dtype=self.dtype, device=self.device)
-        self.used = torch.zeros(len(self.pieces), dtype=torch.int32, device=self.device)
-        self.mine = torch.zeros(self.share, dtype=self.dtype, device=self.device)
-
-    def regions(self) -> list[Region]:
-        """The shares of all ranks."""
-        found = []
-        for rank in range(self.groups.size):
-            for piece, (begin, end) in zip(self.pieces, self.spans, strict=True):
-                low, high = max(begin, rank * self.share), min(end, (rank + 1) * self.share)
-                if low < high:
-                    flat = (low - begin, high - begin)
-                    found.append(Region(variable=piece.variable.name, part=piece.part, owner=rank, flat=flat))
-        return found
-
-    def push(self) -> Flow:
-        """Gradients added up, this rank's share of them to it; who has a gradient at all is told to everyone."""
-        for number, (piece, (begin, end)) in enumerate(zip(self.pieces, self.spans, strict=True)):
-            gradient = self.gradient(piece)
-            self.used[number] = gradient is not None
-            room = self.buffer[begin:end].view(piece.part.shape)
-            if gradient is None:
-                room.zero_()
-            else:
-                torch.mul(gradient, self.shares, out=room)
-        if self.pushes:
-            link = self.pushes[0]
-            assert link is not None
-            yield Wait(Both(
-                dist.all_reduce(self.used, group=link.group, async_op=True),
-                dist.reduce_scatter_single(self.mine, self.buffer, group=link.group, async_op=True),
-            ), False)  # fmt: skip
-        else:
-            self.mine.copy_(self.buffer)
-        self.results.clear()
-        used = {
-            (piece.variable.name, piece.part.index): number > 0
-            for piece, number in zip(self.pieces, self.used.tolist(), strict=True)
-        }
-        at = 0
-        for region in self.regions():
-            if region.owner == self.groups.rank and region.flat is not None:
-                size = region.flat[1] - region.flat[0]
-                mean = self.mine[at : at + size]
-                self.results.append((region, mean if used[region.variable, region.part.index] else None))
-                at += size
-
-    def pull(self) -> Flow:
-        """Everybody's share to everybody."""
-        if not self.pulls:
-            return
-        link = self.pulls[0]
-        assert link is not None
-        at = 0
-        for region in self.regions():
-            if region.owner == self.groups.rank and region.flat is not None:
-                size = region.flat[1] - region.flat[0]
-                self.mine[at : at + size].copy_(region.of(self.parameters[region.variable].detach()))
-                at += size
-        yield Wait(dist.all_gather_single(self.buffer, self.mine, group=link.group, async_op=True), False)
-        self.unpack(self.buffer)
 
 
 def send(link: Link, buffer: torch.Tensor) -> Any:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import InvalidInput, StrettoError
+from ...errors import StrettoError
 from ...strategy.kernels import Piece
 from ...strategy.representation import ASYNCHRONOUS
-from .carriers import CASTS
+from .dense import CASTS
 from .groups import Groups
 from .regions import Region, block_of
 
@@ -29,7 +29,10 @@ CLOSE_S = 60.0
 
 
 class Depot:
-    """The stale pieces of one server, dtype, encoder and bound; `communicator` is for messages between two ranks."""
+    """The stale pieces of one server, dtype, encoder and bound; `communicator` is for messages between two ranks.
+
+    Those are on the host, wherever parameters are: only there may they come at any time.
+    """
 
     def __init__(
         self,
@@ -41,10 +44,6 @@ class Depot:
         owner: int,
     ) -> None:
         sync = pieces[0].sync
-        if sync.encoding[0] not in ("none", *CASTS):
-            raise InvalidInput(
-                f"{pieces[0].name}.encoder: with staleness it must be none, {' or '.join(CASTS)}, not {sync.encoder}"
-            )
         self.staleness = sync.staleness
         self.owner = owner
         self.groups = groups
@@ -180,7 +179,7 @@ class Depot:
         for rank in range(self.groups.size):
             if rank != self.owner and self._answered[rank] < self._sent[rank] and self._may_go(rank):
                 self._note(rank)
-                self._post(rank, torch.cat([master.reshape(-1) for master in self.masters.values()]))
+                self._post(rank, torch.cat([master.reshape(-1).cpu() for master in self.masters.values()]))
         self.lock.notify_all()
 
     def _may_go(self, rank: int) -> bool:
@@ -197,7 +196,7 @@ class Depot:
         at = 1
         for region, master in self.masters.items():
             size = region.part.elements
-            master.grad = flat[at : at + size].view(region.part.shape).to(master.dtype)
+            master.grad = flat[at : at + size].view(region.part.shape).to(master.device, master.dtype)
             at += size
         self._options(self.inner)
         self.inner.step()

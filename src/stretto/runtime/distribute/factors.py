@@ -13,6 +13,7 @@ from ...errors import InvalidInput
 from ...strategy.kernels import Message, Piece
 from .carriers import Carrier, Flow
 from .groups import Groups
+from .regions import EVERYONE
 from .rows import Run, RunsCarrier, as_bytes
 
 NEAR = 1e-3
@@ -20,9 +21,11 @@ NEAR = 1e-3
 
 
 class PowerSgdCarrier(Carrier):
-    """Two thin matrices P and Q with P Qᵀ near the gradient (one power iteration, warm start), and error feedback.
+    """Two thin matrices P and Q with P Qᵀ near the gradient (one power iteration), and error feedback.
 
-    Both are summed over ranks, one after the other; pieces that would not become smaller travel whole with P.
+    Both are summed over ranks, one after the other; pieces that would not become smaller travel whole with P. The next
+    step begins with Q. Of a server's Q others know nothing: there each step begins with new random numbers, the same on
+    all ranks, so that what is kept back finds its way out sooner or later.
     """
 
     stateful = True
@@ -30,13 +33,14 @@ class PowerSgdCarrier(Carrier):
     def __init__(self, message: Message, parameters: dict[str, nn.Parameter], groups: Groups) -> None:
         super().__init__(message, parameters, groups)
         self.left = [torch.zeros(piece.part.shape, dtype=self.dtype, device=self.device) for piece in self.pieces]
-        generator = torch.Generator().manual_seed(0)
-        self.q: list[torch.Tensor | None] = []
-        for piece in self.pieces:
-            rows, columns, rank = self._sizes(piece)
-            small = rank * (rows + columns) < rows * columns
-            made = torch.randn(columns, rank, generator=generator).to(self.device, self.dtype) if small else None
-            self.q.append(made)
+        self._generator = torch.Generator().manual_seed(0)
+        self.q = [self._start(piece) for piece in self.pieces]
+
+    def _start(self, piece: Piece) -> torch.Tensor | None:
+        rows, columns, rank = self._sizes(piece)
+        if rank * (rows + columns) >= rows * columns:
+            return None
+        return torch.randn(columns, rank, generator=self._generator).to(self.device, self.dtype)
 
     def _sizes(self, piece: Piece) -> tuple[int, int, int]:
         shape = piece.part.shape or (1,)
@@ -64,13 +68,12 @@ class PowerSgdCarrier(Carrier):
             yield from self.flow(self.pushes, flat)
             for at, mine, total in zip(low, _cut(own, second), _cut(flat, second), strict=True):
                 self.left[at] = (matrices[at] - bases[at] @ mine.T).view(self.pieces[at].part.shape)
-                # Everybody goes on from the same matrix, also where only the server has the sum.
-                self.q[at] = total if self.owner < 0 else self.q[at]
+                self.q[at] = total if self.owner == EVERYONE else self._start(self.pieces[at])
                 sums[at] = bases[at] @ total.T
         self.results.clear()
         if self.updates:
-            for piece, total in zip(self.pieces, sums, strict=True):
-                self.give(piece, total.view(piece.part.shape))
+            for at, total in enumerate(sums):
+                self.give(at, total.view(self.pieces[at].part.shape))
 
 
 class FactorsCarrier(RunsCarrier):
@@ -106,9 +109,9 @@ class FactorsCarrier(RunsCarrier):
         found = []
         for name in self.variables:
             seen = self.seen[name]
-            found.append(as_bytes(torch.tensor([sum(len(rows) for rows, _ in seen)])))
+            found.append(self._count_bytes(sum(len(rows) for rows, _ in seen)))
             if not seen:
-                self._check(name, torch.zeros(()))
+                self._check(name, torch.zeros((), device=self.device))
                 continue
             inputs, outputs = (torch.cat(parts).to(self.dtype) for parts in zip(*seen, strict=True))
             if not self.checked:

@@ -66,7 +66,8 @@ class Synchroniser:
         for at, carrier in enumerate(self.carriers):
             for name in carrier.variables:
                 self._of.setdefault(name, []).append(at)
-        self._missing = [set(carrier.variables) for carrier in self.carriers]
+        self._missing = [len(carrier.variables) for carrier in self.carriers]
+        self._round = 0
         self._arrived: list[int] = []
         self._running = Running()
         self._next = 0
@@ -90,26 +91,33 @@ class Synchroniser:
             self._quiet = before
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        # This runs once for each parameter and step, so it is one function with as little in it as possible.
+        mine = [(at, self.carriers[at]) for at in self._of[name]]
+        missing, arrived = self._missing, self._arrived
+        seen = 0
+
         def ready(_: torch.Tensor) -> None:
+            nonlocal seen
             self._fresh = False
-            if not self._quiet:
-                self._ready(name)
+            if self._quiet:
+                return
+            if not self._active:
+                self._begin()
+                torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            if seen == self._round:
+                raise InvalidInput(f"{name}: its gradient was computed twice in one backward pass")
+            seen = self._round
+            complete = False
+            for at, carrier in mine:
+                carrier.accept(name)
+                missing[at] -= 1
+                if not missing[at]:
+                    arrived.append(at)
+                    complete = True
+            while complete and self._next < len(self._order) and not missing[self._order[self._next]]:
+                self._start()
 
         return ready
-
-    def _ready(self, name: str) -> None:
-        if not self._active:
-            self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        for at in self._of[name]:
-            missing = self._missing[at]
-            if name not in missing:
-                raise InvalidInput(f"{name}: its gradient was computed twice in one backward pass")
-            missing.discard(name)
-            if not missing:
-                self._arrived.append(at)
-        while self._next < len(self._order) and not self._missing[self._order[self._next]]:
-            self._start()
 
     def _begin(self) -> None:
         if self._pushed and any(carrier.stateful for carrier in self.carriers):
@@ -118,10 +126,10 @@ class Synchroniser:
                 "accumulate gradients inside `with optimizer.no_sync():`"
             )
         self._active = True
+        self._round += 1
         self._next = 0
         self._arrived.clear()
-        for at, carrier in enumerate(self.carriers):
-            self._missing[at] = set(carrier.variables)
+        self._missing[:] = [len(carrier.variables) for carrier in self.carriers]
 
     def _start(self) -> None:
         self._running.begin(self.carriers[self._order[self._next]].push())

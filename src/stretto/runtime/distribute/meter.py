@@ -117,7 +117,7 @@ class Meter:
                 forward_us=statistics.median(forward) if forward else 0.0,
                 backward_us=statistics.median(backward) if backward else 0.0,
             ))  # fmt: skip
-        return ModelSpec(name=self.name, variables=tuple(made), batch=self._batch)
+        return ModelSpec(name=self.name, variables=tuple(made), batch=self._batch, runtime="torch")
 
     def close(self) -> None:
         """Take the hooks off."""

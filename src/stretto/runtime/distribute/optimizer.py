@@ -66,6 +66,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             name for name, found in regions.items()
             if any(r.owner != EVERYONE and r not in stale for r in found) and sync.groups.size > 1
         ]  # fmt: skip
+        # GradScaler then leaves gradients to us, and we can say why that does not work.
+        self._step_supports_amp_scaling = bool(self._shared or depots)
         sync.after = self._mark
         self._load(users.state_dict())
 
@@ -107,6 +109,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters, everywhere."""
+        if hasattr(self, "grad_scale"):
+            name = self._shared[0] if self._shared else self._depots[0].regions[0].variable
+            raise InvalidInput(
+                f"{name}.kind: GradScaler looks for infinities in this rank's gradients, but the strategy updates with "
+                "averaged ones elsewhere: all-reduce everything, or train in bfloat16 without a scaler"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -270,6 +278,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for depot in self._depots:
             depot.close()
         self._sync.close()
+        for parameter in self._parameters.values():
+            parameter.grad = None  # they may be views of buffers that go with this
         self._groups.close()
 
 

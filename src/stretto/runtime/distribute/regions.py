@@ -12,9 +12,12 @@ from ...strategy.representation import Part
 EVERYONE = -1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
-    """A block of a variable, or the elements `flat[0]` to `flat[1]` of that block; `owner` runs the optimizer on it."""
+    """A block of a variable, or the elements `flat[0]` to `flat[1]` of that block; `owner` runs the optimizer on it.
+
+    Each is one object, known by identity: they are looked up in every step.
+    """
 
     variable: str
     part: Part

@@ -37,6 +37,9 @@ class RunsCarrier(Carrier):
     def decode(self, run: Run) -> list[torch.Tensor | None]:
         """The mean of all runs, piece by piece."""
 
+    def _count_bytes(self, count: int) -> torch.Tensor:
+        return as_bytes(torch.tensor([count], dtype=torch.int64, device=self.device))
+
     def push(self) -> Flow:
         """Encode, gather, decode."""
         run = self.encode()
@@ -45,8 +48,8 @@ class RunsCarrier(Carrier):
             run = yield from joined(link, run, known=known, more=at + 1 < len(self.pushes))
         self.results.clear()
         if self.updates:
-            for piece, mean in zip(self.pieces, self.decode(Run(run)), strict=True):
-                self.give(piece, mean)
+            for at, mean in enumerate(self.decode(Run(run))):
+                self.give(at, mean)
 
 
 class SparseCarrier(RunsCarrier):
@@ -65,7 +68,7 @@ class SparseCarrier(RunsCarrier):
         for piece in self.pieces:
             gradient = self.parameters[piece.variable.name].grad
             if gradient is None:
-                found.append(as_bytes(torch.zeros(1, dtype=torch.int64)))
+                found.append(self._count_bytes(0))
                 continue
             if not gradient.is_sparse:
                 raise InvalidInput(f"{piece.variable.name}: its gradient is dense, but the strategy has it as sparse")
@@ -74,7 +77,7 @@ class SparseCarrier(RunsCarrier):
         return torch.cat(found)
 
     def _rows(self, numbers: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-        return [as_bytes(torch.tensor([len(numbers)])), as_bytes(numbers), as_bytes(values)]
+        return [self._count_bytes(len(numbers)), as_bytes(numbers), as_bytes(values)]
 
     def _read(self, run: Run, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
         count = int(run.take(1, torch.int64))

@@ -20,11 +20,11 @@ def gathered_state(
 ) -> dict[str, Any]:
     """The whole state of a variable from the regions' states, each told by its owner."""
     if replicated(regions):
-        return dict(states[regions[0]])
+        return {key: _dense(value) for key, value in states[regions[0]].items()}
     whole: dict[str, Any] = {}
     for region in regions:
         owner = 0 if region.owner == EVERYONE else region.owner
-        mine = states.get(region, {})
+        mine = {key: _dense(value) for key, value in states.get(region, {}).items()}
         told = _told({key: _form(value) for key, value in mine.items()}, owner, parameter.device, groups)
         shape = tuple(region.of(parameter.detach()).shape)
         for key, (kind, dtype, size, plain) in told.items():
@@ -47,7 +47,8 @@ def gathered_state(
 def spread_state(saved: dict[str, Any], parameter: torch.Tensor, region: Region | None) -> dict[str, Any]:
     """A saved state, or the region of it that belongs to a part."""
     found: dict[str, Any] = {}
-    for key, value in saved.items():
+    for key, given in saved.items():
+        value = _dense(given)
         if not isinstance(value, torch.Tensor):
             found[key] = value
         elif value.shape == parameter.shape and key != STEPS:
@@ -56,6 +57,11 @@ def spread_state(saved: dict[str, Any], parameter: torch.Tensor, region: Region 
         else:
             found[key] = value.clone()
     return found
+
+
+def _dense(value: Any) -> Any:
+    """Momentum of a sparse gradient is sparse; dense it means the same, and can be cut."""
+    return value.to_dense() if isinstance(value, torch.Tensor) and value.is_sparse else value
 
 
 def _form(value: Any) -> tuple[str, str, list[int], Any]:

@@ -19,9 +19,11 @@ from ...strategy.builders import build
 from ...strategy.files import load_strategy, strategy_text
 from ...strategy.kernels import Message, Piece, Step, global_step
 from ...strategy.representation import Part
+from ...strategy.requests import Arm, Reference
 from ...strategy.resources import Resources, resources
 from . import STRATEGY_VARIABLE
-from .carriers import Carrier, DenseCarrier, ShardedCarrier
+from .carriers import Carrier
+from .dense import DenseCarrier, ShardedCarrier
 from .depot import Depot
 from .factors import FactorsCarrier, PowerSgdCarrier, layers_of
 from .gradients import Synchroniser
@@ -30,7 +32,8 @@ from .meter import Meter, variables_of
 from .optimizer import DistributedOptimizer, check_optimizer, only_touched_rows
 from .regions import Region
 from .rows import OneBitCarrier, SparseCarrier, TopKCarrier
-from .trial import Description, Trial
+from .session import Live, Session, groups_for, trial_from_environment
+from .trial import Trial
 
 
 def wrap(
@@ -39,21 +42,37 @@ def wrap(
     """What `stretto.distribute` does."""
     if isinstance(optimizer, DistributedOptimizer):
         raise InvalidInput("optimizer: is distributed already")
-    groups = Groups(group)
+    groups = groups_for(group)
+    meter = Meter(model)
+    try:
+        trial = trial_from_environment(groups, meter.spec, meter.close)
+        made = _assembled(model, optimizer, given, groups, trial)
+    except BaseException:
+        meter.close()
+        raise
+    if isinstance(trial, Session):
+        trial.switch = Live(model, made, group, lambda arm: _assembled(model, optimizer, arm, groups, trial))
+    return model, made
+
+
+def _assembled(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Arm | str | os.PathLike[str] | None, groups: Groups,
+    trial: Trial | None,
+) -> DistributedOptimizer:  # fmt: skip
+    """What trains a model as a strategy says; for a `Reference` what brings nothing together, since DDP does."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     layers = layers_of(model)
     # How many rows a batch has is not known yet; here it only has to be known which variables have factors.
     variables = tuple(replace(v, factors=1) if v.name in layers else v for v in variables_of(model))
-    spec = ModelSpec(name=type(model).__name__, variables=variables)
-    strategy, step = _strategy(given, spec, groups)
+    spec = ModelSpec(name=type(model).__name__, variables=variables, runtime="torch")
+    strategy, step = _strategy(None if isinstance(given, Reference) else given, spec, groups)
     _agree(strategy, spec, groups)
-    _same_weights(model, groups)
-    meter = Meter(model)
-    trial = Trial.from_environment(groups, strategy.name, meter.spec)
-    if not isinstance(trial, Description):
-        meter.close()
+    if not isinstance(trial, Session) or trial.switch is None:
+        _same_weights(model, groups)
+    if trial is not None:
+        trial.name = strategy.name
     carriers, stale = [], []
-    for message in step.messages:
+    for message in () if isinstance(given, Reference) else step.messages:
         if message.sync.staleness:
             stale.append(message)
         else:
@@ -71,7 +90,7 @@ def wrap(
     made = DistributedOptimizer(optimizer, strategy, names, parameters, regions, sync, depots, groups, trial)
     if depots:
         model.register_load_state_dict_post_hook(lambda *_: made.refresh())  # type: ignore[no-untyped-call]
-    return model, made
+    return made
 
 
 def _strategy(
@@ -154,7 +173,7 @@ def _depots(stale: list[Message], parameters: dict[str, nn.Parameter], groups: G
 
 def _regions(carriers: list[Carrier], depots: list[Depot]) -> dict[str, list[Region]]:
     found: dict[str, list[Region]] = {}
-    for region in [r for c in carriers for r in c.regions()] + [r for d in depots for r in d.regions]:
+    for region in [r for c in carriers for r in c.regions] + [r for d in depots for r in d.regions]:
         found.setdefault(region.variable, []).append(region)
     return found
 

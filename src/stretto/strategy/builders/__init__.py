@@ -90,6 +90,8 @@ def build(
 def _adjusted(node: NodeConfig, variable: Variable, encoder: str, staleness: int) -> NodeConfig:
     def one(sync: Sync) -> Sync:
         late = staleness if sync.kind == "parameter_server" else 0
+        if late:
+            sync = replace(sync, transfer=())  # ranks that wait for nobody have nobody to meet at a station
         fits = not variable.sparse and sync.kind != "sharded"
         fits &= encoder != "sufficient_factors" or variable.factors > 0
         return replace(sync, encoder=encoder if fits else "none", staleness=late)

@@ -41,6 +41,11 @@ class Piece:
         rows = v.rows * shape[0] / v.shape[0]
         return rows * (self.nbytes / shape[0] + INDEX_BYTES)
 
+    @property
+    def table_bytes(self) -> float:
+        """Bytes of all its rows and their numbers."""
+        return self.nbytes + self.part.shape[0] * INDEX_BYTES if self.part.shape else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:

@@ -68,16 +68,22 @@ def _sharded(message: Message, step: Step) -> Message:
 
 
 def _served(message: Message, step: Step) -> Message:
-    """To the server and back; a sparse gradient as rows to it, and from it the rows that each rank looks up."""
+    """To the server and back; a sparse gradient as rows to it, and from it the rows that each rank looks up.
+
+    Where ranks have copies of a table (``torch``), all of them get all rows that have changed.
+    """
     (server,) = (step.strategy.rank(name) for name in message.sync.placement)
-    sparse = message.pieces[0].variable.sparse
-    up, down = ("gather", "scatter") if sparse else ("reduce", "broadcast")
+    sparse, copied = message.pieces[0].variable.sparse, step.model.runtime == "torch"
+    up, down = ("gather", "broadcast" if copied else "scatter") if sparse else ("reduce", "broadcast")
     each = sum(piece.rows_bytes for piece in message.pieces)
+    changed = sum(min(piece.rows_bytes * step.num_ranks, piece.table_bytes) for piece in message.pieces)
 
     def exchange(kind: str, groups: Groups, push: bool, below: int = 1) -> Exchange:
         # Where hosts were passed first, what a station hands on is what all below it gave.
         widest = max(map(len, groups), default=0)
-        nbytes = each * min(widest * below, step.num_ranks) if sparse else message.nbytes
+        nbytes = float(message.nbytes)
+        if sparse:
+            nbytes = changed if kind == "broadcast" else each * min(widest * below, step.num_ranks)
         return Exchange(kind=kind, groups=groups, nbytes=nbytes, push=push)
 
     if message.sync.transfer:

@@ -31,7 +31,8 @@ def workload_of(step: Step, *, slowdown: Sequence[float] = ()) -> Workload:
         pushes, update, pulls = _message_ops(message, step, [Dep(op=f"bwd-{at}") for at in sorted(needed)])
         comm.setdefault(min(needed), []).extend(pushes)
         updates += [update, *pulls]
-        for at in needed:
+        # A step that ends when everyone has everything lets no forward pass begin before.
+        for at in [0] if step.model.runtime == "torch" and not message.sync.staleness else needed:
             waits.setdefault(at, []).append(Dep(op=(pulls or [update])[-1].name, lag=message.lag))
     ops = []
     for at, names in enumerate(units):
