@@ -23,6 +23,14 @@ class Fair : public Driver<Fair> {
       if (int32_t next = has_links(x) ? next_message(x) : kNobody; next != kNobody) turn_left_[casts_.leader(next)]++;
     for (int32_t x = 0; x < (int32_t)strands_.size(); x++)
       if (casts_.size(casts_.leader(x)) > 1) strands_[x].resize(net.routes.size(t.route[x]));
+    for (int32_t x = 0; x < t.count; x++)
+      if (auto r = (size_t)t.route[x]; r >= route_cap_.size()) route_cap_.resize(r + 1, -1);
+    for (int32_t x = 0; x < t.count; x++)
+      if (double& least = route_cap_[t.route[x]]; least < 0) {
+        least = std::numeric_limits<double>::infinity();
+        for (const int32_t* l = net.routes.begin(t.route[x]); l != net.routes.end(t.route[x]); l++)
+          least = std::min(least, net.flow_cap[*l]);
+      }
     simulate();
   }
 
@@ -172,47 +180,59 @@ class Fair : public Driver<Fair> {
   }
 
   double cap(int32_t x) const {
+    if (strands_.empty()) return route_cap_[t_.route[x]];
     double least = std::numeric_limits<double>::infinity();
     each_link(x, [&](int32_t l, int32_t, const Strand*) { least = std::min(least, net_.flow_cap[l]); });
     return least;
   }
 
-  // Progressive filling: the tightest link (or flow cap) fixes its flows' rates, then the next.
+  // Progressive filling: the tightest link (or flow cap) fixes its flows' rates, then the next. What a link has for each
+  // of its open flows never shrinks meanwhile, so its place among the levels is brought up to date only when it comes up.
   void fill() {
-    using Level = std::pair<double, int32_t>;  // rate; link, or ~flow for a capped flow
-    std::priority_queue<Level, std::vector<Level>, std::greater<Level>> levels;
+    levels_.clear();
     for (int32_t l : links_) {
       room_[l] = capacity(l), open_[l] = (int32_t)flows_on_[l].size();
-      if (open_[l]) levels.push({room_[l] / open_[l], l});
+      if (open_[l]) levels_.push_back({room_[l] / open_[l], l});
     }
+    capped_.clear();
     for (int32_t x : flows_) {
       rate_[x] = kOpen;
-      each_link(x, [](int32_t, int32_t, Strand* strand) { if (strand) strand->open++; });
-      if (double c = cap(x); std::isfinite(c)) levels.push({c, ~x});
+      if (!strands_.empty()) each_link(x, [](int32_t, int32_t, Strand* strand) { if (strand) strand->open++; });
+      if (double c = cap(x); std::isfinite(c)) capped_.push_back({c, x});
     }
+    std::make_heap(levels_.begin(), levels_.end(), std::greater<Level>());
+    if (!std::is_sorted(capped_.begin(), capped_.end())) std::sort(capped_.begin(), capped_.end());
     // A strand takes as much as the last of its flows to be fixed, which is the fastest.
     auto fix = [&](int32_t x, double rate) {
       rate_[x] = rate;
       each_link(x, [&](int32_t l, int32_t, Strand* strand) {
         if (strand && --strand->open > 0) return;
         room_[l] = std::max(0.0, room_[l] - rate);
-        if (--open_[l] > 0) levels.push({room_[l] / open_[l], l});
+        open_[l]--;
       });
     };
-    while (!levels.empty()) {
-      auto [level, who] = levels.top();
-      levels.pop();
-      if (who < 0) {
-        if (rate_[~who] == kOpen) fix(~who, level);
-      } else if (open_[who] > 0 && level == room_[who] / open_[who]) {
-        for (int32_t owner : flows_on_[who])
-          each_flow(who, owner, [&](int32_t x) {
-            if (rate_[x] == kOpen) fix(x, level);
-          });
+    size_t next = 0;  // of those with a cap of their own
+    while (!levels_.empty()) {
+      auto [level, link] = levels_.front();
+      for (; next < capped_.size() && capped_[next].first <= level; next++)
+        if (int32_t x = capped_[next].second; rate_[x] == kOpen) fix(x, capped_[next].first);
+      std::pop_heap(levels_.begin(), levels_.end(), std::greater<Level>());
+      double now = open_[link] > 0 ? room_[link] / open_[link] : 0;
+      if (now > level) {
+        levels_.back().first = now;
+        std::push_heap(levels_.begin(), levels_.end(), std::greater<Level>());
+        continue;
       }
+      levels_.pop_back();
+      if (open_[link] > 0)
+        for (int32_t owner : flows_on_[link])
+          each_flow(link, owner, [&](int32_t x) {
+            if (rate_[x] == kOpen) fix(x, now);
+          });
     }
   }
 
+  using Level = std::pair<double, int32_t>;  // rate; link or flow
   static constexpr double kOpen = -1, kIdle = -2;  // in place of a rate: not fixed yet; not under way
 
   std::vector<std::vector<int32_t>> flows_on_;
@@ -220,7 +240,8 @@ class Fair : public Driver<Fair> {
   mutable std::vector<std::vector<Strand>> strands_;  // of each member of a multicast, one for each hop it owns
   std::vector<int32_t> turn_left_;  // what a message still waits for: its dependencies, and the ones before it to drain
   std::vector<int32_t> version_, marked_link_, marked_flow_;
-  std::vector<double> room_;
+  std::vector<double> room_, route_cap_;
+  std::vector<Level> levels_, capped_;
   std::vector<int32_t> open_, changed_, links_, flows_;
   int32_t stamp_ = 0;
 };
