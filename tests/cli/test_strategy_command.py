@@ -80,3 +80,30 @@ def test_a_strategy_for_another_model_or_cluster_is_refused(bad: Run, made: Path
     assert "was made for vgg16@0.1, not for lm1b" in bad("strategy", "explain", str(made), "-m", "lm1b")
     other = bad("strategy", "simulate", str(made), "-m", "vgg16@0.1", "-c", "dgx2:1")
     assert "unknown device 'h1.gpu0'; choose from: h0.gpu0" in other
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "message"),
+    [
+        ("partition: [2, 1]", "partition: [[200, 300], 1]", "partition[0]: sizes [200, 300] must be > 0 and add up to"),
+        ("partition: [2, 1]", "partition: [3, 1]", "parts: must be 3 (as cut), not 2"),
+        ("placement: [h1.gpu0]", "placement: [h9.gpu0]", "sync.placement: unknown device 'h9.gpu0'; choose from: h0"),
+    ],
+)
+def test_cuts_and_devices_that_do_not_fit_are_refused(
+    bad: Run, made: Path, line: str, instead: str, message: str
+) -> None:
+    made.write_text(made.read_text().replace(line, instead, 1))
+    for command in (("explain", str(made), "-m", "vgg16@0.1"), ("simulate", str(made), *ON)):
+        assert message in " ".join(bad("strategy", *command).split())
+
+
+def test_strategies_of_two_models_are_not_compared(good: Run, bad: Run, made: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    good("strategy", "build", "ps", "-m", "ncf_dense@0.1", "-c", "autodist_b5", "-o", str(other))
+    assert "partitioned_ps is for vgg16@0.1" in bad("strategy", "diff", str(made), str(other))
+
+
+@pytest.mark.parametrize("command", ["build", "show", "simulate", "diff", "explain"])
+def test_help_teaches_by_example(good: Run, command: str) -> None:
+    assert f"stretto strategy {command} " in good("strategy", command, "--help").partition("Example")[2]

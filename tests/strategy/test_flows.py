@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.cluster import Cluster
-from stretto.errors import Infeasible
+from stretto.errors import Infeasible, InvalidInput
 from stretto.strategy import (
     BUILDERS,
     ModelSpec,
@@ -88,7 +88,40 @@ def test_agrees_with_the_links(builder: str, name: str, cluster: Cluster) -> Non
     model = zoo.load(name)
     made = build(builder, model, cluster)
     # Messages that meet are one load each here, and many small steps there; those alone are the same.
-    assert iteration_us(made, model, cluster) == pytest.approx(link_level_us(made, model, cluster), rel=0.25)
+    assert iteration_us(made, model, cluster) == pytest.approx(link_level_us(made, model, cluster), rel=0.1)
+
+
+def test_parts_that_are_reduced_beside_each_other_wait_for_one_another() -> None:
+    model = zoo.model("ncf_dense", scale=0.5)
+    made = build("partitioned_all_reduce", model, B7)
+    exact = link_level_us(made, model, B7)
+    assert iteration_us(made, model, B7) == pytest.approx(exact, rel=0.03)
+    flow = flow_costs(B7).flow("all_reduce", (tuple(range(16)),), 3e7, root=0, how="stock", lane=0)
+    four, eight = (flow_costs(B7).beside_others(flow, count) for count in (4, 8))
+    # Less than a fair share of the uplinks, and of no more than that.
+    fair = paces(np.array([flow.load / flow.us] * 8), B7.link_gb_per_s * 1e3)[0]
+    assert eight < 0.9 * fair
+    assert eight == pytest.approx(four / 2, rel=0.05)
+
+
+def test_messages_that_cost_more_in_host_code_are_better_merged() -> None:
+    model = zoo.load("bert_3l@0.5")
+    alone, merged = (build("all_reduce", model, B7, chunk=chunk) for chunk in (1, 64))
+
+    def lost(made: Strategy) -> tuple[float, float]:
+        fast = [simulate_strategy(made, model, B7, host_us=us).iteration_us for us in (0.0, 1000.0)]
+        exact = [link_level_us(made, model, B7, host_us=us) for us in (0.0, 1000.0)]
+        return fast[1] - fast[0], exact[1] - exact[0]
+
+    assert all(one > 5 * other > 0 for one, other in zip(lost(alone), lost(merged), strict=True))
+    with pytest.raises(InvalidInput, match="host_us: must be 0 or more, not -1"):
+        simulate_strategy(build("ps", model, B7), model, B7, host_us=-1.0)
+
+
+def test_servers_of_many_hosts_are_reached_fairly_and_not_in_turn() -> None:
+    model = one_message("v", 40_000_000, count=4)
+    made = served(model, A1, [f"h{host}.gpu0" for host in range(4)])
+    assert link_level_us(made, model, A1) == pytest.approx(iteration_us(made, model, A1), rel=0.01)
 
 
 def test_no_iteration_beats_its_bound() -> None:

@@ -3,13 +3,16 @@
 The planner's time model lets one motif hold its channels at all its places, which is right for collectives but not for
 parameter servers, whose point is that different servers are reached at the same time. Here a message is a load on
 links: alone it takes the time that the link-level simulator says, and while others load the same links all of them
-slow down alike (max-min fair). Messages that use the same connections follow one another: collectives of a lane in
-the order of the program, pushes to a server and pulls from it in the order in which they become ready.
+slow down alike (max-min fair). Collectives of one size that run beside each other lose more than that, since the steps
+of each wait for one another: how much, the link-level simulator says once for so many of them. Messages that use the
+same connections follow one another: collectives of a lane in the order of the program, pushes to a server and pulls
+from it in the order in which they become ready.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -22,7 +25,8 @@ from ..algorithms import algorithm
 from ..cluster import Cluster
 from ..errors import Infeasible
 from ..planner.channels import bindings_for
-from ..planner.costs import Motion, SimulatedCosts, launch_us
+from ..planner.costs import GRID_RATIO, Motion, SimulatedCosts, launch_us
+from ..planner.merge import Merge, transfers_of
 from ..planner.nodes import nodes_of
 from ..planner.options import STOCK_ALGORITHMS
 from ..planner.recipes import Ask
@@ -37,6 +41,10 @@ FIRST_ITERATIONS = 3
 MORE_ITERATIONS = 4
 SETTLED = 1e-6
 MAX_REMEMBERED = 1 << 16
+CONTENTION = "fair"
+"""How messages that meet share links: as TCP does. If they took turns, all senders would wait for the first server."""
+SAME_SIZE = 0.05
+"""Relative: parts that differ by no more than this (an axis rarely divides) count as equal."""
 
 Floats = NDArray[np.float64]
 
@@ -67,12 +75,17 @@ class FlowCosts:
         self._loads: dict[tuple[Motion, str], Floats] = {}
         self._channels: dict[tuple[tuple[int, ...], ...], tuple[tuple[str, ...], float]] = {}
         self._flows: dict[tuple[object, ...], Flow] = {}
+        self._beside: dict[tuple[Motion, str, int, int], float] = {}
 
     def flow(
-        self, kind: str, groups: tuple[tuple[int, ...], ...], nbytes: float, *, root: int, how: str, lane: int
-    ) -> Flow:
-        """The flow of one exchange; `how` is ``stock`` (the library's best), ``direct`` or ``as_listed``."""
-        key = (kind, groups, nbytes, root, how, lane)
+        self, kind: str, groups: tuple[tuple[int, ...], ...], nbytes: float, *, root: int, how: str, lane: int,
+        more_us: float = 0.0,
+    ) -> Flow:  # fmt: skip
+        """The flow of one exchange; `how` is ``stock`` (the library's best), ``direct`` or ``as_listed``.
+
+        It takes `more_us` longer to issue than a library does.
+        """
+        key = (kind, groups, nbytes, root, how, lane, more_us)
         if key not in self._flows:
             if len(self._flows) >= MAX_REMEMBERED:
                 self._flows.clear()
@@ -80,12 +93,14 @@ class FlowCosts:
         return self._flows[key]
 
     def _flow(
-        self, kind: str, groups: tuple[tuple[int, ...], ...], nbytes: float, root: int, how: str, lane: int
-    ) -> Flow:
+        self, kind: str, groups: tuple[tuple[int, ...], ...], nbytes: float, root: int, how: str, lane: int,
+        more_us: float,
+    ) -> Flow:  # fmt: skip
         if groups not in self._channels:
             binding = bindings_for(self.cluster, groups)[0]
             self._channels[groups] = binding.channels, launch_us(binding)
         channels, launch = self._channels[groups]
+        launch += more_us
         motion = Motion(kind=kind, groups=groups, channels=channels, root=root)
         names = STOCK_ALGORITHMS.get(kind, (DIRECT,)) if how == "stock" else (how,)
         known = self.costs.algorithms(motion, nbytes)
@@ -101,6 +116,22 @@ class FlowCosts:
             us=launch + best[0], load=self._load(motion, best[1], nbytes), queue=queue, in_order=lane >= 0,
             motion=motion, algorithm=best[1], nbytes=nbytes, launch_us=launch,
         )  # fmt: skip
+
+    def beside_others(self, flow: Flow, count: int) -> float:
+        """The pace of each of so many collectives that are the same and run at the same time, link by link."""
+        size = max(round(math.log(max(flow.nbytes, 1.0), GRID_RATIO)), 1)
+        key = (flow.motion, flow.algorithm, size, count)
+        if key not in self._beside:
+            moves = transfers_of(flow.motion, float(GRID_RATIO**size), flow.algorithm, self.cluster, self.costs)
+            assert moves is not None, "every algorithm of flows has a program"
+            ends = []
+            for copies in (1, count):
+                merge = Merge(self.cluster, CONTENTION)
+                start = merge.work([], flow.launch_us)
+                last = [merge.move(moves, start) for _ in range(copies)]
+                ends.append(float(merge.end_us()[last].max()))
+            self._beside[key] = min(ends[0] / ends[1], 1.0)
+        return self._beside[key]
 
     def _load(self, motion: Motion, name: str, nbytes: float) -> Floats:
         key = (motion, name)
@@ -179,7 +210,7 @@ class _Engine:
         kinds = {id(flow): flow for flow in self._flow if flow is not None}
         number = {key: at for at, key in enumerate(kinds)}
         self._kind = [-1 if flow is None else number[id(flow)] for flow in self._flow]
-        self._paces = _Paces(np.array([flow.load[used] / flow.us for flow in kinds.values()]), self._capacity)
+        self._paces = _Paces(list(kinds.values()), used, self._capacity, flow_costs(cluster))
 
     def finish(self, iterations: int) -> tuple[Floats, float]:
         """When the compute of each iteration ends, and for how long messages were under way."""
@@ -251,16 +282,31 @@ class _Engine:
 class _Paces:
     """The pace of each flow of a set that is under way together, remembered."""
 
-    def __init__(self, share: Floats, capacity: Floats) -> None:
-        self._share, self._capacity = share, capacity
+    def __init__(self, flows: list[Flow], used: NDArray[np.intp], capacity: Floats, costs: FlowCosts) -> None:
+        self._share, self._capacity = np.array([flow.load[used] / flow.us for flow in flows]), capacity
+        self._flows, self._costs = flows, costs
         self._known: dict[tuple[int, ...], Floats] = {}
 
     def __call__(self, kinds: tuple[int, ...]) -> Floats:
         if kinds not in self._known:
             if len(self._known) >= MAX_REMEMBERED:
                 self._known.clear()
-            self._known[kinds] = paces(self._share[list(kinds)], self._capacity)
+            self._known[kinds] = self._pace(kinds)
         return self._known[kinds]
+
+    def _pace(self, kinds: tuple[int, ...]) -> Floats:
+        pace = paces(self._share[list(kinds)], self._capacity)
+        # Parts of one variable go in step. Others of another size do not meet at the same places all the time.
+        alike: dict[tuple[Motion, str, int], list[int]] = {}
+        for at, kind in enumerate(kinds):
+            if (flow := self._flows[kind]).in_order:
+                size = round(math.log(max(flow.nbytes, 1.0)) / SAME_SIZE)
+                alike.setdefault((flow.motion, flow.algorithm, size), []).append(at)
+        for those in alike.values():
+            if len(those) > 1:
+                lost = self._costs.beside_others(self._flows[kinds[those[0]]], len(those))
+                pace[those] = np.minimum(pace[those], lost)
+        return pace
 
 
 class _Active:

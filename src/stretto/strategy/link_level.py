@@ -12,10 +12,10 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..errors import Infeasible
-from ..planner.merge import Merge, contention_on, transfers_of
+from ..planner.merge import Merge, transfers_of
 from ..planner.nodes import nodes_of
 from ..workload.ordering import in_order
-from .flows import flow_costs
+from .flows import CONTENTION, flow_costs
 from .model import ModelSpec
 from .representation import Strategy
 from .simulate import flows_of, prepared
@@ -25,14 +25,14 @@ MAX_TRANSFERS = 2_000_000
 
 
 def link_level_us(
-    strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = ()
+    strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = (), host_us: float = 0.0
 ) -> float:
-    """How long an iteration takes, all transfers of all messages simulated together.
+    """How long an iteration takes, all transfers of all messages simulated together; arguments as `simulate_strategy`.
 
     Messages of one queue follow one another in the order of the program. Raises `Infeasible` where that is too large.
     """
     step, workload = prepared(strategy, model, cluster, slowdown)
-    flows = flows_of(step, cluster)
+    flows = flows_of(step, cluster, host_us)
     nodes, costs = nodes_of(workload), flow_costs(cluster).costs
     flow_at = [flows.get(workload.ops[op].name) for op in nodes.op]
     made = {}
@@ -54,7 +54,7 @@ def link_level_us(
             if (mine := flow_at[node]) is not None:
                 waits[here] += [last[mine.queue]] if mine.queue in last else []
                 last[mine.queue] = here
-    merge = Merge(cluster, contention_on(cluster, made.values()))
+    merge = Merge(cluster, CONTENTION)
     end: dict[tuple[int, int], int] = {}
     for here in in_order(waits):
         needs, moved = [end[before] for before in waits[here]], flow_at[here[1]]

@@ -42,11 +42,12 @@ class Simulated:
 
 
 def simulate_strategy(
-    strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = ()
+    strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = (), host_us: float = 0.0
 ) -> Simulated:
     """Run a strategy's step on a cluster until iterations take the same time.
 
-    With `slowdown` each rank computes so many times as long as the model says.
+    With `slowdown` each rank computes so many times as long as the model says. Every message takes
+    `host_us` longer to issue than through a library that does nothing else (a runtime's bookkeeping, remote calls).
 
     >>> from stretto.strategy import zoo
     >>> from stretto.strategy.builders import build
@@ -56,7 +57,7 @@ def simulate_strategy(
     True
     """
     step, workload = prepared(strategy, model, cluster, slowdown)
-    flows = flows_of(step, cluster)
+    flows = flows_of(step, cluster, host_us)
     ran = run(workload, flows, cluster)
     busy_us = ran.link_bytes / (cluster.link_gb_per_s * 1e3)
     at = int(np.argmax(busy_us)) if len(busy_us) else -1
@@ -94,8 +95,10 @@ def prepared(
     return step, workload_of(step, slowdown=slowdown)
 
 
-def flows_of(step: Step, cluster: Cluster) -> dict[str, Flow]:
+def flows_of(step: Step, cluster: Cluster, host_us: float = 0.0) -> dict[str, Flow]:
     """The messages of a step by the names of their comm-ops."""
+    if not 0 <= host_us < 1e9:
+        raise InvalidInput(f"host_us: must be 0 or more, not {host_us:g}")
     costs = flow_costs(cluster)
     found = {}
     for message in step.messages:
@@ -104,6 +107,6 @@ def flows_of(step: Step, cluster: Cluster) -> dict[str, Flow]:
         for number, exchange in enumerate(message.exchanges):
             found[exchange_name(message, number)] = costs.flow(
                 exchange.kind, exchange.groups, exchange.nbytes, root=exchange.root, how=how,
-                lane=-1 if served else message.lane,
+                lane=-1 if served else message.lane, more_us=host_us,
             )  # fmt: skip
     return found
