@@ -1,18 +1,16 @@
-"""One rank of benchmarks/strategy.py: a model of a known shape, scaled down, under DDP or under a strategy.
+"""One rank of benchmarks/strategy_real.py: a training script around a model of a known shape, scaled down.
 
-``strategy_rank.py MODEL serve FOLDER`` runs one request after the other, so that a trial costs its iterations only;
-``strategy_rank.py MODEL train`` is a plain training script for ``stretto tune``.
+``strategy_rank.py MODEL`` trains as `stretto.distribute` is told to, until it is ended; ``strategy_rank.py MODEL ddp``
+trains under PyTorch's DDP and says how long an iteration takes.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import count, pairwise
-from pathlib import Path
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -21,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto
-from stretto.strategy.files import model_text, read_strategy
 
 Batch = tuple[torch.Tensor, ...]
+WARMUP, TIMED = 5, 20
 
 
 class Conv(nn.Sequential):
@@ -115,7 +113,7 @@ def _images(size: int, count: int) -> Callable[[], Batch]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
-    "vgg16": (Conv, _images(32, 4)),
+    "vgg16": (Conv, _images(32, 16)),
     "resnet": (Residual, _images(16, 4)),
     "bert": (lambda: Language(False), lambda: (torch.randint(3000, (4, 32)),)),
     "bert_sparse": (lambda: Language(True), lambda: (torch.randint(3000, (4, 32)),)),
@@ -125,64 +123,34 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 
 
 def main() -> None:
-    """Serve requests, or train until told to end."""
+    """Train."""
     torch.set_num_threads(1)
-    if sys.argv[2] == "serve":
-        serve(sys.argv[1], Path(sys.argv[3]))
-        return
-    dist.init_process_group("gloo")
-    measured(sys.argv[1], {"system": "stretto", "warmup": 0, "timed": 1_000_000})
-
-
-def serve(name: str, folder: Path) -> None:
-    """Run what is asked for in files ``0.json``, ``1.json``, ... until one asks for nothing."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    for number in count():
-        asked: list[Any] = [None]
-        if dist.get_rank() == 0:
-            path = folder / f"{number}.json"
-            while not path.exists():
-                time.sleep(0.005)
-            asked = [json.loads(path.read_text())]
-        dist.broadcast_object_list(asked)
-        if not asked[0]:
-            break
-        answer = measured(name, asked[0])
-        if dist.get_rank() == 0:
-            beside = folder / ".answer"
-            beside.write_text(json.dumps(answer))
-            beside.replace(folder / f"{number}.answer")
-    dist.destroy_process_group()
-
-
-def measured(name: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """The slowest rank's median iteration, from the same weights and the same data every time."""
     torch.manual_seed(0)
-    make, batch = MODELS[name]
+    make, batch = MODELS[sys.argv[1]]
     model = make()
     torch.manual_seed(1 + dist.get_rank())
     data = batch()
-    if asked["system"] == "describe":
-        return {"model": model_text(stretto.model_spec(model, data), as_json=True)}
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     trained: nn.Module = model
-    if asked["system"] == "stretto":
-        strategy = read_strategy(asked["strategy"], as_json=True) if "strategy" in asked else None
-        trained, optimizer = stretto.distribute(model, optimizer, strategy)
+    plain = sys.argv[2:] == ["ddp"]
+    if plain:
+        trained = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     else:
-        trained = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=asked["bucket_mb"])
+        trained, optimizer = stretto.distribute(model, optimizer)
     marks: list[float] = []
-    while len(marks) <= asked["warmup"] + asked["timed"]:
+    while not plain or len(marks) <= WARMUP + TIMED:
         optimizer.zero_grad()
         trained(*data).square().mean().backward()
         optimizer.step()
-        marks.append(time.perf_counter())
-    spans = [1e6 * (b - a) for a, b in pairwise(marks[asked["warmup"] :])]
+        if plain:
+            marks.append(time.perf_counter())
+    spans = [b - a for a, b in pairwise(marks[WARMUP:])]
     slowest = torch.tensor([median(spans)], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    if asked["system"] == "stretto":
-        optimizer.close()
-    return {"median_us": float(slowest[0])}
+    if dist.get_rank() == 0:
+        print(f"median {1e3 * float(slowest[0]):.3f} ms", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

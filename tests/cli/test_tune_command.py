@@ -3,41 +3,60 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from stretto.cli import run
+from stretto.lab import Layout, unavailable
 from stretto.strategy.files import load_strategy
 
 FAKE = """
-import json, os, pathlib, sys
-first, _, rest = os.environ["STRETTO_TRIAL"].partition(",")
-if first == "describe":
-    variables = [{"name": f"w{at}", "shape": [256, 64]} for at in range(6)]
-    model = {"stretto": "model", "version": 1, "name": "fake", "variables": variables}
-    pathlib.Path(rest).write_text(json.dumps(model))
-    pathlib.Path(rest).with_suffix(".hosts").write_text("[0, 1]")
-else:
-    strategy = json.loads(pathlib.Path(os.environ["STRETTO_STRATEGY"]).read_text())
-    kinds = [one.get("kind") for node in strategy["nodes"] for one in node.get("parts", [node.get("sync", {})])]
-    slow = sum(kind != "parameter_server" for kind in kinds) / len(kinds)
-    found = {"ranks": 2, "median_us": 1000.0 + 1000.0 * slow, "iteration_us": 1.0}
-    pathlib.Path(rest.partition(",")[2]).write_text(json.dumps(found))
+import json, os, pathlib, sys, time
+folder = pathlib.Path(os.environ["STRETTO_TRIAL"].partition(",")[2])
+variables = [{"name": f"w{at}", "shape": [256, 64]} for at in range(6)]
+(folder / "model.hosts").write_text("[0, 1]")
+(folder / ".model").write_text(
+    json.dumps({"stretto": "model", "version": 1, "name": "fake", "variables": variables})
+)
+(folder / ".model").replace(folder / "model.json")
+for number in range(1000):
+    path = folder / f"{number}.json"
+    while not path.exists():
+        time.sleep(0.005)
+    asked = json.loads(path.read_text())
+    if not asked["arms"]:
+        break
+    times = []
+    for arm in asked["arms"]:
+        slow = float(os.environ.get("FAKE_DDP", "1"))
+        if "strategy" in arm:
+            nodes = json.loads(arm["strategy"])["nodes"]
+            kinds = [one.get("kind") for node in nodes for one in node.get("parts", [node.get("sync", {})])]
+            slow = sum(kind != "parameter_server" for kind in kinds) / len(kinds)
+        times.append([1000.0 + 1000.0 * slow] * asked["rounds"])
+    (folder / ".answer").write_text(json.dumps({"ranks": 2, "times_us": times, "why": [""] * len(times)}))
+    (folder / ".answer").replace(folder / f"{number}.answer")
 sys.exit(86)
 """
 
 TRAIN = """
-import torch, torch.distributed as dist, stretto
+import sys, torch, torch.distributed as dist, stretto
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8))
 model, optimizer = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for _ in range(1000):
+for _ in range(int(sys.argv[1]) if sys.argv[1:] else 1_000_000):
     optimizer.zero_grad()
     model(torch.ones(4, 32)).sum().backward()
     optimizer.step()
+if dist.get_rank() == 0:
+    print("trained by", optimizer.strategy.name)
+optimizer.close()
+dist.destroy_process_group()
 """
 
 
@@ -51,28 +70,82 @@ def fake(tmp_path: Path) -> list[str]:
 def test_it_finds_what_is_faster_and_writes_it(
     fake: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    best, rows = tmp_path / "best.yaml", tmp_path / "rows.json"
-    assert run(["tune", "--trials", "10", "-o", str(best), "--json", str(rows), "--", *fake]) == 0
+    best, rows, model = tmp_path / "best.yaml", tmp_path / "rows.json", tmp_path / "model.yaml"
+    files = ["-o", str(best), "--json", str(rows), "--save-model", str(model)]
+    assert run(["tune", "--trials", "10", *files, "--", *fake]) == 0
     said = capsys.readouterr().out
     assert "6 variables" in said and "2 ranks on 2 hosts" in said
     trials = json.loads(rows.read_text())
     assert len(trials) == 10 and trials[0]["origin"] == "all_reduce" and trials[0]["iteration_us"] == 2000.0
     least = min(trial["iteration_us"] for trial in trials)
     assert least < 2000.0 and f"best: {least / 1000:.2f} ms per iteration, {2000 / least:.2f}x" in said
+    assert f"{2000 / least:.2f}x DDP" in said
     kinds = [sync.kind for node in load_strategy(best).nodes for sync in (node.parts or (node.sync,))]
     assert 1000 + 1000 * sum(kind != "parameter_server" for kind in kinds) / len(kinds) == pytest.approx(least)
+    assert run(["strategy", "explain", str(best), "-m", str(model)]) == 0
+
+
+def test_ddp_is_kept_where_nothing_is_faster(
+    fake: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DDP", "-0.5")
+    best = tmp_path / "best.yaml"
+    assert run(["tune", "--trials", "4", "-o", str(best), "--", *fake]) == 0
+    assert "keep DDP: 0.50 ms per iteration" in capsys.readouterr().out.replace("\n", " ")
+    assert {node.sync.kind for node in load_strategy(best).nodes} == {"all_reduce"}
+
+
+def test_what_is_found_goes_to_the_joint_planner(
+    fake: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, plan = tmp_path / "lab.yaml", tmp_path / "plan.json"
+    Layout.of(hosts=2, ranks_per_host=1, uplinks={"eth": "300mbit"}).cluster().save(cluster)
+    options = ["--trials", "2", "--cluster", str(cluster), "--plan", str(plan), "--plan-s", "0.5"]
+    assert run(["tune", *options, "-o", str(tmp_path / "best.yaml"), "--", *fake]) == 0
+    said = capsys.readouterr().out
+    assert "planned: " in said and "in order of submission" in said
+    assert run(["plan", "show", str(plan)]) == 0
+
+
+def train(tmp_path: Path) -> str:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    return str(script)
+
+
+SHORT = ["--trials", "3", "--warmup", "1", "--timed", "3", "--rounds", "4", "--timeout", "120"]
 
 
 def test_a_real_script_is_described_tried_and_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script, best = tmp_path / "train.py", tmp_path / "best.yaml"
-    script.write_text(TRAIN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    options = ["--trials", "1", "--warmup", "1", "--timed", "3", "--timeout", "120", "-o", str(best)]
-    assert run(["tune", *options, "--", *torchrun]) == 0, capfd.readouterr().err
+    best = tmp_path / "best.yaml"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert run(["tune", *SHORT, "-o", str(best), "--", *torchrun, train(tmp_path)]) == 0, capfd.readouterr().err
+    said = capfd.readouterr().out
+    assert len(load_strategy(best).devices) == 2 and "DDP" in said and "did not run" not in said
+    again = subprocess.run(
+        [*torchrun, train(tmp_path), "7"], env={**os.environ, "STRETTO_STRATEGY": str(best)}, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0 and "trained by tuned-Sequential" in again.stdout, again.stderr
+
+
+def test_a_script_in_the_lab_is_tuned_to_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    best = tmp_path / "best.yaml"
+    lab = [sys.executable, "-m", "stretto", "lab", "run", "--hosts", "2", "--ranks", "1", "--uplink", "400mbit", "--"]
+    job = [*lab, sys.executable, train(tmp_path)]
+    code = run(["tune", *SHORT, "-o", str(best), "--", *job])
+    if why := unavailable():
+        assert code == 2 and why in capfd.readouterr().err
+        return
+    assert code == 0, capfd.readouterr().err
+    said = capfd.readouterr().out
+    assert "2 ranks on 2 hosts" in said and "did not run" not in said
     assert len(load_strategy(best).devices) == 2
 
 
 @pytest.mark.parametrize(("options", "message"), [
+    (["--rounds", "-1"], "--rounds: must be 0..1000, not -1"),
+    (["--plan", "plan.json"], "--plan: the planner needs to know the network: give --cluster"),
     (["--trials", "0"], "--trials: must be 1..10000, not 0"),
     (["--method", "luck"], "--method: must be one of learned, random, not 'luck'"),
     (["--timed", "0"], "timed: must be 1..100000 iterations, not 0"),

@@ -57,11 +57,10 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[floa
     job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     with Trials(command([*job, str(seen)]), timeout_s=120.0) as trials:
         model, there = trials.describe()
-        asked: dict[str, Arm] = {name: replace(build(name, model, there), name=name) for name in BUILDERS}
-        asked |= {"ddp": Reference(), "again": replace(asked["all_reduce"], name="again")}
+        asked: dict[str, Arm] = {name: build(name, model, there) for name in BUILDERS}
+        asked |= {"ddp": Reference(), "again": replace(build("all_reduce", model, there), name="again")}
         stale = replace(build("ps_balanced", model, there, staleness=1), name="stale")
-        other = replace(asked["ps"], name="other", model_digest="0" * len(model.digest))
-        assert isinstance(other, type(stale))
+        other = replace(build("ps", model, there), name="other", model_digest="0" * len(model.digest))
         found = trials.measure([*asked.values(), stale, other], rounds=1, warmup=1, timed=STEPS - 1)
         assert trials.starts == 1
     *ran, refused = found

@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,15 +15,20 @@ from ..errors import InvalidInput
 from .common import out, progress, write_json, wrote
 
 if TYPE_CHECKING:
-    from ..strategy.search import Found, Trial
+    from ..cluster import Cluster
+    from ..strategy import ModelSpec
+    from ..strategy.search import Bench, Found, Trial
     from ..strategy.trials import Trials
 
 SHOWN = 8
+MAX_ROUNDS, MAX_PLAN_S = 1000, 3600.0
+BUCKETS_MB = (25.0, 0.25, 1.0, 4.0)
+"""DDP as everybody uses it, and with other bucket sizes."""
 
 
 def tune(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What starts the job.")],
-    trials: Annotated[int, typer.Option(help="How many runs to spend.")] = 20,
+    trials: Annotated[int, typer.Option(help="How many strategies to try.")] = 20,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the strategy goes.")] = Path(
         "strategy.yaml"
     ),
@@ -32,6 +38,8 @@ def tune(
     ] = None,
     warmup: Annotated[int, typer.Option(help="Iterations before each measurement.")] = 10,
     timed: Annotated[int, typer.Option(help="Iterations measured.")] = 40,
+    rounds: Annotated[int, typer.Option(help="Most rounds of the comparison in the end; 0: none.")] = 12,
+    ddp: Annotated[bool, typer.Option("--ddp/--no-ddp", help="Compare with PyTorch's own DDP, too.")] = True,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one run; what takes longer has failed.")] = 600,
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Also try compressed gradients.")] = False,
     allow_stale: Annotated[int, typer.Option(metavar="K", help="Also try parameters up to K steps old.")] = 0,
@@ -44,30 +52,41 @@ def tune(
     ray_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Ray's head node. Default: $RAY_ADDRESS, else a local Ray.")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Runs at once on a local Ray.")] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Jobs at once on a local Ray.")] = 1,
     scratch: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A folder that all hosts see. Default: this machine's for such.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same candidates.")] = 0,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Hand what was found to the joint planner; needs --cluster."),
+    ] = None,
+    plan_s: Annotated[float, typer.Option(metavar="SECONDS", help="How long that planner searches.")] = 10.0,
+    save_model: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the model too, for 'stretto strategy ... -m FILE'.")
+    ] = None,
     rows: Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Write all trials.")] = None,
 ) -> None:
     """Find the fastest synchronisation strategy for a training script by short runs of it.
 
     \b
     The script calls `stretto.distribute(model, optimizer)`; nothing else in it
-    changes. The first run finds out about the model, each further one tries a
-    strategy for a few iterations. What is found trains as synchronous training
-    with whole gradients does, unless --allow-lossy or --allow-stale is given,
-    and was not slower than all-reduce in buckets (as DDP does) in its last runs.
-    Use it with STRETTO_STRATEGY=strategy.yaml.
+    changes. It is started once and tries one strategy after the other for a few
+    iterations each. In the end the best few run again in turn with PyTorch's
+    DDP, and DDP is kept unless one of them is faster with confidence.
+    What is found trains as synchronous training with whole gradients does, unless
+    --allow-lossy or --allow-stale is given. Use it with STRETTO_STRATEGY=strategy.yaml.
 
     \b
     Examples:
       stretto tune -- torchrun --nproc-per-node 4 train.py
       stretto tune --trials 50 -o best.yaml -- torchrun ... train.py
       stretto tune -- stretto lab run --hosts 2 --ranks 2 -- python train.py
+      stretto tune --cluster cluster.yaml --plan plan.json -- torchrun ... train.py
       stretto tune --backend ray -- torchrun --nproc-per-node 8 train.py
     """
+    from ..cluster.files import load
+    from ..strategy.files import save_model as written_model
     from ..strategy.files import save_strategy
     from ..strategy.search import METHODS
     from ..strategy.trials import Trials
@@ -75,99 +94,136 @@ def tune(
     from ..synthesis.worker import check_backend
 
     check_backend(backend, ray_address)
-    if trials < 1 or trials > 10_000:
-        raise InvalidInput(f"--trials: must be 1..10000, not {trials}")
-    if not 1 <= jobs <= 1024:
-        raise InvalidInput(f"--jobs: must be 1..1024, not {jobs}")
+    for name, number, low, high in (
+        ("--trials", trials, 1, 10_000), ("--jobs", jobs, 1, 1024), ("--rounds", rounds, 0, MAX_ROUNDS),
+        ("--plan-s", plan_s, 0, MAX_PLAN_S),
+    ):  # fmt: skip
+        if not low <= number <= high:
+            raise InvalidInput(f"{name}: must be {low}..{high}, not {number}")
     if method not in METHODS:
         raise InvalidInput(f"--method: must be one of {', '.join(METHODS)}, not {method!r}")
-    if not output.absolute().parent.is_dir():
-        raise InvalidInput(f"--output {output}: there is no such folder")
+    for name, path in (("--output", output), ("--plan", plan), ("--save-model", save_model), ("--json", rows)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InvalidInput(f"{name} {path}: there is no such folder")
     if scratch is not None and not scratch.is_dir():
         raise InvalidInput(f"--scratch {scratch}: there is no such folder")
+    if plan is not None and cluster is None:
+        raise InvalidInput("--plan: the planner needs to know the network: give --cluster")
+    known = load(cluster) if cluster is not None else None
     folder = str(scratch.absolute()) if scratch is not None else None
-    runs = Trials(launch=launched(command), warmup=warmup, timed=timed, timeout_s=timeout, folder=folder)
-    # A run is in a session of its own: it must be ended by us when we are.
+    # A job is in a session of its own: it must be ended by us when we are.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        found = _searched(
-            runs, command, trials=trials, cluster=cluster, method=method, lossy=allow_lossy, staleness=allow_stale,
-            seed=seed, backend=backend, ray_address=ray_address, jobs=jobs,
-        )  # fmt: skip
+        with Trials(launched(command), warmup=warmup, timed=timed, timeout_s=timeout, folder=folder) as runs:
+            model, found = _searched(
+                runs, command, trials=trials, cluster=known, method=method, lossy=allow_lossy, staleness=allow_stale,
+                seed=seed, backend=backend, ray_address=ray_address, jobs=jobs, rounds=rounds, ddp=ddp,
+            )  # fmt: skip
     finally:
         signal.signal(signal.SIGTERM, before)
     _show(found)
     save_strategy(found.best, output)
     wrote(out(), output, f"use it with STRETTO_STRATEGY={output}")
+    if save_model is not None:
+        written_model(model, save_model)
+        wrote(out(), save_model)
     if rows is not None:
         write_json(rows, [_row(trial) for trial in found.trials])
         wrote(out(), rows)
+    if plan is not None and known is not None:
+        _plan(found, model, known, plan, plan_s)
 
 
 def _searched(
-    runs: Trials, command: list[str], *, trials: int, cluster: str | None, method: str, lossy: bool, staleness: int,
-    seed: int, backend: str, ray_address: str | None, jobs: int,
-) -> Found:  # fmt: skip
-    from ..cluster.files import load
+    runs: Trials, command: list[str], *, trials: int, cluster: Cluster | None, method: str, lossy: bool,
+    staleness: int, seed: int, backend: str, ray_address: str | None, jobs: int, rounds: int, ddp: bool,
+) -> tuple[ModelSpec, Found]:  # fmt: skip
+    from ..strategy.requests import Reference
     from ..strategy.resources import resources
     from ..strategy.search import search
 
-    known = load(cluster) if cluster is not None else None
-    with progress("tune", trials + 1) as advance:
+    references = [Reference(bucket_mb=mb) for mb in BUCKETS_MB] if ddp else []
+    with progress("tune", 1 + len(references) + trials + (1 if rounds else 0)) as advance:
         advance("what the model is")
         model, there = runs.describe()
-        if known is not None and len(resources(known).devices) != len(there.devices):
-            count = len(resources(known).devices)
-            raise InvalidInput(f"--cluster: {known.name} has {count} devices, the job {len(there.devices)} ranks")
+        if cluster is not None and len(resources(cluster).devices) != len(there.devices):
+            count = len(resources(cluster).devices)
+            raise InvalidInput(f"--cluster: {cluster.name} has {count} devices, the job {len(there.devices)} ranks")
         out().print(f"{model!r}, {len(there.devices)} ranks on {len(there.by_host)} hosts", markup=False)
 
-        def started(number: int, origin: str) -> None:
-            advance(f"trial {number + 1}, {origin}")
+        def searched(bench: Bench) -> Found:
+            return search(
+                model, cluster or there, bench, trials=trials, seed=seed, method=method, lossy=lossy,
+                staleness=staleness, references=references, confirm=rounds, on_start=advance,
+            )  # fmt: skip
 
         if backend == "processes":
-            return search(
-                model, known or there, runs.run, trials=trials, seed=seed, method=method, lossy=lossy,
-                staleness=staleness, on_start=started,
-            )  # fmt: skip
+            return model, searched(runs)
         from ..strategy.trials_ray import ray_trials
 
+        runs.close()
         with ray_trials(
             command, warmup=runs.warmup, timed=runs.timed, timeout_s=runs.timeout_s, folder=runs.folder,
             address=ray_address, jobs=jobs,
-        ) as (run_all, at_once):
-            return search(
-                model, known or there, runs.run, run_all=run_all, at_once=at_once, trials=trials, seed=seed,
-                method=method, lossy=lossy, staleness=staleness, on_start=started,
-            )  # fmt: skip
+        ) as bench:  # fmt: skip
+            return model, searched(bench)
 
 
 def _show(found: Found) -> None:
     from rich.table import Table
 
-    table = Table("trial", "strategy", "iteration", "against usual", box=None)
-    for column in (0, 2, 3):
+    table = Table("what", "iteration", "in turn", "rounds", box=None)
+    for column in (1, 2, 3):
         table.columns[column].justify = "right"
-    ran = sorted(found.trials, key=lambda trial: trial.iteration_us)
-    for trial in ran[:SHOWN]:
-        if not trial.why:
-            ratio = f"{found.usual_us / trial.iteration_us:.2f}x" if math.isfinite(found.usual_us) else ""
-            again = f" (again {trial.again + 1})" if trial.again >= 0 else ""
-            table.add_row(str(trial.number + 1), trial.origin + again, f"{trial.iteration_us / 1e3:.2f} ms", ratio)
+    decided = {id(arm): at for at, (_, arm) in enumerate(found.finalists)} if found.decision is not None else {}
+    ran: list[tuple[float, str, object]] = [(time_us, one.name, one) for one, time_us in found.references]
+    ran += [(trial.iteration_us, f"{trial.number + 1}: {trial.origin}", trial.strategy) for trial in found.trials]
+    ran.sort(key=lambda one: (id(one[2]) not in decided, one[0]))
+    for time_us, label, arm in ran[:SHOWN]:
+        if math.isfinite(time_us):
+            at = decided.get(id(arm))
+            times = found.decision.times_us[at] if found.decision is not None and at is not None else ()
+            again = f"{median(times) / 1e3:.2f} ms" if times else ""
+            table.add_row(label, f"{time_us / 1e3:.2f} ms", again, str(len(times)) if times else "")
     console = out()
     console.print(table)
     failed = [trial for trial in found.trials if trial.why]
     if failed:
         console.print(f"{len(failed)} did not run; the first: {failed[0].why}", markup=False)
+    if found.kept is not None:
+        console.print(
+            f"keep {found.kept.name}: {found.best_us / 1e3:.2f} ms per iteration, and no strategy was faster with "
+            f"confidence, {len(found.trials)} trials; what is written does the same as a strategy", markup=False,
+        )  # fmt: skip
+        return
     gain = f", {found.usual_us / found.best_us:.2f}x the usual all-reduce" if math.isfinite(found.usual_us) else ""
+    if found.decision is not None:
+        for at, (label, arm) in enumerate(found.finalists):
+            if any(arm is one for one, _ in found.references) and found.decision.times_us[at]:
+                gain += f", {found.decision.gain(at):.2f}x {label}"
     console.print(f"best: {found.best_us / 1e3:.2f} ms per iteration{gain}, {len(found.trials)} trials", markup=False)
+
+
+def _plan(found: Found, model: ModelSpec, cluster: Cluster, path: Path, budget_s: float) -> None:
+    from ..strategy.simulate import plan_strategy
+    from ..units import format_us
+
+    with progress("planning", 1) as advance:
+        advance(found.best.name)
+        made = plan_strategy(found.best, model, cluster, budget_s=budget_s).plan
+    out().print(
+        f"planned: {format_us(made.iteration_us)}, in order of submission {format_us(made.baselines_us['fifo'])}, "
+        f"bound {format_us(made.bound_us)} (simulated)", markup=False,
+    )  # fmt: skip
+    made.save(path)
+    wrote(out(), path, f"hash {made.hash}")
 
 
 def _row(trial: Trial) -> dict[str, object]:
     from ..strategy.files import strategy_text
 
     return {
-        "number": trial.number, "origin": trial.origin, "again": trial.again, "score": trial.score,
-        "estimate_us": trial.estimate_us, "why": trial.why,
-        "iteration_us": trial.iteration_us if math.isfinite(trial.iteration_us) else None,
+        "number": trial.number, "origin": trial.origin, "score": trial.score, "estimate_us": trial.estimate_us,
+        "why": trial.why, "iteration_us": trial.iteration_us if math.isfinite(trial.iteration_us) else None,
         "strategy": strategy_text(trial.strategy),
     }  # fmt: skip

@@ -1,8 +1,8 @@
 """Algorithm 1: sample, score, filter, select, try, learn; until the budget of trials is spent.
 
-Beside the guided sampler's strategies, every builder's is a candidate, the user's usual one (all-reduce in buckets) is
-always tried, and the neighbours of the best so far are candidates too. The last trials repeat the best few and the
-usual one: of twenty noisy times the least is mostly luck.
+What builders make comes first: all-reduce in buckets, as DDP has them, then those that the cost model likes best. Later
+candidates are the guided sampler's strategies, the neighbours of the best so far, and the builders that are left. In
+the end the best few are compared with what would be used otherwise, which stays unless it is beaten.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from ..errors import Infeasible, InvalidInput, unknown
 from .builders import build
 from .cost import CostModel, Floats
+from .decide import Decision, decide
 from .features import Features
 from .learned import NOISE, Ranker, fidelity
 from .model import ModelSpec
 from .representation import Strategy
+from .requests import Arm, Reference
 from .resources import Where, resources
-from .sampler import Recipe, Sampler
+from .sampler import Recipe, Sampler, by_factors
 
 METHODS = ("learned", "random")
 """``random`` is the guided sampler alone, as in the paper's comparison."""
@@ -37,14 +38,15 @@ MOST_REJECTED = 0.75
 """However high the fidelity level is, so many are left to choose from that they can differ."""
 DIVERSITY = 1.0
 """What being wholly different from everything tried is worth, in standard deviations of the scores."""
-CONFIRM = 6
-"""How many trials repeat the best two and the usual strategy, in turn, in the end."""
-FINALISTS = 2
+CONFIRM = 12
+"""The most rounds of the comparison at the end."""
+FINALISTS = 3
 USUAL = "all_reduce"
 
 BUILT: tuple[tuple[str, dict[str, Any]], ...] = (
     (USUAL, {}),
-    (USUAL, {"bucket_mb": 1.0}), (USUAL, {"bucket_mb": 4.0}), (USUAL, {"bucket_mb": 100.0}),
+    (USUAL, {"bucket_mb": 0.25}), (USUAL, {"bucket_mb": 1.0}), (USUAL, {"bucket_mb": 4.0}),
+    (USUAL, {"bucket_mb": 100.0}),
     ("partitioned_all_reduce", {}), ("ps", {}), ("ps_balanced", {}), ("ps_balanced", {"servers": "devices"}),
     ("partitioned_ps", {}), ("partitioned_ps", {"two_level": False}), ("uneven_partitioned_ps", {}), ("parallax", {}),
     ("random_axis", {}), ("zero1", {}), ("zero2", {}), ("zero2", {"bucket_mb": 4.0}),
@@ -52,8 +54,48 @@ BUILT: tuple[tuple[str, dict[str, Any]], ...] = (
 
 Try = Callable[[Strategy], float]
 """Runs a strategy and says how many microseconds an iteration took; raises `Infeasible` where it did not run."""
-TryAll = Callable[[Sequence[Strategy]], Sequence["float | Infeasible"]]
-"""The same for several at once."""
+
+
+@runtime_checkable
+class Bench(Protocol):
+    """What measures strategies, and DDP, for real: `Trials`, `RayTrials`."""
+
+    @property
+    def places(self) -> int:
+        """How many it can run at the same time."""
+
+    def run_all(self, arms: Sequence[Arm]) -> Sequence[float | Infeasible]:
+        """One run of each."""
+
+    def rounds(self, arms: Sequence[Arm], rounds: int) -> Sequence[list[float] | Infeasible]:
+        """All of them in turn, so many times."""
+
+
+class _Alone:
+    """A function as a bench."""
+
+    places = 1
+
+    def __init__(self, run: Try) -> None:
+        self._run = run
+
+    def run_all(self, arms: Sequence[Arm]) -> list[float | Infeasible]:
+        found: list[float | Infeasible] = []
+        for arm in arms:
+            assert isinstance(arm, Strategy)
+            try:
+                found.append(self._run(arm))
+            except Infeasible as error:
+                found.append(error)
+        return found
+
+    def rounds(self, arms: Sequence[Arm], rounds: int) -> list[list[float] | Infeasible]:
+        turns = [self.run_all(arms) for _ in range(rounds)]
+        found: list[list[float] | Infeasible] = []
+        for each in zip(*turns, strict=True):
+            failed = next((one for one in each if isinstance(one, Infeasible)), None)
+            found.append(failed or [one for one in each if not isinstance(one, Infeasible)])
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +112,31 @@ class Trial:
     iteration_us: float
     """Infinite where it failed."""
     why: str = ""
-    again: int = -1
-    """The number of the trial that this one repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found; `best` has the least median time in the repeats at the end (or, without any, at all)."""
+    """What a search found."""
 
     best: Strategy
     best_us: float
     usual_us: float
+    """Of all-reduce in DDP's buckets, carried out as a strategy."""
     trials: tuple[Trial, ...]
     levels: tuple[float, ...]
     """The share of candidates that the fidelity level rejected in each round."""
+    references: tuple[tuple[Reference, float], ...] = ()
+    """What else was measured at the beginning, each once (infinite: it did not run)."""
+    finalists: tuple[tuple[str, Arm], ...] = ()
+    decision: Decision | None = None
+    """The comparison of the finalists."""
+    kept: Reference | None = None
+    """What nothing was faster than, with confidence; `best` is then the strategy that does the same."""
+
+    def times(self, reference: Reference) -> tuple[float, ...]:
+        """A reference's times in the rounds of the comparison."""
+        at = [arm for _, arm in self.finalists].index(reference)
+        return self.decision.times_us[at] if self.decision is not None else ()
 
     def curve(self) -> list[float]:
         """The least time found after each trial."""
@@ -92,30 +145,35 @@ class Found:
 
     def hits(self, baseline_us: float) -> float:
         """The share of all strategies tried (the usual one apart) that beat a baseline."""
-        times = [trial.iteration_us for trial in self.trials if trial.again < 0 and trial.number > 0]
+        times = [trial.iteration_us for trial in self.trials if trial.number > 0]
         return sum(time_us < baseline_us for time_us in times) / max(len(times), 1)
 
 
 def search(
-    model: ModelSpec, where: Where, run: Try, *, trials: int = 20, seed: int = 0, method: str = "learned",
-    lossy: bool = False, staleness: int = 0, run_all: TryAll | None = None, at_once: int = 1,
-    on_trial: Callable[[Trial], None] | None = None, on_start: Callable[[int, str], None] | None = None,
-    confirm: int = CONFIRM, with_builders: bool = True,
+    model: ModelSpec, where: Where, run: Try | Bench, *, trials: int = 20, seed: int = 0, method: str = "learned",
+    lossy: bool = False, staleness: int = 0, references: Sequence[Reference] = (), confirm: int = CONFIRM,
+    with_builders: bool = True, on_trial: Callable[[Trial], None] | None = None,
+    on_start: Callable[[str], None] | None = None,
 ) -> Found:  # fmt: skip
     """The best strategy found in so many trials.
 
-    `run` tries one strategy; `run_all` several, `at_once` at a time. The search is lossless and synchronous unless
-    `lossy` or `staleness` say otherwise.
+    `run` tries one strategy, or is a `Bench`, which can also measure `references` and several strategies at once. They
+    are run at the beginning, and with the best few strategies in at most `confirm` rounds in the end; neither counts as
+    a trial. Without references the usual strategy (all-reduce in buckets) is what has to be beaten. The search is
+    lossless and synchronous unless `lossy` or `staleness` say otherwise.
     """
     if not 1 <= trials <= 100_000:
         raise InvalidInput(f"trials: must be 1..100000, not {trials}")
+    if not 0 <= confirm <= 1000:
+        raise InvalidInput(f"confirm: must be 0..1000 rounds, not {confirm}")
     if method not in METHODS:
         raise unknown("method", method, METHODS)
+    if references and not isinstance(run, Bench):
+        raise InvalidInput("references: a function can only run strategies; give a Bench")
     return _Search(
-        model, where, run_all or (lambda strategies: [_tried(run, each) for each in strategies]), trials=trials,
-        seed=seed, method=method, sampler=Sampler(model, where, lossy=lossy, staleness=staleness, seed=seed),
-        round_size=max(at_once, PER_ROUND), on_trial=on_trial, on_start=on_start, confirm=confirm,
-        with_builders=with_builders,
+        model, where, run if isinstance(run, Bench) else _Alone(run), trials=trials, seed=seed, method=method,
+        sampler=Sampler(model, where, lossy=lossy, staleness=staleness, seed=seed), references=references,
+        on_trial=on_trial, on_start=on_start, confirm=confirm, with_builders=with_builders,
     ).found()  # fmt: skip
 
 
@@ -129,12 +187,12 @@ class _Candidate:
 
 class _Search:
     def __init__(
-        self, model: ModelSpec, where: Where, run_all: TryAll, *, trials: int, seed: int, method: str,
-        sampler: Sampler, round_size: int, on_trial: Callable[[Trial], None] | None,
-        on_start: Callable[[int, str], None] | None, confirm: int, with_builders: bool,
+        self, model: ModelSpec, where: Where, bench: Bench, *, trials: int, seed: int, method: str, sampler: Sampler,
+        references: Sequence[Reference], on_trial: Callable[[Trial], None] | None,
+        on_start: Callable[[str], None] | None, confirm: int, with_builders: bool,
     ) -> None:  # fmt: skip
         self._model = model
-        self._run_all = run_all
+        self._bench = bench
         self._budget = trials
         self._sampler = sampler
         self._features = Features(CostModel(model, where))
@@ -142,44 +200,87 @@ class _Search:
         self._ranker = Ranker()
         self._rng = random.Random(seed + 1)
         self._learns = method == "learned"
-        self._round_size = round_size
+        self._round_size = max(bench.places, PER_ROUND)
         self._on_trial = on_trial
-        self._on_start = on_start
-        # Repeats cost trials: with few there is no room for them.
-        self._confirm = min(confirm, (trials - 1) // 3) // (FINALISTS + 1) * (FINALISTS + 1) if self._learns else 0
+        self._on_start = on_start or (lambda _: None)
+        self._confirm = confirm if self._learns else 0
         self._builders = with_builders and self._learns
+        self._references = list(references)
+        self._reference_us: list[float] = []
         self._trials: list[Trial] = []
         self._levels: list[float] = []
         self._seen: set[tuple[object, ...]] = set()
 
     def found(self) -> Found:
+        for reference in self._references:
+            self._on_start(reference.name)
+            (time_us,) = self._bench.run_all([reference])
+            self._reference_us.append(math.inf if isinstance(time_us, Infeasible) else time_us)
         usual = self._candidate(build(USUAL, self._model, self._there), None, USUAL)
         assert usual is not None
-        self._try([usual])
-        while len(self._trials) < self._budget - self._confirm:
-            room = self._budget - self._confirm - len(self._trials)
+        self._try([usual, *self._first()][: self._budget])
+        while len(self._trials) < self._budget:
+            room = self._budget - len(self._trials)
             chosen = self._select(self._candidates(), min(self._round_size, room))
             if not chosen:
                 break
             self._try(chosen)
-        self._repeat()
-        times = self._times()
-        if not times:
+        ran = sorted((trial for trial in self._trials if not trial.why), key=lambda trial: trial.iteration_us)
+        if not ran:
             raise Infeasible(f"no strategy ran: {self._trials[0].why}")
-        best = min(times, key=lambda number: times[number])
-        return Found(
-            best=replace(self._trials[best].strategy, name=f"tuned-{self._model.name}"), best_us=times[best],
-            usual_us=times.get(0, math.inf), trials=tuple(self._trials), levels=tuple(self._levels),
-        )  # fmt: skip
+        return self._decided(ran)
 
-    def _times(self) -> dict[int, float]:
-        """The median time of each strategy, by the number of its first run. Where some were repeated, only those count,
-        and of them only the repeats: the first run is why they were chosen, so it was likely a lucky one."""
-        repeated = [trial for trial in self._trials if trial.again >= 0]
-        runs: dict[int, list[float]] = {}
-        for trial in repeated or self._trials:
-            runs.setdefault(trial.again if repeated else trial.number, []).append(trial.iteration_us)
-        return {at: median(times) for at, times in runs.items() if math.isfinite(median(times))}
+    def _first(self) -> list[_Candidate]:
+        """Builders before anything else, those with the best estimates, with at most half of all trials."""
+        if not self._builders:
+            return []
+        built = sorted(self._built(), key=lambda one: self._features.cost.estimate_us(one.strategy))
+        found: list[_Candidate] = []
+        for candidate in built:
+            key = tuple(candidate.strategy.nodes)
+            if key not in self._seen and len(found) + 1 < self._budget // 2:
+                self._seen.add(key)
+                found.append(candidate)
+        return found
+
+    def _decided(self, ran: list[Trial]) -> Found:
+        """The best few against what would be used without them."""
+        usual = self._trials[0]
+        known = [at for at, time_us in enumerate(self._reference_us) if math.isfinite(time_us)]
+        # The first is how everybody uses it; the best of the others may be better.
+        chosen = known[:1] + sorted(known[1:], key=lambda at: self._reference_us[at])[:1]
+        entered: list[tuple[str, Arm]] = [(self._references[at].name, self._references[at]) for at in chosen]
+        best = ran[:FINALISTS]
+        if not entered and not usual.why:
+            best = [usual, *(trial for trial in best if trial is not usual)]
+        references = list(range(len(entered))) or ([0] if best[0] is usual else [])
+        entered += [(trial.origin, trial.strategy) for trial in best]
+        base = Found(
+            best=self._named(ran[0].strategy), best_us=ran[0].iteration_us, usual_us=usual.iteration_us,
+            trials=tuple(self._trials), levels=tuple(self._levels), finalists=tuple(entered),
+            references=tuple(zip(self._references, self._reference_us, strict=True)),
+        )  # fmt: skip
+        if not self._confirm or len(entered) < 2:
+            return base
+
+        def rounds(who: Sequence[int], count: int) -> list[list[float]]:
+            self._on_start(f"{count} rounds of {', '.join(entered[at][0] for at in who)}")
+            found = self._bench.rounds([entered[at][1] for at in who], count)
+            return [[] if isinstance(one, Infeasible) else list(one) for one in found]
+
+        decision = decide(len(entered), references, rounds, most=self._confirm)
+        winner = entered[decision.chosen][1]
+        base = replace(base, best_us=decision.median_us(decision.chosen), decision=decision)
+        for at, (_, arm) in enumerate(entered):
+            if arm is usual.strategy and decision.times_us[at]:
+                base = replace(base, usual_us=decision.median_us(at))
+        if isinstance(winner, Reference):
+            same = build(USUAL, self._model, self._there, bucket_mb=winner.bucket_mb)
+            return replace(base, best=self._named(same), kept=winner)
+        return replace(base, best=self._named(winner))
+
+    def _named(self, strategy: Strategy) -> Strategy:
+        return replace(strategy, name=f"tuned-{self._model.name}")
 
     def _candidates(self) -> list[_Candidate]:
         """Line 3: sampled strategies, neighbours of good ones, and what the builders make."""
@@ -206,6 +307,21 @@ class _Search:
             candidate = self._candidate(build(name, self._model, self._there, **options), None, label, note=False)
             if candidate is not None:
                 yield candidate
+        candidate = self._candidate(self._by_factors(), None, f"{USUAL}, by factors", note=False)
+        if candidate is not None:
+            yield candidate
+
+    def _by_factors(self) -> Strategy:
+        """The usual one, but linear layers send their factors where those are smaller: nothing is lost by that."""
+        usual = build(USUAL, self._model, self._there)
+        nodes = tuple(
+            replace(node, sync=replace(node.sync, encoder="sufficient_factors"))
+            if by_factors(self._model.variable(node.variable)) else node
+            for node in usual.nodes
+        )  # fmt: skip
+        made = replace(usual, nodes=nodes, made_by=f"{usual.made_by}, by factors")
+        made.check(self._model)
+        return made
 
     def _candidate(
         self, strategy: Strategy, recipe: Recipe | None, origin: str, *, note: bool = True
@@ -249,7 +365,7 @@ class _Search:
     def _level(self) -> float:
         """Line 2. The paper tests on the most recent trials; with so few all are tested, each by a model that has not
         seen it."""
-        known = [trial for trial in self._trials if not trial.why and trial.again < 0]
+        known = [trial for trial in self._trials if not trial.why]
         if len(known) < 2 * FOLDS:
             return -math.inf
         scores = np.zeros(len(known))
@@ -262,51 +378,27 @@ class _Search:
 
     def _try(self, chosen: list[_Candidate]) -> None:
         """Lines 6 to 9."""
-        for at, candidate in enumerate(chosen):
-            if self._on_start is not None:
-                self._on_start(len(self._trials) + at, candidate.origin)
         scores = self._ranker.score([candidate.vector for candidate in chosen])
-        results = self._run_all([candidate.strategy for candidate in chosen])
+        results: list[float | Infeasible] = []
+        for at in range(0, len(chosen), self._bench.places):
+            now = chosen[at : at + self._bench.places]
+            for candidate in now:
+                self._on_start(candidate.origin)
+            results += self._bench.run_all([candidate.strategy for candidate in now])
         for candidate, score, result in zip(chosen, scores, results, strict=True):
-            self._note(Trial(
+            trial = Trial(
                 number=len(self._trials), strategy=candidate.strategy, recipe=candidate.recipe,
                 vector=candidate.vector, origin=candidate.origin,
                 estimate_us=self._features.cost.estimate_us(candidate.strategy), score=float(score),
                 iteration_us=math.inf if isinstance(result, Infeasible) else result,
                 why=str(result) if isinstance(result, Infeasible) else "",
-            ))  # fmt: skip
+            )  # fmt: skip
+            self._trials.append(trial)
+            if self._on_trial is not None:
+                self._on_trial(trial)
         known = [trial for trial in self._trials if not trial.why]
         if self._learns:
             self._ranker.fit([t.vector for t in known], [t.iteration_us for t in known])
 
-    def _repeat(self) -> None:
-        """The best two and the usual one again, in turn, so that a machine that slows down is unfair to none."""
-        ran = [trial for trial in self._trials if not trial.why]
-        best = sorted(ran, key=lambda trial: trial.iteration_us)[:FINALISTS]
-        first = self._trials[0]
-        again = best if first in best or first.why else [*best, first]
-        rounds = self._confirm // len(again) if again else 0
-        for trial in again * rounds:
-            if self._on_start is not None:
-                self._on_start(len(self._trials), f"{trial.origin} again")
-            (result,) = self._run_all([trial.strategy])
-            self._note(replace(
-                trial, number=len(self._trials), again=trial.number,
-                iteration_us=math.inf if isinstance(result, Infeasible) else result,
-                why=str(result) if isinstance(result, Infeasible) else "",
-            ))  # fmt: skip
 
-    def _note(self, trial: Trial) -> None:
-        self._trials.append(trial)
-        if self._on_trial is not None:
-            self._on_trial(trial)
-
-
-def _tried(run: Try, strategy: Strategy) -> float | Infeasible:
-    try:
-        return run(strategy)
-    except Infeasible as error:
-        return error
-
-
-__all__ = ["BUILT", "METHODS", "Found", "Trial", "search"]
+__all__ = ["BUILT", "METHODS", "Bench", "Found", "Trial", "search"]

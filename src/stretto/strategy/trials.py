@@ -1,110 +1,216 @@
 """Trials: a training job run for a few iterations under a strategy, as a command that knows nothing of the search.
 
-A job that calls `stretto.distribute` does what two environment variables say. ``STRETTO_STRATEGY`` names the file of
-the strategy; ``STRETTO_TRIAL=10,40,FILE`` asks for 10 iterations to warm up and 40 timed ones, the result in a file,
-and the end; ``STRETTO_TRIAL=describe,FILE`` asks for the model, and beside it for the host of each rank.
+A job that calls `stretto.distribute` does what ``STRETTO_TRIAL=session,FOLDER`` says: it describes its model, and then
+tries what is asked for in the folder (`strategy.requests`), one after the other, until it is asked to end. A trial
+costs its iterations, not a start. A strategy under which the job dies, or stands still, is noted, and the job is
+started again for the next.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Protocol, Self
 
 import msgspec
 from msgspec import Meta
 
 from ..errors import Infeasible, InvalidInput
 from ..files import convert, parse_json, read_text
-from .files import load_model, save_strategy
+from .files import load_model
 from .model import ModelSpec
 from .representation import Strategy
+from .requests import MAX_ITERATIONS, MODEL_FILE, Arm, Request, leave, read_answer, request
 from .resources import MAX_DEVICES, Resources
 
-STRATEGY, TRIAL = "STRETTO_STRATEGY", "STRETTO_TRIAL"
+TRIAL = "STRETTO_TRIAL"
 WARMUP, TIMED = 10, 40
-MAX_ITERATIONS = 100_000
-MAX_RESULT_BYTES = 1 << 20
+SHORT_WARMUP, SHORT_SHARE, SHORT_LEAST = 3, 4, 3
+"""In rounds of comparison there are many short runs: so few iterations to warm up, and a quarter of those timed."""
+ENOUGH = 1.5
+"""What takes so many times as long as the best so far is not timed to the end."""
+MAX_HOSTS_BYTES = 1 << 20
 TIMEOUT_S = 600.0
 GRACE_S = 5.0
 """Between being asked to end and being killed."""
-TAIL_BYTES, TAIL_LINES = 4096, 3
+POLL_S = 0.01
+TAIL_BYTES, TAIL_LINES, TAIL_CHARACTERS = 64 << 10, 3, 500
+ERROR = re.compile(r"^(\[?rank ?\d+\]?:? ?)?([\w.]*(Error|Exception|InvalidInput|Infeasible)|stretto: error): ")
 
-Launch = Callable[[Mapping[str, str], float], str]
-"""Runs the job with these variables added to its environment, at most so many seconds; returns its last words."""
+Times = list[float]
+"""A time for each round, in microseconds."""
 
 
-class _Result(msgspec.Struct, kw_only=True):
-    """What a job leaves; other fields are for people."""
+class Running(Protocol):
+    """A job that was started."""
 
-    ranks: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
-    median_us: Annotated[float, Meta(gt=0, lt=1e12)]
+    def ended(self) -> str | None:
+        """Its last words once it has ended."""
+
+    def end(self) -> str:
+        """End it with everything that it has started; its last words."""
+
+
+Start = Callable[[Mapping[str, str]], Running]
+"""Starts the job with these variables added to its environment."""
 
 
 class _Hosts(msgspec.Struct, kw_only=True):
     hosts: Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_DEVICES)]], Meta(min_length=1, max_length=MAX_DEVICES)]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Runs a job under strategies; each run has a folder of its own that is gone afterwards.
+    """Measures strategies in a job that it starts, and starts again when it has died; used as a context.
 
-    `folder`: where those are made, which every rank must be able to read (and rank 0 to write).
+    `folder`: where requests and answers are passed, which rank 0 must see under the same name. `timeout_s` is for the
+    start, and for each run of some iterations.
     """
 
-    launch: Launch
-    warmup: int = WARMUP
-    timed: int = TIMED
-    timeout_s: float = TIMEOUT_S
-    folder: str | None = None
+    def __init__(
+        self, start: Start, *, warmup: int = WARMUP, timed: int = TIMED, timeout_s: float = TIMEOUT_S,
+        folder: str | None = None,
+    ) -> None:  # fmt: skip
+        for name, value, low in (("warmup", warmup, 0), ("timed", timed, 1)):
+            if not low <= value <= MAX_ITERATIONS:
+                raise InvalidInput(f"{name}: must be {low}..{MAX_ITERATIONS} iterations, not {value}")
+        if not 0 < timeout_s < 1e7:
+            raise InvalidInput(f"timeout: must be more than 0 and less than 1e7 seconds, not {timeout_s:g}")
+        self.warmup, self.timed, self.timeout_s, self.folder = warmup, timed, timeout_s, folder
+        self.starts = 0
+        """How often the job was started."""
+        self._start = start
+        self._job: Running | None = None
+        self._place: Path | None = None
+        self._asked = 0
+        self._least_us = 0.0
 
-    def __post_init__(self) -> None:
-        for name, low in (("warmup", 0), ("timed", 1)):
-            if not low <= getattr(self, name) <= MAX_ITERATIONS:
-                raise InvalidInput(f"{name}: must be {low}..{MAX_ITERATIONS} iterations, not {getattr(self, name)}")
-        if not 0 < self.timeout_s < 1e7:
-            raise InvalidInput(f"timeout: must be more than 0 and less than 1e7 seconds, not {self.timeout_s:g}")
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
 
     def describe(self) -> tuple[ModelSpec, Resources]:
         """The job's model, and its ranks with their hosts."""
-        with self._folder() as folder:
-            path = folder / "model.json"
-            said = self.launch({TRIAL: f"describe,{path}"}, self.timeout_s)
-            if not path.exists():
-                raise Infeasible(
-                    f"the job did not describe its model; does it call stretto.distribute and take 6 steps? {said}"
-                )
-            plain = parse_json(read_text(path.with_suffix(".hosts"), max_bytes=MAX_RESULT_BYTES), where="hosts")
-            hosts = convert({"hosts": plain}, _Hosts, where="hosts").hosts
-            return load_model(path), named(hosts)
+        try:
+            path = self._running() / MODEL_FILE
+        except _Lost as lost:
+            raise Infeasible(
+                f"the job did not describe its model; does it call stretto.distribute and take 6 steps? {lost}"
+            ) from None
+        plain = parse_json(read_text(path.with_suffix(".hosts"), max_bytes=MAX_HOSTS_BYTES), where="hosts")
+        hosts = convert({"hosts": plain}, _Hosts, where="hosts").hosts
+        return load_model(path), named(hosts)
 
-    def run(self, strategy: Strategy) -> float:
+    def run(self, arm: Arm) -> float:
         """How many microseconds an iteration takes: the slowest rank's median. `Infeasible` when it did not run."""
-        with self._folder() as folder:
-            save_strategy(strategy, folder / "strategy.json")
-            path = folder / "result.json"
-            said = self.launch(
-                {STRATEGY: str(folder / "strategy.json"), TRIAL: f"{self.warmup},{self.timed},{path}"}, self.timeout_s
-            )
-            if not path.exists():
-                raise Infeasible(f"the job left no result: {said}")
-            plain = parse_json(read_text(path, max_bytes=MAX_RESULT_BYTES), where="result")
-        result = convert(plain, _Result, where="result")
-        if result.ranks != len(strategy.devices):
-            raise Infeasible(f"the job has {result.ranks} ranks, the strategy {len(strategy.devices)}")
-        return result.median_us
+        (found,) = self.measure(
+            [arm], rounds=1, warmup=self.warmup, timed=self.timed, enough_us=ENOUGH * self._least_us
+        )
+        if isinstance(found, Infeasible):
+            raise found
+        self._least_us = min(self._least_us or found[0], found[0])
+        return found[0]
 
-    @contextlib.contextmanager
-    def _folder(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="stretto-tune-", dir=self.folder) as name:
-            yield Path(name)
+    @property
+    def places(self) -> int:
+        """One job at a time."""
+        return 1
+
+    def run_all(self, arms: Sequence[Arm]) -> list[float | Infeasible]:
+        """One run of each; where the job dies on one, it is started again for the next."""
+        found: list[float | Infeasible] = []
+        for arm in arms:
+            try:
+                found.append(self.run(arm))
+            except Infeasible as error:
+                found.append(error)
+        return found
+
+    def rounds(self, arms: Sequence[Arm], rounds: int) -> list[Times | Infeasible]:
+        """Several in turn, each in a short run per round; all of them fail when the job dies on one."""
+        timed = min(self.timed, max(self.timed // SHORT_SHARE, SHORT_LEAST))
+        return self.measure(arms, rounds=rounds, warmup=min(self.warmup, SHORT_WARMUP), timed=timed)
+
+    def measure(
+        self, arms: Sequence[Arm], *, rounds: int, warmup: int, timed: int, enough_us: float = 0.0
+    ) -> list[Times | Infeasible]:
+        """Several in turn, each for so many iterations per round, fewer for what takes longer than `enough_us`."""
+        limit_s = self.timeout_s * len(arms) * rounds
+        try:
+            place = self._running()
+            answer = place / f"{self._asked}.answer"
+            asked = request(arms, rounds=rounds, warmup=warmup, timed=timed, enough_us=enough_us)
+            leave(asked, place / f"{self._asked}.json")
+            self._asked += 1
+            self._until(answer, limit_s)
+        except _Lost as lost:
+            return [Infeasible(f"the job left no result: {lost}") for _ in arms]
+        found = read_answer(answer)
+        if len(found.times_us) != len(arms) or len(found.why) != len(arms):
+            raise InvalidInput(f"answer: must be about {len(arms)} strategies")
+        measured: list[Times | Infeasible] = []
+        for arm, times, why in zip(arms, found.times_us, found.why, strict=True):
+            if isinstance(arm, Strategy) and len(arm.devices) != found.ranks:
+                why = f"the job has {found.ranks} ranks, the strategy {len(arm.devices)}"
+            measured.append(times if len(times) == rounds and not why else Infeasible(why or "it was not measured"))
+        return measured
+
+    def _running(self) -> Path:
+        """The folder of a job that waits to be asked."""
+        if self._job is not None and self._job.ended() is not None:
+            self.close()
+        if self._job is None:
+            self._place = Path(tempfile.mkdtemp(prefix="stretto-tune-", dir=self.folder))
+            self._asked = 0
+            self.starts += 1
+            self._job = self._start({TRIAL: f"session,{self._place}"})
+            self._until(self._place / MODEL_FILE, self.timeout_s)
+        assert self._place is not None
+        return self._place
+
+    def _until(self, path: Path, limit_s: float) -> None:
+        """Wait for a file that the job leaves; without it the job is ended."""
+        assert self._job is not None
+        deadline = time.monotonic() + limit_s
+        while not path.exists():
+            said = self._job.ended()
+            # It may have come just before the end.
+            if said is not None and not path.exists():
+                self.close()
+                raise _Lost(said)
+            if time.monotonic() > deadline:
+                said = self.close()
+                raise _Lost(f"ended after {limit_s:g} s: {said}")
+            time.sleep(POLL_S)
+
+    def close(self) -> str:
+        """Ask the job to end, and see to it; its last words."""
+        job, place = self._job, self._place
+        self._job = self._place = None
+        said = ""
+        try:
+            if job is not None and place is not None:
+                if job.ended() is None:
+                    with contextlib.suppress(OSError):
+                        leave(Request(), place / f"{self._asked}.json")
+                said = job.end()
+        finally:
+            if place is not None:
+                shutil.rmtree(place, ignore_errors=True)
+        return said
+
+
+class _Lost(Exception):
+    """The job ended, or was ended, without an answer."""
 
 
 def named(hosts: Sequence[int]) -> Resources:
@@ -116,47 +222,61 @@ def named(hosts: Sequence[int]) -> Resources:
     return Resources(devices=tuple(f"h{host}.rank{rank}" for rank, host in enumerate(hosts)), hosts=tuple(hosts))
 
 
-def command(words: Sequence[str]) -> Launch:
-    """A command to run on this machine; when time is up it ends with everything that it has started."""
+def command(words: Sequence[str]) -> Start:
+    """A command to run on this machine, which ends with everything that it has started."""
     if not words or shutil.which(words[0]) is None:
         raise InvalidInput(f"command: {words[0] if words else ''!r} is not an executable file or a command")
-
-    def launch(variables: Mapping[str, str], timeout_s: float) -> str:
-        with tempfile.TemporaryFile() as heard:
-            # Its own session, so that ranks end with what started them.
-            process = subprocess.Popen(
-                words, env=os.environ | dict(variables), stdin=subprocess.DEVNULL, stdout=heard,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-            try:
-                code = process.wait(timeout_s)
-                said = f"exit code {code}"
-            except subprocess.TimeoutExpired:
-                said = f"ended after {timeout_s:g} s"
-            finally:
-                _end(process)
-            return f"{said}: {_tail(heard.fileno())}"
-
-    return launch
+    return lambda variables: _Command(words, variables)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
+class _Command:
+    def __init__(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        self._heard = tempfile.TemporaryFile()  # noqa: SIM115, open as long as the job is
+        # Its own session, so that ranks end with what started them.
+        self._process = subprocess.Popen(
+            words, env=os.environ | dict(variables), stdin=subprocess.DEVNULL, stdout=self._heard,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        self._said: str | None = None
+
+    def ended(self) -> str | None:
+        if self._said is None and self._over(0.0):
+            self.end()
+        return self._said
+
+    def end(self) -> str:
+        if self._said is None:
+            if not self._over(GRACE_S):
+                self._signal(signal.SIGTERM)
+                self._over(GRACE_S)
+            # Before it is reaped its number belongs to nobody else: what is left of its group goes, too.
+            self._signal(signal.SIGKILL)
+            code = self._process.wait()
+            self._said = f"exit code {code}: {_tail(self._heard.fileno())}"
+            self._heard.close()
+        return self._said
+
+    def _over(self, limit_s: float) -> bool:
+        """Whether it has ended, or does so in time; it is not reaped."""
+        deadline = time.monotonic() + limit_s
+        while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-            if number == signal.SIGTERM:
-                break
+            os.killpg(self._process.pid, number)
 
 
 def _tail(file: int) -> str:
+    """The first error among its last words; launchers say much after it. Without one, its last lines."""
     size = os.fstat(file).st_size
     text = os.pread(file, TAIL_BYTES, max(size - TAIL_BYTES, 0)).decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " | ".join(lines[-TAIL_LINES:]) or "nothing was said"
+    error = next((line for line in lines if ERROR.search(line)), None)
+    return (error or " | ".join(lines[-TAIL_LINES:]))[:TAIL_CHARACTERS] or "nothing was said"
 
 
-
-
-__all__ = ["TIMED", "WARMUP", "Launch", "Trials", "command", "named"]
+__all__ = ["TIMED", "WARMUP", "Running", "Start", "Times", "Trials", "command", "named"]

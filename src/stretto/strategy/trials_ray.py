@@ -1,7 +1,7 @@
-"""Trials as tasks of a Ray cluster, one at a time on each node, so that they do not disturb one another.
+"""Trials as actors of a Ray cluster, one on each node, so that they do not disturb one another.
 
-Nodes need this package in the same version, the job's command at the same path, and the same hardware: times of unlike
-machines cannot be compared.
+Each keeps a job of its own running. Nodes need this package in the same version, the job's command at the same path,
+and the same hardware: times of unlike machines cannot be compared. Rounds of comparison all go to one of them.
 """
 
 from __future__ import annotations
@@ -14,51 +14,77 @@ from typing import Any
 
 from ..errors import Infeasible
 from ..synthesis.ray_backend import connected
-from .files import read_strategy, strategy_text
-from .representation import Strategy
-from .search import TryAll
-from .trials import Trials, command
+from .requests import Arm
+from .trials import Times, Trials, command
+
+
+class RayTrials:
+    """Measures several strategies at once, `places` at a time."""
+
+    def __init__(self, actors: Sequence[Any], get: Callable[[Any], Any]) -> None:
+        self._actors, self._get = list(actors), get
+        self.places = len(self._actors)
+
+    def run_all(self, arms: Sequence[Arm]) -> list[float | Infeasible]:
+        """One run of each, spread over the actors; an actor's runs follow one another."""
+        sent = [self._actors[at % self.places].run.remote(arm) for at, arm in enumerate(arms)]
+        return [self._got(partial(self._get, reference)) for reference in sent]
+
+    def rounds(self, arms: Sequence[Arm], rounds: int) -> list[Times | Infeasible]:
+        """Several in turn, on one node: only there their times can be compared closely."""
+        found: list[Times | str] | Infeasible = self._got(
+            partial(self._get, self._actors[0].rounds.remote(list(arms), rounds))
+        )
+        if isinstance(found, Infeasible):
+            return [found for _ in arms]
+        return [Infeasible(one) if isinstance(one, str) else one for one in found]
+
+    @staticmethod
+    def _got(wait: Callable[[], Any]) -> Any:
+        try:
+            found = wait()
+        except Exception as error:  # also what the actor itself raised, such as that its node lacks this package
+            cause = getattr(error, "cause", None) or error
+            return Infeasible(f"its Ray actor failed: {type(cause).__name__}: {' '.join(str(cause).split())[:200]}")
+        return Infeasible(found) if isinstance(found, str) else found
 
 
 @contextlib.contextmanager
 def ray_trials(
     words: Sequence[str], *, warmup: int, timed: int, timeout_s: float, folder: str | None = None,
     address: str | None = None, jobs: int = 1,
-) -> Iterator[tuple[TryAll, int]]:
-    """What tries several strategies at once, and how many; a local Ray takes `jobs` at a time."""
+) -> Iterator[RayTrials]:  # fmt: skip
+    """Actors on the nodes of a cluster, or `jobs` of them on a local Ray."""
     with connected(jobs=jobs, address=address):
         ray: Any = import_module("ray")
         processors = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-        # A task that asks for all processors of a node has it for itself; a local Ray was given one for each job.
+        # An actor that asks for all processors of a node has it for itself; a local Ray was given one for each job.
         each = 1.0 if len(processors) == 1 else min(count for count in processors if count > 0)
-        places = int(sum(count // each for count in processors))
-        task = ray.remote(num_cpus=each, max_retries=0, scheduling_strategy="SPREAD")(_one)
-
-        def run_all(strategies: Sequence[Strategy]) -> list[float | Infeasible]:
-            sent = [
-                task.remote(list(words), strategy_text(strategy, as_json=True), warmup, timed, timeout_s, folder)
-                for strategy in strategies
-            ]
-            return [_got(partial(ray.get, reference)) for reference in sent]
-
-        yield run_all, min(places, jobs) if len(processors) == 1 else places
+        places = min(int(sum(count // each for count in processors)), jobs if len(processors) == 1 else 1 << 16)
+        make = ray.remote(num_cpus=each, max_restarts=0, scheduling_strategy="SPREAD")(_Actor)
+        actors = [make.remote(list(words), warmup, timed, timeout_s, folder) for _ in range(places)]
+        try:
+            yield RayTrials(actors, ray.get)
+        finally:
+            for actor in actors:
+                with contextlib.suppress(Exception):
+                    ray.get(actor.close.remote(), timeout=timeout_s)
 
 
-def _got(wait: Callable[[], float | str]) -> float | Infeasible:
-    try:
-        found = wait()
-    except Exception as error:  # also what the task itself raised, such as that its node lacks this package
-        cause = getattr(error, "cause", None) or error
-        return Infeasible(f"its Ray task failed: {type(cause).__name__}: {' '.join(str(cause).split())[:200]}")
-    return Infeasible(found) if isinstance(found, str) else found
+class _Actor:
+    """On a node of the cluster: times, or why there are none."""
 
+    def __init__(self, words: list[str], warmup: int, timed: int, timeout_s: float, folder: str | None) -> None:
+        self._trials = Trials(command(words), warmup=warmup, timed=timed, timeout_s=timeout_s, folder=folder)
 
-def _one(
-    words: list[str], text: str, warmup: int, timed: int, timeout_s: float, folder: str | None
-) -> float | str:
-    """Runs on the cluster: the time, or why there is none."""
-    trials = Trials(launch=command(words), warmup=warmup, timed=timed, timeout_s=timeout_s, folder=folder)
-    try:
-        return trials.run(read_strategy(text, as_json=True))
-    except Infeasible as error:
-        return str(error)
+    def run(self, arm: Arm) -> float | str:
+        try:
+            return self._trials.run(arm)
+        except Infeasible as error:
+            return str(error)
+
+    def rounds(self, arms: list[Arm], rounds: int) -> list[Times | str]:
+        return [str(one) if isinstance(one, Infeasible) else one for one in self._trials.rounds(arms, rounds)]
+
+    def close(self) -> None:
+        self._trials.close()

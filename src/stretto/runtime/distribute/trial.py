@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInput
-from ...strategy.files import save_model
+from ...strategy.files import model_text
 from ...strategy.model import ModelSpec
 from .groups import Groups
 
@@ -95,7 +95,7 @@ class Description(Trial):
         hosts = self.groups.hosts()
         if self.groups.rank == 0:
             _write(self.result.with_suffix(".hosts"), json.dumps(hosts) + "\n")
-            save_model(self.describe(), self.result)
+            _write(self.result, model_text(self.describe(), as_json=self.result.suffix == ".json"))
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,0 +1,187 @@
+"""Strategies found by the search against PyTorch DDP and every builder: real training steps in the lab.
+
+Models of known shapes, scaled down, on hosts with shaped uplinks, all on gloo. One job per case measures everything,
+through the session that `stretto tune` uses: DDP with its default bucket size and others, the search's trials, every
+builder, and in the end DDP, DDP with its best bucket, the best builder and what was found, in turn. Only those rounds
+are reported: `iteration_ms` is their median, `least_ms` and `most_ms` their range, and `over_*` the median over rounds
+of their time over ours. Where nothing was faster than DDP with confidence the search keeps DDP, and `found` is that.
+`ddp, own script` is an ordinary DDP script in a run of its own: what a session measures must be the same.
+
+`ratio` is how long the network takes for an all-reduce of all gradients over the compute of a step; `paper_ratio` the
+same for the paper's model on its cluster B7, by the zoo's roofline. `uplink_ms` is the least time that the found
+strategy's bytes take on the busiest uplink, `bound_ms` the larger of that and the compute, `of_bound` the found time
+over it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from common import Row, finish
+
+from stretto.cluster import Cluster
+from stretto.errors import Infeasible
+from stretto.lab import Layout, unavailable
+from stretto.strategy import ModelSpec, Strategy, build, zoo
+from stretto.strategy.clusters import paper_cluster
+from stretto.strategy.cost import CostModel
+from stretto.strategy.decide import ratio
+from stretto.strategy.requests import Arm, Reference
+from stretto.strategy.search import BUILT, search
+from stretto.strategy.trials import Trials, command
+
+RANK = Path(__file__).with_name("strategy_rank.py")
+SHAPES = {"slow host": (3, 1), "2x2": (2, 2), "4x1": (4, 1)}
+"""Hosts, and ranks on each."""
+PAPER = {
+    "vgg16": "vgg16", "ncf": "ncf_dense", "ncf_sparse": "ncf_sparse", "bert": "bert_large",
+    "bert_sparse": "bert_large_sparse", "resnet": "resnet101",
+}  # fmt: skip
+CASES = {
+    f"{model} {shape}": (model, shape, uplink)
+    for model, shape, uplink in (
+        ("vgg16", "slow host", "1gbit,1gbit,400mbit"), ("vgg16", "2x2", "400mbit"), ("ncf", "4x1", "300mbit"),
+        ("ncf", "2x2", "300mbit"), ("ncf_sparse", "2x2", "300mbit"), ("bert", "slow host", "1gbit,1gbit,400mbit"),
+        ("bert_sparse", "4x1", "300mbit"), ("resnet", "2x2", "300mbit"),
+    )
+}  # fmt: skip
+"""The slow host's uplink is 2.5 times as slow, as in B9."""
+QUICK = ("vgg16 slow host",)
+BUCKETS_MB = (25.0, 0.25, 1.0, 4.0)
+"""DDP's default first."""
+TRIALS, QUICK_TRIALS = 20, 8
+WARMUP, LEAST_TIMED, MOST_TIMED, TIMED_US = 2, 6, 20, 0.6e6
+"""Iterations of a trial: two to warm up, and then 0.6 seconds of them, but at least 6 and at most 20."""
+CONFIRM, ROUNDS = 8, 5
+TIMEOUT_S = 60.0
+
+
+def job(case: str, *more: str) -> list[str]:
+    """The command that runs a model's script on a lab."""
+    name, shape, uplink = CASES[case]
+    hosts, ranks = SHAPES[shape]
+    lab = ["lab", "run", "--hosts", str(hosts), "--ranks", str(ranks), "--uplink", uplink, "--"]
+    return [sys.executable, "-m", "stretto", *lab, sys.executable, str(RANK), name, *more]
+
+
+def real(case: str, quick: bool) -> list[Row]:
+    """One case: everything measured in one job, and DDP in another."""
+    name, shape, uplink = CASES[case]
+    hosts, ranks = SHAPES[shape]
+    cluster = Layout.of(hosts=hosts, ranks_per_host=ranks, uplinks={"eth": uplink}).cluster()
+    with Trials(command(job(case)), warmup=WARMUP, timed=LEAST_TIMED, timeout_s=TIMEOUT_S) as runs:
+        model, _ = runs.describe()
+        runs.timed = round(min(max(TIMED_US / runs.run(Reference()), LEAST_TIMED), MOST_TIMED))
+        begun = time.perf_counter()
+        ended = begun
+
+        def trial_ended(_: object) -> None:
+            nonlocal ended
+            ended = time.perf_counter()
+
+        found = search(
+            model, cluster, runs, trials=QUICK_TRIALS if quick else TRIALS, confirm=4 if quick else CONFIRM,
+            references=[Reference(bucket_mb=mb) for mb in (BUCKETS_MB[:2] if quick else BUCKETS_MB)],
+            on_trial=trial_ended,
+        )  # fmt: skip
+        search_s, trials_s = time.perf_counter() - begun, ended - begun
+        best_ddp = min(found.references, key=lambda one: one[1])[0]
+        builder, built = best_builder(runs, {t.origin: t.iteration_us for t in found.trials}, model, cluster, quick)
+        arms: dict[str, Arm] = {"ddp": Reference(), "ddp best bucket": best_ddp, "best builder": built}
+        if found.kept is None:
+            arms["found"] = found.best
+        times = runs.measure(list(arms.values()), rounds=3 if quick else ROUNDS, warmup=WARMUP, timed=runs.timed)
+        started = runs.starts
+    rounds = {system: [] if isinstance(one, Infeasible) else one for system, one in zip(arms, times, strict=True)}
+    if found.kept is not None:
+        rounds["found"] = rounds["ddp" if found.kept == Reference() else "ddp best bucket"]
+    parts = CostModel(model, cluster).components(found.best)
+    usual = CostModel(model, cluster).components(build("all_reduce", model, cluster))
+    bed = paper_cluster("b7")
+    papers = zoo.model(PAPER[name], device=bed.device)
+    paper = CostModel(papers, bed.cluster).components(build("all_reduce", papers, bed.cluster))
+    about = {
+        "ddp": "25 MB", "ddp best bucket": f"{best_ddp.bucket_mb:g} MB", "best builder": builder,
+        "found": f"{found.kept.name} kept" if found.kept is not None else kinds(found.best),
+    }  # fmt: skip
+    rows: list[Row] = []
+    for system, values in rounds.items():
+        row: Row = {
+            "case": case, "system": system, "what": about[system], "iteration_ms": median(values) / 1e3,
+            "least_ms": min(values) / 1e3, "most_ms": max(values) / 1e3,
+        }  # fmt: skip
+        if system == "found":
+            bound_ms = max(parts.uplink_us, parts.compute_us) / 1e3
+            row |= {
+                "over_ddp": ratio(rounds["ddp"], values), "over_best_ddp": ratio(rounds["ddp best bucket"], values),
+                "over_builder": ratio(rounds["best builder"], values),
+                "uplink_ms": parts.uplink_us / 1e3, "bound_ms": bound_ms,
+                "of_bound": median(values) / 1e3 / bound_ms,
+                "ratio": usual.serial_us / usual.compute_us, "paper_ratio": paper.serial_us / paper.compute_us,
+                "trials": len(found.trials), "trials_s": trials_s, "search_s": search_s,
+                "rounds": max(len(one) for one in found.decision.times_us) if found.decision is not None else 0,
+                "starts": started,
+            }  # fmt: skip
+        rows.append(row)
+    alone = subprocess.run(job(case, "ddp"), capture_output=True, text=True, timeout=TIMEOUT_S * 2)
+    said = re.search(r"median ([\d.]+) ms", alone.stdout + alone.stderr)
+    rows.insert(1, {"case": case, "system": "ddp, own script", "what": "25 MB",
+                    "iteration_ms": float(said[1]) if said else math.nan})  # fmt: skip
+    return rows
+
+
+def best_builder(
+    runs: Trials, known: dict[str, float], model: ModelSpec, cluster: Cluster, quick: bool
+) -> tuple[str, Strategy]:
+    """The builder whose strategy takes least, those that the search has not tried included (unless it is quick)."""
+    found: dict[str, tuple[float, Strategy]] = {}
+    for name, options in BUILT:
+        label = ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
+        strategy = build(name, model, cluster, **options)
+        if any(one.nodes == strategy.nodes for _, one in found.values()) or (quick and label not in known):
+            continue
+        time_us = known.get(label)
+        if time_us is None:
+            (measured,) = runs.run_all([strategy])
+            time_us = math.inf if isinstance(measured, Infeasible) else measured
+        found[label] = time_us, strategy
+    best = min(found, key=lambda label: found[label][0])
+    return best, found[best][1]
+
+
+def kinds(strategy: Strategy) -> str:
+    """Which synchronisers a strategy uses, for how many variables each, and how many send factors."""
+    syncs = [one for node in strategy.nodes for one in (node.parts or (node.sync,))[:1]]
+    names = [one.kind if one.encoder == "none" else one.encoder for one in syncs]
+    return ", ".join(f"{names.count(kind)} {kind}" for kind in dict.fromkeys(names))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="end within a minute on two cores")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--markdown", action="store_true", help="print the table as docs/results.md has it")
+    parser.add_argument("--only", action="append", choices=[*CASES], help="one case; repeatable")
+    args = parser.parse_args(argv)
+    if reason := unavailable():
+        print(f"real runs: skipped, {reason}", file=sys.stderr)
+        return
+    rows: list[Row] = []
+    for case in args.only or (QUICK if args.quick else CASES):
+        begun = time.perf_counter()
+        rows += real(case, args.quick)
+        print(f"{case}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+    finish(rows, args, title="real steps in the lab")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What a search asks of a job that it keeps running, and what the job answers: one file each, in a folder of both.
+
+The job first leaves ``model.json`` and ``model.hosts``. Request ``3.json`` is answered by ``3.answer``; a request
+without arms asks the job to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ..files import convert, parse_json, read_text
+from .files import read_strategy, strategy_text
+from .representation import Strategy
+from .resources import MAX_DEVICES
+
+MODEL_FILE = "model.json"
+MAX_ITERATIONS = 100_000
+MAX_ARMS, MAX_ROUNDS = 1024, 1024
+MAX_BYTES = 256 << 20
+DDP_BUCKET_MB = 25.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What a script does without any strategy: PyTorch's DistributedDataParallel, in buckets of this size.
+
+    >>> Reference().name, Reference(bucket_mb=1.0).name
+    ('DDP', 'DDP, bucket_mb=1')
+    """
+
+    bucket_mb: float = DDP_BUCKET_MB
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "DDP" if self.bucket_mb == DDP_BUCKET_MB else f"DDP, bucket_mb={self.bucket_mb:g}"
+
+
+Arm = Strategy | Reference
+"""What can be measured."""
+
+
+class _Arm(msgspec.Struct, kw_only=True, omit_defaults=True):
+    strategy: str = ""
+    ddp_mb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """Measure these, one after the other, in so many rounds; each for some iterations to warm up and some timed."""
+
+    arms: Annotated[list[_Arm], Meta(max_length=MAX_ARMS)] = []
+    rounds: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)] = 1
+    warmup: Annotated[int, Meta(ge=0, le=MAX_ITERATIONS)] = 0
+    timed: Annotated[int, Meta(ge=1, le=MAX_ITERATIONS)] = 1
+    enough_us: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
+    """What takes longer than this after a few iterations is not timed any further; 0: everything is."""
+
+    def arm(self, at: int) -> Arm:
+        """One of those to measure."""
+        one = self.arms[at]
+        return read_strategy(one.strategy, as_json=True) if one.strategy else Reference(bucket_mb=one.ddp_mb)
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """The slowest rank's median of every arm in every round (microseconds), or why there is none."""
+
+    ranks: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
+    times_us: Annotated[list[list[Annotated[float, Meta(gt=0, lt=1e12)]]], Meta(max_length=MAX_ARMS)]
+    why: Annotated[list[str], Meta(max_length=MAX_ARMS)]
+
+
+def request(arms: Sequence[Arm], *, rounds: int, warmup: int, timed: int, enough_us: float = 0.0) -> Request:
+    """Ask for measurements."""
+    asked = [
+        _Arm(ddp_mb=arm.bucket_mb) if isinstance(arm, Reference) else _Arm(strategy=strategy_text(arm, as_json=True))
+        for arm in arms
+    ]
+    return Request(arms=asked, rounds=rounds, warmup=warmup, timed=timed, enough_us=enough_us)
+
+
+def leave(found: Request | Answer, path: Path) -> None:
+    """Write a file whole or not at all: somebody is looking for it."""
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_bytes(msgspec.json.encode(found))
+    beside.replace(path)
+
+
+def read_request(path: Path) -> Request:
+    """What is asked."""
+    return convert(parse_json(read_text(path, max_bytes=MAX_BYTES), where="request"), Request, where="request")
+
+
+def read_answer(path: Path) -> Answer:
+    """What was found."""
+    return convert(parse_json(read_text(path, max_bytes=MAX_BYTES), where="answer"), Answer, where="answer")
+
+
+__all__ = [
+    "DDP_BUCKET_MB", "MAX_ITERATIONS", "MODEL_FILE", "Answer", "Arm", "Reference", "Request", "leave", "read_answer",
+    "read_request", "request",
+]
