@@ -26,7 +26,9 @@ HERE = Path(__file__).parent
 UNCHANGED = HERE.parent / "examples" / "train_unchanged.py"
 LIMIT_S = 280.0
 SETTLED = 40
-"""Iterations after a change of plans, or of a link, until its times count: the window of a report is 32."""
+"""Iterations after a change of plans until its times count: the window of a report is 32."""
+CUT_SETTLED = 3
+"""Iterations after the cut of a link until times count."""
 
 
 @contextmanager
@@ -54,16 +56,44 @@ def controlled(folder: Path) -> Iterator[tuple[Controller, dict[str, str]]]:
         controller.close()
 
 
-def until(controller: Controller, what: str, holds: Callable[[JobStatus], bool], running: Callable[[], bool]) -> None:
+class Phases:
+    """When the controller came how far with the plan after this one, in seconds from now on."""
+
+    def __init__(self, plan: int) -> None:
+        self._plan, self._begin = plan, time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def see(self, now: JobStatus) -> None:
+        """Look at a status."""
+        voting = max((rank.ballot.plan.number for rank in now.ranks if rank.ballot is not None), default=0)
+        held = min((rank.committed.number for rank in now.ranks), default=0)
+        reached = {
+            "noticed": "planning again" in now.about or "being prepared" in now.about or voting > self._plan,
+            "planned": "being prepared" in now.about or voting > self._plan,
+            "committed": held > self._plan,
+            "active": now.plan.number > self._plan,
+        }
+        # What was too short to be seen was reached when the next was.
+        last = max((at for at, holds in enumerate(reached.values()) if holds), default=-1)
+        for name in list(reached)[: last + 1]:
+            self.seconds.setdefault(name, time.monotonic() - self._begin)
+
+
+def until(
+    controller: Controller, what: str, holds: Callable[[JobStatus], bool], running: Callable[[], bool],
+    phases: Phases | None = None,
+) -> None:  # fmt: skip
     """Wait until the job is so far."""
     deadline = time.monotonic() + LIMIT_S
     last = ""
     while time.monotonic() < deadline and running():
         jobs = controller.status().jobs
         last = f"{jobs[0].phase}, {jobs[0].about}, {jobs[0].iteration_us:.0f} us an iteration" if jobs else ""
+        if jobs and phases is not None:
+            phases.see(jobs[0])
         if jobs and holds(jobs[0]):
             return
-        time.sleep(0.1)
+        time.sleep(0.03)
     sys.exit(f"{what}: did not happen ({last})")
 
 
@@ -117,13 +147,9 @@ def cut(quick: bool) -> list[Row]:
             plan_at = controller.status().jobs[0].ranks[0].iteration
             until(controller, "the first plan's times", settled_from(1), running)
             first = controller.status().jobs[0]
-            cut_s = time.monotonic()
+            phases = Phases(first.plan.number)
             lab.reshape("rdma", 1, "10mbit")
-            plan_at = first.ranks[0].iteration
-            until(controller, "the cut's times", settled_from(1), running)
-            slowed = controller.status().jobs[0]
-            until(controller, "a new plan", lambda now: now.plan.number > first.plan.number, running)
-            took_s = time.monotonic() - cut_s
+            until(controller, "a new plan", lambda now: now.plan.number > first.plan.number, running, phases)
             second = controller.status().jobs[0]
             plan_at = second.ranks[0].iteration
             until(controller, "the new plan's times", settled_from(second.plan.number), running)
@@ -132,11 +158,14 @@ def cut(quick: bool) -> list[Row]:
             if done.failed is not None or done.timed_out:
                 sys.exit(f"cut: {done.errors}")
         told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
-    return cut_rows(told, first.plan.number, plan_cut=first.ranks[0].iteration, took_s=took_s, slowed=slowed)
+    return cut_rows(told, first.plan.number, plan_cut=first.ranks[0].iteration, seconds=phases.seconds)
 
 
-def cut_rows(told: list[dict[str, Any]], plan: int, *, plan_cut: int, took_s: float, slowed: JobStatus) -> list[Row]:
+def cut_rows(told: list[dict[str, Any]], plan: int, *, plan_cut: int, seconds: dict[str, float]) -> list[Row]:
     """What iterations took before the cut, after it, and under the new plan; and whether all was well."""
+    off = max(one["loss_off"] for one in told)
+    if off:
+        sys.exit(f"cut: losses are off by {off:g}, and sums were exact")
     plans: list[list[int]] = [one["plans"] for one in told]
     if any(seen != plans[0] for seen in plans):
         sys.exit("cut: ranks ran different plans in the same iteration")
@@ -146,7 +175,7 @@ def cut_rows(told: list[dict[str, Any]], plan: int, *, plan_cut: int, took_s: fl
     phases = {
         "backend": at[0][5:],
         "stretto": [i for i in at[plan] if i < plan_cut + told[0]["offset"]],
-        "stretto, cut": [i for i in at[plan] if i > plan_cut + told[0]["offset"] + SETTLED // 2],
+        "stretto, cut": [i for i in at[plan] if i > plan_cut + told[0]["offset"] + CUT_SETTLED],
         "stretto, new plan": at[last],
     }
     rows: list[Row] = []
@@ -156,8 +185,8 @@ def cut_rows(told: list[dict[str, Any]], plan: int, *, plan_cut: int, took_s: fl
             {
                 "case": "cut", "system": system, "iteration_us": us, "iterations": len(iterations),
                 "plan": plans[0][iterations[-1]] if iterations else None,
-                "loss_off": told[0]["loss_off"], "spread": told[0]["spread"],
-                "noticed_and_changed_s": took_s if system == "stretto, new plan" else None,
+                "loss_off": off,
+                **{f"{name}_s": round(s, 1) if system == "stretto, new plan" else None for name, s in seconds.items()},
             }
         )  # fmt: skip
     return rows

@@ -1,7 +1,12 @@
-"""Runs the command in this process, and checks what holds for every failure."""
+"""Runs the command in this process, and checks what holds for every failure; or in one of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +14,9 @@ import pytest
 from stretto.cli import run
 
 Run = Callable[..., str]
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+LIMIT_S = 180.0
+collect_ignore_glob = ["*_job.py"]
 
 
 @pytest.fixture
@@ -40,3 +48,24 @@ def bad(capsys: pytest.CaptureFixture[str]) -> Run:
         return captured.err.strip()
 
     return check
+
+
+@pytest.fixture(scope="session")
+def stretto() -> Launch:
+    """Run the command in a process of its own, which is ended with all its children when it hangs."""
+
+    def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "stretto", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            said, complained = process.communicate(timeout=LIMIT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return subprocess.CompletedProcess(process.args, process.returncode, said, complained)
+
+    return launch

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,22 +12,7 @@ import pytest
 from stretto.cli import run
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 180.0
-
-
-def stretto(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stretto", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})},
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, complained = process.communicate(timeout=LIMIT_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return subprocess.CompletedProcess(process.args, process.returncode, said, complained)
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def test_the_exit_code_is_the_jobs(capfd: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +25,7 @@ def test_the_exit_code_is_the_jobs(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "--", "/"]) == 126
 
 
-def test_the_job_gets_an_address_a_secret_token_and_its_own_sitecustomize_too(tmp_path: Path) -> None:
+def test_the_job_gets_an_address_a_secret_token_and_its_own_sitecustomize_too(stretto: Launch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
     code = """if True:
         import os, stat, sys
@@ -72,7 +55,7 @@ def test_wrong_input_is_one_line(arguments: list[str], message: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
-def test_an_unchanged_script_that_forks_loaders_trains_to_its_end_and_is_told_what_came_of_it() -> None:
+def test_an_unchanged_script_that_forks_loaders_trains_to_its_end_and_is_told_what_came_of_it(stretto: Launch) -> None:
     done = stretto(
         "run", "--budget", "0.3", "--",
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

@@ -198,6 +198,51 @@ def test_a_cut_link_leads_to_a_new_plan_with_refined_costs(make: Make) -> None:
     assert asked[1].current is not None
 
 
+def test_a_plan_that_was_slower_is_not_chosen_again_until_costs_are_others(make: Make) -> None:
+    asked: list[Ask] = []
+
+    def start(ask: Ask) -> Ready:
+        asked.append(ask)
+        # Whatever is asked, the same plan is the best; what it promises differs, what it does not.
+        plan = toy_plan("fifo" if ask.plain else "p", STEP, CLUSTER, duration_us=10.0 + len(asked))
+        return Ready(
+            Answer(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0, current_us=200.0)
+        )
+
+    job = Job(make(start))
+    job.captured(STEP, CLUSTER)
+    job.until(is_active, "active")
+    at = {"iteration": 0, "iteration_us": 300.0, "duration_us": 11.0}
+
+    def measured(plane: ToyPlane) -> Callable[[], Report]:
+        def report() -> Report:
+            at["iteration"] += 20
+            motif = MotifReport(op="gradients", motif=0, duration_us=at["duration_us"], wait_us=0.0)
+            return Report(
+                number=plane._active.number, hash=plane._active.hash, iteration=int(at["iteration"]),
+                iteration_us=at["iteration_us"], plain_us=200.0, motifs=(motif,),
+            )  # fmt: skip
+
+        return report
+
+    for plane in job.planes:
+        plane.report = measured(plane)  # type: ignore[method-assign]
+    status = job.until(lambda status: status.plan.number == 2, "plain order")
+    assert status.plan_name == "fifo"
+    job.until(lambda status: "own order" in status.about, "told")
+    # Motifs take somewhat longer than promised: a question, but not other links.
+    supervised = job.controller._jobs["j"]
+    assert supervised._watch is not None and supervised._watch.only_drift
+    at["duration_us"] = 12.0 * 1.2
+    for _ in range(50):
+        job.turn()
+    assert len(asked) == 2 and job.status.plan.number == 2
+    # The link has really changed.
+    at["duration_us"] = 12.0 * 4
+    assert job.until(lambda status: status.plan.number == 3, "another plan").plan_name == "p"
+    assert len(asked) == 3
+
+
 def test_another_start_of_the_job_begins_from_nothing_and_the_old_one_is_not_heard(make: Make) -> None:
     controller = make(planner("a"))
     old = Job(controller, epoch=1)

@@ -25,8 +25,9 @@ def test_promised_and_measured_stand_beside_each_other(tmp_path: Path) -> None:
     write_enforced_html(path, Status(pid=1, jobs=(JOB,)))
     page = path.read_text()
     assert "plan 3, hash cafe" in page and "plotly-graph-div" in page
-    for text in ("predicted", "measured", "<td>2 ms</td>", "<td>2.5 ms</td>", "shm+eth"):
+    for text in ("predicted", "measured", "<td>2 ms</td>", "<td>2.5 ms</td>", "<td>1.25</td>", "shm+eth"):
         assert text in page
+    assert "1.10 times what was predicted" in page
     assert "<td>backward.&lt;bucket&gt;#1</td>" in page
 
 

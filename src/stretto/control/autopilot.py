@@ -32,6 +32,8 @@ LOG = logging.getLogger("stretto.control")
 WARM_UP = 3
 """Iterations before the first recording: connections, buckets and caches are made in them."""
 SKIP, RECORD = 2, 5
+FORWARDS = 32
+"""So many times a model is called in training before an optimizer steps: then none does, or none of PyTorch's."""
 RETRY = 50
 """Iterations until the next try, after a recording that could not be used."""
 MAX_TRIES = 4
@@ -113,6 +115,8 @@ class Autopilot:
         self._marker: int | None = None
         self._others: dict[int, int] = {}
         self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._forwards = 0
+        self._unwatch = self._watch_forward()
 
     @classmethod
     def begin(cls) -> None:
@@ -130,6 +134,7 @@ class Autopilot:
             return
         Autopilot.current = None
         self._hook.remove()
+        self._unwatch()
         if self._agent is not None:
             self._agent.stop()
         if self._enforcer is not None:
@@ -137,8 +142,31 @@ class Autopilot:
 
     def _stepped(self, optimizer: Any, *_: object) -> None:
         """After every optimizer's step: one of them marks the iterations."""
-        if Autopilot.current is not self or os.getpid() != self._pid or not self._marks(optimizer):
-            return
+        if Autopilot.current is self and os.getpid() == self._pid and self._marks(optimizer):
+            self._marked()
+
+    def _watch_forward(self) -> Callable[[], None]:
+        """For training without an optimizer of PyTorch's: each call of a data-parallel model begins an iteration."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        kind: Any = DistributedDataParallel
+        usual = kind.forward
+
+        @functools.wraps(usual)
+        def forward(model: Any, *inputs: Any, **more: Any) -> Any:
+            if self._marker is None and model.training:
+                self._forwarded()
+            return usual(model, *inputs, **more)
+
+        kind.forward = forward
+        return lambda: setattr(kind, "forward", usual)
+
+    def _forwarded(self) -> None:
+        self._forwards += 1
+        if self._forwards > FORWARDS and Autopilot.current is self and os.getpid() == self._pid:
+            self._marked()
+
+    def _marked(self) -> None:
         try:
             self._iteration()
         except StrettoError as error:
@@ -147,10 +175,13 @@ class Autopilot:
         except Exception as error:
             # Another rank is gone, or steps an optimizer that this one does not: nothing can be agreed any more.
             self._hook.remove()
+            self._unwatch()
             self._say(f"left as it is: {error}")
 
     def _marks(self, optimizer: object) -> bool:
         """The first that stepped, until another has stepped twice in between: then that one is gone."""
+        if self._forwards > FORWARDS:
+            return False
         key = id(optimizer)
         self._others[key] = self._others.get(key, 0) + 1
         if self._marker in (None, key) or self._others[key] > 1:

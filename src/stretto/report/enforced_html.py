@@ -35,6 +35,8 @@ def _sections(job: JobStatus) -> list[Section]:
         note += f" In plain order {format_us(job.plain_us)} per iteration, now {format_us(job.iteration_us)}."
     times = {"predicted": job.predicted_us, "measured": job.iteration_us, "plain order": job.plain_us}
     rows = "".join(f"<tr><td>{name}</td><td>{format_us(us)}</td></tr>" for name, us in times.items() if us)
+    if job.predicted_us and job.iteration_us:
+        note += f" That is {job.iteration_us / job.predicted_us:.2f} times what was predicted."
     head = Section(heading=f"Job {job.job}", note=note, body=f"<table><tbody>{rows}</tbody></table>")
     shown = job.motifs[:_MAX_MOTIFS]
     if not shown:
@@ -42,14 +44,15 @@ def _sections(job: JobStatus) -> list[Section]:
     left_out = f" The first {_MAX_MOTIFS} of {len(job.motifs)} motifs." if len(job.motifs) > len(shown) else ""
     timelines = Section(
         heading="Predicted beside measured",
-        note="One bar per motif, on its channels, from the begin of an iteration; measured by rank 0, medians of its "
-        f"last window. Motifs wait for the slowest rank inside their bars.{left_out}",
-        body=figure_html(_figure(shown)),
+        note="One bar per motif, on its channels, from the begin of an iteration to its end (the dotted line); "
+        "measured by rank 0, medians of its last window. Motifs wait for the slowest rank inside their bars."
+        f"{left_out}",
+        body=figure_html(_figure(shown, (job.predicted_us, job.iteration_us))),
     )
     return [head, timelines, Section(heading="Motifs", body=_table(shown))]
 
 
-def _figure(motifs: Sequence[MotifStatus]) -> Figure:
+def _figure(motifs: Sequence[MotifStatus], ends_us: tuple[float, float]) -> Figure:
     from plotly.graph_objects import Bar
     from plotly.subplots import make_subplots
 
@@ -78,6 +81,9 @@ def _figure(motifs: Sequence[MotifStatus]) -> Figure:
                 ),
                 row=row, col=1,
             )  # fmt: skip
+    for row, end_us in enumerate(ends_us, 1):
+        if end_us > 0:
+            figure.add_vline(x=end_us / _US_PER_MS, row=row, col=1, line={"dash": "dot", "width": 1})
     figure.update_yaxes(categoryorder="array", categoryarray=channels[::-1])
     figure.update_xaxes(title_text="ms", row=2, col=1)
     figure.update_layout(**look(), barmode="overlay", height=200 + 90 * len(channels))
@@ -85,7 +91,7 @@ def _figure(motifs: Sequence[MotifStatus]) -> Figure:
 
 
 def _table(motifs: Sequence[MotifStatus]) -> str:
-    names = ("motif", "algorithm", "channels", "bytes", "predicted", "measured", "waited for")
+    names = ("motif", "algorithm", "channels", "bytes", "predicted", "measured", "ratio", "waited for")
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(
         "<tr>"
@@ -94,6 +100,7 @@ def _table(motifs: Sequence[MotifStatus]) -> str:
             for cell in (
                 f"{m.op}#{m.motif}", m.algorithm, "+".join(m.channels), short_bytes(m.nbytes),
                 format_us(m.predicted_us), format_us(m.duration_us) if m.duration_us else "",
+                f"{m.duration_us / m.predicted_us:.2f}" if m.duration_us and m.predicted_us else "",
                 format_us(m.wait_us) if m.wait_us else "",
             )
         )

@@ -1,0 +1,141 @@
+"""Training scripts in the styles that are about, none of which knows of Stretto: ``run_styles_job.py FOLDER``.
+
+Two forked ranks train every style once without and once with whatever `stretto run` has put in front: whole numbers of
+gradients make both bit for bit the same.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+RANKS = 2
+STEPS = 90
+GRAIN = 1 << 10
+
+
+def model() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: (gradient * GRAIN).round() / GRAIN)  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(net, bucket_cap_mb=0.0005)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+    return inputs, inputs.sum(1, keepdim=True)
+
+
+def loss_of(net: nn.Module, step: int) -> torch.Tensor:
+    inputs, wanted = batch(step)
+    return nn.functional.mse_loss(net(inputs), wanted)
+
+
+def amp() -> float:
+    """AdamW, and bfloat16 where autocast has it."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(net, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+        optimizer.step()
+    return loss.item()
+
+
+def accumulated() -> float:
+    """Three batches to a step, only the last of which communicates."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(2):
+            with net.no_sync():
+                loss_of(net, 3 * step + part).backward()  # type: ignore[no-untyped-call]
+        loss = loss_of(net, 3 * step + 2)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return loss.item()
+
+
+def evaluated() -> float:
+    """A metric is summed up every few steps, behind a barrier."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    metric = torch.zeros(1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(net, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if step % 20 == 19:
+            net.eval()
+            dist.barrier()
+            with torch.no_grad():
+                metric = loss_of(net, step).detach().round(decimals=1).reshape(1)
+            dist.all_reduce(metric)
+            net.train()  # type: ignore[no-untyped-call]
+    return loss.item() + metric.item()
+
+
+def by_hand() -> float:
+    """No optimizer at all."""
+    net = model()
+    for step in range(STEPS):
+        loss = loss_of(net, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.01)
+                parameter.grad = None
+    return loss.item()
+
+
+STYLES: dict[str, Callable[[], float]] = {
+    "amp": amp, "accumulated": accumulated, "evaluated": evaluated, "by_hand": by_hand,
+}  # fmt: skip
+
+
+def rank_main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    found: dict[str, list[float]] = {}
+    for name, train in STYLES.items():
+        for once in ("plainly", "controlled"):
+            # A backend for each kind of device is none of ours, and left as it is.
+            backend = "cpu:gloo,cuda:gloo" if once == "plainly" else "gloo"
+            dist.init_process_group(backend, init_method=f"file://{folder}/{name}-{once}", rank=rank, world_size=RANKS)
+            found.setdefault(name, []).append(train())
+            found.setdefault(f"{name} on", []).append(float(dist.get_backend() == "stretto"))
+            dist.barrier()
+            dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    processes = [
+        multiprocessing.get_context("fork").Process(target=rank_main, args=(folder, rank)) for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in processes))
+
+
+if __name__ == "__main__":
+    main()
