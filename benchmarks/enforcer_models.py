@@ -19,18 +19,23 @@ from stretto.lab import Lab
 
 HERE = Path(__file__).parent
 LIMIT_S = 240.0
+# After a pause a shaper of the lab lets 32 KiB through at once, which no plan counts on: ops are many times as large.
 MODELS: dict[str, dict[str, Any]] = {
     "dlrm": {
         "shape": {"tables": 4, "rows": 1000, "width": 64, "hidden": 384, "batch": 64},
         "uplinks": {"rdma": "50mbit", "eth": "25mbit"},
     },
     "gpt": {
-        "shape": {"vocabulary": 128, "context": 16, "width": 96, "layers": 2, "batch": 2},
-        "uplinks": {"rdma": "50mbit", "eth": "25mbit"},
+        "shape": {"vocabulary": 128, "context": 16, "width": 192, "layers": 2, "batch": 2},
+        "uplinks": {"rdma": "200mbit", "eth": "100mbit"},
     },
     "cnn": {
         "shape": {"side": 16, "width": 16, "stages": 3, "batch": 4},
         "uplinks": {"rdma": "50mbit", "eth": "25mbit"},
+    },
+    "cnn_compute": {
+        "shape": {"side": 16, "width": 16, "stages": 3, "batch": 256},
+        "uplinks": {"rdma": "200mbit", "eth": "100mbit"},
     },
 }
 
@@ -66,6 +71,7 @@ def model(case: str, quick: bool) -> list[Row]:
                 "system": system,
                 "iteration_us": us,
                 "gain": found["times"]["gloo"] / us,
+                "plan": found["plan"] if ours else None,
                 "idle_percent": 100 * max(1 - found["compute_us"] / us, 0.0),
                 "loss_off": found["losses_off"][system],
                 "spread": found["spread"],
@@ -91,4 +97,9 @@ def cnn(quick: bool) -> list[Row]:
     return model("cnn", quick)
 
 
-CASES = {"dlrm": dlrm, "gpt": gpt, "cnn": cnn}
+def cnn_compute(quick: bool) -> list[Row]:
+    """The same where compute dominates, so that there is next to nothing to gain."""
+    return model("cnn_compute", quick)
+
+
+CASES = {"dlrm": dlrm, "gpt": gpt, "cnn": cnn, "cnn_compute": cnn_compute}

@@ -28,12 +28,14 @@ from stretto import Cluster, Plan, Workload
 from stretto.control.autopilot import small_us
 from stretto.control.refine import RefinedCosts
 from stretto.planner.costs import simulated_costs
-from stretto.planner.make import planned
+from stretto.planner.make import PLAIN, planned
 
 LossOf = Callable[[], torch.Tensor]
 SKIP, RECORD = 3, 4
 WARM = 2
 """Iterations of each turn that are not counted."""
+LEAST_GAIN = 0.03
+"""What a plan has to promise; else the step stays as it is, as under a controller."""
 
 
 def data(shuffle: int) -> torch.Generator:
@@ -66,7 +68,7 @@ def build_cnn(group: Any, shuffle: int, shape: dict[str, int]) -> tuple[torch.nn
     return model, lambda: model(images, labels)
 
 
-BUILD = {"dlrm": build_dlrm, "gpt": build_gpt, "cnn": build_cnn}
+BUILD = {"dlrm": build_dlrm, "gpt": build_gpt, "cnn": build_cnn, "cnn_compute": build_cnn}
 
 
 class Trained:
@@ -120,14 +122,17 @@ def measured(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str,
     workload = recorder.workload
     costs = RefinedCosts(simulated_costs(cluster), {}, small_us())
     plan = shared(
-        lambda: planned(workload, cluster, budget_s=asked["budget_s"], costs=costs).plan, folder / "plan.json"
+        lambda: planned(
+            workload, cluster, budget_s=asked["budget_s"], costs=costs, least_gain=LEAST_GAIN
+        ).plan,
+        folder / "plan.json",
     )
     systems["stretto"] = Trained(build(None, 0, shape))
     for _ in range(WARM):
         systems["stretto"].step()
     for _ in range(asked["rounds"]):
         for name, one in systems.items():
-            if name == "stretto":
+            if name == "stretto" and plan.name != PLAIN:
                 one.planned_turn(plan, workload, cluster, asked["times"])
             else:
                 one.turn(asked["times"])
@@ -150,6 +155,7 @@ def measured(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str,
         "last_loss": losses["stretto"][-1],
         "compute_us": compute_us(workload),
         "predicted_us": plan.retimed_us or plan.iteration_us,
+        "plan": plan.name,
         "options": {op.op: op.option for op in plan.ops},
     }
 

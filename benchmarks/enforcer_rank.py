@@ -145,10 +145,19 @@ def overhead(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str,
     workload = replace(captured(step), name="buckets")
     plan = shared(lambda: identity(workload, cluster, asked["channel"]), folder / "identity.json")
     times: dict[str, list[float]] = {"backend": [], "identity": []}
-    for _ in range(asked["rounds"]):
-        times["backend"] += timed(step, asked["times"])
-        times["identity"] += under(plan, workload, cluster, step, asked["times"], "executor")
-    return {"times": times}
+    for number in range(asked["rounds"]):
+        # Who goes first changes, so that what drifts falls on both alike.
+        for system in list(times)[:: 1 if number % 2 else -1]:
+            if system == "backend":
+                times[system] += timed(step, asked["times"])
+            else:
+                times[system] += under(plan, workload, cluster, step, asked["times"], "executor")
+    return {"times": times, "turn": asked["times"]}
+
+
+def turns(times: list[float], size: int) -> list[float]:
+    """The median of every turn."""
+    return [median(times[at : at + size]) for at in range(0, len(times), size)]
 
 
 CASES = {"channels": channels, "overhead": overhead}
@@ -164,6 +173,9 @@ def main() -> None:
     for times in slowest.values():
         dist.all_reduce(times, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
+        if "turn" in found:
+            first, second = (turns(times.tolist(), found["turn"]) for times in slowest.values())
+            found["ratio"] = median(b / a for a, b in zip(first, second, strict=True))
         found["times"] = {system: median(times.tolist()) for system, times in slowest.items()}
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
