@@ -10,7 +10,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/executor/*) CMakeLists.txt
 help:
 	@echo "make demo   set up, then plan, verify, simulate and draw a collective end to end"
 	@echo "make test   set up, then ruff, mypy --strict, the import-direction check, pytest and doctests"
-	@echo "make test-gpu  the tests that need a GPU, with the PyTorch that is installed (PYTHON=...)"
+	@echo "make test-gpu PYTHON=...  the tests that need a GPU, in an environment with PyTorch for CUDA; installs stretto there"
 	@echo "make setup  only build the environment in $(VENV)"
 	@echo "make clean  remove what make built"
 
@@ -20,9 +20,11 @@ demo: setup
 test: setup lint
 	$(BIN)/python -m pytest -n 2
 
-# The environment of `make setup` has PyTorch for CPUs: this takes the Python that is given, with its own.
+# The environment of `make setup` has PyTorch for CPUs: this installs into the Python that is given, beside its own.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+	$(PYTHON) -m pip install -q --disable-pip-version-check scikit-build-core nanobind libucx-cu12
+	$(PYTHON) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[runtime]' pytest hypothesis
+	$(PYTHON) -m pytest tests/gpu
 
 lint: setup
 	$(BIN)/ruff check src tests benchmarks examples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,7 @@ from gpu_models import Trained, losses_of
 from gpu_watch import watched
 
 import stretto.torch
+from stretto.errors import StrettoError
 from stretto.runtime.enforcer.enforcer import Enforcer
 from stretto.workload import Dep, Op, Workload
 
@@ -361,8 +363,37 @@ def training() -> Any:
     return found
 
 
+def alone() -> str:
+    """One rank alone does something else in iteration 5; what the other is told."""
+    try:
+        with stretto.torch.enforce(BESIDE, TWO, every=1, carrier="nccl"):
+            for number in range(8):
+                two(number, COUNT + (number == 5 and dist.get_rank() == 0))
+                stretto.step()
+    except StrettoError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def hook() -> Any:
+    """A DDP model on plain NCCL whose gradients take the plan's way."""
+    nccl = dist.new_group(backend="nccl")
+    want = losses_of(Trained("ddp", nccl, device()), 8)
+    ours = Trained("ddp", None, device())
+    losses_of(ours, 3)
+    workload, _ = watched(ours.step)
+    plan = variant_plans(workload, CLUSTER, most=3)[-1]
+    hooked = Trained("ddp", nccl, device())
+    with stretto.torch.DdpHook(plan=plan, workload=workload, carrier="nccl", every=1) as state:
+        hooked.model.register_comm_hook(state, stretto.torch.ddp_hook)
+        got = losses_of(hooked, 8)
+        assert state.enforcer is not None
+        told = state.enforcer.report()
+    return {"want": want, "got": got, "number": told.number, "iteration": told.iteration, "why": told.fell_back}
+
+
 SCENARIOS: tuple[Callable[[], Any], ...] = (
-    variants, types, averages, switching, surprise, prefetch, no_sync, memory, training,
+    variants, types, averages, switching, surprise, prefetch, no_sync, memory, training, hook,
 )  # fmt: skip
 
 
@@ -373,6 +404,10 @@ def main() -> None:
     logging.basicConfig(filename=folder / f"log-{rank}", level=logging.INFO)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     join(folder, rank, ranks)
+    if sys.argv[3:] == ["alone"]:
+        (folder / f"{rank}.json").write_text(json.dumps(alone()))
+        # Its communicators are broken, and the other rank waits for ever.
+        os._exit(0)
     outcomes = {}
     for scenario in SCENARIOS:
         outcomes[scenario.__name__] = scenario()

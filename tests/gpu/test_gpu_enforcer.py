@@ -20,8 +20,11 @@ HERE = Path(__file__).parent
 Told = list[dict[str, Any]]
 
 
-def launch(folder: Path, ranks: int) -> Told:
-    """Every rank in a process of its own, on the one GPU if need be; what each reports."""
+def launch(folder: Path, ranks: int, *mode: str, reporting: int = 0) -> list[Any]:
+    """Every rank in a process of its own, on the one GPU if need be; what each reports, from the one on that is asked.
+
+    With `mode` "alone" the ranks before that one never end.
+    """
     assert torch.cuda.is_available(), "make test-gpu needs a GPU and a PyTorch that sees it"
     shared = {
         "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2",
@@ -33,26 +36,27 @@ def launch(folder: Path, ranks: int) -> Told:
         with (folder / f"out-{rank}").open("wb") as out:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(HERE / "gpu_enforcer_job.py"), str(folder), str(ranks)],
+                    [sys.executable, str(HERE / "gpu_enforcer_job.py"), str(folder), str(ranks), *mode],
                     env=os.environ | shared | {"RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"}, stdout=out,
                     stderr=subprocess.STDOUT, start_new_session=True,
                 )
             )  # fmt: skip
     deadline = time.monotonic() + LIMIT_S
     try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        asked = processes[reporting:]
+        while any(process.poll() is None for process in asked) and time.monotonic() < deadline:
             if any(process.poll() for process in processes):
                 break
             time.sleep(0.1)
-        codes = [process.poll() for process in processes]
+        codes = [process.poll() for process in asked]
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     said = "\n".join(f"rank {rank}: {(folder / f'out-{rank}').read_text()[-3000:]}" for rank in range(ranks))
-    assert codes == [0] * ranks, f"{codes}\n{said}"
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert codes == [0] * (ranks - reporting), f"{codes}\n{said}"
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(reporting, ranks)]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -122,3 +126,15 @@ def test_losses_are_those_of_plain_nccl(told: Told, how: str) -> None:
         if len(told) == 2:
             assert found["got"] == found["want"], "two numbers have one sum"
         assert found["got"] == pytest.approx(found["want"], rel=1e-5)
+
+
+def test_a_hook_takes_the_plans_way_beside_plain_nccl(told: Told) -> None:
+    for one in told:
+        found = one["hook"]
+        assert found["number"] == 1 and found["why"] == "", found
+        assert found["got"] == pytest.approx(found["want"], rel=1e-5)
+
+
+def test_a_rank_that_alone_does_something_else_is_named_though_the_host_waits_for_the_gpu(tmp_path: Path) -> None:
+    (said,) = launch(tmp_path, 2, "alone", reporting=1)
+    assert said.startswith("PlanMismatch: all_reduce.1 cannot end: rank 0 gave up plan 1: iteration 5: all_reduce of ")

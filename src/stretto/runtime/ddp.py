@@ -37,7 +37,8 @@ class DdpHook:
 
     With a `plan` for a captured `workload`, gradients are cut, ordered and bound to channels as it says; `carrier`
     moves them: our executor, or gloo or (on GPUs) NCCL with one communicator for each channel. `cluster` is what the
-    plan was made for. Ranks agree on the plan every `every` iterations; buckets that it does not know are averaged as usual.
+    plan was made for. Ranks agree on the plan every `every` iterations; buckets that it does not know are averaged as
+    usual.
     """
 
     def __init__(

@@ -12,6 +12,8 @@ import torch.distributed as dist
 Place = tuple[int, int]
 """(iteration, comm-op) in the order of submission, the same on all ranks."""
 PREFIX = "stretto/enforcer"
+MOST = 16
+"""Of many notices of one kind so many are read: who differs from all others differs from these."""
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +76,9 @@ class Announcements:
 
     def wait_in(self, number: int, stray: Stray) -> None:
         """This rank waits long in a call between two iterations."""
-        self._append(f"{number}/strays/{stray.iteration}", msgspec.json.encode(stray))
+        key = f"{number}/strays/{stray.iteration}"
+        if self._count(key) < MOST:
+            self._append(key, msgspec.json.encode(stray))
 
     def strays(self, number: int, iteration: int) -> list[Stray]:
         """Who waits in a call before an iteration."""
@@ -93,7 +97,9 @@ class Announcements:
         at = self._store.add(f"{self._prefix}/{key}/count", 1)
         self._store.set(f"{self._prefix}/{key}/{at}", value.decode())
 
+    def _count(self, key: str) -> int:
+        return int(self._store.add(f"{self._prefix}/{key}/count", 0))
+
     def _all(self, key: str) -> list[bytes]:
-        count = self._store.add(f"{self._prefix}/{key}/count", 0)
-        keys = [f"{self._prefix}/{key}/{at}" for at in range(1, count + 1)]
+        keys = [f"{self._prefix}/{key}/{at}" for at in range(1, min(self._count(key), MOST) + 1)]
         return [self._store.get(one) for one in keys if self._store.check([one])]

@@ -8,12 +8,13 @@ from datetime import timedelta
 
 from ..backend_work import NO_TIMEOUT, DelegatedWork, Future, GroupWork, Tensors
 
-LOOK_S = 1.0
+LOOK_S, MOST_LOOK_S = 1.0, 16.0
+"""Between two looks, at first and at last: a rank may well evaluate alone for minutes."""
 TICK_S = 0.25
 
 
 class CarefulWork(GroupWork):
-    """Another work, whose wait asks `stalled` every second; that may raise what ends the wait."""
+    """Another work, whose wait asks `stalled` now and then; that may raise what ends the wait."""
 
     def __init__(self, inner: GroupWork, tensors: Tensors, stalled: Callable[[float], None]) -> None:
         super().__init__(tensors)
@@ -25,6 +26,7 @@ class CarefulWork(GroupWork):
         if inner is None:
             return True
         begin = looked = time.monotonic()
+        look_s = LOOK_S
         limit_s = timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
         while True:
             left_s = limit_s - (time.monotonic() - begin)
@@ -37,8 +39,8 @@ class CarefulWork(GroupWork):
                     # It has ended by itself in a timeout of its own.
                     return inner.wait()
                 now = time.monotonic()
-                if now - looked >= LOOK_S:
-                    looked = now
+                if now - looked >= look_s:
+                    looked, look_s = now, min(1.5 * look_s, MOST_LOOK_S)
                     self._stalled(now - begin)
             except Exception:
                 # A rank that has found out why leaves, and says so before.

@@ -142,7 +142,10 @@ class Enforcer:
             on_gpu = any(choice.backend == "nccl" for choice in LEDGER.all())
             carrier = "nccl" if on_gpu else "gloo" if engine.job.executor is None else "executor"
         if carrier == "nccl":
-            return NcclCarrier(rank=self._rank, size=self._size, timeout_s=engine.timeout_s)
+            return NcclCarrier(
+                rank=self._rank, size=self._size, timeout_s=engine.timeout_s, hopeless=self._hopeless,
+                failed=self._sequencer.fail,
+            )  # fmt: skip
         if carrier == "gloo":
             return GlooCarrier(self._sequencer.ended, rank=self._rank, size=self._size, timeout_s=engine.timeout_s)
         job = engine.job
@@ -285,6 +288,8 @@ class Enforcer:
 
     def step(self) -> None:
         """An iteration ends here."""
+        if isinstance(self._carrier, NcclCarrier):
+            self._carrier.check()
         with self._flow:
             active = self._active
             self._marked = True
@@ -306,6 +311,8 @@ class Enforcer:
         """Run a call as the plan says; None where it is to run as usual, as `plain` would."""
         if group.engine.job is not self._job:
             return None
+        if isinstance(self._carrier, NcclCarrier):
+            self._carrier.check()
         found = self._expect(group, call)
         if found is None:
             return self._carefully(group, tensors, plain)
@@ -384,10 +391,10 @@ class Enforcer:
         upcoming = self._iteration + (self._position > 0)
         if upcoming != self._before:
             self._before, self._strays = upcoming, {}
-        first = not self._strays
-        self._strays.setdefault(ranks, []).append(Expected.said(call, ranks))
+        seen = self._strays.setdefault(ranks, [])
+        seen.append(Expected.said(call, ranks))
         share = active.share
-        if first and len(ranks) == self._size and (share.most_ahead or share.most_behind):
+        if len(seen) == 1 and len(ranks) == self._size and (share.most_ahead or share.most_behind):
             # The application may wait for what is held back for the next iteration before that begins. All ranks come
             # here at the same place: what was submitted runs out, and the plan begins anew.
             place = (upcoming, 0)
@@ -617,6 +624,16 @@ class Enforcer:
         for one in stuck:
             assert isinstance(one.submission, Given)
             one.submission.run_plainly()
+
+    def _hopeless(self, instance: Instance) -> str:
+        """Why a GPU waits for an op in vain: a rank gave up the plan before it."""
+        stay = self._stays.get(instance.plan, 0)
+        found = self._announcements.look(instance.plan, stay)
+        if found is None or found[0] > instance.place or found[1] == self._rank:
+            return ""
+        why = f"{instance.planned.op.name} cannot end: rank {found[1]} gave up plan {instance.plan}: {found[2]}"
+        self._announcements.end(instance.plan, stay, why)
+        return why
 
     def explain(self, instance: Instance, error: Exception) -> Exception:
         """What lies behind an error: a rank that has found out that ranks went different ways leaves, and says so."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ...errors import InvalidInput
+from ...errors import InvalidInput, PlanMismatch
 from ...planner.motif import Motif
 from ..backend_buffers import Call
 from ..backend_engine import channels_of
@@ -35,7 +35,7 @@ from .gloo import GlooAgreement, communicator
 from .memory import Layout, Staged
 from .parts import Part
 from .pieces import Task
-from .sequencer import Entry, Started
+from .sequencer import Entry, Instance, Started
 
 cuda: Any = torch.cuda
 """Its events and streams have no types."""
@@ -54,6 +54,11 @@ AGAIN_US = 1e6
 SETTLE_S = 5.0
 TICK_S = 0.001
 MAX_NOTES = 65536
+LOOK_S, STALLED_S = 0.5, 1.0
+Hopeless = Callable[[Instance], str]
+"""Why an op that does not end never will; empty where it may."""
+Failed = Callable[[Exception], object]
+Note = tuple[Event, Event, Callable[[float, float], object], Instance, float]
 
 
 def event_of(*, timing: bool = False) -> Event:
@@ -111,7 +116,7 @@ class NcclCarrier:
     made = 0
     """All ranks make them in the same order, so that each has keys of its own in the job's store."""
 
-    def __init__(self, *, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, *, rank: int, size: int, timeout_s: float, hopeless: Hopeless, failed: Failed) -> None:
         if not (torch.cuda.is_available() and dist.is_nccl_available()):
             raise InvalidInput("carrier: nccl needs a GPU, and a PyTorch with NCCL")
         NcclCarrier.made += 1
@@ -129,6 +134,10 @@ class NcclCarrier:
         self._side = 0
         self._held: deque[Held] = deque()
         self.clock = Clock(self.device)
+        self._hopeless, self._failed = hopeless, failed
+        self._broken: Exception | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._look, name="stretto-nccl", daemon=True).start()
 
     def refusal(self, call: Call, size: int) -> str:
         """Why a call is left to the wrapped backend; only of what is the same on all ranks."""
@@ -216,8 +225,32 @@ class NcclCarrier:
     def unload(self, number: int) -> None:
         """The next plan uses the same communicators."""
 
+    def check(self) -> None:
+        """Raise what has ended the plan: where the host does not wait, nobody else tells."""
+        if self._broken is not None:
+            raise self._broken
+
+    def _look(self) -> None:
+        """The host may stand in a call of CUDA's for a motif that a rank will never join: only a thread can tell."""
+        while not self._closed.wait(LOOK_S):
+            instance = self.clock.overdue(STALLED_S)
+            why = ""
+            with contextlib.suppress(Exception):
+                # The store may be gone, with the rank that kept it.
+                why = self._hopeless(instance) if instance is not None else ""
+            if why:
+                self._broken = PlanMismatch(why)
+                self._failed(self._broken)
+                # All at once: to free the memory of one, CUDA waits for the kernels of the others.
+                for lane in list(self._lanes.values()):
+                    threading.Thread(target=lane.group.abort, name="stretto-nccl-abort", daemon=True).start()
+                return
+
     def close(self) -> None:
         """Let the streams run out, then leave the communicators; what a lost peer keeps from ending is aborted."""
+        self._closed.set()
+        if self._broken is not None:
+            return
         deadline = time.monotonic() + SETTLE_S
         lanes = list(self._lanes.values())
         while not all(lane.stream.query() for lane in lanes) and time.monotonic() < deadline:
@@ -236,15 +269,23 @@ class Clock:
         self._stream = cuda.Stream(device, priority=FIRST)
         self._anchor, self._anchor_us = event_of(timing=True), 0.0
         self._next: tuple[Event, float] | None = None
-        self._notes: deque[tuple[Event, Event, Callable[[float, float], object]]] = deque(maxlen=MAX_NOTES)
+        self._notes: deque[Note] = deque(maxlen=MAX_NOTES)
         self._lock = threading.Lock()
         self._anchor.record(self._stream)
         self._anchor.synchronize()
         self._anchor_us = now_us()
 
-    def note(self, begin: Event, end: Event, then: Callable[[float, float], object]) -> None:
+    def note(self, begin: Event, end: Event, then: Callable[[float, float], object], about: Instance) -> None:
         """Call `then` with both moments, some time after the second one."""
-        self._notes.append((begin, end, then))
+        self._notes.append((begin, end, then, about, time.monotonic()))
+
+    def overdue(self, limit_s: float) -> Instance | None:
+        """The oldest op that was given to the GPU so long ago and has not ended."""
+        self.read()
+        with contextlib.suppress(IndexError):
+            _, _, _, about, since = self._notes[0]
+            return about if time.monotonic() - since > limit_s else None
+        return None
 
     def read(self) -> None:
         """Tell of everything that has happened."""
@@ -252,7 +293,7 @@ class Clock:
             return
         try:
             while self._notes and self._notes[0][1].query():
-                begin, end, then = self._notes.popleft()
+                begin, end, then, _, _ = self._notes.popleft()
                 then(self._at(begin), self._at(end))
             now = now_us()
             if self._next is None and now > self._anchor_us + AGAIN_US:

@@ -70,7 +70,7 @@ class QueuedGiven(Given):
             entry.start_us, entry.end_us = begin_us, end_us
             self._owner.spent(self._instance, motif, begin_us, end_us)
 
-        self._nccl.clock.note(begin, end, ran)
+        self._nccl.clock.note(begin, end, ran, self._instance)
         return None
 
     def over(self) -> None:
@@ -127,6 +127,7 @@ class QueuedWork(PlannedWork):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait; every stream that uses the result needs one of its own."""
+        self._nccl.check()
         limit_s = timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
         if not self._wait(limit_s):
             raise TimeoutError(f"the operation was held back for {timeout.total_seconds():g} s")
@@ -144,7 +145,7 @@ class QueuedWork(PlannedWork):
         before.record(stream)
         self._queued.join()
         behind.record(stream)
-        self._nccl.clock.note(before, behind, lambda begin, end: self._owner.waited(instance, begin, end))
+        self._nccl.clock.note(before, behind, lambda begin, end: self._owner.waited(instance, begin, end), instance)
         return True
 
     def is_completed(self) -> bool:
