@@ -25,7 +25,8 @@ from stretto.control.agent import Agent, exchange_over
 from stretto.control.controller import Controller
 from stretto.control.messages import encode_plan
 from stretto.control.transport import Link
-from stretto.control.worker import FIFO, Answer, Ask
+from stretto.control.worker import Answer, Ask
+from stretto.planner.make import PLAIN
 from stretto.planner.plan import Plan
 from stretto.planner.rewrites import rewrites
 from stretto.runtime.enforcer.enforcer import Enforcer
@@ -58,7 +59,7 @@ class Planner:
     def start(self, ask: Ask) -> Ready:
         """Plain order where that is asked for, else the slow plan, with a false promise."""
         self.asked.append("plain" if ask.plain else "again" if ask.current is not None else "first")
-        found = plan(1, FIFO) if ask.plain else plan(16, "false")
+        found = plan(1, PLAIN) if ask.plain else plan(16, "false")
         promise = Answer(body=encode_plan(found), hash=found.hash, iteration_us=100.0, plain_us=200.0)
         # Asked again, it has nothing better than what runs.
         return Ready(promise if ask.current is None or ask.plain else Answer(

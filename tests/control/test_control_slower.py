@@ -45,7 +45,7 @@ def test_all_ranks_go_from_plain_order_to_the_plan_and_back_at_the_same_iteratio
 
 def test_it_was_measured_and_the_controller_says_why(report: Any) -> None:
     assert any("an iteration takes" in about and "in plain order" in about for about in report["seen"])
-    assert (report["plan"], report["name"], report["phase"]) == (2, "fifo", "active")
+    assert (report["plan"], report["name"], report["phase"]) == (2, "plain", "active")
     assert "own order, as the plan before was slower" in report["said"]
     assert "plan 2 by fifo" in report["said"]
 

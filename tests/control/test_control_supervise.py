@@ -204,7 +204,7 @@ def test_a_plan_that_was_slower_is_not_chosen_again_until_costs_are_others(make:
     def start(ask: Ask) -> Ready:
         asked.append(ask)
         # Whatever is asked, the same plan is the best; what it promises differs, what it does not.
-        plan = toy_plan("fifo" if ask.plain else "p", STEP, CLUSTER, duration_us=10.0 + len(asked))
+        plan = toy_plan("plain" if ask.plain else "p", STEP, CLUSTER, duration_us=10.0 + len(asked))
         return Ready(
             Answer(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0, current_us=200.0)
         )
@@ -228,7 +228,7 @@ def test_a_plan_that_was_slower_is_not_chosen_again_until_costs_are_others(make:
     for plane in job.planes:
         plane.report = measured(plane)  # type: ignore[method-assign]
     status = job.until(lambda status: status.plan.number == 2, "plain order")
-    assert status.plan_name == "fifo"
+    assert status.plan_name == "plain"
     job.until(lambda status: "own order" in status.about, "told")
     # Motifs take somewhat longer than promised: a question, but not other links.
     supervised = job.controller._jobs["j"]

@@ -98,8 +98,12 @@ def alike(one: Factors, other: Factors) -> bool:
 
 
 def refined(factors: Factors, seen: Mapping[str, float]) -> dict[str, float]:
-    """The factors after ratios were seen of a plan that was made with them."""
+    """The factors after ratios were seen of a plan that was made with them.
+
+    A slow link may recover, but none is learnt to be faster than it was probed: a motif that finds its channel idle
+    seems so, since shapers and switches save up a burst.
+    """
     both = dict(factors)
     for key, ratio in seen.items():
-        both[key] = min(max(both.get(key, 1.0) * ratio, LEAST), MOST)
+        both[key] = min(max(both.get(key, 1.0) * ratio, 1.0), MOST)
     return both

@@ -10,6 +10,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from ..errors import StrettoError
+from ..planner.make import PLAIN as OWN
 from ..planner.plan import Plan
 from ..runtime.enforcer.report import Report
 from ..units import format_us
@@ -26,7 +27,7 @@ from .messages import (
 )
 from .protocol import Job, ask_profile, propose
 from .refine import Factors, alike
-from .worker import FIFO, Answer, Ask, Planning, plan_of
+from .worker import Answer, Ask, Planning, plan_of
 
 LOG = logging.getLogger("stretto.control")
 AGAIN_SHARE = 0.5
@@ -142,7 +143,7 @@ class Supervised:
             number = self.job.proposal.number if self.job.proposal is not None else 0
             self.about = f"plan {number} is active"
             patience = min(WINDOWS << self._replans, MOST_WINDOWS)
-            own = self._plan.name == FIFO
+            own = self._plan.name == OWN
             assert self._captured is not None
             # The application's own order is there because a plan was slower; only other links are a reason to look for
             # a third.

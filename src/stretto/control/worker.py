@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from ..errors import InvalidInput, StrettoError
-from ..planner.make import planned, to_plan, to_schedule
+from ..planner.make import PLAIN, planned, to_plan, to_schedule
 from ..planner.plan import Plan
 from .messages import MAX_MESSAGE_BYTES, Captured, decode_captured, decode_plan, encode_plan
 from .refine import RefinedCosts
@@ -24,8 +24,6 @@ from .refine import RefinedCosts
 NICENESS = 19
 SPARE_S = 120.0
 """How long beyond its budget a planner may take before it is given up."""
-FIFO = "fifo"
-"""The order in which the application submits: what plain order does."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +66,7 @@ def answer(ask: Ask) -> Answer:
     workload, cluster = decode_captured(ask.captured)
     costs = RefinedCosts(simulated_costs(cluster), ask.factors, ask.captured.motif_us)
     made = planned(workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs)
-    plain = made.schedules[FIFO]
-    plan = to_plan(FIFO, plain, made.problem, cluster) if ask.plain else made.plan
+    plan = to_plan(PLAIN, made.plain, made.problem, cluster) if ask.plain else made.plan
     current_us = 0.0
     if ask.current is not None:
         try:
@@ -78,7 +75,7 @@ def answer(ask: Ask) -> Answer:
             # The options have changed under the current plan; it cannot be compared, only measured.
             current_us = 0.0
     return Answer(
-        body=encode_plan(plan), hash=plan.hash, iteration_us=plan.iteration_us, plain_us=plain.period_us,
+        body=encode_plan(plan), hash=plan.hash, iteration_us=plan.iteration_us, plain_us=made.plain.period_us,
         current_us=current_us,
     )  # fmt: skip
 
