@@ -314,6 +314,7 @@ void Engine::progress_loop() {
       backoff = 50;
       Bell& bell = own_->header()->bell;
       int idle = 0;
+      bool armed = false;
       while (!driven_ && !stop_ && !contenders_.load(std::memory_order_relaxed)) {
         if (pass()) {
           idle = 0;
@@ -321,7 +322,8 @@ void Engine::progress_loop() {
           stalled();
           check_deadlines(now_ns());
           bell.asleep.store(2, std::memory_order_seq_cst);
-          if (!pass() && arm_network()) break;
+          armed = !pass() && arm_network();
+          if (armed) break;
           bell.asleep.store(0, std::memory_order_relaxed);
           idle = 0;
         }
@@ -330,6 +332,12 @@ void Engine::progress_loop() {
         lock.lock();
       }
       handover_.notify_all();
+      if (!armed && !driven_ && !stop_) {
+        // It gave way to somebody who may find his work done and leave: nothing would wake a sleeper then.
+        lock.unlock();
+        usleep(backoff);
+        continue;
+      }
     }
     epoll_event events[16];
     const int count = epoll_wait(all_poll_, events, 16, static_cast<int>(kTick / 1'000'000));
