@@ -39,7 +39,7 @@ from stretto.strategy.search import BUILT, search
 from stretto.strategy.trials import Trials, command
 
 RANK = Path(__file__).with_name("strategy_rank.py")
-SHAPES = {"slow host": (3, 1), "2x2": (2, 2), "4x1": (4, 1)}
+SHAPES = {"slow host": (3, 1), "2x2": (2, 2), "4x1": (4, 1), "fast 3x1": (3, 1)}
 """Hosts, and ranks on each."""
 PAPER = {
     "vgg16": "vgg16", "ncf": "ncf_dense", "ncf_sparse": "ncf_sparse", "bert": "bert_large",
@@ -51,9 +51,11 @@ CASES = {
         ("vgg16", "slow host", "1gbit,1gbit,400mbit"), ("vgg16", "2x2", "400mbit"), ("ncf", "4x1", "300mbit"),
         ("ncf", "2x2", "300mbit"), ("ncf_sparse", "2x2", "300mbit"), ("bert", "slow host", "1gbit,1gbit,400mbit"),
         ("bert_sparse", "4x1", "300mbit"), ("resnet", "2x2", "300mbit"),
+        ("resnet", "fast 3x1", "4gbit"),
     )
 }  # fmt: skip
-"""The slow host's uplink is 2.5 times as slow, as in B9."""
+"""The slow host's uplink is 2.5 times as slow, as in B9. On the fast network compute dominates: there is little to
+gain, and nothing may be lost."""
 QUICK = ("vgg16 slow host",)
 BUCKETS_MB = (25.0, 0.25, 1.0, 4.0)
 """DDP's default first."""
@@ -98,10 +100,12 @@ def real(case: str, quick: bool) -> list[Row]:
         arms: dict[str, Arm] = {"ddp": Reference(), "ddp best bucket": best_ddp, "best builder": built}
         if found.kept is None:
             arms["found"] = found.best
+        elif found.kept not in arms.values():
+            arms["found"] = found.kept
         times = runs.measure(list(arms.values()), rounds=3 if quick else ROUNDS, warmup=WARMUP, timed=runs.timed)
         started = runs.starts
     rounds = {system: [] if isinstance(one, Infeasible) else one for system, one in zip(arms, times, strict=True)}
-    if found.kept is not None:
+    if "found" not in rounds:
         rounds["found"] = rounds["ddp" if found.kept == Reference() else "ddp best bucket"]
     parts = CostModel(model, cluster).components(found.best)
     usual = CostModel(model, cluster).components(build("all_reduce", model, cluster))

@@ -43,6 +43,16 @@ def test_what_is_clearly_faster_is_found_in_few_rounds_though_the_machine_drifts
         assert len(found.times_us[3]) <= 6
 
 
+def test_who_beat_the_reference_is_chosen_though_another_leads_in_the_end() -> None:
+    times = {0: [100.0] * 8, 1: [90.0] * 8, 2: [80.0, 120.0] * 2 + [60.0, 110.0] * 2}
+
+    def rounds(who: Sequence[int], count: int) -> list[list[float]]:
+        return [[times[at].pop(0) for _ in range(count)] for at in who]
+
+    found = decide(3, [0], rounds, most=8)
+    assert found.chosen == 1 and surely_faster(found.times_us[1], found.times_us[0])
+
+
 def test_of_two_references_the_faster_stays() -> None:
     assert decide(3, [0, 1], noisy([120, 100, 101], 0.01, 3), most=12).chosen == 1
 

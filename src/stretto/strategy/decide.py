@@ -83,13 +83,14 @@ def decide(count: int, references: Sequence[int], rounds: Rounds, *, most: int) 
         if still:
             leader = min(still, key=lambda at: median(times[at]))
             still = [at for at in still if at == leader or not surely_faster(times[leader], times[at])]
-    if not still:
-        ran = [at for at in references if times[at]] or [at for at in range(count) if times[at]]
-        still = ran or [0]
-    leader = min(still, key=lambda at: median(times[at]) if times[at] else math.inf)
+    ran = [at for at in range(count) if times[at]]
+    if not ran:
+        return Decision(chosen=references[0] if references else 0, times_us=tuple(() for _ in times))
     known = [at for at in references if times[at]]
-    if leader not in references and not all(surely_faster(times[leader], times[at]) for at in known):
-        leader = min(known, key=lambda at: median(times[at]))
+    # Whoever dropped a reference out may not lead in the end: each of those left is asked by itself.
+    better = [at for at in ran if at not in known and all(surely_faster(times[at], times[one]) for one in known)]
+    best = [at for at in better if at in still] or better or known
+    leader = min(best, key=lambda at: median(times[at]))
     return Decision(chosen=leader, times_us=tuple(tuple(found) for found in times))
 
 
