@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import Row, finish, save
-from strategy_systems import TIMES, built_us, model_on, place, strategy_us
+from strategy_systems import TIMES, built_us, model_on, place, strategy_us, tried_us
 
 from stretto.errors import Infeasible
 from stretto.report.html import Section, figure_html, look, write_html
@@ -69,7 +69,8 @@ def _run(strategy: Strategy, model: str, cluster: str) -> float:
 
 def taus(vectors: list[Floats], times: list[float]) -> tuple[float, float]:
     """Kendall's tau on held-out strategies without any trial and after 20, over several splits."""
-    before, after = [], []
+    before: list[float] = []
+    after: list[float] = []
     for seed in range(SPLITS):
         order = np.random.default_rng(seed).permutation(len(vectors))
         held, known = order[LEARNED:], order[:LEARNED]
@@ -84,17 +85,17 @@ def taus(vectors: list[Floats], times: list[float]) -> tuple[float, float]:
 def curves(model: str, cluster: str, how: str, seed: int) -> list[float]:
     """The time of each trial of one search."""
     keys = [f"{model} {cluster} {how} {seed} {at}" for at in range(TRIALS)]
-    known = [TIMES.get(key) for key in keys]
-    if any(us is None for us in known):
+    known = [us for us in map(TIMES.get, keys) if us is not None]
+    if len(known) < TRIALS:
         method, builders = METHODS[how]
         found = search(
-            model_on(model, cluster), place(cluster).cluster, lambda each: strategy_us(each, model, cluster),
+            model_on(model, cluster), place(cluster).cluster, lambda each: tried_us(each, model, cluster),
             trials=TRIALS, seed=seed, method=method, with_builders=builders, confirm=0,
         )  # fmt: skip
         known = [trial.iteration_us for trial in found.trials]
         for key, us in zip(keys, known, strict=True):
             TIMES.put(key, us)
-    return [us for us in known if us is not None]
+    return known
 
 
 def pair(model: str, cluster: str, seeds: int) -> tuple[list[Row], dict[str, Floats]]:

@@ -29,8 +29,8 @@ from strategy_systems import (
     made,
     model_on,
     place,
-    strategy_us,
     system_us,
+    tried_us,
 )  # fmt: skip
 
 from stretto.strategy import BUILDERS, zoo
@@ -128,7 +128,7 @@ def found_us(m: str, c: str, trials: int, hand_us: float) -> tuple[float, int]:
     us, first = TIMES.get(key), TIMES.get(f"{key} first")
     if us is None or first is None:
         found = search(
-            model_on(m, c), place(c).cluster, lambda strategy: strategy_us(strategy, m, c), trials=trials, confirm=0
+            model_on(m, c), place(c).cluster, lambda strategy: tried_us(strategy, m, c), trials=trials, confirm=0
         )
         us, first = found.best_us, next((at + 1 for at, us in enumerate(found.curve()) if us < hand_us), 0)
         TIMES.put(key, us)

@@ -8,6 +8,7 @@ counts; those that the fast estimate puts more than a tenth behind are not simul
 
 from __future__ import annotations
 
+import hashlib
 import json
 from functools import cache
 from pathlib import Path
@@ -83,6 +84,16 @@ def strategy_us(strategy: Strategy, model: str, cluster: str, host_us: float = 0
     return link_level_us(
         strategy, model_on(model, cluster), where.cluster, slowdown=where.slowdown, host_us=host_us
     )
+
+
+def tried_us(strategy: Strategy, model: str, cluster: str) -> float:
+    """The same, remembered: a search that was cut short takes up where it ended."""
+    key = f"{model} {cluster} tried {hashlib.sha1(repr(strategy.nodes).encode()).hexdigest()[:16]}"
+    us = TIMES.get(key)
+    if us is None:
+        us = strategy_us(strategy, model, cluster)
+        TIMES.put(key, us)
+    return us
 
 
 def estimate_us(strategy: Strategy, model: str, cluster: str, host_us: float = 0.0) -> float:
