@@ -24,7 +24,10 @@ WARMUP = 3
 
 
 def stepper(model_name: str, data: Batch, system: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    """An iteration under a system and a bucket size in MiB (``ddp 25``, ``stretto 1``, ...), and how to end it."""
+    """An iteration under a system and a bucket size in MiB (``ddp default``, ``stretto 1``, ...), and how to end it.
+
+    DDP's default is 25 MiB with a first bucket of 1 MiB; a size that is given is the first one's too.
+    """
     torch.manual_seed(0)
     model: Any = MODELS[model_name][0]()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -33,12 +36,18 @@ def stepper(model_name: str, data: Batch, system: str) -> tuple[Callable[[], Non
     close: Callable[[], None] = lambda: None  # noqa: E731
     if kind == "stretto":
         spec = stretto.model_spec(model, data)
-        strategy = build("all_reduce", spec, dist.get_world_size(), bucket_mb=float(size) * 1.048576)
+        sizes: dict[str, Any] = {}
+        if size != "default":
+            sizes = dict.fromkeys(("bucket_mb", "first_mb"), float(size) * 1.048576)
+        strategy = build("all_reduce", spec, dist.get_world_size(), **sizes)
         trained, optimizer = stretto.distribute(model, optimizer, strategy)
         close = optimizer.close
     else:
-        lean = {"gradient_as_bucket_view": True, "forward_sync_buffers": False} if kind == "ddp_lean" else {}
-        trained = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=float(size), **lean)
+        lean: dict[str, Any] = {}
+        if kind == "ddp_lean":
+            lean = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}
+        cap = None if size == "default" else float(size)
+        trained = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap, **lean)
 
     def iterate() -> None:
         optimizer.zero_grad()

@@ -57,14 +57,14 @@ def beside(step: Step) -> tuple[Bytes, Bytes]:
 
 
 def _flags(message: Message, step: Step, most: Bytes, exact: Bytes) -> None:
-    """Whether anybody has a gradient: an element for each piece; shares of a sharded message are of equal size."""
+    """Whether anybody has a gradient: an element for each piece, behind each of a sharded message's equal shares."""
     size = DTYPE_BYTES[message.pieces[0].variable.dtype]
     count = len(message.pieces)
     if message.sync.kind == "sharded":
-        exact["all_reduce"] = exact.get("all_reduce", 0.0) + 4 * count
         short = -(message.nbytes // size) % step.num_ranks * size
-        for kind in ("reduce_scatter", "all_gather"):
-            exact[kind] = exact.get(kind, 0.0) + short
+        flags = count * size * step.num_ranks
+        for kind, more in (("reduce_scatter", short + flags), ("all_gather", short)):
+            exact[kind] = exact.get(kind, 0.0) + more
         return
     for exchange in message.exchanges:
         if exchange.push:

@@ -32,18 +32,6 @@ class Wait(NamedTuple):
 Flow = Iterator[Wait]
 
 
-class Both:
-    """Two things on their way at once."""
-
-    def __init__(self, *works: Any) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """For both."""
-        for work in self._works:
-            work.wait()
-
-
 class Link(NamedTuple):
     """An exchange as this rank takes part in it."""
 

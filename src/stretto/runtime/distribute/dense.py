@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...strategy.kernels import Message, Piece
-from .carriers import Both, Carrier, Flow, Wait
+from .carriers import Carrier, Flow, Wait
 from .groups import Groups
 from .regions import EVERYONE, Region, block_of
 
@@ -34,6 +34,9 @@ class FlatCarrier(Carrier):
         self._small = [at for at, piece in enumerate(self.pieces) if not is_large(piece)]
         for at in range(len(self._small), len(self.pieces)):
             self._large.setdefault(self.pieces[at].variable.name, []).append(at)
+        small = [self.pieces[at] for at in self._small]
+        self._plain = all(piece.whole and not piece.variable.sparse for piece in small)
+        self._owners = [parameters[piece.variable.name] for piece in small]
         self._packed: set[int] = set()
 
     def arranged(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
@@ -65,8 +68,8 @@ class FlatCarrier(Carrier):
 
     def fill(self) -> list[int]:
         """What no `accept` has brought, into the buffer; the pieces that have no gradient on this rank."""
-        missing, rooms, shares = [], [], []
-        for name, pieces in self._large.items():
+        missing = []
+        for name, pieces in self._large.items() if len(self._packed) < len(self.pieces) - len(self._small) else ():
             for at in pieces:
                 gradient = self.parameters[name].grad
                 if gradient is None:
@@ -74,13 +77,14 @@ class FlatCarrier(Carrier):
                 elif at not in self._packed:
                     self.put(at, gradient)
         self._packed.clear()
-        for at in self._small:
-            share = self.gradient(self.pieces[at])
-            if share is None:
-                missing.append(at)
-            else:
-                rooms.append(self.rooms[at])
-                shares.append(share.detach())
+        if self._plain:
+            given = [parameter.grad for parameter in self._owners]
+            given = [g.to_dense() if g is not None and g.is_sparse else g for g in given]
+        else:
+            given = [self.gradient(self.pieces[at]) for at in self._small]
+        missing += [at for at in self._small if given[at] is None]
+        rooms = [room for room, share in zip(self.rooms, given, strict=False) if share is not None]
+        shares = [share.detach() for share in given if share is not None]
         if rooms and self.exact:
             torch._foreach_copy_(rooms, shares)
             self.buffer[: self.spans[len(self._small) - 1][1]].mul_(self.shares)
@@ -105,6 +109,7 @@ class DenseCarrier(FlatCarrier):
             at: torch.empty_like(parameters[piece.variable.name]).stride() for at, piece in enumerate(self.pieces)
             if self.owner == EVERYONE and self.exact and is_large(piece) and piece.whole and not piece.variable.sparse
         }  # fmt: skip
+        self._usual = self.owner == EVERYONE and self._plain and len(self._views) == len(self.pieces) - len(self._small)
         self._take(self.buffer)
 
     def room(self) -> int:
@@ -140,6 +145,7 @@ class DenseCarrier(FlatCarrier):
             return
         self._own()
         view = self._view(at)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if gradient.data_ptr() == view.data_ptr():
             view.mul_(self.shares)
         else:
@@ -159,8 +165,13 @@ class DenseCarrier(FlatCarrier):
         self.results.clear()
         if not self.updates:
             return
+        if self._usual and not missing:
+            gradients = [p.grad.detach() for p in self._owners if p.grad is not None and not p.grad.is_sparse]
+            if len(gradients) == len(self._owners):
+                if gradients:
+                    torch._foreach_copy_(gradients, self.rooms[: len(gradients)])
+                return
         nobody = {at for at in missing if not float(self.flags[at])}
-        rooms, gradients = [], []
         for at, piece in enumerate(self.pieces):
             parameter = self.parameters[piece.variable.name]
             if at in nobody:
@@ -168,23 +179,22 @@ class DenseCarrier(FlatCarrier):
             elif at in self._views:
                 if parameter.grad is None:
                     parameter.grad = self._view(at)
-            elif self.owner == EVERYONE and piece.whole and not piece.variable.sparse and parameter.grad is not None:
-                rooms.append(self.rooms[at])
-                gradients.append(parameter.grad.detach())
             else:
                 self.give(at, self.rooms[at].to(self.dtype))
-        if rooms:
-            torch._foreach_copy_(gradients, rooms)
 
 
 class ShardedCarrier(FlatCarrier):
-    """Reduce-scatter and all-gather: every rank updates its share of the flat buffer."""
+    """Reduce-scatter and all-gather: every rank updates its share of the flat buffer.
+
+    Behind each share travel the flags of all pieces: a collective more for them would take longer than a copy.
+    """
 
     def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
         self.share = -(-sum(piece.part.elements for piece in message.pieces) // groups.size)
         super().__init__(message, parameters, groups)
-        self.used = torch.zeros(len(self.pieces), dtype=torch.int32, device=self.device)
-        self.mine = torch.zeros(self.share, dtype=self.dtype, device=self.device)
+        self.wire = self.buffer.new_ones(groups.size, self.share + len(self.pieces))
+        self.arrived = self.wire[0].clone()
+        self.mine, self.flags = self.arrived[: self.share], self.arrived[self.share :]
         numbers = {(piece.variable.name, piece.part.index): at for at, piece in enumerate(self.pieces)}
         self._places: list[tuple[Region, int, torch.Tensor]] = []
         at = 0
@@ -214,20 +224,19 @@ class ShardedCarrier(FlatCarrier):
     def push(self) -> Flow:
         """Gradients added up, this rank's share of them to it; who has a gradient at all is told to everyone."""
         missing = self.fill()
-        self.used.fill_(1)
+        self.wire[:, : self.share].copy_(self.buffer.view(self.groups.size, self.share))
+        self.wire[:, self.share :].fill_(1.0)
         for at in missing:
-            self.used[at] = 0
+            self.wire[:, self.share + at] = 0.0
         if self.pushes:
             link = self.pushes[0]
             assert link is not None
-            yield Wait(Both(
-                dist.all_reduce(self.used, group=link.group, async_op=True),
-                dist.reduce_scatter_single(self.mine, self.buffer, group=link.group, async_op=True),
-            ), False)  # fmt: skip
+            wire = self.wire.view(-1)
+            yield Wait(dist.reduce_scatter_single(self.arrived, wire, group=link.group, async_op=True), False)
         else:
-            self.mine.copy_(self.buffer)
-        used = self.used.tolist()
-        self.results = [(region, mean if used[number] else None) for region, number, mean in self._places]
+            self.arrived.copy_(self.wire[0])
+        nobody = {at for at in missing if not float(self.flags[at])}
+        self.results = [(region, None if number in nobody else mean) for region, number, mean in self._places]
 
     def pull(self) -> Flow:
         """Everybody's share to everybody."""

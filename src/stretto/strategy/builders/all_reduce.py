@@ -8,16 +8,17 @@ from ...units import MB
 from ..model import ModelSpec
 from ..representation import NodeConfig, Sync
 from ..resources import Resources
-from .common import BUCKET_MB, PART_MB, check_number, cut_along, dense, longest_axis, merge_groups
+from .common import BUCKET_MB, FIRST_BUCKET_MB, PART_MB, check_number, cut_along, dense, longest_axis, merge_groups
 
 MAX_RANDOM_PARTS = 8
 
 
 def all_reduce(
-    model: ModelSpec, there: Resources, chunk: int = 0, bucket_mb: float = BUCKET_MB
-) -> tuple[NodeConfig, ...]:
+    model: ModelSpec, there: Resources, chunk: int = 0, bucket_mb: float = BUCKET_MB,
+    first_mb: float = FIRST_BUCKET_MB,
+) -> tuple[NodeConfig, ...]:  # fmt: skip
     """All-reduce of merged gradients: DDP's buckets, or `chunk` neighbours each; sparse ones are gathered."""
-    groups = merge_groups(dense(model), chunk=chunk, bucket_mb=bucket_mb)
+    groups = merge_groups(dense(model), chunk=chunk, bucket_mb=bucket_mb, first_mb=first_mb)
     return tuple(
         NodeConfig(
             variable=v.name, sync=Sync(kind="sparse_all_gather") if v.sparse else Sync(group=groups[v.name])

@@ -24,7 +24,9 @@ def check_number(name: str, value: object, low: float, high: float) -> None:
         raise InvalidInput(f"{name}: must be {low:g}..{high:g}, not {value!r}")
 
 
-def merge_groups(variables: Sequence[Variable], *, chunk: int = 0, bucket_mb: float = BUCKET_MB) -> dict[str, int]:
+def merge_groups(
+    variables: Sequence[Variable], *, chunk: int = 0, bucket_mb: float = BUCKET_MB, first_mb: float = FIRST_BUCKET_MB
+) -> dict[str, int]:
     """Merge groups of dense variables: `chunk` neighbours each, or else as DDP does it: from the last one on.
 
     A group holds one data type. Its number says when it is ready: those of the last variables come first in the
@@ -32,6 +34,7 @@ def merge_groups(variables: Sequence[Variable], *, chunk: int = 0, bucket_mb: fl
     """
     check_number("chunk", chunk, 0, 1 << 20)
     check_number("bucket_mb", bucket_mb, 0, 1e9)
+    check_number("first_mb", first_mb, 0, 1e9)
     groups: dict[str, int] = {}
     number = -1
     if chunk:
@@ -40,7 +43,7 @@ def merge_groups(variables: Sequence[Variable], *, chunk: int = 0, bucket_mb: fl
                 number += 1
             groups[variable.name] = number
         return groups
-    held, cap = 0.0, min(FIRST_BUCKET_MB, bucket_mb) * MB
+    held, cap = 0.0, min(first_mb, bucket_mb) * MB
     dtype = ""
     for variable in reversed(variables):
         if number < 0 or held >= cap or variable.dtype != dtype:
