@@ -244,12 +244,13 @@ class Model:
         return ranks
 
     def _rests(self, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The training step is another one for a while: all ranks see it at the same call, and offers are void."""
+        """The step is another one for a while: all ranks see it at the same call. Offers of its plan are void."""
         all_ranks = [self.rank_table[number] for number in ranks]
         if any(rank.ahead for rank in all_ranks) or not all_ranks[0].active.number:
             return None
         for rank in all_ranks:
-            ranks = self._put(ranks, replace(rank, active=PLAIN, offer=PLAIN, asleep=rank.active.number))
+            offer = PLAIN if rank.offer == rank.active else rank.offer
+            ranks = self._put(ranks, replace(rank, active=PLAIN, offer=offer, asleep=rank.active.number))
         return ranks
 
     def _woken(self, ranks: tuple[int, ...], at: int) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ def test_it_was_measured_and_the_controller_says_why(report: Any) -> None:
     assert any("an iteration takes" in about and "in plain order" in about for about in report["seen"])
     assert (report["plan"], report["name"], report["phase"]) == (2, "plain", "active")
     assert "own order, as the plan before was slower" in report["said"]
-    assert "plan 2 by fifo" in report["said"]
+    assert "plan 2 by plain" in report["said"]
 
 
 def test_it_does_not_go_round_in_circles(report: Any) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ class Model:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
+        self.lonely: Any = None
+        """A group of this rank alone."""
         self.strange: Callable[[int], str] = lambda number: ""
         self.before: Callable[[], object] = lambda: None
         self.between: Callable[[], object] = lambda: None
@@ -50,6 +54,8 @@ class Model:
         works.append(dist.all_to_all_single(y, x, async_op=True))
         if how == "waits":
             works[-1].wait()
+        if how == "lonely":
+            dist.all_reduce(numbers(3, self.rank, number), group=self.lonely)
         if how == "middle":
             works.append(dist.all_reduce(torch.cat([g, g[:3]]), async_op=True))
         if how not in ("order", "missing"):
@@ -269,6 +275,26 @@ def returns() -> Any:
     return found
 
 
+def offered() -> Any:
+    """All ranks offer a plan that rested; then one alone does something else, which no other can see."""
+    model = Model()
+    model.lonely = [dist.new_group([rank]) for rank in range(2)][model.rank]
+    model.strange = lambda number: "missing" if number == 5 else "lonely" if number == 8 and model.rank else ""
+    want = [model.step(number) for number in range(14)]
+    seen: list[int] = []
+    enforcer = stretto.torch.enforce(BESIDE, TWO, every=1, cluster=CLUSTER)
+    try:
+        with enforcer:
+            got = []
+            for number in range(14):
+                seen.append(enforcer.report().number)
+                got.append(model.step(number))
+                stretto.step()
+    except StrettoError as error:
+        return f"{seen}: {error}"
+    return {"same": got == want, "seen": seen}
+
+
 def leaves() -> Any:
     """A step that never comes back: the plan is given up after a while."""
     model = Model()
@@ -321,6 +347,34 @@ def switching() -> Any:
             stretto.step()
         waits = enforcer.report().waits_us
     return {"seen": seen, "apart": apart, "waits": waits > 0}
+
+
+def runs_out() -> Any:
+    """The enforcer ends while gloo moves one op and holds the next back: both still run, and no thread stays."""
+    rank, count = dist.get_rank(), 3
+    x, g = numbers(COUNT, rank, count), numbers(COUNT, rank, count)
+    y = torch.zeros_like(x)
+    want = Model().step(count)
+    with stretto.torch.enforce(ONE_CHANNEL, TWO, every=1, cluster=CLUSTER, carrier="gloo") as enforcer:
+        model = Model()
+        for number in range(count):
+            model.step(number)
+            stretto.step()
+        active = enforcer.report().number
+        # The first rank is at the end when the second one begins.
+        time.sleep(rank)
+        works = [dist.all_to_all_single(y, x, async_op=True), dist.all_reduce(g, async_op=True)]
+    try:
+        for work in works:
+            work.wait(timedelta(seconds=30))
+    except TimeoutError as error:
+        return str(error)
+    g += int(numbers(7, rank, count).sum())
+    got = [int((y * torch.arange(COUNT)).sum()), int((g * torch.arange(COUNT)).sum())]
+    lanes = [one for one in threading.enumerate() if one.name == "stretto-lane"]
+    for lane in lanes:
+        lane.join(30)
+    return {"same": got == want, "active": active, "lanes": sum(lane.is_alive() for lane in lanes)}
 
 
 def refusals() -> Any:
@@ -398,8 +452,8 @@ def killed() -> Any:
 
 
 SCENARIOS: Sequence[Callable[[], Any]] = (
-    order, overlap, prefetch, mismatches, evaluated, returns, leaves, counted, switching, refusals, alone_inside,
-    alone_between, alone_without, killed,
+    order, overlap, prefetch, mismatches, evaluated, returns, offered, leaves, counted, switching, runs_out, refusals,
+    alone_inside, alone_between, alone_without, killed,
 )  # fmt: skip
 
 

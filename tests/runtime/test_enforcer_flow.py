@@ -82,6 +82,10 @@ def test_a_plan_comes_back_with_its_step_three_times_at_most(outcomes: Outcomes)
         assert "iteration 20: the iteration ends without all_reduce.1" in often["why"]
 
 
+def test_an_offer_of_all_ranks_is_taken_up_by_all_whatever_one_of_them_does_meanwhile(outcomes: Outcomes) -> None:
+    assert outcomes["offered"] == [{"same": True, "seen": [0, 0, 1, 1, 1, 1, 0, 0, 0, *[1] * 5]}] * 2
+
+
 def test_a_plan_whose_step_never_comes_back_is_given_up(outcomes: Outcomes) -> None:
     for told in outcomes["leaves"]:
         assert told["resting"] == [0, 1, 0]
@@ -101,6 +105,10 @@ def test_ranks_that_hear_of_a_plan_at_different_times_change_to_it_at_the_same(o
     assert first["seen"] == [0] * 10 + [1] * 4, "told in iterations 2 and 6, agreed in 9"
     assert first["apart"] == [1] * 8 + [2] * 2, "no change while only one rank has heard of plan 2"
     assert first["waits"]
+
+
+def test_what_was_submitted_above_gloo_runs_out_when_its_plan_ends(outcomes: Outcomes) -> None:
+    assert outcomes["runs_out"] == [{"same": True, "active": 1, "lanes": 0}] * 2
 
 
 def test_plans_for_something_else_are_refused_with_one_line(outcomes: Outcomes) -> None:

@@ -108,7 +108,8 @@ class ExecutorCarrier:
         if part.lane >= LANES:
             raise PlanMismatch(f"the plan needs more than {LANES} communicators")
         key = (number, id(task.program), part.lane)
-        if key not in self._handles:
+        handle = self._handles.get(key)
+        if handle is None:
             networks = [channel for channel in part.channels if channel in self._networks]
             handle = self._executor.load(
                 self._lower(task.program), ranks=part.leaf.ranks, channels=networks or None,
@@ -116,7 +117,7 @@ class ExecutorCarrier:
                 first_number=(self._base + number) << 32,
             )  # fmt: skip
             self._handles[key] = handle
-        return ExecutorLoaded(self._handles[key], Layout.of(task))
+        return ExecutorLoaded(handle, Layout.of(task))
 
     def _lower(self, program: Program) -> Lowered:
         """Plans share programs, so each is lowered once."""
@@ -159,7 +160,10 @@ class ExecutorCarrier:
 
     def unload(self, number: int) -> None:
         """Forget a plan's programs."""
-        self._handles = {key: handle for key, handle in self._handles.items() if key[0] != number}
+        # Another thread may load another plan just now.
+        for key in list(self._handles):
+            if key[0] == number:
+                self._handles.pop(key, None)
 
     def close(self) -> None:
         """The executor belongs to the job; only the thread ends, before another enforcer's could miss what it hears."""

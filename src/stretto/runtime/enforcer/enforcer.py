@@ -232,7 +232,7 @@ class Enforcer:
         """How it goes."""
         if isinstance(self._carrier, NcclCarrier):
             self._carrier.clock.read()
-        active, committed = self._active, self._committed
+        active, committed, resting = self._active, self._committed, self._resting
         ops = active.expected.workload.ops if active is not None else ()
         with self._notes:
             spent = [
@@ -262,7 +262,7 @@ class Enforcer:
             waits_us=fmean(waits_us) if waits_us else 0.0,
             motifs=tuple(motifs),
             fell_back=self._fell_back,
-            resting=self._resting.plan.number if self._resting is not None else 0,
+            resting=resting.plan.number if resting is not None else 0,
         )
 
     def close(self) -> None:
@@ -300,9 +300,10 @@ class Enforcer:
                     return
                 missing = active.expected.ops[self._position][1].name
                 self._fall_back(f"the iteration ends without {missing}")
-            if self._resting is not None:
-                self._resting.step()
-                self._see_return()
+            resting = self._resting
+            if resting is not None:
+                resting.step()
+                self._see_return(resting)
             self._boundary()
 
     def take(
@@ -361,9 +362,10 @@ class Enforcer:
                 self._active = None
             if self._active is None:
                 self._count(call, ranks)
-                if self._active is None and self._resting is not None:
-                    self._resting.call(call, ranks, marked=self._marked)
-                    self._see_return()
+                resting = self._resting
+                if self._active is None and resting is not None:
+                    resting.call(call, ranks, marked=self._marked)
+                    self._see_return(resting)
             elif not self._marked and self._position == len(self._active.expected):
                 self._boundary()
                 if self._active is None:
@@ -406,13 +408,14 @@ class Enforcer:
         self, group: Any, tensors: list[torch.Tensor], plain: Callable[[], Any], *, of_the_step: bool = False
     ) -> dist.Work | None:
         """Run a call in plain order, and look around if it takes long: other ranks may do something else."""
-        plan = self._active if self._active is not None else self._resting.plan if self._resting is not None else None
+        active, resting = self._active, self._resting
+        plan = active if active is not None else resting.plan if resting is not None else None
         if plan is None or not group.alone or group.coalescing:
             return None
         ranks = tuple(group.engine.selector.devices)
         seen = self._strays.get(ranks, [])
         stray = None
-        if self._active is not None and not of_the_step and seen:
+        if active is not None and not of_the_step and seen:
             stray = Stray(iteration=self._before, rank=self._rank, ranks=ranks, nth=len(seen) - 1, what=seen[-1])
         number, stay = plan.number, self._stays.get(plan.number, 0)
         told = False
@@ -445,17 +448,21 @@ class Enforcer:
             if found is not None:
                 self._give_way(number, *found)
 
-    def _see_return(self) -> None:
+    def _see_return(self, resting: Resting) -> None:
         """The step that a resting plan was made for has come back: offer it again. Or it never will: let it go."""
-        resting = self._resting
-        assert resting is not None
         with self._control:
+            if self._resting is not resting:
+                # The control plane has just discarded it.
+                return
             if resting.back and self._committed is None:
                 self._committed = resting.plan
             elif not resting.back and self._committed is resting.plan:
-                self._committed = self._voted = None
-        if resting.hopeless:
-            self._resting = None
+                # An offer that is under way stands: others may have seen nothing, and will take it up.
+                self._committed = None
+            hopeless = resting.hopeless and self._voted is not resting.plan
+            if hopeless:
+                self._resting = None
+        if hopeless:
             self._burnt.add(resting.plan.number)
             self._fell_back += "; the step did not come back"
             self._carrier.unload(resting.plan.number)
@@ -519,6 +526,7 @@ class Enforcer:
             if old is not None:
                 self._retire((self._iteration, 0))
             self._active = new
+            self._committed = self._committed or new
             self._prepared = {at: one for at, one in self._prepared.items() if at >= number}
         if resting is not None and resting.plan is not new:
             self._carrier.unload(resting.plan.number)
@@ -573,7 +581,8 @@ class Enforcer:
             stay = self._stays.get(active.number, 0)
             self._announcements.announce(active.number, stay, place, self._fell_back)
         with self._control:
-            self._voted = None
+            if self._voted is active:
+                self._voted = None
             if not rests or self._committed is active:
                 self._committed = None
         with self._notes:

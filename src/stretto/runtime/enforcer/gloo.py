@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -67,17 +68,24 @@ class GlooStarted:
         self._over.set()
 
 
+Calls = SimpleQueue[Callable[[], None] | None]
+
+
 class Lane:
-    """One communicator, and the thread that makes its calls one after the other."""
+    """One communicator, and the thread that makes its calls one after the other, until nobody can make any."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="stretto-lane", daemon=True).start()
+        self.calls: Calls = SimpleQueue()
+        threading.Thread(target=_make_calls, args=(self.calls,), name="stretto-lane", daemon=True).start()
+        weakref.finalize(self, self.calls.put, None)
 
-    def _run(self) -> None:
-        while (call := self.calls.get()) is not None:
-            call()
+
+def _make_calls(calls: Calls) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        # It knows the lane, which lives as long as something knows it.
+        del call
 
 
 class GlooCarrier:
@@ -94,6 +102,8 @@ class GlooCarrier:
         self._store = dist.distributed_c10d._get_default_store()
         self._interfaces = {name: config.devices for name, config in channels_of(os.environ).items()}
         self._lanes: dict[tuple[int, tuple[str, ...], tuple[int, ...]], Lane] = {}
+        self._alive: weakref.WeakSet[Lane] = weakref.WeakSet()
+        """Those of unloaded plans that still run out, too."""
         self._control = self._group("control", tuple(range(size)), ())
 
     def load(self, number: int, part: Part, task: Task) -> GlooLoaded:
@@ -102,6 +112,7 @@ class GlooCarrier:
         if key not in self._lanes:
             name = f"{number}/{'+'.join(part.channels)}/{','.join(map(str, part.leaf.ranks))}"
             self._lanes[key] = Lane(self._group(name, part.leaf.ranks, part.channels))
+            self._alive.add(self._lanes[key])
         return GlooLoaded(self._lanes[key], task.leaf, Layout.of(task))
 
     def start(self, loaded: Loaded, staged: Staged, dtype: str, op: str, entry: Entry, *, blocking: bool) -> Started:
@@ -131,14 +142,16 @@ class GlooCarrier:
         return GlooAgreement(self._control, values)
 
     def unload(self, number: int) -> None:
-        """Its threads end behind what they still have to do."""
-        for key in [key for key in self._lanes if key[0] == number]:
-            self._lanes.pop(key).calls.put(None)
+        """What was submitted and is held back still has its lanes; they end with it."""
+        for key in list(self._lanes):
+            if key[0] == number:
+                self._lanes.pop(key, None)
 
     def close(self) -> None:
         """End all threads."""
-        for number in {key[0] for key in self._lanes}:
-            self.unload(number)
+        for lane in self._alive:
+            lane.calls.put(None)
+        self._lanes.clear()
 
     def _group(self, name: str, ranks: tuple[int, ...], channels: Sequence[str]) -> Any:
         found = next((self._interfaces[channel] for channel in channels if channel in self._interfaces), None)

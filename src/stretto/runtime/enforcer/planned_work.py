@@ -115,8 +115,8 @@ class Given:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Works are remembered for long: the application's tensors must not be."""
-        self.buffers, self._room, self._regions, self._plain = None, None, (), _never
+        """Works are remembered for long: the application's tensors must not be, nor a plan that has ended."""
+        self.buffers, self._bound, self._room, self._regions, self._plain = None, None, None, (), _never
 
     def run_plainly(self) -> None:
         """Nothing of it has started, and nothing will: run it as the application asked."""
