@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -18,6 +19,18 @@ from stretto import AllGather, AllReduce, AllToAll, Broadcast, Collective, Progr
 settings.register_profile("same", derandomize=True, deadline=None)
 if os.environ.get("HYPOTHESIS_PROFILE", "same") == "same":
     settings.load_profile("same")
+
+GPU = Path(__file__).parent / "gpu"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What needs a GPU is left out unless it is asked for by name: `make test-gpu` does. Its jobs are no tests."""
+    if collection_path != GPU and GPU not in collection_path.parents:
+        return None
+    named = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
+    asked = any(path == GPU or GPU in path.parents for path in named)
+    return None if asked and not collection_path.name.startswith("gpu_") else True
+
 
 Value = tuple[int, frozenset[tuple[int, int]]]
 """A chunk and how often each part is in it."""

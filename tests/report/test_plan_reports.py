@@ -136,7 +136,7 @@ def many(num_comm: int, seed: int = 2) -> Planned:
     result = search(problem, steps=20)
     schedules = {"fifo": Scheduler(problem).schedule({}, discipline="fifo", serial=True), SYSTEM: result.schedule}
     plan = to_plan(SYSTEM, result.schedule, problem, HGX2)
-    return Planned(plan=plan, problem=problem, schedules=schedules, search=result)
+    return Planned(plan=plan, problem=problem, schedules=schedules, search=result, plain=schedules["fifo"])
 
 
 def test_many_comm_ops_are_coloured_by_kind_and_their_table_scrolls(tmp_path: Path) -> None:
