@@ -82,7 +82,7 @@ def timed(step: Step, times: int) -> list[float]:
 
 
 def under(plan: Plan, workload: Workload, cluster: Cluster, step: Step, times: int, carrier: str) -> list[float]:
-    with stretto.torch.enforce(plan, workload, every=2, cluster=cluster, carrier=carrier) as enforcer:
+    with stretto.torch.enforce(plan, workload, cluster=cluster, carrier=carrier) as enforcer:
         while not enforcer.report().number:
             step()
             stretto.step()

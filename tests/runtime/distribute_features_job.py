@@ -169,6 +169,49 @@ def kept(builder: str) -> bool:
     return all(torch.equal(g, c) for g, c in zip(gradients, copies, strict=True))
 
 
+class Twice(nn.Module):
+    """Two layers worth a call each, the second of which is only used at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.at_first = nn.Linear(96, 96), nn.Linear(96, 96)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Through both, or one."""
+        self.calls += 1
+        out: torch.Tensor = self.always(x)
+        return self.at_first(out) if self.calls == 1 else out
+
+
+def kept_unused(**options: Any) -> list[bool]:
+    """Whether a kept gradient survives a step in which nobody uses its layer, and the layer gets no gradient then."""
+    torch.manual_seed(1)
+    model: nn.Module = Twice()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    strategy = build("all_reduce", model_spec(model), DEVICES, chunk=1)
+    nodes = tuple(
+        replace(node, sync=replace(node.sync, **options)) if node.variable.endswith("weight") else node
+        for node in strategy.nodes
+    )
+    model, optimizer = stretto.distribute(model, optimizer, replace(strategy, nodes=nodes))
+    watched: Any = model
+    watches = len(watched.at_first._forward_hooks)
+    found: list[bool] = []
+    for step in range(2):
+        optimizer.zero_grad()
+        before = watched.at_first.weight.detach().clone()
+        model(torch.full((2, 96), 1.0 + dist.get_rank())).sum().backward()
+        if step == 0:
+            gradient = watched.at_first.weight.grad
+            copy = gradient.clone()
+        optimizer.step()
+        found.append(bool(torch.equal(before, watched.at_first.weight)))
+    optimizer.close()
+    return [*found, bool(torch.equal(gradient, copy)), watches == ("encoder" in options),
+            not watched.at_first._forward_hooks]  # fmt: skip
+
+
 def scaled(builder: str) -> list[Any]:
     """Weights after training with a GradScaler, or what is said about it."""
     model, optimizer = stretto.distribute(*_pair("mlp"), built("mlp", builder))
@@ -243,6 +286,7 @@ def whole_job(folder: Path) -> dict[str, Any]:
     outcomes["scaled"] = apart(scaled("all_reduce"), plain("mlp", ranks))
     outcomes["scaled elsewhere"] = scaled("partitioned_ps")[0]
     outcomes["kept"] = [kept(builder) for builder in PLACES]
+    outcomes["kept unused"] = [kept_unused(), kept_unused(encoder="sufficient_factors")]
     for builder in ("all_reduce", "ps", "zero1"):
         outcomes[f"unused {builder}"] = unused(builder)
     outcomes["errors"] = errors()

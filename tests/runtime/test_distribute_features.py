@@ -69,6 +69,12 @@ def test_gradients_that_a_script_keeps_stay_as_they_were(outcomes: Outcomes) -> 
     assert outcomes["kept"] == [[True] * len(PLACES)] * 4
 
 
+def test_a_step_without_a_layer_leaves_its_weights_and_its_kept_gradient_and_closing_leaves_no_hooks(
+    outcomes: Outcomes,
+) -> None:
+    assert outcomes["kept unused"] == [[[False, True, True, True, True]] * 2] * 4
+
+
 @pytest.mark.parametrize("builder", ["all_reduce", "ps", "zero1"])
 def test_layers_that_some_or_none_use(outcomes: Outcomes, builder: str) -> None:
     assert outcomes[f"unused {builder}"] == [[True, True, True]] * 4

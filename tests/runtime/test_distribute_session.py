@@ -92,3 +92,31 @@ def test_every_synchronous_one_starts_from_the_same_weights_and_trains_alike(
 def test_losses_fall_and_ranks_have_their_own(losses: dict[str, list[list[float]]]) -> None:
     first, second = losses["again"]
     assert first[-1] < first[0] and second[-1] < second[0] and first != second
+
+
+BY_PARTS = """
+import sys, torch, torch.distributed as dist, stretto
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+model.forward = str  # of the instance, which must be there again behind DDP
+model, optimizer = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+while True:
+    optimizer.zero_grad()
+    assert model.forward is str or optimizer.strategy.name == "all_reduce"
+    model[0](torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_that_never_calls_the_module_has_no_time_under_ddp(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BY_PARTS)
+    with Trials(command([sys.executable, str(script), str(tmp_path / "store")]), timeout_s=120.0) as trials:
+        model, there = trials.describe()
+        ps = build("ps", model, there)
+        found = trials.measure([Reference(), ps, Reference(bucket_mb=1.0)], rounds=2, warmup=1, timed=2)
+        assert trials.starts == 1
+    for at in (0, 2):
+        assert isinstance(found[at], Infeasible) and "never calls the module" in str(found[at])
+    assert not isinstance(found[1], Infeasible) and len(found[1]) == 2

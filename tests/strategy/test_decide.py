@@ -73,3 +73,15 @@ def test_when_nothing_runs_the_reference_is_the_answer() -> None:
 def test_ratios_are_taken_within_rounds() -> None:
     assert ratio([2.0, 40.0, 6.0, 1.0], [1.0, 10.0, 3.0]) == 2.0
     assert surely_faster([1.0, 10.0, 3.0], [2.0, 22.0, 6.5]) and not surely_faster([1.0], [2.0])
+
+
+def test_a_reference_that_dropped_out_does_not_win_by_the_rounds_it_missed() -> None:
+    drifts = [1.0, 3.0, 3.0]
+
+    def rounds(who: Sequence[int], count: int) -> list[list[float]]:
+        drift = drifts.pop(0)
+        return [[(120.0, 100.0, 100.0)[at] * drift + turn for turn in range(count)] for at in who]
+
+    decision = decide(3, [0, 1], rounds, most=8)
+    assert len(decision.times_us[0]) == 4 < len(decision.times_us[1])
+    assert decision.chosen == 1

@@ -136,7 +136,7 @@ def test_ddp_is_kept_where_nothing_is_faster_and_its_best_bucket_is_known() -> N
     references = [Reference(bucket_mb=mb) for mb in (25.0, 0.25, 1.0, 4.0)]
     result = search(MODEL, CLUSTER, bench, trials=8, references=references)
     assert result.kept == Reference(bucket_mb=1.0)
-    assert result.best.nodes == build("all_reduce", MODEL, CLUSTER, bucket_mb=1.0).nodes
+    assert result.best.nodes == build("all_reduce", MODEL, CLUSTER, bucket_mb=1.048576, first_mb=1.048576).nodes
     assert result.best_us == pytest.approx(500.0, rel=0.05)
     assert dict(result.references)[Reference(bucket_mb=0.25)] == math.inf
     assert [arm for _, arm in result.finalists[:2]] == [Reference(), Reference(bucket_mb=1.0)]

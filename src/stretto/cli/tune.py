@@ -196,11 +196,16 @@ def _show(found: Found) -> None:
             f"confidence, {len(found.trials)} trials; what is written does the same as a strategy", markup=False,
         )  # fmt: skip
         return
-    gain = f", {found.usual_us / found.best_us:.2f}x the usual all-reduce" if math.isfinite(found.usual_us) else ""
+    # Only what ran in turn is compared, if anything did.
+    gains: list[tuple[float, str]] = []
     if found.decision is not None:
         for at, (label, arm) in enumerate(found.finalists):
-            if any(arm is one for one, _ in found.references) and found.decision.times_us[at]:
-                gain += f", {found.decision.gain(at):.2f}x {label}"
+            usual = arm is found.trials[0].strategy
+            if found.decision.times_us[at] and (usual or any(arm is one for one, _ in found.references)):
+                gains.append((found.decision.gain(at), "the usual all-reduce" if usual else label))
+    elif math.isfinite(found.usual_us):
+        gains.append((found.usual_us / found.best_us, "the usual all-reduce"))
+    gain = "".join(f", {times:.2f}x {label}" for times, label in gains)
     console.print(f"best: {found.best_us / 1e3:.2f} ms per iteration{gain}, {len(found.trials)} trials", markup=False)
 
 

@@ -89,8 +89,10 @@ def decide(count: int, references: Sequence[int], rounds: Rounds, *, most: int) 
     known = [at for at in references if times[at]]
     # Whoever dropped a reference out may not lead in the end: each of those left is asked by itself.
     better = [at for at in ran if at not in known and all(surely_faster(times[at], times[one]) for one in known)]
-    best = [at for at in better if at in still] or better or known
-    leader = min(best, key=lambda at: median(times[at]))
+    best = [at for at in better if at in still] or better or [at for at in known if at in still] or known
+    # Who dropped out ran in other rounds, perhaps in better ones: only those in common are fair.
+    common = min(len(times[at]) for at in best)
+    leader = min(best, key=lambda at: median(times[at][:common]))
     return Decision(chosen=leader, times_us=tuple(tuple(found) for found in times))
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import Infeasible, InvalidInput, unknown
+from ..units import MB, MIB
 from .builders import build
 from .cost import CostModel, Floats
 from .decide import Decision, decide
@@ -275,9 +276,15 @@ class _Search:
             if arm is usual.strategy and decision.times_us[at]:
                 base = replace(base, usual_us=decision.median_us(at))
         if isinstance(winner, Reference):
-            same = build(USUAL, self._model, self._there, bucket_mb=winner.bucket_mb)
-            return replace(base, best=self._named(same), kept=winner)
+            return replace(base, best=self._named(self._same_as(winner)), kept=winner)
         return replace(base, best=self._named(winner))
+
+    def _same_as(self, reference: Reference) -> Strategy:
+        """DDP's buckets: a size that is given (in MiB) is the first one's too."""
+        sizes: dict[str, Any] = {}
+        if reference != Reference():
+            sizes = dict.fromkeys(("bucket_mb", "first_mb"), reference.bucket_mb * MIB / MB)
+        return build(USUAL, self._model, self._there, **sizes)
 
     def _named(self, strategy: Strategy) -> Strategy:
         return replace(strategy, name=f"tuned-{self._model.name}")

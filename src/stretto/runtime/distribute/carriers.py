@@ -83,6 +83,15 @@ class Carrier(ABC):
     def accept(self, name: str) -> None:  # noqa: B027
         """A gradient is there, and warm in the cache; the others of the message may still be missing."""
 
+    def watch(self) -> None:  # noqa: B027
+        """Put on the model what this needs to see beside gradients."""
+
+    def forget(self) -> None:  # noqa: B027
+        """The gradients have been used, or thrown away."""
+
+    def close(self) -> None:  # noqa: B027
+        """Take off the model what `watch` has put there."""
+
     @abstractmethod
     def push(self) -> Flow:
         """Bring gradients together."""

@@ -140,10 +140,10 @@ class DenseCarrier(FlatCarrier):
 
     def put(self, at: int, gradient: torch.Tensor) -> None:
         """A gradient that every rank wants whole stays in the buffer."""
+        self._own()
         if at not in self._views:
             super().put(at, gradient)
             return
-        self._own()
         view = self._view(at)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if gradient.data_ptr() == view.data_ptr():
@@ -157,6 +157,7 @@ class DenseCarrier(FlatCarrier):
         """Fill, exchange, hand out."""
         if self.groups.size == 1 and self.owner == EVERYONE:
             return
+        self._own()
         missing = self.fill()
         self.flags.fill_(1.0)
         for at in missing:

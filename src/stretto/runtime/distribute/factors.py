@@ -87,14 +87,29 @@ class FactorsCarrier(RunsCarrier):
         super().__init__(message, parameters, groups)
         self.seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in self.variables}
         self.checked = False
-        self.handles = []
+        self._layers = layers
+        self._handles: list[Any] = []
         for piece in self.pieces:
             name = piece.variable.name
             if name not in layers:
                 raise InvalidInput(f"{name}.encoder: sufficient_factors needs the weight of a linear layer")
             if not piece.whole:
                 raise InvalidInput(f"{name}.encoder: sufficient_factors needs the whole variable: it must not be cut")
-            self.handles.append(layers[name].register_forward_hook(self._watcher(name)))
+
+    def watch(self) -> None:
+        """The layers' inputs, and the gradients of their outputs."""
+        self._handles += [self._layers[name].register_forward_hook(self._watcher(name)) for name in self.variables]
+
+    def forget(self) -> None:
+        """What was seen of gradients that nobody has sent."""
+        for seen in self.seen.values():
+            seen.clear()
+
+    def close(self) -> None:
+        """The layers as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self.forget()
 
     def _watcher(self, name: str) -> Any:
         def saw(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
@@ -131,16 +146,18 @@ class FactorsCarrier(RunsCarrier):
             )
 
     def decode(self, run: Run) -> list[torch.Tensor | None]:
-        """The products, added up."""
+        """The products, added up; of a layer that no rank has used there is none."""
+        counts = [0] * len(self.pieces)
         sums = [torch.zeros(piece.part.shape, dtype=self.dtype, device=self.device) for piece in self.pieces]
         while run.left:
-            for total, piece in zip(sums, self.pieces, strict=True):
+            for at, (total, piece) in enumerate(zip(sums, self.pieces, strict=True)):
                 count = int(run.take(1, torch.int64))
+                counts[at] += count
                 wide, long = piece.part.shape
                 inputs = run.take(count * long, self.dtype).view(count, long)
                 outputs = run.take(count * wide, self.dtype).view(count, wide)
                 total.addmm_(outputs.T, inputs, alpha=self.shares)
-        return list(sums)
+        return [total if count else None for total, count in zip(sums, counts, strict=True)]
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Linear]:
@@ -161,5 +178,3 @@ def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 def _cut(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     ends = list(accumulate(one.numel() for one in like))
     return [flat[end - one.numel() : end].view(one.shape) for end, one in zip(ends, like, strict=True)]
-
-

@@ -80,6 +80,8 @@ class Synchroniser:
         """Called whenever gradients have been brought together."""
         watched: dict[str, Any] = dict(parameters)
         self._handles = [watched[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._of]
+        for carrier in self.carriers:
+            carrier.watch()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -172,8 +174,12 @@ class Synchroniser:
     def done(self) -> None:
         """The gradients have been used, or thrown away."""
         self._fresh = self._pushed = False
+        for carrier in self.carriers:
+            carrier.forget()
 
     def close(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
+        for carrier in self.carriers:
+            carrier.close()

@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import InvalidInput
-from ...strategy.resources import Resources
 from ..executor_join import host_key
 
 Key = tuple[tuple[int, ...], int]
@@ -68,9 +67,11 @@ class Groups:
         number: dict[str, int] = {}
         return tuple(number.setdefault(host, len(number)) for host in found)
 
-    def there(self, devices: tuple[str, ...]) -> Resources:
-        """Ranks under these names, on the hosts where they run."""
-        return Resources(devices=devices, hosts=self.hosts())
+    def greatest(self, mine: float) -> float:
+        """The greatest of all ranks' numbers, on whatever devices the backend is."""
+        found: list[Any] = [mine] * self.size
+        dist.all_gather_object(found, mine, group=self.main)
+        return float(max(found))
 
     def close(self) -> None:
         """Let go of what was made here."""

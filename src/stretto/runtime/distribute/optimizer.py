@@ -56,6 +56,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._groups = groups
         self._trial = trial
         self._versions: dict[str, int] = {}
+        self._follows: Any = None
         self._held: dict[tuple[str, Region], torch.Tensor] = {}
         self._inner = self._alike(users, self._mine)
         stale = {region for depot in depots for region in depot.regions}
@@ -273,8 +274,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for depot in self._depots:
             depot.take(self._parameters)
 
+    def follow(self, model: nn.Module) -> None:
+        """Refresh whenever weights are loaded into the model."""
+        watched: Any = model
+        self._follows = watched.register_load_state_dict_post_hook(lambda *_: self.refresh())
+
     def close(self) -> None:
         """End what runs beside the training: all ranks call it, before the process group is destroyed."""
+        if self._follows is not None:
+            self._follows.remove()
         for depot in self._depots:
             depot.close()
         self._sync.close()

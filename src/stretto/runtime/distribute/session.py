@@ -55,10 +55,6 @@ def trial_from_environment(groups: Groups, describe: Callable[[], ModelSpec], do
     return trial
 
 
-Switch = Callable[[Arm], None]
-"""Makes the script train in another way from the next step on; raises `InvalidInput` on all ranks, or on none."""
-
-
 class Session(Trial):
     """Describes the model, then measures what it is asked to until it is asked to end."""
 
@@ -75,7 +71,7 @@ class Session(Trial):
         self._at = 0
         self._times: list[list[float]] = []
         self._why: list[str] = []
-        self.switch: Switch | None = None
+        self.switch: Live | None = None
 
     def step(self) -> None:
         """An iteration has ended; perhaps also what was measured, and then something else begins."""
@@ -89,6 +85,8 @@ class Session(Trial):
             self._described()
         else:
             self._times[self._at].append(self._slowest())
+            assert self.switch is not None
+            self._why[self._at] = self.switch.wrong()
         self._next()
 
     def _hopeless(self) -> bool:
@@ -97,9 +95,7 @@ class Session(Trial):
 
     def _slowest(self) -> float:
         spans = [1e6 * (b - a) for a, b in zip(self._marks, self._marks[1:], strict=False)]
-        found = torch.tensor([statistics.median(spans)], dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._main)
-        return float(found[0])
+        return self.groups.greatest(statistics.median(spans))
 
     def _next(self) -> None:
         """Begin with what is asked for next; what is no strategy for this job is noted and passed over."""
@@ -145,7 +141,7 @@ class Session(Trial):
 
 
 class Live:
-    """A script's model and optimizer, changed while it runs: a `Switch`."""
+    """A script's model and optimizer, changed while it runs; what cannot be raises `InvalidInput` on all ranks."""
 
     def __init__(
         self, model: nn.Module, made: DistributedOptimizer, group: Any, assemble: Callable[[Arm], DistributedOptimizer]
@@ -181,25 +177,37 @@ class Live:
         fresh.__dict__.update({key: value for key, value in self._made.__dict__.items() if key not in fresh.__dict__})
         self._made.__dict__ = fresh.__dict__
 
+    def wrong(self) -> str:
+        """Why what was measured is not what was asked for; mostly empty."""
+        unused = self._ddp is not None and not self._ddp.calls
+        return "DDP: the script never calls the module itself, so DDP brings nothing together" if unused else ""
+
 
 class PlainDdp:
     """PyTorch's DDP around a module that the script goes on to call by itself."""
 
     def __init__(self, model: nn.Module, bucket_mb: float, group: Any) -> None:
         self._model = model
+        self._before = model.__dict__.get("forward")
+        self.calls = 0
         # Only without a size DDP makes its first bucket a small one.
         size = None if bucket_mb == DDP_BUCKET_MB else bucket_mb
         # Buffers stay each rank's own, as under a strategy: with broadcasts DDP would only be slower.
         self.wrapped: Any = nn.parallel.DistributedDataParallel(
             _Shell(model), bucket_cap_mb=size, broadcast_buffers=False, init_sync=False, process_group=group
         )
-        changed: Any = model
         # Not the wrapper itself: a module assigned to a module becomes its child.
-        changed.forward = lambda *inputs, **named: self.wrapped(*inputs, **named)
+        model.__dict__["forward"] = self._forward
+
+    def _forward(self, *inputs: Any, **named: Any) -> Any:
+        self.calls += 1
+        return self.wrapped(*inputs, **named)
 
     def close(self) -> None:
         """The module as it was."""
         del self._model.forward
+        if self._before is not None:
+            self._model.__dict__["forward"] = self._before
         self.wrapped = None
         gc.collect()  # its reducer takes its hooks off when it goes
 

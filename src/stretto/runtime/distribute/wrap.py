@@ -87,9 +87,13 @@ def _assembled(
         regions.setdefault(name, [Region(variable=name, part=whole)])
         parameters.setdefault(name, p)
     sync = Synchroniser(carriers, parameters, groups)
-    made = DistributedOptimizer(optimizer, strategy, names, parameters, regions, sync, depots, groups, trial)
+    try:
+        made = DistributedOptimizer(optimizer, strategy, names, parameters, regions, sync, depots, groups, trial)
+    except BaseException:
+        sync.close()  # a session goes on with another strategy
+        raise
     if depots:
-        model.register_load_state_dict_post_hook(lambda *_: made.refresh())  # type: ignore[no-untyped-call]
+        made.follow(model)
     return made
 
 
