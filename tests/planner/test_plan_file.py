@@ -13,7 +13,7 @@ import pytest
 from stretto.cluster import Cluster
 from stretto.errors import InvalidInput, PlanMismatch
 from stretto.planner.compare import Change, diff
-from stretto.planner.plan import MotifPlan, OpPlan, Plan
+from stretto.planner.plan import MotifPlan, OpPlan, Plan, ProgramPlan
 from stretto.workload import Dep, Op, Workload
 
 STEP = Workload(
@@ -75,7 +75,7 @@ def test_every_field_is_in_the_hash() -> None:
     made = plan(op_plan("g", motif(0), motif(1)))
     hashes = {made.hash}
     for one in fields(Plan):
-        if one.name != "ops":
+        if one.name not in ("ops", "programs"):
             hashes.add(replace(made, **{one.name: other(getattr(made, one.name))}).hash)
     op = made.ops[0]
     for one in fields(OpPlan):
@@ -85,7 +85,13 @@ def test_every_field_is_in_the_hash() -> None:
         changed: Any = (0,) if one.name == "after" else other(getattr(op.motifs[1], one.name))
         motifs = (op.motifs[0], replace(op.motifs[1], **{one.name: changed}))
         hashes.add(replace(made, ops=(replace(op, motifs=motifs),)).hash)
-    assert len(hashes) == 1 + len(fields(Plan)) - 1 + len(fields(OpPlan)) - 1 + len(fields(MotifPlan))
+    brought = ProgramPlan(algorithm="a", kind="all_reduce", channels=("net",), groups=((0, 1),), text="t")
+    hashes.add(replace(made, programs=(brought,)).hash)
+    for one in fields(ProgramPlan):
+        changed = ((0, 2),) if one.name == "groups" else other(getattr(brought, one.name))
+        hashes.add(replace(made, programs=(replace(brought, **{one.name: changed}),)).hash)
+    every = (fields(Plan), fields(OpPlan), fields(MotifPlan), fields(ProgramPlan))
+    assert len(hashes) == 1 + sum(map(len, every)) - len(("ops", "motifs"))
 
 
 def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
