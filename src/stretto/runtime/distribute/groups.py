@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +12,10 @@ from ...errors import InvalidInput
 from ..executor_join import host_key
 
 Key = tuple[tuple[int, ...], int]
+
+# A thread of gloo drops what a call from within backward() held a moment after the call has ended, and needs the
+# interpreter for it: one that was ending already would take the whole process down.
+atexit.register(time.sleep, 0.05)
 
 
 class Groups:
