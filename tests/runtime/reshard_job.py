@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -220,8 +223,22 @@ ONLY = {
 }  # fmt: skip
 
 
+def store_port() -> int:
+    """The port of a store in a process of its own: who forks must have no threads, whose locks stay taken."""
+    parent = os.getpid()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        port = int(listening.getsockname()[1])
+        if not os.fork():
+            mine = listening.detach()
+            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=mine)
+            while os.getppid() == parent and store.port:
+                time.sleep(0.2)
+            os._exit(0)
+    return port
+
+
 def joined(port: int, name: str, rank: int, ranks: int) -> None:
-    """Join a job by the store of the parent, which has a server: a file would be read again and again."""
+    """Join a job by a store that has a server: a file would be read again and again."""
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     dist.init_process_group(
         "stretto" if name == "stretto" else "gloo", store=PrefixStore(name, store), rank=rank, world_size=ranks,
@@ -231,7 +248,7 @@ def joined(port: int, name: str, rank: int, ranks: int) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store_port()
 
     def rank_main(rank: int) -> None:
         # Many processes of a busy machine.
@@ -245,7 +262,7 @@ def main() -> None:
                 mock.patch.multiple(executor_join, host_key=key),
                 mock.patch.multiple(backend, missing=absent),
             ):
-                joined(server.port, layout, rank, RANKS)
+                joined(port, layout, rank, RANKS)
                 for name in ONLY.get(layout, tuple(SCENARIOS)):
                     outcomes.setdefault(name, {})[layout] = SCENARIOS[name]()
                 dist.barrier()

@@ -18,8 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from capture_scenarios import _start
-from reshard_job import joined, told
-from torch._C._distributed_c10d import TCPStore
+from reshard_job import joined, store_port, told
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -294,7 +293,7 @@ ONLY = {"messages": ("small_staging", "casts"), "stretto": ("versions_arrive",)}
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store_port()
 
     def rank_main(rank: int) -> None:
         # Many processes of a busy machine.
@@ -303,13 +302,13 @@ def main() -> None:
         for layout in ("gloo", "messages", "stretto"):
             absent = mock.patch("stretto.runtime.backend.missing", lambda: "left out")
             with absent if layout == "messages" else nullcontext():
-                joined(server.port, layout, rank, RANKS)
+                joined(port, layout, rank, RANKS)
                 for name in ONLY.get(layout, tuple(SCENARIOS)):
                     outcomes[name].append(SCENARIOS[name]())
                 dist.barrier()
                 dist.destroy_process_group()
         (folder / f"{rank}.json").write_text(json.dumps(outcomes))
-        joined(server.port, "dies", rank, RANKS)
+        joined(port, "dies", rank, RANKS)
         (folder / f"{rank}.json").write_text(json.dumps(outcomes | {"dies": dies()}))
 
     waiting = {_start(rank, rank_main): rank for rank in range(RANKS)}
