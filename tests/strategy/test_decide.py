@@ -57,6 +57,11 @@ def test_of_two_references_the_faster_stays() -> None:
     assert decide(3, [0, 1], noisy([120, 100, 101], 0.01, 3), most=12).chosen == 1
 
 
+def test_another_reference_seldom_displaces_an_equal_first_one() -> None:
+    wrong = sum(decide(3, [0, 1], noisy([100, 101, 103], 0.03, seed), most=12).chosen != 0 for seed in range(200))
+    assert wrong <= 15
+
+
 def test_what_does_not_run_drops_out() -> None:
     def rounds(who: Sequence[int], count: int) -> list[list[float]]:
         return [[] if at == 1 else [10.0 - at] * count for at in who]

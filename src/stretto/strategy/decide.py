@@ -2,7 +2,8 @@
 
 Of twenty noisy times the least is mostly luck, and a machine's speed drifts. So the finalists run in rounds, each of
 them once in every round, and are compared by their ratios within rounds. Who is slower than the leader with confidence
-drops out. What is there already (a reference) stays, unless the leader is faster than every reference with confidence.
+drops out. What is there already (the first reference) stays, unless another reference is faster than it, or the leader
+faster than every reference, with confidence.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def decide(count: int, references: Sequence[int], rounds: Rounds, *, most: int) 
     known = [at for at in references if times[at]]
     # Whoever dropped a reference out may not lead in the end: each of those left is asked by itself.
     better = [at for at in ran if at not in known and all(surely_faster(times[at], times[one]) for one in known)]
-    best = [at for at in better if at in still] or better or [at for at in known if at in still] or known
+    # The first reference is how things are: another one takes its place only with confidence, too.
+    instead = [at for at in known[1:] if surely_faster(times[at], times[known[0]])]
+    best = [at for at in better if at in still] or better or instead or known[:1]
     # Who dropped out ran in other rounds, perhaps in better ones: only those in common are fair.
     common = min(len(times[at]) for at in best)
     leader = min(best, key=lambda at: median(times[at][:common]))
