@@ -131,6 +131,9 @@ struct Settings {
   double timeout_s = 300;
 };
 
+// What epoll says of a descriptor that is no connection: news of data, or a kick.
+constexpr int kData = -1, kKick = -2;
+
 class Engine {
  public:
   explicit Engine(Settings settings);
