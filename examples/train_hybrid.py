@@ -5,6 +5,8 @@ torchrun --nproc-per-node 4 examples/train_hybrid.py --backend stretto
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from models.dlrm import DLRM, Shape
@@ -13,10 +15,8 @@ from torch.nn import functional
 from train_loop import arguments, data_of_this_rank, join, leave, train
 
 
-def main() -> None:
-    """The loss goes down; the time is what the backend makes of it."""
-    options = arguments(__doc__).parse_args()
-    join(options.backend)
+def train_here(options: argparse.Namespace) -> None:
+    """Train the model of this rank."""
     torch.manual_seed(dist.get_rank())
     model = DLRM(Shape(hidden=2 * options.width, batch=options.batch))
     dense, indices, clicks = model.batch(data_of_this_rank(options.shuffle))
@@ -25,6 +25,13 @@ def main() -> None:
         return functional.binary_cross_entropy_with_logits(model(dense, indices), clicks)
 
     train(model, loss_of, options.iterations)
+
+
+def main() -> None:
+    """The loss goes down; the time is what the backend makes of it."""
+    options = arguments(__doc__).parse_args()
+    join(options.backend)
+    train_here(options)
     leave(options.choices)
 
 

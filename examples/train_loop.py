@@ -69,7 +69,11 @@ def train(model: nn.Module, loss_of: Callable[[nn.Module], Any], iterations: int
 
 
 def leave(choices: bool) -> None:
-    """End the job."""
+    """End the job, after the model has gone.
+
+    A `DistributedDataParallel` that outlives its group ends gloo's threads itself, and may wait for ever: it holds the
+    interpreter, which a thread that drops its last call needs.
+    """
     if choices and dist.get_rank() == 0 and dist.get_backend() == "stretto":
         import stretto.torch
 

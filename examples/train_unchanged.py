@@ -17,18 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
-def main() -> None:
+def train(options: argparse.Namespace) -> None:
     """Learn a random function with a multilayer perceptron."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--workers", type=int, default=0, help="processes that load data")
-    options = parser.parse_args()
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo")
     layers: list[nn.Module] = [nn.Linear(32, options.width), nn.ReLU()]
     for _ in range(options.layers - 2):
         layers += [nn.Linear(options.width, options.width), nn.ReLU()]
@@ -54,6 +44,21 @@ def main() -> None:
     if dist.get_rank() == 0:
         each_ms = 1e3 * (time.perf_counter() - begun) / options.steps
         print(f"{options.steps} steps, {each_ms:.2f} ms each, loss {loss.item():.6f}")
+
+
+def main() -> None:
+    """The group ends after the model, which holds on to it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--workers", type=int, default=0, help="processes that load data")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    train(options)
     dist.destroy_process_group()
 
 
