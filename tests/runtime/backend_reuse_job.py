@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from capture_scenarios import fork
 from torch._C import _distributed_c10d as c10d
 
 import stretto.torch
+from stretto.runtime.backend import StrettoGroup
 from stretto.runtime.backend_engine import Job
 
 TIMES = 3
@@ -48,6 +51,31 @@ def other_ranks(rank: int) -> list[list[Any]]:
     return [tried([1, 2], rank) for _ in range(TIMES)]
 
 
+def whole_jobs(rank: int, ranks: int, folder: Path) -> list[list[int]]:
+    """The job is left and joined again: how many groups outlive it, and how many descriptors are open each time."""
+    found = []
+    # More than `select` knows of.
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    for time in range(TIMES):
+        store = c10d.FileStore(f"{folder}/store-{time}", ranks)
+        dist.init_process_group("stretto", store=store, rank=rank, world_size=ranks)
+        parts = [1 + (rank + peer) % 2 for peer in range(ranks)]
+        received = torch.empty(sum(parts))
+        dist.all_to_all_single(received, torch.ones(sum(parts)), parts, parts)
+        choice = stretto.torch.last_choice()
+        assert choice is not None and choice.backend == "gloo" and received.sum() == sum(parts)
+        dist.barrier()
+        dist.destroy_process_group()
+        del store
+        gc.collect()
+        found.append(
+            [sum(isinstance(each, StrettoGroup) for each in gc.get_objects()), len(os.listdir("/proc/self/fd"))]
+        )
+    for each in many:
+        os.close(each)
+    return found
+
+
 def main() -> None:
     """Each rank reports every scenario."""
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
@@ -59,6 +87,7 @@ def main() -> None:
         dist.barrier()
         found = {scenario.__name__: scenario(rank) for scenario in scenarios}
         dist.destroy_process_group()
+        found["whole_jobs"] = whole_jobs(rank, ranks, folder)
         (folder / f"{rank}.json").write_text(json.dumps(found))
 
     fork(ranks, rank_main)

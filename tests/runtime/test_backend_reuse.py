@@ -33,6 +33,14 @@ def test_ranks_that_cannot_ask_a_former_one_take_another(outcomes: Outcomes) -> 
     assert outcomes["other_ranks"][1:] == [[[5.0, "executor", 3]] * TIMES] * 2
 
 
+def test_nothing_of_a_job_that_was_left_stays_behind(outcomes: Outcomes) -> None:
+    for jobs in outcomes["whole_jobs"]:
+        assert [groups for groups, _ in jobs] == [0] * TIMES
+        opened = [descriptors for _, descriptors in jobs]
+        assert min(opened) > 1100
+        assert opened[1] == opened[-1]
+
+
 def cards(*taken: int) -> list[Card]:
     return [card(rank, executor="", rules="", taken=t, generation=rank) for rank, t in enumerate(taken)]
 

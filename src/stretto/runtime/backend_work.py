@@ -295,6 +295,8 @@ class DelegatedWork(GroupWork):
 
     def _release(self) -> None:
         self._inner = None
+        # It knows the group, which would live as long as this work.
+        self._why = _as_it_is
 
     def _make_future(self) -> Future:
         with contextlib.suppress(RuntimeError):
@@ -324,6 +326,10 @@ class JoinedWork(GroupWork):
 
     def _release(self) -> None:
         self._works = []
+
+
+def _as_it_is(error: Exception) -> Exception:
+    return error
 
 
 def _results(works: Sequence[dist.Work]) -> Tensors:

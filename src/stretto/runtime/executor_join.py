@@ -247,11 +247,14 @@ def _introduction(
 def _accept(
     nearby: socket.socket, remote: socket.socket, deadline: float, missing: int, watch: Callable[[], None]
 ) -> socket.socket:
+    # Not `select.select`, which takes no descriptor above 1023.
+    listening = {s.fileno(): s for s in (nearby, remote)}
+    ready = select.poll()
+    for number in listening:
+        ready.register(number, select.POLLIN)
     while True:
-        ready, _, _ = select.select([nearby, remote], [], [], min(_left(deadline, missing), TICK_S))
-        if ready:
-            connected: socket.socket = ready[0].accept()[0]
-            return connected
+        for number, _ in ready.poll(1e3 * min(_left(deadline, missing), TICK_S)):
+            return listening[number].accept()[0]
         watch()
 
 
