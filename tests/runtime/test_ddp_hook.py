@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stretto.torch
 from stretto import InvalidInput
+from stretto.runtime.ddp import uses_nccl
 
 Outcomes = dict[str, list[Any]]
 
@@ -54,10 +56,39 @@ def test_members_that_are_in_different_numbers_of_groups_make_a_hook(outcomes: O
     assert all(got == want for _, got, want in outcomes["numbered"])
 
 
-@pytest.mark.parametrize("carrier", ["executor", "gloo"])
-def test_gradients_follow_a_plan(outcomes: Outcomes, carrier: str) -> None:
+@pytest.mark.parametrize(("carrier", "kind"), [("auto", "ExecutorCarrier"), ("gloo", "GlooCarrier")])
+def test_gradients_follow_a_plan(outcomes: Outcomes, carrier: str, kind: str) -> None:
     for plans in outcomes[f"planned on {carrier}"]:
-        assert plans == [[True, 1, ""]] * 2
+        assert plans == [[True, 1, "", kind]] * 2
+
+
+@pytest.mark.parametrize(
+    ("backends", "called", "uses"),
+    [
+        ({"cuda": "nccl"}, False, True),
+        ({"cpu": "gloo", "cuda": "nccl"}, True, True),
+        ({"cpu": "gloo", "cuda": "nccl"}, False, False),
+        ({"cpu": "gloo", "cuda": "gloo"}, True, False),
+        ({"cpu": "gloo"}, True, False),
+    ],
+)
+def test_a_job_uses_nccl_where_it_has_nothing_else_or_has_called_it(
+    backends: dict[str, str], called: bool, uses: bool
+) -> None:
+    class Backend:
+        def __init__(self, name: str) -> None:
+            self.name = lambda: name
+
+        def _is_initialized(self) -> bool:
+            return called
+
+    class Group:
+        _device_types = tuple(torch.device(kind) for kind in backends)
+
+        def _get_backend(self, device: torch.device) -> Backend:
+            return Backend(backends[device.type])
+
+    assert uses_nccl(Group()) is uses
 
 
 def test_a_lost_rank_is_named_in_backward(outcomes: Outcomes) -> None:

@@ -161,3 +161,25 @@ def test_a_motif_that_is_put_behind_one_that_runs_has_its_end_reported() -> None
     assert not running.watched
     sequencer.add(pushed_back.entries.values())
     assert running.watched == [first.entries[0]]
+
+
+def test_who_is_told_of_a_motif_that_could_not_start_may_wait_for_other_threads() -> None:
+    first, last = _op(0, "a"), _op(1, "b")
+    sequencer = _lines(first, last)
+    _, work = _submitted(sequencer, first)
+    reached: list[bool] = []
+
+    def told() -> None:
+        other = threading.Thread(target=lambda: reached.append(sequencer.idle), daemon=True)
+        other.start()
+        other.join(JOIN_S)
+
+    work._when_over(told)
+    broken: Any = _Given()
+    broken.start = lambda entry: 1 // 0
+    sequencer.submit(last, broken)
+    assert reached == [True], "the sequencer can be asked while somebody is told"
+    assert isinstance(first.error, ZeroDivisionError) and isinstance(last.error, ZeroDivisionError)
+    after = _op(2, "a")
+    sequencer.submit(after, _Given())
+    assert after.done and after.error is sequencer.failure

@@ -17,7 +17,7 @@ from ..cluster import Cluster
 from ..errors import InvalidInput
 from ..planner.plan import Plan
 from ..workload import Workload
-from .backend import StrettoGroup
+from .backend import CPU, CUDA, StrettoGroup
 from .backend_buffers import Call
 from .enforcer.enforcer import Enforcer
 
@@ -36,9 +36,9 @@ class DdpHook:
         model.register_comm_hook(state, stretto.torch.ddp_hook)
 
     With a `plan` for a captured `workload`, gradients are cut, ordered and bound to channels as it says; `carrier`
-    moves them: our executor, or gloo or (on GPUs) NCCL with one communicator for each channel. `cluster` is what the
-    plan was made for. Ranks agree on the plan every `every` iterations; buckets that it does not know are averaged as
-    usual.
+    moves them: our executor, or gloo or (on GPUs) NCCL with one communicator for each channel; "auto" is NCCL where the
+    job uses it, else the executor, else gloo. `cluster` is what the plan was made for. Ranks agree on the plan every
+    `every` iterations; buckets that it does not know are averaged as usual.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class DdpHook:
         plan: Plan | None = None,
         workload: Workload | None = None,
         cluster: Cluster | None = None,
-        carrier: str = "executor",
+        carrier: str = "auto",
         every: int = 8,
     ) -> None:
         if not dist.is_initialized():
@@ -65,6 +65,8 @@ class DdpHook:
             self.ours = _beside(tuple(dist.get_process_group_ranks(self.users)))
         self.enforcer: Enforcer | None = None
         if plan is not None and workload is not None:
+            if carrier == "auto" and self.made and uses_nccl(self.users):
+                carrier = "nccl"
             self.enforcer = Enforcer(workload, every=every, cluster=cluster, carrier=carrier, group=self.ours)
             try:
                 self.enforcer.prepare(plan, workload, 1)
@@ -109,6 +111,17 @@ class DdpHook:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def uses_nccl(group: Any) -> bool:
+    """Whether a group of another backend is NCCL's, or has called it by now: DDP does when it is made.
+
+    All ranks have made the same calls, and answer alike.
+    """
+    if CUDA not in group._device_types:
+        return False
+    backend = group._get_backend(CUDA)
+    return bool(backend.name() == "nccl" and (CPU not in group._device_types or backend._is_initialized()))
 
 
 def _beside(ranks: tuple[int, ...]) -> StrettoGroup:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ...errors import PlanMismatch
 from ...programs import Lowered, Program
@@ -22,11 +22,14 @@ SLOTS = 6
 """Plans that follow each other use different communicators, so that one can run out while the next begins."""
 LANES = 20
 MAX_NUMBER = (1 << 16) - 1
+MAX_KEPT = 1024
 RESERVED = SLOTS * LANES + 1
 TICK_S = 0.25
 LATE_S = 0.002
 
 Ended = Callable[[Entry], None]
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Loaded(Protocol):
@@ -93,7 +96,8 @@ class ExecutorCarrier:
         # Works of a plan are numbered from a place of its own: what used a communicator before does not matter.
         self._base = generation << 16
         self._networks, self._first = networks, first
-        self._handles: dict[tuple[int, int, int], Handle] = {}
+        # Both by the ids of programs, which are theirs alone while they are kept here.
+        self._handles: dict[tuple[int, int, int], tuple[Program, Handle]] = {}
         self._lowered: dict[int, tuple[Program, Lowered]] = {}
         self._running: dict[int, Entry] = {}
         self._late: SimpleQueue[Entry | None] = SimpleQueue()
@@ -108,22 +112,24 @@ class ExecutorCarrier:
         if part.lane >= LANES:
             raise PlanMismatch(f"the plan needs more than {LANES} communicators")
         key = (number, id(task.program), part.lane)
-        handle = self._handles.get(key)
-        if handle is None:
+        found = self._handles.get(key)
+        if found is None:
             networks = [channel for channel in part.channels if channel in self._networks]
             handle = self._executor.load(
                 self._lower(task.program), ranks=part.leaf.ranks, channels=networks or None,
                 communicator=self._first + 1 + number % SLOTS * LANES + part.lane,
                 first_number=(self._base + number) << 32,
             )  # fmt: skip
-            self._handles[key] = handle
-        return ExecutorLoaded(handle, Layout.of(task))
+            found = task.program, handle
+            _keep(self._handles, key, found)
+        return ExecutorLoaded(found[1], Layout.of(task))
 
     def _lower(self, program: Program) -> Lowered:
         """Plans share programs, so each is lowered once."""
         found = self._lowered.get(id(program))
         if found is None:
-            found = self._lowered[id(program)] = (program, lower(program))
+            found = program, lower(program)
+            _keep(self._lowered, id(program), found)
         return found[1]
 
     def start(
@@ -204,6 +210,13 @@ class ExecutorCarrier:
                 entries = [entry for number in ended if (entry := self._running.pop(number, None)) is not None]
             for entry in entries:
                 self._ended(entry)
+
+
+def _keep(known: dict[K, V], key: K, value: V) -> None:
+    """Sizes that follow the data have no end: the oldest go. What is in use is held by who uses it."""
+    while len(known) >= MAX_KEPT:
+        known.pop(next(iter(known)), None)
+    known[key] = value
 
 
 class _Agreement:

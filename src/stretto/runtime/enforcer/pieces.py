@@ -7,7 +7,9 @@ input and its output as one piece each; the lists here say where their parts rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
@@ -29,7 +31,7 @@ from ..backend_buffers import is_rigid
 from .parts import Part, Planned
 
 IN, OUT, ROOM = 0, 1, 2
-MAX_KNOWN = 1024
+MAX_KNOWN = MAX_PROGRAMS = 1024
 _known: dict[int, tuple[Program, bool]] = {}
 PROVIDED = (SYNTHESISED, BALANCED, NCCL)
 WHOLE = ("AR", "BC", "RE", "AG")
@@ -68,8 +70,34 @@ class Tasks:
     """Whether every reduction is one over all ranks, which can be an average; else sums are divided at the end."""
 
 
-Programs = dict[object, Program]
-"""What was built before: many motifs of a plan run the same program. None is made where a library has its own."""
+class Programs:
+    """What was built before: many motifs of a plan run the same program. The latest are kept.
+
+    Uneven shards have programs of their own, and where sizes follow the data there is no end of them.
+    """
+
+    def __init__(self, most: int = MAX_PROGRAMS) -> None:
+        self._most = most
+        # The control plane's thread prepares while training meets a new size.
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[object, ...], tuple[Program | None, Program]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, key: tuple[object, ...], brought: Program | None, make: Callable[[], Program]) -> Program:
+        """The program of a `key` where the plan has `brought` this one along; made where it is not known."""
+        full = (id(brought), *key)
+        with self._lock:
+            found = self._known.pop(full, None)
+        # Only what is kept here has its id for itself.
+        if found is None or found[0] is not brought:
+            found = (brought, make())
+        with self._lock:
+            self._known[full] = found
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+        return found[1]
 
 
 def tasks_of(planned: Planned, rank: int, elements: int, cluster: Cluster | None, programs: Programs | None) -> Tasks:
@@ -97,14 +125,12 @@ def _task(
     in_place = even and whole.kind in WHOLE and leaf.kind in ONE_BUFFER
     brought = _given(part, leaf, in_place=in_place)
     in_place = in_place and (brought is None or brought.collective.in_place)
-    key = (part.algorithm, id(brought), part.channels, in_place, leaf.kind, leaf.ranks, leaf.root, even or leaf)
+    key = (part.algorithm, part.channels, in_place, leaf.kind, leaf.ranks, leaf.root, even or leaf)
     program: Program | None = None
     if programs is not None:
-        program = programs.get(key) or program_of(part, leaf, cluster, in_place=in_place, even=even)
-        programs[key] = program
-        if brought is not None:
-            # While it is here no other has its id.
-            programs[id(brought)] = brought
+        program = programs.find(
+            key, brought, lambda: program_of(part, leaf, cluster, in_place=in_place, even=even)
+        )
     share = gap = 0
     if program is not None and leaf.nbytes % program.collective.num_chunks and _rigid(program):
         share, gap = _padding(leaf, program.collective.num_chunks)

@@ -116,7 +116,7 @@ class Given:
 
     def _let_go(self) -> None:
         """Works are remembered for long: the application's tensors must not be, nor a plan that has ended."""
-        self.buffers, self._bound, self._room, self._regions, self._plain = None, None, None, (), _never
+        self.buffers, self._bound, self._room, self._regions, self._plain = None, None, None, (), never
 
     def run_plainly(self) -> None:
         """Nothing of it has started, and nothing will: run it as the application asked."""
@@ -193,8 +193,9 @@ class PlannedWork(GroupWork):
         over()
 
 
-def _never() -> GroupWork:
-    raise AssertionError("it has run already")
+def never() -> GroupWork:
+    """In the place of a call that runs, or has run, in plain order already."""
+    raise AssertionError("it runs in plain order already")
 
 
 def _ended(started: Started, timeout_s: float) -> bool:

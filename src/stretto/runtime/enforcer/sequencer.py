@@ -145,6 +145,8 @@ class Sequencer:
         self._open: dict[int, Instance] = {}
         self._added = 0
         self._finished: deque[Instance] = deque()
+        self._broken: deque[Instance] = deque()
+        """Ops whose waiters are to be let go, with success or with the failure, once the lock is."""
 
     def add(self, entries: Iterable[Entry]) -> None:
         """At the end of their lines. Those that run after their own iteration have been submitted already."""
@@ -165,16 +167,17 @@ class Sequencer:
     def submit(self, instance: Instance, submission: Submission) -> None:
         """The application has given an op: its motifs may start."""
         with self.lock:
-            if self.failure is not None:
-                instance.settle(self.failure)
-                return
+            failure = self.failure
             instance.submission = submission
-            self._open[id(instance)] = instance
-            nothing = not instance.entries
-            self._advance()
-            held = any(entry.state == WAITING for entry in instance.entries.values())
+            held = False
+            if failure is None:
+                self._open[id(instance)] = instance
+                self._advance()
+                held = any(entry.state == WAITING for entry in instance.entries.values())
         self._finish()
-        if nothing:
+        if failure is not None:
+            instance.settle(failure)
+        elif not instance.entries:
             self._over(instance)
         elif held:
             self.watch()
@@ -247,12 +250,8 @@ class Sequencer:
     def fail(self, error: Exception) -> None:
         """Nothing of this can go on: everybody who waits gets the error."""
         with self.lock:
-            self.failure = self.failure or error
-            broken, self._open = list(self._open.values()), {}
-            self._lines.clear()
-            self._busy.clear()
-        for instance in broken:
-            instance.settle(error)
+            self._break(error)
+        self._finish()
 
     def behind(self, instance: Instance) -> Instance | None:
         """The op that has to be submitted here before this one can go on, if that is what holds it."""
@@ -306,7 +305,7 @@ class Sequencer:
         try:
             entry.started = entry.instance.submission.start(entry)
         except Exception as error:
-            self.fail(error)
+            self._break(error)
             return
         if entry.started is None:
             entry.state = ENDED
@@ -318,15 +317,20 @@ class Sequencer:
         else:
             entry.instance.stir()
 
+    def _break(self, error: Exception) -> None:
+        """Nothing goes on. Called with the lock."""
+        self.failure = self.failure or error
+        self._broken.extend(self._open.values())
+        self._open.clear()
+        self._lines.clear()
+        self._busy.clear()
+
     def _finish(self) -> None:
-        """Let go those who wait for ops that had nothing to wait for; without the lock, as they may do anything."""
-        while self._finished:
-            try:
-                instance = self._finished.popleft()
-            except IndexError:
-                # Another thread came first.
-                return
+        """Let go those who wait for what is over, well or not; without the lock, as they may do anything."""
+        while (instance := _first(self._finished)) is not None:
             self._over(instance)
+        while (instance := _first(self._broken)) is not None:
+            instance.settle(self.failure)
 
     def _followed(self, entry: Entry) -> bool:
         """Whether something that was submitted stands behind a motif."""
@@ -372,3 +376,11 @@ class Sequencer:
             known = self._open.pop(id(instance), None) is not None
         if known:
             instance.settle(error)
+
+
+def _first(instances: deque[Instance]) -> Instance | None:
+    """Taken out; another thread may have come first."""
+    try:
+        return instances.popleft()
+    except IndexError:
+        return None

@@ -1,0 +1,65 @@
+"""Which carrier an enforcer gets: by name, or what the job uses anyway."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ...errors import InvalidInput, unknown
+from ..backend_engine import Engine, channels_of
+from ..record import LEDGER
+from .carrier import RESERVED, Carrier, ExecutorCarrier
+from .gloo import GlooCarrier
+from .nccl import Hopeless, NcclCarrier
+from .sequencer import Sequencer
+
+CARRIERS = ("auto", "executor", "gloo", "nccl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A carrier, and how to give back what it was given."""
+
+    carrier: Carrier
+    undo: Callable[[], object] = lambda: None
+
+
+def chosen(name: str, engine: Engine) -> str:
+    """The carrier that a name stands for: "auto" is NCCL where the job has called it, else the executor, else gloo."""
+    if name not in CARRIERS:
+        raise unknown("carrier", name, CARRIERS)
+    if name != "auto":
+        return name
+    # All ranks have made the same calls.
+    if any(choice.backend == "nccl" for choice in LEDGER.all()):
+        return "nccl"
+    return "gloo" if engine.job.executor is None else "executor"
+
+
+def make(name: str, engine: Engine, sequencer: Sequencer, *, generation: int, hopeless: Hopeless) -> Made:
+    """The carrier of a `chosen` name; all ranks make it at the same point."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if name == "nccl":
+        return Made(
+            carrier=NcclCarrier(
+                rank=rank, size=size, timeout_s=engine.timeout_s, hopeless=hopeless, failed=sequencer.fail
+            )
+        )
+    if name == "gloo":
+        return Made(carrier=GlooCarrier(sequencer.ended, rank=rank, size=size, timeout_s=engine.timeout_s))
+    job = engine.job
+    if job.executor is None:
+        raise InvalidInput(f"carrier: there is no executor ({job.why}); use gloo")
+    first = job.max_communicators - RESERVED
+    if job.next > first:
+        raise InvalidInput(f"enforcer: {job.next} groups leave no communicators for plans; make it earlier")
+    # Groups that are made later stay below; all ranks make (and close) the enforcer at the same point.
+    job.max_communicators = first
+    carrier = ExecutorCarrier(
+        job.executor, sequencer.ended, networks=list(channels_of(os.environ)), first=first,
+        timeout_s=engine.timeout_s, generation=generation,
+    )  # fmt: skip
+    return Made(carrier=carrier, undo=lambda: setattr(job, "max_communicators", first + RESERVED))

@@ -1,0 +1,144 @@
+"""What an enforcer measures: how long iterations and motifs take, and where the application waited."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import TypedDict
+
+from ...workload import Op
+from ..record import now_us
+from .report import MotifReport
+from .sequencer import Entry, Instance
+
+WINDOW, LEAST_WINDOW, WINDOW_US = 32, 5, 2e6
+"""Iterations that a report looks back on; fewer where they are long, so that a change is soon seen."""
+RECENT = 4
+"""Of so many iterations the begin is remembered: motifs may run ahead of theirs, or late."""
+
+
+class Spent:
+    """What was measured of a motif in the last window."""
+
+    __slots__ = ("durations", "starts", "waits")
+
+    def __init__(self) -> None:
+        self.starts: deque[float] = deque(maxlen=WINDOW)
+        self.durations: deque[float] = deque(maxlen=WINDOW)
+        self.waits: deque[float] = deque(maxlen=WINDOW)
+
+
+class Figures(TypedDict):
+    """The measured part of a `Report`."""
+
+    iteration_us: float
+    plain_us: float
+    waits_us: float
+    motifs: tuple[MotifReport, ...]
+
+
+class Measured:
+    """The last window of a rank. Any thread may tell and ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began_us = now_us()
+        self._times: deque[float] = deque(maxlen=WINDOW)
+        self._plain: deque[float] = deque(maxlen=WINDOW)
+        self._waited = 0.0
+        self._waits: deque[float] = deque(maxlen=WINDOW)
+        self._spent: dict[tuple[int, int], Spent] = {}
+        self._begins: deque[float] = deque(maxlen=RECENT)
+        self._had_plan = False
+
+    def boundary(self, *, first: bool) -> None:
+        """An iteration ends, the next one begins; the `first` is not measured, as nobody knows when it began."""
+        now = now_us()
+        took, self._began_us = now - self._began_us, now
+        with self._lock:
+            self._begins.append(now)
+            if not first:
+                self._times.append(took)
+                if not self._had_plan:
+                    self._plain.append(took)
+            self._waits.append(self._waited)
+            self._waited = 0.0
+
+    def changed(self, *, planned: bool) -> None:
+        """Another plan, or none, is active."""
+        with self._lock:
+            self._times.clear()
+            self._waits.clear()
+            self._spent = {}
+            self._had_plan = self._had_plan or planned
+
+    def left(self) -> None:
+        """The application does something else from here on: what was measured before does not count."""
+        with self._lock:
+            self._times.clear()
+            self._plain.clear()
+            self._had_plan = False
+
+    def waited(self, instance: Instance, begin_us: float, end_us: float) -> None:
+        """The application stood in ``wait()`` for an op: each motif is charged for what it was waited for."""
+        entries = list(instance.entries.values())
+        if len(entries) > 1:
+            entries.sort(key=_end_us)
+        with self._lock:
+            self._waited += end_us - begin_us
+            at = begin_us
+            for entry in entries:
+                until = min(entry.end_us, end_us)
+                self._of(instance, entry.part.motif).waits.append(max(until - at, 0.0))
+                at = max(at, until)
+
+    def spent(self, instance: Instance, motif: int, start_us: float, end_us: float) -> None:
+        """A motif ran from one moment to another."""
+        with self._lock:
+            one = self._of(instance, motif)
+            one.durations.append(end_us - start_us)
+            for begin_us in reversed(self._begins):
+                if begin_us <= start_us:
+                    one.starts.append(start_us - begin_us)
+                    break
+
+    def figures(self, ops: Sequence[Op]) -> Figures:
+        """For a report; `ops` are those of the active plan's workload."""
+        with self._lock:
+            spent = [
+                (key, list(one.starts), list(one.durations), list(one.waits)) for key, one in self._spent.items()
+            ]
+            times, plain, waits_us = list(self._times), list(self._plain), list(self._waits)
+        recent = min(max(int(WINDOW_US / max(times[-1], 1.0)), LEAST_WINDOW), WINDOW) if times else WINDOW
+        times, waits_us = times[-recent:], waits_us[-recent:]
+        motifs = [
+            MotifReport(
+                op=ops[op].name,
+                motif=motif,
+                start_us=_median(starts[-recent:]),
+                duration_us=_median(durations[-recent:]),
+                wait_us=fmean(waits[-recent:]) if waits else 0.0,
+            )
+            for (op, motif), starts, durations, waits in (sorted(spent) if ops else ())
+        ]
+        return Figures(
+            iteration_us=_median(times), plain_us=_median(plain), waits_us=fmean(waits_us) if waits_us else 0.0,
+            motifs=tuple(motifs),
+        )  # fmt: skip
+
+    def _of(self, instance: Instance, motif: int) -> Spent:
+        key = (instance.planned.number, motif)
+        found = self._spent.get(key)
+        if found is None:
+            found = self._spent[key] = Spent()
+        return found
+
+
+def _end_us(entry: Entry) -> float:
+    return entry.end_us
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
