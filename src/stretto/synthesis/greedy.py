@@ -25,7 +25,7 @@ from ..programs import Program
 from ..programs.symmetry import translate
 from ..simulator import Timeline, simulate
 from .combine import all_reduce_from, like, reversed_cluster
-from .hops import Hops
+from .hops import Hops, joins_all
 from .pacing import one_then_other, paced
 from .quotient import Quotient, quotient
 from .schedule import program_from_schedule
@@ -323,17 +323,7 @@ def _without_slowest(view: Quotient) -> Quotient | None:
     rate = np.minimum.reduceat(view.rate[view.link], view.link_ptr[:-1])
     slow = rate < rate.min() * (1 + 1e-9)
     kept = view.keep(~slow)
-    src, dst = kept.ends()
-    for a, b in ((src, dst), (dst, src)):
-        reached = np.zeros(view.local * view.copies, np.bool_)
-        reached[0] = True
-        before = 0
-        while (now := int(np.count_nonzero(reached))) > before:
-            before = now
-            reached[b[reached[a]]] = True
-        if not reached.all():
-            return None
-    return kept
+    return kept if joins_all(*kept.ends(), view.local * view.copies) else None
 
 
 def _counting_us(demand: Demand, way: Way) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,3 +91,22 @@ class Hops:
     def hop_us(self, nbytes: float) -> NDArray[np.float64]:
         """How long a message of this size takes over each hop, alone."""
         return self.alpha_us + nbytes / (self.gb_per_s * 1e3)
+
+
+def joins_all(src: NDArray[np.integer[Any]], dst: NDArray[np.integer[Any]], count: int) -> bool:
+    """Whether these hops lead from every one of so many devices to every other one.
+
+    >>> ring = Hops.of(Cluster.preset("ring", nodes=4))
+    >>> joins_all(ring.src, ring.dst, 4), joins_all(ring.src[:-2], ring.dst[:-2], 4)
+    (True, False)
+    """
+    for a, b in ((src, dst), (dst, src)):
+        reached = np.zeros(count, np.bool_)
+        reached[0] = True
+        before = 0
+        while (now := int(np.count_nonzero(reached))) > before:
+            before = now
+            reached[b[reached[a]]] = True
+        if not reached.all():
+            return False
+    return True

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..cluster import Cluster
 from ..collectives import Collective
 from ..errors import Infeasible, InvalidInput, unknown
-from .hops import Hops
+from .hops import Hops, joins_all
 from .sketch import Connections, LinkRule, Sketch
 
 MAX_ROTATED = 512
@@ -340,17 +340,7 @@ def _connected(
     for a, dsts in conn.items():
         pairs[a, list(dsts)] = True
     kept = (hosts[hops.src] == hosts[hops.dst]) | pairs[local[hops.src], local[hops.dst]]
-    src, dst = hops.src[kept], hops.dst[kept]
-    for a, b in ((src, dst), (dst, src)):
-        reached = np.zeros(cluster.num_devices, np.bool_)
-        reached[0] = True
-        before = 0
-        while (now := int(np.count_nonzero(reached))) > before:
-            before = now
-            reached[b[reached[a]]] = True
-        if not reached.all():
-            return False
-    return True
+    return joins_all(hops.src[kept], hops.dst[kept], cluster.num_devices)
 
 
 def _rotates(cluster: Cluster, size: int) -> bool:
