@@ -24,6 +24,11 @@ def test_training_gives_the_losses_of_gloo(outcomes: Outcomes, scenario: str) ->
         assert ours == pytest.approx(gloo, rel=2e-5, abs=1e-7)
 
 
+def test_ddp_with_sparse_tables_gives_the_weights_of_gloo(outcomes: Outcomes) -> None:
+    for gloo, ours in outcomes["ddp_with_sparse_tables"]:
+        assert ours == pytest.approx(gloo, rel=2e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("scenario", ["dtensor", "checkpoints"])
 def test_what_only_moves_whole_numbers_or_bytes_is_exact(outcomes: Outcomes, scenario: str) -> None:
     for gloo, ours in outcomes[scenario]:

@@ -7,6 +7,7 @@ class would come back here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -368,7 +369,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         choice = call.choice(self.label, backend=backend, why=why, nbytes=call.nbytes)
         # That there is no executor is said once, not for every op.
         said = "every collective" if why == self.engine.missing_why else call.op
-        LEDGER.add(choice, said, loud=self.rank() == 0)
+        LEDGER.add(choice, said, loud=self.rank() == 0 and self.size() > 1)
         try:
             inner: dist.Work = getattr(self._plain, method)(*args)
         except RuntimeError as error:
@@ -412,7 +413,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 def _wrapped_backends(
     store: c10d.Store, rank: int, size: int, timeout: timedelta
 ) -> list[tuple[torch.device, BackendType, Any]]:
-    gloo = dist.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    gloo = dist.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, size, _gloo_options(timeout))
     gloo._set_sequence_number_for_group()
     found: list[tuple[torch.device, BackendType, Any]] = [(CPU, BackendType.GLOO, gloo)]
     if torch.cuda.is_available() and dist.is_nccl_available():
@@ -422,6 +423,24 @@ def _wrapped_backends(
         nccl._set_sequence_number_for_group()
         found.append((CUDA, BackendType.NCCL, nccl))
     return found
+
+
+def _gloo_options(timeout: timedelta) -> Any:
+    """As gloo makes them itself, but with one worker.
+
+    Each worker writes the name of what it has ended into one string, without a lock. Two of them can free its memory
+    twice where a name is long, as that of a sparse all-reduce is, which only the wrapped backend can do.
+    """
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options._devices = (
+        [kind.create_device(interface=name) for name in interfaces.split(",")]
+        if interfaces else [kind.create_default_device()]
+    )  # fmt: skip
+    options._threads = 1
+    options._timeout = timeout
+    return options
 
 
 def _custom(kind: BackendType) -> BackendType:
