@@ -1,8 +1,10 @@
-"""What ranks really exchange in a step under every builder, beside what the builder's `Workload` says."""
+"""What ranks really exchange in a step under every builder and encoder, beside what the `Workload` says."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +17,17 @@ from distribute_job import all_strategies
 from distribute_models import BATCH, batch, loss_of, made, optimizer_of
 
 import stretto
-from stretto.runtime.distribute import model_spec
-from stretto.strategy import ModelSpec, Strategy
+from stretto.runtime.distribute import model_spec, wrap
+from stretto.runtime.distribute.session import groups_for
+from stretto.strategy import ModelSpec, Strategy, Sync
+from stretto.strategy.builders import BUILDERS
 from stretto.strategy.kernels import Message, Step, global_step, workload_of
 from stretto.strategy.model import DTYPE_BYTES
 from stretto.workload import Workload
 
 COUNT_BYTES = 8
+ENCODERS = ("float16", "powersgd:1", "topk:0.1", "onebit", "sufficient_factors")
+OWN = ("mixed", "ordered", "two_level")
 Bytes = dict[str, float]
 
 
@@ -37,7 +43,7 @@ def executed(name: str, strategy: Strategy) -> Bytes:
     """The exchanges of a step, recorded as it runs."""
     model = made(name)
     model, optimizer = stretto.distribute(model, optimizer_of(name, model), strategy)
-    with stretto.capture(iterations=1, skip=2) as recorder:
+    with stretto.capture(iterations=1, skip=1) as recorder:
         while not recorder.done:
             optimizer.zero_grad()
             loss_of(model, batch(name, 0, dist.get_rank())).backward()  # type: ignore[no-untyped-call]
@@ -52,34 +58,69 @@ def beside(step: Step) -> tuple[Bytes, Bytes]:
     exact: Bytes = {}
     most: Bytes = {}
     for message in step.messages:
-        (_rows if message.pieces[0].variable.sparse else _flags)(message, step, most, exact)
+        encoder = message.sync.encoding[0]
+        if message.pieces[0].variable.sparse:
+            _rows(message, step, most)
+        elif encoder in ("topk", "onebit", "sufficient_factors"):
+            _runs(message, step, exact)
+        else:
+            _flags(message, step, exact)
     return exact, most
 
 
-def _flags(message: Message, step: Step, most: Bytes, exact: Bytes) -> None:
-    """Whether anybody has a gradient: an element for each piece, behind each of a sharded message's equal shares."""
+def _add(found: Bytes, kind: str, nbytes: float) -> None:
+    found[kind] = found.get(kind, 0.0) + nbytes
+
+
+def _flags(message: Message, step: Step, exact: Bytes) -> None:
+    """Whether anybody has a gradient: an element for each piece, behind each of a sharded message's equal shares.
+
+    Of PowerSGD's exchanges those of its second matrix have none.
+    """
     size = DTYPE_BYTES[message.pieces[0].variable.dtype]
+    encoder = message.sync.encoding[0]
+    flag = 2 if encoder in ("float16", "bfloat16") else size
     count = len(message.pieces)
     if message.sync.kind == "sharded":
         short = -(message.nbytes // size) % step.num_ranks * size
-        flags = count * size * step.num_ranks
-        for kind, more in (("reduce_scatter", short + flags), ("all_gather", short)):
-            exact[kind] = exact.get(kind, 0.0) + more
+        _add(exact, "reduce_scatter", short + count * size * step.num_ranks)
+        _add(exact, "all_gather", short)
         return
-    for exchange in message.exchanges:
-        if exchange.push:
-            exact[exchange.kind] = exact.get(exchange.kind, 0.0) + count * size * len(exchange.groups)
+    pushes = [exchange for exchange in message.exchanges if exchange.push]
+    if encoder == "powersgd" and any(_is_low(piece.part.shape, message.sync.encoding[1]) for piece in message.pieces):
+        pushes = pushes[: len(message.exchanges) // 2]
+    for exchange in pushes:
+        _add(exact, exchange.kind, count * flag * len(exchange.groups))
 
 
-def _rows(message: Message, step: Step, most: Bytes, exact: Bytes) -> None:
+def _is_low(shape: tuple[int, ...], rank: float) -> bool:
+    return len(shape) > 1 and rank * (shape[0] + math.prod(shape[1:])) < math.prod(shape)
+
+
+def _runs(message: Message, step: Step, exact: Bytes) -> None:
+    """A flag or a count for each piece in each run, and lengths where not all are known to be equal."""
+    factors = message.sync.encoding[0] == "sufficient_factors"
+    pushes = [exchange for exchange in message.exchanges if exchange.push]
+    head = (COUNT_BYTES if factors else 1) * len(message.pieces)
+    runs = 1
+    for exchange in pushes:
+        told = exchange.kind == "broadcast"
+        runs = step.num_ranks if told else runs * len(exchange.groups[0])
+        _add(exact, exchange.kind, head * runs * len(exchange.groups))
+        if factors or len(pushes) > 1:
+            lengths = COUNT_BYTES * sum(1 if told else len(group) for group in exchange.groups)
+            _add(exact, "broadcast" if told else "all_gather", lengths)
+
+
+def _rows(message: Message, step: Step, most: Bytes) -> None:
     """Lengths are told first, and each run begins with a count for each piece."""
     for exchange in message.exchanges:
         for group in exchange.groups:
             counts = COUNT_BYTES * len(message.pieces) * (1 if exchange.kind == "broadcast" else step.num_ranks)
-            most[exchange.kind] = most.get(exchange.kind, 0.0) + counts
+            _add(most, exchange.kind, counts)
             asked = "broadcast" if exchange.kind == "broadcast" else "all_gather"
             lengths = COUNT_BYTES * (1 if exchange.kind == "broadcast" else len(group))
-            most[asked] = most.get(asked, 0.0) + lengths
+            _add(most, asked, lengths)
 
 
 def with_all_rows(spec: ModelSpec) -> ModelSpec:
@@ -87,18 +128,47 @@ def with_all_rows(spec: ModelSpec) -> ModelSpec:
     return replace(spec, variables=tuple(replace(v, rows=2 * BATCH) if v.sparse else v for v in spec.variables))
 
 
+def encoded(strategy: Strategy, spec: ModelSpec, encoder: str) -> Strategy | None:
+    """The same with an encoder, wherever it fits; None where it never does."""
+
+    def fits(variable: str, sync: Sync, cut: bool) -> bool:
+        v = spec.variable(variable)
+        factors = encoder != "sufficient_factors" or (v.factors > 0 and len(v.shape) == 2 and not cut)
+        return sync.kind != "sharded" and factors
+
+    def changed(variable: str, sync: Sync, cut: bool) -> Sync:
+        return replace(sync, encoder=encoder) if fits(variable, sync, cut) else sync
+
+    nodes = tuple(
+        replace(
+            node, sync=changed(node.variable, node.sync, bool(node.partition)),
+            parts=tuple(changed(node.variable, part, True) for part in node.parts),
+        )
+        for node in strategy.nodes
+    )  # fmt: skip
+    return None if nodes == strategy.nodes else replace(strategy, nodes=nodes)
+
+
 def main() -> None:
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
 
     def rank_main(rank: int) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        # Communicators are used again by the next strategy, as in a session: making them anew is most of the time.
+        os.environ["STRETTO_TRIAL"] = "session,"
+        lasting = groups_for(None)
+        wrap.groups_for = lambda _: lasting
+        del os.environ["STRETTO_TRIAL"]
         outcomes = {}
         for name in ("mlp", "ncf"):
             spec = with_all_rows(model_spec(made(name), batch(name, 0, 0)))
             dense = replace(spec, variables=tuple(v for v in spec.variables if not v.sparse))
-            for label, strategy in all_strategies(spec).items():
-                if label == "factors":
-                    continue
+            found = {label: one for label, one in all_strategies(spec).items() if label != "factors"}
+            for encoder in ENCODERS if name == "mlp" else ():
+                for label in [*BUILDERS, *OWN]:
+                    strategy = encoded(found[label], spec, encoder)
+                    found |= {} if strategy is None else {f"{label} {encoder}": strategy}
+            for label, strategy in found.items():
                 step = global_step(strategy, spec, strategy.devices)
                 only = replace(step, messages=tuple(m for m in step.messages if not m.pieces[0].variable.sparse))
                 exact, most = beside(step)

@@ -21,11 +21,13 @@ from torch import nn
 import stretto
 import stretto.torch
 from stretto.runtime.distribute import model_spec
+from stretto.runtime.distribute.regions import block_of
 from stretto.strategy import Strategy
 from stretto.strategy.builders import build
 from stretto.strategy.files import save_strategy
 
 PLACES = ("all_reduce", "partitioned_ps", "zero2")
+KEEPING = ("powersgd:1", "topk:0.1", "onebit")
 
 
 def built(name: str, builder: str, **options: Any) -> Strategy:
@@ -96,35 +98,83 @@ def error_of(act: Callable[[], object]) -> str:
 
 
 class Uneven(nn.Module):
-    """A layer that only rank 1 uses, and one that nobody does."""
+    """A layer that only rank 1 uses, one that nobody does, and one that is not used in the second of three steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared, self.some, self.nobody = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.shared, self.some, self.nobody, self.pausing = (nn.Linear(6, 6) for _ in range(4))
+        self.table = nn.Embedding(4, 6, sparse=True)
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Through two layers on one rank."""
+        """Through several layers, one more on one rank."""
+        self.calls += 1
         out: torch.Tensor = self.shared(x)
+        if self.calls != 2:
+            out = out + self.pausing(x) + self.table(torch.tensor([dist.get_rank() % 2, 2]))
         return out + self.some(x) if dist.get_rank() == 1 else out
 
 
-def unused(builder: str) -> list[Any]:
-    """How a layer fares that one rank uses, and one that nobody uses, with weight decay on."""
+def unused(builder: str, **options: Any) -> dict[str, Any]:
+    """How layers fare that one rank uses, that nobody does, and that pause, with momentum and weight decay on."""
     torch.manual_seed(1)
     model: nn.Module = Uneven()
     begin = {key: value.clone() for key, value in model.state_dict().items()}
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    spec = model_spec(model)
-    model, optimizer = stretto.distribute(model, optimizer, build(builder, spec, DEVICES))
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(2, 3)).sum().backward()
+    dense = [p for name, p in model.named_parameters() if name != "table.weight"]
+    tables = [p for name, p in model.named_parameters() if name == "table.weight"]
+    groups = [{"params": dense, "weight_decay": 0.5}, {"params": tables, "weight_decay": 0.0}]
+    optimizer: Any = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    model, optimizer = stretto.distribute(model, optimizer, build(builder, model_spec(model), DEVICES, **options))
+    for step in range(3):
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        _uneven_loss(model, step).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            after = model.state_dict()
+            stayed = [torch.equal(before[key], after[key]) for key in ("pausing.weight", "table.weight")]
     moved = {key: float((value - begin[key]).abs().max()) for key, value in model.state_dict().items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, weights(model))
     optimizer.close()
-    return [moved["some.weight"] > 0, moved["nobody.weight"] == 0, all(one == everyone[0] for one in everyone)]
+    return {
+        "some moved": moved["some.weight"] > 0, "nobody stayed": moved["nobody.weight"] == 0,
+        "pausing stayed": stayed[0], "table stayed": stayed[1], "alike": all(one == everyone[0] for one in everyone),
+    }  # fmt: skip
+
+
+def _uneven_loss(model: nn.Module, step: int) -> torch.Tensor:
+    torch.manual_seed(10 * step + dist.get_rank())
+    loss: torch.Tensor = (model(torch.randn(2, 6)) * torch.randn(2, 6)).sum()
+    return loss
+
+
+def lost(builder: str, encoder: str) -> float:
+    """How far what the weights have moved by and what ranks keep back are, together, from the mean of gradients."""
+    torch.manual_seed(1)
+    model: nn.Module = Uneven()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = stretto.distribute(
+        model, optimizer, build(builder, model_spec(model), DEVICES, encoder=encoder)
+    )
+    rest = {name: -p.detach() for name, p in model.named_parameters()}
+    for step in range(5):
+        loss = _uneven_loss(model, step)
+        gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True, allow_unused=True)
+        for name, gradient in zip(rest, gradients, strict=True):
+            total = torch.zeros_like(rest[name]) if gradient is None else gradient.to_dense()
+            dist.all_reduce(total)
+            rest[name] += total / dist.get_world_size()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    for carrier in optimizer._sync.carriers:
+        for piece, left in zip(carrier.pieces, getattr(carrier, "left", ()), strict=False):
+            total = left.view(piece.part.shape).clone()
+            dist.all_reduce(total)
+            block_of(rest[piece.variable.name], piece.part).sub_(total)
+    optimizer.close()
+    return max(float((rest[name] + p.detach()).abs().max()) for name, p in model.named_parameters())
 
 
 def in_32_bits() -> list[float]:
@@ -287,8 +337,14 @@ def whole_job(folder: Path) -> dict[str, Any]:
     outcomes["scaled elsewhere"] = scaled("partitioned_ps")[0]
     outcomes["kept"] = [kept(builder) for builder in PLACES]
     outcomes["kept unused"] = [kept_unused(), kept_unused(encoder="sufficient_factors")]
-    for builder in ("all_reduce", "ps", "zero1"):
+    for builder in ("all_reduce", "ps", "zero1", "parallax"):
         outcomes[f"unused {builder}"] = unused(builder)
+    outcomes["unused ps stale"] = unused("ps", staleness=1)
+    for encoder in ("float16", "powersgd:1", "topk:0.1", "onebit", "sufficient_factors"):
+        for builder in ("all_reduce", "ps_balanced"):
+            outcomes[f"unused {builder} {encoder}"] = unused(builder, encoder=encoder)
+            if encoder in KEEPING:
+                outcomes[f"lost {builder} {encoder}"] = lost(builder, encoder)
     outcomes["errors"] = errors()
     half = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][dist.get_rank() % 2]
     outcomes["some ranks"] = _of_some(half)

@@ -12,6 +12,8 @@ from stretto.strategy.builders import BUILDERS
 
 Outcomes = dict[str, list[Any]]
 OWN = ("mixed", "ordered", "two_level")
+SHARDED = ("zero1", "zero2")
+ENCODERS = ("float16", "powersgd:1", "topk:0.1", "onebit")
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +21,27 @@ def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFact
     return job(Path(__file__).with_name("distribute_bytes_job.py"), tmp_path_factory.mktemp("bytes"), ranks=4)
 
 
-@pytest.mark.parametrize("label", [*BUILDERS, *OWN])
-def test_dense_gradients_and_parameters_move_exactly_the_bytes_of_the_workload(outcomes: Outcomes, label: str) -> None:
+def same_bytes(outcomes: Outcomes, label: str) -> None:
     for one in outcomes[f"mlp {label}"]:
         planned = {kind: nbytes + one["exact"].get(kind, 0.0) for kind, nbytes in one["planned"].items()}
         planned |= {kind: nbytes for kind, nbytes in one["exact"].items() if kind not in planned}
         assert one["executed"] == planned and planned
+
+
+@pytest.mark.parametrize("label", [*BUILDERS, *OWN])
+def test_dense_gradients_and_parameters_move_exactly_the_bytes_of_the_workload(outcomes: Outcomes, label: str) -> None:
+    same_bytes(outcomes, label)
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("label", [*(name for name in BUILDERS if name not in SHARDED), *OWN])
+def test_so_do_encoded_ones(outcomes: Outcomes, label: str, encoder: str) -> None:
+    same_bytes(outcomes, f"{label} {encoder}")
+
+
+@pytest.mark.parametrize("label", ["all_reduce", "ps", "ps_balanced", "ordered", "two_level"])
+def test_so_do_factors_of_whole_weights(outcomes: Outcomes, label: str) -> None:
+    same_bytes(outcomes, f"{label} sufficient_factors")
 
 
 @pytest.mark.parametrize("label", [*BUILDERS, *OWN])

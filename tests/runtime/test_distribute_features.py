@@ -75,9 +75,30 @@ def test_a_step_without_a_layer_leaves_its_weights_and_its_kept_gradient_and_clo
     assert outcomes["kept unused"] == [[[False, True, True, True, True]] * 2] * 4
 
 
-@pytest.mark.parametrize("builder", ["all_reduce", "ps", "zero1"])
+def only_what_was_used_moved(outcomes: Outcomes, label: str) -> None:
+    for rank in outcomes[f"unused {label}"]:
+        assert all(rank.values()), rank
+
+
+@pytest.mark.parametrize("builder", ["all_reduce", "ps", "zero1", "parallax"])
 def test_layers_that_some_or_none_use(outcomes: Outcomes, builder: str) -> None:
-    assert outcomes[f"unused {builder}"] == [[True, True, True]] * 4
+    only_what_was_used_moved(outcomes, builder)
+
+
+@pytest.mark.parametrize("builder", ["all_reduce", "ps_balanced"])
+@pytest.mark.parametrize("encoder", ["float16", "powersgd:1", "topk:0.1", "onebit", "sufficient_factors"])
+def test_encoders_leave_alone_what_nobody_uses(outcomes: Outcomes, builder: str, encoder: str) -> None:
+    only_what_was_used_moved(outcomes, f"{builder} {encoder}")
+
+
+def test_a_stale_server_leaves_alone_what_nobody_uses(outcomes: Outcomes) -> None:
+    assert all(rank["some moved"] and rank["nobody stayed"] for rank in outcomes["unused ps stale"])
+
+
+@pytest.mark.parametrize("builder", ["all_reduce", "ps_balanced"])
+@pytest.mark.parametrize("encoder", ["powersgd:1", "topk:0.1", "onebit"])
+def test_what_is_kept_back_is_not_lost_when_layers_pause(outcomes: Outcomes, builder: str, encoder: str) -> None:
+    assert max(outcomes[f"lost {builder} {encoder}"]) < 1e-5
 
 
 def test_a_group_of_some_ranks_trains_by_itself(outcomes: Outcomes) -> None:

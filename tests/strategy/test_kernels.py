@@ -109,7 +109,6 @@ def test_sharded_updates_a_share_everywhere() -> None:
     ("encoder", "kind", "nbytes"),
     [
         ("float16", "all_reduce", 4096),
-        ("powersgd:2", "all_reduce", 2 * 96 * 4),
         ("topk:0.01", "all_gather", 4 * 21 * 8),
         ("onebit", "all_gather", 4 * (256 + 8)),
         ("sufficient_factors", "all_gather", 4 * 4 * 96 * 4),
@@ -118,6 +117,24 @@ def test_sharded_updates_a_share_everywhere() -> None:
 def test_encoders_change_what_travels(encoder: str, kind: str, nbytes: float) -> None:
     (exchange,) = one("w", Sync(encoder=encoder)).exchanges
     assert (exchange.kind, exchange.nbytes, exchange.encoding) == (kind, nbytes, encoder.partition(":")[0])
+
+
+def test_powersgd_has_its_first_matrix_everywhere_before_it_makes_the_second() -> None:
+    both = [("all_reduce", 2 * 64 * 4), ("all_reduce", 2 * 32 * 4)]
+    assert [(e.kind, e.nbytes) for e in one("w", Sync(encoder="powersgd:2")).exchanges] == both
+    server = Sync(kind="parameter_server", placement=("h0.gpu0",), encoder="powersgd:2")
+    found = one("w", server).exchanges
+    assert [(e.kind, e.nbytes, e.push) for e in found] == [
+        ("reduce", 512, True), ("broadcast", 512, True), ("reduce", 256, True), ("broadcast", 8192, False),
+    ]  # fmt: skip
+    assert [bool(e.at_work_us) for e in found] == [True, False, False, False]
+    assert [(e.kind, e.nbytes) for e in one("b", Sync(encoder="powersgd:2")).exchanges] == [("all_reduce", 32 * 4)]
+
+
+def test_runs_are_joined_at_stations_and_all_of_them_handed_out() -> None:
+    found = one("w", Sync(transfer=("h0.gpu0", "h1.gpu0"), encoder="onebit")).exchanges
+    run = 256 + 8
+    assert [(e.kind, e.nbytes) for e in found] == [("gather", 2 * run), ("all_gather", 4 * run), ("broadcast", 4 * run)]
 
 
 def test_only_gradients_are_encoded() -> None:

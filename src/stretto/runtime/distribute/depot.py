@@ -56,6 +56,8 @@ class Depot:
         self._tag = number
         self._communicator = communicator
         self._elements = sum(piece.part.elements for piece in pieces)
+        self._head = 1 + len(pieces)
+        """Before gradients stands what a message is, and for each region whether there is a gradient of it."""
         self._dtype = CASTS.get(sync.encoding[0], first.dtype)
         self._answer = torch.empty(self._elements, dtype=first.dtype)
         self._sending: list[tuple[Any, torch.Tensor]] = []
@@ -80,13 +82,14 @@ class Depot:
 
     def send(self, parameters: dict[str, nn.Parameter]) -> None:
         """This rank's gradients to the server."""
-        flat = torch.zeros(1 + self._elements, dtype=self._dtype)
+        flat = torch.zeros(self._head + self._elements, dtype=self._dtype)
         flat[0] = PUSH
-        at = 1
-        for region in self.regions:
+        at = self._head
+        for number, region in enumerate(self.regions):
             size = region.part.elements
             gradient = parameters[region.variable].grad
             if gradient is not None:
+                flat[1 + number] = 1.0
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 flat[at : at + size].view(region.part.shape).copy_(block_of(dense, region.part) / self.groups.size)
             at += size
@@ -124,7 +127,7 @@ class Depot:
     def close(self) -> None:
         """No more from this rank; the server waits for all."""
         if self.groups.rank != self.owner:
-            self._post(self.owner, torch.full((1 + self._elements,), BYE, dtype=self._dtype))
+            self._post(self.owner, torch.full((self._head + self._elements,), BYE, dtype=self._dtype))
             for work, _ in self._sending:
                 work.wait()
             return
@@ -144,7 +147,7 @@ class Depot:
             self._thread.start()
 
     def _run(self) -> None:
-        incoming = torch.empty(1 + self._elements, dtype=self._dtype)
+        incoming = torch.empty(self._head + self._elements, dtype=self._dtype)
         place = {rank: at for at, rank in enumerate(self.groups.world)}
         try:
             while not all(gone or at == self.owner for at, gone in enumerate(self._gone)):
@@ -193,10 +196,11 @@ class Depot:
     def _update(self, flat: torch.Tensor) -> None:
         assert self.inner is not None
         self._updates += 1
-        at = 1
-        for region, master in self.masters.items():
+        at = self._head
+        for (region, master), used in zip(self.masters.items(), flat[1 : self._head].tolist(), strict=True):
             size = region.part.elements
-            master.grad = flat[at : at + size].view(region.part.shape).to(master.device, master.dtype)
+            gradient = flat[at : at + size].view(region.part.shape).to(master.device, master.dtype)
+            master.grad = gradient if used else None
             at += size
         self._options(self.inner)
         self.inner.step()

@@ -48,32 +48,43 @@ class PowerSgdCarrier(Carrier):
         return rows, columns, min(int(self.message.sync.encoding[1]) or 1, rows, columns)
 
     def push(self) -> Flow:
-        """P to everyone, made orthogonal; Q to who updates."""
-        wanted = []
-        for at, piece in enumerate(self.pieces):
-            gradient = self.gradient(piece)
-            wanted.append(self.left[at] if gradient is None else self.left[at].add(gradient, alpha=self.shares))
+        """P to everyone, made orthogonal; Q to who updates.
+
+        Behind P stands a flag for each piece: how many ranks have a gradient. Who has none sends zeros, and keeps what
+        it has kept back until it has one again.
+        """
+        given = [self.gradient(piece) for piece in self.pieces]
+        wanted = [
+            torch.zeros_like(left) if one is None else left.add(one, alpha=self.shares)
+            for left, one in zip(self.left, given, strict=True)
+        ]
         matrices = [w.reshape(self._sizes(p)[:2]) for w, p in zip(wanted, self.pieces, strict=True)]
-        first = [m if q is None else m @ q for m, q in zip(matrices, self.q, strict=True)]
-        flat = torch.cat([one.reshape(-1) for one in first])
-        # A server's sum of P has to reach those who make Q from it.
-        yield from self.flow([*self.pushes, *self.pulls], flat, more=True)
-        sums = list(_cut(flat, first))
-        bases = [s if q is None else _orthogonal(s) for s, q in zip(sums, self.q, strict=True)]
+        flags = torch.tensor([float(one is not None) for one in given], dtype=self.dtype, device=self.device)
+        first = [*(m if q is None else m @ q for m, q in zip(matrices, self.q, strict=True)), flags]
         low = [at for at, q in enumerate(self.q) if q is not None]
+        # P by the exchanges that bring it to everyone, then Q by as many as bring it to who updates.
+        halfway = (len(self.pushes) + len(self.pulls)) // 2 if low else len(self.pushes)
+        flat = torch.cat([one.reshape(-1) for one in first])
+        yield from self.flow(self.pushes[:halfway], flat, more=bool(low))
+        *sums, flags = _cut(flat, first)
+        bases = [s if q is None else _orthogonal(s) for s, q in zip(sums, self.q, strict=True)]
         second = [matrices[at].T @ bases[at] for at in low]
         if second:
             flat = torch.cat([one.reshape(-1) for one in second])
             own = flat.clone()
-            yield from self.flow(self.pushes, flat)
+            yield from self.flow(self.pushes[halfway:], flat)
             for at, mine, total in zip(low, _cut(own, second), _cut(flat, second), strict=True):
-                self.left[at] = (matrices[at] - bases[at] @ mine.T).view(self.pieces[at].part.shape)
-                self.q[at] = total if self.owner == EVERYONE else self._start(self.pieces[at])
+                if given[at] is not None:
+                    self.left[at] = (matrices[at] - bases[at] @ mine.T).view(self.pieces[at].part.shape)
+                if self.owner != EVERYONE:
+                    self.q[at] = self._start(self.pieces[at])
+                elif flags[at]:
+                    self.q[at] = total
                 sums[at] = bases[at] @ total.T
         self.results.clear()
         if self.updates:
             for at, total in enumerate(sums):
-                self.give(at, total.view(self.pieces[at].part.shape))
+                self.give(at, total.view(self.pieces[at].part.shape) if flags[at] else None)
 
 
 class FactorsCarrier(RunsCarrier):

@@ -21,6 +21,8 @@ from .groups import Groups
 from .regions import block_of, rows_of, sparse_of
 
 Joined = Generator[Wait, None, torch.Tensor]
+NO_GRADIENT = -1
+"""Instead of a number of rows: there is no gradient at all, which an optimizer treats unlike one without rows."""
 
 
 class RunsCarrier(Carrier):
@@ -68,7 +70,7 @@ class SparseCarrier(RunsCarrier):
         for piece in self.pieces:
             gradient = self.parameters[piece.variable.name].grad
             if gradient is None:
-                found.append(self._count_bytes(0))
+                found.append(self._count_bytes(NO_GRADIENT))
                 continue
             if not gradient.is_sparse:
                 raise InvalidInput(f"{piece.variable.name}: its gradient is dense, but the strategy has it as sparse")
@@ -79,20 +81,27 @@ class SparseCarrier(RunsCarrier):
     def _rows(self, numbers: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         return [self._count_bytes(len(numbers)), as_bytes(numbers), as_bytes(values)]
 
-    def _read(self, run: Run, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, run: Run, piece: Piece) -> tuple[torch.Tensor, torch.Tensor] | None:
         count = int(run.take(1, torch.int64))
+        if count == NO_GRADIENT:
+            return None
         shape = (count, *piece.part.shape[1:])
         return run.take(count, torch.int64), run.take(math.prod(shape), self.dtype).view(shape)
 
     def decode(self, run: Run) -> list[torch.Tensor | None]:
-        """Rows of equal numbers are added up."""
+        """Rows of equal numbers are added up; of a table that no rank has used there is none."""
         rows: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.pieces]
         while run.left:
             for at, piece in enumerate(self.pieces):
-                rows[at].append(self._read(run, piece))
+                if (read := self._read(run, piece)) is not None:
+                    rows[at].append(read)
         means: list[torch.Tensor | None] = []
         self.touched = []
         for piece, found in zip(self.pieces, rows, strict=True):
+            if not found:
+                self.touched.append(torch.empty(0, dtype=torch.int64, device=self.device))
+                means.append(None)
+                continue
             numbers, values = torch.cat([n for n, _ in found]), torch.cat([v for _, v in found])
             mean = sparse_of(numbers, values, piece.part.shape)
             self.touched.append(mean.indices()[0])
@@ -118,13 +127,16 @@ class SparseCarrier(RunsCarrier):
             return
         reading = Run(run)
         for block, piece in zip(blocks, self.pieces, strict=True):
-            if reading.left:
-                numbers, values = self._read(reading, piece)
-                block[numbers] = values
+            if reading.left and (read := self._read(reading, piece)) is not None:
+                block[read[0]] = read[1]
 
 
 class FeedbackCarrier(RunsCarrier):
-    """Lossy encodings: what was not sent is added to the next gradient."""
+    """Lossy encodings: what was not sent is added to the next gradient.
+
+    A byte for each piece tells whether the rank has a gradient. Who has none sends zeros, and keeps what it has kept
+    back until it has one again: nobody's optimizer moves a layer that no rank has used.
+    """
 
     stateful = True
     same_length = True
@@ -133,67 +145,76 @@ class FeedbackCarrier(RunsCarrier):
         super().__init__(message, parameters, groups)
         self.left = [torch.zeros(p.part.elements, dtype=self.dtype, device=self.device) for p in self.pieces]
 
-    def wanted(self, at: int) -> torch.Tensor:
-        """What should be sent of a piece: the gradient's share, and what is left of earlier ones."""
-        gradient = self.gradient(self.pieces[at])
-        if gradient is None:
-            return self.left[at].clone()
-        return torch.add(self.left[at], gradient.reshape(-1), alpha=self.shares)
+    @abstractmethod
+    def shorten(self, at: int, wanted: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What is sent of a piece, as bytes, and what is left."""
 
-
-class TopKCarrier(FeedbackCarrier):
-    """The largest elements of each piece, with their places."""
-
-    def _count(self, piece: Piece) -> int:
-        return min(piece.part.elements, math.ceil(self.message.sync.encoding[1] * piece.part.elements))
+    @abstractmethod
+    def add(self, at: int, run: Run, total: torch.Tensor) -> None:
+        """Read what one rank has sent of a piece, and add it."""
 
     def encode(self) -> torch.Tensor:
-        """Places (4 bytes each) and values."""
-        found = []
-        for at, piece in enumerate(self.pieces):
-            wanted = self.wanted(at)
-            places = wanted.abs().topk(self._count(piece), sorted=False).indices
-            found += [as_bytes(places.int()), as_bytes(wanted[places])]
-            self.left[at] = wanted.index_fill(0, places, 0.0)
+        """Flags, then each piece: the gradient's share with what is left of earlier ones, shortened."""
+        given = [self.gradient(piece) for piece in self.pieces]
+        found = [torch.tensor([one is not None for one in given], dtype=torch.uint8, device=self.device)]
+        for at, (gradient, left) in enumerate(zip(given, self.left, strict=True)):
+            if gradient is None:
+                found += self.shorten(at, torch.zeros_like(left))[0]
+            else:
+                sent, self.left[at] = self.shorten(at, torch.add(left, gradient.reshape(-1), alpha=self.shares))
+                found += sent
         return torch.cat(found)
 
     def decode(self, run: Run) -> list[torch.Tensor | None]:
-        """The sum of all."""
+        """The sum of all; of a layer that no rank has used there is none."""
+        used = torch.zeros(len(self.pieces), dtype=torch.bool, device=self.device)
         sums = [torch.zeros_like(left) for left in self.left]
         while run.left:
-            for total, piece in zip(sums, self.pieces, strict=True):
-                count = self._count(piece)
-                places = run.take(count, torch.int32).long()
-                total.index_add_(0, places, run.take(count, self.dtype))
-        return [total.view(piece.part.shape) for total, piece in zip(sums, self.pieces, strict=True)]
+            used |= run.take(len(self.pieces), torch.uint8).bool()
+            for at, total in enumerate(sums):
+                self.add(at, run, total)
+        return [
+            total.view(piece.part.shape) if one else None
+            for total, piece, one in zip(sums, self.pieces, used.tolist(), strict=True)
+        ]
+
+
+class TopKCarrier(FeedbackCarrier):
+    """The largest elements of each piece, with their places (4 bytes each)."""
+
+    def _count(self, at: int) -> int:
+        elements = self.pieces[at].part.elements
+        return min(elements, math.ceil(self.message.sync.encoding[1] * elements))
+
+    def shorten(self, at: int, wanted: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Places and values; the others are left."""
+        places = wanted.abs().topk(self._count(at), sorted=False).indices
+        return [as_bytes(places.int()), as_bytes(wanted[places])], wanted.index_fill(0, places, 0.0)
+
+    def add(self, at: int, run: Run, total: torch.Tensor) -> None:
+        """Values to their places."""
+        count = self._count(at)
+        places = run.take(count, torch.int32).long()
+        total.index_add_(0, places, run.take(count, self.dtype))
 
 
 class OneBitCarrier(FeedbackCarrier):
     """The sign of each element, and the means of those that are not negative and of those that are."""
 
-    def encode(self) -> torch.Tensor:
-        """Two means, then eight signs to a byte."""
-        found = []
-        for at in range(len(self.pieces)):
-            wanted = self.wanted(at)
-            above = wanted >= 0
-            counts = above.sum(), (~above).sum()
-            means = torch.stack([
-                wanted[above].sum() / counts[0].clamp(min=1), wanted[~above].sum() / counts[1].clamp(min=1)
-            ])  # fmt: skip
-            found += [as_bytes(means), packed_bits(above)]
-            self.left[at] = wanted - torch.where(above, means[0], means[1])
-        return torch.cat(found)
+    def shorten(self, at: int, wanted: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Two means, then eight signs to a byte; how far each is from its mean is left."""
+        above = wanted >= 0
+        counts = above.sum(), (~above).sum()
+        means = torch.stack([
+            wanted[above].sum() / counts[0].clamp(min=1), wanted[~above].sum() / counts[1].clamp(min=1)
+        ])  # fmt: skip
+        return [as_bytes(means), packed_bits(above)], wanted - torch.where(above, means[0], means[1])
 
-    def decode(self, run: Run) -> list[torch.Tensor | None]:
-        """The sum of all."""
-        sums = [torch.zeros_like(left) for left in self.left]
-        while run.left:
-            for total in sums:
-                means = run.take(2, self.dtype)
-                above = unpacked_bits(run.take(-(-len(total) // 8), torch.uint8), len(total))
-                total += torch.where(above, means[0], means[1])
-        return [total.view(piece.part.shape) for total, piece in zip(sums, self.pieces, strict=True)]
+    def add(self, at: int, run: Run, total: torch.Tensor) -> None:
+        """To each element the mean of its sign."""
+        means = run.take(2, self.dtype)
+        above = unpacked_bits(run.take(-(-len(total) // 8), torch.uint8), len(total))
+        total += torch.where(above, means[0], means[1])
 
 
 class Run:

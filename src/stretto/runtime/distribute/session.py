@@ -193,9 +193,12 @@ class PlainDdp:
         # Only without a size DDP makes its first bucket a small one.
         size = None if bucket_mb == DDP_BUCKET_MB else bucket_mb
         # Buffers stay each rank's own, as under a strategy: with broadcasts DDP would only be slower.
-        self.wrapped: Any = nn.parallel.DistributedDataParallel(
-            _Shell(model), bucket_cap_mb=size, broadcast_buffers=False, init_sync=False, process_group=group
-        )
+        with warnings.catch_warnings():
+            # PyTorch 2.13 has a newer name for half of what this says, and none for all of it.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            self.wrapped: Any = nn.parallel.DistributedDataParallel(
+                _Shell(model), bucket_cap_mb=size, broadcast_buffers=False, init_sync=False, process_group=group
+            )
         # Not the wrapper itself: a module assigned to a module becomes its child.
         model.__dict__["forward"] = self._forward
 

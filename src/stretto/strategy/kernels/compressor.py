@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import InvalidInput
@@ -17,11 +17,15 @@ SHORT_INDEX_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What becomes of a gradient: its bytes, whether ranks' messages can be added up, and passes over memory."""
+    """What becomes of a gradient: its bytes, whether ranks' messages can be added up, and passes over memory.
+
+    With `then` everybody needs the sum of the first bytes to make those that are summed after it.
+    """
 
     nbytes: Callable[[Piece, float], float]
     adds: bool
     passes: float
+    then: Callable[[Piece, float], float] | None = None
 
 
 def _as_matrix(piece: Piece) -> tuple[int, int]:
@@ -29,10 +33,11 @@ def _as_matrix(piece: Piece) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def _low_rank(piece: Piece, rank: float) -> float:
+def _low_rank(piece: Piece, rank: float) -> tuple[float, float]:
     """Two factors, where they are smaller; vectors stay as they are."""
     rows, columns = _as_matrix(piece) if piece.part.shape else (1, 1)
-    return min(piece.nbytes, rank * (rows + columns) * DTYPE_BYTES[piece.variable.dtype])
+    size = rank * DTYPE_BYTES[piece.variable.dtype]
+    return (size * rows, size * columns) if size * (rows + columns) < piece.nbytes else (piece.nbytes, 0.0)
 
 
 def _factors(piece: Piece, amount: float) -> float:
@@ -44,13 +49,19 @@ def _factors(piece: Piece, amount: float) -> float:
 FORMS: dict[str, Form] = {
     "float16": Form(nbytes=lambda piece, _: 2.0 * piece.part.elements, adds=True, passes=1.5),
     "bfloat16": Form(nbytes=lambda piece, _: 2.0 * piece.part.elements, adds=True, passes=1.5),
-    "powersgd": Form(nbytes=_low_rank, adds=True, passes=4.0),
+    "powersgd": Form(
+        nbytes=lambda piece, rank: _low_rank(piece, rank)[0], adds=True, passes=4.0,
+        then=lambda piece, rank: _low_rank(piece, rank)[1],
+    ),
     "topk": Form(
         nbytes=lambda piece, share: math.ceil(share * piece.part.elements)
         * (DTYPE_BYTES[piece.variable.dtype] + SHORT_INDEX_BYTES),
         adds=False, passes=4.0,
     ),
-    "onebit": Form(nbytes=lambda piece, _: math.ceil(piece.part.elements / 8) + 8.0, adds=False, passes=3.0),
+    "onebit": Form(
+        nbytes=lambda piece, _: math.ceil(piece.part.elements / 8) + 2.0 * DTYPE_BYTES[piece.variable.dtype],
+        adds=False, passes=3.0,
+    ),
     "sufficient_factors": Form(nbytes=_factors, adds=False, passes=0.0),
 }  # fmt: skip
 
@@ -73,19 +84,31 @@ class Compressor:
         if message.pieces[0].variable.sparse or message.sync.kind == "sharded":
             raise InvalidInput(f"{message.name}.encoder: {name} needs a dense gradient that is not sharded")
         form = FORMS[name]
-        nbytes = sum(form.nbytes(piece, amount) for piece in message.pieces)
         work_us = form.passes * message.nbytes / (MEMORY_GB_PER_S * 1e3)
-        exchanges: list[Exchange] = []
-        for exchange in message.exchanges:
-            if not exchange.push:
-                exchanges.append(exchange)
-                continue
-            kind, size = exchange.kind, nbytes
-            if not form.adds and kind in ("all_reduce", "reduce"):
-                kind = {"all_reduce": "all_gather", "reduce": "gather"}[kind]
-                size = nbytes * max(map(len, exchange.groups))
-            first = not exchanges
-            exchanges.append(
-                replace(exchange, kind=kind, nbytes=size, encoding=name, at_work_us=work_us if first else 0.0)
-            )
-        return replace(message, exchanges=tuple(exchanges))
+        pushes = [exchange for exchange in message.exchanges if exchange.push]
+        pulls = [exchange for exchange in message.exchanges if not exchange.push]
+        nbytes = sum(form.nbytes(piece, amount) for piece in message.pieces)
+        made = _summed(pushes, nbytes) if form.adds else _gathered(pushes, nbytes, step.num_ranks)
+        if form.then is not None and (rest := sum(form.then(piece, amount) for piece in message.pieces)):
+            made += [replace(back, push=True, nbytes=nbytes) for back in pulls] + _summed(pushes, rest)
+        made = [
+            replace(exchange, encoding=name, at_work_us=0.0 if at else work_us) for at, exchange in enumerate(made)
+        ]
+        return replace(message, exchanges=(*made, *pulls))
+
+
+def _summed(pushes: Sequence[Exchange], nbytes: float) -> list[Exchange]:
+    return [replace(exchange, nbytes=nbytes) for exchange in pushes]
+
+
+def _gathered(pushes: Sequence[Exchange], nbytes: float, num_ranks: int) -> list[Exchange]:
+    """Runs of bytes joined from level to level, each padded to the longest of its group."""
+    made, runs = [], 1
+    for exchange in pushes:
+        kind = {"all_reduce": "all_gather", "reduce": "gather"}.get(exchange.kind, exchange.kind)
+        if kind == exchange.kind:
+            made.append(replace(exchange, nbytes=nbytes * num_ranks))
+            continue
+        runs *= max(map(len, exchange.groups))
+        made.append(replace(exchange, kind=kind, nbytes=nbytes * runs))
+    return made
