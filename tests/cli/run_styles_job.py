@@ -1,4 +1,4 @@
-"""Training scripts in the styles that are about, none of which knows of Stretto: ``run_styles_job.py FOLDER``.
+"""Training scripts in the styles that are about, of which only the last knows of Stretto: ``run_styles_job.py FOLDER``.
 
 Two forked ranks train every style once without and once with whatever `stretto run` has put in front: whole numbers of
 gradients make both bit for bit the same.
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import stretto
 
 RANKS = 2
 STEPS = 90
@@ -104,8 +106,58 @@ def by_hand() -> float:
     return loss.item()
 
 
+def critic() -> float:
+    """Two steps of one model to one of another: neither optimizer alone marks iterations that are alike."""
+    judge, maker = model(), model()
+    judging, making = (torch.optim.SGD(net.parameters(), lr=0.01) for net in (judge, maker))
+    loss = torch.zeros(())
+    for step in range(STEPS):
+        judging.zero_grad()
+        loss_of(judge, step).backward()  # type: ignore[no-untyped-call]
+        judging.step()
+        if step % 2:
+            making.zero_grad()
+            loss = loss_of(maker, step)
+            loss.backward()  # type: ignore[no-untyped-call]
+            making.step()
+    return loss.item()
+
+
+def critic_by_hand() -> float:
+    """The same, with two backward passes to a step and no optimizer at all."""
+    judge, maker = model(), model()
+    for step in range(STEPS):
+        for net, batches in ((judge, 2), (maker, 1)):
+            for part in range(batches):
+                loss = loss_of(net, 2 * step + part)
+                loss.backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    assert parameter.grad is not None
+                    parameter.sub_(parameter.grad, alpha=0.01)
+                    parameter.grad = None
+    return loss.item()
+
+
+def marked() -> float:
+    """Steps that have nothing to repeat, but say where they end."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        # Twice, and a third time in some steps: only the script knows that the sum of both is an iteration.
+        for part in range(2):
+            loss = loss_of(net, 2 * step + part)
+            loss.backward()  # type: ignore[no-untyped-call]
+            for _ in range(1 + (step % 7 == 0)):
+                optimizer.step()
+        stretto.step()
+    return loss.item()
+
+
 STYLES: dict[str, Callable[[], float]] = {
-    "amp": amp, "accumulated": accumulated, "evaluated": evaluated, "by_hand": by_hand,
+    "amp": amp, "accumulated": accumulated, "evaluated": evaluated, "by_hand": by_hand, "critic": critic,
+    "critic_by_hand": critic_by_hand, "marked": marked,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-STYLES = ("amp", "accumulated", "evaluated", "by_hand")
+STYLES = ("amp", "accumulated", "evaluated", "by_hand", "critic", "critic_by_hand", "marked")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CLUSTER": "ring:2"}
 
 
@@ -36,6 +36,10 @@ def test_every_style_is_recorded_also_the_one_without_an_optimizer(
     ran: tuple[list[dict[str, list[float]]], str],
 ) -> None:
     assert ran[1].count("stretto: recorded 5 iterations") == len(STYLES)
+
+
+def test_several_steps_that_repeat_together_are_one_iteration(ran: tuple[list[dict[str, list[float]]], str]) -> None:
+    assert ran[1].count("stretto: an iteration is 3 steps") == 2, "with and without optimizers"
 
 
 @pytest.mark.parametrize(

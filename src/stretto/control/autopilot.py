@@ -13,14 +13,16 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from datetime import timedelta
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput, StrettoError
-from ..runtime.enforcer.current import step
+from ..runtime.enforcer.current import Current
+from ..runtime.tape import VARYING
 from .agent import Agent, exchange_over
+from .marks import LOOK, USER, Marks, common, period_of
 from .transport import from_environment
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ RETRY = 50
 MAX_TRIES = 4
 AGREE_EVERY = 16
 """Iterations between two looks whether all ranks are to record again."""
+LET_GO_S = 0.05
 SMALL, SMALL_TIMES = 64, 15
 OURS = "stretto"
 
@@ -112,11 +115,14 @@ class Autopilot:
         self._steps = 0
         self._tries = 0
         self._begin_at = WARM_UP
-        self._marker: int | None = None
-        self._others: dict[int, int] = {}
+        self._marks = Marks()
+        self._look: _Look | None = None
+        self._told = False
+        """Whether optimizers, or the script, tell where iterations end; else calls of models do."""
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._forwards = 0
         self._unwatch = self._watch_forward()
+        Current.pilot = self._said
 
     @classmethod
     def begin(cls) -> None:
@@ -133,17 +139,33 @@ class Autopilot:
             # A forked child (a loader of data) has nothing of this but the memory.
             return
         Autopilot.current = None
-        self._hook.remove()
-        self._unwatch()
+        self._let_go()
         if self._agent is not None:
             self._agent.stop()
         if self._enforcer is not None:
             self._enforcer.close()
 
+    def _let_go(self) -> None:
+        """Watch nothing any more."""
+        self._hook.remove()
+        self._unwatch()
+        Current.pilot = None
+        if self._look is not None:
+            self._look.end()
+            self._look = None
+            # Threads of the library may still have to let go of what it has put there.
+            time.sleep(LET_GO_S)
+
     def _stepped(self, optimizer: Any, *_: object) -> None:
-        """After every optimizer's step: one of them marks the iterations."""
-        if Autopilot.current is self and os.getpid() == self._pid and self._marks(optimizer):
-            self._marked()
+        """After every optimizer's step."""
+        if self._forwards <= FORWARDS:
+            self._told = True
+            self._moment(id(optimizer))
+
+    def _said(self) -> None:
+        """The script says by itself where an iteration ends."""
+        self._told = True
+        self._moment(USER)
 
     def _watch_forward(self) -> Callable[[], None]:
         """For training without an optimizer of PyTorch's: each call of a data-parallel model begins an iteration."""
@@ -154,44 +176,55 @@ class Autopilot:
 
         @functools.wraps(usual)
         def forward(model: Any, *inputs: Any, **more: Any) -> Any:
-            if self._marker is None and model.training:
-                self._forwarded()
+            if not self._told and model.training:
+                self._forwarded(model)
             return usual(model, *inputs, **more)
 
         kind.forward = forward
         return lambda: setattr(kind, "forward", usual)
 
-    def _forwarded(self) -> None:
+    def _forwarded(self, model: object) -> None:
         self._forwards += 1
-        if self._forwards > FORWARDS and Autopilot.current is self and os.getpid() == self._pid:
-            self._marked()
+        if self._forwards > FORWARDS:
+            self._moment(id(model))
 
-    def _marked(self) -> None:
+    def _moment(self, key: Hashable) -> None:
+        """An iteration may end here."""
+        if Autopilot.current is not self or os.getpid() != self._pid:
+            return
         try:
-            self._iteration()
+            if self._look is not None:
+                self._look_on(self._look, key)
+            elif self._marks.end(key):
+                self._iteration()
         except StrettoError as error:
             # The same on all ranks: every error of a collective part is raised everywhere.
             self._drop(str(error))
         except Exception as error:
             # Another rank is gone, or steps an optimizer that this one does not: nothing can be agreed any more.
-            self._hook.remove()
-            self._unwatch()
+            self._let_go()
             self._say(f"left as it is: {error}")
 
-    def _marks(self, optimizer: object) -> bool:
-        """The first that stepped, until another has stepped twice in between: then that one is gone."""
-        if self._forwards > FORWARDS:
-            return False
-        key = id(optimizer)
-        self._others[key] = self._others.get(key, 0) + 1
-        if self._marker in (None, key) or self._others[key] > 1:
-            self._marker = key
-            self._others.clear()
-        return self._marker == key
+    def _look_on(self, look: _Look, key: Hashable) -> None:
+        """Iterations differed: is there a period of several of them?"""
+        if not look.cut(self._marks.number(key)):
+            return
+        self._look = None
+        import torch.distributed as dist
+
+        periods = [0] * self.size
+        dist.all_gather_object(periods, period_of(look.seen))
+        found = common(periods)
+        if not found:
+            raise InvalidInput(f"{look.why}; mark the ends of iterations with stretto.step()")
+        self._marks.learn(look.numbers, found)
+        self._begin_at = self._steps + WARM_UP
+        self._say(f"an iteration is {found} steps")
 
     def _iteration(self) -> None:
         self._steps += 1
-        step()
+        if Current.enforcer is not None:
+            Current.enforcer.step()
         if self._recorder is not None:
             self._recorder.step()
             if self._recorder.done:
@@ -213,7 +246,14 @@ class Autopilot:
     def _recorded(self) -> None:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
-        recorder.__exit__(None, None, None)
+        try:
+            recorder.__exit__(None, None, None)
+        except InvalidInput as error:
+            if self._tries or self._enforcer is not None:
+                raise
+            self._tries += 1
+            self._look = _Look(str(error))
+            return
         workload = recorder.workload
         if not workload.comm_ops:
             raise InvalidInput("the training step does not communicate")
@@ -274,6 +314,40 @@ class Autopilot:
     def _say(self, text: str) -> None:
         if self.rank == 0:
             _say(text)
+
+
+class _Look:
+    """What is called between the moments at which iterations may end."""
+
+    def __init__(self, why: str) -> None:
+        from ..runtime.hooks import Hooks
+
+        self.why = why
+        """What a recording was refused for."""
+        self.numbers: list[int] = []
+        self.seen: list[Hashable] = []
+        self._hooks = Hooks()
+        self._hooks.install()
+
+    def cut(self, number: int) -> bool:
+        """A moment that belongs to this; whether enough were seen."""
+        calls = self._hooks.cut().calls
+        said = tuple(
+            (call.shape.kind, call.shape.group, call.shape.root, 0 if call.shape.kind in VARYING else call.nbytes)
+            for call in calls
+        )
+        self.numbers.append(number)
+        self.seen.append((number, said))
+        if len(self.seen) <= LOOK:
+            return False
+        # Before the first one nobody knows what belongs to it.
+        del self.numbers[0], self.seen[0]
+        self.end()
+        return True
+
+    def end(self) -> None:
+        """Look no more."""
+        self._hooks.remove()
 
 
 def small_us() -> float:
