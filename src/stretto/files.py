@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from xml.parsers import expat
 
 import msgspec
 import yaml
+from msgspec import inspect
 
 from .errors import InvalidInput
 
@@ -43,7 +45,38 @@ def convert(value: Any, kind: type[T], *, where: str) -> T:
     except msgspec.ValidationError as error:
         message = str(error)
         text, _, path = message.rpartition(" - at ")
-        raise InvalidInput(f"{where}: {path.strip('`')}: {text}" if text else f"{where}: {message}") from None
+        path = path.strip("`") if text else ""
+        said = f"{text or message}{_choices(text or message, kind, path)}"
+        raise InvalidInput(f"{where}: {path}: {said}" if path else f"{where}: {said}") from None
+
+
+def _choices(message: str, kind: Any, path: str) -> str:
+    """What would have been right at a path (``$.nodes[0].sync``), where msgspec only says what was wrong."""
+    found = _plain(inspect.type_info(kind))
+    for name in re.findall(r"\.(\w+)|\[[^]]*\]", path):
+        found = [inner for one in found for inner in _inside(one, name)]
+    known: list[object] = []
+    if "unknown field" in message:
+        known = [field.encode_name for one in found if isinstance(one, inspect.StructType) for field in one.fields]
+    elif "Invalid enum value" in message:
+        known = [value for one in found if isinstance(one, inspect.LiteralType) for value in one.values]
+    return f"; choose from: {', '.join(map(str, known))}" if known else ""
+
+
+def _plain(kind: inspect.Type) -> list[inspect.Type]:
+    """A type, or all of a union, without what is said about it."""
+    if isinstance(kind, inspect.Metadata):
+        return _plain(kind.type)
+    return [inner for one in kind.types for inner in _plain(one)] if isinstance(kind, inspect.UnionType) else [kind]
+
+
+def _inside(kind: inspect.Type, name: str) -> list[inspect.Type]:
+    """What the field of that name holds, or (without a name) the elements."""
+    if isinstance(kind, inspect.StructType):
+        return [inner for field in kind.fields if field.encode_name == name for inner in _plain(field.type)]
+    if isinstance(kind, inspect.ListType | inspect.VarTupleType) and not name:
+        return _plain(kind.item_type)
+    return _plain(kind.value_type) if isinstance(kind, inspect.DictType) else []
 
 
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

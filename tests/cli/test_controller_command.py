@@ -87,6 +87,14 @@ def test_status_with_a_wrong_token_or_nobody_there_is_one_line(
     assert "missing" in bad("status", "--address", f"unix:{tmp_path}/none", "--token-file", str(tmp_path / "missing"))
 
 
+def test_status_without_a_controller_says_where_one_would_be_found(
+    bad: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("STRETTO_CONTROLLER", raising=False)
+    assert "--address: no `stretto controller` of this user runs here" in bad("status")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -110,3 +118,20 @@ def test_two_controllers_on_one_socket_are_refused(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert run(["controller", "--listen", address["STRETTO_CONTROLLER"]]) == 2
     assert "cannot listen" in capsys.readouterr().err
+
+
+def test_a_second_controller_does_not_take_the_socket_of_the_first_but_that_of_a_killed_one(
+    bad: Run, good: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for _ in range(2):
+        process = subprocess.Popen([sys.executable, "-m", "stretto", "controller"], stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("STRETTO_CONTROLLER=unix:")
+            assert "another controller listens there" in bad("controller")
+            assert "no job has been heard of" in good("status")
+        finally:
+            process.kill()
+            process.wait()
+    assert "does not answer" in bad("status")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +43,55 @@ def test_the_job_gets_an_address_a_secret_token_and_its_own_sitecustomize_too(st
     assert done.returncode == 0, done.stderr
     # Once in the command itself, once in the job.
     assert done.stdout.split() == ["mine", "mine", "fine"]
+
+
+def test_what_is_wrong_with_a_controller_is_said_before_the_job_starts(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ran = tmp_path / "ran"
+    for address, token in (("unix:/x", tmp_path / "missing"), ("nonsense", _token(tmp_path))):
+        given = ["--controller", address, "--token-file", str(token)]
+        assert run(["run", *given, "--", "touch", str(ran)]) == 2
+        assert capfd.readouterr().err.count("\n") == 1
+        assert not ran.exists()
+
+
+def test_a_controller_that_is_gone_and_a_report_that_cannot_be_written_leave_the_exit_code_alone(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = ["--controller", f"unix:{tmp_path}/none", "--token-file", str(_token(tmp_path))]
+    assert run(["run", *given, "--", "sh", "-c", "exit 5"]) == 5
+    assert "does not answer" in capfd.readouterr().err
+    page = tmp_path / "page.html"
+    assert run(["run", "--report", str(page), "--", "sh", "-c", f"mkdir {page}; exit 6"]) == 6
+    assert "--report: cannot write" in capfd.readouterr().err
+
+
+def test_an_interrupt_that_no_terminal_sent_reaches_the_job(tmp_path: Path) -> None:
+    # In a session of its own there is no terminal: whoever sends SIGINT sends it to `stretto run` alone.
+    up = tmp_path / "up"
+    job = f"trap 'exit 9' INT; touch {up}; while :; do sleep 0.1; done"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stretto", "run", "--", "bash", "-c", job], start_new_session=True
+    )
+    try:
+        for _ in range(600):
+            if up.exists():
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 9
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _token(folder: Path) -> Path:
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text("x" * 32)
+    return token
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ for number in range(1000):
     asked = json.loads(path.read_text())
     if not asked["arms"]:
         break
+    if asked["rounds"] > 1 and "FAKE_ENDS" in os.environ:
+        sys.exit(0)
     times = []
     for arm in asked["arms"]:
         slow = float(os.environ.get("FAKE_DDP", "1"))
@@ -95,6 +97,17 @@ def test_ddp_is_kept_where_nothing_is_faster(
     assert {node.sync.kind for node in load_strategy(best).nodes} == {"all_reduce"}
 
 
+def test_a_script_that_ends_by_itself_is_told_to_train_for_longer(
+    fake: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENDS", "1")
+    assert run(["tune", "--trials", "2", "-o", str(tmp_path / "best.yaml"), "--", *fake]) == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "keep DDP: the runs in turn did not end, so no strategy was faster" in said and "inf ms" not in said
+    assert run(["tune", "--", sys.executable, "-c", "pass"]) == 2
+    assert "the script ended by itself, let it train for longer; exit code 0" in capsys.readouterr().err
+
+
 def test_what_is_found_goes_to_the_joint_planner(
     fake: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +165,8 @@ def test_a_script_in_the_lab_is_tuned_to_the_end(tmp_path: Path, capfd: pytest.C
     (["--jobs", "0"], "--jobs: must be 1..1024, not 0"),
     (["--backend", "cloud"], "unknown backend 'cloud'; choose from: processes, ray"),
     (["-o", "no/such/folder/best.yaml"], "there is no such folder"),
-    (["--allow-stale", "40"], "staleness: must be 0..16, not 40"),
+    (["-o", "/"], "--output /: is a folder"),
+    (["--allow-stale", "40"], "--allow-stale: must be 0..16, not 40"),
     (["--cluster", "dgx2"], "has 16 devices, the job 2 ranks"),
 ])  # fmt: skip
 def test_wrong_options_are_one_line(

@@ -124,6 +124,15 @@ def test_a_plan_that_promises_nothing_is_not_given_out(make: Make) -> None:
     assert status.plan.number == 0
 
 
+def test_a_job_that_ends_while_it_is_planned_for_is_told_so(make: Make) -> None:
+    job = Job(make(lambda ask: Ready(None)))
+    job.captured(STEP, CLUSTER)
+    job.until(lambda status: status.about == "planning", "asked")
+    for agent in job.agents:
+        agent.turn(leaving=True)
+    assert job.status.about == "the job ended before a plan was made"
+
+
 def test_an_error_of_the_planner_is_told(make: Make) -> None:
     job = Job(make(lambda ask: Ready(Answer(error="no channels carry it"))))
     job.captured(STEP, CLUSTER)

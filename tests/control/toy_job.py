@@ -46,9 +46,9 @@ def toy_plan(name: str, workload: Workload, cluster: Cluster, *, duration_us: fl
 
 
 class Ready:
-    """A plan that is made at once."""
+    """A plan that is made at once, or never."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer | None) -> None:
         self._answer = answer
 
     def poll(self) -> Answer | None:

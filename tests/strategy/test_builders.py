@@ -125,7 +125,16 @@ def test_encoders_go_to_dense_gradients_and_staleness_to_servers() -> None:
         ("all_reduce", {"chunk": -1}, "chunk: must be 0.."),
         ("all_reduce", {"bucket_mb": "many"}, "bucket_mb"),
         ("ps_balanced", {"servers": "moon"}, "choose from: hosts, devices"),
-        ("all_reduce", {"encoder": "topk"}, "takes a share > 0"),
+        ("all_reduce", {"encoder": "topk"}, "takes a share (topk:0.01), more than 0 and at most 1, not 'topk'"),
+        ("all_reduce", {"encoder": "topk:5"}, "takes a share"),
+        ("all_reduce", {"encoder": "topk:inf"}, "takes a share"),
+        ("all_reduce", {"encoder": "powersgd:1.5"}, "takes a rank (powersgd:4), whole and > 0"),
+        ("all_reduce", {"encoder": "powersgd:inf"}, "takes a rank"),
+        ("all_reduce", {"encoder": "onebit:2"}, "onebit takes no amount"),
+        ("all_reduce", {"chunk": 1.5}, "chunk: must be a whole number, not 1.5"),
+        ("all_reduce", {"staleness": 1}, "staleness: all_reduce has no parameter server"),
+        ("ps", {"staleness": 1.5}, "staleness: must be a whole number, not 1.5"),
+        ("ps_balanced", {"two_level": "maybe"}, "two_level: must be true or false, not 'maybe'"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(name: str, options: dict[str, object], said: str) -> None:

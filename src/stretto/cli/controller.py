@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -41,6 +42,8 @@ def controller(
       stretto controller --listen 10.0.0.1:7077 --tls-cert c.pem \\
           --tls-key k.pem --tls-ca ca.pem
     """
+    # gRPC would print lines of its own beside our one.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from ..control.controller import Controller
     from ..control.transport import check_address, default_folder, make_token, tls_of
 

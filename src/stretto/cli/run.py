@@ -18,6 +18,7 @@ from .status import ask, summary, write_report
 
 if TYPE_CHECKING:
     from ..control.messages import Status
+    from ..control.transport import Link
 
 CANNOT_RUN, NOT_FOUND = 126, 127
 """What a shell says."""
@@ -55,9 +56,10 @@ def run(
     if controller:
         if token_file is None:
             raise InvalidInput("--token-file: must name the token of the controller")
+        link = _other(controller, token_file)
         name = _job_name(command)
         code = _run(command, controller, token_file.absolute(), name)
-        _tell(_ask_other(controller, token_file), name, report)
+        _tell(_ask_other(link), name, report)
         raise typer.Exit(code)
     from ..control.controller import Controller
     from ..control.transport import make_token
@@ -109,10 +111,15 @@ def _run(command: list[str], address: str, token_path: Path, name: str) -> int:
     def forward(number: int, _: object) -> None:
         process.send_signal(number)
 
-    # A terminal sends Ctrl-C to the job as well: it ends as it likes, and we after it.
+    def interrupted(number: int, _: object) -> None:
+        # A terminal sends Ctrl-C to the job as well, and torchrun takes a second one for impatience.
+        if not _in_foreground():
+            process.send_signal(number)
+
+    # The job ends as it likes, and we after it.
     before = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
+        signal.SIGINT: signal.signal(signal.SIGINT, interrupted),
     }
     try:
         code = process.wait()
@@ -122,12 +129,26 @@ def _run(command: list[str], address: str, token_path: Path, name: str) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _ask_other(address: str, token_file: Path) -> Status | None:
-    """What a controller that is not ours knows; None when it is not there any more."""
+def _in_foreground() -> bool:
+    """Whether a terminal's Ctrl-C reaches this process."""
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _other(address: str, token_file: Path) -> Link:
+    """The way to a controller that is not ours; what is wrong with it is said before the job starts."""
     from ..control.transport import from_environment
 
     link = from_environment({**os.environ, "STRETTO_CONTROLLER": address, "STRETTO_TOKEN_FILE": str(token_file)})
     assert link is not None
+    return link
+
+
+def _ask_other(link: Link) -> Status | None:
+    """What that controller knows; None when it is not there any more."""
     try:
         return ask(link)
     except StrettoError as error:
@@ -138,9 +159,14 @@ def _ask_other(address: str, token_file: Path) -> Status | None:
 def _tell(status: Status | None, name: str = "", report: Path | None = None) -> None:
     """What was gained, for all jobs or one."""
     jobs = [job for job in status.jobs if not name or job.job == name] if status is not None else []
+    if report is not None and status is not None:
+        try:
+            write_report(report, status)
+            print(f"stretto: wrote {report}", file=sys.stderr)
+        except InvalidInput as error:  # the exit code is the job's, whatever becomes of the report
+            print(f"stretto: error: {error}", file=sys.stderr)
     if not jobs:
-        print("stretto: no job was heard of: nothing was gained", file=sys.stderr)
+        reasons = "it takes two or more ranks, on gloo, that train for some ten steps"
+        print(f"stretto: no job was heard of ({reasons}): nothing was gained", file=sys.stderr)
     for job in jobs:
         print(f"stretto: {job.size} ranks, {summary(job)}; {job.about}", file=sys.stderr, flush=True)
-    if report is not None and status is not None:
-        write_report(report, status)

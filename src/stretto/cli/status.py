@@ -57,6 +57,10 @@ def status(
         folder = default_folder()
         environment["STRETTO_CONTROLLER"] = f"unix:{folder / 'controller.sock'}"
         environment.setdefault("STRETTO_TOKEN_FILE", str(folder / "token"))
+        if not (folder / "controller.sock").exists():
+            raise InvalidInput(
+                "--address: no `stretto controller` of this user runs here (`stretto run` prints its own address)"
+            )
     link = from_environment(environment)
     assert link is not None
     found = ask(link)

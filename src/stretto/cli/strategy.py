@@ -255,6 +255,10 @@ def simulate(
             format_us(ran.busiest_us), f"{ran.iteration_us / ran.bound_us:.2f}x", str(ran.messages),
         )  # fmt: skip
     console.print(table)
+    for name, (made, _) in found.items():
+        if len(made.devices) < where.num_devices:
+            fewer = f"{name}: trains on the first {len(made.devices)} of {where.num_devices} devices only"
+            console.print(fewer, style="dim", markup=False)
     best = min(found, key=lambda name: found[name][1].iteration_us)
     busiest = found[best][1]
     if busiest.busiest_link:

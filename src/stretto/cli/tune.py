@@ -88,6 +88,7 @@ def tune(
     from ..cluster.files import load
     from ..strategy.files import save_model as written_model
     from ..strategy.files import save_strategy
+    from ..strategy.representation import MAX_STALENESS
     from ..strategy.search import METHODS
     from ..strategy.trials import Trials
     from ..strategy.trials import command as launched
@@ -96,7 +97,7 @@ def tune(
     check_backend(backend, ray_address)
     for name, number, low, high in (
         ("--trials", trials, 1, 10_000), ("--jobs", jobs, 1, 1024), ("--rounds", rounds, 0, MAX_ROUNDS),
-        ("--plan-s", plan_s, 0, MAX_PLAN_S),
+        ("--plan-s", plan_s, 0, MAX_PLAN_S), ("--allow-stale", allow_stale, 0, MAX_STALENESS),
     ):  # fmt: skip
         if not low <= number <= high:
             raise InvalidInput(f"{name}: must be {low}..{high}, not {number}")
@@ -105,6 +106,8 @@ def tune(
     for name, path in (("--output", output), ("--plan", plan), ("--save-model", save_model), ("--json", rows)):
         if path is not None and not path.absolute().parent.is_dir():
             raise InvalidInput(f"{name} {path}: there is no such folder")
+        if path is not None and path.is_dir():
+            raise InvalidInput(f"{name} {path}: is a folder")
     if scratch is not None and not scratch.is_dir():
         raise InvalidInput(f"--scratch {scratch}: there is no such folder")
     if plan is not None and cluster is None:
@@ -191,9 +194,11 @@ def _show(found: Found) -> None:
     if failed:
         console.print(f"{len(failed)} did not run; the first: {failed[0].why}", markup=False)
     if found.kept is not None:
+        ran = math.isfinite(found.best_us)
+        why = f"{found.best_us / 1e3:.2f} ms per iteration, and" if ran else "the runs in turn did not end, so"
         console.print(
-            f"keep {found.kept.name}: {found.best_us / 1e3:.2f} ms per iteration, and no strategy was faster with "
-            f"confidence, {len(found.trials)} trials; what is written does the same as a strategy", markup=False,
+            f"keep {found.kept.name}: {why} no strategy was faster with confidence, {len(found.trials)} trials; what "
+            "is written does the same as a strategy", markup=False,
         )  # fmt: skip
         return
     # Only what ran in turn is compared, if anything did.

@@ -30,6 +30,7 @@ from .refine import Factors, alike
 from .worker import Answer, Ask, Planning, plan_of
 
 LOG = logging.getLogger("stretto.control")
+WAITING = "waiting for ranks"
 AGAIN_SHARE = 0.5
 """Of the budget, for a plan that replaces another: until then training is slower than it could be."""
 MAX_REFUSALS = 3
@@ -63,7 +64,7 @@ class Supervised:
     def _forget(self) -> None:
         """A job that was started again has nothing of what was known."""
         self.cancel()
-        self.about = "waiting for ranks"
+        self.about = WAITING
         self._captured: Captured | None = None
         self._digest = ""
         self._planned_for = ""
@@ -201,8 +202,8 @@ class Supervised:
             return
         before_us = answer.plain_us if question is None else answer.current_us
         if not asked.plain and before_us > 0 and answer.iteration_us > (1 - LEAST_GAIN) * before_us:
-            promise = f"{format_us(answer.iteration_us)} against {format_us(before_us)}"
-            self.about = f"no plan promises {LEAST_GAIN:.0%} more ({promise})"
+            promise = f"predicted {format_us(answer.iteration_us)}, without it {format_us(before_us)}"
+            self.about = f"no plan promises to be {LEAST_GAIN:.0%} faster ({promise})"
             if self._watch is not None:
                 self._watch.asked_in_vain(asked.factors)
             return
@@ -278,6 +279,10 @@ class Supervised:
             self._refuted[shape(self._plan)] = dict(question.factors)
         self._ask(f"{question.text}; planning again", factors=question.factors, plain=question.why == "slower")
 
+    def _told(self) -> str:
+        waited = self._planning is not None or self.about == WAITING or self._planned_for != self._digest
+        return "the job ended before a plan was made" if self.left and waited and self._plan is None else self.about
+
     def status(self) -> JobStatus:
         """For `stretto status`."""
         now = time.monotonic()
@@ -291,7 +296,7 @@ class Supervised:
             for key in ("plain_us", "iteration_us", "waits_us")
         }
         return JobStatus(
-            job=self.name, epoch=self.job.epoch, size=len(self.job.ranks), phase=self.job.phase, about=self.about,
+            job=self.name, epoch=self.job.epoch, size=len(self.job.ranks), phase=self.job.phase, about=self._told(),
             plan=active, plan_name=plan_name, digest=self._digest, predicted_us=predicted_us, replans=self._replans,
             ranks=tuple(
                 RankStatus(

@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 import os
 import secrets
+import socket
 import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -131,6 +132,9 @@ class Server:
             options=[*_limits(), ("grpc.so_reuseport", 0)],
         )
         if address.startswith("unix:"):
+            if _is_served(address.removeprefix("unix:")):
+                # gRPC would take the name away from it, and its jobs would be asked by nobody.
+                raise InvalidInput(f"address {address}: another controller listens there")
             # Nobody may connect between the moment the socket is there and a later chmod.
             before = os.umask(0o177)
             try:
@@ -188,7 +192,9 @@ class Link:
             code, details = error.code(), " ".join(str(error.details()).split())[:300]
             gone = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
             if code in gone:
-                raise PeerLost(f"controller at {self.address}: does not answer ({details})") from None
+                # gRPC says the address three times before it comes to the reason.
+                reason = details.rpartition("error: ")[2]
+                raise PeerLost(f"controller at {self.address}: does not answer ({reason})") from None
             raise InvalidInput(f"controller at {self.address}: {details}") from None
         except ValueError:
             raise PeerLost(f"controller at {self.address}: the connection was closed") from None
@@ -248,6 +254,19 @@ def tls_of(
         raise InvalidInput(f"{missing[0]}: mTLS needs all of {', '.join(names)}")
     assert certificate and key and authority
     return Tls(certificate=Path(certificate), key=Path(key), authority=Path(authority), server_name=server_name)
+
+
+def _is_served(path: str) -> bool:
+    """Whether somebody listens at a Unix socket; a name that a killed process has left behind is nobody."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def _limits() -> list[tuple[str, int]]:

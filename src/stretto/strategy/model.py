@@ -87,7 +87,9 @@ class ModelSpec:
             if variable.dtype not in DTYPE_BYTES:
                 raise InvalidInput(f"{where}.dtype: {unknown('dtype', variable.dtype, DTYPE_BYTES)}")
             if any(size < 1 for size in variable.shape) or variable.elements > MAX_ELEMENTS:
-                raise InvalidInput(f"{where}.shape: sizes must be > 0, not {variable.shape}")
+                raise InvalidInput(
+                    f"{where}.shape: sizes must be > 0, {MAX_ELEMENTS} elements at most, not {variable.shape}"
+                )
             if variable.sparse and not (variable.shape and 0 < variable.rows <= variable.shape[0]):
                 raise InvalidInput(f"{where}.rows: must be 1..{variable.shape[0] if variable.shape else 0}")
 

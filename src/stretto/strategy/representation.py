@@ -7,7 +7,7 @@ each part where it lies, by which primitives it is synchronised, in which form i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
@@ -18,13 +18,21 @@ from .model import ModelSpec, Variable
 SYNCHRONISERS = ("all_reduce", "parameter_server", "sparse_all_gather", "sharded")
 """``parameter_server`` is (Reduce, Broadcast); ``sharded`` is (ReduceScatter, AllGather), as in ZeRO."""
 ENCODERS = ("none", "float16", "bfloat16", "powersgd", "topk", "onebit", "sufficient_factors")
-WITH_AMOUNT = {"powersgd": "rank", "topk": "share"}
+WITH_AMOUNT: dict[str, tuple[Callable[[float], bool], str]] = {
+    "powersgd": (lambda rank: 1 <= rank <= MAX_RANK and rank == int(rank), "a rank (powersgd:4), whole and > 0"),
+    "topk": (lambda share: 0 < share <= 1, "a share (topk:0.01), more than 0 and at most 1"),
+}
+MAX_RANK = 1 << 20
 LOSSLESS = frozenset({"none", "sufficient_factors"})
 STALE_ENCODERS = ("none", "float16", "bfloat16")
 """What may be sent to a server that does not wait for all: nothing that is kept back for the next step."""
 ASYNCHRONOUS = -1
 MAX_STALENESS = 16
 MAX_PARTS = 4096
+
+
+def _no_amount(amount: float) -> bool:
+    return amount == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +177,9 @@ class Strategy:
         encoder, amount = sync.encoding
         if encoder not in ENCODERS:
             raise InvalidInput(f"{where}.encoder: {unknown('encoder', encoder, ENCODERS)}")
-        if (encoder in WITH_AMOUNT) != (amount > 0):
-            wanted = f"a {WITH_AMOUNT[encoder]} > 0" if encoder in WITH_AMOUNT else "no amount"
-            raise InvalidInput(f"{where}.encoder: {encoder} takes {wanted}")
+        fits, wanted = WITH_AMOUNT.get(encoder, (_no_amount, "no amount"))
+        if not fits(amount):
+            raise InvalidInput(f"{where}.encoder: {encoder} takes {wanted}, not {sync.encoder!r}")
         if not ASYNCHRONOUS <= sync.staleness <= MAX_STALENESS:
             raise InvalidInput(f"{where}.staleness: must be {ASYNCHRONOUS}..{MAX_STALENESS}, not {sync.staleness}")
         if sync.staleness and sync.kind != "parameter_server":
@@ -219,7 +227,8 @@ class Strategy:
         extra = [node.variable for node in self.nodes if node.variable not in known]
         if missing or extra:
             said = f"has no node for {missing[0]!r}" if missing else f"has a node for {extra[0]!r}, which is not in it"
-            raise InvalidInput(f"strategy {self.name} was made for {self.model}, not for {model.name}: it {said}")
+            other = f", not for {model.name}" if model.name != self.model else ""
+            raise InvalidInput(f"strategy {self.name} was made for {self.model}{other}: it {said}")
         for node in self.nodes:
             for _, sync in node.syncs(model.variable(node.variable)):
                 if sync.kind == "sparse_all_gather" and not model.variable(node.variable).sparse:

@@ -186,7 +186,8 @@ class Trials:
             # It may have come just before the end.
             if said is not None and not path.exists():
                 self.close()
-                raise _Lost(said)
+                over = said.startswith("exit code 0:")
+                raise _Lost(f"the script ended by itself, let it train for longer; {said}" if over else said)
             if time.monotonic() > deadline:
                 said = self.close()
                 raise _Lost(f"ended after {limit_s:g} s: {said}")

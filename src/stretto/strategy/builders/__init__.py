@@ -70,12 +70,16 @@ def build(
     for option in options:
         if option not in info.options:
             raise unknown(f"option of builder {name}", option, (*info.options, "encoder", "staleness"))
+        _check_kind(option, options[option], signature(info.make).parameters[option].default)
+    _check_kind("staleness", staleness, 0)
     there = resources(where)
     try:
         nodes = info.make(model, there, **options)
     except TypeError as error:
         raise InvalidInput(f"builder {name}: {error}") from None
     nodes = tuple(_adjusted(node, model.variable(node.variable), encoder, staleness) for node in nodes)
+    if staleness and not any(sync.staleness for node in nodes for sync in (node.sync, *node.parts)):
+        raise InvalidInput(f"staleness: {name} has no parameter server for {model.name}; the rest is synchronous")
     given = dict(options)
     given |= {"encoder": encoder} if encoder != "none" else {}
     given |= {"staleness": staleness} if staleness else {}
@@ -85,6 +89,14 @@ def build(
     )  # fmt: skip
     made.check(model)
     return made
+
+
+def _check_kind(option: str, value: object, usual: object) -> None:
+    """Refuse what is no switch or no whole number where the builder means one."""
+    if isinstance(usual, bool) and not isinstance(value, bool):
+        raise InvalidInput(f"{option}: must be true or false, not {value!r}")
+    if type(usual) is int and isinstance(value, float | bool):
+        raise InvalidInput(f"{option}: must be a whole number, not {value!r}")
 
 
 def _adjusted(node: NodeConfig, variable: Variable, encoder: str, staleness: int) -> NodeConfig:

@@ -21,7 +21,8 @@ PART_MB = 1.0
 def check_number(name: str, value: object, low: float, high: float) -> None:
     """Refuse an option that is no number in range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise InvalidInput(f"{name}: must be {low:g}..{high:g}, not {value!r}")
+        last = high if isinstance(high, int) else f"{high:g}"
+        raise InvalidInput(f"{name}: must be {low:g}..{last}, not {value!r}")
 
 
 def merge_groups(

@@ -77,10 +77,10 @@ def load(source: str, *, device: str = "t4") -> ModelSpec:
     """
     from ..files import load_model
 
-    name, _, factor = source.partition("@")
+    name, at, factor = source.partition("@")
     if name in MODELS:
         try:
-            return model(name, device=device, scale=float(factor or "1"))
+            return model(name, device=device, scale=float(factor) if at else 1.0)
         except ValueError:
             raise InvalidInput(f"model {source!r}: what follows the @ must be a number") from None
     if not Path(source).suffix and not Path(source).exists():
