@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch._dynamo  # optimizers need it: imported once, before the forks
@@ -157,7 +158,7 @@ def main() -> None:
         # Communicators are used again by the next strategy, as in a session: making them anew is most of the time.
         os.environ["STRETTO_TRIAL"] = "session,"
         lasting = groups_for(None)
-        wrap.groups_for = lambda _: lasting
+        mock.patch.object(wrap, "groups_for", lambda _: lasting).start()
         del os.environ["STRETTO_TRIAL"]
         outcomes = {}
         for name in ("mlp", "ncf"):

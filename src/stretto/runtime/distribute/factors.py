@@ -67,6 +67,7 @@ class PowerSgdCarrier(Carrier):
         flat = torch.cat([one.reshape(-1) for one in first])
         yield from self.flow(self.pushes[:halfway], flat, more=bool(low))
         *sums, flags = _cut(flat, first)
+        used = flags.tolist()
         bases = [s if q is None else _orthogonal(s) for s, q in zip(sums, self.q, strict=True)]
         second = [matrices[at].T @ bases[at] for at in low]
         if second:
@@ -78,13 +79,13 @@ class PowerSgdCarrier(Carrier):
                     self.left[at] = (matrices[at] - bases[at] @ mine.T).view(self.pieces[at].part.shape)
                 if self.owner != EVERYONE:
                     self.q[at] = self._start(self.pieces[at])
-                elif flags[at]:
+                elif used[at]:
                     self.q[at] = total
                 sums[at] = bases[at] @ total.T
         self.results.clear()
         if self.updates:
             for at, total in enumerate(sums):
-                self.give(at, total.view(self.pieces[at].part.shape) if flags[at] else None)
+                self.give(at, total.view(self.pieces[at].part.shape) if used[at] else None)
 
 
 class FactorsCarrier(RunsCarrier):
