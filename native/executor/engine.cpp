@@ -18,6 +18,7 @@
 namespace stretto::executor {
 namespace {
 
+constexpr int64_t kParting = 60'000'000'000, kBroken = 2'000'000'000;  // how long to part may take, and after a failure
 constexpr size_t kLinger = 4, kLingerBytes = 256 << 10;  // works, and their staging, that wait to be cleared away
 
 void watch(int poll, int fd, int what) {
@@ -69,11 +70,16 @@ Engine::Engine(Settings settings) : set_(std::move(settings)) {
   yields_ = crowded ? 20 : 50;
 }
 
-Engine::~Engine() { close(); }
+Engine::~Engine() {
+  close();
+  if (getpid() == process_) return;
+  // In a child of the process that made it: the thread is not here, and what UCX has is the parent's.
+  if (thread_.joinable()) thread_.detach();
+  for (auto& n : networks_) (void)n.release();
+}
 
 void Engine::add_channel(const std::string& transports, const std::string& devices) {
   const auto heard = [this](const Announcement& a) {
-    if (a.source >= static_cast<uint32_t>(set_.world)) return;
     for (auto& w : active_)
       if (static_cast<uint32_t>(w->program->comm) == a.comm && w->number == a.number) {
         if (w->signature != a.signature && !w->done) mismatch(*w, static_cast<int>(a.source), a.total, a.facts);
@@ -82,8 +88,8 @@ void Engine::add_channel(const std::string& transports, const std::string& devic
     // It has not begun here: kept until it does. (Peers are at most a board's depth ahead of one another.)
     if (heard_.size() < 65536) heard_[{a.comm, a.number, a.source}] = a;
   };
-  const auto lost = [this](int peer, const std::string& why) { peer_gone(peer, why); };
-  networks_.push_back(std::make_unique<Network>(transports, devices, set_.job, set_.world, heard, lost));
+  const auto lost = [this](int peer, const std::string& why) { lost_.emplace_back(peer, why); };
+  networks_.push_back(std::make_unique<Network>(transports, devices, set_.job, set_.rank, set_.world, heard, lost));
   watch(data_poll_, networks_.back()->event_fd(), kData);
 }
 
@@ -154,15 +160,9 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
   admit();
   if (!driven_) {
     if (blocking) return w;
-    Bell& bell = own_->header()->bell;
     while (pass() && !w->done) {
     }
-    if (!w->done) {
-      // From here on whoever rings wakes the progress thread, unless somebody waits before that.
-      bell.asleep.store(2, std::memory_order_seq_cst);
-      pass();
-      watch_network();
-    }
+    if (!w->done) leave();  // unless somebody waits before anybody rings
   } else {
     // The one who drives may be asleep: it has to look at the new work.
     Bell& bell = own_->header()->bell;
@@ -347,8 +347,7 @@ void Engine::open_transfers(Work& w, size_t count) {
 }
 
 bool Engine::pass() {
-  bool any = false;
-  for (const auto& n : networks_) any |= n->progress();
+  bool any = !networks_.empty() && progress();
   if (!queued_.empty()) any |= admit();
   for (size_t i = 0; i < active_.size();) {
     const std::shared_ptr<Work> w = active_[i];
@@ -465,21 +464,41 @@ std::map<std::string, int64_t> Engine::counters() {
           {"rings", rings_}};
 }
 
+// What is still in the hands of UCX has to arrive, also at peers that come to it late. (Shared memory outlives its owner by
+// itself.) Where something has failed already nobody counts on it.
+void Engine::part(std::unique_lock<std::mutex>& lock) {
+  const bool well = std::all_of(comms_.begin(), comms_.end(), [](const auto& c) { return c.second.failure == Failure::none; });
+  const int64_t limit = now_ns() + (well ? std::min(static_cast<int64_t>(set_.timeout_s * 1e9), kParting) : kBroken);
+  const auto over = [&] {
+    bool all = true;
+    for (auto& n : networks_)
+      for (int peer = 0; peer < set_.world; ++peer)
+        if (gone_[static_cast<size_t>(peer)].empty()) all &= well ? n->received(peer) : n->sent(peer);
+    return all;
+  };
+  while (!over() && now_ns() < limit) {
+    const bool any = progress();
+    lock.unlock();
+    usleep(any ? 0 : 200);
+    lock.lock();
+  }
+}
+
 void Engine::close() {
+  if (getpid() != process_) return;
   {
     std::unique_lock lock(mutex_);
     if (closed_) return;
     closed_ = true;
     while (!queued_.empty()) fail(*queued_.front(), Failure::closed, set_.rank, "the executor was closed", true);
     while (!active_.empty()) fail(*active_.front(), Failure::closed, set_.rank, "the executor was closed", true);
-    // What is still in the hands of UCX has to go out; shared memory outlives its owner by itself.
-    const int64_t limit = now_ns() + 2'000'000'000;
-    while (now_ns() < limit && std::any_of(networks_.begin(), networks_.end(), [](auto& n) { return n->pending() > 0; })) {
-      for (auto& n : networks_) n->progress();
-      lock.unlock();
-      sched_yield();
-      lock.lock();
+    while (driven_) {  // by somebody whose work has failed just now, and who may be asleep
+      Bell& bell = own_->header()->bell;
+      const uint32_t how = bell.asleep.exchange(0);
+      if (how) wake(bell, how, own_bell_);
+      handover_.wait_for(lock, std::chrono::milliseconds(20));
     }
+    part(lock);
     stop_ = true;
     {
       std::lock_guard news(news_mutex_);  // so that nobody misses it between looking and sleeping

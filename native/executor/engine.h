@@ -1,5 +1,7 @@
 // Runs loaded programs: threadblocks as state machines, driven by whoever waits or else by one progress thread.
 #pragma once
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -10,6 +12,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "network.h"
@@ -110,6 +113,7 @@ struct Work {
   int64_t oldest_slice = 0;
   int64_t started_ns = 0, deadline_ns = 0, ended_ns = 0;
   int64_t asked_ns = 0;           // when peers were asked, after a timeout, whether they have begun
+  int64_t again_ns = 0;           // when they are to be asked again
   std::map<int, bool> answered;   // and what they said
   bool traced = false;
   std::vector<TraceRecord> trace;
@@ -200,11 +204,14 @@ class Engine {
   std::string describe(const Work& w) const;
   void mismatch(Work& w, int peer, uint64_t total, uint32_t facts);
   void peer_gone(int peer, const std::string& why);
+  void hang_up(int peer);
   void read_control(int peer);
   void tell(int comm, uint64_t number, Failure f, int lost, const std::string& why);
+  bool progress();
+  void part(std::unique_lock<std::mutex>& lock);
   void progress_loop();
   void doze(std::unique_lock<std::mutex>& lock, int64_t limit_ns);
-  void watch_network();
+  void leave();
   bool arm_network();
   size_t message_bytes(const Work& w, const Instruction& x, int64_t slice) const;
 
@@ -226,9 +233,11 @@ class Engine {
   std::map<int, Comm> comms_;
   std::vector<std::string> gone_;  // per rank: why it is gone; empty: it is there
   std::vector<int64_t> gone_at_;   // and since when
+  std::vector<std::pair<int, std::string>> lost_;  // whom UCX has lost, and why: not yet looked into
   std::vector<std::vector<char>> inbox_;
   int own_bell_ = -1, kick_ = -1, data_poll_ = -1, all_poll_ = -1;
   std::thread thread_;
+  const pid_t process_ = getpid();
   std::atomic<int> contenders_{0};
   int spins_ = 0, yields_ = 0;
   uint64_t to_ring_ = 0;    // ranks of the host that have to be told of what was published or consumed

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "engine.h"
 
@@ -96,11 +97,7 @@ bool Engine::wait(Work& w, double seconds) {
     in.data.fd = kData;
     epoll_ctl(all_poll_, EPOLL_CTL_MOD, data_poll_, &in);
   }
-  if (!active_.empty() || !queued_.empty()) {
-    bell.asleep.store(2, std::memory_order_seq_cst);
-    pass();
-  }
-  watch_network();
+  leave();
   handover_.notify_all();
   return w.done;
 }
@@ -196,15 +193,31 @@ void Engine::progress_loop() {
   }
 }
 
-// Leaves the network to the progress thread: it sleeps until UCX's descriptors say that something has come.
-void Engine::watch_network() {
-  if (networks_.empty()) return;
+// Leaves everything to the progress thread: it sleeps until a peer rings, or UCX's descriptors say that something has come.
+void Engine::leave() {
+  const bool under_way = !active_.empty() || !queued_.empty();
+  if (!under_way && networks_.empty()) return;
+  if (under_way) own_->header()->bell.asleep.store(2, std::memory_order_seq_cst);
   for (int i = 0; i < 64; ++i) {
+    // What one threadblock did may let another go on, for which nobody rings.
+    if (under_way && pass()) continue;
     if (arm_network()) return;
-    pass();
+    if (!under_way) pass();
   }
   const uint64_t one = 1;  // busier than that: have it look for itself
   (void)!write(kick_, &one, sizeof one);
+}
+
+bool Engine::progress() {
+  bool any = false;
+  for (const auto& n : networks_) any |= n->progress();
+  // Who is lost may have said why before, or that another is: that counts more than a connection that broke.
+  for (const auto& [peer, why] : std::exchange(lost_, {})) {
+    read_control(peer);
+    peer_gone(peer, why);
+    hang_up(peer);
+  }
+  return any;
 }
 
 bool Engine::arm_network() {

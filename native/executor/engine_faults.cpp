@@ -23,7 +23,7 @@ constexpr uint32_t kRecord = 0x53545231;
 constexpr int64_t kOnTheWire = 1'000'000'000;
 // Instead of a failure a record may ask whether a work has begun, or answer that (in `lost`).
 constexpr int32_t kAsk = 100, kAnswer = 101;
-constexpr int64_t kAnswerTime = 2'000'000'000;
+constexpr int64_t kAnswerTime = 2'000'000'000, kAskAgain = 100'000'000;
 constexpr uint64_t kShown = UINT32_MAX;  // above that it says how often the communicator was used anew
 
 const char* const kTypeNames[kTypes] = {"float16", "bfloat16", "float32", "float64", "int8",
@@ -111,7 +111,7 @@ void Engine::read_control(int peer) {
   auto& inbox = inbox_[static_cast<size_t>(peer)];
   const int fd = set_.control[static_cast<size_t>(peer)];
   char buffer[sizeof(Record)];
-  while (true) {
+  while (fd >= 0) {
     const ssize_t got = recv(fd, buffer, sizeof buffer, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
@@ -119,7 +119,8 @@ void Engine::read_control(int peer) {
       const bool silent = got < 0 && errno != ECONNRESET && errno != EPIPE;
       peer_gone(peer, silent ? std::string("is gone (its host does not answer: ") + strerror(errno) + ")"
                              : "is gone (its process has ended)");
-      break;
+      hang_up(peer);
+      return;
     }
     inbox.insert(inbox.end(), buffer, buffer + got);
     while (inbox.size() >= sizeof(Record)) {
@@ -129,10 +130,12 @@ void Engine::read_control(int peer) {
       r.why[sizeof r.why - 1] = 0;
       if (r.magic != kRecord) {
         peer_gone(peer, "sent something that is not ours over its control connection");
+        hang_up(peer);
         return;
       }
       if (r.comm < 0) {
         peer_gone(peer, r.why);
+        hang_up(peer);
         return;
       }
       if (r.comm >= kMaxComms) continue;
@@ -157,13 +160,14 @@ void Engine::peer_gone(int peer, const std::string& why) {
   if (!known.empty()) return;
   known = why;
   gone_at_[static_cast<size_t>(peer)] = now_ns();
-  const int fd = set_.control[static_cast<size_t>(peer)];
-  if (fd >= 0) {
-    ::close(fd);  // also leaves the poll set
-    set_.control[static_cast<size_t>(peer)] = -1;
-  }
   const uint32_t how = own_->header()->bell.asleep.exchange(0);
   if (how) wake(own_->header()->bell, how, own_bell_);
+}
+
+void Engine::hang_up(int peer) {
+  int& fd = set_.control[static_cast<size_t>(peer)];
+  if (fd >= 0) ::close(fd);  // also leaves the poll set
+  fd = -1;
 }
 
 // What a rank of another host has sent before it went may be on the wire for a while: nothing tells when it is all here.
@@ -258,8 +262,9 @@ void Engine::renumber(int id, uint64_t first) {
 
 // At a timeout ranks ask each other who is there: who waits may itself be waited for, and the one to name may be far.
 bool Engine::all_answered(Work& w, int64_t now) {
-  if (!w.asked_ns) {
-    w.asked_ns = now;
+  if (!w.asked_ns) w.asked_ns = now;
+  if (now >= w.again_ns) {  // who has not begun may do so while others still think
+    w.again_ns = now + kAskAgain;
     tell(w.program->comm, w.number, static_cast<Failure>(kAsk), -1, "");
   }
   if (now > w.asked_ns + kAnswerTime) return true;

@@ -16,7 +16,7 @@ struct Announcement {
   uint64_t job;
   uint32_t comm, source;
   uint64_t number, signature, total;
-  uint32_t facts, spare;
+  uint32_t facts, what;
 };
 
 // One message under way. Lives in its work until UCX is done with it.
@@ -33,7 +33,8 @@ class Network {
  public:
   using Heard = std::function<void(const Announcement&)>;
   using Lost = std::function<void(int peer, const std::string& why)>;
-  Network(const std::string& transports, const std::string& devices, uint64_t job, int world, Heard heard, Lost lost);
+  Network(const std::string& transports, const std::string& devices, uint64_t job, int rank, int world, Heard heard,
+          Lost lost);
   ~Network();
   Network(const Network&) = delete;
   Network& operator=(const Network&) = delete;
@@ -48,14 +49,15 @@ class Network {
   void receive(Transfer& t, size_t bytes, uint64_t tag);
   void cancel(Transfer& t);
   void announce(int peer, const Announcement& a);
-  // Sends that are not finished yet.
-  int pending() const { return pending_; }
+  // Whether UCX is done with all that was sent to a peer.
+  bool sent(int peer) const;
+  // Whether a peer has it all; it is asked once the last message is out. Closing before that could take it back.
+  bool received(int peer);
 
  private:
   struct Inner;
   std::unique_ptr<Inner> inner_;
   std::string address_;
   int event_fd_ = -1;
-  int pending_ = 0;
 };
 }  // namespace stretto::executor

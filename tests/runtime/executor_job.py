@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -310,8 +311,11 @@ def notified(rank: Rank) -> dict[str, Any]:
 
 
 def threads() -> int:
-    """Threads of this process that the kernel knows."""
-    return len(os.listdir("/proc/self/task"))
+    """Threads of this process that the kernel knows; one that was waited for may be listed for a moment."""
+    deadline = time.monotonic() + 10
+    while (found := len(os.listdir("/proc/self/task"))) > threading.active_count() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
 
 
 def meetings(rank: Rank) -> list[list[float]]:
@@ -326,10 +330,12 @@ def meetings(rank: Rank) -> list[list[float]]:
             came = time.monotonic()
             begin(ex, handle, x, y, 0).wait()
             times.append([came, time.monotonic()])
-        works = [begin(ex, handle, x, y, 100 * (i % 3 == 0)) for i in range(60)]
+        # Several are under way at once, and each has an output of its own.
+        outputs = [np.zeros(100 * (i % 3 == 0), np.float32) for i in range(60)]
+        works = [begin(ex, handle, x, y, len(y)) for y in outputs]
         for work in reversed(works):
             work.wait()
-        assert y.tolist() == [rank.world] * 100
+        assert all((y == rank.world).all() for y in outputs)
         rank.barrier()
     return times
 
@@ -349,6 +355,50 @@ def closing(rank: Rank) -> dict[str, Any]:
     return {"before": before, "after": after}
 
 
+def late(rank: Rank) -> list[bool]:
+    """What a rank has sent before it left arrives over a network, also where nobody could take it meanwhile."""
+    good = []
+    pids = [int(pid) for pid in rank.exchange(str(os.getpid()).encode())]
+
+    def everybody_else(what: signal.Signals) -> None:
+        for pid in pids[1:]:
+            os.kill(pid, what)
+
+    for count in (1000, 4_000_000):
+        x, y = np.full(count, 7, np.float32), np.zeros(count, np.float32)
+        with rank.executor(timeout_s=40, host=f"{rank.rank}") as ex:
+            handle = ex.load(lowered("broadcast", "direct", rank.world), message_bytes=1 << 22)
+            begin(ex, handle, x, y, 0).wait()
+            rank.barrier()
+            if rank.rank == 0:
+                everybody_else(signal.SIGSTOP)
+                threading.Timer(2.5, everybody_else, (signal.SIGCONT,)).start()
+            begin(ex, handle, x, y, count).wait()
+        good.append(rank.rank == 0 or bool((y == 7).all()))
+        rank.barrier()
+    return good
+
+
+def forked(rank: Rank) -> list[float]:
+    """A child that a rank forks, and that ends as processes do, takes nothing with it."""
+    sums = []
+    with rank.executor(timeout_s=20, host=f"{rank.rank // 2}") as ex:
+        handle = ex.load(lowered("all_reduce", "ring", rank.world))
+        x = np.ones(1000, np.float32)
+        for _ in range(2):
+            y = np.zeros_like(x)
+            begin(ex, handle, x, y, len(x)).wait()
+            sums.append(float(y.sum()))
+            child = os.fork()
+            if not child:
+                ex.close()
+                del ex, handle
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        rank.barrier()
+    return sums
+
+
 def traced(rank: Rank) -> list[list[int]]:
     """One traced work: rows of (threadblock, step, slice, begin, end)."""
     with rank.executor(timeout_s=20) as ex:
@@ -365,7 +415,7 @@ SCENARIOS: dict[str, Scenario] = {
     f.__name__: f
     for f in (
         library, networked, two_hosts, uneven, types, halves, in_flight, many_threads, subgroups,
-        identity, soak, notified, meetings, closing, traced,
+        identity, soak, notified, meetings, closing, late, forked, traced,
     )
 }  # fmt: skip
 

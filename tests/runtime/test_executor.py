@@ -39,6 +39,14 @@ def test_the_same_over_ucx_alone_and_mixed_with_shared_memory(tmp_path: Path) ->
     assert answers == {"networked": [[]] * 4, "two_hosts": [[]] * 4}
 
 
+def test_what_was_sent_arrives_after_its_sender_has_left(tmp_path: Path) -> None:
+    assert said(tmp_path, 3, "late")["late"] == [[True, True]] * 3
+
+
+def test_a_child_that_a_rank_forks_takes_nothing_with_it(tmp_path: Path) -> None:
+    assert said(tmp_path, 3, "forked")["forked"] == [[3000.0, 3000.0]] * 3
+
+
 def test_types_operations_and_uneven_shares(tmp_path: Path) -> None:
     answers = said(tmp_path, 3, "types", "uneven")
     assert answers == {"types": [[]] * 3, "uneven": [True] * 3}
