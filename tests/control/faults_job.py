@@ -28,7 +28,7 @@ from stretto.errors import StrettoError
 FORK = multiprocessing.get_context("fork")
 TOKEN = "0123456789abcdef0123456789abcdef"
 EVERY_S = 0.02
-LIMIT_S = 45.0
+LIMIT_S = 150.0
 
 KILLS: list[tuple[str, bool]] = [
     ("first message", True), ("gathered", True), ("prepare 1", True), ("prepare 2", False), ("vote 1", True),
@@ -105,7 +105,9 @@ def train(folder: Path, rank: int, ranks: int, epoch: int, seed: int, dies_at: i
             dist.all_reduce(stop)
             if len(plane.ran) == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            report = {"ran": plane.ran[-1], "iterations": len(plane.ran)}
+            report = {
+                "ran": plane.ran[-1], "iterations": len(plane.ran), "voted": agent.side.ballot is not None,
+            }  # fmt: skip
             if len(plane.ran) % 50 == 0 or stop.item():
                 write(folder / f"now{epoch}.{rank}", report)
     except RuntimeError as error:
@@ -199,7 +201,10 @@ def main(folder: Path, ranks: int) -> None:
         life.start()
         alive.append(life)
         alive += (job := start_ranks(folder, ranks, 4, seed=0))
-        wait_for(lambda: (now := read(folder / "now4.0")) and now["iterations"] > 300, "trains on", deadline)
+        now4 = [folder / f"now4.{rank}" for rank in range(ranks)]
+        wait_for(lambda: all((now := read(path)) and now["voted"] for path in now4), "votes", deadline)
+        at = read(folder / "now4.0")["iterations"]
+        wait_for(lambda: read(folder / "now4.0")["iterations"] > at + 300, "trains on", deadline)
         (folder / "stop4").touch()
         for process in job:
             process.join(max(deadline - time.monotonic(), 0.1))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from enforcer_plans import cluster_of, join, op_plan, plan_of, step_of
+from faults_job import read, write
 from toy_job import Ready
 
 import stretto.torch
@@ -37,7 +38,7 @@ COUNT = 1 << 14
 RANKS = 2
 STEP = step_of([("all_reduce", 4.0 * COUNT, 0)], RANKS)
 CLUSTER = cluster_of(1)
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 LONG = 150
 """Iterations in which nothing may change any more."""
 
@@ -94,7 +95,7 @@ def train(folder: Path, rank: int) -> None:
             # Between two iterations, and no part of the step.
             stop.fill_(float((folder / "stop").exists()))
             dist.all_reduce(stop, dist.ReduceOp.MAX)
-            (folder / f"now{rank}").write_text(str(len(ran)))
+            write(folder / f"now{rank}", len(ran))
     report = enforcer.report()
     agent.stop()
     (folder / f"end{rank}.json").write_text(
@@ -125,8 +126,8 @@ def main(folder: Path) -> None:
             if "own order" in about:
                 break
             time.sleep(0.02)
-        at = int((folder / "now0").read_text())
-        while int((folder / "now0").read_text() or 0) < at + LONG and time.monotonic() < deadline:
+        at = read(folder / "now0")
+        while read(folder / "now0") < at + LONG and time.monotonic() < deadline:
             time.sleep(0.02)
         status = controller.status().jobs[0]
         told |= {

@@ -24,7 +24,7 @@ import stretto.torch
 
 dist.init_process_group("stretto")
 dist.all_reduce(torch.ones(10))
-dist.group.WORLD.set_timeout(timedelta(seconds=2))
+dist.group.WORLD.set_timeout(timedelta(seconds=4))
 print("up", flush=True)
 while True:
     try:

@@ -13,7 +13,7 @@ from stretto.errors import Infeasible, InvalidInput
 from stretto.lab import Lab, Result, network, running, unavailable
 
 pytestmark = pytest.mark.real_lab
-LIMIT_S = 50.0
+LIMIT_S = 120.0
 
 LOOK = """
 import json, os, socket
@@ -39,7 +39,7 @@ if hub:
         link, _ = hub.accept()
         link.recv(1)
 else:
-    for _ in range(500):
+    for _ in range(3000):
         try:
             link = socket.create_connection((os.environ["MASTER_ADDR"], 7000))
             break
@@ -70,7 +70,7 @@ if os.environ["RANK"] == "1":
         assert len(got) == 1_000_000, len(got)
         print(got[:len(word)].decode())
 else:
-    for _ in range(500):
+    for _ in range(3000):
         try:
             link = socket.create_connection((mine[:-1] + "2", 7000))
             break

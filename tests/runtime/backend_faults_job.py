@@ -71,11 +71,13 @@ def killed_before_a_future() -> Any:
 def waits_that_time_out() -> Any:
     """A wait with a timeout for what has not come, then for good."""
     rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        time.sleep(1.0)
+        store.wait([f"waited {other}" for other in range(1, RANKS)])
     work = dist.all_reduce(torch.ones(10), async_op=True)
     assert work is not None
     first = told(lambda: work.wait(timedelta(milliseconds=100))) if rank else ["fine", "", 0.0]
+    store.set(f"waited {rank}", "")
     return [*first, told(work.wait)[0]]
 
 

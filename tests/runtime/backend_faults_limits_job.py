@@ -44,11 +44,11 @@ class Here:
     def __init__(self, rank: int, folder: Path, name: str) -> None:
         self.rank, self.folder, self.name = rank, folder, name
 
-    def join(self, timeout_s: float = 40.0) -> None:
+    def join(self) -> None:
         """Make the default group."""
         store = c10d.FileStore(f"{self.folder}/store-{self.name}", RANKS)
         dist.init_process_group(
-            "stretto", store=store, rank=self.rank, world_size=RANKS, timeout=timedelta(seconds=timeout_s)
+            "stretto", store=store, rank=self.rank, world_size=RANKS, timeout=timedelta(seconds=40)
         )
 
     def pids(self) -> list[int]:
@@ -95,7 +95,7 @@ def paused_too_long(here: Here) -> Any:
     pids = here.pids()
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    group.set_timeout(timedelta(seconds=0.5))
+    group.set_timeout(timedelta(seconds=1))
     if here.rank == 0:
         os.kill(pids[VICTIM], signal.SIGSTOP)
     try:
@@ -109,7 +109,9 @@ def paused_too_long(here: Here) -> Any:
 
 def another_backend(here: Here) -> Any:
     """The victim calls what gloo runs, where the others call what the executor runs."""
-    here.join(2.0)
+    here.join()
+    dist.barrier()
+    dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=2))
     tensor = torch.ones(RANKS * 100)
     if here.rank == VICTIM:
         splits = [100] * RANKS
