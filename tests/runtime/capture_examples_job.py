@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import socket
 import sys
 from functools import partial
 from pathlib import Path
 
-from capture_scenarios import fork
+from capture_scenarios import fork, store_port
 
 from stretto.workload import Workload
 
@@ -24,16 +23,14 @@ def main() -> None:
     found = {}
     for name in ("capture_dlrm", "capture_gpt"):
         output = folder / f"{name}.yaml"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        fork(RANKS, partial(example, EXAMPLES / f"{name}.py", output, port))
+        fork(RANKS, partial(example, EXAMPLES / f"{name}.py", output, store_port()))
         found[name] = [op.kind for op in Workload.load(output).comm_ops]
     (folder / "0.json").write_text(json.dumps(found))
 
 
 def example(script: Path, output: Path, port: int, rank: int) -> None:
-    """One rank of an example."""
+    """One rank of an example; its store is there already, as it is under torchrun."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
     sys.argv = [script.name, str(output), "--iterations", "2"]
     runpy.run_path(str(script), run_name="__main__")

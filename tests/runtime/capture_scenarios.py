@@ -5,7 +5,9 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 import stretto
 
@@ -49,6 +52,20 @@ def run(scenarios: dict[str, Callable[[], Any]]) -> None:
         dist.destroy_process_group()
 
     fork(ranks, rank_main)
+
+
+def store_port() -> int:
+    """The port of a store in a process of its own: who forks must have no threads, whose locks stay taken."""
+    parent = os.getpid()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        port = int(listening.getsockname()[1])
+        if not os.fork():
+            mine = listening.detach()
+            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=mine)
+            while os.getppid() == parent and store.port:
+                time.sleep(0.2)
+            os._exit(0)
+    return port
 
 
 def fork(ranks: int, rank_main: Callable[[int], None]) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,7 +17,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from backend_scenarios import digest
-from capture_scenarios import fork
+from capture_scenarios import fork, store_port
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -221,20 +218,6 @@ ONLY = {
     "messages": ("overlapping", "other shape", "uneven", "copies", "sum of cut parts", "average", "asynchronous"),
     "hosts": ("disjoint", "other shape", "uneven", "larger", "sum", "sum on one mesh"),
 }  # fmt: skip
-
-
-def store_port() -> int:
-    """The port of a store in a process of its own: who forks must have no threads, whose locks stay taken."""
-    parent = os.getpid()
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
-        port = int(listening.getsockname()[1])
-        if not os.fork():
-            mine = listening.detach()
-            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=mine)
-            while os.getppid() == parent and store.port:
-                time.sleep(0.2)
-            os._exit(0)
-    return port
 
 
 def joined(port: int, name: str, rank: int, ranks: int) -> None:

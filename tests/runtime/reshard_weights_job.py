@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from capture_scenarios import _start
-from reshard_job import joined, store_port, told
+from capture_scenarios import _start, store_port
+from reshard_job import joined, told
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
