@@ -86,6 +86,9 @@ def variants() -> Any:
                     wrong.append((plan.name, [op.option for op in plan.ops]))
             seen.append(enforcer.report().number)
         fell_back = enforcer.report().fell_back
+    # Most scripts ask when all is over.
+    ended = enforcer.report()
+    assert (ended.number, bool(ended.motifs)) == (len(plans), True)
     return {"plans": len(plans), "wrong": wrong, "seen": seen, "fell_back": fell_back}
 
 

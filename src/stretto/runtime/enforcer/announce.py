@@ -74,6 +74,15 @@ class Announcements:
         first = min(found, key=lambda notice: (notice.iteration, notice.op, notice.rank), default=None)
         return None if first is None else ((first.iteration, first.op), first.rank, first.why)
 
+    def hopeless(self, number: int, stay: int, place: Place, op: str) -> str:
+        """Why an op at a place never ends: another rank gave up the plan before it. Then nothing can; empty else."""
+        found = self.look(number, stay)
+        if found is None or found[0] > place or found[1] == self._rank:
+            return ""
+        why = f"{op} cannot end: rank {found[1]} gave up plan {number}: {found[2]}"
+        self.end(number, stay, why)
+        return why
+
     def wait_in(self, number: int, stray: Stray) -> None:
         """This rank waits long in a call between two iterations."""
         key = f"{number}/strays/{stray.iteration}"

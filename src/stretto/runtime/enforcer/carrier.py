@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
+import torch
+
 from ...errors import PlanMismatch
 from ...programs import Lowered, Program
 from ...programs.lower import lower
@@ -139,19 +141,39 @@ class ExecutorCarrier:
         assert isinstance(loaded, ExecutorLoaded)
         size = DTYPES[dtype]
         ends = [0 if view is None else view[0].data_ptr() + view[1] * size for view in (staged.source, staged.target)]
+        return self._start(loaded, ends[0], ends[1], dtype, op, entry, blocking, staged)
+
+    def start_on(
+        self, loaded: ExecutorLoaded, tensor: torch.Tensor, dtype: str, op: str, entry: Entry, *, blocking: bool
+    ) -> Started:
+        """The same for a motif that works in place on a tensor without gaps."""
+        assert loaded.layout.place is not None
+        _, read, _, written, _ = loaded.layout.place
+        begin, size = tensor.data_ptr(), DTYPES[dtype]
+        return self._start(loaded, begin + read * size, begin + written * size, dtype, op, entry, blocking, tensor)
+
+    def _start(
+        self, loaded: ExecutorLoaded, read: int, written: int, dtype: str, op: str, entry: Entry, blocking: bool,
+        keep: object,
+    ) -> Started:  # fmt: skip
+        count = loaded.layout.task.count
+        if not entry.watched:
+            return self._executor.start(
+                loaded.handle, read, written, count, dtype, op, timeout_s=self._timeout_s, blocking=blocking, keep=keep
+            )
         if self._thread is None:
             self._begin()
         with self._lock:
             work = self._executor.start(
-                loaded.handle, ends[0], ends[1], loaded.layout.task.count, dtype, op, timeout_s=self._timeout_s,
-                blocking=blocking and not entry.watched, keep=staged, notify=entry.watched,
-            )  # fmt: skip
-            if entry.watched:
-                self._running[work.id] = entry
+                loaded.handle, read, written, count, dtype, op, timeout_s=self._timeout_s, keep=keep, notify=True
+            )
+            self._running[work.id] = entry
         return work
 
     def watch(self, entry: Entry) -> None:
         """A second thread waits for those that were started without a report."""
+        if self._thread is None:
+            self._begin()
         self._late.put(entry)
 
     def agree(self, values: Sequence[int]) -> Agreement:

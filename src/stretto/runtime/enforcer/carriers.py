@@ -1,4 +1,4 @@
-"""Which carrier an enforcer gets: by name, or what the job uses anyway."""
+"""Which carrier an enforcer gets, by name or what the job uses anyway; and what it is not given."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInput, unknown
+from ..backend_buffers import Call
 from ..backend_engine import Engine, channels_of
 from ..record import LEDGER
 from .carrier import RESERVED, Carrier, ExecutorCarrier
@@ -63,3 +65,14 @@ def make(name: str, engine: Engine, sequencer: Sequencer, *, generation: int, ho
         timeout_s=engine.timeout_s, generation=generation,
     )  # fmt: skip
     return Made(carrier=carrier, undo=lambda: setattr(job, "max_communicators", first + RESERVED))
+
+
+def refusal(carrier: Carrier, engine: Engine, call: Call) -> str:
+    """Why a call is left to the wrapped backend; only of what is the same on all ranks."""
+    if isinstance(carrier, NcclCarrier):
+        return carrier.refusal(call, engine.size)
+    if carrier.programs or engine.job.executor is not None:
+        return engine.refusal(call)
+    if call.device.type != "cpu" or call.uneven or engine.size == 1:
+        return "not for gloo's lanes"
+    return "nothing to move" if call.tensor.layout != torch.strided or call.tensor.numel() == 0 else ""

@@ -26,8 +26,8 @@ from ..backend_buffers import Call, lay_out
 from ..backend_work import GroupWork
 from .announce import Announcements, Place, Stray
 from .careful import CarefulWork
-from .carrier import Agreement
-from .carriers import chosen, make
+from .carrier import Agreement, ExecutorCarrier
+from .carriers import chosen, make, refusal
 from .current import Current
 from .measured import Measured
 from .nccl import NcclCarrier
@@ -38,6 +38,7 @@ from .queued import QueuedGiven, QueuedWork
 from .report import Report
 from .rest import PATIENCE, too_many
 from .sequencer import Instance, Sequencer
+from .whole import whole_of
 
 log = logging.getLogger("stretto.enforcer")
 SETTLE_S = 5.0
@@ -85,6 +86,7 @@ class Enforcer:
         )  # fmt: skip
         self._carrier, self._undo = made.carrier, made.undo
         self._gpu = made.carrier if isinstance(made.carrier, NcclCarrier) else None
+        self._executes = made.carrier if isinstance(made.carrier, ExecutorCarrier) else None
         self._expected = Expected(workload, self._rank) if workload is not None else None
         self._plans = Plans(
             self._carrier, rank=self._rank, hosts=[card.host for card in world.cards], cluster=cluster,
@@ -101,6 +103,7 @@ class Enforcer:
         self._before = 0
         """Calls that are not of the step, by their ranks; and the iteration before which they came."""
         self._empty = 0
+        self._last: Report | None = None
         Current.enforcer = self
 
     @property
@@ -128,7 +131,9 @@ class Enforcer:
         self._plans.discard(number)
 
     def report(self) -> Report:
-        """How it goes."""
+        """How it goes; once closed, how it went."""
+        if self._last is not None:
+            return self._last
         if self._gpu is not None:
             self._gpu.clock.read()
         plans = self._plans
@@ -149,6 +154,7 @@ class Enforcer:
             active = self._plans.active
             if active is not None:
                 self._run_out(active, self._here(active))
+                self._last = self.report()
                 self._plans.active = None
                 self._carrier.unload(active.number)
         deadline = time.monotonic() + SETTLE_S * self.alive
@@ -201,7 +207,14 @@ class Enforcer:
         active, instance = found
         engine = group.engine
         # What the carrier does not run the wrapped backend does: as it comes, in the application's order.
-        refused = call.op == "barrier" or group.coalescing or self._refusal(engine, call)
+        refused = call.op == "barrier" or group.coalescing or refusal(self._carrier, engine, call)
+        executes = self._executes
+        whole = None if refused or executes is None else whole_of(self, executes, active, instance, call, plain)
+        if whole is not None:
+            whole.inline = not opts.asyncOp and group.alone
+            self._sequencer.submit(instance, whole)
+            whole.inline = False
+            return PlannedWork(self, self._sequencer, instance, whole, tensors)
         buffers = None if refused else lay_out(call, call.op, engine.rank, engine.size)
         bound = active.bound(instance.planned.number, buffers.count) if buffers is not None else None
         if self._gpu is not None and buffers is not None and bound is not None:
@@ -222,16 +235,6 @@ class Enforcer:
         if found is not None:
             _, instance = found
             self._sequencer.submit(instance, Given(self, self._carrier, instance, None, None, call, never))
-
-    def _refusal(self, engine: Any, call: Call) -> str:
-        """Why a call is left to the wrapped backend; only of what is the same on all ranks."""
-        if self._gpu is not None:
-            return self._gpu.refusal(call, engine.size)
-        if self._carrier.programs or engine.job.executor is not None:
-            return str(engine.refusal(call))
-        if call.device.type != "cpu" or call.uneven or engine.size == 1:
-            return "not for gloo's lanes"
-        return "nothing to move" if call.tensor.layout != torch.strided or call.tensor.numel() == 0 else ""
 
     def _expect(self, group: Any, call: Call) -> tuple[Prepared, Instance] | None:
         """The op of the plan that a call is; None in plain order, and from a call on that is not what was expected."""
@@ -449,12 +452,7 @@ class Enforcer:
     def _hopeless(self, instance: Instance) -> str:
         """Why a GPU waits for an op in vain: a rank gave up the plan before it."""
         stay = self._plans.stay(instance.plan)
-        found = self._announcements.look(instance.plan, stay)
-        if found is None or found[0] > instance.place or found[1] == self._rank:
-            return ""
-        why = f"{instance.planned.op.name} cannot end: rank {found[1]} gave up plan {instance.plan}: {found[2]}"
-        self._announcements.end(instance.plan, stay, why)
-        return why
+        return self._announcements.hopeless(instance.plan, stay, instance.place, instance.planned.op.name)
 
     def explain(self, instance: Instance, error: Exception) -> Exception:
         """What lies behind an error: a rank that has found out that ranks went different ways leaves, and says so."""

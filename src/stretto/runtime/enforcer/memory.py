@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,14 +26,22 @@ class Layout:
     takes: tuple[Row, ...]
     given: int
     taken: int
+    place: tuple[int, int, int, int, int] | None
+    """In place, where it lies in one piece: its region, and in that begin and end of what is read, and is written."""
 
     @classmethod
     def of(cls, task: Task) -> Layout:
         """Worked out once, used in every iteration."""
+        given, taken = _size(task.gives), _size(task.takes)
+        outer = task.gives if given >= taken else task.takes
+        place = None
+        if task.in_place and task.gives and task.takes and len(outer) == 1 and outer[0][0] >= 0:
+            region, lo, hi = outer[0]
+            inner = (lo + task.at, lo + task.at + min(given, taken))
+            place = (region, lo, hi, *inner) if given >= taken else (region, *inner, lo, hi)
         return cls(
-            task=task, gives=_rows(task.gives), takes=_rows(task.takes), given=_size(task.gives),
-            taken=_size(task.takes),
-        )  # fmt: skip
+            task=task, gives=_rows(task.gives), takes=_rows(task.takes), given=given, taken=taken, place=place
+        )
 
 
 class Pool:
@@ -57,16 +65,16 @@ class Pool:
             self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
 
 
-@dataclass(slots=True)
 class Staged:
-    """Where a program reads and writes; `back` brings the result to the op's own memory."""
+    """Where a program reads and writes; `back` brings the `result`, if any, to the op's own memory."""
 
-    source: View | None
-    target: View | None
-    layout: Layout
-    scratch: list[torch.Tensor] = field(default_factory=list)
-    result: View | None = None
-    """What has to be brought back, if anything."""
+    __slots__ = ("layout", "result", "scratch", "source", "target")
+
+    def __init__(
+        self, source: View | None, target: View | None, layout: Layout, scratch: Sequence[torch.Tensor] = (),
+        result: View | None = None,
+    ) -> None:  # fmt: skip
+        self.source, self.target, self.layout, self.scratch, self.result = source, target, layout, scratch, result
 
     def back(self, regions: Regions, pool: Pool) -> None:
         """After the program has ended."""
@@ -83,39 +91,38 @@ class Staged:
 
 def stage(layout: Layout, regions: Regions, dtype: torch.dtype, pool: Pool) -> Staged:
     """The views for a program; what does not lie in one piece is copied first."""
+    if layout.place is not None:
+        region, begin, end, at, until = layout.place
+        tensor = regions[region]
+        assert tensor is not None
+        return Staged((tensor, begin, end), (tensor, at, until), layout)
     task = layout.task
     if task.in_place and task.gives and task.takes:
         return _one(layout, regions, dtype, pool)
     source, target = _direct(task.gives, regions), _direct(task.takes, regions)
-    made = Staged(source=source, target=target, layout=layout)
+    scratch: list[torch.Tensor] = []
+    result: View | None = None
     if (target is None and layout.taken) or _overlap(source, target):
-        buffer = pool.take(dtype, layout.taken)
-        made.scratch.append(buffer)
-        made.target = made.result = (buffer, 0, layout.taken)
+        scratch.append(pool.take(dtype, layout.taken))
+        target = result = (scratch[-1], 0, layout.taken)
     if source is None and layout.given:
-        buffer = pool.take(dtype, layout.given)
-        made.scratch.append(buffer)
-        made.source = (buffer, 0, layout.given)
-        _fill(buffer, 0, layout.gives, regions)
-    return made
+        scratch.append(pool.take(dtype, layout.given))
+        source = (scratch[-1], 0, layout.given)
+        _fill(scratch[-1], 0, layout.gives, regions)
+    return Staged(source, target, layout, scratch, result)
 
 
 def _one(layout: Layout, regions: Regions, dtype: torch.dtype, pool: Pool) -> Staged:
-    """One buffer for both, the smaller one inside the larger."""
+    """One buffer for both, the smaller one inside the larger, for what does not lie in one piece."""
     task = layout.task
     outer = layout.given >= layout.taken
     size = layout.given if outer else layout.taken
-    whole = _direct(task.gives if outer else task.takes, regions)
-    if whole is not None:
-        tensor, lo, _ = whole
-        inner = (tensor, lo + task.at, lo + task.at + min(layout.given, layout.taken))
-        return Staged(source=whole if outer else inner, target=inner if outer else whole, layout=layout)
     buffer = pool.take(dtype, size)
     inner = (buffer, task.at, task.at + min(layout.given, layout.taken))
     whole = (buffer, 0, size)
     source, target = (whole, inner) if outer else (inner, whole)
     _fill(buffer, source[1], layout.gives, regions)
-    return Staged(source=source, target=target, layout=layout, scratch=[buffer], result=target)
+    return Staged(source, target, layout, [buffer], target)
 
 
 def _fill(buffer: torch.Tensor, at: int, rows: Sequence[Row], regions: Regions) -> None:

@@ -46,6 +46,11 @@ class Owner(Protocol):
 class Given:
     """The memory of a submitted op; without `buffers` the backend runs it, and its motifs have nothing to do."""
 
+    __slots__ = (
+        "_bound", "_carrier", "_divides", "_dtype", "_ended", "_instance", "_op", "_owner", "_plain",
+        "_pool", "_regions", "_room", "_staged", "buffers", "inline", "instead",
+    )  # fmt: skip
+
     def __init__(
         self, owner: Owner, carrier: Carrier, instance: Instance, buffers: Buffers | None, bound: Bound | None,
         call: Call, plain: Callable[[], GroupWork], *, pool: Pool = POOL,
@@ -57,7 +62,8 @@ class Given:
         self.instead: GroupWork | None = None
         """What runs in plain order after all."""
         self._staged: dict[int, Staged] = {}
-        self._ended: dict[int, Callable[[float | None], None]] = {}
+        self._ended: dict[int, Callable[[float | None], None]] | None = None
+        """Of motifs that are recorded."""
         self._regions: Sequence[torch.Tensor | None] = ()
         self._op = call.reduce or "sum"
         self._room: torch.Tensor | None = None
@@ -81,13 +87,18 @@ class Given:
         if loaded is None or self.buffers is None:
             return None
         staged = self._staged[motif] = stage(loaded.layout, self._regions, self._dtype, self._pool)
-        recording = current()
-        if recording is not None:
-            planned = self._instance.planned
-            size = loaded.layout.task.count * self._dtype.itemsize
-            name = f"{planned.op.name}#{motif} {entry.part.algorithm}"
-            self._ended[motif] = recording.start(name, "+".join(entry.part.channels), size)
+        self._record(entry, loaded.layout.task.count * self._dtype.itemsize)
         return self._carrier.start(loaded, staged, self.buffers.dtype, self._op, entry, blocking=self.inline)
+
+    def _record(self, entry: Entry, nbytes: int) -> None:
+        """A motif begins, which may be recorded."""
+        recording = current()
+        if recording is None:
+            return
+        name = f"{self._instance.planned.op.name}#{entry.part.motif} {entry.part.algorithm}"
+        if self._ended is None:
+            self._ended = {}
+        self._ended[entry.part.motif] = recording.start(name, "+".join(entry.part.channels), nbytes)
 
     def watch(self, entry: Entry) -> None:
         """From now on somebody waits for the end of a motif that runs already."""
@@ -96,11 +107,15 @@ class Given:
     def moved(self, entry: Entry) -> None:
         """A motif's data has arrived: bring it where it belongs."""
         motif = entry.part.motif
-        self._staged.pop(motif).back(self._regions, self._pool)
+        staged = self._staged.pop(motif)
+        if staged.scratch:
+            staged.back(self._regions, self._pool)
+        self._ran(entry, motif)
+
+    def _ran(self, entry: Entry, motif: int) -> None:
         self._owner.spent(self._instance, motif, entry.start_us, entry.end_us)
-        ended = self._ended.pop(motif, None)
-        if ended is not None:
-            ended(entry.end_us - entry.start_us)
+        if self._ended is not None and motif in self._ended:
+            self._ended.pop(motif)(entry.end_us - entry.start_us)
 
     def over(self) -> None:
         """All motifs have ended."""
@@ -130,27 +145,32 @@ class PlannedWork(GroupWork):
 
     def __init__(self, owner: Owner, sequencer: Sequencer, instance: Instance, given: Given, tensors: Tensors) -> None:
         super().__init__(tensors)
-        self._owner, self._sequencer, self._instance, self._given = owner, sequencer, instance, given
+        self._owner, self._sequencer = owner, sequencer
+        self._under_way: tuple[Instance, Given] | None = (instance, given)
+        """None once it is over: works are remembered for long, and what they are made of need not be."""
 
     def _block(self, timeout: timedelta) -> bool:
-        instance = self._instance
-        if instance.done and self._given.instead is None and instance.error is None:
+        if self._under_way is None:
+            return True
+        instance, given = self._under_way
+        if instance.done and given.instead is None and instance.error is None:
             return True
         begin_us = now_us()
         limit_s = timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
-        if not self._wait(limit_s):
+        if not self._wait(instance, limit_s):
             return False
-        instead = self._given.instead
-        if instead is not None:
-            return instead.wait(timeout) if timeout > NO_TIMEOUT else instead.wait()
+        if given.instead is not None:
+            return given.instead.wait(timeout) if timeout > NO_TIMEOUT else given.instead.wait()
         if instance.error is not None:
             raise self._owner.explain(instance, instance.error)
         self._owner.waited(instance, begin_us, now_us())
         return True
 
-    def _wait(self, limit_s: float) -> bool:
-        instance = self._instance
+    def _wait(self, instance: Instance, limit_s: float) -> bool:
         begin = looked = time.monotonic()
+        entry = instance.running()
+        if entry is not None and entry.started is not None and _ended(entry.started, min(TICK_S, limit_s)):
+            self._sequencer.ended(entry)
         while not instance.done:
             now = time.monotonic()
             left_s = limit_s - (now - begin)
@@ -167,27 +187,37 @@ class PlannedWork(GroupWork):
         return True
 
     def _poll(self) -> bool:
-        if not self._instance.done:
+        if self._under_way is None:
+            return True
+        instance, given = self._under_way
+        if not instance.done:
             self._sequencer.reap()
-        instead = self._given.instead
-        return self._instance.done and (instead is None or instead.is_completed())
+        return instance.done and (given.instead is None or given.instead.is_completed())
+
+    def _release(self) -> None:
+        self._under_way = None
 
     def _make_future(self) -> Future:
         taken(self)
         return super()._make_future()
 
     def _when_over(self, then: Callable[[], object]) -> None:
+        if self._under_way is None:
+            then()
+            return
+        instance, given = self._under_way
+
         def over() -> None:
-            if self._given.instead is not None:
+            if given.instead is not None:
                 GroupWork._when_over(self, then)
                 return
-            self._settle(self._instance.error)
+            self._settle(instance.error)
             then()
 
         with self._sequencer.lock:
-            if not self._instance.done:
-                self._instance.callbacks.append(over)
-                for entry in self._instance.entries.values():
+            if not instance.done:
+                instance.callbacks.append(over)
+                for entry in instance.entries.values():
                     self._sequencer.notice(entry)
                 return
         over()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...cluster import Cluster
 from ...planner.plan import Plan
 from ...workload import Op, Workload
 from ..backend_buffers import Call
-from .carrier import Carrier, Loaded
+from .carrier import Carrier, ExecutorLoaded, Loaded
 from .parts import Share, share_of
 from .pieces import Programs, Tasks, tasks_of
 from .sequencer import Entry, Instance
@@ -18,6 +18,7 @@ USUAL_BYTES = 4
 """Reductions are mostly of float32; for other types programs are made when the first call comes."""
 MAX_BOUND = 4096
 """Of ops whose size follows the data, so many sizes are remembered."""
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 
@@ -27,6 +28,8 @@ class Bound:
 
     tasks: Tasks
     loaded: dict[int, Loaded | None]
+    only: ExecutorLoaded | None
+    """Its only motif, where that works on the op's own memory in one piece."""
 
 
 class Expected:
@@ -36,16 +39,21 @@ class Expected:
         self.digest = workload.digest
         self.workload = workload
         self.ops: list[tuple[int, Op, tuple[int, ...]]] = []
+        self._usual: list[tuple[str, int, tuple[int, ...]]] = []
+        """What a call mostly is, to compare with at once."""
         for number, op in enumerate(workload.ops):
             if op.is_comm and op.kind != "send" and rank in workload.ranks_of(op):
                 group = next(group for group in workload.groups_of(op) if rank in group)
                 self.ops.append((number, op, group))
+                self._usual.append(("" if op.kind in ROOTED else op.kind, int(op.nbytes), group))
 
     def __len__(self) -> int:
         return len(self.ops)
 
     def refusal(self, at: int, call: Call, ranks: Sequence[int]) -> str:
         """How a call differs from what comes next; empty where it does not."""
+        if at < len(self.ops) and self._usual[at] == (call.op, call.nbytes, ranks):
+            return ""
         if at >= len(self.ops):
             return f"{self.said(call, ranks)} comes after the last comm-op of an iteration"
         _, op, group = self.ops[at]
@@ -54,8 +62,7 @@ class Expected:
         else:
             nbytes = _nbytes(call, len(ranks))
             size = nbytes <= op.nbytes if op.at_most else nbytes == op.nbytes
-            rooted = op.kind in ("broadcast", "reduce", "gather", "scatter")
-            same = call.op == op.kind and size and (not rooted or call.root == op.root)
+            same = call.op == op.kind and size and (op.kind not in ROOTED or call.root == op.root)
         if same and tuple(ranks) == group:
             return ""
         wanted = f"{op.kind} of {op.nbytes:g} bytes among ranks {_listed(group)}"
@@ -90,7 +97,8 @@ class Prepared:
     def bound(self, op: int, elements: int) -> Bound:
         """An op for so many elements of its larger buffer."""
         key = (op, elements)
-        if key not in self._bound:
+        found = self._bound.get(key)
+        if found is None:
             if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
             planned = self.share.ops[op]
@@ -99,8 +107,8 @@ class Prepared:
                 part.motif: None if task is None else self._carrier.load(self.number, part, task)
                 for part, task in zip(planned.parts, tasks.tasks, strict=True)
             }
-            self._bound[key] = Bound(tasks=tasks, loaded=loaded)
-        return self._bound[key]
+            found = self._bound[key] = Bound(tasks=tasks, loaded=loaded, only=_only(tasks, loaded))
+        return found
 
     def begin(self, iteration: int) -> Iterator[Entry]:
         """The plan becomes active with this iteration: what would have run before it is made up for."""
@@ -131,7 +139,14 @@ class Prepared:
     def forget(self, before: int) -> None:
         """Iterations that are over on this rank."""
         for key in [key for key, one in self._instances.items() if key[0] < before and one.done]:
-            del self._instances[key]
+            one = self._instances.pop(key)
+            if not one.left:
+                one.forget()
+
+
+def _only(tasks: Tasks, loaded: Mapping[int, Loaded | None]) -> ExecutorLoaded | None:
+    found = next(iter(loaded.values())) if len(loaded) == 1 and not tasks.room else None
+    return found if isinstance(found, ExecutorLoaded) and found.layout.place is not None else None
 
 
 def _nbytes(call: Call, ranks: int) -> int:

@@ -123,15 +123,15 @@ class QueuedWork(PlannedWork):
         carrier: NcclCarrier,
     ) -> None:  # fmt: skip
         super().__init__(owner, sequencer, instance, given, tensors)
-        self._queued, self._nccl = given, carrier
+        self._instance, self._queued, self._nccl = instance, given, carrier
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait; every stream that uses the result needs one of its own."""
         self._nccl.check()
         limit_s = timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
-        if not self._wait(limit_s):
+        if not self._wait(self._instance, limit_s):
             raise TimeoutError(f"the operation was held back for {timeout.total_seconds():g} s")
-        instance, instead = self._instance, self._given.instead
+        instance, instead = self._instance, self._queued.instead
         if instead is not None:
             return bool(instead.wait())
         if instance.error is not None:
@@ -152,7 +152,7 @@ class QueuedWork(PlannedWork):
         """Whether the GPU has done it, well or not."""
         if not self._instance.done:
             return False
-        instead = self._given.instead
+        instead = self._queued.instead
         if instead is not None:
             return bool(instead.is_completed())
         return self._instance.error is not None or self._queued.arrived
@@ -188,8 +188,8 @@ class QueuedWork(PlannedWork):
             # A future remembers where the current stream stands, and whoever waits for it makes his stream wait.
             with torch.cuda.stream(self._nccl.side()):
                 with contextlib.suppress(Exception):
-                    if self._given.instead is not None:
-                        self._given.instead.wait()
+                    if self._queued.instead is not None:
+                        self._queued.instead.wait()
                     elif self._instance.error is None:
                         queued.join()
                 done.set_result(tensors)

@@ -81,7 +81,7 @@ class Instance:
 
     def __init__(self, plan: int, planned: Planned, iteration: int) -> None:
         self.plan, self.planned, self.iteration = plan, planned, iteration
-        self.entries = {part.motif: Entry(self, part) for part in planned.parts}
+        self.entries: dict[int, Entry] = {part.motif: Entry(self, part) for part in planned.parts}
         self.left = len(self.entries)
         self.submission: Submission | None = None
         self.done = False
@@ -101,8 +101,10 @@ class Instance:
 
     def running(self) -> Entry | None:
         """A motif of it that is under way."""
-        running = (one for one in self.entries.values() if one.state == RUNNING and one.started is not None)
-        return next(running, None)
+        for one in self.entries.values():
+            if one.state == RUNNING and one.started is not None:
+                return one
+        return None
 
     def rest(self) -> None:
         """Somebody is about to sleep: what has happened so far is known. Called with the sequencer's lock."""
@@ -121,11 +123,20 @@ class Instance:
         if self._event is not None:
             self._event.set()
 
+    def forget(self) -> None:
+        """It has ended, and is in no line any more: without circles it goes at once, not when garbage is collected."""
+        self.submission = None
+        for entry in self.entries.values():
+            del entry.instance
+
     def settle(self, error: Exception | None) -> None:
         """It is over: let everybody know."""
         self.error = error
         self.done = True
-        self.stir()
+        if self._event is not None:
+            self._event.set()
+        if not self.callbacks:
+            return
         callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             # Who has asked to be told may fail by himself; the plan goes on.
@@ -157,7 +168,11 @@ class Sequencer:
                 entry.number = self._added
                 late = late or entry.instance.submission is not None
                 for channel in entry.part.channels:
-                    self._lines.setdefault(channel, deque()).append(entry)
+                    line = self._lines.get(channel)
+                    if line is None:
+                        line = self._lines[channel] = deque()
+                        self._busy[channel] = []
+                    line.append(entry)
             if late:
                 self._advance()
         if late:
@@ -166,14 +181,19 @@ class Sequencer:
 
     def submit(self, instance: Instance, submission: Submission) -> None:
         """The application has given an op: its motifs may start."""
+        held = False
         with self.lock:
             failure = self.failure
             instance.submission = submission
-            held = False
             if failure is None:
                 self._open[id(instance)] = instance
-                self._advance()
-                held = any(entry.state == WAITING for entry in instance.entries.values())
+                # Nothing else became ready by this.
+                for entry in instance.entries.values():
+                    if self._ready(entry):
+                        self._advance()
+                        break
+                for entry in instance.entries.values():
+                    held = held or entry.state == WAITING
         self._finish()
         if failure is not None:
             instance.settle(failure)
@@ -238,7 +258,7 @@ class Sequencer:
             entry.end_us = entry.start_us + elapsed if elapsed > 0 else now_us()
             self._free(entry)
             error = entry.started.error
-            if error is None:
+            if error is None and self._followed(entry):
                 # The channels are free before the data is where it belongs.
                 self._advance()
         self._finish()
@@ -276,27 +296,35 @@ class Sequencer:
     def _advance(self) -> None:
         """Start whatever may start, in the order of the lines: the same on all ranks. Called with the lock."""
         while True:
-            ready = [line[0] for line in self._lines.values() if line and self._ready(line[0])]
-            if not ready:
+            first: Entry | None = None
+            for line in self._lines.values():
+                if line and (first is None or line[0].number < first.number) and self._ready(line[0]):
+                    first = line[0]
+            if first is None:
                 return
-            self._start(min(ready, key=lambda entry: entry.number))
+            self._start(first)
 
     def _ready(self, entry: Entry) -> bool:
-        instance = entry.instance
-        if instance.submission is None:
+        instance, part = entry.instance, entry.part
+        if instance.submission is None or entry.state != WAITING:
             return False
-        for channel in entry.part.channels:
-            if self._lines[channel][0] is not entry:
+        for channel in part.channels:
+            line = self._lines.get(channel)
+            if not line or line[0] is not entry:
                 return False
-            busy = self._busy.get(channel)
-            if busy and not (entry.part.brief and len(busy) < TOGETHER and all(other.part.brief for other in busy)):
-                return False
-        return all(instance.entries[before].state == ENDED for before in entry.part.after)
+            busy = self._busy[channel]
+            if busy:
+                if not part.brief or len(busy) >= TOGETHER:
+                    return False
+                for other in busy:
+                    if not other.part.brief:
+                        return False
+        return not part.after or all(instance.entries[before].state == ENDED for before in part.after)
 
     def _start(self, entry: Entry) -> None:
         for channel in entry.part.channels:
             self._lines[channel].popleft()
-            self._busy.setdefault(channel, []).append(entry)
+            self._busy[channel].append(entry)
         entry.state = RUNNING
         entry.start_us = now_us()
         # A report costs a thread's wake-up, which is only worth it where something comes after.
@@ -314,7 +342,7 @@ class Sequencer:
             entry.instance.left -= 1
             if not entry.instance.left:
                 self._finished.append(entry.instance)
-        else:
+        elif entry.instance._event is not None:
             entry.instance.stir()
 
     def _break(self, error: Exception) -> None:
@@ -327,6 +355,8 @@ class Sequencer:
 
     def _finish(self) -> None:
         """Let go those who wait for what is over, well or not; without the lock, as they may do anything."""
+        if not self._finished and not self._broken:
+            return
         while (instance := _first(self._finished)) is not None:
             self._over(instance)
         while (instance := _first(self._broken)) is not None:
@@ -335,15 +365,15 @@ class Sequencer:
     def _followed(self, entry: Entry) -> bool:
         """Whether something that was submitted stands behind a motif."""
         for channel in entry.part.channels:
-            line = self._lines[channel]
+            line = self._lines.get(channel)
             if line and line[0].instance.submission is not None:
                 return True
         return False
 
     def _free(self, entry: Entry) -> None:
         for channel in entry.part.channels:
-            busy = self._busy.get(channel, [])
-            if entry in busy:
+            busy = self._busy.get(channel)
+            if busy and entry in busy:
                 busy.remove(entry)
 
     def _bring(self, entry: Entry) -> None:
@@ -361,9 +391,10 @@ class Sequencer:
             over = instance.left == 0
             if not over:
                 self._advance()
-        self._finish()
         if over:
             self._over(instance)
+        else:
+            self._finish()
 
     def _over(self, instance: Instance) -> None:
         assert instance.submission is not None
