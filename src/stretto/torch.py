@@ -55,7 +55,8 @@ def record() -> AbstractContextManager[Recording]:
 
         with stretto.torch.record() as recording:
             train_step()
-        stretto.report.write_perfetto(recording.timeline, "step.pftrace")
+        from stretto.report import write_perfetto
+        write_perfetto(recording.timeline, "step.pftrace")
     """
     return _record(_dist.get_rank)
 

@@ -194,8 +194,8 @@ def _show(found: Found) -> None:
     if failed:
         console.print(f"{len(failed)} did not run; the first: {failed[0].why}", markup=False)
     if found.kept is not None:
-        ran = math.isfinite(found.best_us)
-        why = f"{found.best_us / 1e3:.2f} ms per iteration, and" if ran else "the runs in turn did not end, so"
+        known = math.isfinite(found.best_us)
+        why = f"{found.best_us / 1e3:.2f} ms per iteration, and" if known else "the runs in turn did not end, so"
         console.print(
             f"keep {found.kept.name}: {why} no strategy was faster with confidence, {len(found.trials)} trials; what "
             "is written does the same as a strategy", markup=False,

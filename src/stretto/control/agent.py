@@ -169,14 +169,14 @@ class Agent:
             self._complain(f"{type(error).__name__}: {error}", leaving)
             return False
         if self._complaint:
-            LOG.warning("rank %d: the controller answers again", self._rank)
+            LOG.warning("stretto: rank %d: the controller answers again", self._rank)
             self._complaint = ""
         return True
 
     def _complain(self, text: str, leaving: bool) -> None:
         if text != self._complaint and not leaving:
             self._complaint = text
-            LOG.warning("rank %d trains on without a controller: %s", self._rank, text)
+            LOG.warning("stretto: rank %d trains on without a controller: %s", self._rank, text)
 
 
 class _Adapter:

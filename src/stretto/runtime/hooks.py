@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -142,6 +143,11 @@ class Hooks:
         Watch.current = self
         self._undo.append(lambda: setattr(Watch, "current", None))
         self._undo.append(register_module_forward_pre_hook(self._forward).remove)
+        # A compiled module would warn its user of hooks that may be called twice; to ours that makes no difference.
+        filters: Any = warnings.filters
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+        mine = filters[0]
+        self._undo.append(lambda: filters.remove(mine) if mine in filters else None)
         run = torch.autograd.graph._engine_run_backward
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,9 @@ class Ledger:
             if new:
                 self._said.add((said, choice.why))
         if new:
-            log.log(logging.WARNING if loud else logging.INFO, "%s goes to %s: %s", said, choice.backend, choice.why)
+            # Most scripts set no logging up, and then nothing else says whose line it is.
+            level = logging.WARNING if loud else logging.INFO
+            log.log(level, "stretto: %s goes to %s: %s", said, choice.backend, choice.why)
 
     def last(self) -> Choice | None:
         """The choice for the latest call."""
