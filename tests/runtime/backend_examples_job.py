@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,23 @@ from typing import Any
 import train_ddp
 import train_fsdp
 import train_hybrid
-from capture_scenarios import fork
+from capture_scenarios import fork, store_port
 
 EXAMPLES = {"ddp": train_ddp.main, "fsdp": train_fsdp.main, "hybrid": train_hybrid.main}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def main() -> None:
     """Rank 0 reports what it prints."""
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     runs = [(name, backend) for name in EXAMPLES for backend in ("gloo", "stretto")]
-    ports = free_ports(len(runs))
+    ports = [store_port() for _ in runs]
 
     def rank_main(rank: int) -> None:
         found: dict[str, Any] = {name: {} for name in EXAMPLES}
         for (name, backend), port in zip(runs, ports, strict=True):
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
             sys.argv = [name, "--backend", backend, "--iterations", "4", "--width", "32", "--batch", "2", "--choices"]
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):

@@ -104,3 +104,5 @@ def test_a_lost_rank_is_named_in_backward(outcomes: Outcomes) -> None:
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(InvalidInput, match=r"DdpHook: call .*init_process_group first"):
         stretto.torch.DdpHook()
+    with pytest.raises(InvalidInput, match=r"carrier 'pigeon'.*auto, executor, gloo, nccl"):
+        stretto.torch.DdpHook(carrier="pigeon")

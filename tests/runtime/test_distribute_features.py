@@ -130,6 +130,19 @@ def test_without_a_job_it_says_so() -> None:
         stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
+def test_what_is_no_model_optimizer_or_strategy_is_named() -> None:
+    model: Any = nn.Linear(2, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    five: Any = 5
+    for given, said in (
+        ((five, optimizer), r"model: must be a torch\.nn\.Module, not int"),
+        ((model, model), r"optimizer: must be a torch\.optim\.Optimizer, not Linear"),
+        ((model, optimizer, five), "strategy: must be a Strategy, a file's path or None, not int"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            stretto.distribute(*given)
+
+
 def test_a_spec_has_order_rows_factors_and_ties() -> None:
     class Odd(nn.Module):
         """Registered in another order than it runs."""

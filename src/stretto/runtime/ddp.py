@@ -14,11 +14,12 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
 from ..cluster import Cluster
-from ..errors import InvalidInput
+from ..errors import InvalidInput, unknown
 from ..planner.plan import Plan
 from ..workload import Workload
 from .backend import CPU, CUDA, StrettoGroup
 from .backend_buffers import Call
+from .enforcer.carriers import CARRIERS
 from .enforcer.enforcer import Enforcer
 
 Future = torch.futures.Future[torch.Tensor]
@@ -51,6 +52,8 @@ class DdpHook:
         carrier: str = "auto",
         every: int = 8,
     ) -> None:
+        if carrier not in CARRIERS:
+            raise unknown("carrier", carrier, CARRIERS)
         if not dist.is_initialized():
             raise InvalidInput("DdpHook: call torch.distributed.init_process_group first")
         if (plan is None) != (workload is None):

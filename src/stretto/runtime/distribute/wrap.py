@@ -42,6 +42,13 @@ def wrap(
     """What `stretto.distribute` does."""
     if isinstance(optimizer, DistributedOptimizer):
         raise InvalidInput("optimizer: is distributed already")
+    for name, value, kind, words in (
+        ("model", model, nn.Module, "a torch.nn.Module"),
+        ("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer"),
+        ("strategy", given, Strategy | str | os.PathLike | None, "a Strategy, a file's path or None"),
+    ):
+        if not isinstance(value, kind):
+            raise InvalidInput(f"{name}: must be {words}, not {type(value).__name__}")
     groups = groups_for(group)
     meter = Meter(model)
     try:
