@@ -155,9 +155,26 @@ def marked() -> float:
     return loss.item()
 
 
+def uneven() -> float:
+    """One rank steps an optimizer that no other has, and iterations differ: nothing can be agreed, nothing may fail."""
+    net, local = model(), nn.Linear(2, 2)
+    optimizer, mine = (torch.optim.SGD(part.parameters(), lr=0.01) for part in (net, local))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(net, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if dist.get_rank() == 0:
+            mine.step()
+        if step % 3 == 0:
+            dist.all_reduce(torch.ones(3))
+    return loss.item()
+
+
 STYLES: dict[str, Callable[[], float]] = {
     "amp": amp, "accumulated": accumulated, "evaluated": evaluated, "by_hand": by_hand, "critic": critic,
     "critic_by_hand": critic_by_hand, "marked": marked,
+    "uneven": uneven,
 }  # fmt: skip
 
 

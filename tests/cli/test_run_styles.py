@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-STYLES = ("amp", "accumulated", "evaluated", "by_hand", "critic", "critic_by_hand", "marked")
+STYLES = ("amp", "accumulated", "evaluated", "by_hand", "critic", "critic_by_hand", "marked", "uneven")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CLUSTER": "ring:2"}
 
 
@@ -35,7 +35,8 @@ def test_training_is_what_it_is_without_us(ran: tuple[list[dict[str, list[float]
 def test_every_style_is_recorded_also_the_one_without_an_optimizer(
     ran: tuple[list[dict[str, list[float]]], str],
 ) -> None:
-    assert ran[1].count("stretto: recorded 5 iterations") == len(STYLES)
+    assert ran[1].count("stretto: recorded 5 iterations") == len(STYLES) - 1
+    assert "mark the ends of iterations with stretto.step()" in ran[1], "of the one that cannot be"
 
 
 def test_several_steps_that_repeat_together_are_one_iteration(ran: tuple[list[dict[str, list[float]]], str]) -> None:

@@ -38,6 +38,21 @@ def test_where_nothing_comes_once_so_many_moments_are_an_iteration() -> None:
     assert _ends(marks, "aaaaaaa") == [2, 5]
 
 
+def test_a_period_of_one_changes_nothing() -> None:
+    marks = Marks()
+    _ends(marks, "aa")
+    marks.learn([marks.number(key) for key in "aaaa"], 1)
+    assert _ends(marks, "aabbb") == [0, 1, 3, 4]
+
+
+def test_what_was_learnt_is_forgotten_when_the_marker_is_gone() -> None:
+    marks = Marks()
+    marks.learn([marks.number(key) for key in "ddgddg"], 3)
+    assert _ends(marks, "ddgddg") == [2, 5]
+    after = _ends(marks, "e" * 12)
+    assert after and after == list(range(after[0], 12))
+
+
 def test_a_script_that_marks_iterations_itself_is_believed() -> None:
     marks = Marks()
     assert _ends(marks, "aa") == [0, 1]

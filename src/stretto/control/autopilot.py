@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Hashable
 from datetime import timedelta
@@ -19,10 +20,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput, StrettoError
-from ..runtime.enforcer.current import Current
+from ..runtime.enforcer.current import SERVES, Current
 from ..runtime.tape import VARYING
 from .agent import Agent, exchange_over
-from .marks import LOOK, USER, Marks, common, period_of
+from .marks import LOOK, MOST, USER, Marks, common, period_of
 from .transport import from_environment
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Autopilot:
         from torch._C import _distributed_c10d as c10d
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self._pid = os.getpid()
+        self._pid, self._thread = os.getpid(), threading.get_ident()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._link = from_environment()
         if self._link is None:
@@ -158,6 +159,9 @@ class Autopilot:
 
     def _stepped(self, optimizer: Any, *_: object) -> None:
         """After every optimizer's step."""
+        if threading.get_ident() != self._thread or getattr(optimizer, SERVES, False):
+            # A parameter server's own, which steps for all ranks on one of them.
+            return
         if self._forwards <= FORWARDS:
             self._told = True
             self._moment(id(optimizer))
@@ -207,15 +211,24 @@ class Autopilot:
 
     def _look_on(self, look: _Look, key: Hashable) -> None:
         """Iterations differed: is there a period of several of them?"""
-        if not look.cut(self._marks.number(key)):
+        # Ranks may step other optimizers beside: it ends where an iteration would have, which is the same on all.
+        ends = self._marks.end(key)
+        enough = look.cut(self._marks.number(key), ends=ends)
+        if not enough and key != USER:
             return
         self._look = None
+        look.end()
+        if key == USER:
+            # Now the script says so itself.
+            self._begin_at = self._steps + 1 + WARM_UP
+            self._iteration()
+            return
         import torch.distributed as dist
 
-        periods = [0] * self.size
-        dist.all_gather_object(periods, period_of(look.seen))
-        found = common(periods)
-        if not found:
+        seen: list[Any] = [None] * self.size
+        dist.all_gather_object(seen, (period_of(look.seen), look.numbers))
+        found = common([period for period, _ in seen])
+        if not found or any(numbers != look.numbers for _, numbers in seen):
             raise InvalidInput(f"{look.why}; mark the ends of iterations with stretto.step()")
         self._marks.learn(look.numbers, found)
         self._begin_at = self._steps + WARM_UP
@@ -326,24 +339,25 @@ class _Look:
         """What a recording was refused for."""
         self.numbers: list[int] = []
         self.seen: list[Hashable] = []
+        self._ends = 0
+        self._begun = False
         self._hooks = Hooks()
         self._hooks.install()
 
-    def cut(self, number: int) -> bool:
-        """A moment that belongs to this; whether enough were seen."""
+    def cut(self, number: int, *, ends: bool) -> bool:
+        """A moment that belongs to this, at which an iteration would have ended or not; whether enough were seen."""
         calls = self._hooks.cut().calls
         said = tuple(
             (call.shape.kind, call.shape.group, call.shape.root, 0 if call.shape.kind in VARYING else call.nbytes)
             for call in calls
         )
-        self.numbers.append(number)
-        self.seen.append((number, said))
-        if len(self.seen) <= LOOK:
-            return False
+        if self._begun and len(self.seen) < LOOK * MOST:
+            self.numbers.append(number)
+            self.seen.append((number, said))
         # Before the first one nobody knows what belongs to it.
-        del self.numbers[0], self.seen[0]
-        self.end()
-        return True
+        self._begun = True
+        self._ends += ends
+        return self._ends > LOOK
 
     def end(self) -> None:
         """Look no more."""

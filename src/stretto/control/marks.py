@@ -25,9 +25,11 @@ class Marks:
         self._numbers: dict[Hashable, int] = {}
         self._marker: int | None = None
         self._others: dict[int, int] = {}
-        self._learnt = False
+        self._period = 0
+        """In moments, where it is known that an iteration has several."""
         self._per = 1
         self._at = 0
+        self._missing = 0
 
     def number(self, key: Hashable) -> int:
         """Of what a moment belongs to: in the order of appearance, and so the same on all ranks."""
@@ -38,7 +40,13 @@ class Marks:
         number = self.number(key)
         if key == USER or USER in self._numbers:
             return key == USER
-        if self._learnt:
+        if self._period:
+            self._missing = 0 if self._marker in (None, number) else self._missing + 1
+            if self._missing > 2 * self._period:
+                # What marked is gone, and with it what was learnt.
+                self._period = 0
+                self._others.clear()
+        if self._period:
             self._at = (self._at + (self._marker in (None, number))) % self._per
             return self._marker in (None, number) and self._at == 0
         return self._usual(number)
@@ -53,10 +61,14 @@ class Marks:
 
     def learn(self, numbers: Sequence[int], period: int) -> None:
         """Iterations end where what these moments belong to comes once in a period, or else every so many moments."""
+        if period == 1:
+            # As usual, then.
+            self._marker = numbers[0]
+            return
         once = [number for number in dict.fromkeys(numbers) if numbers[:period].count(number) == 1]
         if self._marker not in once:
             self._marker = once[0] if once else None
-        self._learnt, self._at = True, 0
+        self._period, self._at, self._missing = period, 0, 0
         self._per = 1 if once else period
 
 

@@ -262,7 +262,8 @@ def _is_served(path: str) -> bool:
         probe.settimeout(1.0)
         try:
             probe.connect(path)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
+            # Somebody who is busy.
             return True
         except OSError:
             return False

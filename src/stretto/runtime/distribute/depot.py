@@ -20,6 +20,7 @@ from torch import nn
 from ...errors import StrettoError
 from ...strategy.kernels import Piece
 from ...strategy.representation import ASYNCHRONOUS
+from ..enforcer.current import SERVES
 from .dense import CASTS
 from .groups import Groups
 from .regions import Region, block_of
@@ -141,6 +142,8 @@ class Depot:
     def serve(self, inner: torch.optim.Optimizer, options: Callable[[torch.optim.Optimizer], None]) -> None:
         """Begin to answer, on the rank that is the server."""
         self.inner = inner
+        # Who counts the steps of optimizers leaves this one out: it steps for others.
+        setattr(inner, SERVES, True)
         self._options = options
         if self.groups.size > 1:
             self._thread = threading.Thread(target=self._run, name=f"depot-{self._tag}", daemon=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+SERVES = "_stretto_serves"
+"""An attribute of optimizers that step for other ranks, too: none of their steps ends an iteration."""
+
 
 class Enforces(Protocol):
     """What the backend and `step` ask of an enforcer."""
