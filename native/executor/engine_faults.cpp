@@ -1,4 +1,5 @@
 // Lost peers, mismatches, timeouts: each ends in an error that names the rank.
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -166,7 +167,9 @@ void Engine::peer_gone(int peer, const std::string& why) {
 
 void Engine::hang_up(int peer) {
   int& fd = set_.control[static_cast<size_t>(peer)];
-  if (fd >= 0) ::close(fd);  // also leaves the poll set
+  if (fd < 0) return;
+  epoll_ctl(all_poll_, EPOLL_CTL_DEL, fd, nullptr);  // closing is not enough: a child that was forked has it open, too
+  ::close(fd);
   fd = -1;
 }
 

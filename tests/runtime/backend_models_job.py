@@ -14,6 +14,7 @@ from models.dlrm import Shape as DlrmShape
 from models.gpt import GPT, distributed
 from models.gpt import Shape as GptShape
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -106,6 +107,34 @@ def ddp_with_sparse_tables() -> Any:
             p.grad /= dist.get_world_size()
         optimizer.step()
     return [float(v) for p in net.parameters() for v in p.detach().flatten()[:50]]
+
+
+def ddp_with_power_sgd() -> Any:
+    """PyTorch's own hook: its callbacks submit sums, and wait for their futures."""
+    model = GPT(GPT_SHAPE)
+    tokens = model.batch(torch.Generator().manual_seed(dist.get_rank()))
+    parallel: Any = distributed(model, "ddp")
+    state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return train(parallel, lambda m: m(tokens), steps=5)
+
+
+def nested_futures() -> Any:
+    """A callback waits for the future of another call; dense sums are for the executor, sparse ones for gloo."""
+    found = []
+    for sparse in (False, True):
+
+        def started(sparse: bool = sparse) -> Any:
+            tensor = torch.arange(4.0)
+            # Plain gloo has two workers, which may not end sparse sums side by side.
+            return dist.all_reduce(tensor.to_sparse() if sparse and is_stretto() else tensor, async_op=True)
+
+        def again(_: Any, started: Any = started) -> Any:
+            return started().get_future().wait()
+
+        (total,) = started().get_future().then(again).wait()
+        found.append((total.to_dense() if total.is_sparse else total).tolist())
+    return found
 
 
 def fsdp() -> Any:
@@ -202,7 +231,10 @@ def checkpoints() -> Any:
     return digest(after)
 
 
-SCENARIOS = (ddp, ddp_with_unused_and_buffers, ddp_with_sparse_tables, fsdp, hsdp, dlrm, dtensor, pipeline, checkpoints)
+SCENARIOS = (
+    ddp, ddp_with_unused_and_buffers, ddp_with_sparse_tables, ddp_with_power_sgd, nested_futures, fsdp, hsdp, dlrm,
+    dtensor, pipeline, checkpoints,
+)  # fmt: skip
 
 if __name__ == "__main__":
     run({scenario.__name__: scenario for scenario in SCENARIOS})

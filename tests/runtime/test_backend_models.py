@@ -17,7 +17,9 @@ def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFact
     return job(script, tmp_path_factory.mktemp("models"), ranks=4)
 
 
-@pytest.mark.parametrize("scenario", ["ddp", "ddp_with_unused_and_buffers", "fsdp", "hsdp", "dlrm", "pipeline"])
+@pytest.mark.parametrize(
+    "scenario", ["ddp", "ddp_with_unused_and_buffers", "ddp_with_power_sgd", "fsdp", "hsdp", "dlrm", "pipeline"]
+)
 def test_training_gives_the_losses_of_gloo(outcomes: Outcomes, scenario: str) -> None:
     for gloo, ours in outcomes[scenario]:
         # Sums of the same numbers in another order differ in the last bits of a float32.
@@ -29,7 +31,7 @@ def test_ddp_with_sparse_tables_gives_the_weights_of_gloo(outcomes: Outcomes) ->
         assert ours == pytest.approx(gloo, rel=2e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("scenario", ["dtensor", "checkpoints"])
+@pytest.mark.parametrize("scenario", ["dtensor", "checkpoints", "nested_futures"])
 def test_what_only_moves_whole_numbers_or_bytes_is_exact(outcomes: Outcomes, scenario: str) -> None:
     for gloo, ours in outcomes[scenario]:
         assert ours == gloo

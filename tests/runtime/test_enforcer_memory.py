@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from stretto.planner.motif import motif_of
 from stretto.runtime.enforcer.memory import Layout, Pool, stage
 from stretto.runtime.enforcer.parts import Part, Planned
 from stretto.runtime.enforcer.pieces import Pieces, Task
-from stretto.runtime.enforcer.planned_work import PlannedWork
+from stretto.runtime.enforcer.planned_work import Given, PlannedWork, never
 from stretto.runtime.enforcer.sequencer import Entry, Instance, Sequencer
 from stretto.workload import Op
 
@@ -127,3 +128,26 @@ def test_what_lies_in_several_pieces_is_staged_and_brought_back() -> None:
 
 def test_a_motif_that_does_not_work_in_place_has_no_place() -> None:
     assert _task(((0, 0, 8),), ((1, 0, 8),), in_place=False).place is None
+
+
+def test_memory_of_ever_new_sizes_is_not_kept_for_ever() -> None:
+    pool = Pool(max_bytes=1000)
+    for size in range(1, 100):
+        pool.give(torch.empty(size))
+        assert pool.kept_bytes <= 1000
+    assert pool.take(torch.float32, 99).numel() == 99
+    kept = pool.kept_bytes
+    pool.take(torch.float32, 98)
+    assert pool.kept_bytes == kept - 98 * 4
+    pool.give(torch.empty(1000))
+    assert pool.kept_bytes == 0
+
+
+def test_what_runs_in_plain_order_already_is_not_run_again_when_a_plan_is_left() -> None:
+    op = Op(name="op", kind="all_to_all", nbytes=8.0)
+    instance = Instance(1, Planned(number=0, op=op, whole=WHOLE, parts=(), option="whole"), 0)
+    carrier: Any = None
+    call: Any = SimpleNamespace(reduce="")
+    given = Given(_Owner(), carrier, instance, None, None, call, never)
+    given.run_plainly()
+    assert given.instead is None and instance.done and instance.error is None

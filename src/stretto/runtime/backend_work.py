@@ -218,6 +218,8 @@ class ExecutedWork(GroupWork):
     def _when_over(self, then: Callable[[], object]) -> None:
         if self._over:
             then()
+        elif completes_futures():
+            super()._when_over(then)
         else:
             WAITER.add(self, then)
 
@@ -298,12 +300,6 @@ class DelegatedWork(GroupWork):
         # It knows the group, which would live as long as this work.
         self._why = _as_it_is
 
-    def _make_future(self) -> Future:
-        with contextlib.suppress(RuntimeError):
-            if self._inner is not None:
-                return self._inner.get_future()
-        return super()._make_future()
-
 
 class JoinedWork(GroupWork):
     """Several calls as one."""
@@ -326,6 +322,11 @@ class JoinedWork(GroupWork):
 
     def _release(self) -> None:
         self._works = []
+
+
+def completes_futures() -> bool:
+    """Whether this thread is one of ours: what a callback on it waits for must be completed by another one."""
+    return threading.current_thread().name.startswith("stretto-")
 
 
 def _as_it_is(error: Exception) -> Exception:

@@ -74,8 +74,8 @@ def connected(*, jobs: int, address: str | None = None) -> Iterator[Start]:
                 options = {"num_cpus": jobs, "include_dashboard": False, "object_store_memory": STORE_BYTES}
                 options |= {"_node_ip_address": "127.0.0.1", "_temp_dir": folder}
             try:
-                ray.init(address=given, log_to_driver=False, logging_level=logging.ERROR, **options)
-            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                _begin(ray, given, options)
+            except Exception as error:  # Ray raises nothing more special when one of its processes is slow
                 _remove(folder)
                 line = " ".join(str(error).split())[:200]
                 raise InvalidInput(f"ray_address: cannot use Ray at {given}: {line}") from None
@@ -90,6 +90,17 @@ def connected(*, jobs: int, address: str | None = None) -> Iterator[Start]:
         if mine:
             ray.shutdown()
         _remove(folder)
+
+
+def _begin(ray: Any, address: str, options: dict[str, Any]) -> None:
+    """Start a local Ray, or connect; a local one that was too slow (on a busy machine) has a second try."""
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception:
+        ray.shutdown()
+        if address != "local":
+            raise
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 def _own_folder() -> str:

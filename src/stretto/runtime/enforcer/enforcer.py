@@ -221,7 +221,7 @@ class Enforcer:
             queued = QueuedGiven(self, self._gpu, instance, buffers, bound, call, plain)
             self._sequencer.submit(instance, queued)
             return QueuedWork(self, self._sequencer, instance, queued, tensors, self._gpu)
-        given = Given(self, self._carrier, instance, buffers, bound, call, plain)
+        given = Given(self, self._carrier, instance, buffers, bound, call, plain if buffers is not None else never)
         given.inline = bound is not None and not opts.asyncOp and len(bound.loaded) == 1 and group.alone
         self._sequencer.submit(instance, given)
         given.inline = False

@@ -45,24 +45,32 @@ class Layout:
 
 
 class Pool:
-    """Staging memory that is used again."""
+    """Staging memory that is used again: so many bytes at most are kept, those of sizes that were used last."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = 1 << 28) -> None:
         self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
         self._lock = threading.Lock()
+        self._max_bytes = max_bytes
+        self.kept_bytes = 0
 
     def take(self, dtype: torch.dtype, size: int) -> torch.Tensor:
         """So many elements, of no value."""
         with self._lock:
             free = self._free.get((dtype, size))
             if free:
+                self.kept_bytes -= free[-1].nbytes
                 return free.pop()
         return torch.empty(size, dtype=dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
         """It is not used any more."""
+        key = (tensor.dtype, tensor.numel())
         with self._lock:
-            self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
+            self._free[key] = [*self._free.pop(key, []), tensor]
+            self.kept_bytes += tensor.nbytes
+            while self.kept_bytes > self._max_bytes:
+                oldest = next(iter(self._free))
+                self.kept_bytes -= sum(free.nbytes for free in self._free.pop(oldest))
 
 
 class Staged:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..backend_buffers import Buffers, Call
-from ..backend_work import NO_TIMEOUT, Future, GroupWork, Tensors
+from ..backend_work import NO_TIMEOUT, Future, GroupWork, Tensors, completes_futures
 from ..record import current, now_us
 from .carrier import Carrier
 from .futures import taken
@@ -134,8 +134,9 @@ class Given:
         self.buffers, self._bound, self._room, self._regions, self._plain = None, None, None, (), never
 
     def run_plainly(self) -> None:
-        """Nothing of it has started, and nothing will: run it as the application asked."""
-        self.instead = self._plain()
+        """Nothing of it has started, and nothing will: run it as the application asked, unless it has been."""
+        if self._plain is not never:
+            self.instead = self._plain()
         self._let_go()
         self._instance.settle(None)
 
@@ -204,6 +205,9 @@ class PlannedWork(GroupWork):
     def _when_over(self, then: Callable[[], object]) -> None:
         if self._under_way is None:
             then()
+            return
+        if completes_futures():
+            super()._when_over(then)
             return
         instance, given = self._under_way
 

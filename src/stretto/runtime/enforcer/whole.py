@@ -30,7 +30,8 @@ class GivenWhole(Given):
     ) -> None:  # fmt: skip
         self._owner, self._carrier, self._carries, self._instance = owner, carrier, carrier, instance
         self._plain, self._loaded = plain, loaded
-        self._tensor: torch.Tensor | None = tensor
+        # Not the application's own object, which may be given other memory while the op is held back.
+        self._tensor: torch.Tensor | None = tensor.detach()
         self._ended = None
         self.inline = False
         self.instead = None
@@ -45,7 +46,7 @@ class GivenWhole(Given):
         tensor = self._tensor
         assert tensor is not None
         if current() is not None:
-            self._record(entry, tensor.numel() * tensor.element_size())
+            self._record(entry, self._loaded.layout.task.count * DTYPES[self._name])
         return self._carries.start_on(self._loaded, tensor, self._name, self._op, entry, blocking=self.inline)
 
     def moved(self, entry: Entry) -> None:
