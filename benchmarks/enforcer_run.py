@@ -150,9 +150,11 @@ def cut(quick: bool) -> list[Row]:
             phases = Phases(first.plan.number)
             lab.reshape("rdma", 1, "10mbit")
             until(controller, "a new plan", lambda now: now.plan.number > first.plan.number, running, phases)
-            second = controller.status().jobs[0]
-            plan_at = second.ranks[0].iteration
-            until(controller, "the new plan's times", settled_from(second.plan.number), running)
+            newest = first.plan.number
+            while (now := controller.status().jobs[0]).plan.number > newest:
+                # Until no better one comes for so many iterations.
+                newest, plan_at = now.plan.number, now.ranks[0].iteration
+                until(controller, "the new plan's times", settled_from(newest), running)
             (folder / "stop").touch()
             done = job.wait(LIMIT_S)
             if done.failed is not None or done.timed_out:
@@ -162,7 +164,7 @@ def cut(quick: bool) -> list[Row]:
 
 
 def cut_rows(told: list[dict[str, Any]], plan: int, *, plan_cut: int, seconds: dict[str, float]) -> list[Row]:
-    """What iterations took before the cut, after it, and under the new plan; and whether all was well."""
+    """What iterations took before the cut, after it, and under each new plan; and whether all was well."""
     off = max(one["loss_off"] for one in told)
     if off:
         sys.exit(f"cut: losses are off by {off:g}, and sums were exact")
@@ -171,22 +173,23 @@ def cut_rows(told: list[dict[str, Any]], plan: int, *, plan_cut: int, seconds: d
         sys.exit("cut: ranks ran different plans in the same iteration")
     times = [max(each) for each in zip(*(one["times_us"] for one in told), strict=True)]
     at = {number: [i for i, seen in enumerate(plans[0]) if seen == number] for number in sorted(set(plans[0]))}
-    last = max(at)
+    later = [number for number in at if number > plan]
     phases = {
         "backend": at[0][5:],
         "stretto": [i for i in at[plan] if i < plan_cut + told[0]["offset"]],
         "stretto, cut": [i for i in at[plan] if i > plan_cut + told[0]["offset"] + CUT_SETTLED],
-        "stretto, new plan": at[last],
+        **{f"stretto, plan {number}": at[number] for number in later},
     }
     rows: list[Row] = []
     for system, iterations in phases.items():
         us = median(times[i] for i in iterations) if iterations else float("nan")
+        first = bool(later) and system == f"stretto, plan {later[0]}"
         rows.append(
             {
                 "case": "cut", "system": system, "iteration_us": us, "iterations": len(iterations),
                 "plan": plans[0][iterations[-1]] if iterations else None,
                 "loss_off": off,
-                **{f"{name}_s": round(s, 1) if system == "stretto, new plan" else None for name, s in seconds.items()},
+                **{f"{name}_s": round(s, 1) if first else None for name, s in seconds.items()},
             }
         )  # fmt: skip
     return rows
