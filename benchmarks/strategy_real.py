@@ -38,7 +38,7 @@ from stretto.strategy.cost import CostModel
 from stretto.strategy.decide import ratio
 from stretto.strategy.requests import Arm, Reference
 from stretto.strategy.search import BUILT, search
-from stretto.strategy.trials import Trials, command
+from stretto.strategy.trials import Times, Trials, command
 
 RANK = Path(__file__).with_name("strategy_rank.py")
 SHAPES = {"slow host": (3, 1), "2x2": (2, 2), "4x1": (4, 1), "fast 3x1": (3, 1)}
@@ -104,9 +104,18 @@ def real(case: str, quick: bool) -> list[Row]:
             arms["found"] = found.best
         elif found.kept not in arms.values():
             arms["found"] = found.kept
-        times = runs.measure(list(arms.values()), rounds=3 if quick else ROUNDS, warmup=WARMUP, timed=runs.timed)
+        for last in (False, True):
+            rounds: dict[str, Times] = {}
+            # A job that dies is started again: DDP with sparse gradients may, on gloo (docs/distribute.md).
+            times = runs.measure(list(arms.values()), rounds=3 if quick else ROUNDS, warmup=WARMUP, timed=runs.timed)
+            for system, one in zip(arms, times, strict=True):
+                if not isinstance(one, Infeasible):
+                    rounds[system] = one
+                elif last:
+                    sys.exit(f"{case}: {system}: {one}")
+            if len(rounds) == len(arms):
+                break
         started = runs.starts
-    rounds = {system: [] if isinstance(one, Infeasible) else one for system, one in zip(arms, times, strict=True)}
     if "found" not in rounds:
         rounds["found"] = rounds["ddp" if found.kept == Reference() else "ddp best bucket"]
     parts = CostModel(model, cluster).components(found.best)
