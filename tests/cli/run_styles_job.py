@@ -92,17 +92,22 @@ def evaluated() -> float:
     return loss.item() + metric.item()
 
 
+@torch.no_grad()
+def descend(net: nn.Module) -> None:
+    """A step of SGD without an optimizer."""
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.sub_(parameter.grad, alpha=0.01)
+        parameter.grad = None
+
+
 def by_hand() -> float:
     """No optimizer at all."""
     net = model()
     for step in range(STEPS):
         loss = loss_of(net, step)
         loss.backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for parameter in net.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(parameter.grad, alpha=0.01)
-                parameter.grad = None
+        descend(net)
     return loss.item()
 
 
@@ -131,11 +136,7 @@ def critic_by_hand() -> float:
             for part in range(batches):
                 loss = loss_of(net, 2 * step + part)
                 loss.backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                for parameter in net.parameters():
-                    assert parameter.grad is not None
-                    parameter.sub_(parameter.grad, alpha=0.01)
-                    parameter.grad = None
+            descend(net)
     return loss.item()
 
 
