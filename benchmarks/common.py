@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 Row = dict[str, Any]
+Case = Callable[[bool], list[Row]]
+"""Measures something, quickly or in full."""
 
 
 def machine() -> Row:
@@ -28,16 +32,37 @@ def machine() -> Row:
     return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}
 
 
+def provenance() -> str:
+    """The line under which docs/results.md shows a table: the commit of the code, the date, the machine's load."""
+    root = Path(__file__).parent.parent
+    code = ["--", "src", "native", "benchmarks", "examples", "CMakeLists.txt"]
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    changed = " with uncommitted changes" if git("status", "--porcelain", *code) else ""
+    load, cores = os.getloadavg()[1], os.cpu_count()
+    return f"Commit: {commit}{changed} ({datetime.date.today()}, load average {load:.1f} on {cores} cores)."
+
+
 def options(about: str | None, *, only: Sequence[str] = ()) -> argparse.Namespace:
     """The command line; `only` names the parts of a benchmark that has several."""
+    parser = common_options(about)
+    if only:
+        parser.add_argument("--only", choices=only, help="one part of it")
+    return parser.parse_args()
+
+
+def common_options(about: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--quick", action="store_true", help="end within a minute on two cores")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as docs/results.md has it")
-    if only:
-        parser.add_argument("--only", choices=only, help="one part of it")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, in a process of its own
-    return parser.parse_args()
+    return parser
 
 
 def in_own_process(script: str, case: str, quick: bool) -> list[Row]:
@@ -60,10 +85,19 @@ def show(rows: list[Row], *, title: str) -> None:
     Console(width=max(120, 14 * len(columns))).print(table)
 
 
-def print_markdown(rows: list[Row]) -> None:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    for cells in (columns, ["---"] * len(columns), *([_text(row.get(c)) for c in columns] for row in rows)):
+def print_markdown(rows: list[Row], columns: Sequence[str] = ()) -> None:
+    """Print where the table comes from, then the table, without columns that are empty in every row.
+
+    Args:
+        rows: What was measured.
+        columns: Only these columns, in this order; all of them where none are named.
+    """
+    found = list(dict.fromkeys(key for row in rows for key in row if row[key] is not None))
+    shown = [column for column in columns or found if column in found]
+    print(provenance(), end="\n\n")
+    for cells in (shown, ["---"] * len(shown), *([_text(row.get(c)) for c in shown] for row in rows)):
         print("| " + " | ".join(cells) + " |")
+    print()
 
 
 def finish(rows: list[Row], args: argparse.Namespace, *, title: str) -> None:
@@ -80,13 +114,87 @@ def save(rows: list[Row], path: Path) -> None:
     path.write_text(json.dumps({"rows": rows, "machine": machine()}, indent=1) + "\n")
 
 
-def run_cases(script: str, about: str | None, title: str, cases: dict[str, Callable[[bool], list[Row]]]) -> None:
-    """Every case in a process of its own, then one table."""
-    args = options(about)
+def run_cases(
+    script: str,
+    about: str | None,
+    title: str,
+    cases: Mapping[str, Case],
+    *,
+    quick: Sequence[str] = (),
+) -> None:
+    """Run every case in a process of its own, then print the rows.
+
+    `--markdown` prints one table for neighbouring cases with the same columns, or one for all where `--columns` says
+    which columns are wanted.
+
+    Args:
+        script: The file to start again for each case.
+        about: The description of the command line.
+        title: The heading of the table.
+        cases: Every case by name. `--only` names cases or first words of their names.
+        quick: The cases that `--quick` runs; all of them where none are named.
+    """
+    parser = common_options(about)
+    parser.add_argument("--only", type=_words, default=[], help=f"some of, by commas: {', '.join(cases)}")
+    parser.add_argument("--columns", type=_words, default=[], help="columns of the table of --markdown, by commas")
+    parser.add_argument("--rows", metavar="PATTERN", help="--markdown prints the cases that this expression matches")
+    parser.add_argument("--wide", metavar="COLUMN", help="--markdown prints this column only, one row for each case")
+    args = parser.parse_args()
     if args.case:
         print(json.dumps(cases[args.case](args.quick)))
         return
-    finish([row for case in cases for row in in_own_process(script, case, args.quick)], args, title=title)
+    chosen = [name for name in cases if not args.quick or not quick or name in quick]
+    if args.only:
+        unknown = [word for word in args.only if not any(word in (name, name.split()[0]) for name in cases)]
+        if unknown:
+            parser.error(f"--only: {unknown[0]} is none of {', '.join(cases)}")
+        chosen = [name for name in cases if name in args.only or name.split()[0] in args.only]
+    found = [in_own_process(script, name, args.quick) for name in chosen]
+    rows = [row for group in found for row in group]
+    if args.markdown:
+        if args.rows:
+            found = [[row for row in group if re.search(args.rows, row["case"])] for group in found]
+        found = [_wide(group, args.wide) for group in found] if args.wide else found
+        for table in [[row for group in found for row in group]] if args.columns else _alike(found):
+            print_markdown(table, args.columns)
+    else:
+        show(rows, title=title)
+    if args.json:
+        save(rows, args.json)
+
+
+def _alike(groups: list[list[Row]]) -> list[list[Row]]:
+    """Join neighbouring groups whose rows have the same columns."""
+    tables: list[list[Row]] = []
+    before: set[str] = set()
+    for group in groups:
+        columns = {key for row in group for key in row}
+        if not columns:
+            continue
+        if tables and columns == before:
+            tables[-1] += group
+        else:
+            tables.append(list(group))
+        before = columns
+    return tables
+
+
+def _wide(rows: list[Row], column: str) -> list[Row]:
+    """One row for each case, with a column for each system and one for the figure of the system's paper, if any."""
+    found: list[Row] = []
+    for row in rows:
+        if row.get(column) is None:
+            continue
+        if not found or found[-1]["case"] != row["case"] or row["system"] in found[-1]:
+            found.append({"case": row["case"]})
+        found[-1][row["system"]] = row[column]
+        if row.get(f"paper_{column}") is not None:
+            found[-1][f"{row['system']}, paper"] = row[f"paper_{column}"]
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _text(value: Any) -> str:

@@ -14,7 +14,6 @@ wrong, training, scale.
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -78,8 +77,8 @@ def _mean(case: str, system: str, rows: Iterable[Row], quoted: bool) -> Row:
     return {
         "case": case, "system": system, "in_flight": mine[0]["in_flight"], "utilisation": float(np.mean(used)),
         "least": min(used), "ratio": float(np.mean([row["ratio"] for row in mine])),
-        "plan_s": max(row.get("plan_s", 0.0) for row in mine), "paper": MEAN.get(system) if quoted else None,
-        "paper_ratio": SPEED.get(system) if quoted else None,
+        "plan_s": max(row.get("plan_s", 0.0) for row in mine),
+        "paper_utilisation": MEAN.get(system) if quoted else None, "paper_ratio": SPEED.get(system) if quoted else None,
     }  # fmt: skip
 
 
@@ -96,7 +95,8 @@ def literal(quick: bool) -> list[Row]:
         system = f"themis_{discipline}"
         rows.append(
             {"case": "mean, literal tracker", "system": system, "in_flight": 16, "utilisation": float(np.mean(used)),
-             "least": min(used), "ratio": float(np.mean(ratios)), "paper": MEAN[system], "paper_ratio": SPEED[system]}
+             "least": min(used), "ratio": float(np.mean(ratios)), "paper_utilisation": MEAN[system],
+             "paper_ratio": SPEED[system]}
         )  # fmt: skip
     return rows
 
@@ -220,9 +220,9 @@ def fig10(quick: bool) -> list[Row]:
                     for name in ("3d_sw_sw_sw_hetero", "4d_ring_fc_ring_sw")
                 ]
                 rows.append(
-                    {"case": f"fig10 {count} chunks", "system": system, "in_flight": in_flight,
+                    {"case": f"fig10 {count} chunks, {in_flight} in flight", "system": system, "in_flight": in_flight,
                      "utilisation": float(np.mean([run.utilisation for run in runs])),
-                     "paper": quoted.get((system, count))}
+                     "paper_utilisation": quoted.get((system, count))}
                 )  # fmt: skip
     return rows
 
@@ -384,17 +384,5 @@ GROUPS: dict[str, Callable[[bool], list[Row]]] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    chosen = GROUPS
-    if "--only" in sys.argv:
-        at = sys.argv.index("--only")
-        names = sys.argv[at + 1].split(",") if at + 1 < len(sys.argv) else []
-        if not names or any(name not in GROUPS for name in names):
-            sys.exit(f"--only: expected some of {', '.join(GROUPS)}")
-        del sys.argv[at : at + 2]
-        chosen = {name: GROUPS[name] for name in names}
-    run_cases(__file__, __doc__, "multi-dimensional networks", chosen)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__file__, __doc__, "multi-dimensional networks", GROUPS)

@@ -13,7 +13,6 @@ export.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -340,22 +339,5 @@ CASES: dict[str, Case] = {
 QUICK = ("ndv2x1", "teccl ndv2_teccl:2 all_gather", "scale ndv2:10", "throughput dgx_a100:2", "torus")
 
 
-def main() -> None:
-    """`--only` picks groups; with `--quick` one small case of each kind is run."""
-    cases = dict(CASES)
-    if "--only" in sys.argv:
-        at = sys.argv.index("--only")
-        wanted = sys.argv[at + 1].split(",") if at + 1 < len(sys.argv) else []
-        groups = sorted({name.split()[0] for name in CASES})
-        unknown = [name for name in wanted if name not in groups and name not in CASES]
-        if unknown or not wanted:
-            sys.exit(f"--only: choose from {', '.join(groups)}")
-        cases = {name: run for name, run in CASES.items() if name.split()[0] in wanted or name in wanted}
-        del sys.argv[at : at + 2]
-    elif "--quick" in sys.argv and "--case" not in sys.argv:
-        cases = {name: run for name, run in CASES.items() if name in QUICK}
-    run_cases(__file__, __doc__, "Synthesis: time, bound and peers", cases)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__file__, __doc__, "Synthesis: time, bound and peers", CASES, quick=QUICK)

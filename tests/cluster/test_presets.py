@@ -126,6 +126,13 @@ def test_teccl_presets_are_the_published_link_lists(key: str, name: str, nodes: 
     assert cluster.num_links == len(expected)
 
 
+def test_hgx2_without_incast_has_the_same_links_and_loses_nothing_to_many_senders() -> None:
+    assumed, plain = Cluster.preset("hgx2", nodes=3), Cluster.preset("hgx2_no_incast", nodes=3)
+    assert links(plain) == links(assumed)
+    assert assumed.incast_curves and not plain.incast_curves
+    assert (plain.link_incast < 0).all()
+
+
 def test_hgx2_has_two_channel_sets_that_share_no_link_and_each_reach_everything() -> None:
     cluster = Cluster.preset("hgx2", nodes=3)
     assert set(cluster.channels) == {"nvlink", "rdma", "pcie", "ethernet"}

@@ -24,7 +24,8 @@ NIC_GB_PER_S = 12.5
 INCAST = ((33, 0.9), (65, 0.75), (129, 0.65), (257, 0.6))
 """Assumed: what is left of a NIC's rate when that many flows enter it. The paper shows that more senders into one port
 lose throughput (its figure 17: 128, 64 and 32 destinations at a time win small, medium and large all-to-alls) and no
-numbers; these are chosen so that its order appears."""
+numbers; these are chosen so that its order appears. The preset `hgx2_no_incast` has no such curve: what a plan gains
+there does not rest on these numbers (docs/calibration.md has both)."""
 
 
 @register(
@@ -35,6 +36,26 @@ numbers; these are chosen so that its order appears."""
 )
 def hgx2(name: str, nodes: int) -> Cluster:
     """1.2 TB/s one way per node over NVSwitch, 8 RoCE NICs and 2 host NICs of 100 Gb/s each."""
+    notes = (
+        "assumed: incast leaves a NIC "
+        + ", ".join(f"{share:.0%} of its rate from {flows} flows on" for flows, share in INCAST)
+        + " (preset hgx2_no_incast: nothing is lost)",
+    )
+    return _with_incast(_hgx2(name, nodes, notes))
+
+
+@register(
+    "hgx2_no_incast",
+    "HGX-2 as hgx2, where many senders into one NIC lose nothing",
+    default_nodes=16,
+    devices_per_node=8,
+)
+def hgx2_no_incast(name: str, nodes: int) -> Cluster:
+    """The links of `hgx2` without its assumed incast curve."""
+    return _hgx2(name, nodes, ("assumed: many flows into one NIC lose no throughput (preset hgx2: they do)",))
+
+
+def _hgx2(name: str, nodes: int, incast_notes: tuple[str, ...]) -> Cluster:
     hosts = np.arange(nodes)
     wiring = Wiring(host_names(nodes, numbered("gpu", 8)), hosts=np.repeat(hosts, 8))
     gpus = wiring.devices.reshape(nodes, 8)
@@ -58,12 +79,11 @@ def hgx2(name: str, nodes: int) -> Cluster:
         f"{PCIE_ALPHA_US:g} us PCIe, {ETHERNET_ALPHA_US:g} us TCP",
         f"assumed: PCIe {PCIE3_GB_PER_S:g} GB/s one way per GPU, {SOCKET_GB_PER_S:g} GB/s between the "
         "sockets; each socket holds 4 GPUs and a host NIC",
-        "assumed: incast leaves a NIC "
-        + ", ".join(f"{share:.0%} of its rate from {flows} flows on" for flows, share in INCAST),
+        *incast_notes,
         "assumed: an RDMA NIC and the host share no PCIe link, so that channels nvlink+rdma and pcie+ethernet share no "
         "link; on the real node GPUDirect RDMA crosses the same PCIe switch as copies to the host",
     )
-    return _with_incast(wiring.cluster(f"{name}:{nodes}", notes=notes))
+    return wiring.cluster(f"{name}:{nodes}", notes=notes)
 
 
 def _with_incast(cluster: Cluster) -> Cluster:
