@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 from xml.etree.ElementTree import Element, TreeBuilder
@@ -48,6 +49,45 @@ def convert(value: Any, kind: type[T], *, where: str) -> T:
         path = path.strip("`") if text else ""
         said = f"{text or message}{_choices(text or message, kind, path)}"
         raise InvalidInput(f"{where}: {path}: {said}" if path else f"{where}: {said}") from None
+
+
+def plain(form: Any, *, keep_floats: bool = False) -> Any:
+    """The plain data of a msgspec form, without the fields that equal their defaults.
+
+    Two equal forms always give the same data. msgspec's own ``omit_defaults`` does not promise that: it compares with
+    defaults by identity, so that a text which went through pickle or a number that was computed is written out.
+
+    Args:
+        form: A `msgspec.Struct`, or lists, tuples and dictionaries of such.
+        keep_floats: Whether fields that hold a float are written even where they equal their default.
+
+    Returns:
+        Dictionaries, lists and scalars that share no list or dictionary with `form`.
+    """
+    if isinstance(form, msgspec.Struct):
+        return {
+            name: plain(value, keep_floats=keep_floats)
+            for name, default in _defaults(type(form))
+            if not _same(value := getattr(form, name), default) or (keep_floats and isinstance(value, float))
+        }
+    if isinstance(form, list | tuple):
+        return [plain(one, keep_floats=keep_floats) for one in form]
+    if isinstance(form, dict):
+        return {key: plain(value, keep_floats=keep_floats) for key, value in form.items()}
+    return form
+
+
+@cache
+def _defaults(kind: type[msgspec.Struct]) -> tuple[tuple[str, Any], ...]:
+    """Each field of a form with its default; `msgspec.NODEFAULT` where it has none."""
+    return tuple(
+        (field.name, field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory())
+        for field in msgspec.structs.fields(kind)
+    )
+
+
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
 
 
 def _choices(message: str, kind: Any, path: str) -> str:

@@ -18,7 +18,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
-from ..files import convert
+from ..files import convert, plain
 from .model import DEVICE, GB_PER_S, KINDS, MAX_ALPHA_US, MAX_LINKS, MAX_NODES, NO_CAP, Cluster, Dimension
 
 VERSION = 1
@@ -27,14 +27,14 @@ Ends = list[tuple[str, str]]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
-class _Nodes(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Nodes(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     kind: Literal["device", "switch", "nic"]
     host: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] = -1
     multicast: bool = False
     names: Name | list[Name]
 
 
-class _Links(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Links(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     channel: Name = "link"
     gb_per_s: float
     alpha_us: float | tuple[float, float]
@@ -51,7 +51,7 @@ class _Dimension(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     alpha_us: float
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stretto: Literal["cluster"]
     version: int
     name: Name
@@ -82,7 +82,7 @@ def dumps(cluster: Cluster, *, json: bool = False) -> str:
         nodes=list(_node_groups(cluster)),
         links=list(_link_groups(cluster)),
     )
-    data = msgspec.to_builtins(form)
+    data = plain(form)
     if json:
         return msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)

@@ -32,7 +32,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
-from ..files import convert, parse_json, parse_yaml, read_text
+from ..files import convert, parse_json, parse_yaml, plain, read_text
 from . import library
 from .conditions import ALL_PARTS, MAX_RANKS, Collective, as_ranks
 
@@ -57,7 +57,7 @@ class _End(msgspec.Struct, forbid_unknown_fields=True):
     parts: list[Count]
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stretto: Literal["collective"]
     version: int
     kind: Annotated[str, Meta(min_length=1, max_length=200)] = "custom"
@@ -88,7 +88,7 @@ def load_collective(path: str | Path) -> Collective:
 
 def save_collective(collective: Collective, path: str | Path) -> None:
     """Write the file form: JSON where the name ends in ``.json``, YAML otherwise."""
-    data = msgspec.to_builtins(_form(collective))
+    data = plain(_form(collective))
     if Path(path).suffix == ".json":
         text = msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
     else:

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import InvalidInput
-from ..files import convert, parse_json, read_text
+from ..files import convert, parse_json, plain, read_text
 from .model import MAX_DIMS, Dim
 from .schedule import MAX_CHUNKS, Chunk, DimSchedule
 
@@ -33,7 +33,7 @@ Order = Annotated[list[Number], Meta(max_length=MAX_DIMS)]
 Turn = tuple[Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)], Annotated[int, Meta(ge=0, lt=2 * MAX_DIMS)]]
 
 
-class _Dim(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Dim(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     kind: str
     size: int
     gb_per_s: float
@@ -43,13 +43,13 @@ class _Dim(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaul
     packet_bytes: float = 4096.0
 
 
-class _Way(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Way(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     share: float
     reduce_scatter: Order = []
     all_gather: Order = []
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stretto: Literal["dimension_schedule"]
     version: int
     name: Annotated[str, Meta(max_length=200)]
@@ -108,7 +108,7 @@ def _chunks(data: _File) -> list[Chunk]:
 
 def _plain(schedule: DimSchedule) -> dict[str, Any]:
     ways = {chunk: number for number, chunk in enumerate(dict.fromkeys(schedule.chunks))}
-    return {
+    data = {
         "stretto": "dimension_schedule", "version": VERSION, "name": schedule.name, "collective": schedule.collective,
         "nbytes": float(schedule.nbytes), "discipline": schedule.discipline,
         "dims": [
@@ -125,3 +125,4 @@ def _plain(schedule: DimSchedule) -> dict[str, Any]:
         "chunks": [ways[chunk] for chunk in schedule.chunks],
         "order": schedule.order,
     }  # fmt: skip
+    return dict(plain(data, keep_floats=True))

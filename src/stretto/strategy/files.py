@@ -28,7 +28,7 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput
-from ..files import convert, parse_json, parse_yaml, read_text
+from ..files import convert, parse_json, parse_yaml, plain, read_text
 from .model import MAX_VARIABLES, ModelSpec, Variable
 from .representation import MAX_PARTS, NodeConfig, Strategy, Sync
 
@@ -42,7 +42,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 Devices = Annotated[list[Text], Meta(max_length=MAX_DEVICES)]
 
 
-class _Sync(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Sync(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     kind: Text = "all_reduce"
     placement: Devices = []
     transfer: Devices = []
@@ -65,14 +65,14 @@ class _Sync(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defau
         )  # fmt: skip
 
 
-class _Node(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Node(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     variable: Text
     partition: Annotated[list[int | Annotated[list[int], Meta(max_length=MAX_PARTS)]], Meta(max_length=64)] = []
     sync: _Sync = msgspec.field(default_factory=_Sync)
     parts: Annotated[list[_Sync], Meta(max_length=MAX_PARTS)] = []
 
 
-class _Strategy(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Strategy(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stretto: Literal["strategy"]
     version: int
     name: Text
@@ -84,7 +84,7 @@ class _Strategy(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     nodes: Annotated[list[_Node], Meta(max_length=MAX_VARIABLES)]
 
 
-class _Variable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Variable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: Text
     shape: Annotated[list[int], Meta(max_length=64)]
     dtype: Text = "float32"
@@ -96,7 +96,7 @@ class _Variable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     factors: Annotated[int, Meta(ge=0)] = 0
 
 
-class _Model(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Model(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stretto: Literal["model"]
     version: int
     name: Text
@@ -221,15 +221,15 @@ def _plain(text: str, where: str, as_json: bool) -> Any:
 
 def _text(form: msgspec.Struct, listed: str, as_json: bool) -> str:
     """One line per variable, as a person would write it."""
-    plain: dict[str, Any] = msgspec.to_builtins(form)
+    data: dict[str, Any] = plain(form)
     if as_json:
-        return msgspec.json.format(msgspec.json.encode(plain), indent=1).decode() + "\n"
-    rows = plain.pop(listed)
+        return msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
+    rows = data.pop(listed)
     style: dict[str, Any] = {"sort_keys": False, "width": 10**9, "allow_unicode": True}
     # In a mapping of its own each list is on one line, and each text as plain as it can be.
     head = (
         yaml.safe_dump({key: value}, default_flow_style=None if isinstance(value, list) else False, **style)
-        for key, value in plain.items()
+        for key, value in data.items()
     )
     lines = (yaml.safe_dump(row, default_flow_style=True, **style) for row in rows)
     return "".join(head) + f"{listed}:\n" + "".join(f"- {line}" for line in lines)

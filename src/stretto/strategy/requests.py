@@ -46,7 +46,7 @@ Arm = Strategy | Reference
 """What can be measured."""
 
 
-class _Arm(msgspec.Struct, kw_only=True, omit_defaults=True):
+class _Arm(msgspec.Struct, kw_only=True):
     strategy: str = ""
     ddp_mb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
 

@@ -12,7 +12,7 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput, unknown
-from ..files import convert, parse_json, parse_yaml, read_text
+from ..files import convert, parse_json, parse_yaml, plain, read_text
 from ..units import parse_bytes
 from .sketch import BALANCE, PATTERNS, STRATEGIES, Connections, Hyperedge, LinkRule, Sketch
 
@@ -25,24 +25,24 @@ Size = int | str
 _COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|//[^\n]*')
 
 
-class _Rule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Rule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     src: list[int | str] = []
     dst: list[int | str] = []
     chunks: list[int] = []
 
 
-class _Links(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Links(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     channels: str | list[str] = "auto"
     keep: list[_Rule] = []
     drop: list[_Rule] = []
 
 
-class _Switch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Switch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     gpus: list[Gpu]
     strategy: str = "none"
 
 
-class _Relays(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Relays(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     internode_conn: str | dict[str | int, list[Gpu]] = "fully-connected"
     beta_split: dict[str | int, float] = {}
     chunk_to_relay_map: tuple[int, int] | None = None
@@ -50,7 +50,7 @@ class _Relays(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_def
     own_first: bool = False
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stretto: Literal["sketch"]
     version: int
     name: str = "sketch"
@@ -146,11 +146,7 @@ def dumps(sketch: Sketch) -> str:
         input_chunkup=sketch.input_chunkup,
         input_size=None if sketch.input_bytes is None else round(sketch.input_bytes),
     )
-    plain = msgspec.to_builtins(form, str_keys=False)
-    if conn == "fully-connected":
-        del plain["relays"]["internode_conn"]
-    data = {key: value for key, value in plain.items() if value != {}}
-    return str(yaml.safe_dump(_lists(data), sort_keys=False, default_flow_style=None, width=100))
+    return str(yaml.safe_dump(plain(form), sort_keys=False, default_flow_style=None, width=100))
 
 
 def save(sketch: Sketch, path: str | Path) -> None:
@@ -159,13 +155,6 @@ def save(sketch: Sketch, path: str | Path) -> None:
         Path(path).write_text(dumps(sketch), encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror or error}") from None
-
-
-def _lists(value: Any) -> Any:
-    """YAML has no tuples."""
-    if isinstance(value, Mapping):
-        return {key: _lists(item) for key, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _ours(data: dict[str, Any]) -> Sketch:

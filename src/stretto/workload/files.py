@@ -30,7 +30,7 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput, unknown
-from ..files import MAX_BYTES, convert, parse_json, parse_yaml, read_text
+from ..files import MAX_BYTES, convert, parse_json, parse_yaml, plain, read_text
 from .dag import COMPUTE, MAX_OPS, MAX_RANKS, Dep, Op, Why, Workload
 from .registry import MODELS, from_spec
 
@@ -46,13 +46,13 @@ Run = Annotated[str, Meta(max_length=32)]
 Ranks = Run | Annotated[list[Count | Run], Meta(max_length=MAX_RANKS)]
 
 
-class _Dep(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Dep(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     op: str
     lag: int = 0
     why: Why = "data"
 
 
-class _Op(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _Op(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: str
     kind: str = COMPUTE
     stream: str = COMPUTE
@@ -69,7 +69,7 @@ class _Op(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_default
     after: list[str | _Dep] = []
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stretto: Literal["workload"]
     version: int
     name: str
@@ -131,7 +131,7 @@ def save(workload: Workload, path: str | Path) -> None:
 
 def dumps(workload: Workload, *, json: bool = False) -> str:
     """The text of the file form."""
-    data = msgspec.to_builtins(_form(workload))
+    data = plain(_form(workload))
     try:
         if json:
             return msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
@@ -166,7 +166,8 @@ def read(data: Any) -> Workload:
 def digest(workload: Workload) -> str:
     """A short hash of what a plan depends on: the ranks and the ops, not the name or the notes."""
     form = _form(workload)
-    text = msgspec.json.encode([form.ranks, form.groups, form.ops], order="deterministic")
+    groups = dict(sorted(form.groups.items()))
+    text = msgspec.json.encode(plain([form.ranks, groups, form.ops], keep_floats=True))
     return hashlib.sha256(text).hexdigest()[:16]
 
 
