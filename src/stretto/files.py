@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ MAX_BYTES = 64 << 20
 MAX_XML_ELEMENTS = 4_000_000
 MAX_DEPTH = 100
 T = TypeVar("T")
+_ANALYZED: set[Any] = set()
+_ANALYZING = threading.Lock()
 
 
 def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
@@ -39,10 +42,23 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
         raise InvalidInput(f"{path}: not a UTF-8 text file") from None
 
 
+def typed(kind: type[T]) -> type[T]:
+    """The same type, safe to decode in several threads at once. Every ``type=`` given to msgspec goes through this.
+
+    msgspec analyzes a type when it is first used, and lets other threads see the unfinished result: two first messages
+    at the same moment end the process with SIGSEGV. Here one thread at a time finishes that for the whole type.
+    """
+    if kind not in _ANALYZED:
+        with _ANALYZING:
+            msgspec.msgpack.Decoder(kind)
+            _ANALYZED.add(kind)
+    return kind
+
+
 def convert(value: Any, kind: type[T], *, where: str) -> T:
     """Check plain data against a msgspec type; the error carries the path of the bad field."""
     try:
-        return msgspec.convert(value, kind, strict=True)
+        return msgspec.convert(value, typed(kind), strict=True)
     except msgspec.ValidationError as error:
         message = str(error)
         text, _, path = message.rpartition(" - at ")

@@ -14,7 +14,7 @@ from msgspec import Meta
 from ..cluster import Cluster, yaml_form
 from ..cluster import files as cluster_files
 from ..errors import InvalidInput, PlanMismatch
-from ..files import convert, parse_json
+from ..files import convert, parse_json, typed
 from ..planner.plan import Plan
 from ..runtime.enforcer.report import Report
 from ..workload import Workload
@@ -211,7 +211,7 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """From the wire; raises `InvalidInput`."""
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgspec.msgpack.decode(data, type=typed(kind))
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidInput(f"message: not a {kind.__name__}: {error}") from None
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from ..errors import InvalidInput, StrettoError
+from ..files import typed
 from ..planner.make import PLAIN, planned, to_plan, to_schedule
 from ..planner.plan import Plan
 from .messages import MAX_MESSAGE_BYTES, Captured, decode_captured, decode_plan, encode_plan
@@ -114,7 +115,7 @@ class Worker:
             return Answer(error="the planner took too long")
         path = Path(self._folder.name) / "answer"
         if code == 0 and path.is_file() and path.stat().st_size <= MAX_MESSAGE_BYTES:
-            found = msgspec.msgpack.decode(path.read_bytes(), type=Answer)
+            found = msgspec.msgpack.decode(path.read_bytes(), type=typed(Answer))
         else:
             last = (Path(self._folder.name) / "errors").read_bytes()[-300:].decode(errors="replace").splitlines()
             found = Answer(error=f"the planner ended with code {code}: {last[-1] if last else ''}")
@@ -132,7 +133,7 @@ def main(folder: Path) -> None:
     """What the other process does."""
     os.nice(NICENESS)
     try:
-        ask = msgspec.msgpack.decode((folder / "ask").read_bytes(), type=Ask)
+        ask = msgspec.msgpack.decode((folder / "ask").read_bytes(), type=typed(Ask))
         found = answer(ask)
     except (StrettoError, msgspec.DecodeError) as error:
         found = Answer(error=str(error))

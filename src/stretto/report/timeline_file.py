@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
-from ..files import read_text
+from ..files import read_text, typed
 from ..simulator import Timeline
 
 FORMAT = "stretto-timeline"
@@ -93,7 +93,7 @@ class _Head(msgspec.Struct):
 
 def _decode(text: bytes, kind: type[T], where: str) -> T:
     try:
-        return msgspec.json.decode(text, type=kind)
+        return msgspec.json.decode(text, type=typed(kind))
     except (msgspec.DecodeError, RecursionError) as error:
         message, _, field = str(error).rpartition(" - at ")
         reason = f"{field.strip('`')}: {message}" if message else str(error)

@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from ..errors import PeerLost, PlanMismatch
+from ..files import typed
 from .executor_join import host_key
 
 MAX_BYTES = 1 << 24
@@ -158,7 +159,7 @@ def agree(cards: list[Card]) -> tuple[int, int]:
 
 def _read(text: bytes, rank: int) -> Card:
     try:
-        return msgspec.json.decode(text, type=Card)
+        return msgspec.json.decode(text, type=typed(Card))
     except msgspec.MsgspecError as error:
         raise PlanMismatch(f"rank {rank}: its card in the store cannot be read ({error}): another Stretto?") from None
 

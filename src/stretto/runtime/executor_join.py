@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..errors import InvalidInput, PeerLost, StrettoError
+from ..files import typed
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 HELLO = struct.Struct("<8sI32s")
@@ -146,7 +147,7 @@ def _hellos(answers: Sequence[bytes], world: int) -> list[Hello]:
     hellos = []
     for rank, answer in enumerate(answers):
         try:
-            hellos.append(msgspec.json.decode(answer, type=Hello))
+            hellos.append(msgspec.json.decode(answer, type=typed(Hello)))
         except msgspec.MsgspecError as error:
             raise InvalidInput(f"exchange: what rank {rank} said is not an executor's hello: {error}") from error
         if hellos[-1].world != world:

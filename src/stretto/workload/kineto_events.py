@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import InvalidInput, unknown
+from ..files import typed
 from .dag import MAX_RANKS
 from .trace_files import read_bytes
 
@@ -122,7 +123,7 @@ def decode(path: Path) -> Events:
     if data.count(b"{") > MAX_BRACES:
         raise InvalidInput(f"{path}: more than {MAX_BRACES} objects; record fewer steps")
     try:
-        file = msgspec.json.decode(data, type=_File)
+        file = msgspec.json.decode(data, type=typed(_File))
     except msgspec.ValidationError as error:
         text, _, at = str(error).rpartition(" - at ")
         where = f"{at.strip('`')}: {text}" if text else f"not a profiler trace: {error}"
@@ -150,7 +151,7 @@ def decode(path: Path) -> Events:
     config = about.pg_config
     if isinstance(config, str):
         try:
-            config = msgspec.json.decode(config, type=list[_Group])
+            config = msgspec.json.decode(config, type=typed(list[_Group]))
         except msgspec.MsgspecError as error:
             raise InvalidInput(f"{path}: distributedInfo.pg_config: {error}") from None
     return Events(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import msgspec
 import torch.distributed as dist
 
+from ...files import typed
+
 Place = tuple[int, int]
 """(iteration, comm-op) in the order of submission, the same on all ranks."""
 PREFIX = "stretto/enforcer"
@@ -70,7 +72,7 @@ class Announcements:
 
     def look(self, number: int, stay: int) -> tuple[Place, int, str] | None:
         """The earliest place at which a rank gave up a plan, which rank, and why; None where none did."""
-        found = [msgspec.json.decode(one, type=Notice) for one in self._all(f"{number}.{stay}")]
+        found = [msgspec.json.decode(one, type=typed(Notice)) for one in self._all(f"{number}.{stay}")]
         first = min(found, key=lambda notice: (notice.iteration, notice.op, notice.rank), default=None)
         return None if first is None else ((first.iteration, first.op), first.rank, first.why)
 
@@ -91,7 +93,7 @@ class Announcements:
 
     def strays(self, number: int, iteration: int) -> list[Stray]:
         """Who waits in a call before an iteration."""
-        return [msgspec.json.decode(one, type=Stray) for one in self._all(f"{number}/strays/{iteration}")]
+        return [msgspec.json.decode(one, type=typed(Stray)) for one in self._all(f"{number}/strays/{iteration}")]
 
     def end(self, number: int, stay: int, why: str) -> None:
         """Nothing can bring ranks together again; the first reason stays."""

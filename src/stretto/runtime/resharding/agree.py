@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...errors import InvalidInput, PeerLost, StrettoError
+from ...files import typed
 from ..backend_meet import MAX_BYTES, SHORTEST_S, Card, card, find_gone
 
 FAILED = {error.__name__: error for error in (InvalidInput, PeerLost)}
@@ -207,6 +208,6 @@ def _read(raw: bytes, kind: type[T], peer: int) -> T:
     if len(raw) > 2 * MAX_BYTES:
         raise PeerLost(f"rank {peer}: what it put into the store is too long")
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=typed(kind))
     except msgspec.MsgspecError as error:
         raise PeerLost(f"rank {peer}: what it put into the store cannot be read ({error}): another Stretto?") from None

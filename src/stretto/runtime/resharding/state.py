@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInput, StrettoError
+from ...files import typed
 from .carrier import Carrier, Current, agreement
 from .describe import Placed, like, local_of, placed_tensor
 from .transfer import Move, Transfer
@@ -45,7 +46,7 @@ class State:
             why = why or str(error)
         label = "WeightSync"
         texts = self._agreement.gather(self.ranks, label, msgspec.json.encode(mine).decode(), why)
-        everyone = dict(zip(self.ranks, (msgspec.json.decode(text, type=_Sides) for text in texts), strict=True))
+        everyone = dict(zip(self.ranks, (msgspec.json.decode(text, type=typed(_Sides)) for text in texts), strict=True))
         moves = _moves(everyone)
         self._described = mine.source
         self._source: Dict = source or {}
