@@ -196,3 +196,13 @@ def test_ablations_change_one_field_each() -> None:
         paper.vary(chunkup=3)
     with pytest.raises(InvalidInput, match="1 to 16 connections"):
         paper.with_connections(17, 16)
+
+
+@pytest.mark.parametrize("more", ["", "relays: {own_first: true}", "balance: minmax"])
+def test_defaults_of_a_sketch_are_not_written(more: str, tmp_path: Path) -> None:
+    sketch = loads(f"stretto: sketch\nversion: 1\n{more}")
+    sketch.save(tmp_path / "x.yaml")
+    assert Sketch.load(tmp_path / "x.yaml") == sketch
+    spelled = sketch.vary(internode_conn="-".join(["fully", "connected"]))
+    assert dumps(spelled) == dumps(sketch)
+    assert "fully-connected" not in dumps(spelled)

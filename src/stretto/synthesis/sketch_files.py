@@ -146,7 +146,13 @@ def dumps(sketch: Sketch) -> str:
         input_chunkup=sketch.input_chunkup,
         input_size=None if sketch.input_bytes is None else round(sketch.input_bytes),
     )
-    return str(yaml.safe_dump(plain(form), sort_keys=False, default_flow_style=None, width=100))
+    # A mapping without lists would be written in braces as a whole, which would be read as JSON.
+    parts = (
+        yaml.safe_dump({key: value}, sort_keys=False, width=100, default_flow_style=None if nested else False)
+        for key, value in plain(form).items()
+        for nested in (isinstance(value, dict | list),)
+    )
+    return "".join(parts)
 
 
 def save(sketch: Sketch, path: str | Path) -> None:

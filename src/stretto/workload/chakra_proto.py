@@ -30,6 +30,10 @@ GROUPS_FILE = "comm_groups.json"
 """The groups by name beside the traces: what ASTRA-sim takes as communicator group configuration."""
 OURS = "stretto_workload"
 """The mark of our own files: an op has the same node id on all ranks."""
+RANKS, SAMPLES, UNIT = "stretto_ranks", "stretto_samples", "stretto_unit"
+"""What else the metadata of our own files says."""
+_INT32 = ("comm_src", "comm_dst", "comm_tag")
+"""The attributes that Chakra's feeder reads from ``int32_val``; all other numbers are ``int64_val`` there."""
 
 _SCALARS = (
     "double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64", "sfixed32",
@@ -96,7 +100,7 @@ def decode(path: Path) -> tuple[dict[str, Any], list[Any]]:
             nodes.append(message)
         else:
             about = attributes(message)
-    if not nodes:
+    if not nodes and OURS not in about:
         raise InvalidInput(f"{path}: no nodes in it")
     return about, nodes
 
@@ -110,7 +114,7 @@ def encode(about: dict[str, Any], nodes: list[dict[str, Any]]) -> bytes:
         for name, value in fields.items():
             if name == "attr":
                 for key, held in value.items():
-                    _set(message.attr.add(name=key), held)
+                    _set(message.attr.add(name=key), key, held)
             elif isinstance(value, list):
                 getattr(message, name).extend(value)
             else:
@@ -131,11 +135,13 @@ def attributes(message: Any) -> dict[str, Any]:
     return out
 
 
-def _set(attr: Any, value: Any) -> None:
-    """ASTRA-sim reads sizes as 64-bit integers; everything else of ours by its own kind."""
+def _set(attr: Any, name: str, value: Any) -> None:
+    """Each number in the field from which Chakra's feeder reads it; another field would read as 0 there."""
     if isinstance(value, list):
         kind = {bool: "bool", str: "string"}.get(type(value[0]) if value else int, "uint64")
         getattr(attr, f"{kind}_list").values.extend(value)
+    elif name in _INT32 and type(value) is int:
+        attr.int32_val = value
     else:
         kind = {bool: "bool", int: "int64", float: "double", str: "string"}[type(value)]
         setattr(attr, f"{kind}_val", value)

@@ -26,7 +26,7 @@ COMM_KINDS = (
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Why = Literal["data", "submit", "wait"]
-WHYS = ("data", "submit", "wait")
+WHYS: tuple[Why, ...] = ("data", "submit", "wait")
 
 
 @dataclass(frozen=True, kw_only=True)
