@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,12 @@ def provenance() -> str:
     changed = " with uncommitted changes" if git("status", "--porcelain", *code) else ""
     load, cores = os.getloadavg()[1], os.cpu_count()
     return f"Commit: {commit}{changed} ({datetime.date.today()}, load average {load:.1f} on {cores} cores)."
+
+
+def cpu_s() -> float:
+    """User and system seconds of this process and of its children that have ended: hardly changed by other load."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def options(about: str | None, *, only: Sequence[str] = ()) -> argparse.Namespace:

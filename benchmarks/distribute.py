@@ -3,7 +3,7 @@
 `ddp` is PyTorch's with its defaults but the bucket size, `ddp_lean` also has gradients as views of its buckets and
 sends no buffers, `stretto` is the all_reduce builder's strategy. `over_ddp` is the median over rounds of a round's
 ratio of DDP's time to ours with its defaults; `over_best_ddp` is the same for the best bucket of each (more than 1: we
-are faster).
+are faster). The models are miniatures (strategy_models.py).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import median
 
 from common import Row, finish
+from strategy_models import LABELS
 
 from stretto.lab import Lab, unavailable
 
 RANK = Path(__file__).with_name("distribute_rank.py")
-MODELS = ("resnet", "vgg16", "bert", "ncf", "bert_sparse", "ncf_sparse")
 WHERE = ("1x4", "2x2")
 BACKENDS = ("gloo", "stretto")
 SIZES_MB = ("25", "4", "1", "0.25")
@@ -82,7 +82,7 @@ def compared(model: str, where: str, backend: str, rounds: int, iterations: int,
     )}  # fmt: skip
     spread = max((max(values) / min(values) for values in times.values()), default=1.0)
     return [{
-        "case": f"{model} {where} {backend}", "system": "stretto/ddp", "ddp_ms": middle["ddp default"],
+        "case": f"{LABELS[model]} {where} {backend}", "system": "stretto/ddp", "ddp_ms": middle["ddp default"],
         "ddp_lean_ms": middle["ddp_lean default"], "stretto_ms": middle["stretto default"],
         "over_ddp": ratio("ddp default", "stretto default"),
         "over_lean_ddp": ratio("ddp_lean default", "stretto default"),
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="end within a minute on two cores")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as docs/results.md has it")
-    parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; all")
+    parser.add_argument("--model", action="append", choices=LABELS, help="repeatable; all")
     parser.add_argument("--where", action="append", choices=WHERE, help="repeatable; both")
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="repeatable; both")
     parser.add_argument("--sizes", nargs="+", default=SIZES_MB, help="bucket sizes in MiB beside the default")
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--iterations", type=int, default=8)
     args = parser.parse_args(argv)
     if args.quick:
-        args.model, args.where, args.backend = ["vgg16", "ncf_sparse"], ["1x4"], ["gloo"]
+        args.model, args.where, args.backend = ["vgg_like", "ncf_like_sparse"], ["1x4"], ["gloo"]
         args.rounds, args.iterations, args.sizes = 3, 5, SIZES_MB[:1]
     rows: list[Row] = []
     for where in args.where or WHERE:
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"2x2: skipped, {reason}", file=sys.stderr)
             continue
         for backend in args.backend or BACKENDS:
-            for model in args.model or MODELS:
+            for model in args.model or LABELS:
                 begin = time.perf_counter()
                 rows += compared(model, where, backend, args.rounds, args.iterations, args.sizes)
                 told = " ".join(f"{key}={rows[-1][key]:.3g}" for key in ("over_ddp", "over_lean_ddp", "over_best_ddp"))

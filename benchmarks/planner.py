@@ -33,6 +33,7 @@ from stretto.planner.retime import retime
 from stretto.planner.schedule import Schedule, Scheduler
 from stretto.planner.search import search
 from stretto.workload import Workload
+from stretto.workload.roofline import TYPICAL
 
 MODELS = {"A1": "dlrm:A1", "A2": "dlrm:A2", "A3": "dlrm:A3", "A4": "dlrm:A4", "A5": "xlmr:xl", "A6": "regnetz:4gf"}
 PAPER = {  # throughput over ByteScheduler+; A2's other systems from its iteration times (-15.7, -17.1, -21.9 %)
@@ -125,17 +126,22 @@ def nodes_case(quick: bool) -> list[Row]:
 
 
 def microbenchmarks(quick: bool) -> list[Row]:
-    """Which plan wins at which size, figures 16 to 18."""
-    rows: list[Row] = []
-    for figure in figures(st.Cluster.load("hgx2:16"), costs(16)):
-        for at, size in enumerate(figure.sizes):
-            for plan, times in figure.times_us.items():
-                rows.append({
-                    "case": figure.name, "system": plan, "nbytes": size, "time_us": times[at],
-                    "note": "wins" if figure.winners[at] == plan else None,
-                })  # fmt: skip
-        rows.append({"case": figure.name, "system": "stretto", "note": figure.says})
-    return rows
+    """Which plan wins at which size, figures 16 to 18, with and without the assumed incast curve."""
+    return [
+        {"case": f"{figure.name}, {preset}", "system": "stretto", "note": figure.says}
+        for preset in ("hgx2", "hgx2_no_incast")
+        for figure in figures(st.Cluster.load(f"{preset}:16"), costs(16, preset))
+    ]
+
+
+def uncalibrated(model: str, quick: bool) -> list[Row]:
+    """A model with neither the incast curve nor the calibrated efficiency: kernels reach half of a roof."""
+    return model_case(model, quick, preset="hgx2_no_incast", case=f"{model}, nothing calibrated", efficiency=TYPICAL)
+
+
+def batches(quick: bool) -> list[Row]:
+    """A5 with other batches than the one that was chosen so that something can be gained."""
+    return [row for batch in (1, 2, 4) for row in model_case("A5", quick, case=f"A5, batch {batch}", batch=batch)]
 
 
 def worked_example(quick: bool) -> list[Row]:
@@ -237,6 +243,7 @@ def captured(quick: bool) -> list[Row]:
 CASES: dict[str, Case] = {
     **{model: partial(model_case, model) for model in MODELS},
     **{f"{model} without incast": partial(model_case, model, preset="hgx2_no_incast") for model in MODELS},
+    **{f"{model} uncalibrated": partial(uncalibrated, model) for model in MODELS}, "batches": batches,
     "tables": tables_case, "nodes": nodes_case, "microbenchmarks": microbenchmarks, "figure 6": worked_example,
     "search": search_speed, "exact": exact_gap, "captured": captured,
 }  # fmt: skip

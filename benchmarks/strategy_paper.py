@@ -181,7 +181,9 @@ def paper(quick: bool) -> list[Row]:
             hand = min(system_us(model, cluster, name) for name in ("ar", "ps1", "ps2"))
             rows.append({
                 "case": "Fig. 8", "says": f"{model} {cluster.upper()}: found is {factor}x as fast as made by hand",
-                "clusters": "paper's", "here": f"{hand / us:.2f}", "holds": "yes" if hand / us >= factor else "no",
+                # A smaller batch is a variant of ours: it says nothing about the paper's statement.
+                "clusters": "paper's", "here": f"{hand / us:.2f}",
+                "holds": "variant" if "/" in model else "yes" if hand / us >= factor else "no",
             })  # fmt: skip
     return rows
 

@@ -1,12 +1,12 @@
 """Strategies found by the search against PyTorch DDP and every builder: real training steps in the lab.
 
-Models of known shapes, scaled down, on hosts with shaped uplinks, all on gloo. One job per case measures everything,
-through the session that `stretto tune` uses: DDP with its default bucket size and others, the search's trials, every
-builder, and in the end DDP, DDP with its best bucket, the best builder and what was found, in turn. Only those rounds
-are reported: `iteration_ms` is their median, `least_ms` and `most_ms` their range, and `over_*` the median over rounds
-of their time over ours. One run of each before the search tells DDP's best bucket, which is luck where they are alike:
-`over_best_ddp` is the less of the ratios to it and to DDP. Where nothing was faster than DDP with confidence the search
-keeps DDP, and `found` is that.
+Miniatures with the shapes of known models (0.4 to 1.0 million parameters, strategy_models.py) on hosts with shaped
+uplinks, all on gloo. One job per case measures everything, through the session that `stretto tune` uses: DDP with its
+default bucket size and others, the search's trials, every builder, and in the end DDP, DDP with its best bucket, the
+best builder and what was found, in turn. Only those rounds are reported: `iteration_ms` is their median, `least_ms` and
+`most_ms` their range, and `over_*` the median over rounds of their time over ours. One run of each before the search
+tells DDP's best bucket, which is luck where they are alike: `over_best_ddp` is the less of the ratios to it and to DDP.
+Where nothing was faster than DDP with confidence the search keeps DDP, and `found` is that.
 `ddp, own script` is an ordinary DDP script in a run of its own: what a session measures must be the same.
 
 `ratio` is how long the network takes for an all-reduce of all gradients over the compute of a step; `paper_ratio` the
@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 
 from common import Row, finish
+from strategy_models import LABELS
 
 from stretto.cluster import Cluster
 from stretto.errors import Infeasible
@@ -44,21 +45,23 @@ RANK = Path(__file__).with_name("strategy_rank.py")
 SHAPES = {"slow host": (3, 1), "2x2": (2, 2), "4x1": (4, 1), "fast 3x1": (3, 1)}
 """Hosts, and ranks on each."""
 PAPER = {
-    "vgg16": "vgg16", "ncf": "ncf_dense", "ncf_sparse": "ncf_sparse", "bert": "bert_large",
-    "bert_sparse": "bert_large_sparse", "resnet": "resnet101",
+    "vgg_like": "vgg16", "ncf_like": "ncf_dense", "ncf_like_sparse": "ncf_sparse", "bert_like": "bert_large",
+    "bert_like_sparse": "bert_large_sparse", "resnet_like": "resnet101",
 }  # fmt: skip
+"""Which model of the paper a miniature resembles."""
 CASES = {
     f"{model} {shape}": (model, shape, uplink)
     for model, shape, uplink in (
-        ("vgg16", "slow host", "1gbit,1gbit,400mbit"), ("vgg16", "2x2", "400mbit"), ("ncf", "4x1", "300mbit"),
-        ("ncf", "2x2", "300mbit"), ("ncf_sparse", "2x2", "300mbit"), ("bert", "slow host", "1gbit,1gbit,400mbit"),
-        ("bert_sparse", "4x1", "300mbit"), ("resnet", "2x2", "300mbit"),
-        ("resnet", "fast 3x1", "4gbit"),
+        ("vgg_like", "slow host", "1gbit,1gbit,400mbit"), ("vgg_like", "2x2", "400mbit"),
+        ("ncf_like", "4x1", "300mbit"), ("ncf_like", "2x2", "300mbit"), ("ncf_like_sparse", "2x2", "300mbit"),
+        ("bert_like", "slow host", "1gbit,1gbit,400mbit"), ("bert_like_sparse", "4x1", "300mbit"),
+        ("resnet_like", "2x2", "300mbit"),
+        ("resnet_like", "fast 3x1", "4gbit"),
     )
 }  # fmt: skip
 """The slow host's uplink is 2.5 times as slow, as in B9. On the fast network compute dominates: there is little to
 gain, and nothing may be lost."""
-QUICK = ("vgg16 slow host",)
+QUICK = ("vgg_like slow host",)
 BUCKETS_MB = (25.0, 0.25, 1.0, 4.0)
 """DDP's default first."""
 TRIALS, QUICK_TRIALS = 20, 8
@@ -79,6 +82,7 @@ def job(case: str, *more: str) -> list[str]:
 def real(case: str, quick: bool) -> list[Row]:
     """One case: everything measured in one job, and DDP in another."""
     name, shape, uplink = CASES[case]
+    label = f"{LABELS[name]} {shape}"
     hosts, ranks = SHAPES[shape]
     cluster = Layout.of(hosts=hosts, ranks_per_host=ranks, uplinks={"eth": uplink}).cluster()
     with Trials(command(job(case)), warmup=WARMUP, timed=LEAST_TIMED, timeout_s=TIMEOUT_S) as runs:
@@ -130,7 +134,7 @@ def real(case: str, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for system, values in rounds.items():
         row: Row = {
-            "case": case, "system": system, "what": about[system], "iteration_ms": median(values) / 1e3,
+            "case": label, "system": system, "what": about[system], "iteration_ms": median(values) / 1e3,
             "least_ms": min(values) / 1e3, "most_ms": max(values) / 1e3,
         }  # fmt: skip
         if system == "found":
@@ -149,7 +153,7 @@ def real(case: str, quick: bool) -> list[Row]:
         rows.append(row)
     alone = subprocess.run(job(case, "ddp"), capture_output=True, text=True, timeout=TIMEOUT_S * 2)
     said = re.search(r"median ([\d.]+) ms", alone.stdout + alone.stderr)
-    rows.insert(1, {"case": case, "system": "ddp, own script", "what": "25 MB",
+    rows.insert(1, {"case": label, "system": "ddp, own script", "what": "25 MB",
                     "iteration_ms": float(said[1]) if said else math.nan})  # fmt: skip
     return rows
 

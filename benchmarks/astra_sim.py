@@ -1,0 +1,179 @@
+"""Whole jobs beside whole jobs: the same collective on the same network, by Stretto and by ASTRA-sim.
+
+ASTRA-sim (its analytical backend, https://github.com/astra-sim/astra-sim) is built by hand beside this project; its
+binary is named with `--astra-sim`. This script writes its inputs, runs it and compares the predicted time and the CPU
+seconds (user and system, of the whole process) with ours. Our process starts Python, builds the program, proves it
+right and simulates it link by link; `work_cpu_s` leaves out the start of Python and the imports.
+
+One job is not alike, and says so: with several chunks ASTRA-sim's congestion-unaware backend gives every chunk in
+flight the whole rate of its link, so that its time falls below what the links can carry; and in ours one of the 4096
+ranks stands for all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import Row, common_options, finish
+
+import stretto as st
+from stretto.algorithms.symmetric import symmetric_hierarchical
+from stretto.cluster.grid import links_per_device, regular
+from stretto.programs import Program, SymmetricProgram
+from stretto.workload import Op, Workload, chakra_write
+
+GIB_PER_GB = 1e9 / 2**30  # ASTRA-sim's GB/s are 2^30 bytes per second
+TOPOLOGIES = {"ring": "Ring", "switch": "Switch", "fully_connected": "FullyConnected"}
+IMPLEMENTATIONS = {"ring": "ring", "switch": "halvingDoubling", "fully_connected": "direct"}
+ALGORITHMS = {"ring": "ring", "switch": "halving_doubling", "fully_connected": "direct"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One all-reduce on a regular network; `dims` are (kind, size, GB/s and latency in us of one link)."""
+
+    dims: Sequence[tuple[str, int, float, float]]
+    nbytes: float
+    chunks: int = 1
+    symmetric: bool = False
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """The network, the collective and the number of chunks."""
+        network = " x ".join(f"{kind} {size}" for kind, size, _, _ in self.dims)
+        return f"all-reduce, {network}" + (f", {self.chunks} chunks" if self.chunks > 1 else "")
+
+    @property
+    def ranks(self) -> int:
+        """How many devices there are."""
+        return math.prod(size for _, size, _, _ in self.dims)
+
+    def cluster(self) -> st.Cluster:
+        """The network for Stretto, whose rates are those of all links of a device in a dimension."""
+        dims = []
+        for kind, size, rate, latency in self.dims:
+            aggregate, hops = rate * links_per_device(kind, size), 2 if kind == "switch" else 1
+            dims.append(st.Dimension(kind=kind, size=size, gb_per_s=aggregate, alpha_us=hops * latency))
+        return regular(self.name, dims)
+
+    def program(self, cluster: st.Cluster) -> Program | SymmetricProgram:
+        """The algorithm that ASTRA-sim is told to use."""
+        if self.symmetric:
+            return symmetric_hierarchical("all_reduce", [size for _, size, _, _ in self.dims], chunks=self.chunks)
+        if len(self.dims) > 1:
+            return st.algorithm("hierarchical", "all_reduce", self.ranks, cluster=cluster, chunks=self.chunks)
+        return st.algorithm(ALGORITHMS[self.dims[0][0]], "all_reduce", self.ranks, cluster=cluster)
+
+
+def _switches(sizes: Sequence[int], rates: Sequence[float]) -> list[tuple[str, int, float, float]]:
+    return [("switch", size, rate, 0.35) for size, rate in zip(sizes, rates, strict=True)]
+
+
+UNSHARED = "ASTRA-sim: chunks in flight do not share a link's rate"
+JOBS = [
+    *(Job(dims=[("ring", size, 50.0, 0.5)], nbytes=64e6) for size in (16, 64, 256, 1024)),
+    *(Job(dims=[("switch", size, 50.0, 0.5)], nbytes=64e6) for size in (16, 64, 256, 1024)),
+    *(Job(dims=[("fully_connected", size, 50.0, 0.5)], nbytes=64e6) for size in (16, 64)),
+    Job(dims=[("ring", 8, 50.0, 0.5), ("switch", 8, 25.0, 0.5)], nbytes=128e6),
+    Job(dims=_switches((16, 8, 8), (200.0, 100.0, 50.0)), nbytes=128e6),
+    Job(dims=_switches((16, 16, 16), (200.0, 100.0, 50.0)), nbytes=1024e6, chunks=64, symmetric=True, note=UNSHARED),
+]
+
+
+def ours(job: Job) -> Row:
+    """Build, prove and simulate; the time and the CPU seconds of doing so."""
+    begun = time.process_time()
+    cluster = job.cluster()
+    program = job.program(cluster)
+    program.verify()
+    time_us = st.simulate(program, cluster, nbytes=job.nbytes).total_us
+    return {"time_us": time_us, "work_cpu_s": time.process_time() - begun}
+
+
+def astra_inputs(job: Job, folder: Path) -> list[str]:
+    """Write what ASTRA-sim reads and return its options."""
+    op = Op(name="collective", kind="all_reduce", nbytes=job.nbytes)
+    chakra_write.write(Workload(name="job", num_ranks=job.ranks, ops=(op,)), folder / "trace")
+    implementations = [IMPLEMENTATIONS[kind] for kind, _, _, _ in job.dims]
+    kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    files = {
+        "system.json": json.dumps({
+            "scheduling-policy": "LIFO", "endpoint-delay": 1, "active-chunks-per-dimension": 1,
+            "preferred-dataset-splits": job.chunks, "local-mem-bw": 1600, "boost-mode": 0,
+            "collective-optimization": "baseline",
+            **{f"{kind}-implementation": implementations for kind in kinds},
+        }),
+        "memory.json": json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}),
+        "network.yml": "\n".join([
+            f"topology: [ {', '.join(TOPOLOGIES[kind] for kind, _, _, _ in job.dims)} ]",
+            f"npus_count: [ {', '.join(str(size) for _, size, _, _ in job.dims)} ]",
+            f"bandwidth: [ {', '.join(repr(rate * GIB_PER_GB) for _, _, rate, _ in job.dims)} ]",
+            f"latency: [ {', '.join(repr(1e3 * latency) for _, _, _, latency in job.dims)} ]",
+        ]),
+    }  # fmt: skip
+    for name, text in files.items():
+        (folder / name).write_text(text + "\n")
+    return [
+        f"--workload-configuration={folder / 'trace' / 'job'}",
+        f"--system-configuration={folder / 'system.json'}",
+        f"--remote-memory-configuration={folder / 'memory.json'}",
+        f"--network-configuration={folder / 'network.yml'}",
+    ]
+
+
+def run(command: Sequence[str | Path], folder: Path) -> tuple[str, float]:
+    """What a command printed, and the CPU seconds of its process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{command[0]}: exit code {done.returncode}\n{done.stdout[-500:]}{done.stderr[-1500:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def compare(number: int, binary: Path) -> Row:
+    """One row: both times, both CPU seconds, and how many times ours ASTRA-sim needs."""
+    job = JOBS[number]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text, theirs_s = run([binary, *astra_inputs(job, folder)], folder)
+        cycles = [int(found) for found in re.findall(r"sys\[\d+\] finished, (\d+) cycles", text)]
+        if not cycles:
+            sys.exit(f"{binary}: printed no finished cycles\n{text[-2000:]}")
+        said, ours_s = run([sys.executable, __file__, "--case", str(number)], folder)
+    found = json.loads(said)
+    return {
+        "case": job.name, "time_us": found["time_us"], "astra_time_us": max(cycles) / 1e3,
+        "cpu_s": ours_s, "work_cpu_s": found["work_cpu_s"], "astra_cpu_s": theirs_s,
+        "astra_over_ours": theirs_s / ours_s, "note": job.note or None,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = common_options(__doc__)
+    parser.add_argument("--astra-sim", type=Path, metavar="BINARY", help="AstraSim_Analytical_Congestion_Unaware")
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(ours(JOBS[int(args.case)])))
+        return
+    if args.astra_sim is None or not os.access(args.astra_sim, os.X_OK):
+        parser.error("--astra-sim: name the binary of ASTRA-sim; it is built by hand, see its own documentation")
+    numbers = [at for at, job in enumerate(JOBS) if not args.quick or job.ranks <= 256]
+    rows = [compare(at, args.astra_sim.resolve()) for at in numbers]
+    finish(rows, args, title="Stretto beside ASTRA-sim")
+
+
+if __name__ == "__main__":
+    main()
