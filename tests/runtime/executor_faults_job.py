@@ -191,7 +191,7 @@ def shout(ports: list[int], seed: int) -> int:
     noise = np.random.default_rng(seed).bytes(5000)
     heard = 0
     for port in ports:
-        for words in (noise, noise[:3], b"", b"stretto1" + noise[:36], b"GET / HTTP/1.1\r\n\r\n"):
+        for words in (noise, noise[:3], b"", b"stretto2" + noise[:36], b"GET / HTTP/1.1\r\n\r\n"):
             with socket.socket() as s:
                 s.settimeout(1)
                 try:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import hashlib
-import hmac
 import os
 import secrets
-import select
 import socket
 import struct
 import time
@@ -18,20 +14,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..errors import InvalidInput, PeerLost, StrettoError
+from ..errors import InvalidInput, PeerLost
 from ..files import typed
+from .executor_handshake import Address, Handshakes, OutOfResources, unreachable
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-HELLO = struct.Struct("<8sI32s")
-MAGIC = b"stretto1"
 SIOCGIFADDR = 0x8915
-STRANGER_S = 2.0
-"""How long somebody who connects may take to say who it is."""
-TICK_S = 0.2
-
-
-class OutOfResources(StrettoError):
-    """Descriptors or shared memory ran out; the message says which, on which rank."""
+BACKLOG = 128
+"""How many may have connected and not been accepted yet, other than the ranks of the job."""
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -96,14 +86,14 @@ def join(
         path = f"\0stretto-{secrets.token_hex(16)}"
         nearby = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         nearby.bind(path)
-        nearby.listen(world)
+        nearby.listen(world + BACKLOG)
         remote = undo.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         remote.bind((interface_address(interface), 0))
-        remote.listen(world)
+        remote.listen(world + BACKLOG)
         hello = Hello(host=host, path=path[1:], address=remote.getsockname(), world=world)
         hellos = _hellos(exchange(msgspec.json.encode(hello)), world)
         joined.hosts = [h.host for h in hellos]
-        sockets = _connect(rank, hellos, nearby, remote, token, deadline, watch, undo)
+        sockets = _connect(rank, hellos, (nearby, remote), token, deadline, watch, undo)
         theirs: dict[int, tuple[int, int]] = {rank: (segment_fd, bell)}
         local = [r for r in range(world) if hellos[r].host == host]
         others = [peer for peer in local if peer != rank]
@@ -111,7 +101,7 @@ def join(
             try:
                 socket.send_fds(sockets[peer], [b"f"], [segment_fd, bell])
             except OSError as error:
-                raise _unreachable(peer, error) from error
+                raise unreachable(peer, error) from error
         for peer in others:
             theirs[peer] = _descriptors(sockets[peer], peer, undo)
         undo.pop_all()
@@ -131,7 +121,7 @@ def _descriptors(s: socket.socket, peer: int, undo: contextlib.ExitStack) -> tup
     try:
         message, fds, _, _ = socket.recv_fds(s, 1, 2)
     except OSError as error:
-        raise _unreachable(peer, error) from error
+        raise unreachable(peer, error) from error
     for fd in fds:
         undo.callback(os.close, fd)
     if not message:
@@ -155,122 +145,33 @@ def _hellos(answers: Sequence[bytes], world: int) -> list[Hello]:
     return hellos
 
 
-def _proof(token: bytes, side: bytes, *parts: bytes) -> bytes:
-    return hmac.new(token, side + b"".join(parts), hashlib.sha256).digest()
-
-
 def _connect(
     rank: int,
     hellos: list[Hello],
-    nearby: socket.socket,
-    remote: socket.socket,
+    listening: Sequence[socket.socket],
     token: bytes,
     deadline: float,
     watch: Callable[[], None],
     undo: contextlib.ExitStack,
 ) -> dict[int, socket.socket]:
-    """One socket per peer. The higher rank connects; both sides answer the other's challenge with the token."""
-    sockets: dict[int, socket.socket] = {}
-    nonces: dict[int, bytes] = {}
-    for peer in range(rank):
-        there = hellos[peer]
-        same = there.host == hellos[rank].host
-        s = undo.enter_context(socket.socket(socket.AF_UNIX if same else socket.AF_INET, socket.SOCK_STREAM))
-        s.settimeout(_left(deadline, peer))
-        nonces[peer] = secrets.token_bytes(32)
-        try:
-            s.connect("\0" + there.path if same else tuple(there.address))
-            s.sendall(HELLO.pack(MAGIC, rank, nonces[peer]))
-        except OSError as error:
-            raise _unreachable(peer, error) from error
-        sockets[peer] = s
-    expected = set(range(rank + 1, len(hellos)))
-    challenges: dict[int, tuple[bytes, bytes]] = {}
-    while expected:
-        s = _accept(nearby, remote, deadline, min(expected), watch)
-        who = _introduction(s, expected, hellos, rank, token, challenges)
-        if who is None:
-            s.close()
-            continue
-        undo.enter_context(s)
-        expected.discard(who)
-        sockets[who] = s
-    for peer in range(rank):
-        answer = _read(sockets[peer], 64, peer, deadline)
-        challenge = answer[:32]
-        if not hmac.compare_digest(answer[32:], _proof(token, b"accept", nonces[peer], challenge, bytes([peer & 255]))):
-            raise PeerLost(f"rank {peer}: it does not know this job's token")
-        try:
-            sockets[peer].sendall(_proof(token, b"connect", challenge, nonces[peer]))
-        except OSError as error:
-            raise _unreachable(peer, error) from error
-    for peer, (challenge, nonce) in challenges.items():
-        proof = _read(sockets[peer], 32, peer, deadline)
-        if not hmac.compare_digest(proof, _proof(token, b"connect", challenge, nonce)):
-            raise PeerLost(f"rank {peer}: it does not know this job's token")
+    """One socket per peer, both of whose ends have proved that they know the token."""
+
+    def family(peer: int) -> socket.AddressFamily:
+        return socket.AF_UNIX if hellos[peer].host == hellos[rank].host else socket.AF_INET
+
+    calls: dict[int, tuple[socket.AddressFamily, Address]] = {
+        peer: (family(peer), f"\0{hello.path}" if family(peer) == socket.AF_UNIX else tuple(hello.address))
+        for peer, hello in enumerate(hellos[:rank])
+    }
+    callers = {peer: family(peer) for peer in range(rank + 1, len(hellos))}
+    handshakes = Handshakes(rank, token, deadline=deadline, watch=watch)
+    sockets = handshakes.run(listening, calls, callers)
     for peer, s in sockets.items():
+        undo.enter_context(s)
         s.settimeout(_left(deadline, peer))
         if s.family == socket.AF_INET:
             _keep_alive(s)
     return sockets
-
-
-def _introduction(
-    s: socket.socket,
-    expected: set[int],
-    hellos: list[Hello],
-    rank: int,
-    token: bytes,
-    challenges: dict[int, tuple[bytes, bytes]],
-) -> int | None:
-    """Who connected, or None for a stranger."""
-    s.settimeout(STRANGER_S)
-    try:
-        words = b""
-        while len(words) < HELLO.size:
-            more = s.recv(HELLO.size - len(words))
-            if not more:
-                return None
-            words += more
-        magic, who, nonce = HELLO.unpack(words)
-        if magic != MAGIC or who not in expected:
-            return None
-        if (s.family == socket.AF_UNIX) != (hellos[who].host == hellos[rank].host):
-            return None
-        challenge = secrets.token_bytes(32)
-        s.sendall(challenge + _proof(token, b"accept", nonce, challenge, bytes([rank & 255])))
-    except OSError:
-        return None
-    challenges[who] = challenge, nonce
-    return int(who)
-
-
-def _accept(
-    nearby: socket.socket, remote: socket.socket, deadline: float, missing: int, watch: Callable[[], None]
-) -> socket.socket:
-    # Not `select.select`, which takes no descriptor above 1023.
-    listening = {s.fileno(): s for s in (nearby, remote)}
-    ready = select.poll()
-    for number in listening:
-        ready.register(number, select.POLLIN)
-    while True:
-        for number, _ in ready.poll(1e3 * min(_left(deadline, missing), TICK_S)):
-            return listening[number].accept()[0]
-        watch()
-
-
-def _read(s: socket.socket, size: int, peer: int, deadline: float) -> bytes:
-    words = b""
-    try:
-        while len(words) < size:
-            s.settimeout(_left(deadline, peer))
-            more = s.recv(size - len(words))
-            if not more:
-                raise ConnectionResetError
-            words += more
-    except OSError as error:
-        raise _unreachable(peer, error) from error
-    return words
 
 
 def _left(deadline: float, peer: int) -> float:
@@ -278,14 +179,6 @@ def _left(deadline: float, peer: int) -> float:
     if left <= 0:
         raise PeerLost(f"rank {peer}: it did not join in time")
     return left
-
-
-def _unreachable(peer: int, error: OSError) -> StrettoError:
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return OutOfResources(f"descriptors: none left to connect to rank {peer}: {error.strerror}")
-    if isinstance(error, ConnectionResetError | BrokenPipeError):
-        return PeerLost(f"rank {peer}: it ended the connection while joining (a different token, or it failed)")
-    return PeerLost(f"rank {peer}: it cannot be reached while joining: {error}")
 
 
 def _keep_alive(s: socket.socket) -> None:
