@@ -484,6 +484,16 @@ void Engine::part(std::unique_lock<std::mutex>& lock) {
   }
 }
 
+// A child that was forked holds copies of every descriptor. As long as it lives, peers would not notice that the rank has
+// ended. Nothing else is touched: other threads may have held any lock at the fork.
+void Engine::abandon() {
+  if (closed_) return;
+  std::vector<int> open{kick_, data_poll_, all_poll_};
+  for (const auto* some : {&set_.segments, &set_.bells, &set_.control}) open.insert(open.end(), some->begin(), some->end());
+  for (int fd : open)
+    if (fd >= 0) ::close(fd);
+}
+
 void Engine::close() {
   if (getpid() != process_) return;
   {

@@ -158,6 +158,7 @@ class Engine {
   bool retired(int comm);
   void renumber(int comm, uint64_t first);
   void close();
+  void abandon();  // in a forked child, right after the fork
   std::map<std::string, int64_t> counters();
 
  private:

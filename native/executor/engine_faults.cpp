@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <set>
+#include <utility>
 
 #include "engine.h"
 
@@ -169,8 +170,7 @@ void Engine::hang_up(int peer) {
   int& fd = set_.control[static_cast<size_t>(peer)];
   if (fd < 0) return;
   epoll_ctl(all_poll_, EPOLL_CTL_DEL, fd, nullptr);  // closing is not enough: a child that was forked has it open, too
-  ::close(fd);
-  fd = -1;
+  ::close(std::exchange(fd, -1));
 }
 
 // What a rank of another host has sent before it went may be on the wire for a while: nothing tells when it is all here.

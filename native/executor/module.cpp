@@ -175,5 +175,10 @@ NB_MODULE(_executor, m) {
       .def("retired", &Engine::retired, nb::call_guard<nb::gil_scoped_release>())
       .def("renumber", &Engine::renumber, nb::call_guard<nb::gil_scoped_release>())
       .def("counters", &Engine::counters, nb::call_guard<nb::gil_scoped_release>())
+      .def("abandon",
+           [](Engine& e) {
+             nb::set_leak_warnings(false);
+             e.abandon();
+           })
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -1,6 +1,7 @@
 #include "network.h"
 
 #include <ucp/api/ucp.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -92,6 +93,8 @@ struct Network::Inner {
 Network::Network(const std::string& transports, const std::string& devices, uint64_t job, int rank, int world, Heard heard,
                  Lost lost)
     : inner_(std::make_unique<Inner>()) {
+  static const pid_t user = getpid();
+  if (getpid() != user) throw std::runtime_error("UCX was in use when this process was forked, and cannot be used in it");
   inner_->job = job;
   inner_->rank = static_cast<uint32_t>(rank);
   inner_->heard = std::move(heard);

@@ -22,6 +22,7 @@ from .backend_engine import Engine, Job, missing
 from .backend_meet import Meeting, agree, card, find_gone, meet
 from .backend_work import DelegatedWork, GroupWork, JoinedWork, Tensors
 from .enforcer.current import Current
+from .forks import Home, abandon_in_children, check_world, keep_forever
 from .record import LEDGER, current
 from .select import Selector, rules
 from .watch import Submitted, Watch
@@ -57,13 +58,17 @@ class StrettoGroup(Base):  # type: ignore[misc]
         self, *, store: Any, rank: int, size: int, timeout: timedelta, name: str, devices: Sequence[int]
     ) -> None:
         # A `c10d.Store`, of whose `timeout` PyTorch's stubs do not know.
+        if devices:
+            check_world()
         super().__init__(rank, size)
         self.label = name
         self._timeout = timeout
         self._gathering: list[GroupWork] | None = None
         self.coalescing = False
         """Whether NCCL puts several calls into one launch just now."""
+        self._home = Home(f"rank {rank} of group {name}")
         self._wrapped = _wrapped_backends(store, rank, size, timeout)
+        abandon_in_children(self)
         self._plain = Base(store, rank, size)
         for group in (self, self._plain):
             for device, kind, backend in self._wrapped:
@@ -218,6 +223,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names who is missing."""
+        self._home.check()
         self._plain.monitored_barrier(timeout or self._timeout, wait_all_ranks)
 
     # Point to point.
@@ -271,16 +277,26 @@ class StrettoGroup(Base):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End what runs."""
         self.engine.close()
+        if self._home.left:
+            return
         for _, _, backend in self._wrapped:
             backend.shutdown()
 
     def abort(self) -> None:
         """End what runs, now."""
         self.engine.close()
+        if self._home.left:
+            return
         for _, _, backend in self._wrapped:
             backend.abort()
 
+    def abandon(self) -> None:
+        """In a forked child: the destructors of gloo would wait for ever for threads that only the parent has."""
+        for backend in (self._plain, *(backend for _, _, backend in self._wrapped)):
+            keep_forever(backend)
+
     def _start_coalescing(self, device: torch.device) -> None:
+        self._home.check()
         if device.type != "cpu":
             self.coalescing = True
             self._plain._start_coalescing(device)
@@ -297,6 +313,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def _run(self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
         """As the plan says where one is enforced, on the executor, or else on the wrapped backend."""
+        self._home.check()
         if Watch.current is None and Current.enforcer is None:
             return self._run_plainly(call, method, args, tensors, opts)
 
@@ -318,6 +335,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def _run_all(self, calls: list[Call], method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
         """All on the executor, or all on the wrapped backend: other ranks decide the same only as a whole."""
+        self._home.check()
         if not calls:
             return self._delegate(Call.of(method, []), method, args, tensors, why="nothing to do")
         whole = calls[0].joined(calls)
@@ -348,6 +366,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         tag: int = 0,
     ) -> dist.Work:  # fmt: skip
         """Run a call, before the eyes of who records the calls of this process."""
+        self._home.check()
         watch = Watch.current
         if watch is None:
             return run()
@@ -365,6 +384,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
     def _delegate(
         self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, *, why: str, peer: int | None = None
     ) -> dist.Work:
+        self._home.check()
         backend = "gloo" if call.device.type == "cpu" else "nccl"
         choice = call.choice(self.label, backend=backend, why=why, nbytes=call.nbytes)
         # That there is no executor is said once, not for every op.

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from .forks import Process, refusal
+
 NO_TIMEOUT = timedelta(0)
 Tensors = list[torch.Tensor]
 Future = torch.futures.Future[Any]
@@ -74,6 +76,7 @@ class GroupWork(dist.Work):
         # Again in the same thread where an op has ended before its future is asked for.
         self._lock = threading.RLock()
         self._over = False
+        self._forks = Process.forks
         self._error: Exception | None = None
         self._future: Future | None = None
         _keep(self)
@@ -81,6 +84,7 @@ class GroupWork(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until the op has ended; raises what went wrong. After a `TimeoutError` it can be waited for again."""
         if not self._over:
+            self._check_process()
             try:
                 finished = self._block(timeout)
             except Exception as error:
@@ -123,6 +127,7 @@ class GroupWork(dist.Work):
 
     def get_future(self) -> Future:
         """A future with the list of tensors as its value; it fails when the op does, also for those who wait in C++."""
+        self._check_process()
         with self._lock:
             if self._future is None:
                 self._future = self._make_future()
@@ -134,6 +139,11 @@ class GroupWork(dist.Work):
             self.wait()
         self._tensors = []
         self._future = None
+
+    def _check_process(self) -> None:
+        """Raises in a forked child: what the rank itself has begun only the rank can wait for."""
+        if self._forks != Process.forks:
+            raise refusal("the rank that began this operation")
 
     @abstractmethod
     def _block(self, timeout: timedelta) -> bool:

@@ -17,8 +17,10 @@ from ..errors import InvalidInput, PeerLost, StrettoError, unknown
 from ..programs.ir import Program
 from ..programs.lower import lower
 from ..programs.lowered import Lowered
-from .executor_join import Exchange, Joined, OutOfResources, host_key, join
+from .executor_handshake import OutOfResources
+from .executor_join import Exchange, Joined, host_key, join
 from .executor_load import SHARED_MEMORY, max_chunks, tables
+from .forks import Home, abandon_in_children, keep_forever
 
 if TYPE_CHECKING:
     from .. import _executor
@@ -73,8 +75,10 @@ class Handle:
 class Work:
     """A program under way on this rank."""
 
-    def __init__(self, engine: _executor.Engine, native: _executor.Work, handle: Handle, keep: object) -> None:
-        self._engine, self._native, self._keep = engine, native, keep
+    def __init__(
+        self, engine: _executor.Engine, native: _executor.Work, handle: Handle, keep: object, home: Home
+    ) -> None:
+        self._engine, self._native, self._keep, self._home = engine, native, keep, home
         self.handle = handle
 
     @property
@@ -110,6 +114,7 @@ class Work:
 
         Without `timeout_s` the executor's own timeout ends it.
         """
+        self._home.check()
         left = timeout_s if timeout_s is not None else float("inf")
         # In short pieces, so that an interrupt from the keyboard gets through.
         while not self._engine.wait(self._native, min(left, TICK_S)):
@@ -182,6 +187,8 @@ class Executor:
             """Per rank a name for its host; equal names share memory."""
             self._engine = self._connect(joined, exchange, token)
         weakref.finalize(self, self._engine.close)
+        self._home = Home(f"rank {rank}")
+        abandon_in_children(self)
 
     def _connect(self, joined: Joined, exchange: Exchange, token: bytes) -> _executor.Engine:
         if len(joined.local) > self._native.max_local:
@@ -289,6 +296,7 @@ class Executor:
         promises to wait at once: nothing is done before that, and nobody is woken for it. With `notify` its end is
         reported by `wait_any`.
         """
+        self._home.check()
         arguments = self._checked(handle, input, output, count, dtype, op)
         try:
             native = self._engine.start(handle.loaded, *arguments, timeout_s, trace, blocking, notify)
@@ -296,7 +304,7 @@ class Executor:
             raise InvalidInput(str(error)) from None
         except RuntimeError as error:
             raise StrettoError(str(error)) from None
-        work = Work(self._engine, native, handle, keep)
+        work = Work(self._engine, native, handle, keep, self._home)
         if keep is not None:
             self._running = [w for w in self._running if not w.done]
             self._running.append(work)
@@ -308,6 +316,7 @@ class Executor:
         Waits, without the interpreter's lock, until there is one, the executor is closed or the time is up. Each end is
         reported once, to one caller.
         """
+        self._home.check()
         return self._engine.wait_any(timeout_s)
 
     def repeat(
@@ -326,6 +335,7 @@ class Executor:
 
         With a `fence` (an all-reduce of the same ranks) every run begins when all ranks have come to it.
         """
+        self._home.check()
         arguments = self._checked(handle, input, output, count, dtype, op)
         return self._engine.repeat(handle.loaded, *arguments, times, fence.loaded if fence else None)
 
@@ -362,6 +372,7 @@ class Executor:
 
     def retired(self, communicator: int) -> bool:
         """Whether this rank is through with a communicator: nothing is under way or to be taken, nothing failed."""
+        self._home.check()
         return self._engine.retired(communicator)
 
     def renumber(self, communicator: int, first_number: int) -> None:
@@ -369,6 +380,7 @@ class Executor:
 
         So other ranks than before can use it: all of them count alike.
         """
+        self._home.check()
         self._engine.renumber(communicator, first_number)
 
     @property
@@ -378,7 +390,13 @@ class Executor:
 
     def counters(self) -> dict[str, int]:
         """What the engine has done and holds: works started and under way, staging memory, sleeps, wake-ups."""
+        self._home.check()
         return self._engine.counters()
+
+    def abandon(self) -> None:
+        """In a forked child: close its copies of the descriptors, so that others notice when the rank itself ends."""
+        self._engine.abandon()
+        keep_forever(self._engine)
 
     def close(self) -> None:
         """Leave the job. Works that have not ended fail; what was sent still arrives."""

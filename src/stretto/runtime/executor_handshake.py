@@ -140,12 +140,15 @@ class Handshakes:
             undo.callback(self._drop_all)
             for each in listening:
                 each.setblocking(False)
-                self._ready.register(each, selectors.EVENT_READ)
+                self._ready.register(each, selectors.EVENT_READ, each)
             watched = time.monotonic()
             while self._calls or self._callers:
                 self._dial()
                 for key, _ in self._ready.select(self._left_s()):
-                    self._advance(key.data) if key.data is not None else self._accept(key.fileobj)
+                    if isinstance(key.data, _Link):
+                        self._advance(key.data)
+                    else:
+                        self._accept(key.data)
                 self._expire()
                 if time.monotonic() - watched > TICK_S:
                     self._watch()
@@ -154,8 +157,9 @@ class Handshakes:
         return done
 
     def _drop_all(self) -> None:
-        for link in {key.data for key in self._ready.get_map().values() if key.data is not None}:
-            self._drop(link)
+        for link in [key.data for key in self._ready.get_map().values()]:
+            if isinstance(link, _Link):
+                self._drop(link)
         for each in self._done.values():
             each.close()
 

@@ -160,7 +160,7 @@ def _connect(
         return socket.AF_UNIX if hellos[peer].host == hellos[rank].host else socket.AF_INET
 
     calls: dict[int, tuple[socket.AddressFamily, Address]] = {
-        peer: (family(peer), f"\0{hello.path}" if family(peer) == socket.AF_UNIX else tuple(hello.address))
+        peer: (family(peer), f"\0{hello.path}" if family(peer) == socket.AF_UNIX else hello.address)
         for peer, hello in enumerate(hellos[:rank])
     }
     callers = {peer: family(peer) for peer in range(rank + 1, len(hellos))}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ...errors import InvalidInput
 from ..executor_join import host_key
+from ..forks import Home, check_world
 
 Key = tuple[tuple[int, ...], int]
 
@@ -24,12 +25,14 @@ class Groups:
     def __init__(self, users: Any = None) -> None:
         if not dist.is_initialized():
             raise InvalidInput("distribute: call torch.distributed.init_process_group first")
+        check_world()
         self.main: Any = users if users is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.main)
         if self.rank < 0:
             raise InvalidInput("distribute: this rank is not in the group")
         self.world = dist.get_process_group_ranks(self.main)
         self.size = len(self.world)
+        self.home = Home(f"rank {self.rank}")
         self._made: dict[Key, Any] = {}
         self._own: list[Any] = []
 

@@ -110,6 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters, everywhere."""
+        self._groups.home.check()
         if hasattr(self, "grad_scale"):
             name = self._shared[0] if self._shared else self._depots[0].regions[0].variable
             raise InvalidInput(
@@ -174,6 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the averaged gradients of all parameters, wherever they are, to at most this norm; returns the norm."""
+        self._groups.home.check()
         if self._depots:
             raise InvalidInput("clip_grad_norm_: there is no common gradient under a strategy with staleness")
         self._sync.bring()
@@ -201,6 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as the optimizer on one process would have it, on every rank; all of them call it together."""
+        self._groups.home.check()
         numbers, at = {}, 0
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -24,6 +24,7 @@ from ...planner.plan import Plan
 from ...workload import Workload
 from ..backend_buffers import Call, lay_out
 from ..backend_work import GroupWork
+from ..forks import Home, check_world
 from .announce import Announcements, Place, Stray
 from .careful import CarefulWork
 from .carrier import Agreement, ExecutorCarrier
@@ -75,7 +76,9 @@ class Enforcer:
         world: Any = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
         if not hasattr(world, "engine"):
             raise InvalidInput('enforcer: call torch.distributed.init_process_group("stretto") first')
+        check_world()
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._home = Home(f"rank {self._rank}")
         self._every = every
         self._sequencer = Sequencer()
         self._announcements = Announcements(self._rank)
@@ -150,6 +153,10 @@ class Enforcer:
 
     def close(self) -> None:
         """Let what was submitted run out, then leave calls to the backend alone."""
+        if self._home.left:
+            if Current.enforcer is self:
+                Current.enforcer = None
+            return
         with self._flow:
             active = self._plans.active
             if active is not None:
@@ -175,6 +182,7 @@ class Enforcer:
 
     def step(self) -> None:
         """An iteration ends here."""
+        self._home.check()
         if self._gpu is not None:
             self._gpu.check()
         with self._flow:

@@ -16,6 +16,7 @@ import msgspec
 from ...errors import InvalidInput, PeerLost, StrettoError
 from ...files import typed
 from ..backend_meet import MAX_BYTES, SHORTEST_S, Card, card, find_gone
+from ..forks import Home
 
 FAILED = {error.__name__: error for error in (InvalidInput, PeerLost)}
 COMMIT = "commit"
@@ -43,6 +44,7 @@ class Agreement:
 
     def __init__(self, store: Any, rank: int, cards: Sequence[Card] = ()) -> None:
         self._store, self.rank, self._cards = store, rank, list(cards)
+        self._home = Home(f"rank {rank}")
         self._times: dict[str, int] = {}
         self._left: dict[str, deque[list[str]]] = {}
         """What this rank has to remove from the store, for the last two times."""
@@ -55,6 +57,7 @@ class Agreement:
         Raises `InvalidInput` on all of them when one has an `error`, or is at another place (`label` names it) where
         it waits for this rank; `PeerLost` when one is gone or does not come within the store's timeout.
         """
+        self._home.check()
         where = _name(ranks)
         number = self._times[where] = self._times.get(where, 0) + 1
         place = f"{where}/{number}"

@@ -18,6 +18,7 @@ from ...resharding import ReshardPlan
 from ...simulator import simulate
 from ..backend import StrettoGroup
 from ..executor import Executor, Handle
+from ..forks import check_world
 from .agree import Agreement
 
 MESSAGE_BYTES = 256 << 10
@@ -43,6 +44,7 @@ def agreement() -> Agreement:
     """This rank's end of the agreements of the job."""
     if not dist.is_initialized():
         raise InvalidInput("torch.distributed: call init_process_group first")
+    check_world()
     world: Any = dist.group.WORLD
     if Current.world is not world or Current.agreement is None:
         store = c10d.PrefixStore("stretto/resharding", dist.distributed_c10d._get_default_store())
