@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -29,14 +30,18 @@ def cluster_of(ranks_per_host: int = 2) -> Cluster:
     return Lab(hosts=2, ranks_per_host=ranks_per_host, uplinks={"rdma": "400mbit", "eth": "200mbit"}).cluster()
 
 
-def join(folder: Path, rank: int, ranks: int, name: str = "store", backend: str = "stretto") -> None:
+def join(
+    folder: Path, rank: int, ranks: int, name: str = "store", backend: str = "stretto", timeout: timedelta | None = None
+) -> None:
     """A group whose first ranks believe to be on another host than the last, with two networks between."""
     os.environ |= {"STRETTO_CHANNELS": "rdma=lo;eth=lo", "GLOO_SOCKET_IFNAME": "lo"}
     host = "a" if rank < ranks // 2 else "b"
     with mock.patch.multiple(backend_meet, host_key=lambda: host), mock.patch.multiple(
         executor_join, host_key=lambda: host
     ):
-        dist.init_process_group(backend, init_method=f"file://{folder}/{name}", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            backend, init_method=f"file://{folder}/{name}", rank=rank, world_size=ranks, timeout=timeout
+        )
 
 
 def whole(channels: Sequence[str], *, seq: int, ahead: int = 0, algorithm: str = "") -> Callable[[Op, Rewrite], OpPlan]:

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from ..errors import PeerLost, StrettoError
 from .backend_buffers import Call
 from .backend_engine import Engine, Job, missing
-from .backend_meet import Meeting, agree, card, find_gone, meet
+from .backend_meet import CUT_OFF, Meeting, agree, card, find_gone, meet
 from .backend_work import DelegatedWork, GroupWork, JoinedWork, Tensors
 from .enforcer.current import Current
 from .forks import Home, abandon_in_children, check_world, keep_forever
@@ -30,8 +30,6 @@ from .watch import Submitted, Watch
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 BackendType = dist.ProcessGroup.BackendType
-CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-"""What gloo says when the other side is not there any more."""
 POINT_TO_POINT = "programs are for collectives, this is a message between two ranks"
 NOTICE_S = 1.0
 """A socket closes a moment before its process is gone."""

@@ -20,6 +20,8 @@ from ..files import typed
 from .executor_join import host_key
 
 MAX_BYTES = 1 << 24
+CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+"""What gloo says when the other side is not there any more."""
 SHORTEST_S, LONGEST_S = 0.001, 0.05
 """Between two looks into the store."""
 

@@ -14,7 +14,7 @@ from ..backend_buffers import Call
 from ..backend_engine import Engine, channels_of
 from ..record import LEDGER
 from .carrier import RESERVED, Carrier, ExecutorCarrier
-from .gloo import GlooCarrier
+from .gloo import Explain, GlooCarrier
 from .nccl import Hopeless, NcclCarrier
 from .sequencer import Sequencer
 
@@ -41,8 +41,25 @@ def chosen(name: str, engine: Engine) -> str:
     return "gloo" if engine.job.executor is None else "executor"
 
 
-def make(name: str, engine: Engine, sequencer: Sequencer, *, generation: int, hopeless: Hopeless) -> Made:
-    """The carrier of a `chosen` name; all ranks make it at the same point."""
+def make(
+    name: str, engine: Engine, sequencer: Sequencer, *, generation: int, hopeless: Hopeless, explain: Explain
+) -> Made:
+    """The carrier of a `chosen` name; all ranks make it at the same point.
+
+    Args:
+        name: One of `CARRIERS` but "auto".
+        engine: The engine of the group of all ranks.
+        sequencer: Hears of motifs that have ended.
+        generation: How many enforcers this process has made.
+        hopeless: Says why a GPU waits for an op in vain.
+        explain: Turns an error of gloo's into one that names the rank that is gone.
+
+    Returns:
+        The carrier, and how to give back what it was given.
+
+    Raises:
+        InvalidInput: There is no executor, or it has no communicators left.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     if name == "nccl":
         return Made(
@@ -51,7 +68,11 @@ def make(name: str, engine: Engine, sequencer: Sequencer, *, generation: int, ho
             )
         )
     if name == "gloo":
-        return Made(carrier=GlooCarrier(sequencer.ended, rank=rank, size=size, timeout_s=engine.timeout_s))
+        return Made(
+            carrier=GlooCarrier(
+                sequencer.ended, rank=rank, size=size, timeout_s=engine.timeout_s, explain=explain
+            )
+        )  # fmt: skip
     job = engine.job
     if job.executor is None:
         raise InvalidInput(f"carrier: there is no executor ({job.why}); use gloo")

@@ -18,8 +18,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ...errors import PeerLost
 from ...planner.motif import Motif
 from ..backend_engine import channels_of
+from ..backend_meet import CUT_OFF
+from ..roll_call import RollCall
 from .calls import run
 from .carrier import Agreement, Ended, Loaded
 from .memory import Layout, Staged
@@ -30,6 +33,10 @@ from .sequencer import Entry, Started
 Gloo: Any = dist.ProcessGroupGloo
 """Its stubs lack half of it."""
 NOTHING = torch.empty(0, dtype=torch.uint8)
+LOST_SIGNS = (*CUT_OFF, "Timed out")
+"""Parts of gloo's messages where the other side of a connection has ended, or does not answer."""
+Explain = Callable[[Exception], Exception]
+"""An error with the name of the rank that is gone, where that is known."""
 
 
 class GlooLoaded:
@@ -95,11 +102,14 @@ class GlooCarrier:
     made = 0
     """All ranks make them in the same order, so that each has keys of its own in the job's store."""
 
-    def __init__(self, ended: Ended, *, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, ended: Ended, *, rank: int, size: int, timeout_s: float, explain: Explain) -> None:
         GlooCarrier.made += 1
         self._prefix = f"stretto/lane/{GlooCarrier.made}"
         self._ended, self._rank, self._timeout = ended, rank, timedelta(seconds=timeout_s)
         self._store = dist.distributed_c10d._get_default_store()
+        self._explain = explain
+        store: Any = c10d.PrefixStore(f"{self._prefix}/lost", self._store)
+        self._roll_call = RollCall(store, rank, size)
         self._interfaces = {name: config.devices for name, config in channels_of(os.environ).items()}
         self._lanes: dict[tuple[int, tuple[str, ...], tuple[int, ...]], Lane] = {}
         self._alive: weakref.WeakSet[Lane] = weakref.WeakSet()
@@ -127,7 +137,7 @@ class GlooCarrier:
                 me = loaded.leaf.ranks.index(self._rank)
                 run(loaded.lane.group, loaded.leaf, me, staged, op, nothing=NOTHING, in_place=False)
             except Exception as wrong:
-                error = wrong
+                error = self.explained(wrong)
             started.end(error, (time.perf_counter() - begin) * 1e6)
             self._ended(entry)
 
@@ -139,7 +149,25 @@ class GlooCarrier:
 
     def agree(self, values: Sequence[int]) -> Agreement:
         """On a communicator of its own."""
-        return GlooAgreement(self._control, values)
+        return GlooAgreement(self._control, values, self.explained)
+
+    def explained(self, error: Exception) -> Exception:
+        """A failure of gloo's as `PeerLost` with the names of the lost ranks, where these can be found out."""
+        if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in LOST_SIGNS):
+            return error
+        # A rank that has found the lost one leaves, and looks like a lost one itself.
+        lost = self._roll_call.told()
+        if not lost:
+            found = self._explain(error)
+            if isinstance(found, PeerLost):
+                self._roll_call.tell(str(found))
+                return found
+            lost = self._roll_call.lost()
+        if not lost:
+            return error
+        named = PeerLost(lost)
+        named.__cause__ = error
+        return named
 
     def unload(self, number: int) -> None:
         """What was submitted and is held back still has its lanes; they end with it."""
@@ -164,6 +192,8 @@ def communicator(store: Any, rank: int, size: int, interface: str, timeout: time
     """One of gloo's, bound to an interface; all its ranks make it together."""
     options = Gloo._Options()
     options._devices = [Gloo.create_device(interface=interface)]
+    # With two threads, gloo may free the name of the operation that it ended last twice (see `backend._gloo_options`).
+    options._threads = 1
     options._timeout = timeout
     return Gloo(store, rank, size, options)
 
@@ -171,7 +201,8 @@ def communicator(store: Any, rank: int, size: int, interface: str, timeout: time
 class GlooAgreement:
     """A maximum that gloo finds."""
 
-    def __init__(self, group: Any, values: Sequence[int]) -> None:
+    def __init__(self, group: Any, values: Sequence[int], explained: Explain = lambda error: error) -> None:
+        self._explained = explained
         self._values = torch.tensor(list(values), dtype=torch.int64)
         options: Any = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
@@ -179,5 +210,8 @@ class GlooAgreement:
 
     def wait(self) -> list[int]:
         """The values, once all ranks have given theirs."""
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._explained(error) from error
         return [int(value) for value in self._values]

@@ -1,0 +1,56 @@
+"""What becomes of a job whose controller, agent or rank is killed, stopped or broken while a plan is active.
+
+One trial of each kind by default; STRETTO_KILL_TRIALS=50 runs a campaign of 50 of each, with other seeds for another
+STRETTO_KILL_SEED.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+TRIALS = int(os.environ.get("STRETTO_KILL_TRIALS", "1"))
+SEED = int(os.environ.get("STRETTO_KILL_SEED", "0"))
+VICTIMS = ("controller-kill", "controller-stop", "agent", "rank-kill", "rank-stop")
+TRIAL_LIMIT_S = 160.0
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("k")
+    log = folder / "log"
+    path = os.pathsep.join(map(str, (HERE, HERE.parent / "runtime")))
+    with log.open("wb") as words:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "kills_job.py"), str(folder), ",".join(VICTIMS), str(TRIALS), str(SEED)],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
+            stdout=words, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(TRIAL_LIMIT_S * TRIALS * len(VICTIMS))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert code == 0, log.read_text()[-4000:]
+    return [json.loads(line) for line in (folder / "outcomes").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_losses_are_right_ranks_run_one_plan_and_exit_codes_are_the_jobs(
+    victim: str, outcomes: list[dict[str, Any]]
+) -> None:
+    trials = [outcome for outcome in outcomes if outcome["victim"] == victim]
+    assert len(trials) == TRIALS
+    assert [outcome for outcome in trials if outcome["wrong"]] == []
+    # Plain order, and at least one plan.
+    assert all(outcome["plans"] >= 2 for outcome in trials)

@@ -1,0 +1,86 @@
+"""Which rank is lost: ranks answer through a store, at different moments."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from datetime import timedelta
+
+from stretto.runtime.roll_call import RollCall
+
+
+class MemoryStore:
+    """A store of one process."""
+
+    timeout = timedelta(seconds=1)
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, value: int) -> int:
+        raise NotImplementedError
+
+
+class GoneStore(MemoryStore):
+    """A store whose host is lost."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+class Job:
+    """Ranks of which some are lost; the others fail at different moments."""
+
+    def __init__(self, seed: int) -> None:
+        dice = random.Random(seed)
+        self.size = dice.randint(2, 7)
+        self.lost = sorted(dice.sample(range(self.size), dice.randint(1, self.size - 1)))
+        self.survivors = [rank for rank in range(self.size) if rank not in self.lost]
+        self.pauses = {rank: dice.uniform(0, 0.2) for rank in self.survivors}
+        self.store, self.said = MemoryStore(), dict[int, str]()
+
+    def fail(self, rank: int) -> None:
+        time.sleep(self.pauses[rank])
+        self.said[rank] = RollCall(self.store, rank, self.size, patience_s=4.0).lost()
+
+
+def test_every_rank_that_fails_names_the_ranks_that_do_not_answer() -> None:
+    jobs = [Job(seed) for seed in range(20)]
+    threads = [threading.Thread(target=job.fail, args=(rank,)) for job in jobs for rank in job.survivors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for job in jobs:
+        lost = job.lost
+        named = f"rank {lost[0]} does not" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} do not"
+        assert len(job.said) == len(job.survivors)
+        assert all(text.startswith(named) for text in job.said.values()), job.said
+        # A rank that fails when the others have left is told the same.
+        assert RollCall(job.store, job.survivors[0], job.size).told() == job.said[job.survivors[0]]
+
+
+def test_a_rank_that_is_known_to_be_gone_is_named_for_ranks_that_fail_later() -> None:
+    store = MemoryStore()
+    RollCall(store, 0, 3).tell("rank 2 is gone")
+    RollCall(store, 1, 3).tell("rank 0 is gone")
+    assert RollCall(store, 1, 3, patience_s=0).lost() == "rank 2 is gone"
+
+
+def test_nobody_is_named_where_all_answer_or_the_store_is_gone() -> None:
+    store = MemoryStore()
+    for rank in range(2):
+        store.set(f"here/{rank}", "")
+    assert RollCall(store, 0, 2).lost() == ""
+    assert RollCall(GoneStore(), 0, 2).lost() == ""
+    RollCall(GoneStore(), 0, 2).tell("rank 1 is gone")
