@@ -111,8 +111,8 @@ def astra_inputs(job: Job, folder: Path) -> list[str]:
     files = {
         "system.json": json.dumps({
             "scheduling-policy": "LIFO", "endpoint-delay": 1, "active-chunks-per-dimension": 1,
-            "preferred-dataset-splits": job.chunks, "local-mem-bw": 1600, "boost-mode": 0,
-            "collective-optimization": "baseline",
+            "preferred-dataset-splits": job.chunks, "local-mem-bw": 1_000_000_000, "boost-mode": 0,
+            "collective-optimization": "localBWAware",  # reduce-scatter inwards, all-gather outwards
             **{f"{kind}-implementation": implementations for kind in kinds},
         }),
         "memory.json": json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}),

@@ -5,10 +5,11 @@ Model of every row unless it says otherwise: one device stands for all, 64 chunk
 first by size before the stage. `utilisation` is the time at which all bandwidth of all dimensions is used over the time
 taken, 0..1; `paper` is what the paper says; `ratio` is baseline time over this time. `plan_s` is the whole planning.
 
-`literal` is Themis with the tracker of Algorithm 1 to the letter. `links` rows are whole programs on every link.
+`literal` is Themis with the tracker of Algorithm 1 to the letter. `links` and `mixed` rows are whole programs on every
+link.
 
-`--only GROUP,GROUP` runs some of: all_reduce, literal, halves, links, sharing, today, fig4, fig9, fig10, headers,
-wrong, training, scale.
+`--only GROUP,GROUP` runs some of: all_reduce, literal, halves, links, mixed, sharing, today, fig4, fig9, fig10,
+headers, wrong, training, scale.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from common import Row, run_cases
 
 import stretto as st
+from stretto.cluster.grid import regular
 from stretto.cluster.presets.themis import NETWORKS
 from stretto.dimensions import Dim, DimRun, dims_of, ideal_us, resolve, simulate, stretto, themis
 from stretto.dimensions.program import best_program
@@ -129,6 +131,32 @@ def links(quick: bool) -> list[Row]:
             rows.append(
                 {"case": f"links torus:{name} {collective.kind}", "system": "stretto", "time_us": run.total_us,
                  "model_us": simulate(schedule).total_us, "bound_us": bound, "over_bound": run.total_us / bound - 1}
+            )  # fmt: skip
+    return rows
+
+
+def mixed(quick: bool) -> list[Row]:
+    """Schedules of networks with rings and switches as programs on every link, beside what the model promises."""
+    rows: list[Row] = []
+    for kinds, sizes, rates in (
+        (("ring", "switch"), (5, 4), (40.0, 25.0)), (("fully_connected", "ring"), (3, 4), (60.0, 24.0)),
+        (("ring", "switch"), (4, 8), (60.0, 20.0)), (("switch", "switch", "ring"), (4, 4, 3), (40.0, 20.0, 16.0)),
+        (("switch", "ring"), (8, 3), (60.0, 30.0)),
+    ):  # fmt: skip
+        dims = [
+            st.Dimension(kind=kind, size=size, gb_per_s=rate, alpha_us=0.5)
+            for kind, size, rate in zip(kinds, sizes, rates, strict=True)
+        ]
+        name = " x ".join(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=True))
+        cluster = regular(name, dims)
+        bound = st.lower_bound(st.AllReduce(cluster.num_devices), cluster, 64e6).total_us
+        for system in ("baseline", "themis_scf", "stretto"):
+            schedule = plan(system, dims_of(cluster), "all_reduce", 64e6, chunks=16)
+            run = best_program(schedule, cluster, units=128)[1]
+            model_us = simulate(schedule).total_us
+            rows.append(
+                {"case": f"links {name}", "system": system, "time_us": run.total_us, "model_us": model_us,
+                 "over_model": run.total_us / model_us - 1, "bound_us": bound, "over_bound": run.total_us / bound - 1}
             )  # fmt: skip
     return rows
 
@@ -378,7 +406,7 @@ def scale(quick: bool) -> list[Row]:
 
 
 GROUPS: dict[str, Callable[[bool], list[Row]]] = {
-    "all_reduce": all_reduce, "literal": literal, "halves": halves, "links": links, "sharing": sharing,
+    "all_reduce": all_reduce, "literal": literal, "halves": halves, "links": links, "mixed": mixed, "sharing": sharing,
     "today": today, "fig4": fig4, "fig9": fig9, "fig10": fig10,
     "headers": headers, "wrong": wrong, "training": training, "scale": scale,
 }  # fmt: skip

@@ -76,7 +76,8 @@ def plan(
     Each communication op may be cut and rewritten (motifs), bound to channels and
     algorithms, and moved in time; the search does all of it together. The result
     is never slower than FIFO, TicTac, P3, ByteScheduler+, a hand-made schedule or
-    SYNDICATE's own search over the same options. A lower bound says what is left.
+    SYNDICATE's own search over the same options, in the planner's time model
+    (docs/planner.md says what that leaves out). A lower bound says what is left.
 
     \b
     Examples:

@@ -10,7 +10,8 @@ from ..errors import InvalidInput, unknown
 
 EFFICIENCY = 0.998
 """The share of either roof that kernels reach on SYNDICATE's testbed, for A1 to A6: calibrated so that ByteScheduler+
-idles 44.9 % on A2. The whole roof: Table 2 and FP32 overstate the compute, see ``docs/workloads.md``."""
+idles 44.9 % on A2. The whole roof: Table 2 and FP32 overstate the compute, see ``docs/workloads.md``. What results are
+without it is in ``docs/calibration.md``."""
 TYPICAL = 0.5
 """The same for other accelerators: what well-tuned training reaches of the data sheet."""
 LAUNCH_US = 5.0

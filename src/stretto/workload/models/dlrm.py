@@ -3,8 +3,10 @@
 What the paper leaves open
 ==========================
 
-Everything below was fixed before anything was planned, from the paper's own statements; ``docs/workloads.md`` repeats
-it for readers. Only `stretto.workload.roofline.EFFICIENCY` is calibrated (ByteScheduler+ idles 44.9 % on A2).
+Nothing below is in the paper. Most of it was fixed before anything was planned, from the paper's own statements;
+precision was not: FP16 products were tried first and dropped, because ByteScheduler+ could not idle 44.9 % on A2 with
+them at a plausible efficiency. ``docs/calibration.md`` lists what was chosen after seeing a target of the paper,
+``docs/workloads.md`` repeats the table for readers.
 
 =================== ================================================================================================
 batch size          per GPU. As a global batch, A2 would exchange 9 MB of embeddings per GPU, not the paper's O(GB).
