@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ..files import convert, parse_json, read_text
+from ..files import convert, parse_json, plain, read_text
 from .files import read_strategy, strategy_text
 from .representation import Strategy
 from .resources import MAX_DEVICES
@@ -87,7 +87,8 @@ def request(arms: Sequence[Arm], *, rounds: int, warmup: int, timed: int, enough
 def leave(found: Request | Answer, path: Path) -> None:
     """Write a file whole or not at all: somebody is looking for it."""
     beside = path.with_name(f".{path.name}.part")
-    beside.write_bytes(msgspec.json.encode(found))
+    # An arm is a strategy or a bucket size: the other field is left out.
+    beside.write_bytes(msgspec.json.encode(plain(msgspec.structs.asdict(found))))
     beside.replace(path)
 
 
