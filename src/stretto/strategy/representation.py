@@ -26,6 +26,8 @@ MAX_RANK = 1 << 20
 LOSSLESS = frozenset({"none", "sufficient_factors"})
 STALE_ENCODERS = ("none", "float16", "bfloat16")
 """What may be sent to a server that does not wait for all: nothing that is kept back for the next step."""
+ALONE = -1
+"""The `group` of a variable or part that travels as a message by itself."""
 ASYNCHRONOUS = -1
 MAX_STALENESS = 16
 MAX_PARTS = 4096
@@ -39,7 +41,7 @@ def _no_amount(amount: float) -> bool:
 class Sync:
     """How one variable, or one part of it, is synchronised.
 
-    `placement`: where a parameter server holds it (one device); for the others who holds a copy (empty: every replica).
+    `placement`: the one device of a parameter server; a collective has none, since every replica takes part in it.
     `transfer`: stations, at most one per host, where a host's gradients are summed before they travel on and where
     parameters arrive first. `sequence`: the order of devices in a reduction. `group`: equal numbers travel as one
     message (-1: alone). `encoder` with its amount after a colon: ``powersgd:4`` (rank), ``topk:0.01`` (share).
@@ -50,7 +52,7 @@ class Sync:
     placement: tuple[str, ...] = ()
     transfer: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
-    group: int = -1
+    group: int = ALONE
     encoder: str = "none"
     staleness: int = 0
 
@@ -172,6 +174,10 @@ class Strategy:
                 raise InvalidInput(f"{where}.{key}: names a device twice")
         if sync.kind == "parameter_server" and len(sync.placement) != 1:
             raise InvalidInput(f"{where}.placement: a parameter server is on one device, not {len(sync.placement)}")
+        if sync.kind != "parameter_server" and sync.placement:
+            raise InvalidInput(f"{where}.placement: {sync.kind} is on every device: name none")
+        if sync.group < ALONE:
+            raise InvalidInput(f"{where}.group: must be a number >= 0, or {ALONE} (alone), not {sync.group}")
         if sync.sequence and set(sync.sequence) != set(self.devices):
             raise InvalidInput(f"{where}.sequence: must name every device once")
         encoder, amount = sync.encoding
@@ -180,6 +186,8 @@ class Strategy:
         fits, wanted = WITH_AMOUNT.get(encoder, (_no_amount, "no amount"))
         if not fits(amount):
             raise InvalidInput(f"{where}.encoder: {encoder} takes {wanted}, not {sync.encoder!r}")
+        if sync.kind == "sharded" and encoder != "none":
+            raise InvalidInput(f"{where}.encoder: sharded has none: shares of an encoded gradient cannot be told apart")
         if not ASYNCHRONOUS <= sync.staleness <= MAX_STALENESS:
             raise InvalidInput(f"{where}.staleness: must be {ASYNCHRONOUS}..{MAX_STALENESS}, not {sync.staleness}")
         if sync.staleness and sync.kind != "parameter_server":
@@ -230,8 +238,23 @@ class Strategy:
             other = f", not for {model.name}" if model.name != self.model else ""
             raise InvalidInput(f"strategy {self.name} was made for {self.model}{other}: it {said}")
         for node in self.nodes:
-            for _, sync in node.syncs(model.variable(node.variable)):
-                if sync.kind == "sparse_all_gather" and not model.variable(node.variable).sparse:
-                    raise InvalidInput(f"{node.variable}.kind: sparse_all_gather needs a sparse gradient")
+            variable = model.variable(node.variable)
+            syncs = list(node.syncs(variable))
+            for _, sync in syncs:
+                _check_fit(sync, variable, is_cut=len(syncs) > 1)
         if self.model_digest != model.digest:
             raise InvalidInput(f"strategy {self.name} was made for {self.model} ({self.model_digest}): shapes differ")
+
+
+def _check_fit(sync: Sync, variable: Variable, *, is_cut: bool) -> None:
+    """Refuse what a variable's gradient does not allow."""
+    encoder = sync.encoding[0]
+    if sync.kind == "sparse_all_gather" and not variable.sparse:
+        raise InvalidInput(f"{variable.name}.kind: sparse_all_gather needs a sparse gradient")
+    if encoder != "none" and variable.sparse:
+        raise InvalidInput(f"{variable.name}.encoder: {encoder} needs a dense gradient: rows travel as they are")
+    if encoder == "sufficient_factors":
+        if variable.factors < 1 or len(variable.shape) != 2:
+            raise InvalidInput(f"{variable.name}.encoder: sufficient_factors needs the weight of a linear layer")
+        if is_cut:
+            raise InvalidInput(f"{variable.name}.partition: sufficient_factors needs the whole variable: do not cut it")

@@ -100,12 +100,14 @@ def _check_kind(option: str, value: object, usual: object) -> None:
 
 
 def _adjusted(node: NodeConfig, variable: Variable, encoder: str, staleness: int) -> NodeConfig:
+    by_factors = variable.factors > 0 and all(cut == 1 for cut in node.partition)
+
     def one(sync: Sync) -> Sync:
         late = staleness if sync.kind == "parameter_server" else 0
         if late:
             sync = replace(sync, transfer=())  # ranks that wait for nobody have nobody to meet at a station
         fits = not variable.sparse and sync.kind != "sharded"
-        fits &= encoder != "sufficient_factors" or variable.factors > 0
+        fits &= encoder != "sufficient_factors" or (by_factors and len(variable.shape) == 2)
         return replace(sync, encoder=encoder if fits else "none", staleness=late)
 
     return replace(node, sync=one(node.sync), parts=tuple(one(part) for part in node.parts))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...errors import InvalidInput
 from ..model import DTYPE_BYTES
 from .step import Exchange, LocalStep, Message, Piece, Step
 
@@ -41,8 +40,6 @@ def _low_rank(piece: Piece, rank: float) -> tuple[float, float]:
 
 
 def _factors(piece: Piece, amount: float) -> float:
-    if piece.variable.factors < 1 or len(piece.variable.shape) != 2:
-        raise InvalidInput(f"{piece.name}.encoder: sufficient_factors needs the weight of a linear layer")
     return piece.variable.factors * sum(_as_matrix(piece)) * DTYPE_BYTES[piece.variable.dtype]
 
 
@@ -81,8 +78,6 @@ class Compressor:
         name, amount = message.sync.encoding
         if name == "none":
             return message
-        if message.pieces[0].variable.sparse or message.sync.kind == "sharded":
-            raise InvalidInput(f"{message.name}.encoder: {name} needs a dense gradient that is not sharded")
         form = FORMS[name]
         work_us = form.passes * message.nbytes / (MEMORY_GB_PER_S * 1e3)
         pushes = [exchange for exchange in message.exchanges if exchange.push]
