@@ -187,11 +187,14 @@ class DenseCarrier(FlatCarrier):
 class ShardedCarrier(FlatCarrier):
     """Reduce-scatter and all-gather: every rank updates its share of the flat buffer.
 
+    The communicator has the ranks in the strategy's `sequence`: the first one in it gets the first share.
     Behind each share travel the flags of all pieces: a collective more for them would take longer than a copy.
     """
 
     def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
         self.share = -(-sum(piece.part.elements for piece in message.pieces) // groups.size)
+        # The only group of a sharded message is everyone in the order of its communicator.
+        self.order = message.exchanges[0].groups[0] if message.exchanges else tuple(range(groups.size))
         super().__init__(message, parameters, groups)
         self.wire = self.buffer.new_ones(groups.size, self.share + len(self.pieces))
         self.arrived = self.wire[0].clone()
@@ -214,9 +217,9 @@ class ShardedCarrier(FlatCarrier):
     def regions(self) -> list[Region]:
         """The shares of all ranks."""
         found = []
-        for rank in range(self.groups.size):
+        for place, rank in enumerate(self.order):
             for piece, (begin, end) in zip(self.pieces, self.spans, strict=True):
-                low, high = max(begin, rank * self.share), min(end, (rank + 1) * self.share)
+                low, high = max(begin, place * self.share), min(end, (place + 1) * self.share)
                 if low < high:
                     flat = (low - begin, high - begin)
                     found.append(Region(variable=piece.variable.name, part=piece.part, owner=rank, flat=flat))

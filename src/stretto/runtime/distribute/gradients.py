@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import InvalidInput
 from .carriers import Carrier, Flow, Wait
 from .groups import Groups
 
+DISTRIBUTED: Any = WeakIdKeyDictionary()
+"""The parameters whose gradients a synchroniser brings together: a second one would average averages."""
 AHEAD = 2
 """So many messages are begun before the next exchange of an earlier one is waited for inside the backward pass."""
 
@@ -78,6 +81,9 @@ class Synchroniser:
         self._pushed = False
         self.after: Callable[[], None] | None = None
         """Called whenever gradients have been brought together."""
+        self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        for parameter in self._trained:
+            DISTRIBUTED[parameter] = True
         watched: dict[str, Any] = dict(parameters)
         self._handles = [watched[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._of]
         for carrier in self.carriers:
@@ -179,7 +185,16 @@ class Synchroniser:
 
     def close(self) -> None:
         """Take the hooks off."""
+        for parameter in self._trained:
+            DISTRIBUTED.pop(parameter, None)
         for handle in self._handles:
             handle.remove()
         for carrier in self.carriers:
             carrier.close()
+
+
+def check_free(model: nn.Module) -> None:
+    """Refuse a model whose gradients are brought together already."""
+    for name, parameter in model.named_parameters():
+        if parameter in DISTRIBUTED:
+            raise InvalidInput(f"{name}: is distributed already: call close() of the earlier optimizer first")

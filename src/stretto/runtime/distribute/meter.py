@@ -134,7 +134,9 @@ def variables_of(model: nn.Module) -> list[Variable]:
         names.setdefault(id(p), []).append(key)
     found = []
     for key, p in model.named_parameters():
-        if not p.requires_grad:
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise InvalidInput(f"{key}: has no shape yet: call the model once before")
+        if not p.requires_grad or not p.numel():
             continue
         if p.dtype not in NAMES:
             raise InvalidInput(f"{key}: dtype must be one of {', '.join(DTYPE_BYTES)}, not {p.dtype}")

@@ -11,19 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import InvalidInput, unknown
+from ...errors import InvalidInput
 from ...strategy import Strategy
 from .depot import Depot
 from .gradients import Synchroniser
 from .groups import Groups
-from .regions import EVERYONE, Region, replicated
+from .regions import EVERYONE, Region, replicated, shares_memory
 from .state import gathered_state, spread_state
 from .trial import Trial
-
-ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "SparseAdam", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD",
-)  # fmt: skip
-"""These update each element by itself, so a part of a variable can be updated without the rest."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -58,6 +53,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._versions: dict[str, int] = {}
         self._follows: Any = None
         self._held: dict[tuple[str, Region], torch.Tensor] = {}
+        self._places: dict[tuple[str, Region], int] = {}
+        """Where the parameter was in memory when a held region became a view of it."""
+        self._copied: list[tuple[str, Region]] = []
+        """The held regions that are copies of their parameters."""
+        known = {id(p) for group in users.param_groups for p in group["params"]}
+        self._frozen = [name for name, p in parameters.items() if not p.requires_grad and id(p) in known]
         self._inner = self._alike(users, self._mine)
         stale = {region for depot in depots for region in depot.regions}
         for depot in depots:
@@ -80,7 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         stale = {region for depot in self._depots for region in depot.regions}
         for region in found:
             if region.owner in (EVERYONE, self._groups.rank) and region not in stale:
-                self._held[name, region] = region.held(self._parameters[name])
+                self._held[name, region] = region.of(self._parameters[name].detach())
                 held.append(self._held[name, region])
         return held
 
@@ -123,9 +124,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._sync.bring()
         self._check_untouched()
+        self._check_frozen()
+        self._look_again()
         self._hand_over()
         self._copy_options(self._inner)
         self._inner.step()
+        for name, region in self._copied:
+            region.write(self._parameters[name].detach(), self._held[name, region])
         self._sync.pull()
         for depot in self._depots:
             depot.send(self._parameters)
@@ -135,6 +140,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._trial is not None:
             self._trial.step()
         return loss
+
+    def _look_again(self) -> None:
+        """Let the held regions be the parameters' memory again, wherever a script has put it since."""
+        self._copied.clear()
+        for (name, region), held in self._held.items():
+            parameter = self._parameters[name]
+            if self._places.get((name, region)) != parameter.data_ptr():
+                held.data = region.of(parameter.detach())
+                if shares_memory(held, parameter):
+                    self._places[name, region] = parameter.data_ptr()
+                else:
+                    # The flat share of a block that is not contiguous is a copy, which goes back after the update.
+                    self._copied.append((name, region))
 
     def _hand_over(self) -> None:
         for (name, region), held in self._held.items():
@@ -172,6 +190,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "gradient elsewhere: clip with optimizer.clip_grad_norm_()"
                 )
 
+    def _check_frozen(self) -> None:
+        for name in self._frozen:
+            if self._parameters[name].grad is not None:
+                raise InvalidInput(
+                    f"{name}: has a gradient, but was frozen when stretto.distribute was called, so that nobody brings "
+                    "its gradients together: call stretto.distribute after requires_grad_(True)"
+                )
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the averaged gradients of all parameters, wherever they are, to at most this norm; returns the norm."""
@@ -193,13 +219,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             total += values.double().square().sum() / (self._groups.size if everywhere else 1)
         dist.all_reduce(total, group=self._groups.main)
-        norm = total.sqrt().float()
+        norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
         for _, gradient in held:
             gradient.mul_(scale)
         if cut:
             self._mark()
-        return norm
+        return norm if any(p.dtype == torch.float64 for p in self._parameters.values()) else norm.float()
 
     def state_dict(self) -> dict[str, Any]:
         """The state as the optimizer on one process would have it, on every rank; all of them call it together."""
@@ -292,24 +318,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for parameter in self._parameters.values():
             parameter.grad = None  # they may be views of buffers that go with this
         self._groups.close()
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, regions: dict[str, list[Region]]) -> None:
-    """Refuse optimizers that need whole variables where the strategy cuts them."""
-    name = type(optimizer).__name__
-    if name == "LBFGS":
-        raise InvalidInput("optimizer: LBFGS evaluates the model several times in a step; take another one")
-    cut = next((v for v, found in regions.items() if len(found) > 1 and not replicated(found)), None)
-    if cut is not None and name not in ELEMENTWISE:
-        raise InvalidInput(
-            f"optimizer: the strategy updates {cut} in parts, which needs an optimizer that updates each element by "
-            f"itself; {unknown('one', name, ELEMENTWISE)}"
-        )
-
-
-def only_touched_rows(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a sparse gradient leaves the rows without one as they are."""
-    if type(optimizer).__name__ == "SparseAdam":
-        return True
-    rest = all(not g.get("momentum", 0) and not g.get("weight_decay", 0) for g in optimizer.param_groups)
-    return type(optimizer).__name__ in ("SGD", "Adagrad") and rest

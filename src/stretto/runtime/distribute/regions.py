@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,18 +30,56 @@ class Region:
         block = block_of(tensor, self.part)
         return block if self.flat is None else block.reshape(-1)[self.flat[0] : self.flat[1]]
 
-    def held(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The same as memory of the parameter itself, for an optimizer to update."""
-        data = parameter.detach()
-        found = self.of(data)
-        if found.untyped_storage().data_ptr() != data.untyped_storage().data_ptr():
-            raise InvalidInput(f"{self.variable}.kind: sharded needs contiguous parts: cut the first axis only")
-        return found
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy values into this region of a tensor with the variable's shape."""
+        found = self.of(tensor)
+        if shares_memory(found, tensor) or self.flat is None:
+            found.copy_(values)
+            return
+        block = block_of(tensor, self.part)
+        flat = block.reshape(-1)
+        flat[self.flat[0] : self.flat[1]] = values
+        block.copy_(flat.view(block.shape))
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are views of the same memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def replicated(regions: list[Region]) -> bool:
     """Whether every rank updates the whole variable."""
     return all(region.owner == EVERYONE for region in regions)
+
+
+def check_memory(parameters: Mapping[str, torch.Tensor], regions: Mapping[str, list[Region]]) -> None:
+    """Refuse variables that lie in each other's memory where not every rank updates both.
+
+    Args:
+        parameters: The parameters by name.
+        regions: Of each of them the regions that are updated by themselves.
+
+    Raises:
+        InvalidInput: Two parameters share memory, so that the update of one rank would be lost to that of another.
+    """
+    sharing: list[str] = []
+    last, reached = "", 0
+    for device, begin, end, name in sorted((str(p.device), *_span(p), name) for name, p in parameters.items()):
+        if device != last or begin >= reached:
+            sharing, last, reached = [], device, 0
+        sharing.append(name)
+        reached = max(reached, end)
+        if len(sharing) > 1 and not replicated([region for one in sharing for region in regions.get(one, [])]):
+            raise InvalidInput(
+                f"{name}.kind: its memory overlaps with that of {sharing[0]}: all-reduce both, so that every rank "
+                "updates both"
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses from the first element of a tensor to behind its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
 def block_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:

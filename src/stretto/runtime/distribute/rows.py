@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,8 @@ class SparseCarrier(RunsCarrier):
     """Rows of sparse gradients: to everyone, or to a server that sends the rows back which have changed."""
 
     def __init__(
-        self, message: Message, parameters: dict[str, nn.Parameter], groups: Groups, *, rows_only: bool
+        self, message: Message, parameters: dict[str, nn.Parameter], groups: Groups, *,
+        rows_only: Callable[[], bool],
     ) -> None:
         super().__init__(message, parameters, groups)
         self.rows_only = rows_only
@@ -116,8 +117,9 @@ class SparseCarrier(RunsCarrier):
         blocks = [block_of(self.parameters[p.variable.name].detach(), p.part) for p in self.pieces]
         if self.updates:
             found = []
+            rows_only = self.rows_only()
             for block, touched in zip(blocks, self.touched, strict=True):
-                numbers = touched if self.rows_only else torch.arange(len(block), device=block.device)
+                numbers = touched if rows_only else torch.arange(len(block), device=block.device)
                 found += self._rows(numbers, block[numbers])
             run = torch.cat(found) if found else run
         for at, link in enumerate(self.pulls):

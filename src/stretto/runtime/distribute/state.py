@@ -40,7 +40,7 @@ def gathered_state(
                 continue
             if key not in whole:
                 whole[key] = torch.zeros_like(parameter, dtype=value.dtype)
-            region.of(whole[key]).copy_(value)
+            region.write(whole[key], value)
     return whole
 
 

@@ -1,4 +1,4 @@
-"""From a model, an optimizer and a strategy to what trains: the local stage of the kernels, carried out."""
+"""From a model, an optimizer and a strategy to what trains: each rank's part of the kernels' messages, carried out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,13 @@ from .carriers import Carrier
 from .dense import DenseCarrier, ShardedCarrier
 from .depot import Depot
 from .factors import FactorsCarrier, PowerSgdCarrier, layers_of
-from .gradients import Synchroniser
+from .gradients import Synchroniser, check_free
 from .groups import Groups
 from .meter import Meter, variables_of
-from .optimizer import DistributedOptimizer, check_optimizer, only_touched_rows
-from .regions import Region
-from .rows import OneBitCarrier, SparseCarrier, TopKCarrier
+from .optimizer import DistributedOptimizer
+from .optimizers import check_optimizer, check_rows, described_optimizer, only_touched_rows
+from .regions import Region, check_memory
+from .rows import OneBitCarrier, SparseCarrier, TopKCarrier, as_bytes
 from .session import Live, Session, groups_for, trial_from_environment
 from .trial import Trial
 
@@ -67,13 +68,10 @@ def _assembled(
     trial: Trial | None,
 ) -> DistributedOptimizer:  # fmt: skip
     """What trains a model as a strategy says; for a `Reference` what brings nothing together, since DDP does."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     layers = layers_of(model)
-    # How many rows a batch has is not known yet; here it only has to be known which variables have factors.
-    variables = tuple(replace(v, factors=1) if v.name in layers else v for v in variables_of(model))
-    spec = ModelSpec(name=type(model).__name__, variables=variables, runtime="torch")
-    strategy, step = _strategy(None if isinstance(given, Reference) else given, spec, groups)
-    _agree(strategy, spec, groups)
+    asked = _Asked(model, optimizer, None if isinstance(given, Reference) else given, layers, groups.hosts())
+    strategy, step, names = agreed(asked, groups)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
     if not isinstance(trial, Session) or trial.switch is None:
         _same_weights(model, groups)
     if trial is not None:
@@ -87,7 +85,7 @@ def _assembled(
     depots = _depots(stale, parameters, groups)
     regions = _regions(carriers, depots)
     check_optimizer(optimizer, regions)
-    names = _names(model, optimizer)
+    check_memory(parameters, regions)
     for name, p in model.named_parameters():
         # What is not trained is nobody's to bring; the optimizer may still know it.
         whole = Part(index=0, start=(0,) * p.dim(), shape=tuple(p.shape))
@@ -104,49 +102,98 @@ def _assembled(
     return made
 
 
-def _strategy(
-    given: Strategy | str | os.PathLike[str] | None, spec: ModelSpec, groups: Groups
-) -> tuple[Strategy, Step]:
-    if given is None:
-        given = os.environ.get(STRATEGY_VARIABLE) or None
-    plain = resources(groups.size).devices
-    hosts = groups.hosts()
-    if given is None:
-        there = Resources(devices=plain, hosts=hosts)
-        strategy = build("all_reduce", spec, there)
+class _Asked(NamedTuple):
+    """What a rank has called `distribute` with, and the numbers of all ranks' hosts."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    given: Strategy | str | os.PathLike[str] | None
+    layers: dict[str, nn.Linear]
+    hosts: tuple[int, ...]
+
+    def read(self) -> tuple[Strategy, Step, dict[int, str], dict[str, str]]:
+        """The strategy and its step, the parameters' names, and digests of what must be alike on all ranks."""
+        # How many rows a batch has is not known yet; here it only has to be known which variables have factors.
+        variables = tuple(replace(v, factors=1) if v.name in self.layers else v for v in variables_of(self.model))
+        spec = ModelSpec(name=type(self.model).__name__, variables=variables, runtime="torch")
+        names = _names(self.model, self.optimizer)
+        check_free(self.model)
+        strategy, step = self._step(spec)
+        check_rows(self.optimizer, strategy, spec)
+        return strategy, step, names, {
+            "strategy": strategy_text(strategy, as_json=True),
+            "model": repr([_described(name, tensor) for name, tensor in _named_tensors(self.model)]),
+            "optimizer": repr(described_optimizer(self.optimizer, names)),
+        }  # fmt: skip
+
+    def _step(self, spec: ModelSpec) -> tuple[Strategy, Step]:
+        given = os.environ.get(STRATEGY_VARIABLE) or None if self.given is None else self.given
+        ranks = len(self.hosts)
+        if given is None:
+            there = Resources(devices=resources(ranks).devices, hosts=self.hosts)
+            strategy = build("all_reduce", spec, there)
+            return strategy, global_step(strategy, spec, there)
+        strategy = given if isinstance(given, Strategy) else load_strategy(Path(given))
+        if len(strategy.devices) != ranks:
+            raise InvalidInput(
+                f"strategy {strategy.name}: is for {len(strategy.devices)} devices, this job has {ranks} ranks"
+            )
+        # Names that tell a host are believed; others run where they run.
+        named = resources(strategy.devices)
+        there = Resources(devices=strategy.devices, hosts=self.hosts) if len(named.by_host) == ranks else named
         return strategy, global_step(strategy, spec, there)
-    strategy = given if isinstance(given, Strategy) else load_strategy(Path(given))
-    if len(strategy.devices) != groups.size:
-        raise InvalidInput(
-            f"strategy {strategy.name}: is for {len(strategy.devices)} devices, this job has {groups.size} ranks"
-        )
-    for node in strategy.nodes:
-        for one in (node.sync, *node.parts):
-            if one.kind != "parameter_server" and one.placement and set(one.placement) != set(strategy.devices):
-                raise InvalidInput(f"{node.variable}.placement: every rank has a replica: name all devices, or none")
-    # Names that tell a host are believed; others run where they run.
-    named = resources(strategy.devices)
-    there = Resources(devices=strategy.devices, hosts=hosts) if len(named.by_host) == groups.size else named
-    return strategy, global_step(strategy, spec, there)
 
 
-def _agree(strategy: Strategy, spec: ModelSpec, groups: Groups) -> None:
-    """All ranks must carry out the same strategy on the same model, or they would wait for each other for ever."""
-    mine = hashlib.sha256(f"{strategy_text(strategy, as_json=True)}{spec.digest}".encode()).hexdigest()
+def agreed(asked: _Asked, groups: Groups) -> tuple[Strategy, Step, dict[int, str]]:
+    """What all ranks are to carry out; all of them call this, and all raise where one of them has to.
+
+    Raises:
+        InvalidInput: A rank's strategy, model or optimizer is refused, or differs from rank 0's: ranks that went on
+            would wait for each other for ever, or add up what does not belong together.
+    """
+    error: InvalidInput | None = None
+    mine: dict[str, str] = {}
+    try:
+        strategy, step, names, texts = asked.read()
+        mine = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in texts.items()}
+    except InvalidInput as refused:
+        error, mine = refused, {"error": str(refused)}
     found: list[Any] = [None] * groups.size
     dist.all_gather_object(found, mine, group=groups.main)
-    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
-    if other is not None:
-        raise InvalidInput(f"strategy: rank {other} has another strategy or another model than rank 0")
+    if error is not None:
+        raise error
+    for rank, one in enumerate(found):
+        if "error" in one:
+            raise InvalidInput(f"rank {rank}: {one['error']}")
+        other = next((what for what in mine if one[what] != found[0][what]), None)
+        if other is not None:
+            raise InvalidInput(f"{other}: rank {rank} has another {other} than rank 0")
+    return strategy, step, names
+
+
+def _described(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+    layout = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    return name, tensor.shape, tensor.dtype, layout, tensor.requires_grad
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 @torch.no_grad()
 def _same_weights(model: nn.Module, groups: Groups) -> None:
     if groups.size > 1:
-        for tensor in [*model.parameters(), *model.buffers()]:
+        for _, tensor in _named_tensors(model):
             data = tensor.detach()
+            if data.layout != torch.strided:
+                told: list[Any] = [data]
+                dist.broadcast_object_list(told, group_src=0, group=groups.main)
+                data.copy_(told[0])
+                continue
             sent = data.contiguous()
-            dist.broadcast(sent, group_src=0, group=groups.main)
+            if sent.numel():
+                # As bytes: not every backend knows every data type.
+                dist.broadcast(as_bytes(sent), group_src=0, group=groups.main)
             if sent.data_ptr() != data.data_ptr():
                 data.copy_(sent)
 
@@ -159,7 +206,7 @@ def _carrier(
     if sync.kind == "sharded":
         return ShardedCarrier(message, parameters, groups)
     if sync.kind == "sparse_all_gather" or (sparse and sync.kind == "parameter_server"):
-        return SparseCarrier(message, parameters, groups, rows_only=only_touched_rows(optimizer))
+        return SparseCarrier(message, parameters, groups, rows_only=lambda: only_touched_rows(optimizer))
     name = sync.encoding[0]
     if name == "sufficient_factors":
         return FactorsCarrier(message, parameters, groups, layers=layers)
