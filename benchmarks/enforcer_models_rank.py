@@ -28,7 +28,8 @@ from stretto import Cluster, Plan, Workload
 from stretto.control.autopilot import small_us
 from stretto.control.refine import RefinedCosts
 from stretto.planner.costs import simulated_costs
-from stretto.planner.make import PLAIN, planned
+from stretto.planner.make import planned
+from stretto.planner.plan import PLAIN
 
 LossOf = Callable[[], torch.Tensor]
 SKIP, RECORD = 3, 4

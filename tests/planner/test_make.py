@@ -12,8 +12,8 @@ import stretto.planner.make as module
 from stretto.cluster import Cluster
 from stretto.errors import Infeasible, InvalidInput, PlanMismatch
 from stretto.planner.baselines import BASELINES
-from stretto.planner.make import PLAIN, SYSTEM, Planned, plan, planned, to_plan, to_schedule
-from stretto.planner.plan import Plan
+from stretto.planner.make import SYSTEM, Planned, plan, planned, to_plan, to_schedule
+from stretto.planner.plan import PLAIN, Plan
 from stretto.planner.problem import Problem
 from stretto.planner.retime import Retimed
 from stretto.planner.schedule import Schedule

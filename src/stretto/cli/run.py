@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import InvalidInput, StrettoError
-from .status import ask, summary, write_report
+from ..errors import InvalidInput
+from .gain import gain_lines
+from .run_memory import Memory
+from .status import state, write_report
 
 if TYPE_CHECKING:
-    from ..control.messages import Status
+    from ..control.messages import JobStatus, Status
     from ..control.transport import Link
 
 CANNOT_RUN, NOT_FOUND = 126, 127
@@ -56,10 +58,13 @@ def run(
     if controller:
         if token_file is None:
             raise InvalidInput("--token-file: must name the token of the controller")
-        link = _other(controller, token_file)
+        given = (controller, token_file)
+        _other(*given)
         name = _job_name(command)
+        memory = Memory(lambda: _other(*given), name)
+        memory.start()
         code = _run(command, controller, token_file.absolute(), name)
-        _tell(_ask_other(link), name, report)
+        _tell_of_other(*memory.last_words(), report)
         raise typer.Exit(code)
     from ..control.controller import Controller
     from ..control.transport import make_token
@@ -71,14 +76,11 @@ def run(
         try:
             server = own.serve(f"unix:{folder}/socket", token=token)
             try:
-                print(
-                    f"stretto: stretto status --address {server.address} --token-file {token_path}",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                _say(f"stretto status --address {server.address} --token-file {token_path}")
                 code = _run(command, server.address, token_path, _job_name(command))
             finally:
                 server.close()
-            _tell(own.status(), report=report)
+            _tell(own.status(), report)
         finally:
             own.close()
     raise typer.Exit(code)
@@ -147,26 +149,33 @@ def _other(address: str, token_file: Path) -> Link:
     return link
 
 
-def _ask_other(link: Link) -> Status | None:
-    """What that controller knows; None when it is not there any more."""
-    try:
-        return ask(link)
-    except StrettoError as error:
-        print(f"stretto: {error}", file=sys.stderr)
-        return None
+def _tell_of_other(job: JobStatus | None, gone: str, report: Path | None) -> None:
+    """What was gained, as far as a controller that is not ours has said it."""
+    from ..control.messages import Status
+
+    if gone:
+        unknown = "" if job is not None else ": what was gained is not known"
+        _say(f"the controller is gone at the end ({gone.rstrip(':')}){':' if job is not None else unknown}")
+    if job is not None or not gone:
+        _tell(Status(pid=0, jobs=(job,) if job is not None else ()), report)
 
 
-def _tell(status: Status | None, name: str = "", report: Path | None = None) -> None:
-    """What was gained, for all jobs or one."""
-    jobs = [job for job in status.jobs if not name or job.job == name] if status is not None else []
-    if report is not None and status is not None:
+def _tell(status: Status, report: Path | None = None) -> None:
+    """What was gained."""
+    if report is not None:
         try:
             write_report(report, status)
-            print(f"stretto: wrote {report}", file=sys.stderr)
+            _say(f"wrote {report}")
         except InvalidInput as error:  # the exit code is the job's, whatever becomes of the report
-            print(f"stretto: error: {error}", file=sys.stderr)
-    if not jobs:
+            _say(f"error: {error}")
+    if not status.jobs:
         reasons = "it takes two or more ranks, on gloo, that train for some ten steps"
-        print(f"stretto: no job was heard of ({reasons}): nothing was gained", file=sys.stderr)
-    for job in jobs:
-        print(f"stretto: {job.size} ranks, {summary(job)}; {job.about}", file=sys.stderr, flush=True)
+        _say(f"no job was heard of ({reasons}): nothing was gained")
+    for job in status.jobs:
+        _say(f"{job.size} ranks, {state(job)}; {job.about}")
+        for line in gain_lines(job.split):
+            _say(f"  {line}")
+
+
+def _say(text: str) -> None:
+    print(f"stretto: {text}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import typer
 from ..errors import InvalidInput
 from ..units import format_us
 from .common import out
+from .gain import gain_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,14 +123,20 @@ def show(console: Console, job: JobStatus) -> None:
 
 def summary(job: JobStatus) -> str:
     """Plan and gain on one line."""
-    if not job.plan.number:
-        now = f" ({format_us(job.iteration_us)} per iteration)" if job.iteration_us else ""
-        return f"plain order{now}"
-    text = f"plan {job.plan.number}{f' by {job.plan_name}' if job.plan_name else ''}, hash {job.plan.hash}"
-    if job.plain_us and job.iteration_us:
-        text += f": {format_us(job.plain_us)} -> {format_us(job.iteration_us)} per iteration, {job.gain:.2f}x"
-    if job.predicted_us:
+    line = gain_line(job.split)
+    if not line and job.iteration_us:
+        line = f"{format_us(job.iteration_us)} per iteration"
+    text = state(job) + (f": {line}" if line else "")
+    if job.plan.number and job.predicted_us:
         text += f" (predicted {format_us(job.predicted_us)})"
+    return text
+
+
+def state(job: JobStatus) -> str:
+    """What runs now."""
+    if not job.plan.number:
+        return f"{job.split.own} in plain order, as without us" if job.split.kept == "unchanged" else "plain order"
+    text = f"plan {job.plan.number}{f' by {job.plan_name}' if job.plan_name else ''}, hash {job.plan.hash}"
     if job.iteration_us:
         text += f", waits {job.waits_us / job.iteration_us:.1%}"
     return text + (f", plan made anew: {job.replans}x" if job.replans else "")

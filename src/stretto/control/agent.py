@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..cluster import Cluster
 from ..errors import StrettoError
-from ..runtime.enforcer.report import DataPlane, Report
+from ..runtime.enforcer.report import DataPlane, Report, Timing
 from ..workload import Workload
 from .messages import (
     PLAIN,
@@ -77,6 +77,8 @@ class Agent:
         self._plain_us = 0.0
         self._profile = ""
         self._complaint = ""
+        self._compared = Report()
+        """What was measured without a plan: only these fields of it count."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="stretto-agent", daemon=True)
 
@@ -106,6 +108,21 @@ class Agent:
         self._profile = ""
         self._recorded = (workload, cluster, motif_us)
 
+    def compared(
+        self, *, own: Timing | None = None, backend: Timing | None = None, own_name: str = "", on_own: bool = False,
+        no_own: str = "",
+    ) -> None:  # fmt: skip
+        """Take in what was measured without a plan; the same on all ranks.
+
+        Args:
+            own: The unchanged job on the backend that it asked for.
+            backend: The same order of calls on ours.
+            own_name: The backend that the job asked for; empty where that is ours.
+            on_own: Whether that one, not ours, runs without a plan.
+            no_own: Why `own` is not known.
+        """
+        self._compared = Report(own=own, backend=backend, own_name=own_name, on_own=on_own, no_own=no_own)
+
     def turn(self, *, leaving: bool = False) -> None:
         """Ask once, and do what the answer says; raises `StrettoError` when there is none."""
         state = self._state(leaving)
@@ -128,8 +145,19 @@ class Agent:
         return RankState(
             job=self._job, epoch=side.epoch, rank=self._rank, size=self._size, beat=self._beat, digest=side.digest,
             ballot=side.ballot, committed=side.committed, active=self._active, barred=self._barred,
-            report=replace(report, fell_back=report.fell_back[:1000], plain_us=self._plain_us or report.plain_us),
+            report=self._told(report),
             captured=self._captured() if self._wanted else None, leaving=leaving,
+        )  # fmt: skip
+
+    def _told(self, report: Report) -> Report:
+        """The data plane's report, with what was measured before it began."""
+        before = self._compared
+        base = before.own if before.on_own else before.backend
+        return replace(
+            report, fell_back=report.fell_back[:1000], own=before.own, backend=before.backend,
+            own_name=before.own_name, on_own=before.on_own, no_own=before.no_own,
+            # While a plan is made the planner takes time from the job, so what was measured before that comes first.
+            plain_us=base.median_us if base is not None else self._plain_us or report.plain_us,
         )  # fmt: skip
 
     def _see(self, report: Report) -> None:

@@ -15,21 +15,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
-from datetime import timedelta
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput, StrettoError
 from ..runtime.enforcer.current import SERVES, Current
+from ..runtime.own_backend import OwnBackend, on_ours
 from ..runtime.tape import VARYING
+from ..units import format_us
 from .agent import Agent, exchange_over
+from .aside import Aside
+from .compare import Comparison
 from .marks import LOOK, MOST, USER, Marks, common, period_of
 from .transport import from_environment
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
+    from ..runtime.backend_engine import Engine
     from ..runtime.capture import Recorder
     from ..runtime.enforcer.enforcer import Enforcer
+    from ..workload import Workload
 
 LOG = logging.getLogger("stretto.control")
 WARM_UP = 3
@@ -40,11 +45,12 @@ FORWARDS = 32
 RETRY = 50
 """Iterations until the next try, after a recording that could not be used."""
 MAX_TRIES = 4
-AGREE_EVERY = 16
-"""Iterations between two looks whether all ranks are to record again."""
+MAX_MISSES = 8
+"""Iterations that may end at different calls on different ranks, until nothing is recorded any more."""
 LET_GO_S = 0.05
 SMALL, SMALL_TIMES = 64, 15
-OURS = "stretto"
+OURS, GLOO = "stretto", "gloo"
+ASKED_FOR_OURS = "the job asked for the backend stretto itself"
 
 
 def arm(c10d: Any) -> None:
@@ -64,6 +70,10 @@ def arm(c10d: Any) -> None:
         pilot = Autopilot.current
         if pilot is not None and (group is None or group is c10d.GroupMember.WORLD):
             _guarded(pilot.end)
+            try:
+                return destroy(group)
+            finally:
+                OwnBackend.stand_in("")
         return destroy(group)
 
     c10d.init_process_group, c10d.destroy_process_group = init_process_group, destroy_process_group
@@ -81,7 +91,9 @@ def _backend(backend: str | None) -> str | None:
 
         if OURS.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(OURS, create, extended_api=True, devices=["cpu", "cuda"])
+        OwnBackend.stand_in(GLOO)
         return OURS
+    OwnBackend.stand_in("")
     if wanted != OURS:
         _say(f"the backend {backend or 'for accelerators'} is left as it is")
     return backend
@@ -107,7 +119,11 @@ class Autopilot:
             # Later starts of the same job have later times; the clock of rank 0 alone counts.
             store.set("epoch", str(time.time_ns() // 1000))
         self._epoch = int(store.get("epoch"))
-        self._wish = _Wish(store, self.rank, self.size)
+        world: Any = dist.group.WORLD
+        self._aside = Aside(c10d.PrefixStore("aside", store), self.rank, self.size, world.timeout)
+        self._comparison: Comparison | None = None
+        self._workload: Workload | None = None
+        self._misses = 0
         self._agent: Agent | None = None
         self._enforcer: Enforcer | None = None
         self._cluster: Cluster | None = None
@@ -141,6 +157,9 @@ class Autopilot:
             return
         Autopilot.current = None
         self._let_go()
+        if self._comparison is not None and self._agent is not None:
+            # What was measured so far counts.
+            self._stop_comparing(self._comparison, "the job ended before it was measured")
         if self._agent is not None:
             self._agent.stop()
         if self._enforcer is not None:
@@ -238,7 +257,10 @@ class Autopilot:
         self._steps += 1
         if Current.enforcer is not None:
             Current.enforcer.step()
-        if self._recorder is not None:
+        if self._comparison is not None:
+            if self._comparison.iteration():
+                self._compared()
+        elif self._recorder is not None:
             self._recorder.step()
             if self._recorder.done:
                 self._recorded()
@@ -247,11 +269,17 @@ class Autopilot:
 
     def _asked_again(self) -> bool:
         """Whether all ranks have heard that the step is to be recorded again."""
-        return self._agent is not None and self._wish.agreed(self._steps, self._agent.profile_wanted)
+        return self._agent is not None and self._aside.agreed(self._steps, self._agent.profile_wanted)
 
     def _record(self) -> None:
         from ..runtime.capture import capture
 
+        if not self._aside.aligned(self._engines()):
+            self._misses += 1
+            if self._misses < MAX_MISSES:
+                self._begin_at = self._steps + 1
+                return
+            raise InvalidInput("iterations end at different calls on different ranks")
         recorder = capture(iterations=RECORD, skip=SKIP, name=_script())
         recorder.__enter__()
         self._recorder = recorder
@@ -270,19 +298,71 @@ class Autopilot:
         workload = recorder.workload
         if not workload.comm_ops:
             raise InvalidInput("the training step does not communicate")
-        if self._agent is None:
-            self._cluster = self._find_cluster()
-            self._motif_us = small_us()
-            self._enforcer = self._enforce(self._cluster)
-            assert self._link is not None
-            self._agent = Agent(
-                self._enforcer, exchange_over(self._link), job=os.environ.get("STRETTO_JOB", "") or _script(),
-                epoch=self._epoch, rank=self.rank, size=self.size,
-            )  # fmt: skip
-            self._agent.start()
+        with on_ours():
+            if self._agent is None:
+                self._agent = self._start_agent()
         assert self._cluster is not None
-        self._agent.captured(workload, self._cluster, self._motif_us)
+        self._workload = workload
         self._say(f"recorded {RECORD} iterations: {len(workload.comm_ops)} comm-ops on {self._cluster!r}")
+        self._compare()
+
+    def _start_agent(self) -> Agent:
+        """Find out about the network, take over the calls, and begin to talk to the controller."""
+        self._cluster = self._find_cluster()
+        self._motif_us = small_us()
+        self._enforcer = self._enforce(self._cluster)
+        assert self._link is not None
+        agent = Agent(
+            self._enforcer, exchange_over(self._link), job=os.environ.get("STRETTO_JOB", "") or _script(),
+            epoch=self._epoch, rank=self.rank, size=self.size,
+        )  # fmt: skip
+        agent.start()
+        return agent
+
+    def _engines(self) -> list[Engine]:
+        from ..runtime.backend_engine import Job
+
+        return Job.current.engines if Job.current is not None else []
+
+    def _compare(self) -> None:
+        """Measure the job on its own backend and on ours, in turns; where it asked for ours there is nothing to."""
+        from ..runtime.backend_engine import Job
+
+        assert self._agent is not None and self._workload is not None and self._cluster is not None
+        if not OwnBackend.asked:
+            self._agent.compared(no_own=ASKED_FOR_OURS)
+        elif Job.current is None or Job.current.executor is None:
+            why = Job.current.why if Job.current is not None else "the job has ended"
+            self._agent.compared(own_name=OwnBackend.asked, on_own=True, no_own=f"there is no executor: {why}")
+        else:
+            # Nobody but the application calls anything while it is measured.
+            Current.enforcer = None
+            self._comparison = Comparison(self._aside, self._engines)
+            return
+        self._agent.captured(self._workload, self._cluster, self._motif_us)
+
+    def _compared(self) -> None:
+        """Both are measured, and the faster one runs: the controller may plan now."""
+        comparison = self._comparison
+        assert comparison is not None and self._agent is not None
+        assert self._workload is not None and self._cluster is not None
+        self._stop_comparing(comparison, "iterations end at different calls on different ranks")
+        own, ours = comparison.own, comparison.ours
+        if own is not None and ours is not None:
+            each = f"{OwnBackend.asked} {format_us(own.median_us)}, ours {format_us(ours.median_us)} per iteration"
+            runs = OwnBackend.asked if OwnBackend.runs else "ours"
+            self._say(f"measured in turns: {each}; {runs} runs while a plan is made")
+        self._agent.captured(self._workload, self._cluster, self._motif_us)
+
+    def _stop_comparing(self, comparison: Comparison, why: str) -> None:
+        """Tell the agent what was measured, or why nothing was."""
+        assert self._agent is not None
+        self._comparison, Current.enforcer = None, self._enforcer
+        own = comparison.own
+        self._agent.compared(
+            own=own, backend=comparison.ours, own_name=OwnBackend.asked, on_own=OwnBackend.runs,
+            no_own=why if own is None else "",
+        )  # fmt: skip
 
     def _find_cluster(self) -> Cluster:
         """What STRETTO_CLUSTER names, or what is measured; without an executor, hosts of which only the names count."""
@@ -318,7 +398,9 @@ class Autopilot:
         return Enforcer(cluster=cluster, carrier=carrier)
 
     def _drop(self, why: str) -> None:
-        self._recorder = None
+        self._recorder = self._comparison = None
+        if self._enforcer is not None:
+            Current.enforcer = self._enforcer
         self._tries += 1
         self._begin_at = self._steps + RETRY if self._tries < MAX_TRIES else -1
         later = f"next try in {RETRY} iterations" if self._begin_at > 0 else "left as it is"
@@ -379,40 +461,6 @@ def small_us() -> float:
     # Rank 0 tells the controller, but all must have called it.
     dist.broadcast(found, 0)
     return float(found)
-
-
-class _Wish:
-    """Whether all ranks wish for the same at the same iteration: asked in band, without waiting for the answer.
-
-    The controller's order reaches ranks at different iterations, and recording is a collective matter.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        import torch
-        import torch.distributed as dist
-        from torch._C import _distributed_c10d as c10d
-
-        # Its own connections, below everything that plans and recordings see.
-        self._group: Any = dist.ProcessGroupGloo(
-            c10d.PrefixStore("wish", store), rank, size, timeout=timedelta(minutes=5)
-        )
-        options: Any = c10d.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        self._options = options
-        self._value = torch.zeros(1, dtype=torch.int32)
-        self._work: Any = None
-
-    def agreed(self, iteration: int, wish: bool) -> bool:
-        """The answer to the wishes of an earlier iteration; all ranks call this at the same ones."""
-        if iteration % AGREE_EVERY == 0:
-            self._value.fill_(int(wish))
-            self._work = self._group.allreduce([self._value], self._options)
-            return False
-        if self._work is None or iteration % AGREE_EVERY != AGREE_EVERY - 1:
-            return False
-        self._work.wait()
-        self._work = None
-        return bool(self._value.item())
 
 
 def _guarded(act: Callable[[], None]) -> None:

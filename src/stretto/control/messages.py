@@ -19,6 +19,8 @@ from ..planner.plan import Plan
 from ..runtime.enforcer.report import Report
 from ..workload import Workload
 from ..workload import files as workload_files
+from .spans import Span
+from .split import Split
 
 MAX_MESSAGE_BYTES = 32 << 20
 """Of one message; a captured step of a large model is a few megabytes."""
@@ -189,6 +191,19 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     replans: int
     ranks: tuple[RankStatus, ...]
     motifs: tuple[MotifStatus, ...] = ()
+    """Of the active plan, or of the last one that was."""
+    motifs_plan: PlanId = PLAIN
+    """Whose motifs these are."""
+    split: Split = Split()
+    """What was gained over the unchanged job, and by what."""
+    recorded: tuple[Span, ...] = ()
+    """The step as it was recorded, of rank 0."""
+    before: tuple[Span, ...] = ()
+    """The same in plain order on our backend, as it is predicted."""
+    after: tuple[Span, ...] = ()
+    """The same under the plan of `motifs`, as it is predicted."""
+    about_recorded: str = ""
+    """The workload in words, with its digest."""
 
     @property
     def gain(self) -> float:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from statistics import fmean
 
 from ..errors import StrettoError
-from ..planner.make import PLAIN as OWN
+from ..planner.plan import PLAIN as OWN
 from ..planner.plan import Plan
-from ..runtime.enforcer.report import Report
+from ..runtime.enforcer.report import Report, Timing
 from ..units import format_us
 from .feedback import LEAST_GAIN, MOST_WINDOWS, WINDOWS, Question, Watch
 from .messages import (
@@ -27,6 +27,8 @@ from .messages import (
 )
 from .protocol import Job, ask_profile, propose
 from .refine import Factors, alike
+from .spans import Span, recorded_spans
+from .split import Split, over_ranks, split
 from .worker import Answer, Ask, Planning, plan_of
 
 LOG = logging.getLogger("stretto.control")
@@ -34,6 +36,8 @@ WAITING = "waiting for ranks"
 AGAIN_SHARE = 0.5
 """Of the budget, for a plan that replaces another: until then training is slower than it could be."""
 MAX_REFUSALS = 3
+MAX_SHOWN = 4
+"""Plans of which the predicted timelines are kept."""
 MAX_PROFILES = 5
 """A step that changes again and again is left alone."""
 
@@ -82,6 +86,15 @@ class Supervised:
         self._watch: Watch | None = None
         self._refuted: dict[str, Factors] = {}
         """Plans that were slower than plain order, by their shape, and what was known of the links then."""
+        self._recorded: tuple[Span, ...] = ()
+        self._before: tuple[Span, ...] = ()
+        self._about_recorded = ""
+        self._shown: dict[str, tuple[Plan, tuple[Span, ...]]] = {}
+        """Plans that were given out, by their hashes, with their predicted timelines."""
+        self._last_motifs: tuple[PlanId, Report] | None = None
+        """The last report of rank 0 under a plan: what is shown when none runs."""
+        self._windows: dict[int, tuple[int, Timing]] = {}
+        """By rank, the number of the last plan that was active, and what iterations took under it."""
         self._states: dict[int, tuple[float, RankState]] = {}
         self._refusals = 0
         self._profiles = 0
@@ -104,10 +117,22 @@ class Supervised:
         if state.epoch != self.job.epoch or view is None or view.beat != state.beat:
             return
         self._states[state.rank] = (self.heard_at, state)
+        self._keep(state)
         if state.captured is not None and state.digest != self._digest:
             self._take(state.captured, state.digest)
         if state.report is not None and self._watch is not None and self._question is None and not state.leaving:
             self._question = self._watch.hear(state.rank, state.report)
+
+    def _keep(self, state: RankState) -> None:
+        """Remember what a plan was measured to do, for when it does not run any more."""
+        report = state.report
+        if report is None or not report.number:
+            return
+        if state.rank == 0 and report.motifs:
+            self._last_motifs = (PlanId(report.number, report.hash), report)
+        name, _ = self._promised.get(report.hash, ("", 0.0))
+        if report.window is not None and name != OWN:
+            self._windows[state.rank] = (report.number, report.window)
 
     def wants_captured(self, digest: str) -> bool:
         """Whether the step with this digest has not been seen."""
@@ -175,6 +200,8 @@ class Supervised:
             self.fail(f"what was captured has digest {workload.digest}, not {digest}")
             return
         self._captured, self._digest = captured, digest
+        self._recorded, self._before = recorded_spans(workload), ()
+        self._about_recorded = f"{workload!r}"
         self._factors = {}
         self.about = f"captured {workload.name}: {len(workload.comm_ops)} comm-ops"
 
@@ -200,10 +227,14 @@ class Supervised:
             if question is not None and self._watch is not None:
                 self._watch.asked_in_vain(asked.factors)
             return
+        self._before = answer.plain_spans
+        if question is None:
+            self._plain_then_us = answer.plain_us
         before_us = answer.plain_us if question is None else answer.current_us
         if not asked.plain and before_us > 0 and answer.iteration_us > (1 - LEAST_GAIN) * before_us:
-            promise = f"predicted {format_us(answer.iteration_us)}, without it {format_us(before_us)}"
-            self.about = f"no plan promises to be {LEAST_GAIN:.0%} faster ({promise})"
+            now = "plain order" if question is None else "the plan that runs"
+            promise = f"predicted {format_us(answer.iteration_us)}, {now} {format_us(before_us)}"
+            self.about = f"no plan promises to be {LEAST_GAIN:.0%} faster than {now} ({promise})"
             if self._watch is not None:
                 self._watch.asked_in_vain(asked.factors)
             return
@@ -214,8 +245,9 @@ class Supervised:
                 self._watch.asked_in_vain(asked.factors)
             return
         self._answer, self._plan, self._factors = answer, plan_of(answer), asked.factors
-        if question is None:
-            self._plain_then_us = answer.plain_us
+        self._shown[answer.hash] = (self._plan, answer.plan_spans)
+        while len(self._shown) > MAX_SHOWN:
+            del self._shown[next(iter(self._shown))]
         self._plain_times = answer.plain_us / self._plain_then_us if self._plain_then_us > 0 else 1.0
         self._promised[answer.hash] = (self._plan.name, answer.iteration_us)
         self._replans += question is not None
@@ -295,6 +327,10 @@ class Supervised:
             key: fmean(getattr(report, key) for report in reports) if reports else 0.0
             for key in ("plain_us", "iteration_us", "waits_us")
         }
+        shown, report = self._last_motifs or (PLAIN, None)
+        if active.number and active.hash in self._shown and active != shown:
+            # It has just become active, and nothing of it is measured.
+            shown, report = active, None
         return JobStatus(
             job=self.name, epoch=self.job.epoch, size=len(self.job.ranks), phase=self.job.phase, about=self._told(),
             plan=active, plan_name=plan_name, digest=self._digest, predicted_us=predicted_us, replans=self._replans,
@@ -308,17 +344,39 @@ class Supervised:
                 )
                 for rank, state in states.items()
             ),
-            motifs=self._motifs(active, states[0].report if 0 in states else None),
+            motifs=self._motifs(shown, report),
+            motifs_plan=shown,
+            split=self._split(active, plan_name, reports),
+            recorded=self._recorded,
+            before=self._before,
+            after=self._shown[shown.hash][1] if shown.hash in self._shown else (),
+            about_recorded=self._about_recorded,
             **mean,
         )  # fmt: skip
 
-    def _motifs(self, active: PlanId, report: Report | None) -> tuple[MotifStatus, ...]:
-        """What was promised of the plan that runs, beside what is measured."""
-        if self._plan is None or self._plan.hash != active.hash:
+    def _split(self, active: PlanId, plan_name: str, reports: list[Report]) -> Split:
+        """The unchanged job, our backend and the plan, each as it was measured."""
+        first = reports[0] if reports else Report()
+        newest = max((number for number, _ in self._windows.values()), default=0)
+        windows = [self._windows.get(rank, (0, None)) for rank in range(len(self.job.ranks))]
+        plan = over_ranks([timing if number == newest else None for number, timing in windows])
+        hashes = [found.hash for found, _ in self._shown.values() if found.name != OWN]
+        # Where nobody measured in turns, what runs without a plan is what there is.
+        backend = first.backend or (None if first.on_own else over_ranks([report.plain for report in reports]))
+        return split(
+            own=first.own_name, unchanged=first.own, backend=backend, plan=plan, no_unchanged=first.no_own,
+            predicted_backend_us=self._plain_then_us,
+            predicted_plan_us=self._promised[hashes[-1]][1] if hashes and plan is not None else 0.0,
+            kept="plan" if active.number and plan_name != OWN else "unchanged" if first.on_own else "backend",
+        )  # fmt: skip
+
+    def _motifs(self, shown: PlanId, report: Report | None) -> tuple[MotifStatus, ...]:
+        """What was promised of a plan, beside what is measured."""
+        if shown.hash not in self._shown:
             return ()
         measured = {(one.op, one.motif): one for one in (report.motifs if report is not None else ())}
         found = []
-        for op in self._plan.ops:
+        for op in self._shown[shown.hash][0].ops:
             for number, motif in enumerate(op.motifs):
                 seen = measured.get((op.op, number))
                 found.append(

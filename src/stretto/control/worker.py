@@ -17,10 +17,11 @@ import msgspec
 
 from ..errors import InvalidInput, StrettoError
 from ..files import typed
-from ..planner.make import PLAIN, planned, to_plan, to_schedule
-from ..planner.plan import Plan
+from ..planner.make import SYSTEM, planned, to_plan, to_schedule
+from ..planner.plan import PLAIN, Plan
 from .messages import MAX_MESSAGE_BYTES, Captured, decode_captured, decode_plan, encode_plan
 from .refine import RefinedCosts
+from .spans import Span, schedule_spans
 
 NICENESS = 19
 SPARE_S = 120.0
@@ -48,6 +49,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     plain_us: float = 0.0
     current_us: float = 0.0
     error: str = ""
+    plain_spans: tuple[Span, ...] = ()
+    """Plain order as it is predicted."""
+    plan_spans: tuple[Span, ...] = ()
+    """The same of the plan."""
 
 
 class Planning(Protocol):
@@ -77,7 +82,8 @@ def answer(ask: Ask) -> Answer:
             current_us = 0.0
     return Answer(
         body=encode_plan(plan), hash=plan.hash, iteration_us=plan.iteration_us, plain_us=made.plain.period_us,
-        current_us=current_us,
+        current_us=current_us, plain_spans=schedule_spans(made.plain, made.problem),
+        plan_spans=schedule_spans(made.plain if ask.plain else made.schedules[SYSTEM], made.problem),
     )  # fmt: skip
 
 

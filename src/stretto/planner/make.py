@@ -13,7 +13,7 @@ from ..workload import Workload
 from .baselines import BASELINES, Effort, Systems, plain
 from .costs import CostModel, SimulatedCosts, simulated_costs
 from .options import problem as make_problem
-from .plan import MAX_PROGRAM_CHARS, MotifPlan, OpPlan, Plan, ProgramPlan
+from .plan import MAX_PROGRAM_CHARS, PLAIN, MotifPlan, OpPlan, Plan, ProgramPlan
 from .problem import Problem
 from .providers import providers_for
 from .reasons import reasons
@@ -23,7 +23,7 @@ from .schedule import Schedule, Scheduler, check_order
 from .search import Progress as Searching
 from .search import SearchResult, search
 
-SYSTEM, PLAIN = "stretto", "plain"
+SYSTEM = "stretto"
 SEARCH_SHARE = 0.7
 """The part of the budget that is kept for our own search; the baselines share the rest evenly."""
 TEXT_CHARS = 40

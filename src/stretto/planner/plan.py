@@ -17,6 +17,8 @@ from ..files import convert, parse_json, read_text
 from ..workload import Workload
 
 FORM = "plan"
+PLAIN = "plain"
+"""The name of a plan that is the order of the application."""
 VERSION = 1
 MAX_MOTIFS = 1_000_000
 MAX_AHEAD = 64

@@ -23,6 +23,8 @@ from .backend_meet import CUT_OFF, Meeting, agree, card, find_gone, meet
 from .backend_work import DelegatedWork, GroupWork, JoinedWork, Tensors
 from .enforcer.current import Current
 from .forks import Home, abandon_in_children, check_world, keep_forever
+from .own_backend import WHY as OWN_WHY
+from .own_backend import OwnBackend
 from .record import LEDGER, current
 from .select import Selector, rules
 from .watch import Submitted, Watch
@@ -87,6 +89,11 @@ class StrettoGroup(Base):  # type: ignore[misc]
         job.enter(self.engine, owns=shared is None)
         if not devices:
             Job.current = job
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a call may take."""
+        return self._timeout
 
     # The collectives, in the order of torch.distributed's own page.
 
@@ -312,20 +319,32 @@ class StrettoGroup(Base):  # type: ignore[misc]
     def _run(self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
         """As the plan says where one is enforced, on the executor, or else on the wrapped backend."""
         self._home.check()
+        self.engine.count()
         if Watch.current is None and Current.enforcer is None:
             return self._run_plainly(call, method, args, tensors, opts)
 
         def plainly() -> dist.Work:
-            return self._run_plainly(call, method, args, tensors, opts)
+            # Whoever enforces plans looks into waits that take long, for which it needs a work of ours.
+            return self._run_plainly(call, method, args, tensors, opts, as_ours=True)
 
         def run() -> dist.Work:
             enforcer = Current.enforcer
             planned = None if enforcer is None else enforcer.take(self, call, tensors, opts, plainly)
-            return plainly() if planned is None else self._gathered(planned)
+            if planned is None:
+                return self._run_plainly(call, method, args, tensors, opts)
+            return self._gathered(planned)
 
         return self._watched(call, run, blocking=self.alone and not opts.asyncOp)
 
-    def _run_plainly(self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
+    def _run_plainly(
+        self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any, *, as_ours: bool = False
+    ) -> dist.Work:  # fmt: skip
+        if OwnBackend.runs and call.device.type == "cpu":
+            if as_ours or not self.alone:
+                return self._delegate(call, method, args, tensors, why=OWN_WHY)
+            # Exactly what the job would have got: no work of ours around it, and no thread for its future.
+            own: dist.Work = getattr(self._plain, method)(*args)
+            return own
         work = self.engine.start(call, tensors, opts, alone=self._gathering is None)
         if isinstance(work, str):
             return self._delegate(call, method, args, tensors, why=work)
@@ -337,6 +356,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         if not calls:
             return self._delegate(Call.of(method, []), method, args, tensors, why="nothing to do")
         whole = calls[0].joined(calls)
+        self.engine.count()
 
         def run() -> dist.Work:
             if Current.enforcer is not None:
@@ -348,7 +368,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
     def _run_each(
         self, calls: list[Call], whole: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any
     ) -> dist.Work:
-        why = next((reason for call in calls if (reason := self.engine.refusal(call))), "")
+        own = OWN_WHY if OwnBackend.runs and whole.device.type == "cpu" else ""
+        why = own or next((reason for call in calls if (reason := self.engine.refusal(call))), "")
         if why:
             return self._delegate(whole, method, args, tensors, why=why)
         works: list[GroupWork] = []
@@ -444,7 +465,7 @@ def _wrapped_backends(
 
 
 def _gloo_options(timeout: timedelta) -> Any:
-    """As gloo makes them itself, but with one worker.
+    """As gloo makes them itself, but with one worker, unless it is what the job asked for: then as the job has it.
 
     Each worker writes the name of what it has ended into one string, without a lock. Two of them can free its memory
     twice where a name is long, as that of a sparse all-reduce is, which only the wrapped backend can do.
@@ -456,7 +477,8 @@ def _gloo_options(timeout: timedelta) -> Any:
         [kind.create_device(interface=name) for name in interfaces.split(",")]
         if interfaces else [kind.create_default_device()]
     )  # fmt: skip
-    options._threads = 1
+    if not OwnBackend.asked:
+        options._threads = 1
     options._timeout = timeout
     return options
 

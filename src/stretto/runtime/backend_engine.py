@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -40,6 +41,11 @@ class Engine:
         self.selector, self.job, self.communicator, self.generation = selector, job, communicator, generation
         self.closed = False
         self.timeout_s = 0.0
+        self.calls = 0
+        """How many collectives were submitted; c10d wants the same ones in the same order on all ranks of the group."""
+        self.by_one_thread = True
+        """Whether all of them came from the thread that made the group."""
+        self._thread = threading.get_ident()
         self._ready: dict[tuple[Any, ...], tuple[Handle, Choice, bool]] = {}
         self._handles: dict[int, tuple[Handle, bool]] = {}
 
@@ -47,6 +53,12 @@ class Engine:
     def missing_why(self) -> str:
         """Why no call of this group runs on the executor; empty when there is one."""
         return self.job.why
+
+    def count(self) -> None:
+        """A collective is submitted."""
+        self.calls += 1
+        if threading.get_ident() != self._thread:
+            self.by_one_thread = False
 
     def refusal(self, call: Call) -> str:
         """Why the executor does not run a call; empty when it does.
@@ -157,6 +169,8 @@ class Job:
         self.rank_of = {device: rank for rank, device in enumerate(devices)}
         self.max_communicators = load_native().max_communicators if executor is not None else 0
         self.next = self.generation = 0
+        self.engines: list[Engine] = []
+        """Of all groups that are in use."""
         self._owner: Engine | None = None
         self._in_use: set[int] = set()
         self._had: dict[int, frozenset[int]] = {}
@@ -197,6 +211,7 @@ class Job:
         number = engine.communicator
         self.next, self.generation = max(self.next, number + 1), engine.generation
         self._in_use.add(number)
+        self.engines.append(engine)
         self._had[number] = frozenset(self.rank_of[device] for device in engine.selector.devices)
         if self.executor is not None and number < self.max_communicators:
             self.executor.renumber(number, engine.generation << 32)
@@ -219,6 +234,8 @@ class Job:
     def leave(self, engine: Engine) -> None:
         """A group is done."""
         self._in_use.discard(engine.communicator)
+        if engine in self.engines:
+            self.engines.remove(engine)
         if engine is not self._owner:
             return
         if self.executor is not None:

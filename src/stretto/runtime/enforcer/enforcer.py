@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from ...cluster import Cluster
 from ...errors import InvalidInput, PlanMismatch
-from ...planner.plan import Plan
+from ...planner.plan import PLAIN, Plan
 from ...workload import Workload
 from ..backend_buffers import Call, lay_out
 from ..backend_work import GroupWork
 from ..forks import Home, check_world
+from ..own_backend import OwnBackend
 from .announce import Announcements, Place, Stray
 from .careful import CarefulWork
 from .carrier import Agreement, ExecutorCarrier
@@ -213,6 +214,10 @@ class Enforcer:
         if found is None:
             return self._carefully(group, tensors, plain)
         active, instance = found
+        if active.plan.name == PLAIN and OwnBackend.runs:
+            # Plain order is what the job's own backend does: the call only keeps its place.
+            self._sequencer.submit(instance, Given(self, self._carrier, instance, None, None, call, never))
+            return None
         engine = group.engine
         # What the carrier does not run the wrapped backend does: as it comes, in the application's order.
         refused = call.op == "barrier" or group.coalescing or refusal(self._carrier, engine, call)

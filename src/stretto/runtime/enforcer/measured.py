@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from ...workload import Op
 from ..record import now_us
-from .report import MotifReport
+from .report import MotifReport, Timing
 from .sequencer import Entry, Instance
 
 WINDOW, LEAST_WINDOW, WINDOW_US = 32, 5, 2e6
@@ -37,6 +37,8 @@ class Figures(TypedDict):
     plain_us: float
     waits_us: float
     motifs: tuple[MotifReport, ...]
+    window: Timing | None
+    plain: Timing | None
 
 
 class Measured:
@@ -125,7 +127,7 @@ class Measured:
         ]
         return Figures(
             iteration_us=_median(times), plain_us=_median(plain), waits_us=fmean(waits_us) if waits_us else 0.0,
-            motifs=tuple(motifs),
+            motifs=tuple(motifs), window=Timing.of(times), plain=Timing.of(plain),
         )  # fmt: skip
 
     def _of(self, instance: Instance, motif: int) -> Spent:

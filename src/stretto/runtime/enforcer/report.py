@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median, quantiles
 from typing import Protocol
 
 from ...planner.plan import Plan
@@ -22,6 +24,29 @@ class MotifReport:
     wait_us: float
     start_us: float = 0.0
     """After the begin of the iteration in which it started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What iterations took: their median, the quarter points around it, and how many they were."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+    """A quarter of the iterations took less than `low_us`, a quarter more than `high_us`."""
+    iterations: int
+
+    @classmethod
+    def of(cls, times_us: Sequence[float]) -> Timing | None:
+        """Of these iterations; None of none.
+
+        >>> Timing.of([4.0, 2.0, 3.0, 1.0, 100.0])
+        Timing(median_us=3.0, low_us=2.0, high_us=4.0, iterations=5)
+        """
+        if not times_us:
+            return None
+        low, _, high = quantiles(times_us, n=4, method="inclusive") if len(times_us) > 1 else (times_us[0],) * 3
+        return cls(median_us=median(times_us), low_us=low, high_us=high, iterations=len(times_us))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +70,20 @@ class Report:
     """Why the last plan was left, if it was."""
     resting: int = 0
     """A plan that is not active until the application does again what it was made for."""
+    window: Timing | None = None
+    """The last window, of which `iteration_us` is the median."""
+    plain: Timing | None = None
+    """The last window in plain order, of which `plain_us` is the median."""
+    own: Timing | None = None
+    """The unchanged job on the backend that it asked for, where that was measured; set by `stretto run`."""
+    backend: Timing | None = None
+    """The application's order on our backend, as it was measured in turns with `own`."""
+    own_name: str = ""
+    """The backend that the job asked for, where ours stands in for it."""
+    on_own: bool = False
+    """Whether that one, not ours, runs without a plan: ours was not faster."""
+    no_own: str = ""
+    """Why there is no `own`."""
 
 
 class DataPlane(Protocol):

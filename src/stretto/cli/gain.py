@@ -1,0 +1,89 @@
+"""What a job gained over itself unchanged, in words: one line for a summary, or some for the end of `stretto run`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..units import format_us
+
+if TYPE_CHECKING:
+    from ..control.split import Split
+    from ..runtime.enforcer.report import Timing
+
+NOTICEABLE = 1.005
+"""A smaller gain is none: it rounds to 1.00x."""
+
+
+def gain_line(split: Split) -> str:
+    """The three figures on one line, as far as they are known.
+
+    Args:
+        split: What was measured.
+
+    Returns:
+        For example ``gloo 370 ms -> our backend 270 ms (1.37x) -> plan 250 ms (1.08x), together 1.48x``; empty where
+        nothing was measured.
+    """
+    parts = []
+    if split.unchanged is not None:
+        parts.append(f"{split.own} {format_us(split.unchanged.median_us)}")
+    if split.backend is not None:
+        parts.append(f"our backend {format_us(split.backend.median_us)}{_share(split.backend_share)}")
+    if split.plan is not None:
+        parts.append(f"plan {format_us(split.plan.median_us)}{_share(split.plan_share)}")
+    if split.gain and split.kept != "unchanged":
+        parts[-1] += f", together {split.gain:.2f}x"
+    return " -> ".join(parts) + (" per iteration" if parts else "")
+
+
+def gain_lines(split: Split) -> list[str]:
+    """The three figures, a line each, with their spread and what was predicted of them; then what came of it.
+
+    Args:
+        split: What was measured.
+
+    Returns:
+        Lines without an end; the last one says what was gained, or that nothing was.
+    """
+    rows = []
+    if split.unchanged is not None:
+        rows.append((f"unchanged job ({split.own})", split.unchanged, 0.0, 0.0))
+    if split.backend is not None:
+        rows.append(("our backend, plain order", split.backend, split.backend_share, split.predicted_backend_us))
+    if split.plan is not None:
+        rows.append(("under the plan", split.plan, split.plan_share, split.predicted_plan_us))
+    lines = [f"{name + ':':<28} {_figure(timing, share, predicted_us)}" for name, timing, share, predicted_us in rows]
+    if split.unchanged is None and split.no_unchanged:
+        lines.insert(0, f"the unchanged job was not measured: {split.no_unchanged}")
+    return [*lines, verdict(split)]
+
+
+def verdict(split: Split) -> str:
+    """What was gained over the unchanged job, or that nothing was, in one sentence."""
+    runs = {"unchanged": f"the job runs on {split.own}, as without us", "backend": "our backend in plain order runs"}
+    now = runs.get(split.kept, "the plan runs")
+    if split.unchanged is None:
+        gained = "what was gained over the unchanged job is not known"
+        share = split.plan_share if split.kept == "plan" else 0.0
+        return f"{gained}; the plan is {share:.2f} times as fast as plain order" if share else gained
+    if split.kept == "unchanged":
+        return f"nothing was gained: {now}"
+    if split.gain < NOTICEABLE:
+        return f"nothing was gained: {split.gain:.2f} times as fast as the unchanged job; {now}"
+    shares = f"our backend {split.backend_share:.2f}x"
+    if split.kept == "plan" and split.plan_share:
+        shares += f", the plan {split.plan_share:.2f}x"
+    return f"gained: {split.gain:.2f} times as fast as the unchanged job ({shares})"
+
+
+def _share(share: float) -> str:
+    return f" ({share:.2f}x)" if share else ""
+
+
+def _figure(timing: Timing, share: float, predicted_us: float) -> str:
+    text = f"{format_us(timing.median_us)} per iteration{f', {share:.2f}x' if share else ''}"
+    text += f" (median of {timing.iterations}, half of them {format_us(timing.low_us)} to {format_us(timing.high_us)}"
+    if predicted_us > 0 and timing.median_us > 0:
+        off = predicted_us / timing.median_us - 1
+        text += f"; predicted {format_us(predicted_us)}, {abs(off):.0%} too {'long' if off > 0 else 'short'}"
+    return text + ")"

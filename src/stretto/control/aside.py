@@ -1,0 +1,100 @@
+"""Small exchanges between all ranks, on connections of their own, beside everything that a job communicates itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..runtime.backend_engine import Engine
+
+AGREE_EVERY = 16
+"""Iterations between two looks whether all ranks are to record again."""
+_BITS = 64
+
+
+class Aside:
+    """All ranks of a job make one, at the same point; every method but `agreed` waits for all of them.
+
+    `store` is a `c10d.Store` of its own. Ranks wait for one another as long as in any collective of the job, its
+    `timeout`: with a shorter one a rank could go its own way that others do not.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._torch, self._dist = torch, dist
+        self._size = size
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._wish = torch.zeros(1, dtype=torch.int32)
+        self._work: Any = None
+
+    def agreed(self, iteration: int, wish: bool) -> bool:
+        """Whether all ranks wished for the same some iterations ago: asked without waiting for the answer.
+
+        The controller's order reaches ranks at different iterations, and recording is a collective matter. All ranks
+        call this at the same iterations.
+        """
+        if iteration % AGREE_EVERY == 0:
+            self._wish.fill_(int(wish))
+            self._work = self._start(self._wish, self._dist.ReduceOp.MIN)
+            return False
+        if self._work is None or iteration % AGREE_EVERY != AGREE_EVERY - 1:
+            return False
+        self._work.wait()
+        self._work = None
+        return bool(self._wish.item())
+
+    def sums(self, numbers: Sequence[int]) -> list[int]:
+        """The sums over all ranks, modulo 2**64 and as signed numbers; the same on every rank."""
+        values = self._torch.tensor([_signed(number) for number in numbers], dtype=self._torch.int64)
+        self._start(values, self._dist.ReduceOp.SUM).wait()
+        return [int(number) for number in values.tolist()]
+
+    def means(self, times: Sequence[float]) -> list[float]:
+        """The means over all ranks, in whole microseconds; the same on every rank."""
+        return [total / self._size for total in self.sums([round(time) for time in times])]
+
+    def aligned(self, engines: Iterable[Engine]) -> bool:
+        """Whether every rank has submitted the same collectives of each group, so that who runs them may change here.
+
+        The iterations of a script that says nothing of them might end at different calls on different ranks. False
+        too where a second thread submits: such calls have no place between two iterations.
+        """
+        known = list(engines)
+        checks = sum(_check(engine.name, engine.rank, engine.size, engine.calls) for engine in known)
+        other_threads = sum(not engine.by_one_thread for engine in known)
+        return self.sums([checks, other_threads]) == [0, 0]
+
+    def _start(self, values: Any, how: Any) -> Any:
+        from torch._C import _distributed_c10d as c10d
+
+        options: Any = c10d.AllreduceOptions()
+        options.reduceOp = how
+        return self._group.allreduce([values], options)
+
+
+def _check(name: str, rank: int, size: int, calls: int) -> int:
+    """A number whose sum over the ranks of a group is 0 if all have submitted the same number of calls.
+
+    Else it is not 0 but by an accident of 1 in 2**64, as weights are as good as random. Groups of different names may
+    be added up: a rank sends one number, however many groups it is in.
+
+    >>> [sum(_check("g", rank, 3, calls) for rank, calls in enumerate(each)) % 2**64 for each in ((5, 5, 5), (0, 0, 0))]
+    [0, 0]
+    >>> sum(_check("g", rank, 3, calls) for rank, calls in enumerate((5, 6, 5))) % 2**64 == 0
+    False
+    """
+    return (_weight(name, rank) - _weight(name, (rank + 1) % size)) * calls if size > 1 else 0
+
+
+def _weight(name: str, rank: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{name}/{rank}".encode()).digest()[: _BITS // 8])
+
+
+def _signed(number: int) -> int:
+    number %= 1 << _BITS
+    return number - (1 << _BITS) if number >> (_BITS - 1) else number

@@ -1,0 +1,104 @@
+"""A job that knows nothing of us, from its own backend over ours to a plan; and a controller that is killed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+LIMIT_S = 240.0
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CLUSTER": "ring:2"}
+
+
+def wait_for(path: Path, *processes: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name}"
+        assert all(process.poll() is None for process in processes), f"ended before {path.name}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A job under a controller that is killed once `stretto run` has heard of its plan."""
+    folder = tmp_path_factory.mktemp("u")
+    page = folder / "page.html"
+    controller = subprocess.Popen(
+        [sys.executable, str(HERE / "unchanged_controller.py"), str(folder)], start_new_session=True
+    )
+    job = None
+    try:
+        wait_for(folder / "up", controller)
+        job = subprocess.Popen(
+            [
+                sys.executable, "-m", "stretto", "run", "--controller", f"unix:{folder}/socket",
+                "--token-file", str(folder / "token"), "--report", str(page),
+                "--", sys.executable, str(HERE / "unchanged_job.py"), str(folder),
+            ],
+            env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        wait_for(folder / "told", controller, job)
+        controller.kill()
+        (folder / "stop").touch()
+        said, _ = job.communicate(timeout=LIMIT_S)
+    finally:
+        for process in (controller, job):
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    assert job.returncode == 0, said.decode()[-4000:]
+    (status,) = json.loads((folder / "status").read_text())["jobs"]
+    return {
+        "said": said.decode(), "page": page.read_text(), "status": status,
+        "ranks": [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)],
+    }  # fmt: skip
+
+
+def test_losses_are_those_of_plain_gloo_across_all_changes(ran: Any) -> None:
+    for rank in ran["ranks"]:
+        under_control, plainly = rank["losses"]
+        assert under_control == plainly
+
+
+def test_all_ranks_change_at_the_same_iterations(ran: Any) -> None:
+    first, second = (rank["ran"] for rank in ran["ranks"])
+    assert first == second
+    sides = [own for own, _ in groupby(own for own, number in first if not number)]
+    assert sides[:5] in ([True, False, True, False], [True, False, True, False, True]), "in turns"
+    assert first[-1][1] > 0, "a plan was active at the end"
+
+
+def test_the_status_has_all_three_figures_and_their_shares(ran: Any) -> None:
+    split = ran["status"]["split"]
+    assert (split["own"], split["kept"], split["no_unchanged"]) == ("gloo", "plan", "")
+    each = [split[name] for name in ("unchanged", "backend", "plan")]
+    assert all(one["iterations"] > 0 and one["low_us"] <= one["median_us"] <= one["high_us"] for one in each)
+    own, ours, plan = (one["median_us"] for one in each)
+    assert split["backend_share"] == pytest.approx(own / ours)
+    assert split["plan_share"] == pytest.approx(ours / plan)
+    assert split["gain"] == pytest.approx(own / plan)
+    assert split["predicted_backend_us"] > 0 and split["predicted_plan_us"] > 0
+
+
+def test_a_controller_that_is_gone_at_the_end_is_said_to_be_and_what_it_knew_is_told(ran: Any) -> None:
+    assert "stretto: the controller is gone at the end" in ran["said"]
+    assert "no job was heard of" not in ran["said"]
+    for words in ("unchanged job (gloo):", "our backend, plain order:", "under the plan:", "the unchanged job"):
+        assert words in ran["said"], words
+
+
+def test_the_report_has_the_timelines_all_the_same(ran: Any) -> None:
+    assert ran["page"].count("plotly-graph-div") >= 1
+    for words in ("plain order, predicted", "the plan, predicted", "the plan, measured", "Motifs of plan"):
+        assert words in ran["page"], words
