@@ -98,8 +98,12 @@ def until(
 
 
 def unchanged(quick: bool) -> list[Row]:
-    """A script that knows nothing of us, by itself and under a controller."""
-    steps = 150 if quick else 250
+    """A script that knows nothing of us: on its own gloo, on our backend, and under a plan, all inside one job.
+
+    `alone_us` is the same script in a job of its own without anything of ours, all its iterations and their begin
+    included: what `gloo_us` would be if standing in for gloo cost nothing.
+    """
+    steps = 250 if quick else 400
     with (
         tempfile.TemporaryDirectory() as name,
         Lab(hosts=2, ranks_per_host=2, uplinks={"rdma": "100mbit", "eth": "50mbit"}) as lab,
@@ -109,20 +113,27 @@ def unchanged(quick: bool) -> list[Row]:
         each_ms = re.search(r"([\d.]+) ms each", alone.outputs[0])
         if each_ms is None:
             sys.exit(f"unchanged: {alone.errors}")
-        gloo_us = 1e3 * float(each_ms[1])
         with controlled(Path(name)) as (controller, environment):
             done = lab.run([*own, str(steps)], env=environment, timeout_s=LIMIT_S)
             if done.failed is not None or done.timed_out:
                 sys.exit(f"unchanged: {done.errors}")
             job = controller.status().jobs[0]
-    times = {"gloo": gloo_us, "backend": job.plain_us, "stretto": job.iteration_us}
-    return [
-        {
-            "case": "unchanged", "system": system, "iteration_us": us, "gain": gloo_us / us,
-            "predicted_us": job.predicted_us if system == "stretto" else None,
-        }
-        for system, us in times.items()
-    ]  # fmt: skip
+    return [split_row(job, alone_us=1e3 * float(each_ms[1]))]
+
+
+def split_row(job: JobStatus, *, alone_us: float) -> Row:
+    """What was gained over the unchanged job, with our backend's share and the plan's apart."""
+    split = job.split
+    row: Row = {"case": "unchanged", "kept": split.kept, "alone_us": alone_us}
+    for name, timing in (("gloo", split.unchanged), ("backend", split.backend), ("plan", split.plan)):
+        row[f"{name}_us"] = timing.median_us if timing is not None else None
+        row[f"{name}_low_us"] = timing.low_us if timing is not None else None
+        row[f"{name}_high_us"] = timing.high_us if timing is not None else None
+        row[f"{name}_iterations"] = timing.iterations if timing is not None else 0
+    return row | {
+        "backend_share": split.backend_share, "plan_share": split.plan_share, "gain": split.gain,
+        "predicted_backend_us": split.predicted_backend_us, "predicted_plan_us": split.predicted_plan_us,
+    }  # fmt: skip
 
 
 def cut(quick: bool) -> list[Row]:
@@ -169,13 +180,14 @@ def cut_rows(told: list[dict[str, Any]], plan: int, *, plan_cut: int, seconds: d
     if off:
         sys.exit(f"cut: losses are off by {off:g}, and sums were exact")
     plans: list[list[int]] = [one["plans"] for one in told]
-    if any(seen != plans[0] for seen in plans):
+    if any(seen != plans[0] for seen in plans) or any(one["own"] != told[0]["own"] for one in told):
         sys.exit("cut: ranks ran different plans in the same iteration")
     times = [max(each) for each in zip(*(one["times_us"] for one in told), strict=True)]
     at = {number: [i for i, seen in enumerate(plans[0]) if seen == number] for number in sorted(set(plans[0]))}
     later = [number for number in at if number > plan]
     phases = {
-        "backend": at[0][5:],
+        "gloo": [i for i in at[0][5:] if told[0]["own"][i]],
+        "backend": [i for i in at[0][5:] if not told[0]["own"][i]],
         "stretto": [i for i in at[plan] if i < plan_cut + told[0]["offset"]],
         "stretto, cut": [i for i in at[plan] if i > plan_cut + told[0]["offset"] + CUT_SETTLED],
         **{f"stretto, plan {number}": at[number] for number in later},

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.runtime.enforcer.current import Current
+from stretto.runtime.own_backend import OwnBackend
 
 WIDTH, LAYERS, BATCH = 256, 5, 16
 LOOK_EVERY = 10
@@ -85,10 +86,12 @@ def main() -> None:
     times: list[float] = []
     losses: list[float] = []
     plans: list[int] = []
+    own: list[bool] = []
     offset = -1
     stop = torch.zeros(1)
     while not stop.item():
         plans.append(number_of_plan())
+        own.append(OwnBackend.runs)
         begin = time.perf_counter()
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(parallel(inputs), wanted)
@@ -102,7 +105,7 @@ def main() -> None:
         if len(times) % LOOK_EVERY == 0:
             stop.fill_(float((folder / "stop").exists()))
             dist.all_reduce(stop, dist.ReduceOp.MAX, group=aside)
-    found: dict[str, Any] = {"times_us": times, "plans": plans, "offset": offset}
+    found: dict[str, Any] = {"times_us": times, "plans": plans, "own": own, "offset": offset}
     dist.destroy_process_group()
     want = on_one_rank(size, len(losses))[rank]
     found["loss_off"] = max(abs(a - b) for a, b in zip(want, losses, strict=True))

@@ -1,4 +1,4 @@
-"""A job that knows nothing of us, from its own backend over ours to a plan; and a controller that is killed meanwhile."""
+"""A job that knows nothing of us, from its own backend over ours to a plan; the controller is killed meanwhile."""
 
 from __future__ import annotations
 

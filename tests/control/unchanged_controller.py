@@ -1,4 +1,4 @@
-"""A controller whose planner promises much of every plan, so that one is always used: ``unchanged_controller.py FOLDER``.
+"""A controller whose planner promises much of every plan, so that one is used: ``unchanged_controller.py FOLDER``.
 
 Writes the job's status to the file `status` again and again, and `told` once somebody asked for it under a plan whose
 motifs were measured.

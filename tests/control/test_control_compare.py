@@ -1,0 +1,163 @@
+"""The job on its own backend against ours, in turns: who runs which iteration, and what all ranks come to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import pytest
+
+from stretto.control import compare
+from stretto.control.aside import _check
+from stretto.control.compare import MOST, MOST_ROUNDS, SETTLE, Comparison, faster
+from stretto.runtime.own_backend import OwnBackend
+
+
+@pytest.fixture(autouse=True)
+def stands_in() -> Iterator[None]:
+    OwnBackend.stand_in("gloo")
+    yield
+    OwnBackend.stand_in("")
+
+
+class Clock:
+    """A clock that only moves when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+class Ranks:
+    """Stands for the exchange with ranks that all measure the same."""
+
+    def __init__(self, aligned: list[bool] | None = None) -> None:
+        self.answers = aligned or []
+        self.asked = 0
+
+    def means(self, times: list[float]) -> list[float]:
+        return [round(time) for time in times]
+
+    def aligned(self, engines: Any) -> bool:
+        self.asked += 1
+        return self.answers.pop(0) if self.answers else True
+
+
+def drive(ranks: Any, times_us: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Comparison, list[bool]]:
+    """Run a comparison to its end; also who ran each iteration. `times_us` is asked with whether that is gloo."""
+    clock = Clock()
+    monkeypatch.setattr(compare, "time", clock)
+    comparison = Comparison(ranks, list)
+    ran = []
+    for _ in range(1000):
+        ran.append(OwnBackend.runs)
+        clock.now_s += times_us(OwnBackend.runs) * 1e-6
+        if comparison.iteration():
+            return comparison, ran
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_it_takes_few_iterations_and_each_counts_for_who_ran_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    means = {True: draw.uniform(1e3, 1e7), False: draw.uniform(1e3, 1e7)}
+    spread = draw.uniform(0, 0.5)
+    seen: dict[bool, list[float]] = {True: [], False: []}
+
+    def times_us(own: bool) -> float:
+        us = means[own] * draw.uniform(1 - spread, 1 + spread)
+        seen[own].append(round(us))
+        return us
+
+    comparison, ran = drive(Ranks(), times_us, monkeypatch)
+    own, ours = comparison.own, comparison.ours
+    assert own is not None and ours is not None and comparison.settled
+    assert len(ran) <= 2 * MOST_ROUNDS * (MOST + SETTLE)
+    assert own.iterations <= sum(ran) and ours.iterations <= len(ran) - sum(ran)
+    assert min(seen[True]) - 1 <= own.median_us <= max(seen[True]) + 1
+    assert min(seen[False]) - 1 <= ours.median_us <= max(seen[False]) + 1
+    # Both run early and late: what slows the machine down slows both.
+    changes = [a for a, b in zip(ran, [*ran[1:], None], strict=True) if a != b]
+    assert changes[:4] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(("own_us", "ours_us"), [(1000, 500), (500, 1000), (1000, 1000), (1000, 995)])
+def test_ours_runs_on_only_where_it_is_faster_for_sure(
+    own_us: float, ours_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = random.Random(1)
+    drive(Ranks(), lambda own: (own_us if own else ours_us) * noise.uniform(0.95, 1.3), monkeypatch)
+    assert OwnBackend.runs == (ours_us != 500)
+
+
+def test_load_that_comes_and_goes_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = 0
+
+    def times_us(own: bool) -> float:
+        nonlocal at
+        at += 1
+        return (1000 if own else 800) * (5 if at % 7 == 0 else 1)
+
+    comparison, _ = drive(Ranks(), times_us, monkeypatch)
+    assert not OwnBackend.runs
+    assert comparison.own is not None and comparison.own.median_us == 1000
+
+
+def test_who_runs_calls_changes_only_where_all_ranks_are_at_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Ranks([False, False, True, False, True])
+    comparison, ran = drive(late, lambda own: 1000.0, monkeypatch)
+    assert comparison.settled and not late.answers
+    never = Ranks([False] * 100)
+    OwnBackend.runs = True
+    comparison, ran = drive(never, lambda own: 1000.0, monkeypatch)
+    assert all(ran) and OwnBackend.runs and not comparison.settled
+    assert comparison.own is not None and comparison.ours is None
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_faster_is_what_a_permutation_test_says(seed: int) -> None:
+    draw = random.Random(seed)
+    shift = draw.choice([0.0, 0.1, 0.3, 1.0])
+    some = [draw.gauss(1.0, 0.2) for _ in range(draw.randint(8, 24))]
+    others = [draw.gauss(1.0 + shift, 0.2) for _ in range(draw.randint(8, 24))]
+
+    def pairs(first: list[float], second: list[float]) -> int:
+        return sum(a < b for a in first for b in second)
+
+    together, found, times = some + others, pairs(some, others), 2000
+    beaten = 0
+    for _ in range(times):
+        draw.shuffle(together)
+        beaten += pairs(together[: len(some)], together[len(some) :]) >= found
+    chance = beaten / times
+    if chance < 0.004:
+        assert faster(some, others) == (median(some) < median(others))
+    elif chance > 0.025:
+        assert not faster(some, others)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_sum_of_checks_says_whether_all_ranks_of_all_groups_have_made_the_same_calls(seed: int) -> None:
+    draw = random.Random(seed)
+    size = draw.randint(2, 9)
+    groups = {
+        f"group {number}": sorted(draw.sample(range(size), draw.randint(1, size)))
+        for number in range(draw.randint(1, 6))
+    }
+    counts = {(name, rank): draw.randint(0, 5) for name in groups for rank in range(size)}
+    if seed % 2:
+        counts = {(name, rank): counts[name, 0] for name, rank in counts}
+        if seed % 4 == 1:
+            name = draw.choice(list(groups))
+            counts[name, draw.choice(groups[name])] += 1
+    alike = all(len({counts[name, rank] for rank in members}) == 1 for name, members in groups.items())
+    total = sum(
+        _check(name, members.index(rank), len(members), counts[name, rank])
+        for name, members in groups.items()
+        for rank in members
+    )
+    assert (total % 2**64 == 0) == alike
