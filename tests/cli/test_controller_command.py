@@ -65,7 +65,7 @@ def test_status_shows_jobs_ranks_and_what_they_run(
     link.close()
     shown = good("status", *arguments(address))
     assert "job mine: 2 ranks" in shown
-    assert "plain order (1.5 ms per iteration)" in shown
+    assert "plain order: 1.5 ms per iteration" in shown
     assert "20.0%" in shown
     assert "rank 1 fell back: gradients has another size" in shown
     page = tmp_path / "page.html"

@@ -1,7 +1,7 @@
 """A controller whose planner promises much of every plan, so that one is used: ``unchanged_controller.py FOLDER``.
 
 Writes the job's status to the file `status` again and again, and `told` once somebody asked for it under a plan whose
-motifs were measured.
+motifs were measured, and that was set aside once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import msgspec
 from stretto.control.controller import Controller
 from stretto.control.transport import make_token
 from stretto.control.worker import Answer, Worker
+from stretto.runtime.enforcer.trial import BLOCK, ROUNDS, SETTLED, SKIP
+
+LONG = SETTLED + (ROUNDS + 1) * 2 * (BLOCK + SKIP)
 
 
 class Promising(Worker):
@@ -32,11 +35,17 @@ class Told(Controller):
     """Notes that somebody was told of a plan that runs."""
 
     folder: Path
+    begun: int | None = None
 
     def _on_status(self, message: bytes) -> bytes:
         said = super()._on_status(message)
-        if any(job.plan.number and job.split.plan is not None and job.motifs for job in self.status().jobs):
-            (self.folder / "told").touch()
+        for job in self.status().jobs:
+            if job.plan.number and job.split.plan is not None and job.motifs:
+                now = job.ranks[0].iteration
+                self.begun = self.begun if self.begun is not None else now
+                # By then the plan was set aside for some iterations, and is back.
+                if now > self.begun + LONG:
+                    (self.folder / "told").touch()
         return said
 
 

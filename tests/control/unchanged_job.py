@@ -28,7 +28,7 @@ LIMIT_S = 150.0
 LEFT_AS_IT_IS = "cpu:gloo,cuda:gloo"
 
 
-def train(folder: Path, steps: int) -> tuple[list[float], list[tuple[bool, int]]]:
+def train(folder: Path, steps: int) -> tuple[list[float], list[tuple[bool, int, str]]]:
     """So many steps, or until told; the loss of each, and who ran it."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -38,12 +38,12 @@ def train(folder: Path, steps: int) -> tuple[list[float], list[tuple[bool, int]]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     aside = dist.new_group(backend="gloo")
     losses: list[float] = []
-    ran: list[tuple[bool, int]] = []
+    ran: list[tuple[bool, int, str]] = []
     stop = torch.zeros(1)
     begin = time.monotonic()
     while not stop.item() and (not steps or len(losses) < steps):
         enforcer: Any = Current.enforcer
-        ran.append((OwnBackend.runs, enforcer.report().number if enforcer is not None else 0))
+        ran.append((OwnBackend.runs, *(number_and_side(enforcer) if enforcer is not None else (0, ""))))
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * len(losses) + dist.get_rank()))
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(parallel(inputs), inputs.sum(1, keepdim=True))
@@ -60,6 +60,12 @@ def train(folder: Path, steps: int) -> tuple[list[float], list[tuple[bool, int]]
             stop.fill_(float((folder / "stop").exists() or time.monotonic() - begin > LIMIT_S))
             dist.all_reduce(stop, dist.ReduceOp.MAX, group=aside)
     return losses, ran
+
+
+def number_and_side(enforcer: Any) -> tuple[int, str]:
+    """The plan of the next iteration, and who runs it instead where it is set aside."""
+    trial = enforcer._trial
+    return enforcer.report().number, (trial.side(enforcer._iteration) if trial is not None else None) or ""
 
 
 def rank_main(folder: Path, rank: int) -> None:

@@ -151,6 +151,9 @@ class Agent:
 
     def _told(self, report: Report) -> Report:
         """The data plane's report, with what was measured before it began."""
+        if report.own is not None and report.backend is not None:
+            # Measured beside the plan, and so better to compare it with than what was before it.
+            self._compared = replace(self._compared, own=report.own, backend=report.backend)
         before = self._compared
         base = before.own if before.on_own else before.backend
         return replace(

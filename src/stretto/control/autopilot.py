@@ -346,6 +346,8 @@ class Autopilot:
         comparison = self._comparison
         assert comparison is not None and self._agent is not None
         assert self._workload is not None and self._cluster is not None
+        assert self._enforcer is not None
+        self._enforcer.compares = comparison.settled
         self._stop_comparing(comparison, "iterations end at different calls on different ranks")
         own, ours = comparison.own, comparison.ours
         if own is not None and ours is not None:

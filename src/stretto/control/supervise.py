@@ -362,9 +362,12 @@ class Supervised:
         plan = over_ranks([timing if number == newest else None for number, timing in windows])
         hashes = [found.hash for found, _ in self._shown.values() if found.name != OWN]
         # Where nobody measured in turns, what runs without a plan is what there is.
-        backend = first.backend or (None if first.on_own else over_ranks([report.plain for report in reports]))
+        unchanged, backend = (over_ranks([getattr(report, side) for report in reports]) for side in ("own", "backend"))
+        unchanged, backend = unchanged or first.own, backend or first.backend
+        if backend is None and not first.on_own:
+            backend = over_ranks([report.plain for report in reports])
         return split(
-            own=first.own_name, unchanged=first.own, backend=backend, plan=plan, no_unchanged=first.no_own,
+            own=first.own_name, unchanged=unchanged, backend=backend, plan=plan, no_unchanged=first.no_own,
             predicted_backend_us=self._plain_then_us,
             predicted_plan_us=self._promised[hashes[-1]][1] if hashes and plan is not None else 0.0,
             kept="plan" if active.number and plan_name != OWN else "unchanged" if first.on_own else "backend",

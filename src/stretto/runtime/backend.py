@@ -323,9 +323,9 @@ class StrettoGroup(Base):  # type: ignore[misc]
         if Watch.current is None and Current.enforcer is None:
             return self._run_plainly(call, method, args, tensors, opts)
 
-        def plainly() -> dist.Work:
+        def plainly(*, own: bool | None = None) -> dist.Work:
             # Whoever enforces plans looks into waits that take long, for which it needs a work of ours.
-            return self._run_plainly(call, method, args, tensors, opts, as_ours=True)
+            return self._run_plainly(call, method, args, tensors, opts, as_ours=own is None, own=own)
 
         def run() -> dist.Work:
             enforcer = Current.enforcer
@@ -337,14 +337,19 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return self._watched(call, run, blocking=self.alone and not opts.asyncOp)
 
     def _run_plainly(
-        self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any, *, as_ours: bool = False
+        self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any, *, as_ours: bool = False,
+        own: bool | None = None,
     ) -> dist.Work:  # fmt: skip
-        if OwnBackend.runs and call.device.type == "cpu":
+        """On the executor or, if `own` or what runs now says so, on the backend that the job asked for.
+
+        With `as_ours` that one's work comes inside of one of ours.
+        """
+        if (OwnBackend.runs if own is None else own) and call.device.type == "cpu":
             if as_ours or not self.alone:
                 return self._delegate(call, method, args, tensors, why=OWN_WHY)
             # Exactly what the job would have got: no work of ours around it, and no thread for its future.
-            own: dist.Work = getattr(self._plain, method)(*args)
-            return own
+            raw: dist.Work = getattr(self._plain, method)(*args)
+            return raw
         work = self.engine.start(call, tensors, opts, alone=self._gathering is None)
         if isinstance(work, str):
             return self._delegate(call, method, args, tensors, why=work)

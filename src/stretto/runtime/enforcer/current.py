@@ -12,8 +12,11 @@ SERVES = "_stretto_serves"
 class Enforces(Protocol):
     """What the backend and `step` ask of an enforcer."""
 
-    def take(self, group: Any, call: Any, tensors: list[Any], opts: Any, plain: Callable[[], Any]) -> Any:
-        """Run a call as the plan says; None where it is to run as usual, as `plain` would."""
+    def take(self, group: Any, call: Any, tensors: list[Any], opts: Any, plain: Callable[..., Any]) -> Any:
+        """Run a call as the plan says; None where it is to run as usual, as `plain` would.
+
+        ``plain(own=True)`` runs it on the backend that the job asked for, ``plain(own=False)`` on ours.
+        """
 
     def pass_by(self, group: Any, call: Any) -> None:
         """A call that runs as usual in any case."""

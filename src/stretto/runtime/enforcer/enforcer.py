@@ -40,6 +40,7 @@ from .queued import QueuedGiven, QueuedWork
 from .report import Report
 from .rest import PATIENCE, too_many
 from .sequencer import Instance, Sequencer
+from .trial import Trial
 from .whole import whole_of
 
 log = logging.getLogger("stretto.enforcer")
@@ -108,6 +109,9 @@ class Enforcer:
         """Calls that are not of the step, by their ranks; and the iteration before which they came."""
         self._empty = 0
         self._last: Report | None = None
+        self.compares = False
+        """Whether each plan is set aside for some iterations, to measure what it is compared with; on all ranks."""
+        self._trial: Trial | None = None
         Current.enforcer = self
 
     @property
@@ -203,7 +207,7 @@ class Enforcer:
             self._boundary()
 
     def take(
-        self, group: Any, call: Call, tensors: list[torch.Tensor], opts: Any, plain: Callable[[], GroupWork]
+        self, group: Any, call: Call, tensors: list[torch.Tensor], opts: Any, plain: Callable[..., GroupWork]
     ) -> dist.Work | None:
         """Run a call as the plan says; None where it is to run as usual, as `plain` would."""
         if group.engine.job is not self._job:
@@ -214,10 +218,11 @@ class Enforcer:
         if found is None:
             return self._carefully(group, tensors, plain)
         active, instance = found
-        if active.plan.name == PLAIN and OwnBackend.runs:
-            # Plain order is what the job's own backend does: the call only keeps its place.
+        side = self._trial.side(instance.iteration) if self._trial is not None else None
+        if side is not None or (active.plan.name == PLAIN and OwnBackend.runs):
+            # Without the plan, or plain order is what the job's own backend does: the call only keeps its place.
             self._sequencer.submit(instance, Given(self, self._carrier, instance, None, None, call, never))
-            return None
+            return None if side is None else plain(own=side == "own")
         engine = group.engine
         # What the carrier does not run the wrapped backend does: as it comes, in the application's order.
         refused = call.op == "barrier" or group.coalescing or refusal(self._carrier, engine, call)
@@ -363,7 +368,10 @@ class Enforcer:
 
     def _boundary(self) -> None:
         """Between two iterations, and the only place where plans change."""
-        self._measured.boundary(first=not self._iteration)
+        trial = self._trial
+        side = trial.side(self._iteration) if trial is not None else None
+        counts = bool(self._iteration) and (trial is None or trial.counts(self._iteration))
+        self._measured.boundary(side, counts=counts)
         self._position = 0
         self._iteration += 1
         old = self._plans.active
@@ -386,6 +394,8 @@ class Enforcer:
         new = self._plans.active
         self._strays, self._empty = {}, 0
         self._measured.changed(planned=new is not None)
+        compares = self.compares and new is not None and new.plan.name != PLAIN
+        self._trial = Trial(self._iteration) if compares else None
         if new is not None:
             self._sequencer.add(new.begin(self._iteration))
             if self._rank == 0:
@@ -407,6 +417,7 @@ class Enforcer:
         active = self._plans.active
         assert active is not None
         mine = place is None
+        self._trial = None
         if place is None:
             at = self._position
             number = active.expected.ops[at][0] if at < len(active.expected) else len(active.expected.workload.ops)

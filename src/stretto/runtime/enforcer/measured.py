@@ -12,6 +12,7 @@ from ...workload import Op
 from ..record import now_us
 from .report import MotifReport, Timing
 from .sequencer import Entry, Instance
+from .trial import BLOCK, ROUNDS, SIDES, Side
 
 WINDOW, LEAST_WINDOW, WINDOW_US = 32, 5, 2e6
 """Iterations that a report looks back on; fewer where they are long, so that a change is soon seen."""
@@ -39,6 +40,8 @@ class Figures(TypedDict):
     motifs: tuple[MotifReport, ...]
     window: Timing | None
     plain: Timing | None
+    own: Timing | None
+    backend: Timing | None
 
 
 class Measured:
@@ -54,19 +57,30 @@ class Measured:
         self._spent: dict[tuple[int, int], Spent] = {}
         self._begins: deque[float] = deque(maxlen=RECENT)
         self._had_plan = False
+        self._beside: dict[Side, list[float]] = {side: [] for side in SIDES}
+        """Iterations for which the plan was set aside."""
 
-    def boundary(self, *, first: bool) -> None:
-        """An iteration ends, the next one begins; the `first` is not measured, as nobody knows when it began."""
+    def boundary(self, side: Side | None = None, *, counts: bool = True) -> None:
+        """An iteration ends, the next one begins.
+
+        Args:
+            side: Who ran it where a plan was set aside.
+            counts: Whether its time counts; that of the first one does not, as nobody knows when it began.
+        """
         now = now_us()
         took, self._began_us = now - self._began_us, now
         with self._lock:
             self._begins.append(now)
-            if not first:
+            waited, self._waited = self._waited, 0.0
+            if side is not None:
+                if counts:
+                    self._beside[side].append(took)
+                return
+            if counts:
                 self._times.append(took)
                 if not self._had_plan:
                     self._plain.append(took)
-            self._waits.append(self._waited)
-            self._waited = 0.0
+            self._waits.append(waited)
 
     def changed(self, *, planned: bool) -> None:
         """Another plan, or none, is active."""
@@ -74,6 +88,7 @@ class Measured:
             self._times.clear()
             self._waits.clear()
             self._spent = {}
+            self._beside = {side: [] for side in SIDES}
             self._had_plan = self._had_plan or planned
 
     def left(self) -> None:
@@ -113,6 +128,8 @@ class Measured:
                 (key, list(one.starts), list(one.durations), list(one.waits)) for key, one in self._spent.items()
             ]
             times, plain, waits_us = list(self._times), list(self._plain), list(self._waits)
+            done = all(len(beside) == ROUNDS * BLOCK for beside in self._beside.values())
+            own, ours = (list(self._beside[side]) if done else [] for side in SIDES)
         recent = min(max(int(WINDOW_US / max(times[-1], 1.0)), LEAST_WINDOW), WINDOW) if times else WINDOW
         times, waits_us = times[-recent:], waits_us[-recent:]
         motifs = [
@@ -128,6 +145,7 @@ class Measured:
         return Figures(
             iteration_us=_median(times), plain_us=_median(plain), waits_us=fmean(waits_us) if waits_us else 0.0,
             motifs=tuple(motifs), window=Timing.of(times), plain=Timing.of(plain),
+            own=Timing.of(own), backend=Timing.of(ours),
         )  # fmt: skip
 
     def _of(self, instance: Instance, motif: int) -> Spent:
