@@ -141,8 +141,15 @@ def run_cases(
         cases: Every case by name. `--only` names cases or first words of their names.
         quick: The cases that `--quick` runs; all of them where none are named.
     """
+
+    def known(text: str) -> list[str]:
+        for word in _words(text):
+            if not any(word in (name, name.split()[0]) for name in cases):
+                raise argparse.ArgumentTypeError(f"{word} is none of {', '.join(cases)}")
+        return _words(text)
+
     parser = common_options(about)
-    parser.add_argument("--only", type=_words, default=[], help=f"some of, by commas: {', '.join(cases)}")
+    parser.add_argument("--only", type=known, default=[], help=f"some of, by commas: {', '.join(cases)}")
     parser.add_argument("--columns", type=_words, default=[], help="columns of the table of --markdown, by commas")
     parser.add_argument("--rows", metavar="PATTERN", help="--markdown prints the cases that this expression matches")
     parser.add_argument("--wide", metavar="COLUMN", help="--markdown prints this column only, one row for each case")
@@ -152,9 +159,6 @@ def run_cases(
         return
     chosen = [name for name in cases if not args.quick or not quick or name in quick]
     if args.only:
-        unknown = [word for word in args.only if not any(word in (name, name.split()[0]) for name in cases)]
-        if unknown:
-            parser.error(f"--only: {unknown[0]} is none of {', '.join(cases)}")
         chosen = [name for name in cases if name in args.only or name.split()[0] in args.only]
     found = [in_own_process(script, name, args.quick) for name in chosen]
     rows = [row for group in found for row in group]

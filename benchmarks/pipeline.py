@@ -8,14 +8,13 @@ give the same losses). `ratio` is always to the case's baseline: Alpa, broadcast
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from common import Row, finish
+from common import Row, run_cases
 
 from stretto.lab import Lab, unavailable
 from stretto.pipeline import Costs, StageMemory, eager_1f1b, one_f_one_b, peak_bytes, search, simulate, zb_h1, zb_h2
@@ -160,26 +159,5 @@ def real(quick: bool) -> list[Row]:
 PARTS = {"fig7": fig7, "fig9": fig9, "memory": memory, "search": searching, "real": real}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="end within a minute on two cores")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--markdown", action="store_true", help="print the table as docs/results.md has it")
-    parser.add_argument("--only", choices=PARTS, help="one part")
-    args = parser.parse_args()
-    everything: list[Row] = []
-    for name, part in PARTS.items():
-        if args.only in (None, name):
-            rows = part(args.quick)
-            everything += rows
-            if rows:
-                finish(rows, argparse.Namespace(markdown=args.markdown, json=None), title=f"pipeline: {name}")
-    if args.json:
-        from common import machine
-
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"rows": everything, "machine": machine()}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__file__, __doc__, "pipelines", PARTS)

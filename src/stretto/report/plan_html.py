@@ -69,8 +69,8 @@ def _headline(found: Planned, against: str) -> str:
         f"instead of {_idle(before)}."
     )
     if plan.bound_us:
-        text += f" No plan over these options is faster than {format_us(plan.bound_us)}"
-        text += f"; this is {100 * plan.gap:.2f} % above." if plan.gap > 1e-6 else ": this one is as fast as can be."
+        text += f" In the planner's time model no plan over these options is faster than {format_us(plan.bound_us)}"
+        text += f"; this is {100 * plan.gap:.2f} % above." if plan.gap > 1e-6 else ", and this one is as fast."
     if plan.retimed_us:
         change = 100 * (plan.retimed_us / plan.iteration_us - 1)
         text += f" Simulated link by link, with all motifs contending: {format_us(plan.retimed_us)} ({change:+.2f} %)."

@@ -1,0 +1,162 @@
+"""What README and docs say can be traced: tables name their commit, figures stand in a table, commands are accepted."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMIT = re.compile(r"Commit: ([0-9a-f]{7,})( with uncommitted changes)? \(\d{4}-\d\d-\d\d[,;] .+\)\.")
+"""As `--markdown` prints it, or with the reason why the table was not rerun instead of the machine's load."""
+
+
+def tables(text: str) -> Iterator[tuple[int, str]]:
+    """The line number of every table's head, and the last line before it that is not empty."""
+    before, inside = "", False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith("|") and not inside:
+            yield number, before
+        inside = line.startswith("|")
+        before = line or before
+
+
+def test_every_table_of_results_names_the_commit_that_printed_it() -> None:
+    found = [*tables(RESULTS), *tables((ROOT / "docs" / "results-clusters.md").read_text())]
+    assert len(found) > 30
+    assert [(number, before[:80]) for number, before in found if not COMMIT.fullmatch(before)] == []
+
+
+def test_the_commits_that_results_name_exist() -> None:
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("no whole history here")
+    names = {match[1] for match in COMMIT.finditer(RESULTS)}
+    assert [name for name in sorted(names) if git("cat-file", "-e", f"{name}^{{commit}}").returncode] == []
+
+
+def section(title: str) -> str:
+    """The part of results.md under a heading, named as a link names it."""
+    parts = re.split(r"^## (.+)$", RESULTS, flags=re.MULTILINE)
+    bodies = {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-"): body for head, body in zip(
+        parts[1::2], parts[2::2], strict=True
+    )}  # fmt: skip
+    assert title in bodies, f"docs/results.md has no section #{title}"
+    return bodies[title]
+
+
+def rows_of_readme() -> list[tuple[str, str, str]]:
+    """What, figures and the named section of every row of README's results."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| .+? \| \[.+?\]\(docs/results\.md#([\w-]+)\) \|$", README, re.MULTILINE)
+    assert len(rows) >= 5
+    return rows
+
+
+@pytest.mark.parametrize(("what", "figures", "title"), rows_of_readme(), ids=lambda text: str(text)[:30])
+def test_every_figure_of_readme_stands_in_the_section_it_names(what: str, figures: str, title: str) -> None:
+    known = set(re.findall(r"\d+(?:\.\d+)?", section(title).replace(",", "")))
+    assert [number for number in re.findall(r"\d+(?:\.\d+)?", figures) if number not in known] == []
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every command line of README and docs that runs a benchmark."""
+    found = {}
+    for page in PAGES:
+        fenced = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+        text = page.read_text()
+        inline = re.findall(r"`([^`\n]+)`", fenced.sub("", text))
+        for line in [line for block in fenced.findall(text) for line in block.splitlines()] + inline:
+            match = re.search(r"benchmarks/(\w+)\.py( .*)?$", line)
+            if match and (match[2] or "").strip():
+                found[line.strip()] = page.name
+    assert len(found) > 20
+    return [(page, line) for line, page in found.items()]
+
+
+class Accepted(Exception):
+    """A script has parsed its command line."""
+
+
+def test_benchmarks_accept_the_commands_of_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *args: Any, **more: Any) -> None:
+        parse(self, *args, **more)
+        raise Accepted
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    refused = []
+    for page, line in commands():
+        words = shlex.split(line[line.index("benchmarks/") :])
+        monkeypatch.setattr(sys, "argv", words)
+        try:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+            refused.append(f"{page}: {line}: parsed nothing")
+        except Accepted:
+            continue
+        except (SystemExit, OSError) as error:
+            refused.append(f"{page}: {line}: {error}")
+    assert refused == []
+
+
+def test_miniatures_are_called_by_the_number_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import strategy_models
+    import strategy_rank
+
+    assert set(strategy_models.LABELS) == set(strategy_rank.MODELS)
+    for name, (make, _) in strategy_rank.MODELS.items():
+        millions = sum(parameter.numel() for parameter in make().parameters()) / 1e6
+        said = re.search(r"-like ([\d.]+)M", strategy_models.LABELS[name])
+        assert said and float(said[1]) == pytest.approx(millions, rel=0.02), name
+
+
+def test_a_table_is_printed_under_its_commit(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import common
+
+    rows = [
+        {"case": "one", "system": "ours", "ratio": 2.0, "paper_ratio": 1.5, "empty": None},
+        {"case": "one", "system": "theirs", "ratio": 1.0, "empty": None},
+        {"case": "two", "system": "ours", "ratio": 3.0},
+    ]
+    common.print_markdown(rows, ["case", "ratio", "empty"])
+    head, _, *table = capsys.readouterr().out.splitlines()
+    assert COMMIT.fullmatch(head) or head.startswith("Commit: unknown")
+    assert table[:3] == ["| case | ratio |", "| --- | --- |", "| one | 2 |"]
+    assert common._wide(rows, "ratio") == [
+        {"case": "one", "ours": 2.0, "ours, paper": 1.5, "theirs": 1.0}, {"case": "two", "ours": 3.0},
+    ]  # fmt: skip
+
+
+def test_a_simulator_beside_ours_gets_the_same_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import astra_sim
+
+    fake = tmp_path / "peer"
+    fake.write_text(f"#!/bin/sh\necho sys[0] finished, 2415001 cycles\ncp -r . {tmp_path / 'seen'}\n")
+    fake.chmod(0o755)
+    row = astra_sim.compare(0, fake)
+    assert (row["time_us"], row["astra_time_us"]) == (pytest.approx(2415.0), 2415.001)
+    assert min(row["cpu_s"], row["astra_cpu_s"]) > 0
+    assert len(list((tmp_path / "seen" / "trace").glob("job.*.et"))) == 16
+    network = (tmp_path / "seen" / "network.yml").read_text()
+    assert "topology: [ Ring ]" in network and "npus_count: [ 16 ]" in network
+    assert float(network.split("bandwidth: [")[1].split("]")[0]) * 2**30 == pytest.approx(50e9)
