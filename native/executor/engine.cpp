@@ -40,6 +40,7 @@ Engine::Engine(Settings settings) : set_(std::move(settings)) {
   local_index_.assign(static_cast<size_t>(set_.world), -1);
   gone_.resize(static_cast<size_t>(set_.world));
   gone_at_.resize(static_cast<size_t>(set_.world));
+  cause_.resize(static_cast<size_t>(set_.world));
   inbox_.resize(static_cast<size_t>(set_.world));
   segment_.resize(set_.local.size());
   pace_.resize(set_.local.size());
@@ -151,7 +152,8 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
   for (int r : p.ranks)
     if (!gone_[static_cast<size_t>(r)].empty() && !may_still_come(r) && !began(*w, r)) {
       queued_.push_back(w);
-      fail(*w, Failure::peer_lost, r, "rank " + std::to_string(r) + " " + gone_[static_cast<size_t>(r)], true);
+      const Cause found = culprit(r);
+      fail(*w, Failure::peer_lost, found.lost, found.why, true);
       return w;
     }
   const auto near = [&](int r) { return local_index_[static_cast<size_t>(r)] >= 0; };

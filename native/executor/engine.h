@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -157,6 +158,10 @@ class Engine {
                              Op op, int times, const std::shared_ptr<Loaded>& fence);
   bool retired(int comm);
   void renumber(int comm, uint64_t first);
+  uint64_t count_delegated(int comm);
+  std::map<int, bool> ask_delegated(int comm, uint64_t number, const std::vector<int>& ranks, double seconds);
+  std::map<int, std::pair<int, std::string>> failing();
+  void blame(int lost, const std::string& why);
   void close();
   void abandon();  // in a forked child, right after the fork
   std::map<std::string, int64_t> counters();
@@ -169,6 +174,19 @@ class Engine {
     std::string why;
     uint64_t failed_from = UINT64_MAX;
     std::vector<int> ranks;
+  };
+
+  // Why a rank gives up: another is lost. It tells so before it leaves, or it would itself be taken for the lost one.
+  struct Cause {
+    int lost = -1;
+    std::string why;
+  };
+
+  // A question to other ranks about a call that is not the executor's, while somebody waits for the answers.
+  struct Inquiry {
+    int comm;
+    uint64_t number;
+    std::map<int, bool> answers;
   };
 
   bool activate(const std::shared_ptr<Work>& w);
@@ -204,6 +222,8 @@ class Engine {
   bool may_still_come(int peer) const;
   std::string describe(const Work& w) const;
   void mismatch(Work& w, int peer, uint64_t total, uint32_t facts);
+  Cause culprit(int peer) const;
+  void say_cause(int lost, const std::string& why);
   void peer_gone(int peer, const std::string& why);
   void hang_up(int peer);
   void read_control(int peer);
@@ -234,6 +254,9 @@ class Engine {
   std::map<int, Comm> comms_;
   std::vector<std::string> gone_;  // per rank: why it is gone; empty: it is there
   std::vector<int64_t> gone_at_;   // and since when
+  std::vector<Cause> cause_;       // per rank: why it has given up, if it has said so; the own place: what this one said
+  std::vector<Inquiry*> inquiries_;
+  std::array<std::atomic<uint64_t>, kMaxComms> delegated_{};  // collectives that another backend runs, per communicator
   std::vector<std::pair<int, std::string>> lost_;  // whom UCX has lost, and why: not yet looked into
   std::vector<std::vector<char>> inbox_;
   int own_bell_ = -1, kick_ = -1, data_poll_ = -1, all_poll_ = -1;

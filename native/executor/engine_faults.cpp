@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <set>
 #include <utility>
@@ -23,8 +24,10 @@ struct Record {
 };
 constexpr uint32_t kRecord = 0x53545231;
 constexpr int64_t kOnTheWire = 1'000'000'000;
-// Instead of a failure a record may ask whether a work has begun, or answer that (in `lost`).
-constexpr int32_t kAsk = 100, kAnswer = 101;
+// Instead of a failure a record may ask whether a work has begun, or answer that (in `lost`); or the same of a collective that
+// another backend runs.
+constexpr int32_t kAsk = 100, kAnswer = 101, kAskDelegated = 102, kAnswerDelegated = 103;
+constexpr int kLeaves = -1, kGivesUp = -2;  // records of no communicator: a rank leaves; it gives up since another is lost
 constexpr int64_t kAnswerTime = 2'000'000'000, kAskAgain = 100'000'000;
 constexpr uint64_t kShown = UINT32_MAX;  // above that it says how often the communicator was used anew
 
@@ -93,6 +96,65 @@ void Engine::fail_comm(int id, uint64_t number, Failure f, int lost, const std::
     }
   handover_.notify_all();
   if (tell_others) tell(id, number, f, lost, why);
+  if (f == Failure::peer_lost) say_cause(lost, why);
+}
+
+// The rank to name where `peer` is gone: itself, or the one because of which it has left.
+Engine::Cause Engine::culprit(int peer) const {
+  const auto at = static_cast<size_t>(peer);
+  const std::string name = "rank " + std::to_string(peer);
+  if (cause_[at].lost < 0) return {peer, name + " " + gone_[at]};
+  return {cause_[at].lost, cause_[at].why + "; " + name + " has left because of that"};
+}
+
+// Also to ranks that have nothing to do with what has failed: they may wait for this one elsewhere.
+void Engine::say_cause(int lost, const std::string& why) {
+  Cause& own = cause_[static_cast<size_t>(set_.rank)];
+  if (own.lost >= 0 || lost < 0) return;
+  own = {lost, why};
+  tell(kGivesUp, 0, Failure::peer_lost, lost, why);
+}
+
+// What another backend has found out.
+void Engine::blame(int lost, const std::string& why) {
+  std::unique_lock lock(mutex_);
+  if (!closed_ && lost < set_.world) say_cause(lost, why);
+}
+
+// Ranks that are gone, or have given up: with the rank to name, and why.
+std::map<int, std::pair<int, std::string>> Engine::failing() {
+  std::unique_lock lock(mutex_);
+  std::map<int, std::pair<int, std::string>> found;
+  for (int peer = 0; peer < set_.world; ++peer) {
+    const auto at = static_cast<size_t>(peer);
+    if (peer == set_.rank || (gone_[at].empty() && cause_[at].lost < 0)) continue;
+    const Cause c = culprit(peer);
+    found[peer] = {c.lost, c.why};
+  }
+  return found;
+}
+
+// The number of a collective that another backend is about to run, for `ask_delegated`.
+uint64_t Engine::count_delegated(int comm) { return delegated_.at(static_cast<size_t>(comm)).fetch_add(1); }
+
+// Whether ranks have come to such a collective. Who is not in the answer has not answered.
+std::map<int, bool> Engine::ask_delegated(int comm, uint64_t number, const std::vector<int>& ranks, double seconds) {
+  std::unique_lock lock(mutex_);
+  if (closed_ || comm < 0 || comm >= kMaxComms) return {};
+  Inquiry inquiry{comm, number, {}};
+  inquiries_.push_back(&inquiry);
+  const Record question{kRecord, comm, number, kAskDelegated, -1, {}};
+  for (int peer : ranks) {
+    const int fd = set_.control.at(static_cast<size_t>(peer));
+    if (fd >= 0) (void)!::send(fd, &question, sizeof question, MSG_DONTWAIT | MSG_NOSIGNAL);
+  }
+  const auto answered = [&](int peer) {
+    return peer == set_.rank || !gone_[static_cast<size_t>(peer)].empty() || inquiry.answers.count(peer) > 0;
+  };
+  handover_.wait_for(lock, std::chrono::duration<double>(seconds),
+                     [&] { return closed_ || std::all_of(ranks.begin(), ranks.end(), answered); });
+  inquiries_.erase(std::find(inquiries_.begin(), inquiries_.end(), &inquiry));
+  return inquiry.answers;
 }
 
 void Engine::tell(int comm, uint64_t number, Failure f, int lost, const std::string& why) {
@@ -135,6 +197,11 @@ void Engine::read_control(int peer) {
         hang_up(peer);
         return;
       }
+      if (r.comm == kGivesUp) {
+        Cause& said = cause_[static_cast<size_t>(peer)];
+        if (r.lost >= 0 && r.lost < set_.world && said.lost < 0) said = {r.lost, r.why};
+        continue;
+      }
       if (r.comm < 0) {
         peer_gone(peer, r.why);
         hang_up(peer);
@@ -147,6 +214,14 @@ void Engine::read_control(int peer) {
       } else if (r.failure == kAnswer) {
         for (auto& w : active_)
           if (w->program->comm == r.comm && w->number == r.number) w->answered[peer] = r.lost != 0;
+      } else if (r.failure == kAskDelegated) {
+        const bool begun = delegated_[static_cast<size_t>(r.comm)] > r.number;
+        const Record answer{kRecord, r.comm, r.number, kAnswerDelegated, begun, {}};
+        (void)!::send(fd, &answer, sizeof answer, MSG_DONTWAIT | MSG_NOSIGNAL);
+      } else if (r.failure == kAnswerDelegated) {
+        for (Inquiry* q : inquiries_)
+          if (q->comm == r.comm && q->number == r.number) q->answers[peer] = r.lost != 0;
+        handover_.notify_all();
       } else {  // also before this rank has come that far
         fail_comm(r.comm, r.number, static_cast<Failure>(r.failure), r.lost, r.why, false);
         const uint32_t how = own_->header()->bell.asleep.exchange(0);
@@ -204,8 +279,8 @@ void Engine::stalled() {
       const auto missing = std::find_if(p.ranks.begin(), p.ranks.end(),
                                         [&](int r) { return !gone_[static_cast<size_t>(r)].empty() && !began(*w, r); });
       if (missing == p.ranks.end()) continue;
-      fail(*w, Failure::peer_lost, *missing,
-           "rank " + std::to_string(*missing) + " " + gone_[static_cast<size_t>(*missing)] + " during " + describe(*w), true);
+      const Cause found = culprit(*missing);
+      fail(*w, Failure::peer_lost, found.lost, found.why + " during " + describe(*w), true);
       return;
     }
     for (size_t b = 0; b < p.block.size(); ++b) {
@@ -223,8 +298,8 @@ void Engine::stalled() {
         if (full) peer = p.out[static_cast<size_t>(p.block[b].out)].peer;
       }
       if (peer < 0 || w->done || may_still_come(peer)) continue;
-      fail(*w, Failure::peer_lost, peer,
-           "rank " + std::to_string(peer) + " " + gone_[static_cast<size_t>(peer)] + " during " + describe(*w), true);
+      const Cause found = culprit(peer);
+      fail(*w, Failure::peer_lost, found.lost, found.why + " during " + describe(*w), true);
       return;
     }
   }
@@ -261,19 +336,30 @@ void Engine::renumber(int id, uint64_t first) {
   std::unique_lock lock(mutex_);
   Comm& comm = comms_[id];
   comm.next = std::max(comm.next, first);
+  delegated_.at(static_cast<size_t>(id)) = 0;
 }
 
 // At a timeout ranks ask each other who is there: who waits may itself be waited for, and the one to name may be far.
 bool Engine::all_answered(Work& w, int64_t now) {
-  if (!w.asked_ns) w.asked_ns = now;
+  if (!w.asked_ns) {
+    w.asked_ns = now;
+    // Ranks outside of the communicator, too: one of its ranks may wait for them, and so not have come to this work.
+    const Record question{kRecord, w.program->comm, w.number, kAsk, -1, {}};
+    const auto& ranks = w.program->ranks;
+    for (int peer = 0; peer < set_.world; ++peer) {
+      const int fd = set_.control[static_cast<size_t>(peer)];
+      if (fd >= 0 && std::find(ranks.begin(), ranks.end(), peer) == ranks.end())
+        (void)!::send(fd, &question, sizeof question, MSG_DONTWAIT | MSG_NOSIGNAL);
+    }
+  }
   if (now >= w.again_ns) {  // who has not begun may do so while others still think
     w.again_ns = now + kAskAgain;
     tell(w.program->comm, w.number, static_cast<Failure>(kAsk), -1, "");
   }
   if (now > w.asked_ns + kAnswerTime) return true;
-  return std::all_of(w.program->ranks.begin(), w.program->ranks.end(), [&](int peer) {
-    return peer == set_.rank || !gone_[static_cast<size_t>(peer)].empty() || w.answered.count(peer);
-  });
+  for (int peer = 0; peer < set_.world; ++peer)
+    if (peer != set_.rank && gone_[static_cast<size_t>(peer)].empty() && !w.answered.count(peer)) return false;
+  return true;
 }
 
 void Engine::check_deadlines(int64_t now) {
@@ -287,11 +373,26 @@ void Engine::check_deadlines(int64_t now) {
       waits.insert("rank " + std::to_string(peer) + " (" + what + ")");
       if (first < 0) first = peer;
     };
+    const auto silent = [&](int peer) {
+      return peer != set_.rank && gone_[static_cast<size_t>(peer)].empty() && !w->answered.count(peer);
+    };
     for (int peer : p.ranks)
-      if (peer != set_.rank && gone_[static_cast<size_t>(peer)].empty() && !w->answered.count(peer))
-        waits_for(peer, "it does not answer");
-    for (const auto& [peer, begun] : w->answered)
-      if (!begun) waits_for(peer, "it has not started");
+      if (silent(peer)) waits_for(peer, "it does not answer");
+    const bool behind = std::any_of(p.ranks.begin(), p.ranks.end(), [&](int peer) {
+      const auto said = w->answered.find(peer);
+      return said != w->answered.end() && !said->second;
+    });
+    for (int peer = 0; peer < set_.world && behind; ++peer)  // it may be why a rank has not started
+      if (silent(peer)) waits_for(peer, "it does not answer");
+    for (int peer : p.ranks) {
+      const auto said = w->answered.find(peer);
+      if (said == w->answered.end() || said->second) continue;
+      const int lost = cause_[static_cast<size_t>(peer)].lost;
+      if (lost < 0)
+        waits_for(peer, "it has not started");
+      else
+        waits_for(lost, "rank " + std::to_string(peer) + " has given up because of it");
+    }
     if (w->meeting && first < 0 && w->met < p.ranks.size()) waits_for(p.ranks[w->met], "it has not come");
     const bool known = first >= 0;
     for (size_t b = 0; !known && b < w->block.size(); ++b) {

@@ -175,6 +175,10 @@ NB_MODULE(_executor, m) {
       .def("retired", &Engine::retired, nb::call_guard<nb::gil_scoped_release>())
       .def("renumber", &Engine::renumber, nb::call_guard<nb::gil_scoped_release>())
       .def("counters", &Engine::counters, nb::call_guard<nb::gil_scoped_release>())
+      .def("count_delegated", &Engine::count_delegated)
+      .def("ask_delegated", &Engine::ask_delegated, nb::call_guard<nb::gil_scoped_release>())
+      .def("failing", &Engine::failing, nb::call_guard<nb::gil_scoped_release>())
+      .def("blame", &Engine::blame, nb::call_guard<nb::gil_scoped_release>())
       .def("abandon",
            [](Engine& e) {
              nb::set_leak_warnings(false);

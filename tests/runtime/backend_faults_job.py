@@ -107,7 +107,80 @@ def killed_in_ddp() -> Any:
     return told(loss.backward)
 
 
+def stopped(call: Callable[[Any], object]) -> Any:
+    """Rank 2 stops; the others make a call with it that gloo runs, and that times out."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=3))
+    dist.barrier(group)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 2:
+        store.set("victim", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    victim = int(store.get("victim"))
+    found = told(lambda: call(group))
+    store.set(f"told {dist.get_rank()}", "")
+    store.wait(["told 0", "told 1"])
+    if dist.get_rank() == 0:
+        os.kill(victim, signal.SIGKILL)
+    return found
+
+
+def stopped_while_sending() -> Any:
+    """The others wait for a message."""
+    return stopped(lambda group: dist.recv(torch.ones(3), 2, group=group))
+
+
+def stopped_in_a_delegated_collective() -> Any:
+    """The others wait for a sum that only gloo can do."""
+    return stopped(lambda group: dist.all_reduce(torch.eye(3).to_sparse(), group=group))
+
+
+def absent_from_a_delegated_collective() -> Any:
+    """Rank 2 is there, but calls something else."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=3))
+    store = dist.distributed_c10d._get_default_store()
+    found = ["fine", "", 0.0]
+    if dist.get_rank() != 2:
+        found = told(lambda: dist.all_reduce(torch.eye(3).to_sparse(), group=group))
+        store.set(f"told {dist.get_rank()}", "")
+    store.wait(["told 0", "told 1"])
+    return found
+
+
+def wait_that_times_out_for_a_message() -> Any:
+    """A short wait for a message that nobody sends says nothing about other ranks."""
+    if dist.get_rank() == 2:
+        dist.distributed_c10d._get_default_store().wait(["told 0", "told 1"])
+        return None
+    work: Any = dist.irecv(torch.ones(3), 2)
+    found = told(lambda: work.wait(timedelta(milliseconds=100)))
+    dist.distributed_c10d._get_default_store().set(f"told {dist.get_rank()}", "")
+    return found
+
+
+def left_because_of_another(wait: Callable[[int, Any], object]) -> Any:
+    """Rank 2 dies; rank 1 notices, and leaves at once; rank 0 has nothing to do with rank 2, and waits for rank 1."""
+    groups: list[Any] = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    dist.barrier()
+    rank = dist.get_rank()
+    if rank == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(lambda: wait(2 if rank == 1 else 1, groups[rank]))
+
+
+def left_a_collective_because_of_another() -> Any:
+    """On the executor."""
+    return left_because_of_another(lambda _, group: [dist.all_reduce(torch.ones(10), group=group) for _ in range(9)])
+
+
+def left_a_message_because_of_another() -> Any:
+    """On gloo."""
+    return left_because_of_another(lambda peer, _: dist.recv(torch.ones(10), peer))
+
+
 SCENARIOS = [
+    stopped_while_sending, stopped_in_a_delegated_collective, absent_from_a_delegated_collective,
+    wait_that_times_out_for_a_message, left_a_collective_because_of_another, left_a_message_because_of_another,
     killed, killed_while_sending, killed_before_a_future, killed_in_ddp, waits_that_time_out, other_sizes, other_order,
     other_reduction,
 ]  # fmt: skip

@@ -26,6 +26,35 @@ def test_survivors_of_a_killed_rank_are_told_its_number(outcomes: Outcomes, scen
         assert text.startswith("rank") and "2" in text.partition("gone")[0]
 
 
+@pytest.mark.parametrize("scenario", ["stopped_while_sending", "stopped_in_a_delegated_collective"])
+def test_a_rank_that_stops_is_named_when_a_delegated_call_times_out(outcomes: Outcomes, scenario: str) -> None:
+    for kind, text, _ in outcomes[scenario][:2]:
+        assert kind == "PeerLost", text
+        assert text.startswith("timed out waiting for rank 2, which answers nothing"), text
+
+
+def test_a_rank_that_does_not_make_a_delegated_call_is_named(outcomes: Outcomes) -> None:
+    for kind, text, _ in outcomes["absent_from_a_delegated_collective"][:2]:
+        assert kind == "PeerLost", text
+        assert text.startswith("timed out waiting for rank 2, which has not made this call"), text
+
+
+def test_a_wait_for_a_message_that_times_out_blames_nobody(outcomes: Outcomes) -> None:
+    for kind, text, _ in outcomes["wait_that_times_out_for_a_message"][:2]:
+        assert kind == "TimeoutError", text
+
+
+@pytest.mark.parametrize(
+    "scenario", ["left_a_collective_because_of_another", "left_a_message_because_of_another"]
+)  # fmt: skip
+def test_survivors_name_the_rank_that_died_and_not_one_that_left_because_of_it(
+    outcomes: Outcomes, scenario: str
+) -> None:
+    for kind, text, _ in outcomes[scenario][:2]:
+        assert kind == "PeerLost"
+        assert text.startswith("rank 2 is gone"), text
+
+
 @pytest.mark.parametrize("scenario", ["killed_before_a_future", "killed_in_ddp"])
 def test_who_waits_in_cpp_gets_an_error_that_names_the_rank(outcomes: Outcomes, scenario: str) -> None:
     for kind, text, _ in outcomes[scenario][:2]:

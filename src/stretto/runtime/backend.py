@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import PeerLost, StrettoError
+from ..errors import StrettoError
 from .backend_buffers import Call
 from .backend_engine import Engine, Job, missing
-from .backend_meet import CUT_OFF, Meeting, agree, card, find_gone, meet
+from .backend_meet import Meeting, agree, card, meet
 from .backend_work import DelegatedWork, GroupWork, JoinedWork, Tensors
 from .enforcer.current import Current
 from .forks import Home, abandon_in_children, check_world, keep_forever
+from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
 from .own_backend import WHY as OWN_WHY
 from .own_backend import OwnBackend
 from .record import LEDGER, current
@@ -33,8 +34,6 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 BackendType = dist.ProcessGroup.BackendType
 POINT_TO_POINT = "programs are for collectives, this is a message between two ranks"
-NOTICE_S = 1.0
-"""A socket closes a moment before its process is gone."""
 Base: Any = dist.ProcessGroup
 """Its stubs list overloads that no override can match; here each method takes all of them."""
 
@@ -67,28 +66,37 @@ class StrettoGroup(Base):  # type: ignore[misc]
         self.coalescing = False
         """Whether NCCL puts several calls into one launch just now."""
         self._home = Home(f"rank {rank} of group {name}")
-        self._wrapped = _wrapped_backends(store, rank, size, timeout)
-        abandon_in_children(self)
+        found = rules()
+        shared = Job.current if devices else None
+        places = tuple(devices) or tuple(range(size))
+        meeting = Meeting(store, rank, size, (lambda: shared.lost(places)) if shared else lambda: "")
+        taken, generation = (shared.taken(places), shared.generation) if shared else (0, 0)
+        mine = card(rank, executor=missing(), rules=found.text, taken=taken, generation=generation)
+        self.cards = meet(meeting, mine)
+        self._wrap(store, rank, size, timeout, meeting)
+        selector = Selector(places, [c.host for c in self.cards], cluster=found.cluster, table=found.table)
+        job = shared or Job.join(meeting, self.cards, places, timeout)
+        self.engine = Engine(rank, size, name, selector, job, *agree(self.cards))
+        self.engine.set_timeout(timeout)
+        job.enter(self.engine, owns=shared is None)
+        lost_store: Any = c10d.PrefixStore("stretto/lost", store)
+        self._lost_ranks = LostRanks(self.engine, self.cards, lost_store)
+        if not devices:
+            Job.current = job
+
+    def _wrap(self, store: Any, rank: int, size: int, timeout: timedelta, meeting: Meeting) -> None:
+        """Make the backends that run what the executor does not."""
+        try:
+            self._wrapped = _wrapped_backends(store, rank, size, timeout)
+        except RuntimeError as error:
+            raise explain_meeting(error, meeting, c10d.PrefixStore("stretto/unmade", store)) from error
         self._plain = Base(store, rank, size)
         for group in (self, self._plain):
             for device, kind, backend in self._wrapped:
                 group._register_backend(device, kind if group is self._plain else _custom(kind), backend)
         self._plain._set_default_backend(BackendType.GLOO)
         self._set_default_backend(BackendType.CUSTOM)
-        found = rules()
-        shared = Job.current if devices else None
-        places = tuple(devices) or tuple(range(size))
-        meeting = Meeting(store, rank, size)
-        taken, generation = (shared.taken(places), shared.generation) if shared else (0, 0)
-        mine = card(rank, executor=missing(), rules=found.text, taken=taken, generation=generation)
-        self.cards = meet(meeting, mine)
-        selector = Selector(places, [c.host for c in self.cards], cluster=found.cluster, table=found.table)
-        job = shared or Job.join(meeting, self.cards, places, timeout)
-        self.engine = Engine(rank, size, name, selector, job, *agree(self.cards))
-        self.engine.set_timeout(timeout)
-        job.enter(self.engine, owns=shared is None)
-        if not devices:
-            Job.current = job
+        abandon_in_children(self)
 
     @property
     def timeout(self) -> timedelta:
@@ -414,18 +422,21 @@ class StrettoGroup(Base):  # type: ignore[misc]
         # That there is no executor is said once, not for every op.
         said = "every collective" if why == self.engine.missing_why else call.op
         LEDGER.add(choice, said, loud=self.rank() == 0 and self.size() > 1)
+        message = call.op in ("send", "recv")
+        delegated = DelegatedCall(op=call.op, peer=peer, number=None if message else self.engine.count_delegated())
         try:
             inner: dist.Work = getattr(self._plain, method)(*args)
         except RuntimeError as error:
-            raise self._explain(error, peer) from error
+            raise self._lost_ranks.explain(error, delegated) from error
         if backend != "gloo":
             # A GPU's stream waits for it, not this thread.
             return inner
         recording = current()
         ended = recording.start(f"{call.op} ({backend})", self.label, call.nbytes) if recording else None
-        message = call.op in ("send", "recv")
         return self._gathered(
-            DelegatedWork(inner, tensors, lambda error: self._explain(error, peer), ended, message=message)
+            DelegatedWork(
+                inner, tensors, lambda error: self._lost_ranks.explain(error, delegated), ended, message=message
+            )
         )
 
     @property
@@ -438,20 +449,9 @@ class StrettoGroup(Base):  # type: ignore[misc]
             self._gathering.append(work)
         return work
 
-    def _explain(self, error: Exception, peer: int | None = None) -> Exception:
-        """What the wrapped backend says, with the name of the rank that is gone where that is known."""
-        text = next((sign for sign in CUT_OFF if sign in str(error)), "")
-        if not isinstance(error, RuntimeError) or not text:
-            return error
-        lost = find_gone(self.cards, NOTICE_S)
-        if not lost and peer is not None:
-            lost = [peer]
-        if not lost:
-            return error
-        names = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
-        found = PeerLost(f"{names} gone (in group {self.label}): {text}")
-        found.__cause__ = error
-        return found
+    def explain(self, error: Exception) -> Exception:
+        """An error of gloo's on communicators of its own among these ranks: `PeerLost` where a rank can be named."""
+        return self._lost_ranks.explain(error, DelegatedCall(op="a call of gloo's"))
 
 
 def _wrapped_backends(

@@ -149,6 +149,13 @@ class Engine:
         self._ready[key] = handle, choice, uneven
         return self._ready[key]
 
+    def count_delegated(self) -> int | None:
+        """The number of a collective that the wrapped backend is about to run; None where ranks cannot be asked."""
+        executor = self.job.executor
+        if executor is None or self.closed or self.communicator >= self.job.max_communicators:
+            return None
+        return executor.count_delegated(self.communicator)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a program may take from now on."""
         self.timeout_s = timeout.total_seconds()
@@ -230,6 +237,12 @@ class Job:
             if not had <= ranks or not (self.executor is None or self.executor.retired(number)):
                 used.add(number)
         return sum(1 << number for number in used)
+
+    def lost(self, devices: Sequence[int]) -> str:
+        """Why one of these devices' ranks will not come, as far as is known; empty where nothing is."""
+        failing = self.executor.failing() if self.executor is not None else {}
+        found = [failing[rank] for rank in map(self.rank_of.get, devices) if rank in failing]
+        return next((why for _, why in found), "")
 
     def leave(self, engine: Engine) -> None:
         """A group is done."""

@@ -81,8 +81,9 @@ class Meeting:
     has died on this host is noticed. So all ranks end a meeting together, whatever happens to one of them.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store: Store, rank: int, size: int, lost: Callable[[], str] = lambda: "") -> None:
+        """`lost` says what is known of a rank that will not come, if anything is."""
+        self.store, self.rank, self.size, self.known = store, rank, size, lost
         self.cards: list[Card] = []
         # A group that is made again finds its old keys in the store.
         self._where = f"stretto/{store.add(f'stretto/times/{rank}', 1)}"
@@ -130,9 +131,18 @@ class Meeting:
             raise PlanMismatch(f"rank {rank}: what it put into the store cannot be read: another Stretto?") from None
 
     def _find_gone(self) -> None:
+        lost = self.known()
+        if lost:
+            raise PeerLost(f"{lost}, while the group was made")
         gone = find_gone(self.cards, 0)
-        if gone:
-            raise PeerLost(f"rank {gone[0]} is gone: its process has ended while the group was made")
+        if not gone:
+            return
+        if self.store.check([f"{self._where}/failed"]):
+            # Ranks that have left because of this look gone, too.
+            raise PeerLost(self.store.get(f"{self._where}/failed").decode(errors="replace"))
+        names = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} are"
+        whose = "its process has" if len(gone) == 1 else "their processes have"
+        raise PeerLost(f"{names} gone: {whose} ended while the group was made")
 
 
 def meet(meeting: Meeting, mine: Card) -> list[Card]:

@@ -287,6 +287,10 @@ class DelegatedWork(GroupWork):
                     if timeout > NO_TIMEOUT and not self._message and not inner.is_completed():
                         return False
                     self._wrong = error
+                    if timeout > NO_TIMEOUT and "Timed out" in str(error):
+                        self._wrong = TimeoutError(
+                            f"no message within {timeout.total_seconds():g} s, and gloo has given it up"
+                        )
                 self._waited = True
         finally:
             self._waiting.release()

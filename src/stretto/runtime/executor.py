@@ -383,6 +383,35 @@ class Executor:
         self._home.check()
         self._engine.renumber(communicator, first_number)
 
+    def count_delegated(self, communicator: int) -> int:
+        """The number of a collective that another backend is about to run for the ranks of a communicator."""
+        return self._engine.count_delegated(communicator)
+
+    def ask_delegated(self, communicator: int, number: int, ranks: Sequence[int], timeout_s: float) -> dict[int, bool]:
+        """Ask ranks whether they have come to a collective that another backend runs.
+
+        Args:
+            communicator: The communicator of the ranks that run it.
+            number: What `count_delegated` gave for it, the same on all of these ranks.
+            ranks: Whom to ask.
+            timeout_s: How long to wait for answers.
+
+        Returns:
+            Their answers; a rank that is missing here has not answered.
+        """
+        self._home.check()
+        return self._engine.ask_delegated(communicator, number, list(ranks), timeout_s)
+
+    def failing(self) -> dict[int, tuple[int, str]]:
+        """Ranks that are gone, or have given up because another is: the rank to name, and why."""
+        self._home.check()
+        return self._engine.failing()
+
+    def blame(self, lost: int, why: str) -> None:
+        """Tell all ranks that this one gives up because `lost` is gone: so they name that one when this one leaves."""
+        self._home.check()
+        self._engine.blame(lost, why)
+
     @property
     def channels(self) -> tuple[str, ...]:
         """The networks between hosts that it may use."""

@@ -87,7 +87,7 @@ class Enforcer:
         self._job = world.engine.job
         made = make(
             chosen(carrier, world.engine), world.engine, self._sequencer, generation=self._announcements.generation,
-            hopeless=self._hopeless, explain=world._explain,
+            hopeless=self._hopeless, explain=world.explain,
         )  # fmt: skip
         self._carrier, self._undo = made.carrier, made.undo
         self._gpu = made.carrier if isinstance(made.carrier, NcclCarrier) else None
