@@ -41,7 +41,7 @@ from stretto.control.agent import Agent, Exchange, exchange_over
 from stretto.control.controller import Controller
 from stretto.control.messages import RankState, Reply, decode_captured, encode_plan
 from stretto.control.transport import Link
-from stretto.control.worker import Answer, Ask
+from stretto.control.worker import Answer, Ask, Planning
 from stretto.runtime import backend_meet
 from stretto.runtime.enforcer.enforcer import Enforcer
 
@@ -52,6 +52,8 @@ LARGE, SMALL = 4096, 64
 MODULUS = 65521
 REPLAN_ITERATIONS = 60
 """After so many iterations under a plan the controller gives out another one."""
+REALLY = 10
+"""Of so many plans a real planner, where there is one, makes one: it takes longer than all iterations between."""
 CALL_TIMEOUT_S = 6.0
 """After so long a call with a rank that does not answer fails."""
 LIMIT_S = 150.0
@@ -90,24 +92,41 @@ def iterate(rank: int, iteration: int, loss: int) -> int:
     return (31 * loss + sum(int(tensor.sum()) for tensor in tensors)) % MODULUS
 
 
+class Replaced:
+    """A planner that really plans, and another plan in the place of the one that it finds."""
+
+    def __init__(self, planning: Planning, answer: Answer) -> None:
+        self._planning, self._answer = planning, answer
+        self.cancel = planning.cancel
+
+    def poll(self) -> Answer | None:
+        found = self._planning.poll()
+        assert found is None or not found.error, found.error
+        return None if found is None else self._answer
+
+
 class RestlessController(Controller):
     """A controller that replaces every plan after some iterations by another one."""
 
-    def __init__(self, memory: Path, life: int, every: int = REPLAN_ITERATIONS) -> None:
+    def __init__(
+        self, memory: Path, life: int, every: int = REPLAN_ITERATIONS, worker: Callable[[Ask], Planning] | None = None
+    ) -> None:
         self._every = every
+        self._worker = worker
         self._given = life
         self._changed_at = 0
         self._number = 0
         super().__init__(memory=memory, seed=life, start=self._plan)
 
-    def _plan(self, ask: Ask) -> Ready:
+    def _plan(self, ask: Ask) -> Planning:
         workload, cluster = decode_captured(ask.captured)
         plans = variant_plans(workload, cluster, 5)
         self._given += 1
         plan = plans[self._given % len(plans)]
-        return Ready(
-            Answer(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0, current_us=200.0)
-        )
+        answer = Answer(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0, current_us=200.0)
+        if self._worker is not None and self._given % REALLY == 0:
+            return Replaced(self._worker(ask), answer)
+        return Ready(answer)
 
     def exchange(self, state: RankState) -> Reply:
         reply = super().exchange(state)
@@ -178,12 +197,12 @@ class AgentFaults:
                             found.shutdown(socket.SHUT_RDWR)
 
 
-def train(folder: Path, rank: int, ranks: int, carrier: str) -> None:
+def train(folder: Path, rank: int, ranks: int, carrier: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
     """One rank: iterates until the file `stop` exists, and logs the plan and the loss of every iteration."""
     torch.set_num_threads(1)
     # `join` lets ranks believe that they are on two hosts; their processes are on one, where the dead can be seen.
     backend_meet._space = lambda: "one host"
-    join(folder, rank, ranks, timeout=timedelta(seconds=CALL_TIMEOUT_S))
+    join(folder, rank, ranks, timeout=timedelta(seconds=timeout_s))
     cluster = cluster_of(ranks // 2)
     enforcer = Enforcer(step(ranks), every=4, cluster=cluster, carrier=carrier)
     faults = AgentFaults(folder / f"fault{rank}", folder / "healed", f"{folder}/socket")
@@ -222,6 +241,32 @@ def train(folder: Path, rank: int, ranks: int, carrier: str) -> None:
     sys.exit(code)
 
 
+def read_log(folder: Path, rank: int) -> list[tuple[int, str, int]]:
+    """Number, plan and loss of the iterations that a rank has ended."""
+    path = folder / f"log{rank}"
+    if not path.exists():
+        return []
+    rows = [line.split() for line in path.read_text().split("\n")[:-1]]
+    return [(int(iteration), plan, int(loss)) for iteration, plan, loss in rows]
+
+
+def judge_iterations(folder: Path, ranks: int) -> tuple[list[str], dict[str, int]]:
+    """What was wrong: ranks with different plans in an iteration, losses of another job; and how many of each ran."""
+    logs = [read_log(folder, rank) for rank in range(ranks)]
+    expected = expected_losses(ranks, max(map(len, logs), default=0))
+    plans: dict[int, str] = {}
+    wrong = []
+    for rank, log in enumerate(logs):
+        for number, (iteration, plan, loss) in enumerate(log):
+            if number != iteration or loss != expected[number]:
+                wrong.append(f"rank {rank}, iteration {number}: loss {loss}, not {expected[number]}")
+                break
+            if plans.setdefault(iteration, plan) != plan:
+                wrong.append(f"iteration {iteration}: rank {rank} ran {plan}, another one {plans[iteration]}")
+                break
+    return wrong, {"iterations": len(plans), "plans": len(set(plans.values()))}
+
+
 @dataclass
 class Trial:
     """One job and what happens to it."""
@@ -251,7 +296,9 @@ class Trial:
             self.wrong.append(traceback.format_exc())
         finally:
             self._clean_up()
-        self._judge_iterations()
+        wrong, counts = judge_iterations(self.folder, self.ranks)
+        self.wrong += wrong
+        self.notes |= counts
         return {
             "seed": self.seed, "victim": self.victim, "carrier": self.carrier, "ranks": self.ranks, **self.notes,
             "took_s": round(time.monotonic() - begin, 1), "wrong": self.wrong,
@@ -369,21 +416,6 @@ class Trial:
             if self.job[lost].exitcode != code:
                 self.wrong.append(f"rank {lost}, which was killed, ended with {self.job[lost].exitcode}")
 
-    def _judge_iterations(self) -> None:
-        """One plan in an iteration on all ranks, and the losses of a job to which nothing happens."""
-        logs = [self._log(rank) for rank in range(self.ranks)]
-        expected = expected_losses(self.ranks, max(map(len, logs), default=0))
-        plans: dict[int, str] = {}
-        for rank, log in enumerate(logs):
-            for number, (iteration, plan, loss) in enumerate(log):
-                if number != iteration or loss != expected[number]:
-                    self.wrong.append(f"rank {rank}, iteration {number}: loss {loss}, not {expected[number]}")
-                    break
-                if plans.setdefault(iteration, plan) != plan:
-                    self.wrong.append(f"iteration {iteration}: rank {rank} ran {plan}, another one {plans[iteration]}")
-                    break
-        self.notes |= {"iterations": len(plans), "plans": len(set(plans.values()))}
-
     # The means.
 
     def _start_controller(self) -> None:
@@ -391,16 +423,9 @@ class Trial:
         life.start()
         self.controllers.append(life)
 
-    def _log(self, rank: int) -> list[tuple[int, str, int]]:
-        path = self.folder / f"log{rank}"
-        if not path.exists():
-            return []
-        rows = [line.split() for line in path.read_text().split("\n")[:-1]]
-        return [(int(iteration), plan, int(loss)) for iteration, plan, loss in rows]
-
     def _last(self, rank: int) -> tuple[int, int, str]:
         """Iteration, plan number and plan of the last iteration that a rank has ended."""
-        log = self._log(rank)
+        log = read_log(self.folder, rank)
         return (log[-1][0], int(log[-1][1].partition(".")[0]), log[-1][1]) if log else (-1, 0, "")
 
     def _end(self, rank: int) -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""A long job whose plan changes again and again: ``soak_job.py FOLDER CARRIER ITERATIONS REPLAN_EVERY``.
+
+Writes FOLDER/report: memory, descriptors, threads and shared memory of the controller and of every rank at each change
+of plans, and their growth by a straight line after the first fifth. A real planner plans now and then; plans made by
+hand take the place of what it finds, so that they really change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kills_job import FORK, TOKEN, RestlessController, judge_iterations, read_log, train
+
+from stretto.control.worker import Worker
+
+RANKS = 2
+CALL_TIMEOUT_S = 120.0
+SILENT_S = 300.0
+"""Without an iteration for so long the job hangs."""
+KEYS = ("anonymous_kib", "descriptors", "threads", "shared_files")
+
+
+def control(folder: Path, every: int) -> None:
+    """The controller, until it is killed."""
+    controller = RestlessController(folder / "state.json", 0, every, Worker)
+    controller._budget_s = 0.1
+    server = controller.serve(f"unix:{folder}/socket", token=TOKEN)
+    while server.address:
+        time.sleep(60)
+
+
+def sample(pid: int) -> dict[str, int]:
+    """What a process holds."""
+    proc = Path(f"/proc/{pid}")
+    rollup = dict(line.split()[:2] for line in (proc / "smaps_rollup").read_text().splitlines()[1:])
+    shared = {word for word in (proc / "maps").read_text().split() if word.startswith(("/dev/shm/", "/memfd:"))}
+    counts = (int(rollup["Anonymous:"]), len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")), len(shared))
+    return dict(zip(KEYS, counts, strict=True))
+
+
+def slopes(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Growth per 1,000 iterations after the first fifth, by process and quantity."""
+    later = rows[len(rows) // 5 :]
+    at = np.array([row["iteration"] for row in later]) / 1000
+    return {
+        name: {key: round(float(np.polyfit(at, [row[name][key] for row in later], 1)[0]), 3) for key in KEYS}
+        for name in rows[0]
+        if name not in ("iteration", "plan")
+    }
+
+
+def main(folder: Path, carrier: str, iterations: int, every: int) -> None:
+    """Run the job, and take samples, until so many iterations have run under so many plans."""
+    # On a busy machine the controller is late, and plans last for longer than they should.
+    least_plans = iterations // every // 3
+    controller = FORK.Process(target=control, args=(folder, every))
+    ranks = [FORK.Process(target=train, args=(folder, rank, RANKS, carrier, CALL_TIMEOUT_S)) for rank in range(RANKS)]
+    processes = {"controller": controller, **{f"rank {rank}": process for rank, process in enumerate(ranks)}}
+    for process in processes.values():
+        process.start()
+    rows: list[dict[str, Any]] = []
+    reached, reached_at = 0, time.monotonic()
+    try:
+        while reached < iterations or len(rows) < least_plans:
+            time.sleep(0.05)
+            log = read_log(folder, 0)
+            if len(log) > reached:
+                reached, reached_at = len(log), time.monotonic()
+            assert all(process.exitcode is None for process in processes.values()), "a process has ended"
+            assert time.monotonic() < reached_at + SILENT_S, f"no iteration after {reached}"
+            plan = int(log[-1][1].partition(".")[0]) if log else 0
+            if plan and (not rows or plan != rows[-1]["plan"]):
+                at = {"iteration": reached, "plan": plan}
+                rows.append(at | {name: sample(process.pid or 0) for name, process in processes.items()})
+        (folder / "stop").touch()
+        for process in ranks:
+            process.join(SILENT_S)
+        wrong, counts = judge_iterations(folder, RANKS)
+        wrong += [f"rank {rank} ended with {one.exitcode}" for rank, one in enumerate(ranks) if one.exitcode]
+        report = {"wrong": wrong, **counts, "per_1000_iterations": slopes(rows), "rows": rows}
+        (folder / "report").write_text(json.dumps(report))
+    finally:
+        for process in processes.values():
+            if process.exitcode is None:
+                process.kill()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
