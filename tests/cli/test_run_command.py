@@ -67,6 +67,69 @@ def test_a_controller_that_is_gone_and_a_report_that_cannot_be_written_leave_the
     assert "--report: cannot write" in capfd.readouterr().err
 
 
+STATUS = """if True:
+    import json, os, signal, subprocess, sys, time
+    def controller():
+        asked = [sys.executable, "-m", "stretto", "status", "--json"]
+        said = subprocess.run(asked, capture_output=True, text=True).stdout
+        return json.loads(said)["pid"] if said else 0
+    def wait_for(condition):
+        deadline = time.monotonic() + 150
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert condition()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_controller_that_a_signal_ends_is_started_again_and_the_exit_code_is_the_jobs(
+    number: signal.Signals, stretto: Launch
+) -> None:
+    job = f"""{STATUS}
+    first = controller()
+    os.kill(first, {number.value})
+    wait_for(lambda: controller() not in (0, first))
+    sys.exit(9)
+    """
+    done = stretto("run", "--", sys.executable, "-c", job)
+    assert done.returncode == 9, done.stderr
+    said = f"stretto: the controller ended by {number.name}; it is started again, and training goes on"
+    assert done.stderr.splitlines().count(said) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_controller_that_has_stopped_leaves_the_exit_code_alone(stretto: Launch) -> None:
+    job = f"{STATUS}\n    os.kill(controller(), signal.SIGSTOP); sys.exit(9)"
+    done = stretto("run", "--", sys.executable, "-c", job)
+    assert done.returncode == 9, done.stderr
+    assert "the controller did not answer at the end and was killed" in done.stderr
+
+
+def test_the_controller_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"{STATUS}\n    open({str(pid)!r} + '.part', 'w').write(str(controller()))\n"
+    code += f"    os.rename({str(pid)!r} + '.part', {str(pid)!r}); time.sleep(300)"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stretto", "run", "--", sys.executable, "-c", code], start_new_session=True
+    )
+    try:
+        _wait_for(pid.exists)
+        controller = int(pid.read_text())
+        process.kill()
+        _wait_for(lambda: not Path(f"/proc/{controller}").exists())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 150
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_an_interrupt_that_no_terminal_sent_reaches_the_job(tmp_path: Path) -> None:
     # In a session of its own there is no terminal: whoever sends SIGINT sends it to `stretto run` alone.
     up = tmp_path / "up"
@@ -75,12 +138,12 @@ def test_an_interrupt_that_no_terminal_sent_reaches_the_job(tmp_path: Path) -> N
         [sys.executable, "-m", "stretto", "run", "--", "bash", "-c", job], start_new_session=True
     )
     try:
-        for _ in range(600):
+        for _ in range(3000):
             if up.exists():
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 9
+        assert process.wait(300) == 9
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

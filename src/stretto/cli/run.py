@@ -15,7 +15,7 @@ import typer
 
 from ..errors import InvalidInput
 from .gain import gain_lines
-from .run_memory import Memory
+from .run_memory import Memory, with_memory
 from .status import state, write_report
 
 if TYPE_CHECKING:
@@ -66,24 +66,28 @@ def run(
         code = _run(command, controller, token_file.absolute(), name)
         _tell_of_other(*memory.last_words(), report)
         raise typer.Exit(code)
-    from ..control.controller import Controller
-    from ..control.transport import make_token
+    from ..control.controller_process import ControllerProcess
 
     with tempfile.TemporaryDirectory(prefix="stretto-run-") as folder:
-        token_path = Path(folder) / "token"
-        token = make_token(token_path)
-        own = Controller(memory=Path(folder) / "state.json", budget_s=budget)
+        own = ControllerProcess(Path(folder), budget, _say)
+        said: list[Status] = []
         try:
-            server = own.serve(f"unix:{folder}/socket", token=token)
-            try:
-                _say(f"stretto status --address {server.address} --token-file {token_path}")
-                code = _run(command, server.address, token_path, _job_name(command))
-            finally:
-                server.close()
-            _tell(own.status(), report)
+            _say(f"stretto status --address {own.address} --token-file {own.token_path}")
+            code = _run(command, own.address, own.token_path, _job_name(command))
         finally:
-            own.close()
+            said = own.close()
+        _tell(_last_status(said), report)
     raise typer.Exit(code)
+
+
+def _last_status(said: list[Status]) -> Status:
+    """What a controller said last; what it has forgotten because it was started again comes from its earlier lives."""
+    from ..control.messages import Status
+
+    jobs: dict[str, JobStatus] = {}
+    for status in said:
+        jobs |= {job.job: with_memory(job, jobs.get(job.job)) for job in status.jobs}
+    return Status(pid=said[-1].pid if said else 0, jobs=tuple(jobs.values()))
 
 
 def _job_name(command: list[str]) -> str:

@@ -6,9 +6,11 @@ It runs at the lowest priority, as it may share the machine with the training th
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +26,8 @@ from .refine import RefinedCosts
 from .spans import Span, schedule_spans
 
 NICENESS = 19
+PARENT_S = 0.5
+"""Between two looks whether the controller still lives."""
 SPARE_S = 120.0
 """How long beyond its budget a planner may take before it is given up."""
 
@@ -103,7 +107,7 @@ class Worker:
         # The planner is no part of the job that it plans for.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(folder)],
+            [sys.executable, "-m", __name__, str(folder), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=(folder / "errors").open("wb"),
@@ -135,9 +139,10 @@ class Worker:
         self._folder.cleanup()
 
 
-def main(folder: Path) -> None:
-    """What the other process does."""
+def main(folder: Path, controller: int) -> None:
+    """What the other process does, as long as the controller with that process id lives."""
     os.nice(NICENESS)
+    threading.Thread(target=_end_with, args=(controller, folder), daemon=True).start()
     try:
         ask = msgspec.msgpack.decode((folder / "ask").read_bytes(), type=typed(Ask))
         found = answer(ask)
@@ -150,5 +155,13 @@ def main(folder: Path) -> None:
     part.rename(folder / "answer")
 
 
+def _end_with(controller: int, folder: Path) -> None:
+    """Thread: nobody reads the answer to a controller that was killed, and nobody else clears the folder away."""
+    while os.getppid() == controller:
+        time.sleep(PARENT_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
