@@ -11,7 +11,7 @@ from stretto.lab import Lab, unavailable
 from stretto.planner.measured import read_measurements
 
 Run = Callable[..., str]
-LIMIT_S = 120.0
+LIMIT_S = 480.0
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 

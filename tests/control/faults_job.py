@@ -28,7 +28,7 @@ from stretto.errors import StrettoError
 FORK = multiprocessing.get_context("fork")
 TOKEN = "0123456789abcdef0123456789abcdef"
 EVERY_S = 0.02
-LIMIT_S = 150.0
+LIMIT_S = 600.0
 
 KILLS: list[tuple[str, bool]] = [
     ("first message", True), ("gathered", True), ("prepare 1", True), ("prepare 2", False), ("vote 1", True),

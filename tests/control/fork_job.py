@@ -21,7 +21,7 @@ FORKS = 30
 def control(folder: Path) -> None:
     """The controller, in a process of its own."""
     server = Controller(start=planner("p")).serve(f"unix:{folder}/socket", token=TOKEN)
-    time.sleep(60)
+    time.sleep(600)
     server.close()
 
 
@@ -40,14 +40,14 @@ def main(folder: Path) -> None:
     for agent in agents:
         agent.start()
         agent.captured(toy_workload(2), toy_cluster(2))
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 200
     while not plane.report().committed and time.monotonic() < deadline:
         time.sleep(0.01)
     ended = 0
     for number in range(FORKS):
         child = FORK.Process(target=load, args=(number * 1000,))
         child.start()
-        child.join(20)
+        child.join(100)
         ended += child.exitcode == 0
     alive = all(agent._thread.is_alive() for agent in agents)
     for agent in agents:

@@ -54,9 +54,9 @@ REPLAN_ITERATIONS = 60
 """After so many iterations under a plan the controller gives out another one."""
 REALLY = 10
 """Of so many plans a real planner, where there is one, makes one: it takes longer than all iterations between."""
-CALL_TIMEOUT_S = 6.0
-"""After so long a call with a rank that does not answer fails."""
-LIMIT_S = 150.0
+CALL_TIMEOUT_S, STOPPED_TIMEOUT_S = 120.0, 15.0
+"""After so long a call with a rank that does not answer fails; sooner where a rank is stopped."""
+LIMIT_S = 400.0
 """What a trial may take on a busy machine."""
 LOST = 3
 """Exit code of a rank whose call raised."""
@@ -197,7 +197,7 @@ class AgentFaults:
                             found.shutdown(socket.SHUT_RDWR)
 
 
-def train(folder: Path, rank: int, ranks: int, carrier: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+def train(folder: Path, rank: int, ranks: int, carrier: str, timeout_s: float) -> None:
     """One rank: iterates until the file `stop` exists, and logs the plan and the loss of every iteration."""
     torch.set_num_threads(1)
     # `join` lets ranks believe that they are on two hosts; their processes are on one, where the dead can be seen.
@@ -281,6 +281,7 @@ class Trial:
     def __post_init__(self) -> None:
         self.dice = random.Random(f"{self.victim} {self.seed}")
         self.ranks = self.dice.choice((2, 4))
+        self.timeout_s = STOPPED_TIMEOUT_S if self.victim == "rank-stop" else CALL_TIMEOUT_S
         self.deadline = time.monotonic() + LIMIT_S
         self.job: list[Any] = []
         self.controllers: list[Any] = []
@@ -307,7 +308,7 @@ class Trial:
     def _start(self) -> None:
         self._start_controller()
         self.job = [
-            FORK.Process(target=train, args=(self.folder, rank, self.ranks, self.carrier))
+            FORK.Process(target=train, args=(self.folder, rank, self.ranks, self.carrier, self.timeout_s))
             for rank in range(self.ranks)
         ]
         for process in self.job:

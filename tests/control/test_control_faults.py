@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-LIMIT_S = 200.0
+LIMIT_S = 700.0
 RANKS = 2
 
 

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 TRIALS = int(os.environ.get("STRETTO_KILL_TRIALS", "1"))
 SEED = int(os.environ.get("STRETTO_KILL_SEED", "0"))
 VICTIMS = ("controller-kill", "controller-stop", "agent", "rank-kill", "rank-stop")
-TRIAL_LIMIT_S = 160.0
+TRIAL_LIMIT_S = 420.0
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-LIMIT_S = 400.0
+LIMIT_S = 1200.0
 
 
 @pytest.fixture(scope="module")

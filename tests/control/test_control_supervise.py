@@ -56,7 +56,7 @@ class Job:
         return found
 
     def until(self, condition: Callable[[JobStatus], bool], what: str) -> JobStatus:
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
             self.turn()
             if condition(self.status):
@@ -302,7 +302,7 @@ def test_an_agent_without_a_controller_keeps_trying_and_ends_in_time() -> None:
 
     agent = Agent(ToyPlane(lambda values: values), nobody, job="j", epoch=1, rank=0, size=1, every_s=0.001)
     agent.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while len(calls) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     agent.stop()

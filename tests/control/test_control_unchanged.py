@@ -18,7 +18,7 @@ import pytest
 from stretto.runtime.enforcer.trial import BLOCK, ROUNDS, SETTLED, SKIP
 
 HERE = Path(__file__).parent
-LIMIT_S = 240.0
+LIMIT_S = 700.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CLUSTER": "ring:2"}
 
 

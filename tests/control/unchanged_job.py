@@ -24,7 +24,7 @@ from stretto.runtime.own_backend import OwnBackend
 
 RANKS = 2
 GRAIN = 1 << 10
-LIMIT_S = 150.0
+LIMIT_S = 500.0
 LEFT_AS_IT_IS = "cpu:gloo,cuda:gloo"
 
 

@@ -23,7 +23,7 @@ def test_a_job_across_hosts_gives_the_bits_of_gloo_and_a_timeline_that_all_repor
         lab.cluster().save(tmp_path / "lab.yaml")
         saved = tmp_path / "recorded.json"
         known = {"STRETTO_CLUSTER": str(tmp_path / "lab.yaml")}
-        done = lab.run([sys.executable, str(job), str(saved)], env=known, timeout_s=120)
+        done = lab.run([sys.executable, str(job), str(saved)], env=known, timeout_s=480)
     assert done.exit_code == 0, done.errors
     found = json.loads(done.outputs[0].splitlines()[-1])
     assert all(found["same"].values()) and len(found["same"]) == 5

@@ -18,7 +18,7 @@ from stretto.lab import Lab, job, running
 from stretto.lab.processes import _members
 
 pytestmark = pytest.mark.real_lab
-LIMIT_S = 120.0
+LIMIT_S = 480.0
 Start = Callable[[str], subprocess.Popen[str]]
 
 # A rank with a child that leaves its process group and forgets its output.

@@ -12,7 +12,7 @@ import pytest
 from stretto.lab import Lab
 
 pytestmark = pytest.mark.real_lab
-LIMIT_S = 120.0
+LIMIT_S = 480.0
 
 # All-reduces without end; the first that fails is told.
 REDUCE = """

@@ -13,7 +13,7 @@ from stretto.errors import Infeasible, InvalidInput
 from stretto.lab import Lab, Result, network, running, unavailable
 
 pytestmark = pytest.mark.real_lab
-LIMIT_S = 120.0
+LIMIT_S = 480.0
 
 LOOK = """
 import json, os, socket

@@ -27,7 +27,7 @@ import stretto.torch
 from stretto.runtime.enforcer.enforcer import Enforcer
 
 RANKS = 2
-LIMIT_S = 60
+LIMIT_S = 240
 
 
 def forked(calls: dict[str, Callable[[], object]]) -> dict[str, str]:

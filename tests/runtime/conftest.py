@@ -24,7 +24,7 @@ Job = Callable[..., dict[str, list[Any]]]
 collect_ignore_glob = ["*_job.py", "capture_*.py", "backend_*.py", "distribute_*.py", "enforcer_*.py"]
 """What the processes run; pytest itself must not import it."""
 
-LIMIT_S = 150.0
+LIMIT_S = 600.0
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

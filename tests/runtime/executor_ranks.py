@@ -21,7 +21,7 @@ from typing import Any
 
 from stretto.runtime.executor import Executor
 
-LIMIT_S = 180.0
+LIMIT_S = 600.0
 TOKEN = b"a token for tests only"
 
 

@@ -21,7 +21,7 @@ from stretto.runtime.executor_join import Hello, Joined, join
 
 TOKEN = b"a token for tests only"
 RANKS = 4
-LIMIT_S = 100.0
+LIMIT_S = 400.0
 MOST_HELD = 200
 
 

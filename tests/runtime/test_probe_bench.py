@@ -19,7 +19,7 @@ from stretto.runtime.probe import conclude
 from stretto.runtime.probe_find import find
 
 JOB = Path(__file__).with_name("probe_job.py")
-LIMIT_S = 90.0
+LIMIT_S = 400.0
 WORLD = network(((0, 2), (1, 3)), uplinks={"rdma": [0.05] * 2, "eth": [0.025] * 2})
 CLUSTER = conclude(find(SimulatedMeter(WORLD))).cluster
 
