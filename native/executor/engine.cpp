@@ -113,6 +113,7 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
   auto w = std::make_shared<Work>();
   const size_t element = type_bytes(type);
   const Loaded& p = *program;
+  if (p.by_call) throw std::invalid_argument("count: " + p.name + " was loaded for sizes by call; use start_pieces");
   w->program = program;
   w->input = input;
   w->output = output;
@@ -127,14 +128,46 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
       w->factor = 1.0 / p.parts;
     }
   }
-  ++contenders_;
-  std::unique_lock lock(mutex_);
-  --contenders_;
-  if (closed_) throw std::runtime_error("the executor is closed");
+  const auto lock = entered();
   w->layout = program->layout(total, element);
   w->facts = static_cast<uint32_t>(type) | static_cast<uint32_t>(op) << 8 | p.kind << 16;
   if (!p.combining) w->facts &= ~0xff00u;
   w->signature = mix(mix(p.signature, static_cast<uint64_t>(total)), p.combining ? w->facts : element);
+  const auto near = [&](int r) { return local_index_[static_cast<size_t>(r)] >= 0; };
+  w->meeting = total == 0 && p.all_with_all() && std::all_of(p.ranks.begin(), p.ranks.end(), near);
+  return begin(w, timeout_s, blocking);
+}
+
+// An all-to-all with pieces of any sizes: what ranks must agree on is only what each sends to each, which messages show.
+std::shared_ptr<Work> Engine::start_pieces(const std::shared_ptr<Loaded>& program, std::vector<Extent> gives,
+                                           std::vector<Extent> takes, double timeout_s, bool traced, bool blocking,
+                                           bool notify) {
+  if (!program->by_call) throw std::invalid_argument("pieces: " + program->name + " was not loaded for sizes by call");
+  auto w = std::make_shared<Work>();
+  w->program = program;
+  w->type = Type::u8;
+  w->traced = traced;
+  w->notify = notify;
+  const auto lock = entered();
+  w->layout = program->layout(gives, takes);
+  w->gives = std::move(gives);
+  w->takes = std::move(takes);
+  w->facts = static_cast<uint32_t>(w->type) | program->kind << 16;
+  w->signature = mix(program->signature, 1);
+  return begin(w, timeout_s, blocking);
+}
+
+std::unique_lock<std::mutex> Engine::entered() {
+  ++contenders_;
+  std::unique_lock lock(mutex_);
+  --contenders_;
+  if (closed_) throw std::runtime_error("the executor is closed");
+  return lock;
+}
+
+// Gives a work its number and lets it go. Called with the lock.
+std::shared_ptr<Work> Engine::begin(const std::shared_ptr<Work>& w, double timeout_s, bool blocking) {
+  const Loaded& p = *w->program;
   w->started_ns = now_ns();
   w->deadline_ns = w->started_ns + static_cast<int64_t>((timeout_s > 0 ? timeout_s : set_.timeout_s) * 1e9);
   Comm& comm = comms_[p.comm];
@@ -156,8 +189,6 @@ std::shared_ptr<Work> Engine::start(const std::shared_ptr<Loaded>& program, char
       fail(*w, Failure::peer_lost, found.lost, found.why, true);
       return w;
     }
-  const auto near = [&](int r) { return local_index_[static_cast<size_t>(r)] >= 0; };
-  w->meeting = total == 0 && p.all_with_all() && std::all_of(p.ranks.begin(), p.ranks.end(), near);
   queued_.push_back(w);
   admit();
   if (!driven_) {
@@ -270,12 +301,12 @@ bool Engine::activate(const std::shared_ptr<Work>& w) {
     at += kSlots * w->cast[i].slot_bytes;
   }
   for (size_t i = 0; i < p.in.size(); ++i)
-    w->in[i].total = static_cast<uint64_t>(p.in[i].messages) * static_cast<uint64_t>(l.slices);
+    w->in[i].total = l.in_messages[i];
   w->block.resize(p.block.size());
   w->unfinished = 0;
   for (size_t i = 0; i < p.block.size(); ++i) {
     if (p.block[i].first == p.block[i].last)
-      w->block[i].slice = l.slices;
+      w->block[i].slice = l.block_slices[i];
     else
       ++w->unfinished;
   }
@@ -371,7 +402,7 @@ bool Engine::drained(Work& w) {
   for (size_t i = 0; i < w.out.size(); ++i) {
     const OutState& s = w.out[i];
     if (s.ring) {
-      const uint64_t all = static_cast<uint64_t>(p.out[i].messages) * static_cast<uint64_t>(w.layout->slices);
+      const uint64_t all = w.layout->out_messages[i];
       if (s.ring->tail.load(std::memory_order_acquire) < all && gone_[static_cast<size_t>(p.out[i].peer)].empty()) return false;
     }
   }

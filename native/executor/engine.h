@@ -91,6 +91,7 @@ struct Work {
   bool notify = false;
   char* input = nullptr;
   char* output = nullptr;
+  std::vector<Extent> gives, takes;  // instead of both, where sizes come with the call
   Type type = Type::f32;
   Op op = Op::sum;
   Reduce reduce = nullptr;
@@ -152,6 +153,8 @@ class Engine {
   void run();  // starts the progress thread, once everything is connected
   std::shared_ptr<Work> start(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total, Type type,
                               Op op, double timeout_s, bool traced, bool blocking, bool notify);
+  std::shared_ptr<Work> start_pieces(const std::shared_ptr<Loaded>& program, std::vector<Extent> gives,
+                                     std::vector<Extent> takes, double timeout_s, bool traced, bool blocking, bool notify);
   bool wait(Work& work, double seconds);
   std::vector<int64_t> wait_any(double seconds);
   std::vector<double> repeat(const std::shared_ptr<Loaded>& program, char* input, char* output, int64_t total, Type type,
@@ -189,6 +192,8 @@ class Engine {
     std::map<int, bool> answers;
   };
 
+  std::unique_lock<std::mutex> entered();
+  std::shared_ptr<Work> begin(const std::shared_ptr<Work>& w, double timeout_s, bool blocking);
   bool activate(const std::shared_ptr<Work>& w);
   void announce(Work& w, Entry* entry);
   void open_transfers(Work& w, size_t count);
@@ -224,6 +229,7 @@ class Engine {
   void mismatch(Work& w, int peer, uint64_t total, uint32_t facts);
   Cause culprit(int peer) const;
   void say_cause(int lost, const std::string& why);
+  std::string wrong_length(const Work& w, int peer, int64_t slice, uint64_t got, size_t expected) const;
   void peer_gone(int peer, const std::string& why);
   void hang_up(int peer);
   void read_control(int peer);

@@ -60,6 +60,23 @@ void Engine::mismatch(Work& w, int peer, uint64_t total, uint32_t facts) {
        true);
 }
 
+std::string Engine::wrong_length(const Work& w, int peer, int64_t slice, uint64_t got, size_t expected) const {
+  const std::string sender = "rank " + std::to_string(peer);
+  if (!w.program->by_call)
+    return describe(w) + ": " + sender + " sent " + std::to_string(got) + " bytes where " + std::to_string(expected) +
+           " were expected";
+  const auto full = static_cast<uint64_t>(w.layout->slice), before = static_cast<uint64_t>(slice) * full;
+  const std::string given = got < full ? std::to_string(before + got) : "at least " + std::to_string(before + std::min(got, full));
+  int64_t wanted = 0;
+  for (const Block& b : w.program->block)
+    for (int32_t k = b.first; k < b.last; ++k)
+      if (const Instruction& x = w.program->code[static_cast<size_t>(k)];
+          receives(x.code) && w.program->in[static_cast<size_t>(b.in)].peer == peer)
+        wanted = w.layout->chunk[static_cast<size_t>(w.program->piece[static_cast<size_t>(x.first)].chunk)];
+  const std::string receiver = "rank " + std::to_string(set_.rank);
+  return describe(w) + ": " + sender + " sends " + given + " bytes to " + receiver + ", which expects " + std::to_string(wanted);
+}
+
 void Engine::fail(Work& w, Failure f, int lost, const std::string& why, bool tell_others) {
   if (w.done) return;
   fail_comm(w.program->comm, w.number, f, lost, why, tell_others);
@@ -83,7 +100,8 @@ void Engine::fail_comm(int id, uint64_t number, Failure f, int lost, const std::
       }
       list->erase(list->begin() + static_cast<std::ptrdiff_t>(i));
       for (InState& s : w->in) {
-        if (s.ring) s.ring->tail.store(s.total, std::memory_order_release);
+        // More than a sender can have: it may count on another size than this rank does.
+        if (s.ring) s.ring->tail.store(UINT64_MAX / 2, std::memory_order_release);
         for (int k = 0; s.transfers && k < kSlots; ++k)
           if (s.transfers[k].busy)
             networks_[static_cast<size_t>(w->program->in[static_cast<size_t>(&s - w->in.data())].channel)]->cancel(s.transfers[k]);
@@ -285,7 +303,7 @@ void Engine::stalled() {
     }
     for (size_t b = 0; b < p.block.size(); ++b) {
       const BlockState& at = w->block[b];
-      if (at.slice == w->layout->slices) continue;
+      if (at.slice == w->layout->block_slices[b]) continue;
       const Instruction& x = p.code[static_cast<size_t>(p.block[b].first + at.step)];
       int peer = -1;
       if (receives(x.code) && !gone_[static_cast<size_t>(p.in[static_cast<size_t>(p.block[b].in)].peer)].empty()) {
@@ -397,7 +415,7 @@ void Engine::check_deadlines(int64_t now) {
     const bool known = first >= 0;
     for (size_t b = 0; !known && b < w->block.size(); ++b) {
       const BlockState& at = w->block[b];
-      if (at.slice == w->layout->slices) continue;
+      if (at.slice == w->layout->block_slices[b]) continue;
       const Instruction& x = p.code[static_cast<size_t>(p.block[b].first + at.step)];
       if (receives(x.code)) {
         const InState& s = w->in[static_cast<size_t>(p.block[b].in)];

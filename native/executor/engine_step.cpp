@@ -28,7 +28,8 @@ bool Engine::advance(Work& w, int number) {
   const Loaded& p = *w.program;
   const Block& b = p.block[static_cast<size_t>(number)];
   BlockState& at = w.block[static_cast<size_t>(number)];
-  if (at.slice == w.layout->slices) return false;
+  const int64_t slices = w.layout->block_slices[static_cast<size_t>(number)];
+  if (at.slice == slices) return false;
   const Instruction& x = p.code[static_cast<size_t>(b.first + at.step)];
   const int64_t slice = at.slice;
   if (p.scratch && at.step == 0 && slice >= w.oldest_slice + p.window) {
@@ -44,7 +45,7 @@ bool Engine::advance(Work& w, int number) {
     const uint64_t needed = static_cast<uint64_t>(slice) * length + static_cast<uint64_t>(x.dep_step) + 1;
     if (w.block[static_cast<size_t>(x.dep_block)].done < needed) return false;
   }
-  if (x.code != Code::nop) {
+  if (x.code != Code::nop && (!p.by_call || slice < p.slices_of(*w.layout, x))) {
     const char* received = nullptr;
     char* slot = nullptr;
     bool fill = true;
@@ -67,7 +68,7 @@ bool Engine::advance(Work& w, int number) {
   ++at.done;
   if (b.first + ++at.step == b.last) {
     at.step = 0;
-    if (++at.slice == w.layout->slices) --w.unfinished;
+    if (++at.slice == slices) --w.unfinished;
   }
   return true;
 }
@@ -126,6 +127,7 @@ void Engine::execute(Work& w, const Instruction& x, int64_t slice, const char* r
       const auto row = static_cast<size_t>((slice % p.window) * p.scratch + at);
       return w.scratch.get() + row * l.scratch_slice_bytes;
     }
+    if (p.by_call) return (buffer == 0 ? w.gives : w.takes)[static_cast<size_t>(at)].at + slice * l.slice;
     const auto& offsets = buffer == 0 ? l.in_at : l.out_at;
     char* base = buffer == 0 ? w.input : w.output;
     int64_t begin;
@@ -202,10 +204,7 @@ const char* Engine::peek(Work& w, int conn, const Instruction& x, int64_t slice)
     const auto& m = s.ring->message[s.taken % kSlots];
     const size_t expected = message_bytes(w, x, slice);
     if (m.nbytes != expected || size_t{m.at} * kLine + m.nbytes > from.size()) {
-      fail(w, Failure::mismatch, c.peer,
-           describe(w) + ": rank " + std::to_string(c.peer) + " sent " + std::to_string(m.nbytes) + " bytes where " +
-               std::to_string(expected) + " were expected",
-           true);
+      fail(w, Failure::mismatch, c.peer, wrong_length(w, c.peer, slice, m.nbytes, expected), true);
       return nullptr;
     }
     return from.line(m.at);
@@ -215,9 +214,8 @@ const char* Engine::peek(Work& w, int conn, const Instruction& x, int64_t slice)
   const size_t expected = message_bytes(w, x, slice);
   if (t.failed || t.length != expected) {
     fail(w, t.failed ? Failure::peer_lost : Failure::mismatch, c.peer,
-         describe(w) + ": rank " + std::to_string(c.peer) +
-             (t.failed ? " could not be received from"
-                       : " sent " + std::to_string(t.length) + " bytes where " + std::to_string(expected) + " were expected"),
+         t.failed ? describe(w) + ": rank " + std::to_string(c.peer) + " could not be received from"
+                  : wrong_length(w, c.peer, slice, t.length, expected),
          true);
     return nullptr;
   }

@@ -46,6 +46,7 @@ std::shared_ptr<Loaded> load(const nb::dict& d) {
   p->combining = nb::cast<bool>(d["combining"]);
   p->place = nb::cast<int64_t>(d["place"]);
   p->parts = nb::cast<int>(d["parts"]);
+  p->by_call = nb::cast<bool>(d["by_call"]);
   p->in_chunk = list<int32_t>(d, "in_chunk");
   p->out_chunk = list<int32_t>(d, "out_chunk");
   p->shard_share = list<double>(d, "shard_share");
@@ -93,6 +94,14 @@ nb::tuple trace(const Work& w) {
   return nb::make_tuple(stretto::to_numpy(std::move(block)), stretto::to_numpy(std::move(step)),
                         stretto::to_numpy(std::move(slice)), stretto::to_numpy(std::move(begin)),
                         stretto::to_numpy(std::move(end)));
+}
+
+using Pairs = std::vector<std::pair<int64_t, int64_t>>;
+
+std::vector<Extent> extents(const Pairs& pairs) {
+  std::vector<Extent> result;
+  for (const auto& [address, bytes] : pairs) result.push_back({reinterpret_cast<char*>(address), bytes});
+  return result;
 }
 
 std::vector<std::string> strings(const nb::list& all) {
@@ -159,6 +168,12 @@ NB_MODULE(_executor, m) {
               double timeout_s, bool traced, bool blocking, bool notify) {
              return e.start(p, reinterpret_cast<char*>(input), reinterpret_cast<char*>(output), total,
                             static_cast<Type>(type), static_cast<Op>(op), timeout_s, traced, blocking, notify);
+           },
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("start_pieces",
+           [](Engine& e, const std::shared_ptr<Loaded>& p, const Pairs& gives, const Pairs& takes, double timeout_s, bool traced,
+              bool blocking, bool notify) {
+             return e.start_pieces(p, extents(gives), extents(takes), timeout_s, traced, blocking, notify);
            },
            nb::call_guard<nb::gil_scoped_release>())
       .def("wait", [](Engine& e, const std::shared_ptr<Work>& w, double seconds) { return e.wait(*w, seconds); },

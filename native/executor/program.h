@@ -54,10 +54,18 @@ struct Layout {
   int64_t slice;  // elements of one chunk in one slice
   int64_t slices;
   std::vector<int64_t> chunk;            // elements of each chunk
+  std::vector<int64_t> block_slices;     // how many slices each block goes through
+  std::vector<uint64_t> out_messages, in_messages;  // of each connection, over all slices
   std::vector<int64_t> in_at, out_at;    // where each position of a buffer begins, in elements; and its end
   std::vector<size_t> out_bytes, in_bytes;  // the largest message of each connection
   std::vector<size_t> cast_bytes;
   size_t scratch_slice_bytes;
+};
+
+// Memory that a call gives for one piece of an all-to-all.
+struct Extent {
+  char* at;
+  int64_t bytes;
 };
 
 // Elements of a rank's buffers, and how far the input begins behind the output in place.
@@ -89,13 +97,25 @@ struct Loaded {
   int64_t place = 0;
   int parts = 1;  // how many an average divides by
   bool uses_network = false;
+  // An all-to-all whose pieces have the sizes that each call brings. A rank knows only its own pieces: chunk i is then its
+  // i-th input, and chunk `in_chunk.size() + j` its j-th output.
+  bool by_call = false;
 
   bool all_with_all() const { return kind >= 1 && kind <= 4; }  // no rank can be done before every rank has begun
 
   Ends last_ends{-1, 0, 0, 0};  // Python's, under its own lock
   std::map<std::pair<int64_t, size_t>, std::shared_ptr<const Layout>> layouts;
   std::shared_ptr<const Layout> layout(int64_t total, size_t element);
+  std::shared_ptr<const Layout> last_by_call;
+  std::shared_ptr<const Layout> layout(const std::vector<Extent>& gives, const std::vector<Extent>& takes);
+  // How many slices of an instruction there are. By call every message but the last is full, and the last is not: so both
+  // ends notice if they count on different sizes.
+  int64_t slices_of(const Layout& l, const Instruction& x) const {
+    return by_call ? l.chunk[static_cast<size_t>(piece[static_cast<size_t>(x.first)].chunk)] / l.slice + 1 : l.slices;
+  }
   const Ends& ends(int64_t total);
   int64_t cut(int64_t total, std::vector<int64_t>& chunk) const;
+  size_t slice_bytes() const;
+  void measure(Layout& l) const;
 };
 }  // namespace stretto::executor

@@ -56,6 +56,16 @@ class Engine:
         blocking: bool,
         notify: bool,
     ) -> Work: ...
+    def start_pieces(
+        self,
+        loaded: Loaded,
+        gives: list[tuple[int, int]],
+        takes: list[tuple[int, int]],
+        timeout_s: float,
+        traced: bool,
+        blocking: bool,
+        notify: bool,
+    ) -> Work: ...
     def wait(self, work: Work, seconds: float) -> bool: ...
     def wait_any(self, seconds: float) -> list[int]: ...
     def retired(self, communicator: int) -> bool: ...

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import StrettoError
-from .backend_buffers import Call
+from .backend_buffers import Call, Splits
 from .backend_engine import Engine, Job, missing
 from .backend_meet import Meeting, agree, card, meet
 from .backend_work import DelegatedWork, GroupWork, JoinedWork, Tensors
@@ -218,14 +218,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
         """Everybody sends a piece of a tensor to everybody; without splits all pieces are equal."""
         opts = opts or _with(c10d.AllToAllOptions(), more)
         splits = (list(output_splits), list(input_splits))
-        call = Call.of("all_to_all", [input], outputs=[output], uneven=bool(splits[0] or splits[1]))
+        given = Splits(output=tuple(splits[0]), input=tuple(splits[1])) if splits[0] or splits[1] else None
+        call = Call.of("all_to_all", [input], outputs=[output], splits=given)
         return self._run(call, "all_to_all_single", (output, input, *splits, opts), [output], opts)
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> dist.Work:
         """Everybody sends a tensor to everybody."""
         opts = opts or c10d.AllToAllOptions()
-        # Only this rank's sizes are known here, and those of other pairs of ranks may differ.
-        call = Call.of("all_to_all", input_tensors, outputs=output_tensors, uneven=True)
+        call = Call.of("all_to_all", input_tensors, outputs=output_tensors, splits=Splits(listed=True))
         return self._run(call, "alltoall", (output_tensors, input_tensors, opts), output_tensors, opts)
 
     def barrier(self, opts: Any = None, **more: Any) -> dist.Work:
@@ -408,6 +408,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
                 op=call.op, ranks=ranks if peers is None else (ranks[peers[0]], ranks[peers[1]]),
                 channel=self.label if peers is None else f"{self.label}:{tag}", nbytes=call.nbytes,
                 device=call.device.type, root=call.root, blocking=blocking,
+                splits=call.splits is not None,
             ),
             run,
         )  # fmt: skip

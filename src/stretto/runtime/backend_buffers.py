@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import InvalidInput
 from ..programs.lowered import NOP, READS_SRC, SCRATCH, WRITES_DST, Lowered
 from ..programs.streams import Streams
 from .backend_work import Tensors
@@ -23,6 +25,16 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce", "all_gather")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Splits:
+    """How the first dimension of an all-to-all's tensors is shared out; equally where a side says nothing."""
+
+    output: tuple[int, ...] = ()
+    input: tuple[int, ...] = ()
+    listed: bool = False
+    """Whether each side is a list of tensors, one for each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Call:
     """One collective as it was asked for; a list of tensors is one tensor in pieces."""
 
@@ -33,19 +45,20 @@ class Call:
     device: torch.device
     reduce: str = ""
     root: int = 0
-    uneven: bool = False
+    splits: Splits | None = None
+    """Of an all-to-all whose pieces may differ; else all are equal."""
 
     @classmethod
     def of(
         cls, op: str, inputs: Tensors, *, outputs: Tensors | None = None, reduce: Any = None, root: int = 0,
-        uneven: bool = False,
+        splits: Splits | None = None,
     ) -> Call:  # fmt: skip
         """Without `outputs` the inputs are overwritten."""
         targets = inputs if outputs is None else outputs
         first = next(iter([*inputs, *targets]), None)
         return cls(
             op=op, inputs=inputs, outputs=targets, nbytes=max(_nbytes(inputs), _nbytes(targets)),
-            device=CPU if first is None else first.device, reduce=reduce_name(reduce), root=root, uneven=uneven,
+            device=CPU if first is None else first.device, reduce=reduce_name(reduce), root=root, splits=splits,
         )  # fmt: skip
 
     @property
@@ -57,6 +70,10 @@ class Call:
     def barrier(cls, device: torch.device) -> Call:
         """A call that moves nothing."""
         return cls(op="barrier", inputs=[], outputs=[], nbytes=0, device=device)
+
+    def with_splits(self) -> Call:
+        """An all-to-all of equal pieces as one whose pieces may differ: other ranks may have given splits."""
+        return self if self.splits is not None else replace(self, splits=Splits())
 
     def joined(self, calls: list[Call]) -> Call:
         """This and others as one."""
@@ -112,6 +129,9 @@ class Buffers:
     in_place: bool
     finish: Callable[[], object] | None = None
     """Puts the result where the caller wants it."""
+    gives: tuple[int, ...] = ()
+    takes: tuple[int, ...] = ()
+    """Of an all-to-all with splits: the bytes that go to, and come from, each rank, one behind the other."""
 
     def addresses(self, handle: Handle) -> tuple[int, int]:
         """Of input and output."""
@@ -121,6 +141,15 @@ class Buffers:
             size = self.nbytes // self.count if self.count else 1
             return output + shift * size, output
         return 0 if self.source is None else self.source.data_ptr(), output
+
+    def pieces(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Of an all-to-all with splits: (address, bytes) of what goes to, and comes from, each rank."""
+        found = []
+        for tensor, sizes in ((self.source, self.gives), (self.target, self.takes)):
+            assert tensor is not None
+            ends = accumulate(sizes, initial=tensor.data_ptr())
+            found.append(list(zip(ends, sizes, strict=False)))
+        return found[0], found[1]
 
     def padded(self, chunks: int) -> Buffers:
         """For a program that needs equal chunks: the same at the begin of something longer."""
@@ -144,6 +173,8 @@ def lay_out(call: Call, kind: str, rank: int, size: int) -> Buffers | None:
     if call.op == "barrier":
         # Nothing is moved: inside a host it is over as soon as all ranks have announced it.
         return Buffers(source=None, target=None, count=0, dtype="int32", nbytes=4, in_place=True)
+    if call.splits is not None:
+        return _split(call, call.splits, rank, size)
     makers = {"all_gather": _all_gather, "gather": _gather, "scatter": _scatter}
     if kind in makers:
         return makers[kind](call, rank, size)
@@ -214,12 +245,57 @@ def _out_of_place(call: Call, size: int) -> Buffers | None:
     else:
         source = _joined(call.inputs)
         flat, back = _gathered(call.outputs)
-    begin, end = source.data_ptr(), source.data_ptr() + _nbytes([source])
-    if begin < flat.data_ptr() + _nbytes([flat]) and flat.data_ptr() < end:
-        source = source.clone()
+    source = _apart(source, flat)
     if not call.reduce:
         source, flat = _bytes(source), _bytes(flat)
     return _buffers(source, flat, finish=back)
+
+
+def _split(call: Call, splits: Splits, rank: int, size: int) -> Buffers | None:
+    """An all-to-all whose pieces may differ; only this rank's own sizes are known."""
+    sides = (call.inputs, splits.input), (call.outputs, splits.output)
+    gives, takes = (
+        _tensor_bytes(tensors, size) if splits.listed else _piece_bytes(tensors, split, size)
+        for tensors, split in sides
+    )
+    if gives is None or takes is None or gives[rank] != takes[rank]:
+        return None
+    if len({tensor.dtype for tensor in (*call.inputs, *call.outputs)}) > 1:
+        return None
+    if not splits.listed:
+        source, flat = memory_of(call.inputs[0]), memory_of(call.outputs[0])
+        back = None if flat.data_ptr() == call.outputs[0].data_ptr() else _copier(flat, call.outputs)
+    else:
+        source = _joined(call.inputs)
+        flat, back = _gathered(call.outputs)
+    source, flat = _bytes(_apart(source, flat)), _bytes(flat)
+    return replace(_buffers(source, flat, finish=back), gives=gives, takes=takes)
+
+
+def _piece_bytes(tensors: Tensors, split: Sequence[int], size: int) -> tuple[int, ...] | None:
+    """The bytes of each piece of one tensor; None where the pieces do not fit it."""
+    (tensor,) = tensors
+    if not tensor.dim():
+        return None
+    rows = tensor.shape[0]
+    row = _nbytes(tensors) // rows if rows else 0
+    if split:
+        if any(one < 0 for one in split):
+            raise InvalidInput(f"split sizes: must be >= 0, not {list(split)}")
+        return tuple(one * row for one in split) if len(split) == size and sum(split) == rows else None
+    return (rows // size * row,) * size if rows % size == 0 else None
+
+
+def _tensor_bytes(tensors: Tensors, size: int) -> tuple[int, ...] | None:
+    """The bytes of each tensor of a list; None where there is not one for each rank."""
+    return tuple(_nbytes([tensor]) for tensor in tensors) if len(tensors) == size else None
+
+
+def _apart(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The source, or a copy of it where it shares memory with the target."""
+    begin, end = source.data_ptr(), source.data_ptr() + _nbytes([source])
+    overlaps = begin < target.data_ptr() + _nbytes([target]) and target.data_ptr() < end
+    return source.clone() if overlaps else source
 
 
 def _buffers(

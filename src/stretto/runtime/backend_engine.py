@@ -76,10 +76,12 @@ class Engine:
             return "a group of one rank"
         if self.communicator >= self.job.max_communicators:
             return f"more than {self.job.max_communicators} groups"
-        if call.uneven:
-            return "pieces of different sizes"
         if call.op == "barrier":
             return ""
+        if call.splits is not None:
+            sparse = next((tensor for tensor in call.inputs if tensor.layout != torch.strided), None)
+            # Not whether a tensor is empty: those of other ranks may not be.
+            return "" if sparse is None else f"{sparse.layout} tensors"
         tensor = call.tensor
         if tensor.layout != torch.strided:
             return f"{tensor.layout} tensors"
@@ -106,6 +108,8 @@ class Engine:
         if buffers is None:
             # An error of the caller's; the wrapped backend says which.
             return "tensors that do not fit together"
+        if call.splits is not None:
+            return self._start_split(executor, call, buffers, tensors, opts, alone=alone)
         handle, choice, rigid = self._prepared(call, kind, buffers)
         if rigid:
             buffers = buffers.padded(handle.lowered.collective.num_chunks)
@@ -113,7 +117,6 @@ class Engine:
         recording = current()
         ended = recording.start(f"{call.op} {choice.program}", self.name, call.nbytes) if recording else None
         input, output = buffers.addresses(handle)
-        timeout = getattr(opts, "timeout", None)
         started = executor.start(
             handle,
             input,
@@ -121,12 +124,53 @@ class Engine:
             buffers.count,
             buffers.dtype,
             call.reduce or "sum",
-            timeout_s=timeout.total_seconds() if timeout and timeout > NO_TIMEOUT else self.timeout_s,
+            timeout_s=self._limit_s(opts),
             # torch.distributed waits at once for what was not asked for as asynchronous.
             blocking=alone and not opts.asyncOp,
             keep=(call, buffers),
         )
         return ExecutedWork(started, tensors, buffers.finish, ended)
+
+    def _start_split(
+        self, executor: Executor, call: Call, buffers: Buffers, tensors: Tensors, opts: Any, *, alone: bool
+    ) -> GroupWork:
+        """Run an all-to-all whose pieces may differ: one program for all sizes, which come with the call."""
+        handle, choice = self._prepared_split(call, executor)
+        LEDGER.add(choice)
+        recording = current()
+        ended = recording.start(f"{call.op} {choice.program}", self.name, call.nbytes) if recording else None
+        gives, takes = buffers.pieces()
+        started = executor.start_pieces(
+            handle, gives, takes, timeout_s=self._limit_s(opts), blocking=alone and not opts.asyncOp,
+            keep=(call, buffers),
+        )  # fmt: skip
+        return ExecutedWork(started, tensors, buffers.finish, ended)
+
+    def _prepared_split(self, call: Call, executor: Executor) -> tuple[Handle, Choice]:
+        # Sizes that follow the data have no end: calls count as alike up to the next power of two.
+        scale = max(call.nbytes - 1, 0).bit_length()
+        key = ("splits", scale, call.inputs[0].dtype)
+        found = self._ready.get(key)
+        if found is not None:
+            return found[:2]
+        pick = self.selector.pick("all_to_all_v", 0)
+        if id(pick) not in self._handles:
+            ranks = [self.job.rank_of[device] for device in self.selector.devices]
+            handle = executor.load(pick.program, ranks=ranks, communicator=self.communicator, by_call=True)
+            self._handles[id(pick)] = handle, False
+        handle, _ = self._handles[id(pick)]
+        choice = call.choice(self.name, backend="executor", why=pick.why, nbytes=1 << scale, pick=pick)
+        self._remember(key, (handle, choice, False))
+        return handle, choice
+
+    def _limit_s(self, opts: Any) -> float:
+        timeout = getattr(opts, "timeout", None)
+        return timeout.total_seconds() if timeout and timeout > NO_TIMEOUT else self.timeout_s
+
+    def _remember(self, key: tuple[Any, ...], ready: tuple[Handle, Choice, bool]) -> None:
+        if len(self._ready) >= MAX_READY:
+            self._ready.clear()
+        self._ready[key] = ready
 
     def _prepared(self, call: Call, kind: str, buffers: Buffers) -> tuple[Handle, Choice, bool]:
         nbytes = buffers.nbytes
@@ -144,10 +188,8 @@ class Engine:
         handle, rigid = self._handles[id(pick)]
         choice = call.choice(self.name, backend="executor", why=pick.why, nbytes=nbytes, pick=pick)
         uneven = rigid and buffers.count % handle.lowered.collective.num_chunks != 0
-        if len(self._ready) >= MAX_READY:
-            self._ready.clear()
-        self._ready[key] = handle, choice, uneven
-        return self._ready[key]
+        self._remember(key, (handle, choice, uneven))
+        return handle, choice, uneven
 
     def count_delegated(self) -> int | None:
         """The number of a collective that the wrapped backend is about to run; None where ranks cannot be asked."""

@@ -19,7 +19,7 @@ from ..programs.lower import lower
 from ..programs.lowered import Lowered
 from .executor_handshake import OutOfResources
 from .executor_join import Exchange, Joined, host_key, join
-from .executor_load import SHARED_MEMORY, max_chunks, tables
+from .executor_load import SHARED_MEMORY, max_chunks, sized_by_call, tables
 from .forks import Home, abandon_in_children, keep_forever
 
 if TYPE_CHECKING:
@@ -229,6 +229,7 @@ class Executor:
         channels: Sequence[str] | None = None,
         message_bytes: int | None = None,
         first_number: int = 0,
+        by_call: bool = False,
     ) -> Handle:
         """Verify a program and make it ready to run here.
 
@@ -239,9 +240,15 @@ class Executor:
 
         Works of a communicator are numbered from `first_number` on, or where they were if that is higher: so other
         ranks than before can use a communicator, and all of them count alike.
+
+        With `by_call` an all-to-all-v that goes straight from rank to rank is run by `start_pieces`, with sizes that
+        come with each call: of the sizes that the program was made for it only matters which are zero, since between
+        those pairs nothing is ever sent.
         """
         lowered = lower(program) if isinstance(program, Program) else program
         lowered.verify()
+        if by_call and not sized_by_call(lowered):
+            raise InvalidInput(f"by_call: {lowered.name} is no all_to_all_v straight from rank to rank")
         group = tuple(range(self.world_size)) if ranks is None else tuple(int(r) for r in ranks)
         size = lowered.collective.num_ranks
         if len(group) != size or len(set(group)) != size:
@@ -268,7 +275,7 @@ class Executor:
         loaded = self._native.load(
             tables(
                 lowered, me=me, ranks=group, communicator=communicator, wire=wire, message_bytes=length,
-                first_number=first_number,
+                first_number=first_number, by_call=by_call,
             )
         )
         return Handle(lowered=lowered, ranks=group, me=me, loaded=loaded)
@@ -304,6 +311,50 @@ class Executor:
             raise InvalidInput(str(error)) from None
         except RuntimeError as error:
             raise StrettoError(str(error)) from None
+        return self._begun(native, handle, keep)
+
+    def start_pieces(
+        self,
+        handle: Handle,
+        gives: Sequence[tuple[int, int]],
+        takes: Sequence[tuple[int, int]],
+        *,
+        timeout_s: float = 0.0,
+        blocking: bool = False,
+        notify: bool = False,
+        keep: object = None,
+    ) -> Work:
+        """Begin to run an all-to-all whose pieces have the sizes given here; returns at once.
+
+        Both ends of a pair must give the same size: `Mismatched` names two that do not. Pieces must not overlap.
+
+        Args:
+            handle: An all-to-all-v that was loaded with `by_call`.
+            gives: (address, bytes) of what goes to each rank that the program sends to, this one included, in order.
+            takes: The same of what comes from each rank.
+            timeout_s: How long it may take; 0 for the executor's own limit.
+            blocking: The caller promises to wait at once.
+            notify: Its end is reported by `wait_any`.
+            keep: What owns the memory; held until the work is waited for.
+
+        Returns:
+            The work under way.
+
+        Raises:
+            InvalidInput: The pieces are not those of the program.
+            StrettoError: The executor is closed.
+        """
+        try:
+            native = self._engine.start_pieces(
+                handle.loaded, list(gives), list(takes), timeout_s, False, blocking, notify
+            )
+        except ValueError as error:
+            raise InvalidInput(str(error)) from None
+        except RuntimeError as error:
+            raise StrettoError(str(error)) from None
+        return self._begun(native, handle, keep)
+
+    def _begun(self, native: _executor.Work, handle: Handle, keep: object) -> Work:
         work = Work(self._engine, native, handle, keep, self._home)
         if keep is not None:
             self._running = [w for w in self._running if not w.done]

@@ -122,6 +122,12 @@ def signature(x: Lowered, ranks: Sequence[int], message_bytes: int) -> int:
     return int.from_bytes(state.digest()[:8], "little")
 
 
+def sized_by_call(x: Lowered) -> bool:
+    """Whether sizes may come with each call: every piece goes straight from its rank to where it belongs."""
+    straight = not x.scratch.any() and bool(np.all(x.dep_tb < 0)) and max_chunks(x) == 1
+    return x.collective.kind == "all_to_all_v" and x.collective.chunks == 1 and not x.collective.in_place and straight
+
+
 def max_chunks(x: Lowered) -> int:
     """The most chunks that one message carries."""
     return int(x.count[x.op != NOP].max(initial=1))
@@ -136,11 +142,13 @@ def tables(
     wire: Callable[[int, int, int], int],
     message_bytes: int,
     first_number: int = 0,
+    by_call: bool = False,
 ) -> dict[str, Any]:
     """One rank's part of a program for the C++ side.
 
     `me` is the rank inside the program, `ranks` says which rank of the job each of its ranks is, and
-    ``wire(src, dst, channel)`` which network carries a connection, or `SHARED_MEMORY`.
+    ``wire(src, dst, channel)`` which network carries a connection, or `SHARED_MEMORY`. With `by_call` the sizes of
+    the pieces come with each call, and chunks are numbered as this rank's inputs, then its outputs.
     """
     c = x.collective
     streams = Streams.of(x)
@@ -161,17 +169,23 @@ def tables(
             wait = int(x.dep_tb[k]), int(x.dep_step[k])
             code.append((int(x.op[k]), inside.complete[k], *wait, casts.get(k, -1), begin, len(pieces)))
         rows.append((ends[0].get(b, -1), ends[1].get(b, -1), entry, len(code)))
-    chunks, shares = _shards(c)
+    given, taken = c.inputs(me).tolist(), c.outputs(me).tolist()
+    chunks, shares = (1, []) if by_call else _shards(c)
+    if by_call:
+        own = {chunk: len(given) + at for at, chunk in enumerate(taken)} | {chunk: at for at, chunk in enumerate(given)}
+        pieces = [(*where, own[chunk]) for *where, chunk in pieces]
+        given, taken = list(range(len(given))), list(range(len(given), len(given) + len(taken)))
     parts = {len(c.parts_of(at)) for at in range(len(c.out_chunk))}
     return {
         "comm": communicator,
         "ranks": list(ranks),
         "signature": signature(x, ranks, message_bytes),
+        "by_call": by_call,
         "first": first_number,
         "kind": KINDS.index(c.kind) if c.kind in KINDS else 0,
         "name": x.name,
         "chunks_per_shard": chunks,
-        "num_chunks": c.num_chunks,
+        "num_chunks": len(own) if by_call else c.num_chunks,
         "scratch": int(x.scratch[me]),
         "max_count": max_chunks(x),
         "message_bytes": message_bytes,
@@ -179,8 +193,8 @@ def tables(
         "combining": c.combining,
         "place": int(c.place[me]),
         "parts": parts.pop() if len(parts) == 1 and not c.part_sets else 0,
-        "in_chunk": c.inputs(me).tolist(),
-        "out_chunk": c.outputs(me).tolist(),
+        "in_chunk": given,
+        "out_chunk": taken,
         "shard_share": shares,
         "blocks": _table(rows),
         "code": _table(code),

@@ -129,6 +129,9 @@ class Selector:
         return self._picks[key]
 
     def _find(self, kind: str, nbytes: int, root: int, in_place: bool) -> Pick:
+        if kind == "all_to_all_v":
+            why = "pieces of any sizes, of which a rank knows only its own: each goes straight to its rank"
+            return Pick(program=self._build("direct", kind, None, root, in_place), why=why)
         rejected: list[tuple[str, str]] = []
         made = self._from_table(kind, nbytes, root, in_place, rejected)
         if made is not None:

@@ -94,6 +94,9 @@ def refusal(carrier: Carrier, engine: Engine, call: Call) -> str:
         return carrier.refusal(call, engine.size)
     if carrier.programs or engine.job.executor is not None:
         return engine.refusal(call)
-    if call.device.type != "cpu" or call.uneven or engine.size == 1:
+    if call.device.type != "cpu" or engine.size == 1:
         return "not for gloo's lanes"
+    if call.splits is not None:
+        # Not whether a tensor is empty: those of other ranks may not be.
+        return "sparse tensors" if any(tensor.layout != torch.strided for tensor in call.inputs) else ""
     return "nothing to move" if call.tensor.layout != torch.strided or call.tensor.numel() == 0 else ""

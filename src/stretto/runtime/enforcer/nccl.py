@@ -143,8 +143,11 @@ class NcclCarrier:
         """Why a call is left to the wrapped backend; only of what is the same on all ranks."""
         if call.device != self.device:
             return f"{call.device} tensors"
-        if call.uneven or size == 1:
-            return "pieces of different sizes" if call.uneven else "a group of one rank"
+        if size == 1:
+            return "a group of one rank"
+        if call.splits is not None:
+            # Not whether a tensor is empty: those of other ranks may not be.
+            return "sparse tensors" if any(tensor.layout != torch.strided for tensor in call.inputs) else ""
         tensor = call.tensor
         if tensor.layout != torch.strided or tensor.numel() == 0:
             return "nothing to move"
