@@ -136,3 +136,29 @@ def test_no_compute_is_lost_and_no_op_either(data: st.DataObject) -> None:
     workload = together(*(trace_of(rank, [iteration]) for rank in (0, 1)))
     assert workload.compute_us == pytest.approx(total)
     assert len(workload.comm_ops) == len(calls)
+
+
+EXCHANGE = Shape(kind="all_to_all", group=(0, 1), channel="0", phase="step")
+
+
+def test_an_exchange_whose_ranks_differ_in_size_is_an_upper_bound_with_a_size_for_each_rank() -> None:
+    one, two = (one_op(rank, [100.0] * 3, [450.0] * 3, shape=EXCHANGE, nbytes=1000 + 500 * rank) for rank in range(2))
+    (op,) = together(one, two).comm_ops
+    assert (op.nbytes, op.at_most, op.rank_nbytes) == (1500.0, True, (1000.0, 1500.0))
+
+
+def test_an_exchange_of_equal_sizes_is_no_upper_bound_unless_it_had_splits() -> None:
+    one, two = (one_op(rank, [100.0] * 3, [450.0] * 3, shape=EXCHANGE) for rank in range(2))
+    (op,) = together(one, two).comm_ops
+    assert (op.nbytes, op.at_most, op.rank_nbytes) == (1000.0, False, ())
+    (op,) = together(one, replace(two, splits=(True,))).comm_ops
+    assert (op.nbytes, op.at_most, op.rank_nbytes) == (1000.0, True, (1000.0, 1000.0))
+
+
+def test_groups_that_exchange_at_the_same_place_are_one_op_although_their_sizes_differ() -> None:
+    traces = []
+    for rank in range(4):
+        shape = replace(EXCHANGE, group=(0, 1) if rank < 2 else (2, 3), channel=str(rank // 2))
+        traces.append(one_op(rank, [100.0] * 3, [450.0] * 3, shape=shape, nbytes=1000 + 100 * rank))
+    (op,) = together(*traces).comm_ops
+    assert (op.nbytes, op.groups, op.rank_nbytes) == (1300.0, ((0, 1), (2, 3)), (1000.0, 1100.0, 1200.0, 1300.0))

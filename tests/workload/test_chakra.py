@@ -83,9 +83,14 @@ def _workloads(draw: st.DrawFn) -> Workload:
             size = 2 if kind == "send" else draw(st.integers(2, world))
             groups = [tuple(ranks[start : start + size]) for start in range(0, world - size + 1, size)]
             named = kind == "send" or draw(st.booleans())
+            nbytes, bound = draw(st.floats(1, 1e12)), draw(st.booleans())
+            sized = kind == "all_to_all" and bound and draw(st.booleans())
             ops.append(Op(
-                **same, kind=kind, nbytes=draw(st.floats(1, 1e12)), groups=tuple(groups) if named else (),
-                at_most=draw(st.booleans()), encoding=draw(st.sampled_from(["", "fp16"])),
+                **same, kind=kind, nbytes=nbytes, groups=tuple(groups) if named else (),
+                at_most=bound, encoding=draw(st.sampled_from(["", "fp16"])),
+                rank_nbytes=tuple(
+                    draw(st.floats(0, nbytes)) for _ in range((len(groups) * size if named else world) * sized)
+                ),
                 root=draw(st.integers(0, size - 1 if named else world - 1)),
             ))  # fmt: skip
         else:

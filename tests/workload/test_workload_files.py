@@ -46,15 +46,19 @@ def workloads(draw: st.DrawFn) -> Workload:
         size = 2 if kind == "send" else draw(st.integers(2, ranks))
         groups = tuple(tuple(order[start : start + size]) for start in range(0, ranks - size + 1, size))
         whole = kind != "send" and draw(st.booleans())
+        nbytes, bound = draw(st.floats(1, 1e12)), draw(st.booleans())
+        sized = kind == "all_to_all" and bound and draw(st.booleans())
+        members = ranks if whole else len(groups) * size
         ops.append(
             Op(
                 **common,
                 kind=kind,
-                nbytes=draw(st.floats(1, 1e12)),
+                nbytes=nbytes,
+                rank_nbytes=tuple(draw(st.floats(0, nbytes)) for _ in range(members * sized)),
                 groups=() if whole else groups,
                 root=draw(st.integers(0, size - 1)),
                 encoding=draw(st.sampled_from(["", "fp16"])),
-                at_most=draw(st.booleans()),
+                at_most=bound,
                 wait_us=draw(AMOUNTS),
             )
         )

@@ -295,8 +295,9 @@ class Hooks:
             blocking = not given.get("async_op", True)
             times_us = (entered_us, submitted_us, now_us())
             work = self._submitted(
-                shape, inner, times_us, nbytes=_nbytes(args), workers=workers, blocking=blocking, name=name
-            )
+                shape, inner, times_us, nbytes=_nbytes(args), workers=workers, blocking=blocking, name=name,
+                splits=name == "alltoall_" or bool(given.get("output_split_sizes") or given.get("input_split_sizes")),
+            )  # fmt: skip
             boxed = work.boxed()
             return (*result[:-1], boxed) if isinstance(result, tuple) else boxed
 
@@ -321,12 +322,12 @@ class Hooks:
             self._inside = False
         return self._submitted(
             shape, inner, (entered_us, submitted_us, now_us()), nbytes=max(1, what.nbytes), workers=0,
-            blocking=what.blocking, name=what.op,
+            blocking=what.blocking, name=what.op, splits=what.splits,
         )  # fmt: skip
 
     def _submitted(
         self, shape: Shape, inner: dist.Work, times_us: tuple[float, float, float], *, nbytes: int, workers: int,
-        blocking: bool, name: str,
+        blocking: bool, name: str, splits: bool,
     ) -> RecordedWork:  # fmt: skip
         """Note what was submitted, and watch what came back."""
         entered_us, submitted_us, returned_us = times_us
@@ -335,6 +336,7 @@ class Hooks:
             number=len(self.iteration.calls),
             shape=shape,
             nbytes=nbytes,
+            splits=splits,
             workers=0 if shape.kind == "send" else workers,
             blocking=blocking,
             submit_us=submitted_us,

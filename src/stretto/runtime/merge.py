@@ -40,6 +40,7 @@ class _Node:
     groups: list[tuple[int, ...]] = field(default_factory=list)
     nbytes: int = 0
     at_most: bool = False
+    rank_nbytes: tuple[int, ...] = ()
     duration_us: float = 0.0
     durations_us: tuple[float, ...] = ()
     wait_us: float = 0.0
@@ -53,6 +54,8 @@ class _Match:
     calls: dict[int, int]
     nbytes: int
     at_most: bool
+    rank_nbytes: tuple[int, ...] = ()
+    """The largest size of each of its ranks, where they differ."""
 
 
 def merge(
@@ -122,13 +125,18 @@ def _matches(traces: Sequence[RankTrace]) -> list[_Match]:
             if shape.kind not in VARYING and len(set(sizes[:, 0])) > 1:
                 low, high = sizes.min(), sizes.max()
                 raise InvalidInput(f"{where}: {shape} has {low} bytes on one rank and {high} on another")
-            largest = sizes.max(axis=0)
+            calls = {rank: queue[rank][number] for rank in group}
+            # A root alone knows all of a gather's or a scatter's sizes: there ranks always differ.
+            own = shape.kind == "all_to_all"
+            splits = own and any(traces[rank].splits[call] for rank, call in calls.items() if traces[rank].splits)
+            differ = own and len(set(sizes.max(axis=1))) > 1
             found.append(
                 _Match(
                     shape=shape,
-                    calls={rank: queue[rank][number] for rank in group},
-                    nbytes=int(largest.max()),
-                    at_most=len(set(largest)) > 1,
+                    calls=calls,
+                    nbytes=int(sizes.max()),
+                    at_most=splits or differ or len(set(sizes.max(axis=0))) > 1,
+                    rank_nbytes=tuple(sizes.max(axis=1).tolist()) if splits or differ else (),
                 )
             )
     return found
@@ -140,7 +148,9 @@ def _together(matches: Iterable[_Match], class_of: dict[int, int]) -> list[list[
     for match in matches:
         places = tuple(sorted((class_of[rank], call) for rank, call in match.calls.items()))
         shape = match.shape
-        key = (shape.kind, shape.root, shape.encoding, match.nbytes, match.at_most, len(match.calls), places)
+        # Groups whose sizes follow their data are alike although the sizes differ.
+        size = None if match.rank_nbytes else (match.nbytes, match.at_most)
+        key = (shape.kind, shape.root, shape.encoding, size, len(match.calls), places)
         alike.setdefault(key, []).append(match)
     found: list[list[_Match]] = []
     for candidates in alike.values():
@@ -177,8 +187,9 @@ def _comm(together: list[_Match], traces: Sequence[RankTrace], offsets_us: Seque
         phase=first.shape.phase,
         at_us=float(np.median(submits)),
         groups=[match.shape.group for match in together],
-        nbytes=first.nbytes,
+        nbytes=max(match.nbytes for match in together),
         at_most=first.at_most,
+        rank_nbytes=tuple(size for match in together for size in match.rank_nbytes),
         duration_us=_rounded(np.median(known)) if len(known) else 0.0,
         wait_us=_rounded(np.median(np.concatenate(waits))),
     )
@@ -344,6 +355,7 @@ def _op(node: _Node, names: dict[int, str], name: str, num_ranks: int) -> Op:
         root=node.shape.root,
         encoding=node.shape.encoding,
         at_most=node.at_most,
+        rank_nbytes=tuple(map(float, node.rank_nbytes)),
         duration_us=node.duration_us,
         wait_us=node.wait_us,
     )

@@ -62,6 +62,8 @@ class Call:
     number: int
     shape: Shape
     nbytes: int
+    splits: bool = False
+    """Whether it is an all-to-all whose pieces may differ."""
     workers: int
     """How many ops of its channel the library runs at once; 0 when there is no queue."""
     blocking: bool = False
@@ -111,6 +113,8 @@ class RankTrace:
     nbytes: NDArray[np.int64]
     exact: tuple[bool, ...]
     overhead_us: float
+    splits: tuple[bool, ...] = ()
+    """For each call whether it was an all-to-all with splits, in any iteration."""
 
     def gaps(self) -> Floats:
         """The application's own time before each step, and after the last: (iteration, step + 1)."""
@@ -145,6 +149,7 @@ def trace_of(rank: int, iterations: Sequence[Iteration]) -> RankTrace:
         nbytes=nbytes,
         exact=tuple(all(it.calls[at].exact for it in iterations) for at in range(len(calls))),
         overhead_us=float(np.median([it.overhead_us for it in iterations])),
+        splits=tuple(any(it.calls[at].splits for it in iterations) for at in range(len(calls))),
     )
 
 

@@ -16,6 +16,8 @@ class Submitted:
     channel: str
     nbytes: int
     device: str
+    splits: bool = False
+    """Whether it is an all-to-all whose pieces may differ."""
     root: int = 0
     blocking: bool = False
 

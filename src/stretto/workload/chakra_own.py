@@ -95,8 +95,18 @@ def _op(nodes: dict[int, Node], names: dict[int, str], num_ranks: int) -> Op:
     }
     times = {rank: number_or(node.attr, "stretto_duration_us", node.where) for rank, node in nodes.items()}
     if first.kind != COMPUTE:
-        size = number_or(attr, "stretto_nbytes", where, -1.0)
-        return Op(**same, duration_us=max(times.values()), nbytes=size, groups=_groups(nodes))  # type: ignore[arg-type]
+        groups = _groups(nodes)
+        order = [rank for group in groups for rank in group] or sorted(nodes)
+        sized = all(rank in nodes and "stretto_rank_nbytes" in nodes[rank].attr for rank in order)
+        return Op(
+            **same,  # type: ignore[arg-type]
+            duration_us=max(times.values()),
+            nbytes=number_or(attr, "stretto_nbytes", where, -1.0),
+            groups=groups,
+            rank_nbytes=tuple(
+                number_or(nodes[rank].attr, "stretto_rank_nbytes", where) for rank in (order if sized else ())
+            ),
+        )
     places = {optional_number(node.attr, "stretto_place", node.where, -1): rank for rank, node in nodes.items()}
     named = -1 not in places
     order = [places[place] for place in sorted(places)] if named else sorted(nodes)

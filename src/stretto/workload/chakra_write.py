@@ -122,6 +122,9 @@ def _comm_attr(workload: Workload, op: Op, rank: int, names: dict[tuple[int, ...
     attr["comm_size"] = max(1, round(op.nbytes / (len(group) if op.kind in PART else 1)))
     if op.groups:
         attr["stretto_group"] = number
+    if op.rank_nbytes:
+        members = [each for some in workload.groups_of(op) for each in some]
+        attr["stretto_rank_nbytes"] = float(op.rank_nbytes[members.index(rank)])
     if op.kind == "send":
         return attr | {"comm_src": group[0], "comm_dst": group[1], "comm_tag": workload.index[op.name]}
     attr["comm_type"] = COMM_TYPES.index(op.kind)

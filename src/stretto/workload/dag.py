@@ -49,7 +49,9 @@ class Op:
     A compute-op takes `duration_us` on its `ranks` (all when empty), or ``durations_us[i]`` on ``ranks[i]``.
     A comm-op moves `nbytes` (as a `Collective` counts them: the larger of one rank's send and receive buffer) in
     each of its disjoint `groups` at once (one group of all ranks when empty); `root` is a position in the group.
-    With `at_most` the size depends on data and this is its upper bound. Where a trace knows them, `duration_us` of a
+    With `at_most` the size depends on data: this is the largest that was seen, and no mismatch if it grows. An
+    all-to-all with splits may have another size on each rank; `rank_nbytes` are then the largest of each rank, in the
+    order of the groups. Where a trace knows them, `duration_us` of a
     comm-op is its measured transfer time and `wait_us` what it spent waiting for other ranks before.
     """
 
@@ -66,6 +68,7 @@ class Op:
     root: int = 0
     encoding: str = ""
     at_most: bool = False
+    rank_nbytes: tuple[float, ...] = ()
     wait_us: float = 0.0
 
     @property
@@ -258,7 +261,7 @@ def _check_op(op: Op, num_ranks: int, where: str) -> None:
             raise InvalidInput(f"{where}.{key}: must be a number >= 0, not {value!r}")
     _check_ranks(op.ranks, num_ranks, f"{where}.ranks")
     if not op.is_comm:
-        if op.nbytes or op.groups:
+        if op.nbytes or op.groups or op.rank_nbytes:
             raise InvalidInput(f"{where}: a compute-op has no nbytes and no groups")
         if op.durations_us and len(op.durations_us) != (len(op.ranks) or num_ranks):
             raise InvalidInput(f"{where}.durations_us: {len(op.durations_us)} for {len(op.ranks) or num_ranks} ranks")
@@ -269,6 +272,7 @@ def _check_op(op: Op, num_ranks: int, where: str) -> None:
         raise InvalidInput(f"{where}: a comm-op names its groups, not ranks and durations_us")
     if not op.nbytes > 0:
         raise InvalidInput(f"{where}.nbytes: must be > 0 for a comm-op, not {op.nbytes:g}")
+    _check_sizes(op, num_ranks, where)
     taken: set[int] = set()
     for number, group in enumerate(op.groups):
         _check_ranks(group, num_ranks, f"{where}.groups[{number}]")
@@ -283,6 +287,18 @@ def _check_op(op: Op, num_ranks: int, where: str) -> None:
         raise InvalidInput(f"{where}.root: must be a position 0..{size - 1} in the group, not {op.root}")
     if not op.groups and (num_ranks < 2 or op.kind == "send"):
         raise InvalidInput(f"{where}.groups: {'a send' if op.kind == 'send' else 'a comm-op of one rank'} needs groups")
+
+
+def _check_sizes(op: Op, num_ranks: int, where: str) -> None:
+    if not op.rank_nbytes:
+        return
+    members = sum(len(group) for group in op.groups) or num_ranks
+    if len(op.rank_nbytes) != members or op.kind != "all_to_all" or not op.at_most:
+        raise InvalidInput(
+            f"{where}.rank_nbytes: one size for each of the {members} ranks of an all_to_all that is at_most"
+        )
+    if any(not 0 <= value <= op.nbytes for value in op.rank_nbytes):
+        raise InvalidInput(f"{where}.rank_nbytes: must be numbers of 0..nbytes ({op.nbytes:g})")
 
 
 def _check_ranks(ranks: Sequence[int], num_ranks: int, where: str) -> None:

@@ -65,6 +65,7 @@ class _Op(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     root: int = 0
     encoding: str = ""
     at_most: bool = False
+    rank_nbytes: list[float] = []
     wait_us: float = 0.0
     after: list[str | _Dep] = []
 
@@ -204,6 +205,7 @@ def _op(op: _Op, where: str, sets: dict[str, tuple[tuple[int, ...], ...]], room:
         root=op.root,
         encoding=op.encoding,
         at_most=op.at_most,
+        rank_nbytes=tuple(op.rank_nbytes),
         wait_us=op.wait_us,
     )
 
@@ -280,6 +282,7 @@ def _form(workload: Workload) -> _File:
                 root=op.root,
                 encoding=op.encoding,
                 at_most=op.at_most,
+                rank_nbytes=[_plain(value) for value in op.rank_nbytes],
                 wait_us=_plain(op.wait_us),
                 after=[
                     dep.op if not dep.lag and dep.why == "data" else _Dep(op=dep.op, lag=dep.lag, why=dep.why)
