@@ -106,6 +106,19 @@ def test_an_all_to_all_is_splined_and_segmented() -> None:
     assert sum(task.nbytes for task in windows.tasks) == pytest.approx(32e6)
 
 
+def test_an_all_to_all_whose_pieces_may_differ_goes_straight_from_rank_to_rank() -> None:
+    equal = Op(name="op", kind="all_to_all", nbytes=32e6, after=(Dep(op="compute"),))
+    free = options(equal, step(equal), HGX2, COSTS)
+    differing = replace(equal, at_most=True, rank_nbytes=(32e6,) * 16)
+    bound = options(differing, step(differing), HGX2, COSTS)
+    assert any(leaf.relays for option in free for leaf in parse(option.expression).leaves)
+    assert not any(leaf.relays for option in bound for leaf in parse(option.expression).leaves)
+    assert {task.algorithm for option in bound for task in option.tasks} == {"direct"}
+    assert {"segment", "spline"} <= {step.partition(":")[0] for option in bound for step in option.rules}
+    both = problem(step(equal, replace(differing, name="other")), HGX2, COSTS)
+    assert both.options["op"] != both.options["other"]
+
+
 def test_segments_are_spread_over_disjoint_channels() -> None:
     found = [option for option in made("all_to_all") if len({task.channels for task in option.tasks}) > 1]
     both = [option for option in found if option.rules == ("segment:parts=8",)]

@@ -33,6 +33,8 @@ MAX_RANKS = 1 << 20
 MAX_VALUE = 1e18
 NCCL = "nccl"
 """The algorithm's name where nccl-tests does not say which one NCCL chose."""
+STRAIGHT = ("direct", NCCL)
+"""What moves an all-to-all from each rank straight to each, so that its pieces may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +171,9 @@ class MeasuredCosts:
 
     def _find(self, motion: Motion, algorithm: str) -> _Curve | None:
         groups = motion.groups
-        if motion.window is not None or len({len(group) for group in groups}) > 1:
+        if len({len(group) for group in groups}) > 1:
+            return None
+        if motion.window is not None and (motion.window != (0, len(groups[0])) or algorithm not in STRAIGHT):
             return None
         apart = len(groups) == 1 or scope_of(self.cluster, groups) == "intra"
         for count in dict.fromkeys((len(groups), 1) if apart else (len(groups),)):

@@ -37,7 +37,7 @@ def problem(workload: Workload, cluster: Cluster, costs: CostModel | None = None
     made: dict[tuple[object, ...], tuple[Option, ...]] = {}
     found = {}
     for op in workload.comm_ops:
-        key = (op.kind, workload.groups_of(op), op.nbytes, op.root)
+        key = (op.kind, workload.groups_of(op), op.nbytes, op.root, op.at_most)
         if key not in made:
             made[key] = options(op, workload, cluster, model, menu=menu)
         found[op.name] = made[key]

@@ -78,7 +78,7 @@ def build(recipe: str, ask: Ask, cluster: Cluster, *, in_place: bool = False) ->
     if ask.kind == "send":
         return algorithm("direct", "permute", ask.group, pairs=[(0, 1)])
     if ask.window is not None:
-        return _window(ask)
+        return windowed(ask.group, ask.window)
     options: dict[str, Any] = {"in_place": in_place} | ({"chunks": int(chunks)} if chunks else {})
     if ask.kind in ("broadcast", "reduce", "gather", "scatter"):
         options["root"] = ask.root
@@ -126,13 +126,17 @@ def rails(cluster: Cluster, group: Sequence[int]) -> int:
     return max(1, min(len(exits), int(fed)))
 
 
-def _window(ask: Ask) -> Program:
-    assert ask.window is not None
-    first, width = ask.window
-    count = len(ask.group)
+def windowed(group: Sequence[int], window: Window) -> Program:
+    """An all-to-all of the pairs in a window, straight from rank to rank.
+
+    >>> windowed(range(4), (1, 2)).num_transfers
+    8
+    """
+    first, width = window
+    count = len(group)
     if first < 0 or width < 1 or first + width > count:
         raise InvalidInput(f"window: must lie in 0..{count}, not {first}..{first + width}")
     rank = np.arange(count)
     counts = np.zeros((count, count))
     counts[rank[:, None], (rank[:, None] + first + np.arange(width)) % count] = 1.0
-    return algorithm("direct", "all_to_all_v", ask.group, counts=counts.tolist())
+    return algorithm("direct", "all_to_all_v", tuple(group), counts=counts.tolist())

@@ -65,6 +65,8 @@ class _Sort:
     whole: Motif
     hosts: Groups
     members: Groups
+    splits: bool
+    """Whether it is an all-to-all whose pieces may differ: then a rank knows only its own, and nothing is relayed."""
 
 
 def rewrites(op: Op, groups: Groups, cluster: Cluster) -> Iterator[Rewrite]:
@@ -116,6 +118,7 @@ def _sorts(op: Op, groups: Groups, cluster: Cluster) -> list[_Sort]:
             whole=motif_of(op.kind, members[0], op.nbytes, op.root),
             hosts=tuple(tuple(members[0][at] for at in row) for row in rows),
             members=tuple(members),
+            splits=op.kind == "all_to_all" and op.at_most,
         )
         for (_, rows), members in found.items()
     ]
@@ -128,6 +131,8 @@ def _named(sort: _Sort) -> dict[str, tuple[str, Expr]]:
     hosts = f"local={max(local)}" if len(local) == 1 and in_rows else "hosts"
     found: dict[str, tuple[str, Expr]] = {}
     for step, expr in variants(sort.whole, sort.hosts):
+        if sort.splits and any(leaf.relays for leaf in expr.leaves):
+            continue
         rule, _, given = step.partition(":")
         found.setdefault(f"{rule}:{hosts}" if ";" in given else step, (step, expr))
     return found
@@ -199,7 +204,7 @@ def _stages(
                 Stage(
                     motif=f"{first}{more}", kind=first.collective_kind, groups=groups,
                     nbytes=float(max(leaf.nbytes for leaf in leaves)), after=before,
-                    window=None if first.kind != "AA" or first.whole else window,
+                    window=None if first.kind != "AA" or (first.whole and not sort.splits) else window,
                     scope=_scope(groups, cluster, scopes), segment=segment,
                 )
             )  # fmt: skip
