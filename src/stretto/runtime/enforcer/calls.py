@@ -31,7 +31,8 @@ def run(group: Any, leaf: Motif, me: int, staged: Staged, op: str, *, nothing: t
         _wait(group._allgather_base(target, source, _here(c10d.AllgatherOptions())))
     else:
         # Gathers and scatters of any shape are exchanges: the libraries' own want equal pieces.
-        gives, takes = pieces(leaf, me)
+        exchange = staged.layout.task.exchange
+        gives, takes = pieces(leaf, me) if exchange is None else exchange.splits
         given = source.repeat(len(leaf.ranks)) if leaf.kind == "AG" else source
         _wait(group.alltoall_base(target, given, takes, gives, _here(c10d.AllToAllOptions())))
 

@@ -120,7 +120,7 @@ class ExecutorCarrier:
             handle = self._executor.load(
                 self._lower(task.program), ranks=part.leaf.ranks, channels=networks or None,
                 communicator=self._first + 1 + number % SLOTS * LANES + part.lane,
-                first_number=(self._base + number) << 32,
+                first_number=(self._base + number) << 32, by_call=task.exchange is not None,
             )  # fmt: skip
             found = task.program, handle
             _keep(self._handles, key, found)
@@ -139,6 +139,8 @@ class ExecutorCarrier:
     ) -> Started:
         """Run it; its end is reported by a thread that sleeps in C++."""
         assert isinstance(loaded, ExecutorLoaded)
+        if loaded.layout.task.exchange is not None:
+            return self._start_exchange(loaded, staged, entry, blocking)
         size = DTYPES[dtype]
         ends = [0 if view is None else view[0].data_ptr() + view[1] * size for view in (staged.source, staged.target)]
         return self._start(loaded, ends[0], ends[1], dtype, op, entry, blocking, staged)
@@ -166,6 +168,22 @@ class ExecutorCarrier:
         with self._lock:
             work = self._executor.start(
                 loaded.handle, read, written, count, dtype, op, timeout_s=self._timeout_s, keep=keep, notify=True
+            )
+            self._running[work.id] = entry
+        return work
+
+    def _start_exchange(self, loaded: ExecutorLoaded, staged: Staged, entry: Entry, blocking: bool) -> Started:
+        """An all-to-all with splits: its pieces are wherever they are in the op's input and output."""
+        gives, takes = _extents(loaded, staged)
+        if not entry.watched:
+            return self._executor.start_pieces(
+                loaded.handle, gives, takes, timeout_s=self._timeout_s, blocking=blocking, keep=staged
+            )
+        if self._thread is None:
+            self._begin()
+        with self._lock:
+            work = self._executor.start_pieces(
+                loaded.handle, gives, takes, timeout_s=self._timeout_s, keep=staged, notify=True
             )
             self._running[work.id] = entry
         return work
@@ -232,6 +250,28 @@ class ExecutorCarrier:
                 entries = [entry for number in ended if (entry := self._running.pop(number, None)) is not None]
             for entry in entries:
                 self._ended(entry)
+
+
+def _extents(loaded: ExecutorLoaded, staged: Staged) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(address, bytes) of what goes to, and comes from, each rank in the motif's window."""
+    task = loaded.layout.task
+    assert task.exchange is not None
+    assert staged.source is not None
+    assert staged.target is not None
+    count, (first, last) = len(task.leaf.ranks), task.leaf.window
+    me = loaded.handle.me
+    given, taken = staged.source[0].data_ptr(), staged.target[0].data_ptr()
+    gives = [
+        (given + lo, hi - lo)
+        for at, (lo, hi) in enumerate(task.exchange.gives)
+        if (at - me - first) % count < last - first
+    ]
+    takes = [
+        (taken + lo, hi - lo)
+        for at, (lo, hi) in enumerate(task.exchange.takes)
+        if (me - at - first) % count < last - first
+    ]
+    return gives, takes
 
 
 def _keep(known: dict[K, V], key: K, value: V) -> None:

@@ -35,7 +35,7 @@ from .measured import Measured
 from .nccl import NcclCarrier
 from .planned_work import Given, PlannedWork, never
 from .plans import Plans
-from .prepared import Expected, Prepared
+from .prepared import Bound, Expected, Prepared
 from .queued import QueuedGiven, QueuedWork
 from .report import Report
 from .rest import PATIENCE, too_many
@@ -224,6 +224,9 @@ class Enforcer:
             self._sequencer.submit(instance, Given(self, self._carrier, instance, None, None, call, never))
             return None if side is None else plain(own=side == "own")
         engine = group.engine
+        number = instance.planned.number
+        if active.may_split(number):
+            call = call.with_splits()
         # What the carrier does not run the wrapped backend does: as it comes, in the application's order.
         refused = call.op == "barrier" or group.coalescing or refusal(self._carrier, engine, call)
         executes = self._executes
@@ -234,7 +237,13 @@ class Enforcer:
             whole.inline = False
             return PlannedWork(self, self._sequencer, instance, whole, tensors)
         buffers = None if refused else lay_out(call, call.op, engine.rank, engine.size)
-        bound = active.bound(instance.planned.number, buffers.count) if buffers is not None else None
+        bound: Bound | None = None
+        if buffers is not None:
+            splits = call.splits is not None
+            bound = (
+                active.bound_splits(number, buffers.gives, buffers.takes)
+                if splits else active.bound(number, buffers.count)
+            )  # fmt: skip
         if self._gpu is not None and buffers is not None and bound is not None:
             queued = QueuedGiven(self, self._gpu, instance, buffers, bound, call, plain)
             self._sequencer.submit(instance, queued)

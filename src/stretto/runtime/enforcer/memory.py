@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .pieces import Pieces, Task
+from .pieces import IN, OUT, Pieces, Task
 
 View = tuple[torch.Tensor, int, int]
 """(flat tensor, first element, behind the last)"""
@@ -105,6 +105,12 @@ def stage(layout: Layout, regions: Regions, dtype: torch.dtype, pool: Pool) -> S
         assert tensor is not None
         return Staged((tensor, begin, end), (tensor, at, until), layout)
     task = layout.task
+    if task.exchange is not None and task.program is not None:
+        # Its pieces are read and written where they are.
+        given, taken = regions[IN], regions[OUT]
+        assert given is not None
+        assert taken is not None
+        return Staged((given, 0, given.numel()), (taken, 0, taken.numel()), layout)
     if task.in_place and task.gives and task.takes:
         return _one(layout, regions, dtype, pool)
     source, target = _direct(task.gives, regions), _direct(task.takes, regions)

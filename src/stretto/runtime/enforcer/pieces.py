@@ -24,7 +24,7 @@ from ...planner.motif import ROOTED, SHARDED, Motif
 from ...planner.providers import BALANCED, SYNTHESISED
 from ...planner.recipes import Ask, build
 from ...planner.shapes import default_algorithm
-from ...planner.spans import Spans, measure
+from ...planner.spans import Span, Spans, measure
 from ...programs import Program
 from ...programs.lower import lower as lower_program
 from ..backend_buffers import is_rigid
@@ -45,6 +45,19 @@ Pieces = tuple[Piece, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What goes to, and comes from, each rank of a motif: (first byte, behind the last), none outside its window."""
+
+    gives: tuple[Span, ...]
+    takes: tuple[Span, ...]
+
+    @property
+    def splits(self) -> tuple[list[int], list[int]]:
+        """The bytes that go to, and come from, each rank."""
+        return [hi - lo for lo, hi in self.gives], [hi - lo for lo, hi in self.takes]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """One motif on one rank for one size of the op, in elements. A piece of no region is filled and thrown away."""
 
@@ -58,6 +71,8 @@ class Task:
     takes: Pieces
     at: int
     """In place: where the smaller of the two begins in the larger."""
+    exchange: Exchange | None = None
+    """Of an all-to-all with splits: what goes to, and comes from, each rank of the motif."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +167,8 @@ def _task(
         count += leaf.nbytes // share * gap
     at = leaf.ranks.index(places.rank) * (leaf.size // len(leaf.ranks) + gap) if shards else 0
     return Task(
-        motif=part.motif, leaf=leaf, program=program, count=count, in_place=in_place, gives=_joined(gives),
-        takes=_joined(takes), at=at,
+        motif=part.motif, leaf=leaf, program=program, count=count, in_place=in_place, gives=joined(gives),
+        takes=joined(takes), at=at,
     )  # fmt: skip
 
 
@@ -343,7 +358,7 @@ def _scaled(leaf: Motif, scale: tuple[int, int]) -> Motif | None:
     )  # fmt: skip
 
 
-def _joined(pieces: Sequence[Piece]) -> Pieces:
+def joined(pieces: Sequence[Piece]) -> Pieces:
     """Neighbours drawn together."""
     return tuple(_runs(pieces))
 

@@ -13,6 +13,7 @@ from .carrier import Carrier, ExecutorLoaded, Loaded
 from .parts import Share, share_of
 from .pieces import Programs, Tasks, tasks_of
 from .sequencer import Entry, Instance
+from .splits import carries_splits, split_tasks
 
 USUAL_BYTES = 4
 """Reductions are mostly of float32; for other types programs are made when the first call comes."""
@@ -35,7 +36,9 @@ class Bound:
 class Expected:
     """The comm-ops that this rank submits in an iteration, in order."""
 
-    def __init__(self, workload: Workload, rank: int) -> None:
+    def __init__(self, workload: Workload, rank: int, equal_only: frozenset[int] = frozenset()) -> None:
+        self._equal_only = equal_only
+        """Positions of all-to-alls that a plan can carry out with equal pieces only."""
         self.digest = workload.digest
         self.workload = workload
         self.ops: list[tuple[int, Op, tuple[int, ...]]] = []
@@ -52,26 +55,29 @@ class Expected:
 
     def refusal(self, at: int, call: Call, ranks: Sequence[int]) -> str:
         """How a call differs from what comes next; empty where it does not."""
-        if at < len(self.ops) and self._usual[at] == (call.op, call.nbytes, ranks):
+        if at < len(self.ops) and call.splits is None and self._usual[at] == (call.op, call.nbytes, ranks):
             return ""
         if at >= len(self.ops):
             return f"{self.said(call, ranks)} comes after the last comm-op of an iteration"
-        _, op, group = self.ops[at]
+        number, op, group = self.ops[at]
         if call.op == "barrier":
             same = op.kind == "all_reduce"
         else:
-            nbytes = _nbytes(call, len(ranks))
-            size = nbytes <= op.nbytes if op.at_most else nbytes == op.nbytes
+            # With splits each rank has a size of its own, and one that follows the data may always grow: to tell ops
+            # apart by it would part the ranks.
+            size = op.at_most or call.splits is not None or _nbytes(call, len(ranks)) == op.nbytes
             same = call.op == op.kind and size and (op.kind not in ROOTED or call.root == op.root)
-        if same and tuple(ranks) == group:
+        if same and tuple(ranks) == group and not (call.splits is not None and number in self._equal_only):
             return ""
-        wanted = f"{op.kind} of {op.nbytes:g} bytes among ranks {_listed(group)}"
+        equal = " in equal pieces" if number in self._equal_only else ""
+        wanted = f"{op.kind} of {op.nbytes:g} bytes among ranks {_listed(group)}{equal}"
         return f"{self.said(call, ranks)} comes instead of {op.name} ({wanted})"
 
     @staticmethod
     def said(call: Call, ranks: Sequence[int]) -> str:
         """A call in words."""
-        return f"{call.op} of {_nbytes(call, len(ranks))} bytes among ranks {_listed(ranks)}"
+        splits = " with splits" if call.splits is not None else ""
+        return f"{call.op}{splits} of {_nbytes(call, len(ranks))} bytes among ranks {_listed(ranks)}"
 
 
 class Prepared:
@@ -83,7 +89,10 @@ class Prepared:
     ) -> None:  # fmt: skip
         self.plan, self.number, self.hash = plan, number, plan.hash
         self.share: Share = share_of(plan, workload, rank, hosts)
-        self.expected = Expected(workload, rank)
+        self._splits = frozenset(number for number, planned in self.share.ops.items() if carries_splits(planned))
+        exchanges = {number for number, planned in self.share.ops.items() if planned.whole.kind == "AA"}
+        self.expected = Expected(workload, rank, frozenset(exchanges - self._splits))
+        self._last_split: dict[int, tuple[tuple[int, ...], tuple[int, ...], Bound]] = {}
         self._rank, self._carrier = rank, carrier
         self._cluster = cluster if cluster is not None and cluster.digest == plan.cluster_digest else None
         self._bound: dict[tuple[int, int], Bound] = {}
@@ -91,8 +100,11 @@ class Prepared:
         self._first = 0
         self._next = 0
         self._instances: dict[tuple[int, int], Instance] = {}
-        for number_, op, _ in self.expected.ops:
-            self.bound(number_, int(op.nbytes) // (USUAL_BYTES if op.kind in REDUCING else 1))
+        for number_, op, group in self.expected.ops:
+            if number_ in self._splits:
+                self.bound_splits(number_, (0,) * len(group), (0,) * len(group))
+            if not self.may_split(number_):
+                self.bound(number_, int(op.nbytes) // (USUAL_BYTES if op.kind in REDUCING else 1))
 
     def bound(self, op: int, elements: int) -> Bound:
         """An op for so many elements of its larger buffer."""
@@ -101,14 +113,29 @@ class Prepared:
         if found is None:
             if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
-            planned = self.share.ops[op]
-            tasks = tasks_of(planned, self._rank, elements, self._cluster, self._programs)
-            loaded = {
-                part.motif: None if task is None else self._carrier.load(self.number, part, task)
-                for part, task in zip(planned.parts, tasks.tasks, strict=True)
-            }
-            found = self._bound[key] = Bound(tasks=tasks, loaded=loaded, only=_only(tasks, loaded))
+            tasks = tasks_of(self.share.ops[op], self._rank, elements, self._cluster, self._programs)
+            found = self._bound[key] = self._loaded(op, tasks)
         return found
+
+    def may_split(self, op: int) -> bool:
+        """Whether some rank may give splits for an op: then it is carried out for pieces of any sizes on all ranks."""
+        return op in self._splits and self.share.ops[op].op.at_most
+
+    def bound_splits(self, op: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> Bound:
+        """An all-to-all with splits: the bytes that go to, and come from, each rank. The last sizes are remembered."""
+        last = self._last_split.get(op)
+        if last is not None and last[:2] == (gives, takes):
+            return last[2]
+        bound = self._loaded(op, split_tasks(self.share.ops[op], self._rank, gives, takes, self._programs))
+        self._last_split[op] = (gives, takes, bound)
+        return bound
+
+    def _loaded(self, op: int, tasks: Tasks) -> Bound:
+        loaded = {
+            part.motif: None if task is None else self._carrier.load(self.number, part, task)
+            for part, task in zip(self.share.ops[op].parts, tasks.tasks, strict=True)
+        }
+        return Bound(tasks=tasks, loaded=loaded, only=_only(tasks, loaded))
 
     def begin(self, iteration: int) -> Iterator[Entry]:
         """The plan becomes active with this iteration: what would have run before it is made up for."""

@@ -1,0 +1,199 @@
+"""Ranks that exchange unequal, changing pieces under plans: cut, reordered, over two channels, above gloo.
+
+All ranks draw the same matrices, so that each works out by itself what it has to get. The number of iterations under
+each plan may be given behind the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from capture_scenarios import fork
+from enforcer_plans import (
+    arguments,
+    cluster_of,
+    enforced,
+    join,
+    op_plan,
+    plan_of,
+    simple_plan,
+    step_of,
+    variant_plans,
+    whole,
+)
+
+import stretto.torch
+from stretto.planner.rewrites import rewrites
+from stretto.runtime.enforcer.enforcer import Enforcer
+from stretto.workload import Workload
+
+RANKS = 4
+ITERATIONS = int(sys.argv[3]) if len(sys.argv) > 3 else 4
+CLUSTER = cluster_of()
+RECORDED = 4 * 64
+"""Bytes of the exchanges as recorded; those that come may be a thousand times as many, or none."""
+
+
+def step_with_splits(*, at_most: bool = True) -> Workload:
+    """An exchange, a sum, an exchange back, a broadcast and a gather whose size follows the data."""
+    kinds = [
+        ("all_to_all", float(RECORDED), 0), ("all_reduce", 4.0 * 501, 0), ("all_to_all", float(RECORDED), 0),
+        ("broadcast", 4.0 * 33, 1), ("all_gather", 4.0 * 16, 0),
+    ]  # fmt: skip
+    made = step_of(kinds, RANKS)
+    ops = [
+        replace(op, at_most=True) if op.kind == "all_gather" or (at_most and op.kind == "all_to_all") else op
+        for op in made.ops
+    ]
+    return replace(made, ops=tuple(ops))
+
+
+def matrix_of(draw: random.Random) -> list[list[int]]:
+    """Rows from each rank to each: sometimes a rank has none at all, sometimes far more than was recorded."""
+    most = draw.choice([1, 4, 40, 3000])
+    found = [[draw.choice([0, draw.randint(0, most)]) for _ in range(RANKS)] for _ in range(RANKS)]
+    found[draw.randrange(RANKS)] = [0] * RANKS if draw.random() < 0.3 else [most] * RANKS
+    return found
+
+
+def piece(rows: int, source: int, target: int, salt: int) -> torch.Tensor:
+    """What one rank has for another."""
+    return ((torch.arange(rows * 3) * 7 + 13 * source + 5 * target + salt) % 101).to(torch.int32).reshape(rows, 3)
+
+
+def exchange(matrix: list[list[int]], salt: int, *, equal: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Start one; what is got, what has to be, and what to wait for. `equal`: without splits on some ranks."""
+    rank = dist.get_rank()
+    gives, takes = matrix[rank], [row[rank] for row in matrix]
+    got = torch.full((sum(takes), 3), -1, dtype=torch.int32)
+    given = torch.cat([piece(rows, rank, q, salt) for q, rows in enumerate(gives)])
+    wanted = torch.cat([piece(rows, p, rank, salt) for p, rows in enumerate(takes)])
+    splits = (None, None) if equal and rank % 2 else (takes, gives)
+    return got, wanted, dist.all_to_all_single(got, given, *splits, async_op=True)
+
+
+def iteration(draw: random.Random, salt: int, *, mixed: bool = False) -> bool:
+    """The whole step with new sizes, `mixed` where some ranks may leave splits away; whether all came out right."""
+    rank = dist.get_rank()
+    equal = mixed and draw.random() < 0.2
+    rows = draw.randint(0, 50)
+    one, two = ([[rows] * RANKS] * RANKS if equal else matrix_of(draw) for _ in range(2))
+    forth = exchange(one, salt, equal=equal)
+    summed = torch.arange(501, dtype=torch.int32) + rank
+    works = [forth[2], dist.all_reduce(summed, async_op=True)]
+    back = exchange(two, salt + 1, equal=equal)
+    told = torch.full((33,), rank, dtype=torch.int32)
+    works += [back[2], dist.broadcast(told, 1, async_op=True)]
+    count = draw.choice([1, 4, 4, 900])
+    gathered = torch.empty(RANKS * count, dtype=torch.int32)
+    works.append(dist.all_gather_into_tensor(gathered, torch.full((count,), rank, dtype=torch.int32), async_op=True))
+    for work in works if draw.random() < 0.5 else reversed(works):
+        work.wait()
+    right = torch.equal(forth[0], forth[1]) and torch.equal(back[0], back[1])
+    right &= torch.equal(summed, RANKS * torch.arange(501, dtype=torch.int32) + 6)
+    right &= bool((told == 1).all())
+    return right and bool((gathered.reshape(RANKS, count) == torch.arange(RANKS)[:, None]).all())
+
+
+def under_plans(carrier: str = "executor", most: int = 12) -> Any:
+    """Every way in which the planner may cut an exchange with splits, with other sizes in every iteration."""
+    workload, draw = step_with_splits(), random.Random(3)
+    plans = variant_plans(workload, CLUSTER, most=most)
+    wrong, seen = [], []
+    with Enforcer(workload, every=1, cluster=CLUSTER, carrier=carrier) as enforcer:
+        for number, plan in enumerate(plans, 1):
+            enforcer.prepare(plan, workload, number)
+            enforcer.commit(number, plan.hash)
+            for at in range(ITERATIONS):
+                if not iteration(draw, 10 * at, mixed=enforcer.report().number == number):
+                    wrong.append((plan.name, at, [op.option for op in plan.ops]))
+                stretto.step()
+            seen.append(enforcer.report().number)
+        fell_back = enforcer.report().fell_back
+    return {"plans": len(plans), "wrong": wrong, "seen": seen, "fell_back": fell_back,
+            "ways": sorted({op.option for plan in plans for op in plan.ops if op.kind == "all_to_all"})}  # fmt: skip
+
+
+def above_gloo() -> Any:
+    """The same on gloo's communicators, one for each channel."""
+    return under_plans("gloo", most=6)
+
+
+def reordered() -> Any:
+    """The second exchange before the sum, the gather first of all, the first exchange last."""
+    workload, draw = step_with_splits(), random.Random(4)
+    order = (3, 2, 1, 4, 0)
+    plan = simple_plan(workload, CLUSTER, [whole(("rdma",), seq=seq) for seq in order])
+    got, enforcer = enforced(workload, plan, partial(iteration, draw), 12, cluster=CLUSTER)
+    return {"right": got, "fell_back": enforcer.report().fell_back, "number": enforcer.report().number}
+
+
+def recorded_without() -> Any:
+    """Splits that come where none were recorded: cut as well, and in plain order where the plan relays."""
+    found = {}
+    for name in ("segment:parts=4", "hierarchical:local=2"):
+        workload, draw = step_with_splits(at_most=False), random.Random(5)
+        ops = []
+        for op in workload.comm_ops:
+            ways = list(rewrites(op, workload.groups_of(op), CLUSTER))
+            named = op.kind == "all_to_all"
+            rewrite = next(way for way in ways if way.steps == (name,)) if named else ways[0]
+            seqs = range(10 * len(ops), 10 * len(ops) + len(rewrite.stages))
+            ops.append(op_plan(op, rewrite, seqs=seqs, channels=[("rdma",), ("eth",)]))
+        plan = plan_of(workload, CLUSTER, ops)
+        got, enforcer = enforced(workload, plan, partial(iteration, draw), 10, cluster=CLUSTER)
+        found[name] = {"right": got, "fell_back": enforcer.report().fell_back}
+    return found
+
+
+def recorded() -> Any:
+    """What a capture says of exchanges with splits: those of fixed unequal sizes, and those that change."""
+    rank = dist.get_rank()
+
+    def step(number: int) -> None:
+        rows = [rank + 1] * RANKS
+        dist.all_to_all_single(torch.zeros(10, 2), torch.zeros(4 * rank + 4, 2), [1, 2, 3, 4], rows)
+        equal = torch.zeros(4 * (number + 1))
+        dist.all_to_all_single(torch.zeros_like(equal), equal, [number + 1] * 4, [number + 1] * 4)
+        dist.all_to_all_single(torch.zeros(8), torch.zeros(8))
+        lists = [torch.zeros(rank + q) for q in range(RANKS)]
+        dist.all_to_all([torch.empty(rank + p) for p in range(RANKS)], lists)
+
+    with stretto.capture(iterations=3, skip=1) as recorder:
+        for number in range(4):
+            step(number)
+            recorder.step()
+    return [[op.kind, op.nbytes, op.at_most, list(op.rank_nbytes)] for op in recorder.workload.comm_ops]
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    "under_plans": under_plans, "above_gloo": above_gloo, "reordered": reordered, "recorded": recorded,
+    "recorded_without": recorded_without,
+}  # fmt: skip
+
+
+def main() -> None:
+    folder, ranks = arguments()
+
+    def rank_main(rank: int) -> None:
+        logging.basicConfig(filename=folder / f"log-{rank}", level=logging.INFO)
+        join(folder, rank, ranks)
+        outcomes = {name: scenario() for name, scenario in SCENARIOS.items()}
+        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+        dist.barrier()
+        dist.destroy_process_group()
+
+    fork(ranks, rank_main)
+
+
+if __name__ == "__main__":
+    main()

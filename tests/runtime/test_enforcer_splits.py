@@ -1,0 +1,51 @@
+"""All-to-alls with splits under plans: sizes that change are no mismatch, whatever the plan does with the op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Outcomes = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("splits")
+    return job(Path(__file__).with_name("enforcer_splits_job.py"), folder, ranks=4)
+
+
+@pytest.mark.parametrize(("scenario", "plans"), [("under_plans", 12), ("above_gloo", 6)])
+def test_exchanges_of_changing_sizes_are_cut_and_moved_as_planned(
+    outcomes: Outcomes, scenario: str, plans: int
+) -> None:
+    for rank, found in enumerate(outcomes[scenario]):
+        assert found["wrong"] == [], f"rank {rank}"
+        assert found["seen"] == list(range(1, plans + 1)), "every plan became active, and stayed"
+        assert found["fell_back"] == ""
+    ways = outcomes[scenario][0]["ways"]
+    assert "segment:parts=16" in ways
+    assert "spline:parts=2" in ways
+    assert not any("hierarchical" in way for way in ways), "who relays would have to know the sizes of others"
+
+
+def test_exchanges_keep_the_order_of_the_plan(outcomes: Outcomes) -> None:
+    assert outcomes["reordered"] == [{"right": [True] * 12, "fell_back": "", "number": 1}] * 4
+
+
+def test_splits_that_were_not_recorded_are_carried_out_or_go_in_plain_order(outcomes: Outcomes) -> None:
+    for found in outcomes["recorded_without"]:
+        assert found["segment:parts=4"] == {"right": [True] * 10, "fell_back": ""}
+        assert found["hierarchical:local=2"]["right"] == [True] * 10
+
+
+def test_a_capture_keeps_the_size_of_every_rank(outcomes: Outcomes) -> None:
+    wanted = [
+        ["all_to_all", 128.0, True, [80.0, 80.0, 96.0, 128.0]],
+        ["all_to_all", 64.0, True, [64.0] * 4],
+        ["all_to_all", 32.0, False, []],
+        ["all_to_all", 72.0, True, [24.0, 40.0, 56.0, 72.0]],
+    ]
+    assert outcomes["recorded"] == [wanted] * 4
