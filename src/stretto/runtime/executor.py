@@ -344,6 +344,7 @@ class Executor:
             InvalidInput: The pieces are not those of the program.
             StrettoError: The executor is closed.
         """
+        self._home.check()
         try:
             native = self._engine.start_pieces(
                 handle.loaded, list(gives), list(takes), timeout_s, False, blocking, notify
