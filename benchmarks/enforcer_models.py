@@ -33,6 +33,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "shape": {"side": 16, "width": 16, "stages": 3, "batch": 4},
         "uplinks": {"rdma": "50mbit", "eth": "25mbit"},
     },
+    "dlrm_uneven": {
+        "shape": {"tables": 2, "rows": 1000, "width": 64, "hidden": 384, "batch": 64},
+        "uplinks": {"rdma": "50mbit", "eth": "25mbit"},
+    },
+    "moe": {
+        "shape": {"width": 128, "hidden": 1024, "tokens": 160},
+        "uplinks": {"rdma": "50mbit", "eth": "25mbit"},
+    },
     "cnn_compute": {
         "shape": {"side": 16, "width": 16, "stages": 3, "batch": 256},
         "uplinks": {"rdma": "200mbit", "eth": "100mbit"},
@@ -87,6 +95,16 @@ def dlrm(quick: bool) -> list[Row]:
     return model("dlrm", quick)
 
 
+def dlrm_uneven(quick: bool) -> list[Row]:
+    """The same with twice as many tables on every second rank: all-to-alls with splits."""
+    return model("dlrm_uneven", quick)
+
+
+def moe(quick: bool) -> list[Row]:
+    """A mixture of experts, one on every rank: splits that change with every batch."""
+    return model("moe", quick)
+
+
 def gpt(quick: bool) -> list[Row]:
     """FSDP2."""
     return model("gpt", quick)
@@ -102,4 +120,4 @@ def cnn_compute(quick: bool) -> list[Row]:
     return model("cnn_compute", quick)
 
 
-CASES = {"dlrm": dlrm, "gpt": gpt, "cnn": cnn, "cnn_compute": cnn_compute}
+CASES = {"dlrm": dlrm, "dlrm_uneven": dlrm_uneven, "moe": moe, "gpt": gpt, "cnn": cnn, "cnn_compute": cnn_compute}

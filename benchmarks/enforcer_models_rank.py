@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from enforcer_models_splits import BUILD as UNEQUAL
 from enforcer_rank import shared
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
@@ -69,7 +70,7 @@ def build_cnn(group: Any, shuffle: int, shape: dict[str, int]) -> tuple[torch.nn
     return model, lambda: model(images, labels)
 
 
-BUILD = {"dlrm": build_dlrm, "gpt": build_gpt, "cnn": build_cnn, "cnn_compute": build_cnn}
+BUILD = {"dlrm": build_dlrm, "gpt": build_gpt, "cnn": build_cnn, "cnn_compute": build_cnn, **UNEQUAL}
 
 
 class Trained:
