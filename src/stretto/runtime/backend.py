@@ -7,6 +7,7 @@ class would come back here.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -34,8 +35,34 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 BackendType = dist.ProcessGroup.BackendType
 POINT_TO_POINT = "programs are for collectives, this is a message between two ranks"
+Method = Callable[..., dist.Work]
 Base: Any = dist.ProcessGroup
 """Its stubs list overloads that no override can match; here each method takes all of them."""
+
+
+def own_first(method: Method) -> Method:
+    """Hand a call on untouched while the backend that the job asked for runs it, and nobody here wants to see it.
+
+    Then the job gets what it would have got without us, at the cost of this function.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def first(self: StrettoGroup, *args: Any, **more: Any) -> dist.Work:
+        enforcer = Current.enforcer
+        if (
+            not OwnBackend.runs
+            or not self.own_alone
+            or Watch.current is not None
+            or (enforcer is not None and not enforcer.asleep)
+        ):
+            return method(self, *args, **more)
+        self._home.check()
+        self.engine.count()
+        own: dist.Work = getattr(self._plain, name)(*args, **more)
+        return own
+
+    return first
 
 
 def create(options: Any, _: object = None) -> StrettoGroup:
@@ -105,6 +132,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     # The collectives, in the order of torch.distributed's own page.
 
+    @own_first
     def broadcast(self, tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
         """One rank's tensor to all."""
         tensors = _listed(tensors)
@@ -113,6 +141,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         call = Call.of("broadcast", tensors, root=opts.rootRank)
         return self._run(call, "broadcast", (tensors, opts), tensors, opts)
 
+    @own_first
     def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **more: Any) -> dist.Work:
         """Everybody gets the sum (or another reduction) of all."""
         tensors = _listed(tensors)
@@ -121,12 +150,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
         call = Call.of("all_reduce", tensors, reduce=opts.reduceOp)
         return self._run(call, "allreduce", (tensors, opts), tensors, opts)
 
+    @own_first
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Several all-reduces at once."""
         opts = opts or c10d.AllreduceCoalescedOptions()
         calls = [Call.of("all_reduce", [tensor], reduce=opts.reduceOp) for tensor in tensors]
         return self._run_all(calls, "allreduce_coalesced", (tensors, opts), tensors, opts)
 
+    @own_first
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any, **more: Any) -> dist.Work:
         """One rank gets the reduction of all."""
         tensors = _listed(tensors)
@@ -137,6 +168,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         call = Call.of("reduce", tensors, reduce=opts.reduceOp, root=opts.rootRank)
         return self._run(call, "reduce", (tensors, opts), tensors, opts)
 
+    @own_first
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
         """Everybody gets everybody's tensor, each into one of its own."""
         outputs, inputs = _listed(output_tensors), _listed(input_tensors)
@@ -146,6 +178,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         call = Call.of("all_gather", inputs, outputs=outputs[0] if outputs else [])
         return self._run(call, "allgather", (outputs, inputs, opts), _flat(outputs), opts)
 
+    @own_first
     def allgather_coalesced(self, output_lists: Any, input_list: Tensors, opts: Any = None) -> dist.Work:
         """Several all-gathers at once."""
         opts = opts or c10d.AllgatherOptions()
@@ -156,18 +189,21 @@ class StrettoGroup(Base):  # type: ignore[misc]
         args = (output_lists, input_list, opts)
         return self._run_all(calls, "allgather_coalesced", args, _flat(output_lists), opts)
 
+    @own_first
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Everybody gets everybody's tensor, in one."""
         opts = opts or c10d.AllgatherOptions()
         call = Call.of("all_gather", [input], outputs=[output])
         return self._run(call, "all_gather_single", (output, input, opts), [output], opts)
 
+    @own_first
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Several all-gathers at once."""
         opts = opts or c10d.AllgatherOptions()
         calls = [Call.of("all_gather", [i], outputs=[o]) for o, i in zip(outputs, inputs, strict=True)]
         return self._run_all(calls, "all_gather_single_coalesced", (outputs, inputs, opts), outputs, opts)
 
+    @own_first
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
         """One rank gets everybody's tensor."""
         outputs, inputs = _listed(output_tensors), _listed(input_tensors)
@@ -177,6 +213,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         call = Call.of("gather", inputs, outputs=outputs[0] if outputs else [], root=opts.rootRank)
         return self._run(call, "gather", (outputs, inputs, opts), _flat(outputs), opts)
 
+    @own_first
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
         """Everybody gets one of one rank's tensors."""
         outputs, inputs = _listed(output_tensors), _listed(input_tensors)
@@ -186,6 +223,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         call = Call.of("scatter", inputs[0] if inputs else [], outputs=outputs, root=opts.rootRank)
         return self._run(call, "scatter", (outputs, inputs, opts), outputs, opts)
 
+    @own_first
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
         """Everybody gets its own shard of the reduction, from a list of shards."""
         outputs, inputs = _listed(output_tensors), _listed(input_tensors)
@@ -196,12 +234,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
         call = Call.of("reduce_scatter", inputs[0] if inputs else [], outputs=outputs, reduce=opts.reduceOp)
         return self._run(call, "reduce_scatter", (outputs, inputs, opts), outputs, opts)
 
+    @own_first
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Everybody gets its own shard of the reduction."""
         opts = opts or c10d.ReduceScatterOptions()
         call = Call.of("reduce_scatter", [input], outputs=[output], reduce=opts.reduceOp)
         return self._run(call, "reduce_scatter_single", (output, input, opts), [output], opts)
 
+    @own_first
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Several reduce-scatters at once."""
         opts = opts or c10d.ReduceScatterOptions()
@@ -211,6 +251,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         ]
         return self._run_all(calls, "reduce_scatter_single_coalesced", (outputs, inputs, opts), outputs, opts)
 
+    @own_first
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: Any = (), input_splits: Any = (),
         opts: Any = None, **more: Any,
@@ -222,12 +263,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
         call = Call.of("all_to_all", [input], outputs=[output], splits=given)
         return self._run(call, "all_to_all_single", (output, input, *splits, opts), [output], opts)
 
+    @own_first
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> dist.Work:
         """Everybody sends a tensor to everybody."""
         opts = opts or c10d.AllToAllOptions()
         call = Call.of("all_to_all", input_tensors, outputs=output_tensors, splits=Splits(listed=True))
         return self._run(call, "alltoall", (output_tensors, input_tensors, opts), output_tensors, opts)
 
+    @own_first
     def barrier(self, opts: Any = None, **more: Any) -> dist.Work:
         """Nobody leaves before all have come."""
         opts = opts or _with(c10d.BarrierOptions(), more)
@@ -355,7 +398,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         if (OwnBackend.runs if own is None else own) and call.device.type == "cpu":
             if as_ours or not self.alone:
                 return self._delegate(call, method, args, tensors, why=OWN_WHY)
-            # Exactly what the job would have got: no work of ours around it, and no thread for its future.
+            # What the job would have got: no work of ours around it, and no thread for its future.
             raw: dist.Work = getattr(self._plain, method)(*args)
             return raw
         work = self.engine.start(call, tensors, opts, alone=self._gathering is None)
@@ -439,6 +482,11 @@ class StrettoGroup(Base):  # type: ignore[misc]
                 inner, tensors, lambda error: self._lost_ranks.explain(error, delegated), ended, message=message
             )
         )
+
+    @property
+    def own_alone(self) -> bool:
+        """Whether a call that nobody looks at can only be the wrapped gloo's, and is waited for by itself."""
+        return self._gathering is None and len(self._wrapped) == 1
 
     @property
     def alone(self) -> bool:

@@ -12,6 +12,10 @@ SERVES = "_stretto_serves"
 class Enforces(Protocol):
     """What the backend and `step` ask of an enforcer."""
 
+    @property
+    def asleep(self) -> bool:
+        """Whether calls are of no interest to it now: there is no plan, and no order of calls that it follows."""
+
     def take(self, group: Any, call: Any, tensors: list[Any], opts: Any, plain: Callable[..., Any]) -> Any:
         """Run a call as the plan says; None where it is to run as usual, as `plain` would.
 

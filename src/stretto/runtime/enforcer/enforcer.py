@@ -120,6 +120,12 @@ class Enforcer:
         return self._job.executor is not None if self._carrier.programs else dist.is_initialized()
 
     @property
+    def asleep(self) -> bool:
+        """Whether calls are of no interest to it now: there is no plan, and no order of calls that it follows."""
+        plans = self._plans
+        return plans.active is None and plans.resting is None and (self._expected is None or self._marked)
+
+    @property
     def device(self) -> torch.device:
         """Where the tensors are that plans move."""
         return self._gpu.device if self._gpu is not None else torch.device("cpu")
