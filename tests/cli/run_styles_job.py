@@ -172,10 +172,31 @@ def uneven() -> float:
     return loss.item()
 
 
+def served() -> float:
+    """Only rank 0 steps an optimizer, for all: no other rank ever comes to the end of an iteration."""
+    torch.manual_seed(0)
+    net = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loss = torch.zeros(())
+    for step in range(STEPS):
+        net.zero_grad()
+        loss = loss_of(net, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad = (parameter.grad * GRAIN).round() / GRAIN
+            dist.reduce(parameter.grad, 0)
+        if dist.get_rank() == 0:
+            optimizer.step()
+        for parameter in net.parameters():
+            dist.broadcast(parameter.data, 0)
+    return loss.item()
+
+
 STYLES: dict[str, Callable[[], float]] = {
     "amp": amp, "accumulated": accumulated, "evaluated": evaluated, "by_hand": by_hand, "critic": critic,
     "critic_by_hand": critic_by_hand, "marked": marked,
-    "uneven": uneven,
+    "uneven": uneven, "served": served,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-STYLES = ("amp", "accumulated", "evaluated", "by_hand", "critic", "critic_by_hand", "marked", "uneven")
+STYLES = ("amp", "accumulated", "evaluated", "by_hand", "critic", "critic_by_hand", "marked", "uneven", "served")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CLUSTER": "ring:2"}
 
 
@@ -35,8 +35,14 @@ def test_training_is_what_it_is_without_us(ran: tuple[list[dict[str, list[float]
 def test_every_style_is_recorded_also_the_one_without_an_optimizer(
     ran: tuple[list[dict[str, list[float]]], str],
 ) -> None:
-    assert ran[1].count("stretto: recorded 5 iterations") == len(STYLES) - 1
+    assert ran[1].count("stretto: recorded 5 iterations") == len(STYLES) - 2
     assert "mark the ends of iterations with stretto.step()" in ran[1], "of the one that cannot be"
+
+
+def test_ranks_that_do_not_come_to_the_ends_of_iterations_are_not_waited_for(
+    ran: tuple[list[dict[str, list[float]]], str],
+) -> None:
+    assert ran[1].count("iterations do not end at the same calls on all ranks") == 1
 
 
 def test_several_steps_that_repeat_together_are_one_iteration(ran: tuple[list[dict[str, list[float]]], str]) -> None:

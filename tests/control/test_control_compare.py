@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stretto.control import compare
-from stretto.control.aside import _check
+from stretto.control.aside import LEAD, MOST_STEPS, NOTES, RollCall, _check
 from stretto.control.compare import MOST, MOST_ROUNDS, SETTLE, Comparison, faster
 from stretto.runtime.own_backend import OwnBackend
 
@@ -161,3 +162,35 @@ def test_the_sum_of_checks_says_whether_all_ranks_of_all_groups_have_made_the_sa
         for rank in members
     )
     assert (total % 2**64 == 0) == alike
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_ranks_wait_for_one_another_only_where_all_come_to_the_same_calls(seed: int) -> None:
+    """Ranks that come to their boundaries in any order, some never, some after other calls than the rest."""
+    from torch._C import _distributed_c10d as c10d
+
+    draw = random.Random(seed)
+    size = draw.randint(2, 6)
+    store = c10d.HashStore()
+    rolls = [RollCall(store, rank, size) for rank in range(size)]
+    calls = [[3 * step for step in range(2 * MOST_STEPS)] for _ in range(size)]
+    odd = draw.choice(["", "", "calls", "absent", "all but rank 0"])
+    if odd == "calls":
+        calls[draw.randrange(size)][draw.randint(1, NOTES)] += draw.choice([-1, 1, 3])
+    away = {"absent": {draw.randrange(size)}, "all but rank 0": set(range(1, size))}.get(odd, set())
+    # Synchronous training: nobody is more than an iteration ahead, of those who come at all.
+    found: dict[int, int] = {}
+    for step in range(1, 2 * MOST_STEPS):
+        for rank in draw.sample(range(size), size):
+            if rank in away or rank in found:
+                continue
+            engine: Any = SimpleNamespace(name="world", rank=rank, size=size, calls=calls[rank][step])
+            said = rolls[rank].begin_at(step, [engine])
+            if said is not None:
+                found[rank] = said
+                assert not said or said > step, "there is time until then"
+    assert set(found) == set(range(size)) - away
+    assert len(set(found.values())) == 1, "one decision"
+    assert bool(found[min(found)]) == (not odd)
+    if not odd:
+        assert NOTES < found[0] <= NOTES + 1 + LEAD

@@ -12,7 +12,16 @@ if TYPE_CHECKING:
 
 AGREE_EVERY = 16
 """Iterations between two looks whether all ranks are to record again."""
+NOTES = 3
+"""Boundaries at which ranks leave notes."""
+LEAD = 4
+"""Boundaries from the one at which rank 0 has seen all notes to the first at which ranks wait for one another."""
+MOST_STEPS = 64
+"""Boundaries until a rank that has left no note is not waited for."""
+_GO = "go"
 _BITS = 64
+_SMALL = 1 << 40
+"""Notes are added up modulo this, so that the store's numbers do not overflow."""
 
 
 class Aside:
@@ -65,9 +74,8 @@ class Aside:
         too where a second thread submits: such calls have no place between two iterations.
         """
         known = list(engines)
-        checks = sum(_check(engine.name, engine.rank, engine.size, engine.calls) for engine in known)
         other_threads = sum(not engine.by_one_thread for engine in known)
-        return self.sums([checks, other_threads]) == [0, 0]
+        return self.sums([check_of(known), other_threads]) == [0, 0]
 
     def _start(self, values: Any, how: Any) -> Any:
         from torch._C import _distributed_c10d as c10d
@@ -75,6 +83,51 @@ class Aside:
         options: Any = c10d.AllreduceOptions()
         options.reduceOp = how
         return self._group.allreduce([values], options)
+
+
+class RollCall:
+    """Whether all ranks come to the ends of iterations at all, and at the same calls: found out without waiting.
+
+    A job may step an optimizer on one rank only, or twice as often: who waited for the others there would wait for
+    ever. So each rank leaves a note in the job's store at its first boundaries, rank 0 looks whether all have and what
+    they add up to, and only then is there a boundary at which ranks wait for one another.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+
+    def begin_at(self, step: int, engines: Iterable[Engine]) -> int | None:
+        """Called at every boundary, which are counted from 1.
+
+        Args:
+            step: The number of the boundary.
+            engines: Of all groups of this process.
+
+        Returns:
+            The boundary at which all ranks may wait for one another; 0: never; None: not known yet.
+        """
+        if step <= NOTES:
+            # The sum comes first: whoever sees all counted sees all added.
+            self._store.add(f"{step}/sum", check_of(engines) % _SMALL)
+            self._store.add(f"{step}/count", 1)
+        if step < NOTES:
+            return None
+        numbers = range(1, NOTES + 1)
+        if step >= MOST_STEPS:
+            self._decide(0)
+        elif self._rank == 0 and all(self._store.add(f"{number}/count", 0) == self._size for number in numbers):
+            same = all(self._store.add(f"{number}/sum", 0) % _SMALL == 0 for number in numbers)
+            self._decide(step + LEAD if same else 0)
+        return int(self._store.get(_GO)) if self._store.check([_GO]) else None
+
+    def _decide(self, boundary: int) -> None:
+        """The first decision of any rank counts."""
+        self._store.compare_set(_GO, "", str(boundary))
+
+
+def check_of(engines: Iterable[Engine]) -> int:
+    """A number whose sum over all ranks is 0 if each group's ranks have submitted the same number of calls to it."""
+    return sum(_check(engine.name, engine.rank, engine.size, engine.calls) for engine in engines)
 
 
 def _check(name: str, rank: int, size: int, calls: int) -> int:

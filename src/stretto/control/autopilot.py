@@ -24,7 +24,7 @@ from ..runtime.own_backend import OwnBackend, on_ours
 from ..runtime.tape import VARYING
 from ..units import format_us
 from .agent import Agent, exchange_over
-from .aside import Aside
+from .aside import Aside, RollCall
 from .compare import Comparison
 from .marks import LOOK, MOST, USER, Marks, common, period_of
 from .transport import from_environment
@@ -50,6 +50,7 @@ MAX_MISSES = 8
 LET_GO_S = 0.05
 SMALL, SMALL_TIMES = 64, 15
 OURS, GLOO = "stretto", "gloo"
+NEVER = -1
 ASKED_FOR_OURS = "the job asked for the backend stretto itself"
 
 
@@ -121,6 +122,7 @@ class Autopilot:
         self._epoch = int(store.get("epoch"))
         world: Any = dist.group.WORLD
         self._aside = Aside(c10d.PrefixStore("aside", store), self.rank, self.size, world.timeout)
+        self._roll: RollCall | None = RollCall(c10d.PrefixStore("roll", store), self.rank, self.size)
         self._comparison: Comparison | None = None
         self._workload: Workload | None = None
         self._misses = 0
@@ -131,7 +133,7 @@ class Autopilot:
         self._recorder: Recorder | None = None
         self._steps = 0
         self._tries = 0
-        self._begin_at = WARM_UP
+        self._begin_at = NEVER
         self._marks = Marks()
         self._look: _Look | None = None
         self._told = False
@@ -264,8 +266,26 @@ class Autopilot:
             self._recorder.step()
             if self._recorder.done:
                 self._recorded()
+        elif self._roll is not None:
+            self._call_roll(self._roll)
         elif self._steps == self._begin_at or self._asked_again():
             self._record()
+
+    def _call_roll(self, roll: RollCall) -> None:
+        """The first iterations, in which connections, buckets and caches are made: do all ranks come to their ends?"""
+        found = roll.begin_at(self._steps, self._engines())
+        if found is None:
+            return
+        self._roll = None
+        if found:
+            self._begin_at = max(found, self._steps + 1)
+        else:
+            self._leave_alone()
+
+    def _leave_alone(self) -> None:
+        """Nothing can be agreed between the ranks: the same on all of them."""
+        self._let_go()
+        self._say("left as it is: iterations do not end at the same calls on all ranks")
 
     def _asked_again(self) -> bool:
         """Whether all ranks have heard that the step is to be recorded again."""
@@ -276,10 +296,10 @@ class Autopilot:
 
         if not self._aside.aligned(self._engines()):
             self._misses += 1
-            if self._misses < MAX_MISSES:
-                self._begin_at = self._steps + 1
-                return
-            raise InvalidInput("iterations end at different calls on different ranks")
+            self._begin_at = self._steps + 1
+            if self._misses >= MAX_MISSES:
+                self._leave_alone()
+            return
         recorder = capture(iterations=RECORD, skip=SKIP, name=_script())
         recorder.__enter__()
         self._recorder = recorder
