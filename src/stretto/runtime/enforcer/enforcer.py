@@ -228,7 +228,7 @@ class Enforcer:
         if side is not None or (active.plan.name == PLAIN and OwnBackend.runs):
             # Without the plan, or plain order is what the job's own backend does: the call only keeps its place.
             self._sequencer.submit(instance, Given(self, self._carrier, instance, None, None, call, never))
-            return None if side is None else plain(own=side == "own")
+            return None if side is None or not group.alone else plain(own=side == "own")
         engine = group.engine
         number = instance.planned.number
         if active.may_split(number):
