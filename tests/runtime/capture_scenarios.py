@@ -84,7 +84,7 @@ def _start(rank: int, rank_main: Callable[[int], None]) -> int:
         return process
     code = 1
     # A hanging rank says where, well before its parent is killed.
-    faulthandler.dump_traceback_later(120, exit=True)
+    faulthandler.dump_traceback_later(500, exit=True)
     try:
         torch.set_num_threads(1)
         rank_main(rank)

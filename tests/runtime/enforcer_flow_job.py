@@ -366,7 +366,7 @@ def runs_out() -> Any:
         works = [dist.all_to_all_single(y, x, async_op=True), dist.all_reduce(g, async_op=True)]
     try:
         for work in works:
-            work.wait(timedelta(seconds=30))
+            work.wait(timedelta(seconds=200))
     except TimeoutError as error:
         return str(error)
     g += int(numbers(7, rank, count).sum())

@@ -235,7 +235,7 @@ def main() -> None:
 
     def rank_main(rank: int) -> None:
         # Many processes of a busy machine.
-        faulthandler.dump_traceback_later(120, exit=True)
+        faulthandler.dump_traceback_later(500, exit=True)
         outcomes: dict[str, dict[str, Any]] = {}
         for layout in LAYOUTS:
             key = (lambda: f"host {rank % 2}") if layout == "hosts" else executor_join.host_key

@@ -297,7 +297,7 @@ def main() -> None:
 
     def rank_main(rank: int) -> None:
         # Many processes of a busy machine.
-        faulthandler.dump_traceback_later(120, exit=True)
+        faulthandler.dump_traceback_later(500, exit=True)
         outcomes: dict[str, list[Any]] = {name: [] for name in SCENARIOS}
         for layout in ("gloo", "messages", "stretto"):
             absent = mock.patch("stretto.runtime.backend.missing", lambda: "left out")
