@@ -164,6 +164,9 @@ class Autopilot:
             self._stop_comparing(self._comparison, "the job ended before it was measured")
         if self._agent is not None:
             self._agent.stop()
+        if self._link is not None:
+            # gRPC's threads end before the interpreter does.
+            self._link.close()
         if self._enforcer is not None:
             self._enforcer.close()
 
