@@ -60,7 +60,7 @@ def build_tables(group: Any, shuffle: int, shape: dict[str, int]) -> tuple[nn.Mo
         rows = torch.stack([table(mine) for table, mine in zip(tables, ids, strict=True)], 1)
         gives, takes = [samples * counts[rank]] * ranks, [samples * count for count in counts]
         got = exchanged(rows.reshape(-1, shape["width"]), gives, takes, group)
-        features = [part.reshape(samples, -1) for part in got.split(takes)]
+        features = [part.reshape(samples, -1) for part in torch.split(got, takes)]
         found: torch.Tensor = (top(torch.cat(features, 1)) - 1).pow(2).mean()
         return found
 

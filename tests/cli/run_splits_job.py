@@ -85,7 +85,7 @@ def train(more: Callable[[int], bool]) -> list[float]:
         routed = exchanged(hidden[len(hidden) - len(tokens) :], experts(step))
         loss = (hidden.pow(2).sum() + expert(routed).pow(2).sum()) / 100
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -32,6 +32,7 @@ from enforcer_plans import (
 )
 
 import stretto.torch
+from stretto.planner.plan import OpPlan
 from stretto.planner.rewrites import rewrites
 from stretto.runtime.enforcer.enforcer import Enforcer
 from stretto.workload import Workload
@@ -77,8 +78,8 @@ def exchange(matrix: list[list[int]], salt: int, *, equal: bool) -> tuple[torch.
     got = torch.full((sum(takes), 3), -1, dtype=torch.int32)
     given = torch.cat([piece(rows, rank, q, salt) for q, rows in enumerate(gives)])
     wanted = torch.cat([piece(rows, p, rank, salt) for p, rows in enumerate(takes)])
-    splits = (None, None) if equal and rank % 2 else (takes, gives)
-    return got, wanted, dist.all_to_all_single(got, given, *splits, async_op=True)
+    output, input = (None, None) if equal and rank % 2 else (takes, gives)
+    return got, wanted, dist.all_to_all_single(got, given, output, input, async_op=True)
 
 
 def iteration(draw: random.Random, salt: int, *, mixed: bool = False) -> bool:
@@ -142,7 +143,7 @@ def recorded_without() -> Any:
     found = {}
     for name in ("segment:parts=4", "hierarchical:local=2"):
         workload, draw = step_with_splits(at_most=False), random.Random(5)
-        ops = []
+        ops: list[OpPlan] = []
         for op in workload.comm_ops:
             ways = list(rewrites(op, workload.groups_of(op), CLUSTER))
             named = op.kind == "all_to_all"
