@@ -11,6 +11,7 @@ from torch import nn
 
 from ...errors import InvalidInput
 from ...strategy.model import DTYPE_BYTES, ModelSpec, Variable
+from .factors import layers_of
 
 NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
 
@@ -54,6 +55,7 @@ class Meter:
         self._stack: list[list[float]] = []
         self._last = 0.0
         self._handles: list[Any] = [model.register_forward_pre_hook(self._whole)]
+        self._layers = layers_of(model)
         ours = {id(p): key for key, p in model.named_parameters() if p.requires_grad}
         for module in model.modules():
             keys = [ours[id(p)] for p in module.parameters(recurse=False) if id(p) in ours]
@@ -83,7 +85,7 @@ class Meter:
                 if key not in self._order:
                     self._order.append(key)
                 self._forward.setdefault(key, []).append(1e6 * (took - inside) / len(keys))
-            if isinstance(module, nn.Linear) and isinstance(inputs[0], torch.Tensor):
+            if self._layers.get(keys[0]) is module and isinstance(inputs[0], torch.Tensor):
                 self._factors[keys[0]] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
 
         return leave

@@ -205,14 +205,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._depots:
             raise InvalidInput("clip_grad_norm_: there is no common gradient under a strategy with staleness")
         self._sync.bring()
-        self._hand_over()
+        # Each with whether every rank has it; also of parameters that the optimizer does not know.
         held: list[tuple[bool, torch.Tensor]] = []
-        cut = {name for name, _ in self._held}
-        for name in self._regions:
+        for name, found in self._regions.items():
             gradient = self._parameters[name].grad
-            if replicated(self._regions[name]) and gradient is not None:
-                held.append((True, gradient))
-        held += [(r.owner == EVERYONE, t.grad) for (_, r), t in self._held.items() if t.grad is not None]
+            if gradient is not None:
+                parts = [region.of(gradient) for region in found if region.owner == EVERYONE]
+                held += [(True, part) for part in ([gradient] if replicated(found) else parts)]
+        for carrier in self._sync.carriers:
+            held += [(False, gradient) for _, gradient in carrier.results if gradient is not None]
         device = next(iter(self._parameters.values())).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for everywhere, gradient in held:
@@ -223,8 +224,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
         for _, gradient in held:
             gradient.mul_(scale)
-        if cut:
-            self._mark()
+        self._mark()
         return norm if any(p.dtype == torch.float64 for p in self._parameters.values()) else norm.float()
 
     def state_dict(self) -> dict[str, Any]:

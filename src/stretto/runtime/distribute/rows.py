@@ -16,7 +16,7 @@ from torch import nn
 
 from ...errors import InvalidInput
 from ...strategy.kernels import Message, Piece
-from .carriers import Carrier, Flow, Link, Wait
+from .carriers import Carrier, Flow, Link, Wait, rows_kept
 from .groups import Groups
 from .regions import block_of, rows_of, sparse_of
 
@@ -73,6 +73,9 @@ class SparseCarrier(RunsCarrier):
             if gradient is None:
                 found.append(self._count_bytes(NO_GRADIENT))
                 continue
+            if not gradient.is_sparse and not piece.whole:
+                # After an earlier backward pass other parts hold their mean, which made the whole gradient dense.
+                gradient = rows_kept(gradient)
             if not gradient.is_sparse:
                 raise InvalidInput(f"{piece.variable.name}: its gradient is dense, but the strategy has it as sparse")
             numbers, values = rows_of(gradient, piece.part)
