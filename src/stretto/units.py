@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+
 from .errors import InvalidInput
 
 KB = 1000
@@ -14,6 +16,20 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 _SUFFIX = {"": 1, "k": KB, "m": MB, "g": GB, "ki": KIB, "mi": MIB, "gi": GIB}
+
+
+MAX_SEED = 1 << 62
+
+
+def check_seed(seed: object) -> int:
+    """The seed of a search or of random data, if it is a whole number that every generator takes.
+
+    >>> check_seed(7)
+    7
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed <= MAX_SEED:
+        raise InvalidInput(f"seed: must be a whole number 0..{MAX_SEED}, not {seed!r}")
+    return int(seed)
 
 
 def parse_bytes(text: str) -> int:

@@ -16,7 +16,7 @@ from stretto.collectives import Collective
 from stretto.programs.interpret import check
 from stretto.synthesis import certificate as certificates
 from stretto.synthesis import makers as registry
-from stretto.synthesis import portfolio, select, synthesize
+from stretto.synthesis import portfolio, select, synthesize, worker
 from stretto.synthesis.cache import Cache, directory
 from stretto.synthesis.explorer import rotations, sketch_variants, sketches, smallest
 from stretto.synthesis.makers import Maker, Problem
@@ -134,6 +134,33 @@ def test_a_maker_that_fails_is_listed_with_its_reason_and_the_others_go_on(
     assert reasons["wrong"].startswith("wrong program: ")
     assert reasons["tiny"] == "is for up to 2 ranks, not 4"
     assert "maker breaks failed" in caplog.text
+
+
+def test_a_result_without_a_maker_that_crashed_is_not_kept(
+    ring: st.Cluster, own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    only(monkeypatch, fake("breaks"), fake("good"))
+    synthesize(st.AllGather(4), ring, st.MB)
+    assert not (own_cache / "synthesis").exists()
+    assert "Traceback" not in caplog.text
+    # One that refuses, or makes a wrong program, does so every time.
+    only(monkeypatch, fake("refuses"), fake("wrong"), fake("good"))
+    synthesize(st.AllGather(4), ring, st.MB)
+    assert synthesize(st.AllGather(4), ring, st.MB).cached
+
+
+def test_a_result_without_a_worker_that_died_is_not_kept(
+    ring: st.Cluster, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dead(worker._Process):
+        def __init__(self, request: bytes, tell: worker.Tell) -> None:
+            super().__init__(request, tell)
+            self.end()
+
+    monkeypatch.setattr(worker, "_Process", Dead)
+    found = synthesize(st.AllGather(4), ring, st.MB, makers=["library:ring", "greedy"], jobs=2)
+    assert any("ended with code -9" in each.reason for each in found.candidates)
+    assert not (own_cache / "synthesis").exists()
 
 
 def test_when_nobody_succeeds_the_error_says_why(ring: st.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import InvalidInput
+from ..units import MAX_SEED
 from .common import SHOW_AFTER_S, out, wrote
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def plan(
     steps: Annotated[
         int | None, typer.Option(help="Search so many steps instead: then the result depends on the seed alone.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same search.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Same seed, same search.")] = 0,
     retime: Annotated[
         bool, typer.Option("--retime/--no-retime", help="Simulate the final plan link by link as well.")
     ] = True,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..units import MAX_SEED
 from .common import out, progress
 
 if TYPE_CHECKING:
@@ -210,7 +211,9 @@ def run(
     file: File,
     fifo_depth: Annotated[int | None, typer.Option(help="Messages that fit into a connection (default 2).")] = None,
     op: Annotated[str | None, typer.Option(help="What reductions do: sum (default), prod, max or min.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Draws the data and the order in which threadblocks run.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Draws the data and the order in which threadblocks run.")
+    ] = 0,
     in_place: InPlace = None,
     collective: CollectiveFile = None,
 ) -> None:

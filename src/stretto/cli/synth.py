@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..units import MAX_SEED
 from .common import out, parse_ranks, with_multicast, write_json, wrote
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def synth(
             help="Judge programs as instruction streams, search instances and FIFO depth. Implied by .xml and .json.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Same seed, same search.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Same seed, same search.")] = 0,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use results of earlier searches.")] = True,
     show_all: Annotated[bool, typer.Option("--all", help="List every candidate, not only each maker's best.")] = False,
     rows: Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Write all candidates.")] = None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import InvalidInput
+from ..units import MAX_SEED
 from .common import out, progress, write_json, wrote
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def tune(
     scratch: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A folder that all hosts see. Default: this machine's for such.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same candidates.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Same seed, same candidates.")] = 0,
     plan: Annotated[
         Path | None,
         typer.Option(metavar="FILE.json", help="Hand what was found to the joint planner; needs --cluster."),

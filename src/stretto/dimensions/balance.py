@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidInput
 from ..synthesis.milp import Milp, solve
+from ..units import check_seed
 from .model import STEADY_CHUNKS, Dim, check_dims, order_loads
 from .schedule import Chunk, DimSchedule
 from .schedulers import CHUNKS, baseline, check_request, themis, way
@@ -45,6 +46,7 @@ def stretto(
     seed: int = 0,
 ) -> DimSchedule:
     """The best schedule found with at most `chunks` chunks, never slower than baseline and Themis in the same model."""
+    check_seed(seed)
     dims = _balanceable(dims)
     check_request(collective, chunks)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations_with_replacement, pairwise, product
 
 from ..errors import Infeasible, InvalidInput
+from ..units import check_seed
 from .makers import FULL, eager_warmup, paced
 from .memory import StageMemory, peak_bytes
 from .schedule import Schedule, check_counts
@@ -67,6 +68,7 @@ def search(
     >>> found.total_us, found.bound_us, found.warmup, found.exhaustive
     (256.0, 256.0, (3, 1), True)
     """
+    check_seed(seed)
     stages = costs.num_stages
     check_counts(stages, microbatches)
     if not 0 <= most_delay <= 64:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from ..errors import InvalidInput
 from ..synthesis import cp_sat
+from ..units import check_seed
 from .nodes import is_queued
 from .problem import Problem, Task
 from .schedule import Schedule, Scheduler
@@ -54,6 +55,7 @@ def solve_exactly(
     >>> solve_exactly(figure6()).value_us
     9.5
     """
+    check_seed(seed)
     scheduler = problem if isinstance(problem, Scheduler) else Scheduler(problem)
     workload = scheduler.problem.workload
     if not cp_sat.available():

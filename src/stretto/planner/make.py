@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput, PlanMismatch, unknown
 from ..programs.formats.text import dumps
+from ..units import check_seed
 from ..workload import Workload
 from .baselines import BASELINES, Effort, Systems, plain
 from .costs import CostModel, SimulatedCosts, simulated_costs
@@ -73,6 +74,7 @@ def planned(
     best promises less than the part `least_gain` of plain order (what costs may be wrong by, say), the plan is that
     order, and is called ``plain``.
     """
+    check_seed(seed)
     if not 0 <= least_gain < 1:
         raise InvalidInput(f"least_gain: must be at least 0 and below 1, not {least_gain:g}")
     if not 0 < budget_s < float("inf"):

@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import _native
 from ..errors import Infeasible, InvalidInput, unknown
+from ..units import check_seed
 from .bounds import Bound
 from .problem import Problem
 from .schedule import DISCIPLINES, ITERATIONS, Schedule, Scheduler
@@ -89,6 +90,7 @@ def search(
     bound, or (`syndicate`) when nothing better came for more than half of the search so far. Ctrl-C ends it with the
     best so far. `threads` (all cores when None) does not change the result of a number of steps.
     """
+    check_seed(seed)
     if mode not in MODES:
         raise unknown("mode", mode, MODES)
     if discipline not in DISCIPLINES or discipline == "priority":

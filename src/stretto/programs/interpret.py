@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..errors import InvalidInput, VerificationError, unknown
+from ..units import check_seed
 from .lowered import (
     BUFFERS,
     INPUT,
@@ -55,6 +56,7 @@ def interpret(
     must wait. Scratch and output start as NaN, so reading what nobody wrote shows in the result. Raises
     `VerificationError` on deadlock, on messages of different length, and on messages nobody receives.
     """
+    check_seed(seed)
     if op not in OPERATIONS:
         raise unknown("op", op, OPERATIONS)
     if fifo_depth < 1:
@@ -87,6 +89,7 @@ def random_inputs(
     collective: Collective, *, op: str = "sum", seed: int = 0, chunk_elements: int = 3
 ) -> list[list[Piece]]:
     """Whole numbers as floats, so that any order of adding gives the same; equal parts hold equal data."""
+    check_seed(seed)
     c = collective
     if chunk_elements < 1:
         raise InvalidInput(f"chunk_elements: must be >= 1, not {chunk_elements}")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import unknown
+from ..units import check_seed
 from .bundles import Bundle
 from .hosts import Hosts
 
@@ -208,6 +209,7 @@ ORDERS: dict[str, Callable[[Sequence[Job], int], Assignment]] = {
 
 def assign(name: str, jobs: Sequence[Job], seed: int = 0) -> Assignment:
     """Senders and order by one of `ORDERS`."""
+    check_seed(seed)
     if name not in ORDERS:
         raise unknown("order", name, ORDERS)
     return ORDERS[name](jobs, seed)

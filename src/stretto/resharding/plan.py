@@ -13,7 +13,7 @@ from ..collectives.reshard import Reshard, largest_buffer
 from ..errors import InvalidInput, unknown
 from ..programs import Program
 from ..simulator import Timeline, lower_bound, simulate
-from ..units import format_bytes, format_us
+from ..units import check_seed, format_bytes, format_us
 from .assign import ORDERS, Assignment, assign, jobs_of
 from .balance import host_bound_us
 from .bundles import Bundle, bundles_of, check_messages
@@ -213,6 +213,7 @@ def plan_tensors(
 
     `tasks` are those of their unit tasks, or parts of them, that it is to do; all of them by default.
     """
+    check_seed(seed)
     if strategy not in SYSTEMS:
         raise unknown("strategy", strategy, SYSTEMS)
     if not tensors:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import InvalidInput
+from ..units import check_seed
 from .builders.common import cut_along, longest_axis, stations
 from .model import ModelSpec, Variable
 from .representation import MAX_STALENESS, STALE_ENCODERS, NodeConfig, Strategy, Sync
@@ -80,7 +81,7 @@ class Sampler:
         self.there = resources(where)
         self._lossy = lossy
         self._staleness = staleness
-        self._rng = random.Random(seed)
+        self._rng = random.Random(check_seed(seed))
         total = sum(v.gradient_bytes for v in model.variables)
         self._small = max(SMALL_BYTES, SMALL_SHARE * total)
         self._large = min(LARGE_BYTES, max(LARGE_SHARE * total, 2 * self._small))

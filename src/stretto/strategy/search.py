@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import Infeasible, InvalidInput, unknown
-from ..units import MB, MIB
+from ..units import MB, MIB, check_seed
 from .builders import build
 from .cost import CostModel, Floats
 from .decide import Decision, decide
@@ -163,6 +163,7 @@ def search(
     a trial. Without references the usual strategy (all-reduce in buckets) is what has to be beaten. The search is
     lossless and synchronous unless `lossy` or `staleness` say otherwise.
     """
+    check_seed(seed)
     if not 1 <= trials <= 100_000:
         raise InvalidInput(f"trials: must be 1..100000, not {trials}")
     if not 0 <= confirm <= 1000:

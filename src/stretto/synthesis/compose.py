@@ -24,6 +24,7 @@ from ..collectives import AllGather, AllToAll, Collective
 from ..errors import Infeasible, InvalidInput
 from ..programs import Program
 from ..simulator import simulate
+from ..units import check_seed
 from . import greedy
 from .combine import all_reduce_from, inverse, like, reversed_cluster
 
@@ -56,6 +57,7 @@ def synthesise(
     >>> synthesise(AllGather(16), Cluster.load("dgx_a100:2"), nbytes=GB, pieces=[1]).name
     'compose(inside=ring,between=direct)'
     """
+    check_seed(seed)
     deadline = time.monotonic() + budget_s
     if collective.kind not in KINDS:
         raise Infeasible(f"compose: {collective.kind} is none of {', '.join(KINDS)}")

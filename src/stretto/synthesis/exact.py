@@ -18,6 +18,7 @@ from ..collectives import Collective
 from ..errors import Infeasible, InvalidInput, SearchTimeout, unknown
 from ..programs import Program
 from ..simulator import lower_bound, simulate
+from ..units import check_seed
 from . import cp_sat
 from .combine import INVERSE, all_reduce_from, inverse, like, reversed_cluster
 from .exact_grid import Move, Net, label
@@ -93,6 +94,7 @@ def solve(
     >>> found.time_us, found.optimal
     (200.0, True)
     """
+    check_seed(seed)
     if solver not in SOLVERS:
         raise unknown("solver", solver, SOLVERS)
     search = _Search(

@@ -22,6 +22,7 @@ from ..collectives import Collective
 from ..errors import Infeasible
 from ..programs import Program
 from ..simulator import lower_bound, simulate
+from ..units import check_seed
 from .flow_order import Messages, Plan, Planner, messages_of
 from .flow_routes import Paths, Traffic, gather, refined, route, traffic_of
 
@@ -109,6 +110,7 @@ def synthesise(
     >>> lower_bound(AllToAll(5), ring, nbytes=5e6).reason
     'cut: 2 devices must receive 6MB over 20 GB/s'
     """
+    check_seed(seed)
     if not len(traffic_of(collective).chunk):
         raise Infeasible(f"flow: {collective.kind} has nothing to move")
     bound = lower_bound(collective, cluster, nbytes)

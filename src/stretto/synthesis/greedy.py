@@ -24,6 +24,7 @@ from ..errors import Infeasible, InvalidInput, SearchTimeout
 from ..programs import Program
 from ..programs.symmetry import translate
 from ..simulator import Timeline, simulate
+from ..units import check_seed
 from .combine import all_reduce_from, like, reversed_cluster
 from .hops import Hops, joins_all
 from .pacing import one_then_other, paced
@@ -74,6 +75,7 @@ def synthesise(
     >>> program.num_transfers, simulate(program, torus, nbytes=16 * MB).total_us
     (240, 4000.0)
     """
+    check_seed(seed)
     deadline = time.monotonic() + budget_s
     search = Search(nbytes=nbytes, seed=seed, alpha=alpha, pieces=pieces, symmetric=symmetric, tell=progress or _quiet)
     if max(collective.ranks) >= cluster.num_devices:

@@ -17,7 +17,7 @@ from ..errors import Infeasible, InvalidInput, StrettoError, VerificationError, 
 from ..programs import Program
 from ..simulator import Bound, lower_bound, simulate
 from ..simulator.network import ALPHA, CONTENTION
-from ..units import format_us
+from ..units import check_seed, format_us
 from .cache import Cache
 from .certificate import Candidate, Certificate, Synthesis, versions
 from .lowering import FORMATS, search_lowering, too_long
@@ -35,6 +35,9 @@ KEPT_TO_LOWER = 6
 """Programs of one task that are worth lowering: the fastest may not fit a runtime's limits."""
 SMALL = 256
 """Up to so many ranks a task without a process of its own is over in good time."""
+
+MAX_REASON = 200
+"""Characters of what a crash says; the signature of a native function may have thousands."""
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +58,13 @@ class Attempt:
 
     candidates: list[Candidate] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
+    crashed: bool = False
+    """Whether it ended by a bug, or for want of memory or a package: the same search may come to more another time."""
 
     @classmethod
-    def without(cls, task: Task, reason: str) -> Attempt:
+    def without(cls, task: Task, reason: str, *, crashed: bool = False) -> Attempt:
         """A task that made nothing."""
-        return cls(candidates=[Candidate(maker=task.label, reason=reason)])
+        return cls(candidates=[Candidate(maker=task.label, reason=reason)], crashed=crashed)
 
 
 @dataclass(kw_only=True)
@@ -72,6 +77,8 @@ class Board:
     progress: Progress | None = None
     candidates: list[Candidate] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
+    crashed: bool = False
+    """Whether any task has crashed: then the result is not kept."""
 
     @property
     def left_s(self) -> float:
@@ -86,6 +93,7 @@ class Board:
     def add(self, attempt: Attempt) -> None:
         """Take note of what a task came to."""
         self.candidates += attempt.candidates
+        self.crashed |= attempt.crashed
         # Sorting is stable: of equally fast programs the one that came first, from the simpler maker, stays ahead.
         self.made = sorted(self.made + attempt.made, key=lambda made: made.time_us)
 
@@ -166,8 +174,8 @@ def synthesize(
     store = Cache.of(problem, options) if cache else None
     found = store.load(problem) if store else None
     if found is None:
-        found = _search(problem, budget_s, jobs, makers, progress, backend, ray_address)
-        if store:
+        found, crashed = _search(problem, budget_s, jobs, makers, progress, backend, ray_address)
+        if store and not crashed:
             store.save(found)
     elif lower:
         made = Made(maker=found.certificate.maker, program=found.program, time_us=found.time_us, seconds=0.0)
@@ -178,7 +186,8 @@ def synthesize(
 def _search(
     problem: Problem, budget_s: float, jobs: int, wanted: Sequence[str] | None, progress: Progress | None, backend: str,
     ray_address: str | None,
-) -> Synthesis:
+) -> tuple[Synthesis, bool]:
+    """The best of what all makers came to, and whether one of them crashed."""
     from . import worker
 
     tasks, refused = plan_tasks(problem, wanted)
@@ -230,9 +239,10 @@ def _search(
         lowered_us=None if lowering is None else lowering.time_us,
         versions=versions(),
     )
-    return Synthesis(
+    found = Synthesis(
         program=best.program, certificate=certificate, candidates=_ordered(board.candidates), lowering=lowering
     )
+    return found, board.crashed
 
 
 def attempt(task: Task, problem: Problem, budget_s: float, progress: Progress) -> Attempt:
@@ -265,10 +275,14 @@ def attempt(task: Task, problem: Problem, budget_s: float, progress: Progress) -
         reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
         if isinstance(error, VerificationError):
             reason = f"wrong program: {error}"
-        if not isinstance(error, StrettoError | ImportError | MemoryError):
-            log.warning("maker %s failed: %s", task.label, reason, exc_info=True)
+        reason = " ".join(reason.split())
+        if not isinstance(error, StrettoError):
+            reason, result.crashed = reason[:MAX_REASON], True
+        if result.crashed and not isinstance(error, ImportError | MemoryError):
+            log.warning("maker %s failed: %s (the result is not kept)", task.label, reason)
+            log.debug("maker %s failed", task.label, exc_info=True)
         result.candidates.append(
-            Candidate(maker=task.label, reason=" ".join(reason.split()), seconds=round(time.monotonic() - began, 4))
+            Candidate(maker=task.label, reason=reason, seconds=round(time.monotonic() - began, 4))
         )
     return result
 
@@ -311,6 +325,7 @@ def _checked(
         raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
     if not (np.isfinite(budget_s) and budget_s > 0):
         raise InvalidInput(f"budget_s: must be > 0, not {budget_s}")
+    check_seed(seed)
     if not 1 <= jobs <= MAX_JOBS:
         raise InvalidInput(f"jobs: must be 1..{MAX_JOBS}, not {jobs}")
     if max(collective.ranks) >= cluster.num_devices:

@@ -14,6 +14,7 @@ from ..collectives import Collective
 from ..errors import Infeasible, InvalidInput
 from ..programs import Program
 from ..simulator import simulate
+from ..units import check_seed
 from .contiguity import Messages, merge
 from .logical import Logical, default_sketch
 from .ordering import VARIANTS, Tasks, justify, priorities, schedule
@@ -56,6 +57,7 @@ def synthesise(
     >>> simulate(program, ring, nbytes=4e6).total_us
     2000.0
     """
+    check_seed(seed)
     began = time.monotonic()
     tell = progress or (lambda message, fraction: None)
     chosen = default_sketch(cluster, collective) if sketch is None else sketch

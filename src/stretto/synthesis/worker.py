@@ -117,7 +117,7 @@ def _collect(running: dict[int, tuple[Task, Running]], inbox: Inbox, board: Boar
                 board.report(f"{task.label}: {message}")
             else:
                 del running[number]
-                board.add(message or Attempt.without(task, far.reason()))
+                board.add(message or Attempt.without(task, far.reason(), crashed=True))
     reached = board.at_bound()
     if reached or board.left_s < -GRACE_S:
         why = reached or f"the budget of {board.budget_s:g} s was spent"

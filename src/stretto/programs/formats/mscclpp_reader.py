@@ -19,6 +19,7 @@ from msgspec import Meta
 from ...collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from ...errors import InvalidInput, VerificationError, unknown
 from ...files import convert, parse_json
+from ...units import check_seed
 from .mscclpp_machine import Action, Data, End, Image, Machine, Rows
 
 MAX_RANKS = 1024
@@ -452,6 +453,7 @@ def execute(plan: Plan, inputs: Sequence[Data], *, seed: int = 0) -> list[Data]:
 
     Raises `VerificationError` for a race, a deadlock, or a launch that leaves signals behind.
     """
+    check_seed(seed)
     if len(inputs) != len(plan.gpus):
         raise InvalidInput(f"inputs: must be one array for each of the {len(plan.gpus)} ranks, not {len(inputs)}")
     elements = inputs[0].shape[-1]
@@ -470,6 +472,7 @@ def check(plan: Plan, collective: Collective, *, seeds: Sequence[int] = (0, 1, 2
         raise InvalidInput(f"collective: has {collective.num_ranks} ranks, the plan {len(plan.gpus)}")
     image = resolve(plan)
     for seed in seeds:
+        check_seed(seed)
         rng = np.random.default_rng(seed)
         machine = Machine(image, elements=image.widest, seed=seed)
         cases = [_case(plan, collective, image.widest, rng) for _ in range(launches)]

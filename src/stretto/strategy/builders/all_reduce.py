@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ...units import MB
+from ...units import MB, check_seed
 from ..model import ModelSpec
 from ..representation import NodeConfig, Sync
 from ..resources import Resources
@@ -52,8 +52,7 @@ def random_axis(
 ) -> tuple[NodeConfig, ...]:
     """Large variables cut along an axis drawn at random into a random number of parts, all-reduced; others merged."""
     check_number("part_mb", part_mb, 0, 1e9)
-    check_number("seed", seed, 0, 1 << 62)
-    rng = random.Random(seed)
+    rng = random.Random(check_seed(seed))
     nodes = []
     for node in all_reduce(model, there):
         v = model.variable(node.variable)
