@@ -14,7 +14,7 @@ ROOT = Path(stretto.__file__).parent
 # Each layer may import itself and those before it; modules on one line know nothing of each other.
 LAYERS = [
     {"errors", "_native"},
-    {"units", "files"},
+    {"units", "files", "highs"},
     {"cluster", "collectives"},
     {"programs"},
     {"simulator"},

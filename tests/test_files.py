@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,8 +13,21 @@ import msgspec
 import pytest
 from msgspec import Meta
 
+import stretto as st
+from stretto.collectives.files import load_collective, save_collective
+from stretto.control.transport import make_token
 from stretto.errors import InvalidInput
 from stretto.files import convert
+from stretto.planner.tuner_csv import read_tuner_csv
+from stretto.programs.formats import load_program, save_program
+from stretto.report.chrome import write_chrome_json
+from stretto.report.perfetto import write_perfetto
+from stretto.report.timeline_file import load_timeline, save_timeline
+from stretto.strategy.files import load_model, load_strategy, save_model, save_strategy
+from stretto.strategy.model import ModelSpec, Variable
+from stretto.synthesis.sketch import Sketch
+from stretto.workload import chakra
+from stretto.workload.dag import Op
 
 SOURCES = Path(__file__).parents[1] / "src" / "stretto"
 
@@ -95,3 +109,28 @@ def test_every_type_that_msgspec_decodes_is_analyzed_by_one_thread() -> None:
         if decodes.search(line)
     ]
     assert found == ["files.py: return msgspec.convert(value, typed(kind), strict=True)"]
+
+
+def test_a_path_with_a_nul_is_refused_by_readers_and_writers(tmp_path: Path) -> None:
+    path = f"{tmp_path}/a\0b.json"
+    cluster = st.Cluster.preset("ring", nodes=4)
+    step = st.Workload(name="x", num_ranks=4, ops=(Op(name="sum", kind="all_reduce", nbytes=1e6),))
+    program = st.algorithm("ring", "all_gather", 4)
+    model = ModelSpec(name="m", variables=(Variable(name="v", shape=(4, 4)),))
+    strategy = st.strategy.build("all_reduce", model, 4)
+    timeline = st.simulate(program, cluster, nbytes=1e6)
+    calls: list[Callable[[], object]] = [
+        lambda: st.Cluster.load(path), lambda: st.Cluster.load(Path(path)), lambda: cluster.save(path),
+        lambda: st.Workload.load(path), lambda: st.Workload.load(path.replace("json", "et")),
+        lambda: st.Workload.load(path + ".gz"), lambda: step.save(path), lambda: chakra.write(step, path),
+        lambda: st.Plan.load(path), lambda: load_program(path), lambda: save_program(program, path),
+        lambda: Sketch.load(path), lambda: Sketch().save(path), lambda: load_strategy(path),
+        lambda: save_strategy(strategy, path), lambda: load_model(path), lambda: save_model(model, path),
+        lambda: load_timeline(path), lambda: save_timeline(timeline, path), lambda: write_perfetto(timeline, path),
+        lambda: write_chrome_json(timeline, path), lambda: read_tuner_csv(path),
+        lambda: load_collective(path), lambda: save_collective(st.AllGather(4), path),
+        lambda: make_token(Path(path)),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(InvalidInput, match=r"NUL|null"):
+            call()

@@ -25,9 +25,16 @@ _ANALYZED: set[Any] = set()
 _ANALYZING = threading.Lock()
 
 
+def usable_path(path: str | Path) -> Path:
+    """The path, unless it holds a NUL, with which no file can be named and which Python refuses as a `ValueError`."""
+    if "\0" in str(path):
+        raise InvalidInput(f"{str(path)!r}: a path cannot contain a NUL character")
+    return Path(path)
+
+
 def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
     """The text of a file, refused when it is missing, too large or not UTF-8."""
-    path = Path(path)
+    path = usable_path(path)
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):

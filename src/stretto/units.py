@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import TypeGuard
 
 import numpy as np
 
@@ -19,6 +20,7 @@ _SUFFIX = {"": 1, "k": KB, "m": MB, "g": GB, "ki": KIB, "mi": MIB, "gi": GIB}
 
 
 MAX_SEED = 1 << 62
+MAX_DIGITS = 40
 
 
 def check_seed(seed: object) -> int:
@@ -30,6 +32,32 @@ def check_seed(seed: object) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed <= MAX_SEED:
         raise InvalidInput(f"seed: must be a whole number 0..{MAX_SEED}, not {seed!r}")
     return int(seed)
+
+
+LARGEST = 1e15
+"""Numbers in specs and options are within this: whole ones then fit every integer and float that they end up in."""
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a finite number (true and false are none) no larger than `LARGEST`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def parse_number(text: str) -> int | float | None:
+    """The number that a text of a spec or an option stands for, None where it stands for something else.
+
+    >>> parse_number("25"), parse_number("1e3"), parse_number("auto")
+    (25, 1000.0, None)
+    """
+    for kind in (int, float):
+        try:
+            value = kind(text[:MAX_DIGITS])
+        except ValueError:
+            continue
+        if len(text) <= MAX_DIGITS and is_number(value):
+            return value
+        raise InvalidInput(f"{text[:MAX_DIGITS]}: must be a number up to {LARGEST:g}, of at most {MAX_DIGITS} digits")
+    return None
 
 
 def parse_bytes(text: str) -> int:

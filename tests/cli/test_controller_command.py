@@ -76,6 +76,21 @@ def test_status_shows_jobs_ranks_and_what_they_run(
     assert [job.job for job in found.jobs] == ["mine"]
 
 
+def test_what_ranks_say_neither_commands_the_terminal_nor_looks_like_another_line(
+    good: Run, address: dict[str, str]
+) -> None:
+    link = from_environment(address)
+    assert link is not None
+    hidden = "a\x1b]0;title\x07\x1b[2J\x9b\u202e\r\njob forged: 8 ranks"
+    report = Report(iteration=12, iteration_us=1500.0, waits_us=300.0, fell_back=hidden)
+    state = RankState(job=hidden, epoch=1, rank=0, size=1, beat=1, report=report)
+    link.call(EXCHANGE, encode(state), timeout_s=20.0)
+    link.close()
+    shown = good("status", *arguments(address))
+    assert not [c for c in shown if not c.isprintable() and c != "\n"]
+    assert not [line for line in shown.splitlines() if line.startswith("job forged")]
+
+
 def test_status_with_a_wrong_token_or_nobody_there_is_one_line(
     bad: Run, address: dict[str, str], tmp_path: Path
 ) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +30,13 @@ def test_pipes_and_devices_are_refused_instead_of_read(command: tuple[str, str],
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("simulate ring -c ring:2,alpha_us=1e308", "alpha_us: must be 0 to 1e+09"),
+        ("simulate ring -c ring:2,alpha_us=1e10", "alpha_us: must be 0 to 1e+09"),
+        ("simulate ring -c ring:2,alpha_us=1e308", "alpha_us: 1e308: must be a number up to 1e+15"),
+        ("cluster show ring:4,alpha_us=99999999999999999999", "alpha_us: 99999999999999999999: must be a number up"),
+        ("cluster show ring:4,gb_per_s=nan", "gb_per_s: nan: must be a number up to 1e+15"),
+        ("cluster show ring:99999999999999999999", "99999999999999999999: must be a number up to 1e+15"),
+        ("workload show gpt:1.3b,ranks=99999999999999999999", "ranks: 99999999999999999999: must be a number up to"),
+        ("workload show gpt:1.3b,micro_batches=1e400", "micro_batches: 1e400: must be a number up to 1e+15"),
         ("simulate ring -c ring:2,gb_per_s=1e-308", "gb_per_s: must be 1e-09 to 1e+09"),
         ("simulate ring -c ring:4 --set rings=1000000000", "rings: at most 256"),
         ("simulate ring -c ring:4 --set ranks=3", "--set ranks: not an option of an algorithm"),
@@ -40,6 +50,49 @@ def test_pipes_and_devices_are_refused_instead_of_read(command: tuple[str, str],
 )
 def test_options_out_of_all_bounds_are_refused_at_once(arguments: str, message: str, bad: Run) -> None:
     assert message in bad(*arguments.split())
+
+
+@pytest.mark.parametrize("suffix", ["txt", "xml", "json"])
+def test_a_few_words_cannot_ask_for_much_memory(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"p.{suffix}"
+    assert run(["simulate", "direct", "-c", "full_mesh:3", "--collective", "all_to_all", "--program", str(file)]) == 0
+    text, count = file.read_text(), 1 << 20
+    if suffix == "txt":
+        text = text.replace("chunks 1", f"chunks {count}")
+    elif suffix == "xml":
+        for key in ("nchunksperloop", "i_chunks", "o_chunks"):
+            text = text.replace(f'{key}="3"', f'{key}="{3 * count}"')
+    else:
+        for key in ("input_chunks", "output_chunks"):
+            text = re.sub(f'"{key}": *3', f'"{key}": {count}', text)
+    assert text != file.read_text()
+    file.write_text(text)
+    # 80 MB more than this process has; the tables alone would take ten times that.
+    limit = f"import resource as r; r.setrlimit(r.RLIMIT_AS, ({3 << 30},) * 2)"
+    script = f"{limit}; from stretto.cli import run; import stretto.programs.verify; before = r.getrusage(0).ru_maxrss"
+    script += f"; code = run(['program', 'verify', {str(file)!r}]); print(code, r.getrusage(0).ru_maxrss - before)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    code, more_kb = map(int, done.stdout.split()[-2:])
+    assert (code, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert more_kb < 80_000
+
+
+@pytest.mark.parametrize("hidden", ["\x1b[31m", "\x1b]0;title\x07", "\x9b2J", "\u202e", "\r", "\x08"])
+def test_names_from_files_do_not_command_the_terminal(hidden: str, tmp_path: Path, good: Run) -> None:
+    cluster = tmp_path / "c.json"
+    assert run(["cluster", "convert", "ring:3", str(cluster)]) == 0
+    cluster.write_text(cluster.read_text().replace("ring:3", f"ring{json.dumps(hidden)[1:-1]}:3", 1))
+    workload = tmp_path / "w.json"
+    ops = [{"name": f"a{hidden}b", "kind": "all_reduce", "nbytes": 1, "stream": hidden}]
+    workload.write_text(json.dumps({"stretto": "workload", "version": 1, "name": f"x{hidden}", "ranks": 3, "ops": ops}))
+    program = tmp_path / "p.txt"
+    assert run(["simulate", "ring", "-c", "ring:3", "--program", str(program)]) == 0
+    text = program.read_text().splitlines()
+    program.write_text("\n".join([text[0], f"name {json.dumps('p' + hidden)}", *text[2:]]) + "\n")
+    for command in (("cluster", "show", cluster), ("workload", "show", workload), ("program", "show", program),
+                    ("program", "verify", program), ("program", "run", program)):  # fmt: skip
+        shown = good(*map(str, command))
+        assert not [c for c in shown if not c.isprintable() and c not in "\n\t"], command
 
 
 def test_a_message_neither_floods_nor_commands_the_terminal(tmp_path: Path, bad: Run) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -48,6 +50,36 @@ def server(controller: Controller) -> Iterator[Server]:
 
 def ask(link: Link) -> Status:
     return decode(link.call(STATUS, encode(StatusAsk()), timeout_s=100.0), Status)
+
+
+def _make(path: str) -> str:
+    return make_token(Path(path))
+
+
+def test_processes_that_start_together_get_one_whole_token(tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        for number in range(60):
+            made = pool.map(_make, [str(tmp_path / f"t{number}")] * 4, chunksize=1)
+            assert len(set(made)) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"t{number}" for number in range(60))
+
+
+def test_an_empty_token_is_replaced_and_a_full_disk_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t"
+    path.touch(0o600)
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert len(set(pool.map(_make, [str(path)] * 8, chunksize=1))) == 1
+    path.unlink()
+
+    def full(*_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("stretto.control.transport.secrets.token_hex", full)
+    with pytest.raises(InvalidInput, match="cannot make the token: No space left on device"):
+        make_token(path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_right_token_is_heard(server: Server) -> None:

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import stretto as st
 from stretto.errors import InvalidInput
 from stretto.report import load_timeline, save_timeline
+from stretto.report.chrome import write_chrome_json
+from stretto.report.perfetto import write_perfetto
 from stretto.simulator import Timeline
 
 Make = Callable[..., Timeline]
@@ -78,3 +82,16 @@ def test_a_truncated_file_is_refused(timeline: Timeline, tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(InvalidInput, match="truncated"):
         load_timeline(path)
+
+
+def test_a_rank_that_no_trace_format_can_hold_is_refused(tmp_path: Path) -> None:
+    timeline = st.simulate(st.algorithm("ring", "all_gather", 3), st.Cluster.preset("ring", nodes=3), nbytes=3e6)
+    path = tmp_path / "t.json"
+    for rank, good in (((1 << 30) - 1, True), (1 << 30, False), ((1 << 31) - 1, False)):
+        save_timeline(replace(timeline, rank=np.full_like(timeline.rank, rank)), path)
+        if good:
+            assert write_perfetto(load_timeline(path), tmp_path / "t.pftrace") == timeline.num_spans
+            assert write_chrome_json(load_timeline(path), tmp_path / "t.chrome") == timeline.num_spans
+        else:
+            with pytest.raises(InvalidInput, match=r"rank\[0\]: must be 0\.\.1073741823"):
+                load_timeline(path)

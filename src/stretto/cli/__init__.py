@@ -16,6 +16,7 @@ from .bench import bench
 from .bound import bound
 from .cluster import app as cluster_app
 from .collective import app as collective_app
+from .common import one_line, say
 from .controller import controller
 from .demo import demo
 from .dims import app as dims_app
@@ -131,8 +132,8 @@ def _command(error: typer.TyperException) -> str:
 
 def _fail(message: str) -> int:
     """One line; what a file smuggled into the message neither floods the terminal nor commands it."""
-    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(message.split()))
+    line = one_line(" ".join(message.split()))
     if len(line) > MAX_MESSAGE:
         line = f"{line[: MAX_MESSAGE // 2]} ... {line[-MAX_MESSAGE // 2 :]}"
-    print(f"stretto: error: {line}", file=sys.stderr)
+    say(f"stretto: error: {line}", error=True)
     return WRONG_INPUT

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from ..errors import InvalidInput
 
@@ -17,12 +19,50 @@ if TYPE_CHECKING:
     from ..cluster import Cluster
 
 SHOW_AFTER_S = 2.0
+REPLACED = "\N{REPLACEMENT CHARACTER}"
+
+
+def printable(text: str) -> str:
+    """The text with every character replaced that could command a terminal; line breaks and tabs stay.
+
+    >>> printable("\\x1b[31mred\\x07\\n")
+    '\ufffd[31mred\ufffd\\n'
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else REPLACED for c in text)
+
+
+def one_line(text: str) -> str:
+    """The text on one line, with every character replaced that could command a terminal.
+
+    >>> one_line("a job\\nanother job \\x1b[2J")
+    'a job another job \ufffd[2J'
+    """
+    return printable("".join(" " if c.isspace() else c for c in text))
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Print one line to standard output, or to standard error; names in it may come from files and other processes."""
+    print(one_line(text), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+class _CleanConsole(Console):
+    """A console on which texts from files and other processes can neither move the cursor nor change colors."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            clean = segment.control or segment.text.isprintable()
+            yield segment if clean else Segment(printable(segment.text), segment.style)
 
 
 def out() -> Console:
     """Where results go; at least 80 columns when nobody looks, so that files and pipes keep their tables."""
-    console = Console(highlight=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, width=max(80, console.width))
+    console = _CleanConsole(highlight=False, soft_wrap=False)
+    return console if console.is_terminal else _CleanConsole(highlight=False, width=max(80, console.width))
+
+
+def progress_console() -> Console:
+    """Where a bar goes that shows how far a command is."""
+    return _CleanConsole(stderr=True)
 
 
 def wrote(console: Console, path: Path, note: str = "") -> None:
@@ -48,7 +88,7 @@ def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=progress_console(),
         transient=True,
     )
     task = bar.add_task(title, total=steps)

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import InvalidInput
 from ..units import MAX_SEED
-from .common import SHOW_AFTER_S, out, wrote
+from .common import SHOW_AFTER_S, out, progress_console, wrote
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -279,11 +279,10 @@ def _costs(given: str | None, cluster: Cluster) -> CostModel | None:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
     """A line on stderr that follows the search; a timer shows it once it takes more than two seconds."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     bar = Progress(
-        BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True),
+        BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn(), console=progress_console(),
         transient=True,
     )  # fmt: skip
     task = bar.add_task("", total=1.0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..units import MAX_SEED
-from .common import out, progress
+from .common import out, progress, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,7 +67,8 @@ def verify(
                     raise
                 wrong += 1
                 verdicts.append(f"{path}: WRONG: {str(error).removeprefix(f'{path}: ')}")
-    print(*verdicts, sep="\n")
+    for verdict in verdicts:
+        say(verdict)
     if wrong:
         raise VerificationError(f"{wrong} of {len(files)} files are wrong")
 
@@ -182,7 +183,7 @@ def convert(
             save_program(loaded, target, **sizes, **_given(dialect=dialect))
         else:
             save_program(loaded, target)
-    print(f"{target}: {repr(loaded)[1:-1]}")
+    say(f"{target}: {repr(loaded)[1:-1]}")
 
 
 def _host_list(text: str) -> list[int]:
@@ -244,7 +245,7 @@ def run(
                 f"{lowered.num_instructions} instructions on {lowered.collective.num_ranks} ranks ran with FIFO depth "
                 f"{depth}; all {len(lowered.collective.out_chunk)} output chunks are right ({how})"
             )
-    print(f"{file}: {result}")
+    say(f"{file}: {result}")
 
 
 def _load(path: Path, in_place: bool | None, collective: Path | None) -> Program | Lowered | Plan:
@@ -294,14 +295,14 @@ def _show_transfers(program: Program, rank: int | None) -> None:
             t = int(number)
             if rank not in (program.src[t], program.dst[t]):
                 continue
-        print(line)
+        say(line)
 
 
 def _show_streams(lowered: Lowered, rank: int | None) -> None:
     from ..programs.lowered import BUFFERS, OPS, READS_SRC, RECEIVES, SENDS, WRITES_DST
 
     x, console = lowered, out()
-    print(repr(x)[1:-1])
+    say(repr(x)[1:-1])
     first = -1
     for b, owner in enumerate(x.tb_rank.tolist()):
         if b == 0 or x.tb_rank[b - 1] != owner:
@@ -326,7 +327,7 @@ def _show_streams(lowered: Lowered, rank: int | None) -> None:
 
 def _show_plan(plan: Plan, rank: int | None) -> None:
     console = out()
-    print(repr(plan)[1:-1])
+    say(repr(plan)[1:-1])
     for gpu in plan.gpus:
         if rank not in (None, gpu.id):
             continue

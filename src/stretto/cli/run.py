@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import InvalidInput
+from .common import say
 from .gain import gain_lines
 from .run_memory import Memory, with_memory
 from .status import state, write_report
@@ -108,10 +108,10 @@ def _run(command: list[str], address: str, token_path: Path, name: str) -> int:
     try:
         process = subprocess.Popen(command, env=environment)
     except FileNotFoundError:
-        print(f"stretto: error: {command[0]}: not found", file=sys.stderr)
+        say(f"stretto: error: {command[0]}: not found", error=True)
         return NOT_FOUND
     except OSError as error:
-        print(f"stretto: error: {command[0]}: {error.strerror}", file=sys.stderr)
+        say(f"stretto: error: {command[0]}: {error.strerror}", error=True)
         return CANNOT_RUN
 
     def forward(number: int, _: object) -> None:
@@ -182,4 +182,4 @@ def _tell(status: Status, report: Path | None = None) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"stretto: {text}", file=sys.stderr, flush=True)
+    say(f"stretto: {text}", error=True)

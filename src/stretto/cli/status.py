@@ -10,7 +10,7 @@ import typer
 
 from ..errors import InvalidInput
 from ..units import format_us
-from .common import out
+from .common import one_line, out
 from .gain import gain_line
 
 if TYPE_CHECKING:
@@ -104,21 +104,22 @@ def show(console: Console, job: JobStatus) -> None:
     """One job: its plan, and a line for every rank."""
     from rich.table import Table
 
-    console.print(f"job {job.job}: {job.size} ranks, {job.phase}; {job.about}", markup=False, soft_wrap=True)
-    console.print(f"  {summary(job)}", markup=False, soft_wrap=True)
+    # What ranks say of themselves must not look like a line of another job.
+    head = one_line(f"job {job.job}: {job.size} ranks, {job.phase}; {job.about}")
+    console.print(head, markup=False, soft_wrap=True)
+    console.print(f"  {one_line(summary(job))}", markup=False, soft_wrap=True)
     table = Table("rank", "runs", "vote", "iteration", "time", "waits", "heard", box=None)
     for rank in job.ranks:
         share = f"{rank.waits_us / rank.iteration_us:.1%}" if rank.iteration_us else ""
         heard = "has ended" if rank.left else f"{rank.heard_s:.1f} s ago"
         times = format_us(rank.iteration_us) if rank.iteration_us else ""
-        table.add_row(str(rank.rank), str(rank.active), _vote(rank), str(rank.iteration), times, share, heard)
+        table.add_row(str(rank.rank), one_line(str(rank.active)), _vote(rank), str(rank.iteration), times, share, heard)
     console.print(table)
     for rank in job.ranks:
         if rank.fell_back:
             came_back = ", and came back" if rank.active.number else ""
-            console.print(
-                f"  rank {rank.rank} fell back{came_back}: {rank.fell_back}", markup=False, soft_wrap=True
-            )
+            why = one_line(f"rank {rank.rank} fell back{came_back}: {rank.fell_back}")
+            console.print(f"  {why}", markup=False, soft_wrap=True)
 
 
 def summary(job: JobStatus) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidInput
+from ..units import parse_number
 from .common import out, parse_options, progress, write_json, wrote
 
 if TYPE_CHECKING:
@@ -300,11 +301,9 @@ def _numbers(options: dict[str, Any]) -> dict[str, Any]:
     """Options with a point or a sign are numbers too."""
     found = dict(options)
     for key, value in options.items():
-        if isinstance(value, str):
-            try:
-                found[key] = int(value) if value.lstrip("-").isdecimal() else float(value)
-            except ValueError:
-                continue
+        number = parse_number(value) if isinstance(value, str) else None
+        if number is not None:
+            found[key] = number
     return found
 
 

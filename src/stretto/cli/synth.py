@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..units import MAX_SEED
-from .common import out, parse_ranks, with_multicast, write_json, wrote
+from .common import out, parse_ranks, progress_console, with_multicast, write_json, wrote
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -194,10 +194,9 @@ def _format(path: Path) -> str:
 @contextmanager
 def _live(budget_s: float) -> Iterator[Callable[[str, float], None]]:
     """One line on stderr, if that is a terminal: the best so far, who is at work, how much time is left."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    console = Console(stderr=True)
+    console = progress_console()
     bar = Progress(
         TextColumn("{task.fields[left]}"), BarColumn(bar_width=20), TextColumn("{task.description}"), console=console,
         transient=True,

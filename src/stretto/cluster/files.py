@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput, unknown
-from ..files import parse_json, parse_yaml, read_text
+from ..files import parse_json, parse_yaml, read_text, usable_path
+from ..units import parse_number
 from . import astra, nccl_xml, nvidia_smi, taccl_json, yaml_form
 from .model import MULTICAST, Cluster
 from .presets import preset, presets
@@ -65,7 +66,7 @@ def save(cluster: Cluster, path: str | Path) -> None:
     if not json and len(text) > MAX_YAML_BYTES:
         raise InvalidInput(f"{path}: too large for YAML ({len(text)} bytes); give a name that ends in .json")
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        usable_path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror or error}") from None
 
@@ -128,7 +129,10 @@ def _parse_tail(tail: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for at, item in enumerate(tail.split(",") if tail else []):
         key, equals, text = item.partition("=")
-        value = _value(text if equals else key)
+        try:
+            value = _value(text if equals else key)
+        except InvalidInput as error:
+            raise InvalidInput(f"{key.strip()}: {error}" if equals else str(error)) from None
         if equals:
             options[key.strip()] = value
         elif at == 0 and isinstance(value, tuple):
@@ -144,9 +148,5 @@ def _value(text: str) -> int | float | tuple[int, ...] | str:
     text = text.strip()
     if re.fullmatch(r"\d{1,9}(x\d{1,9})+", text):
         return tuple(int(side) for side in text.split("x"))
-    for kind in (int, float):
-        try:
-            return kind(text[:40])
-        except ValueError:
-            pass
-    return text
+    number = parse_number(text)
+    return text if number is None else number

@@ -90,7 +90,8 @@ class Wiring:
             self._channels.append(channel)
         at = self._channels.index(channel) if len(ends) else 0
         self._ends.append(ends)
-        self._links.append(np.stack([alpha, rate, np.full(len(ends), flow), np.full(len(ends), at)], 1))
+        rows = np.stack([alpha, rate, np.full(len(ends), flow), np.full(len(ends), at)], 1)
+        self._links.append(rows.astype(np.float64))
 
     def cluster(self, name: str, *, notes: Iterable[str] = (), **rest: Any) -> Cluster:
         """The finished, validated cluster."""

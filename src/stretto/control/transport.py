@@ -7,13 +7,15 @@ nonsense, is `PeerLost` or `InvalidInput` to the caller and never more than that
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import ipaddress
 import os
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,12 +105,46 @@ def read_token(path: Path) -> str:
 
 
 def make_token(path: Path) -> str:
-    """The token in a file, which is made when it is not there."""
-    with contextlib.suppress(FileExistsError):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(handle, f"{secrets.token_hex(32)}\n".encode())
-        os.close(handle)
+    """The token in a file, which is made when it is missing or empty.
+
+    Processes that start together get the same token: the file appears with its whole content, and only one of them
+    makes it. An empty file is what a full disk leaves behind, and is replaced.
+    """
+    try:
+        with _alone_in(path.parent):
+            if not path.exists() or not path.stat().st_size:
+                _write_token(path)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path}: cannot make the token: {getattr(error, 'strerror', None) or error}") from None
     return read_token(path)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes out that make a token in the same folder, where its file system knows locks."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _write_token(path: Path) -> None:
+    """Write a token of its own to a temporary file, and move it into place once it is whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{secrets.token_hex(32)}\n")
+        if path.exists():
+            os.replace(temporary, path)
+        else:
+            # Where there are no locks, this is refused to all but the first.
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
 class Server:

@@ -21,7 +21,7 @@ from pathlib import Path
 from ..algorithms import collective_kind
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput, unknown
-from ..files import read_text
+from ..files import read_text, usable_path
 from ..workload import COMM_KINDS
 from .channels import bindings_for, scope_of
 from .costs import Bounding, Cost, CostModel, Motion
@@ -118,7 +118,7 @@ def write_measurements(path: str | Path, rows: Iterable[Measurement]) -> None:
             f"{row.time_us:.6g}", row.groups, beside,
         ])  # fmt: skip
     try:
-        Path(path).write_text(text.getvalue(), encoding="utf-8")
+        usable_path(path).write_text(text.getvalue(), encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror or error}") from None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput
-from ..files import read_text
+from ..files import read_text, usable_path
 from ..workload import Workload
 from .channels import bindings_for, hosts_of
 from .costs import CostModel, Motion, simulated_costs
@@ -123,7 +123,7 @@ def write_tuner_csv(
         "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks",
     ]
     text = [*map(_comment, comments), *map(str, lines), *(_comment(f"left out: {why}") for why in left_out)]
-    Path(path).write_text("\n".join(text) + "\n", encoding="ascii")
+    usable_path(path).write_text("\n".join(text) + "\n", encoding="ascii")
     return left_out
 
 
@@ -150,11 +150,15 @@ def read_tuner_csv(path: str | Path) -> list[Line]:
             if value not in choices:
                 raise InvalidInput(f"{where}: {name}: must be one of {', '.join(choices)}, not {value!r}")
         try:
-            low, high, channels, nodes, ranks = (int(cells[at]) for at in (1, 2, 5, 6, 7))
+            low, high, channels, nodes, ranks = (int(cells[at][:20]) for at in (1, 2, 5, 6, 7))
         except ValueError:
             raise InvalidInput(f"{where}: min_bytes, max_bytes, channels, nNodes, nRanks: must be numbers") from None
         if not 0 <= low <= high <= MAX_BYTES:
             raise InvalidInput(f"{where}: min_bytes: must be 0..max_bytes, not {low}")
+        limits = (("channels", channels, 1 << 10), ("nNodes", nodes, 1 << 20), ("nRanks", ranks, 1 << 20))
+        for key, count, most in limits:
+            if count != -1 and not 1 <= count <= most:
+                raise InvalidInput(f"{where}: {key}: must be 1..{most}, or -1 for any, not {count}")
         lines.append(
             Line(
                 collective=cells[0], min_bytes=low, max_bytes=high, algorithm=cells[3], protocol=cells[4],

@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
-from ..files import read_text, typed
+from ..files import read_text, typed, usable_path
 from ..simulator import Timeline
 
 FORMAT = "stretto-timeline"
 VERSION = 1
 MAX_SPANS = 1 << 22
+MAX_RANKS = 1 << 30
+"""Rank numbers that every trace format can hold beside its own process numbers."""
 MAX_FILE_BYTES = 512 << 20
 _LARGEST = 1e15
 T = TypeVar("T")
@@ -50,7 +52,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline; `load_timeline` reads the same one back."""
     if timeline.num_spans > MAX_SPANS:
         raise InvalidInput(f"timeline: {timeline.num_spans} spans is more than a file may hold ({MAX_SPANS})")
-    with Path(path).open("wb") as file:
+    with usable_path(path).open("wb") as file:
         head = {"format": FORMAT, "version": VERSION}
         file.write(msgspec.json.encode(head)[:-1])
         for key in _File.__struct_fields__[len(head) :]:
@@ -119,7 +121,7 @@ def _check(timeline: Timeline, where: str) -> None:
         if len(column) != count:
             raise InvalidInput(f"{where}: {key}: has {len(column)} entries, not {count}")
     upper = {
-        "rank": 1 << 31,
+        "rank": MAX_RANKS,
         "stream": len(timeline.streams),
         "name": len(timeline.names),
         "critical_path": spans,

@@ -1,7 +1,7 @@
 """Integer programs by CP-SAT, in a process of its own.
 
-OR-Tools and highspy each bring a HiGHS library under the same name, so one process can load only one of them. This
-file is also the program that the child runs; it must not import the rest of the package.
+A child can be ended when its time is over, and keeps OR-Tools, which is large, out of this process. This file is also
+the program that the child runs; it must not import the rest of the package.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..errors import Infeasible
+from ..highs import highspy as load_highspy
 from . import cp_sat
 from .exact_grid import Grid, Move, Net
 
@@ -347,7 +348,7 @@ def _solve_cp_sat(model: Model, limit_s: float, seed: int) -> tuple[str, list[bo
 
 
 def _solve_highs(model: Model, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
-    import highspy
+    highspy = load_highspy()
 
     count = len(model.keys)
     lp = highspy.HighsLp()
@@ -361,7 +362,7 @@ def _solve_highs(model: Model, limit_s: float, seed: int) -> tuple[str, list[boo
     lp.a_matrix_.start_ = np.cumsum([0, *(len(p) + len(m) for p, m, _, _ in model.rows)]).astype(np.int32)
     lp.a_matrix_.index_ = np.array([v for p, m, _, _ in model.rows for v in (*p, *m)], np.int32)
     lp.a_matrix_.value_ = np.array([s for p, m, _, _ in model.rows for s in [1.0] * len(p) + [-1.0] * len(m)])
-    highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs: Any = highspy.Highs()
     highs.silent()
     highs.setOptionValue("threads", 1)
     highs.setOptionValue("random_seed", seed)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .. import _native
 from ..errors import Infeasible
+from ..highs import highspy as load_highspy
 from .forest_optimum import Graph
 
 ROUNDS = 200
@@ -25,11 +26,11 @@ def balanced(graph: Graph) -> tuple[Graph, float]:
     best rates are a linear program with one row per cut, found as they are needed. (Switches that may copy need no
     balance; then the rate is still an upper bound.)
     """
-    import highspy  # slow to import, and most clusters have balanced switches
+    highspy = load_highspy()  # slow to import, and most clusters have balanced switches
 
     links, nodes = len(graph.link), graph.cluster.num_nodes
     scale = int(graph.rate.max())
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver: Any = highspy.Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     for rate in (graph.rate / scale).tolist():

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Infeasible, InvalidInput, unknown
+from ..highs import highspy as load_highspy
 from . import cp_sat
 
 SOLVERS = ("highs", "cpsat")
@@ -68,9 +69,9 @@ def solve(
 
 
 def _highs(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> Solved:
-    import highspy
+    highspy = load_highspy()
 
-    h = highspy.Highs()  # type: ignore[no-untyped-call]
+    h = highspy.Highs()
     for key, value in {
         "output_flag": False, "threads": 1, "random_seed": seed % (1 << 31), "time_limit": max(limit_s, 0.05),
         "mip_rel_gap": gap,

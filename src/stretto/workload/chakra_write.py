@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput
+from ..files import usable_path
 from .chakra_proto import (
     COLLECTIVE,
     COMM_TYPES,
@@ -39,7 +40,7 @@ def write(workload: Workload, directory: str | Path) -> list[Path]:
             if workload.ranks_of(op).isdisjoint(workload.ranks_of(workload.op(dep.op))):
                 what = f"{dep.op!r} is on other ranks; in Chakra only communication joins ranks"
                 raise InvalidInput(f"op {op.name}.after[{number}]: {what}")
-    folder = Path(directory)
+    folder = usable_path(directory)
     names = {
         group: str(number)
         for number, group in enumerate(dict.fromkeys(_communicators(workload)), start=1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidInput, unknown
+from ..units import parse_number
 from .dag import Workload
 from .models import cnn, dlrm, themis, transformer
 
@@ -89,7 +90,7 @@ def _options(chosen: Model, items: Iterable[str]) -> dict[str, Any]:
 
 
 def _value(key: str, text: str, kind: str) -> Any:
-    """Read a value as what the option takes; numbers are kept short, so that none can be made to take long."""
+    """Read a value as what the option takes."""
     kind = kind.removesuffix(" | None")
     if kind == "bool":
         if text not in ("true", "false"):
@@ -98,7 +99,10 @@ def _value(key: str, text: str, kind: str) -> Any:
     if kind == "str":
         return text
     try:
-        return {"int": int, "float": float}[kind](text[:40])
-    except ValueError:
+        value = parse_number(text)
+    except InvalidInput as error:
+        raise InvalidInput(f"{key}: {error}") from None
+    if value is None or (kind == "int" and not isinstance(value, int)):
         wanted = "a whole number" if kind == "int" else "a number"
-        raise InvalidInput(f"{key}: must be {wanted}, not {text!r}") from None
+        raise InvalidInput(f"{key}: must be {wanted}, not {text!r}")
+    return float(value) if kind == "float" else value

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import InvalidInput
+from ..files import usable_path
 
 MAX_TRACE_BYTES = 1 << 30
 MAX_RANK_FILES = 4096
@@ -18,6 +19,7 @@ _GZIP = b"\x1f\x8b"
 
 def read_bytes(path: Path) -> bytes:
     """The content of a trace, unpacked where it is gzip; refused when missing or too large, packed or not."""
+    usable_path(path)
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):

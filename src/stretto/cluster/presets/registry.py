@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...errors import InvalidInput, unknown
+from ...units import is_number
 from ..model import Cluster
 from ..wiring import MAX_DEVICES
 
@@ -93,7 +93,6 @@ def check_options(what: str, options: Mapping[str, Any], known: Sequence[str]) -
             if not isinstance(value, Sequence) or not all(isinstance(x, int) and x >= 1 for x in value):
                 raise InvalidInput(f"dims: must be whole numbers >= 1 such as 4x4, not {value!r}")
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         zero = option.endswith("_us")
-        if not number or value < 0 or (value == 0 and not zero):
+        if not is_number(value) or value < 0 or (value == 0 and not zero):
             raise InvalidInput(f"{option}: must be a number {'>= 0' if zero else '> 0'}, not {value!r}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...collectives import Collective
 from ...errors import InvalidInput
-from ...files import read_text
+from ...files import read_text, usable_path
 from ..ir import Program
 from ..lowered import Lowered
 
@@ -74,7 +74,7 @@ def save_program(program: Program | Lowered, path: str | Path, **options: Any) -
 
     `options` go to the format's ``dumps``; a file that exists is replaced.
     """
-    path = Path(path)
+    path = usable_path(path)
     if path.suffix not in SUFFIXES:
         endings = ", ".join(SUFFIXES)
         raise InvalidInput(f"{path}: unknown ending {path.suffix!r}; choose from: {endings}")

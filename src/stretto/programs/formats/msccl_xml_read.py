@@ -35,10 +35,12 @@ from .msccl_rules import (
     OLD_NAMES,
     PROTOCOLS,
 )
-from .named import MAX_ENTRIES, Named
+from .named import MAX_ENTRIES, Named, entries_for
 
 MAX_INT = (1 << 31) - 1
 KINDS = {spelling: kind for names in (OLD_NAMES, NEW_NAMES) for kind, spelling in names.items()}
+LOADED = ("all_reduce", "all_gather", "reduce", "broadcast", "all_to_all", "reduce_scatter")
+"""What MSCCL's loader knows besides custom."""
 SHARDED = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "gather", "scatter")
 
 
@@ -93,15 +95,18 @@ def loads(
     if len(elements) != num_gpus:
         raise InvalidInput(f"algo ngpus: says {num_gpus}, but there are {len(elements)} <gpu> elements")
     gpus = [_gpu(element, num_gpus, channels, dialect) for element in elements]
+    _check_sizes(root, num_gpus, num_chunks, gpus)
+    _check_bounds(gpus)
     _check_connections(gpus)
     if collective is None:
-        collective = _collective(root, num_gpus, num_chunks, gpus, _aliased(root, dialect, in_place))
+        collective = _collective(
+            root, num_gpus, num_chunks, gpus, _aliased(root, dialect, in_place), entries_for(text)
+        )
     elif collective.num_ranks != num_gpus:
         raise InvalidInput(f"algo ngpus: is {num_gpus}, but the collective has {collective.num_ranks} ranks")
     else:
         wanted = collective.in_place if in_place is None else in_place
         collective = replace(collective, in_place=_aliased(root, dialect, wanted))
-    _check_bounds(gpus, collective)
     return _lowered(name, collective, protocol, gpus)
 
 
@@ -118,14 +123,16 @@ def _aliased(root: Element, dialect: str, in_place: bool | None) -> bool:
     return in_place
 
 
-def _collective(root: Element, n: int, chunks: int, gpus: list[_Gpu], in_place: bool) -> Collective:
-    """The collective that the file claims to implement."""
+def _collective(
+    root: Element, n: int, chunks: int, gpus: list[_Gpu], in_place: bool, entries: int
+) -> Collective:
+    """The collective that the file claims to implement, refused where it has more than so many buffer positions."""
     coll = _text(root, "coll", "algo")
     if coll == "custom":
         raise InvalidInput("algo coll: custom does not say what must be true afterwards; give the collective")
     if coll in ("send", "recv"):
         source, target = _only(gpus, INPUT, coll), _only(gpus, OUTPUT, coll)
-        return Named(kind="permute", ranks=tuple(range(n)), chunks=chunks, pairs=((source, target),)).build()
+        return Named(kind="permute", ranks=tuple(range(n)), chunks=chunks, pairs=((source, target),)).build(entries)
     if coll not in KINDS:
         raise unknown("algo coll", coll, sorted({*KINDS, "custom", "send", "recv"}))
     kind = KINDS[coll]
@@ -148,7 +155,7 @@ def _collective(root: Element, n: int, chunks: int, gpus: list[_Gpu], in_place: 
         root=-1 if side is None else _only(gpus, side, coll),
         in_place=in_place and kind != "all_to_all_v",
         counts=counts,
-    ).build()
+    ).build(entries)
 
 
 def _only(gpus: list[_Gpu], side: int, coll: str) -> int:
@@ -283,24 +290,33 @@ def _check_fifo(
         )
 
 
-def _check_bounds(gpus: list[_Gpu], c: Collective) -> None:
-    """Inside what the file declares or the collective has (public files may understate the former)."""
+def _check_sizes(root: Element, n: int, chunks: int, gpus: list[_Gpu]) -> None:
+    """Buffers are as large as the chunks of a loop ask for, or empty; MSCCL loads no other file."""
+    kind = KINDS.get(_text(root, "coll", "algo"), "")
+    if kind not in LOADED:
+        return
+    shares = (n if kind == "all_gather" else 1, n if kind == "reduce_scatter" else 1)
+    for gpu in gpus:
+        for buffer, share in zip((INPUT, OUTPUT), shares, strict=True):
+            size = gpu.sizes[buffer]
+            if size and size * share != chunks:
+                wanted = f"{chunks // share}" if chunks % share == 0 else f"{chunks}/{share}"
+                what = f"must be 0 or {wanted}, since nchunksperloop is {chunks}, not {size}"
+                raise InvalidInput(f"gpu {gpu.id} {BUFFERS[buffer]}_chunks: {what}")
+
+
+def _check_bounds(gpus: list[_Gpu]) -> None:
+    """Every step stays inside the buffers that the file declares; MSCCL loads no other file."""
     if sum(g.sizes[SCRATCH] for g in gpus) > MAX_ENTRIES:
         raise InvalidInput(f"gpu s_chunks: more than {MAX_ENTRIES} in all")
     for gpu in gpus:
-        inputs = int(c.in_ptr[gpu.id + 1] - c.in_ptr[gpu.id])
-        outputs = int(c.out_ptr[gpu.id + 1] - c.out_ptr[gpu.id])
-        shared = max(inputs, outputs) if c.in_place else 0
-        sizes = (
-            max(gpu.sizes[INPUT], inputs, shared), max(gpu.sizes[OUTPUT], outputs, shared), gpu.sizes[SCRATCH]
-        )
         for b in gpu.blocks:
             for s, row in enumerate(b.rows):
                 for uses, buffer, offset in ((READS_SRC, row[1], row[2]), (WRITES_DST, row[3], row[4])):
-                    if uses[row[0]] and offset + row[5] > sizes[buffer]:
+                    if uses[row[0]] and offset + row[5] > gpu.sizes[buffer]:
                         raise InvalidInput(
                             f"{b.where(s)}: uses {BUFFERS[buffer]}[{offset}..{offset + row[5] - 1}], "
-                            f"but there are {sizes[buffer]} chunks"
+                            f"but gpu {gpu.id} declares {BUFFERS[buffer]}_chunks {gpu.sizes[buffer]}"
                         )
 
 

@@ -21,6 +21,7 @@ from ...errors import InvalidInput, VerificationError, unknown
 from ...files import convert, parse_json
 from ...units import check_seed
 from .mscclpp_machine import Action, Data, End, Image, Machine, Rows
+from .named import entries_for
 
 MAX_RANKS = 1024
 MAX_CHUNKS = 1 << 20
@@ -188,6 +189,9 @@ def loads(text: str, *, where: str = "plan") -> Plan:
     data = parse_json(text, where=where)
     _check_names(data, where)
     plan = convert(data, Plan, where=where)
+    total = sum(gpu.input_chunks + gpu.output_chunks + gpu.scratch_chunks for gpu in plan.gpus)
+    if total > entries_for(text):
+        raise InvalidInput(f"{where}: gpus: {total} chunks in all are too many for a plan of this size")
     if plan.protocol != "Simple":
         raise InvalidInput(f"{where}: protocol: only Simple can be run here, not {plan.protocol!r}")
     if plan.use_double_scratch_buffer:

@@ -12,8 +12,18 @@ from ...errors import InvalidInput, StrettoError, unknown
 
 MAX_ENTRIES = 1 << 24
 """The most buffer positions (over all ranks) that a file may ask for."""
+LEAST_ENTRIES = 1 << 16
+ENTRIES_PER_CHARACTER = 64
 MAX_COUNT_UNIT = 4096
 
+
+def entries_for(text: str) -> int:
+    """The most buffer positions that a program of this text may have.
+
+    A program names every chunk that it moves. Ranges make that short, but not without limit: a few words that ask for
+    millions of positions are refused before memory is taken for them.
+    """
+    return min(MAX_ENTRIES, max(LEAST_ENTRIES, ENTRIES_PER_CHARACTER * len(text)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +38,20 @@ class Named:
     pairs: tuple[tuple[int, int], ...] = ()
     counts: tuple[tuple[float, ...], ...] = ()
 
-    def build(self) -> Collective:
-        """The collective, refused before anything large is made."""
+    def build(self, entries: int = MAX_ENTRIES) -> Collective:
+        """The collective, refused before anything large is made: where it has more than so many buffer positions."""
         if self.kind not in COLLECTIVES:
             raise unknown("collective", self.kind, COLLECTIVES)
         n = len(self.ranks)
-        if not 1 <= self.chunks <= MAX_ENTRIES:
-            raise InvalidInput(f"chunks: must be 1..{MAX_ENTRIES}, not {self.chunks}")
+        if not 1 <= self.chunks <= entries:
+            raise InvalidInput(f"chunks: must be 1..{entries}, not {self.chunks}")
         shards = {"all_to_all": n * n, "all_to_all_v": n * n}.get(self.kind, 1)
         if self.kind in ("all_gather", "reduce_scatter", "gather", "scatter"):
             shards = n
         per_rank = self.chunks * (n if shards > n else shards)
-        if n * per_rank > MAX_ENTRIES:
-            raise InvalidInput(f"chunks: {n} ranks with {per_rank} chunks each is more than {MAX_ENTRIES}")
+        if n * per_rank > entries:
+            what = f"{n} ranks with {per_rank} chunks each is more than {entries}"
+            raise InvalidInput(f"chunks: {what}{'' if entries == MAX_ENTRIES else ' in a program of this size'}")
         options: dict[str, Any] = {"chunks": self.chunks, "in_place": self.in_place}
         if self.kind in ROOTED:
             options["root"] = self.root

@@ -29,7 +29,7 @@ from ...collectives import ALL_PARTS, Collective
 from ...collectives.conditions import MAX_RANKS
 from ...errors import InvalidInput, unknown
 from ..ir import Program
-from .named import MAX_ENTRIES, Named, name_of
+from .named import Named, entries_for, name_of
 
 HEADER = "stretto-program"
 VERSION = 1
@@ -98,6 +98,7 @@ class _Reader:
             if line.strip() and not line.lstrip().startswith("#")
         ]
         self.where, self.next, self.number, self.entries = where, 0, 1, 0
+        self.most = entries_for(text)
 
     def fail(self, message: str) -> NoReturn:
         raise InvalidInput(f"{self.where} line {self.number}: {message}") from None
@@ -196,7 +197,7 @@ class _Reader:
                 pairs=tuple(self.pair(pair) for pair in options.get("pairs", "").split(",") if pair),
                 counts=tuple(self.numbers(row) for row in options.get("counts", "").split(";") if row),
             )
-            return named.build()
+            return named.build(self.most)
         except InvalidInput as error:
             if str(error).startswith(self.where):
                 raise
@@ -208,8 +209,8 @@ class _Reader:
         options = self.options(rest)
         ranks = self.ranks(options)
         num_chunks = self.integer(options, "num_chunks")
-        if not 1 <= num_chunks <= MAX_ENTRIES:
-            self.fail(f"num_chunks: must be 1..{MAX_ENTRIES}, not {num_chunks}")
+        if not 1 <= num_chunks <= self.most:
+            self.fail(f"num_chunks: must be 1..{self.most} in a program of this size, not {num_chunks}")
         share = self.repeated(self.keyword("share"), num_chunks)
         place = [int(x) for x in self.repeated(self.keyword("place"), len(ranks))]
         sets: list[tuple[int, ...]] = []
@@ -263,8 +264,8 @@ class _Reader:
         if "devices" in options:
             return tuple(self.integers(options["devices"], MAX_INT))
         count = self.integer(options, "ranks")
-        if not 1 <= count <= MAX_RANKS:
-            self.fail(f"ranks: must be 1..{MAX_RANKS}, not {count}")
+        if not 1 <= count <= min(MAX_RANKS, self.most):
+            self.fail(f"ranks: must be 1..{min(MAX_RANKS, self.most)}, not {count}")
         return tuple(range(count))
 
     def integer(self, options: dict[str, str], key: str, default: int | None = None) -> int:
@@ -309,8 +310,8 @@ class _Reader:
             if not 0 <= first <= last < limit:
                 self.fail(f"{item[:40]!r}: must be within 0..{limit - 1}")
             self.entries += last - first + 1
-            if self.entries > MAX_ENTRIES:
-                self.fail(f"more than {MAX_ENTRIES} entries")
+            if self.entries > self.most:
+                self.fail(f"more than {self.most} entries in a program of this size")
             yield from range(first, last + 1)
 
     def unquote(self, text: str) -> str:

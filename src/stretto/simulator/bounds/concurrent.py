@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import _native
+from ...highs import highspy as load_highspy
 from .demand import Demand
 from .net import Floats, Net, Nodes
 
@@ -83,7 +84,7 @@ def concurrent_flow(net: Net, needs: Needs) -> tuple[float, Floats]:
     One flow per source: the sinks of source s receive (a common factor x amount) of it, and every arc carries
     at most its rate; the factor is maximised. The lengths are the dual of this linear program.
     """
-    import highspy  # slow to import, and most bounds need no solver
+    highspy = load_highspy()  # slow to import, and most bounds need no solver
 
     count, arcs, nodes = len(needs.sources), len(net.src), net.num_nodes
     fastest, largest = net.rate[net.link >= 0].max(), needs.amounts.max()
@@ -119,7 +120,7 @@ def concurrent_flow(net: Net, needs: Needs) -> tuple[float, Floats]:
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     lp.a_matrix_.start_ = np.append(0, np.cumsum(np.bincount(col, minlength=lp.num_col_)))
     lp.a_matrix_.index_, lp.a_matrix_.value_ = row[order], value[order]
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver: Any = highspy.Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("solver", "ipm")
     solver.passModel(lp)

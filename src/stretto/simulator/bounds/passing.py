@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ... import _native
+from ...highs import highspy as load_highspy
 from .cuts import Cut, Need
 from .net import Floats, Mask, Net
 
@@ -31,14 +32,14 @@ def passing_weights(net: Net, needs: Sequence[Need], passive: Mask, first: Cut) 
     of the nodes. Adding z times ``bytes into the cut >= what it lacks`` and y times ``bytes out <= bytes in`` gives
     the weights, whatever z and y the solver found: they are only rounded up to 0.
     """
-    import highspy  # slow to import, and most clusters have balanced switches
+    highspy = load_highspy()  # slow to import, and most clusters have balanced switches
 
     arcs = len(net.src)
     if arcs > MAX_ARCS or len(needs) > MAX_SINKS:
         return None
     scale = float(net.rate.max())
     largest = max(float(amounts.sum()) for _, _, amounts in needs)
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver: Any = highspy.Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     for rate in (net.rate / scale).tolist():

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import InvalidInput, unknown
+from ...units import parse_number
 from ...workload.roofline import Accelerator
 from ..model import ModelSpec
 from .cnn import densenet121, inceptionv3, resnet101, vgg16
@@ -79,10 +80,10 @@ def load(source: str, *, device: str = "t4") -> ModelSpec:
 
     name, at, factor = source.partition("@")
     if name in MODELS:
-        try:
-            return model(name, device=device, scale=float(factor) if at else 1.0)
-        except ValueError:
-            raise InvalidInput(f"model {source!r}: what follows the @ must be a number") from None
+        scale = parse_number(factor) if at else 1.0
+        if scale is None:
+            raise InvalidInput(f"model {source!r}: what follows the @ must be a number")
+        return model(name, device=device, scale=scale)
     if not Path(source).suffix and not Path(source).exists():
         raise unknown("model", source, (*MODELS, "FILE.yaml"))
     return load_model(source)

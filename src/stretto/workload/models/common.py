@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ...errors import InvalidInput
-from ...units import MIB
+from ...units import MIB, is_number
 from ..dag import MAX_OPS, Dep, Op, Why, Workload
 
 DDP_BUCKET_BYTES = 25 * MIB
@@ -151,8 +150,7 @@ def check_count(name: str, value: object, low: int, high: int) -> None:
 
 def check_scale(name: str, value: object, low: float, high: float) -> None:
     """Refuse an option that is no number in range."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= float(value) <= high:  # type: ignore[arg-type]
+    if not is_number(value) or not low <= value <= high:
         raise InvalidInput(f"{name}: must be a number {low:g}..{high:g}, not {value!r}")
 
 
