@@ -1,7 +1,7 @@
 """A long job whose plan changes again and again: ``soak_job.py FOLDER CARRIER ITERATIONS REPLAN_EVERY``.
 
-Writes FOLDER/report: memory, descriptors, threads and shared memory of the controller and of every rank at each change
-of plans, and their growth by a straight line after the first fifth. A real planner plans now and then; plans made by
+Writes FOLDER/report: memory, descriptors, threads and shared memory of the controller and of every rank under each
+plan, and their growth by a straight line after the first fifth. A real planner plans now and then; plans made by
 hand take the place of what it finds, so that they really change.
 """
 
@@ -51,14 +51,14 @@ def slopes(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {
         name: {key: round(float(np.polyfit(at, [row[name][key] for row in later], 1)[0]), 3) for key in KEYS}
         for name in rows[0]
-        if name not in ("iteration", "plan")
+        if name not in ("iteration", "plan", "hash")
     }
 
 
 def main(folder: Path, carrier: str, iterations: int, every: int) -> None:
     """Run the job, and take samples, until so many iterations have run under so many plans."""
     # On a busy machine the controller is late, and plans last for longer than they should.
-    least_plans = iterations // every // 3
+    least_plans = iterations // every // 2
     controller = FORK.Process(target=control, args=(folder, every))
     ranks = [FORK.Process(target=train, args=(folder, rank, RANKS, carrier, CALL_TIMEOUT_S)) for rank in range(RANKS)]
     processes = {"controller": controller, **{f"rank {rank}": process for rank, process in enumerate(ranks)}}
@@ -68,16 +68,20 @@ def main(folder: Path, carrier: str, iterations: int, every: int) -> None:
     reached, reached_at = 0, time.monotonic()
     try:
         while reached < iterations or len(rows) < least_plans:
-            time.sleep(0.05)
+            time.sleep(0.2)
             log = read_log(folder, 0)
             if len(log) > reached:
                 reached, reached_at = len(log), time.monotonic()
             assert all(process.exitcode is None for process in processes.values()), "a process has ended"
             assert time.monotonic() < reached_at + SILENT_S, f"no iteration after {reached}"
-            plan = int(log[-1][1].partition(".")[0]) if log else 0
-            if plan and (not rows or plan != rows[-1]["plan"]):
-                at = {"iteration": reached, "plan": plan}
-                rows.append(at | {name: sample(process.pid or 0) for name, process in processes.items()})
+            plan, _, hash_ = log[-1][1].partition(".") if log else ("0", "", "")
+            if int(plan):
+                now = {name: sample(process.pid or 0) for name, process in processes.items()}
+                if rows and rows[-1]["plan"] == int(plan):
+                    # The plan before may have run out by now.
+                    rows[-1] |= {name: {key: min(rows[-1][name][key], now[name][key]) for key in KEYS} for name in now}
+                else:
+                    rows.append({"iteration": reached, "plan": int(plan), "hash": hash_, **now})
         (folder / "stop").touch()
         for process in ranks:
             process.join(SILENT_S)
