@@ -7,6 +7,8 @@ import threading
 import time
 from datetime import timedelta
 
+from stretto.errors import PeerLost
+from stretto.runtime.enforcer.gloo import GlooCarrier
 from stretto.runtime.roll_call import RollCall
 
 
@@ -75,6 +77,24 @@ def test_a_rank_that_is_known_to_be_gone_is_named_for_ranks_that_fail_later() ->
     RollCall(store, 0, 3).tell("rank 2 is gone")
     RollCall(store, 1, 3).tell("rank 0 is gone")
     assert RollCall(store, 1, 3, patience_s=0).lost() == "rank 2 is gone"
+
+
+def test_a_rank_that_leaves_after_it_has_told_is_not_taken_for_a_lost_one() -> None:
+    store = MemoryStore()
+    carrier = GlooCarrier.__new__(GlooCarrier)
+    carrier._roll_call = RollCall(store, 3, 4)
+
+    def find_gone(error: Exception) -> Exception:
+        # While this rank looks around, rank 1 tells whom it misses and leaves.
+        RollCall(store, 1, 4).tell("rank 2 is gone")
+        return PeerLost("ranks 1, 2 are gone")
+
+    carrier._explain = find_gone
+    found = carrier.explained(RuntimeError("Connection reset by peer"))
+    assert isinstance(found, PeerLost)
+    assert str(found) == "rank 2 is gone"
+    other = ValueError("of another kind")
+    assert carrier.explained(other) is other
 
 
 def test_nobody_is_named_where_all_answer_or_the_store_is_gone() -> None:

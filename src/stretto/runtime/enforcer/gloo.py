@@ -155,14 +155,13 @@ class GlooCarrier:
         """A failure of gloo's as `PeerLost` with the names of the lost ranks, where these can be found out."""
         if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in LOST_SIGNS):
             return error
-        # A rank that has found the lost one leaves, and looks like a lost one itself.
+        found = error if self._roll_call.told() else self._explain(error)
+        # A rank that has found the lost one tells so and leaves, perhaps meanwhile: it looks like a lost one itself.
         lost = self._roll_call.told()
-        if not lost:
-            found = self._explain(error)
-            if isinstance(found, PeerLost):
-                self._roll_call.tell(str(found))
-                return found
-            lost = self._roll_call.lost()
+        if not lost and isinstance(found, PeerLost):
+            self._roll_call.tell(str(found))
+            return found
+        lost = lost or self._roll_call.lost()
         if not lost:
             return error
         named = PeerLost(lost)
