@@ -114,3 +114,19 @@ def test_the_report_has_the_timelines_all_the_same(ran: Any) -> None:
     assert ran["page"].count("plotly-graph-div") >= 1
     for words in ("plain order, predicted", "the plan, predicted", "the plan, measured", "Motifs of plan"):
         assert words in ran["page"], words
+
+
+def test_a_job_that_asks_for_our_backend_has_no_unchanged_one_to_compare_with(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", "run", "--budget", "0.2", "--",
+         sys.executable, str(HERE / "unchanged_job.py"), str(tmp_path)],
+        env=os.environ | ENVIRONMENT | {"BACKEND": "stretto", "STEPS": "40"}, capture_output=True, text=True,
+        timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "the unchanged job was not measured: the job asked for the backend stretto itself" in done.stderr
+    assert "what was gained over the unchanged job is not known" in done.stderr
+    for rank in range(2):
+        told = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert not any(own for own, _, _ in told["ran"]), "gloo never ran"
+        assert told["losses"][0] == told["losses"][1]

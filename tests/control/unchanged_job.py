@@ -1,6 +1,7 @@
 """Plain data-parallel training on gloo, which knows nothing of us: ``unchanged_job.py FOLDER``.
 
-Forked ranks train until the file `stop` is in the folder, then as many steps again on a gloo that is left as it is.
+Forked ranks train until the file `stop` is in the folder (or for STEPS steps, on the backend BACKEND), then as many
+steps again on a gloo that is left as it is.
 Gradients are rounded so that every order of adding them gives the same sum: losses must be the same, bit for bit.
 """
 
@@ -56,7 +57,8 @@ def train(folder: Path, steps: int) -> tuple[list[float], list[tuple[bool, int, 
         work.wait()
         assert late[0].item() == 2 * len(losses) + 1
         losses.append(loss.item())
-        if not steps and len(losses) % 10 == 0:
+        if not steps and len(losses) % 5 == 0:
+            # On a group that is not ours, and so no part of the step, whenever that is recorded.
             stop.fill_(float((folder / "stop").exists() or time.monotonic() - begin > LIMIT_S))
             dist.all_reduce(stop, dist.ReduceOp.MAX, group=aside)
     return losses, ran
@@ -72,7 +74,9 @@ def rank_main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     told: dict[str, Any] = {"losses": []}
-    steps = 0
+    steps = int(os.environ.get("STEPS", "0"))
+    if "BACKEND" in os.environ:
+        import stretto.torch  # noqa: F401
     for backend in (os.environ.get("BACKEND", "gloo"), LEFT_AS_IT_IS):
         where = f"file://{folder}/{backend.replace(':', '-')}"
         dist.init_process_group(backend, init_method=where, rank=rank, world_size=RANKS)

@@ -303,7 +303,7 @@ class Autopilot:
             if self._misses >= MAX_MISSES:
                 self._leave_alone()
             return
-        recorder = capture(iterations=RECORD, skip=SKIP, name=_script())
+        recorder = capture(iterations=RECORD, skip=SKIP, name=_script(), only_ours=True)
         recorder.__enter__()
         self._recorder = recorder
 
@@ -448,7 +448,7 @@ class _Look:
         self.seen: list[Hashable] = []
         self._ends = 0
         self._begun = False
-        self._hooks = Hooks()
+        self._hooks = Hooks(only_ours=True)
         self._hooks.install()
 
     def cut(self, number: int, *, ends: bool) -> bool:

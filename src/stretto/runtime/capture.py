@@ -24,7 +24,9 @@ SETTLE_S = 2.0
 """How long to wait at the end for ops that the application has not waited for."""
 
 
-def capture(*, iterations: int = 5, skip: int = 2, name: str = "captured", samples: float = 0.0) -> Recorder:
+def capture(
+    *, iterations: int = 5, skip: int = 2, name: str = "captured", samples: float = 0.0, only_ours: bool = False
+) -> Recorder:
     """Record the training step that runs inside the ``with`` block, on all ranks of the job.
 
     ::
@@ -37,17 +39,18 @@ def capture(*, iterations: int = 5, skip: int = 2, name: str = "captured", sampl
 
     The first `skip` iterations are not used: DDP arranges its buckets in them. After `iterations` more the hooks are
     gone and the loop may go on; leaving the block is a collective call, and the workload is the same on every rank.
-    `samples` is what all ranks together train on in an iteration. Process groups on the CPU (gloo) are recorded.
+    `samples` is what all ranks together train on in an iteration. Process groups on the CPU (gloo) are recorded; with
+    `only_ours` those of the backend `stretto` alone, whose calls an enforcer sees.
 
     Raises `InvalidInput` on every rank when the iterations, or the ranks, do not do the same in the same order.
     """
-    return Recorder(iterations=iterations, skip=skip, name=name, samples=samples)
+    return Recorder(iterations=iterations, skip=skip, name=name, samples=samples, only_ours=only_ours)
 
 
 class Recorder:
     """What `capture` gives: call `step` at the end of every iteration, then read `workload`."""
 
-    def __init__(self, *, iterations: int, skip: int, name: str, samples: float) -> None:
+    def __init__(self, *, iterations: int, skip: int, name: str, samples: float, only_ours: bool = False) -> None:
         if not 1 <= iterations <= MAX_ITERATIONS:
             raise InvalidInput(f"iterations: must be 1..{MAX_ITERATIONS}, not {iterations}")
         if skip < 1:
@@ -56,6 +59,7 @@ class Recorder:
         self.samples = samples
         self.iterations = iterations
         self.skip = skip
+        self.only_ours = only_ours
         self.done = False
         """Whether enough iterations are recorded."""
         self._seen = 0
@@ -108,7 +112,7 @@ class Recorder:
         from .hooks import Hooks
 
         self._offsets = offsets()
-        self._hooks = Hooks()
+        self._hooks = Hooks(only_ours=self.only_ours)
         self._hooks.install()
         return self
 

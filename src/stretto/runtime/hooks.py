@@ -117,7 +117,9 @@ for _name in (
 class Hooks:
     """In place between `install` and `remove`; `cut` ends an iteration and returns what was seen in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_ours: bool = False) -> None:
+        self._only_ours = only_ours
+        """Whether calls of other groups than ours are not looked at."""
         self.thread = threading.get_ident()
         self.active = False
         self.refusal = ""
@@ -136,10 +138,11 @@ class Hooks:
 
     def install(self) -> None:
         """Put the hooks in place."""
-        library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        self._undo.append(library._destroy)
-        for name in (*KINDS, NO_SOURCE):
-            library.impl(name, self._kernel(name), "BackendSelect")  # type: ignore[no-untyped-call]
+        if not self._only_ours:
+            library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+            self._undo.append(library._destroy)
+            for name in (*KINDS, NO_SOURCE):
+                library.impl(name, self._kernel(name), "BackendSelect")  # type: ignore[no-untyped-call]
         Watch.current = self
         self._undo.append(lambda: setattr(Watch, "current", None))
         self._undo.append(register_module_forward_pre_hook(self._forward).remove)
