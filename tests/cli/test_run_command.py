@@ -98,6 +98,13 @@ def test_a_controller_that_a_signal_ends_is_started_again_and_the_exit_code_is_t
     assert "Traceback" not in done.stderr
 
 
+def test_a_controller_that_ends_just_before_the_job_is_told_of_once(stretto: Launch) -> None:
+    job = f"{STATUS}\n    os.kill(controller(), signal.SIGKILL); sys.exit(9)"
+    done = stretto("run", "--", sys.executable, "-c", job)
+    assert done.returncode == 9, done.stderr
+    assert done.stderr.count("stretto: the controller ended by SIGKILL") == 1
+
+
 def test_a_controller_that_has_stopped_leaves_the_exit_code_alone(stretto: Launch) -> None:
     job = f"{STATUS}\n    os.kill(controller(), signal.SIGSTOP); sys.exit(9)"
     done = stretto("run", "--", sys.executable, "-c", job)

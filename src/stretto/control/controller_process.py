@@ -63,6 +63,8 @@ class ControllerProcess:
         # A controller that has just ended may be started again once more before this.
         self._thread.join(END_S)
         process = self._process
+        if process.poll() and self._restarts <= MAX_RESTARTS:
+            self._say(f"the controller ended by {_name(process.returncode)} just before the job did")
         with contextlib.suppress(OSError):
             if process.stdin is not None:
                 process.stdin.close()
