@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -135,6 +137,46 @@ def entered(workload: Workload, plan: Any, step: Callable[[], object]) -> Any:
             stretto.step()
         assert enforcer.report().number == 1
         yield enforcer
+
+
+def exchanged(rows: list[list[int]], salt: int) -> bool:
+    """An all-to-all with splits; whether each piece is what its sender had for this rank."""
+    rank = dist.get_rank()
+    gives, takes = rows[rank], [row[rank] for row in rows]
+
+    def piece(source: int, target: int) -> torch.Tensor:
+        return values(3 * rows[source][target], source, salt + target).reshape(-1, 3)
+
+    got = torch.full((sum(takes), 3), -1, dtype=torch.int32, device=device())
+    dist.all_to_all_single(got, torch.cat([piece(rank, q) for q in range(RANKS)]), takes, gives)
+    return torch.equal(got, torch.cat([piece(p, rank) for p in range(RANKS)]))
+
+
+def uneven() -> Any:
+    """All-to-alls with splits that change in every iteration, far beyond what was recorded, under every plan."""
+    made = step_of([("all_to_all", 4.0 * 64, 0), ("all_reduce", 4.0 * COUNT, 0), ("all_to_all", 4.0 * 64, 0)], RANKS)
+    ops = tuple(replace(op, at_most=True) if op.kind == "all_to_all" else op for op in made.ops)
+    workload, draw = replace(made, ops=ops), random.Random(11)
+    plans = variant_plans(workload, CLUSTER, most=6)
+    wrong, seen = [], []
+    with Enforcer(workload, every=1, carrier="nccl") as enforcer:
+        for number, plan in enumerate(plans, 1):
+            enforcer.prepare(plan, workload, number)
+            enforcer.commit(number, plan.hash)
+            for at in range(4):
+                most = draw.choice([1, 40, 3000])
+                forth, back = ([[draw.randint(0, most) for _ in range(RANKS)] for _ in range(RANKS)] for _ in "ab")
+                right = exchanged(forth, at)
+                x = values(COUNT, dist.get_rank(), at)
+                dist.all_reduce(x)
+                everybody = torch.stack([values(COUNT, rank, at) for rank in range(RANKS)])
+                right &= torch.equal(x, everybody.sum(0, dtype=torch.int32))
+                if not (exchanged(back, at + 1) and right):
+                    wrong.append((plan.name, at, [op.option for op in plan.ops]))
+                stretto.step()
+            seen.append(enforcer.report().number)
+        fell_back = enforcer.report().fell_back
+    return {"plans": len(plans), "wrong": wrong, "seen": seen, "fell_back": fell_back}
 
 
 def averages() -> Any:
@@ -393,7 +435,7 @@ def hook() -> Any:
 
 
 SCENARIOS: tuple[Callable[[], Any], ...] = (
-    variants, types, averages, switching, surprise, prefetch, no_sync, memory, training, hook,
+    variants, uneven, types, averages, switching, surprise, prefetch, no_sync, memory, training, hook,
 )  # fmt: skip
 
 

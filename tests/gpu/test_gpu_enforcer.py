@@ -71,6 +71,13 @@ def test_whole_numbers_are_those_of_plain_nccl_in_every_rewriting(told: Told) ->
         assert found["seen"] == list(range(1, found["plans"] + 1))
 
 
+def test_unequal_exchanges_of_changing_sizes_are_no_mismatch(told: Told) -> None:
+    for one in told:
+        found = one["uneven"]
+        assert found["wrong"] == [] and found["fell_back"] == "" and found["plans"] >= 3
+        assert found["seen"] == list(range(1, found["plans"] + 1))
+
+
 def test_every_type_is_moved_and_added_as_nccl_does(told: Told) -> None:
     for one in told:
         assert all(one["types"].values()) and len(one["types"]) == 8, one["types"]
