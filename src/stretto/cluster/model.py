@@ -191,6 +191,14 @@ class Cluster:
         hosts = self.node_host[: self.num_devices]
         return len(set(hosts[hosts >= 0].tolist())) + int(np.count_nonzero(hosts < 0))
 
+    def hosts_of(self, ranks: Iterable[int]) -> NDArray[np.int64]:
+        """The host of each given device; a device without one is a host of its own (with a negative number)."""
+        at = np.asarray(list(ranks), np.int64)
+        if len(at) and not 0 <= at.min() <= at.max() < self.num_devices:
+            raise InvalidInput(f"ranks: {self.name} has only devices 0..{self.num_devices - 1}")
+        host = self.node_host[at].astype(np.int64)
+        return np.where(host < 0, -1 - at, host)
+
     def node(self, index: int) -> Node:
         """The node with this index."""
         return Node(

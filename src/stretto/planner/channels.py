@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import Cluster
-from ..errors import Infeasible, InvalidInput, unknown
+from ..errors import Infeasible, unknown
 
 MAX_CHANNELS = 8
 """Of more channels than this not every subset is tried, only each by itself and all together."""
@@ -87,7 +87,7 @@ def bindings_for(cluster: Cluster, groups: Sequence[Sequence[int]]) -> tuple[Bin
 
 def scope_of(cluster: Cluster, groups: Sequence[Sequence[int]]) -> Scope:
     """Whether groups stay inside hosts, have one rank on each host, or neither."""
-    hosts = [hosts_of(cluster, group).tolist() for group in groups]
+    hosts = [cluster.hosts_of(group).tolist() for group in groups]
     if all(len(set(each)) == 1 for each in hosts):
         return "intra"
     return "inter" if all(len(set(each)) == len(each) for each in hosts) else "mixed"
@@ -163,15 +163,6 @@ def components(cluster: Cluster, channels: Sequence[str], *, inside: bool = Fals
         label = new
 
 
-def hosts_of(cluster: Cluster, ranks: Iterable[int]) -> Ints:
-    """Each rank's host; a device without one is a host of its own."""
-    at = np.asarray(list(ranks), np.int64)
-    if len(at) and not 0 <= at.min() <= at.max() < cluster.num_devices:
-        raise InvalidInput(f"ranks: {cluster.name} has only devices 0..{cluster.num_devices - 1}")
-    host = cluster.node_host[at].astype(np.int64)
-    return np.where(host < 0, -1 - at, host)
-
-
 def _binding(cluster: Cluster, intra: Sequence[str], inter: Sequence[str]) -> Binding:
     held = _ordered(cluster, {*intra, *inter})
     usual = set(default_binding(cluster).channels)
@@ -185,7 +176,7 @@ def _usual(cluster: Cluster, groups: Sequence[Sequence[int]]) -> Binding:
     inside: set[str] = set()
     across: set[str] = set()
     for group in groups[:MAX_GROUPS]:
-        host = hosts_of(cluster, group)
+        host = cluster.hosts_of(group)
         values, counts = np.unique(host, return_counts=True)
         mates = np.flatnonzero(host == values[counts.argmax()])
         src = np.repeat(np.asarray(group)[mates], len(group))
@@ -203,7 +194,7 @@ def _usual(cluster: Cluster, groups: Sequence[Sequence[int]]) -> Binding:
 
 
 def _intra_fabrics(cluster: Cluster) -> list[tuple[str, ...]]:
-    host = hosts_of(cluster, range(cluster.num_devices))
+    host = cluster.hosts_of(range(cluster.num_devices))
     if len(np.unique(host)) == len(host):
         return []
 
@@ -214,7 +205,7 @@ def _intra_fabrics(cluster: Cluster) -> list[tuple[str, ...]]:
 
 
 def _inter_fabrics(cluster: Cluster) -> list[tuple[str, ...]]:
-    host = hosts_of(cluster, range(cluster.num_devices))
+    host = cluster.hosts_of(range(cluster.num_devices))
     count = len(np.unique(host))
     if count == 1:
         return []

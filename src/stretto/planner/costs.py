@@ -15,7 +15,7 @@ from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput
 from ..programs import Program
 from ..simulator.network import default_contention, routes_of, simulate_transfers
-from .channels import Binding, default_binding, hosts_of, require_connected, restrict
+from .channels import Binding, default_binding, require_connected, restrict
 from .recipes import Ask, Provider, build, library
 from .together import Part, together
 
@@ -281,8 +281,8 @@ def simulated_costs(cluster: Cluster) -> SimulatedCosts:
 @lru_cache(maxsize=4096)
 def _layout(cluster: Cluster, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """For each rank the number of its host in the group, and where between its host's devices it lies."""
-    host = hosts_of(cluster, group)
-    all_hosts = hosts_of(cluster, range(cluster.num_devices))
+    host = cluster.hosts_of(group)
+    all_hosts = cluster.hosts_of(range(cluster.num_devices))
     number = {value: at for at, value in enumerate(dict.fromkeys(host.tolist()))}
     first = {value: int(np.flatnonzero(all_hosts == value)[0]) for value in number}
     direct = bool(np.any((cluster.node_kind[cluster.link_src] == 0) & (cluster.node_kind[cluster.link_dst] == 0)))

@@ -17,7 +17,6 @@ from ..algorithms.orders import fast_orders
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
 from ..programs import Program
-from .channels import hosts_of
 from .lowering import lower
 from .motif import motif_of
 from .rules import apply
@@ -105,7 +104,7 @@ def rails(cluster: Cluster, group: Sequence[int]) -> int:
     >>> rails(hgx2, range(16)), rails(hgx2, range(8)), rails(hgx2, (0, 8))
     (8, 1, 1)
     """
-    host = hosts_of(cluster, group)
+    host = cluster.hosts_of(group)
     devices = np.asarray(group, np.int32)
     mates, others = devices[host == host[0]], devices[host != host[0]]
     if len(mates) < 2 or not len(others):

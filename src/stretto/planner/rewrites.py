@@ -13,7 +13,7 @@ from functools import cached_property
 from ..cluster import Cluster
 from ..errors import InvalidInput
 from ..workload import Op
-from .channels import Scope, hosts_of, scope_of
+from .channels import Scope, scope_of
 from .motif import ROOTED, SHARDED, Expr, Motif, Seq, motif_of, par
 from .rules import parse_step, variants
 from .spans import measure
@@ -110,7 +110,7 @@ def rewrites(op: Op, groups: Groups, cluster: Cluster) -> Iterator[Rewrite]:
 def _sorts(op: Op, groups: Groups, cluster: Cluster) -> list[_Sort]:
     found: dict[tuple[int, Groups], list[tuple[int, ...]]] = {}
     for group in groups:
-        host = hosts_of(cluster, group).tolist()
+        host = cluster.hosts_of(group).tolist()
         rows = tuple(tuple(at for at, h in enumerate(host) if h == one) for one in dict.fromkeys(host))
         found.setdefault((len(group), rows), []).append(group)
     return [
