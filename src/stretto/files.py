@@ -1,13 +1,21 @@
-"""Reading files from outside: bounded in size, no aliases, no entities, errors that name the field."""
+"""Reading files from outside: bounded in size, no aliases, no entities, errors that name the field.
+
+Writing files: whole or not at all.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import secrets
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
@@ -60,6 +68,48 @@ def typed(kind: type[T]) -> type[T]:
             msgspec.msgpack.Decoder(kind)
             _ANALYZED.add(kind)
     return kind
+
+
+def write_file(path: str | Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: a full disk leaves what was there before, and one line says so."""
+    with open_output(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def open_output(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `path` only once everything is in it.
+
+    What is no regular file (``/dev/stdout``, a pipe) is written to directly. Raises `InvalidInput` where that fails.
+    """
+    path = usable_path(path)
+    try:
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:
+                yield file
+            return
+        # A link is followed, so that it stays a link.
+        target = path.resolve()
+        part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.part")
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                if target.exists():
+                    _keep_mode(target, handle)
+                yield file
+            os.replace(part, target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+
+
+def _keep_mode(target: Path, handle: int) -> None:
+    """Give a new file the permissions of the one that it is to replace, which must be writable."""
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+    os.fchmod(handle, stat.S_IMODE(target.stat().st_mode))
 
 
 def convert(value: Any, kind: type[T], *, where: str) -> T:

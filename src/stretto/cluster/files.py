@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput, unknown
-from ..files import parse_json, parse_yaml, read_text, usable_path
+from ..files import parse_json, parse_yaml, read_text, write_file
 from ..units import parse_number
 from . import astra, nccl_xml, nvidia_smi, taccl_json, yaml_form
 from .model import MULTICAST, Cluster
@@ -65,10 +65,7 @@ def save(cluster: Cluster, path: str | Path) -> None:
     text = yaml_form.dumps(cluster, json=json)
     if not json and len(text) > MAX_YAML_BYTES:
         raise InvalidInput(f"{path}: too large for YAML ({len(text)} bytes); give a name that ends in .json")
-    try:
-        usable_path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+    write_file(path, text)
 
 
 READERS: dict[str, Callable[..., Cluster]] = {

@@ -32,7 +32,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
-from ..files import convert, parse_json, parse_yaml, plain, read_text, usable_path
+from ..files import convert, parse_json, parse_yaml, plain, read_text, write_file
 from . import library
 from .conditions import ALL_PARTS, MAX_RANKS, Collective, as_ranks
 
@@ -96,10 +96,7 @@ def save_collective(collective: Collective, path: str | Path) -> None:
         text = yaml.dump(data, Dumper=dumper, sort_keys=False, default_flow_style=None, width=100)
         if len(text) > MAX_YAML_BYTES:
             raise InvalidInput(f"{path}: too large for YAML ({len(text)} bytes); give a name that ends in .json")
-    try:
-        usable_path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+    write_file(path, text)
 
 
 def read(data: Any) -> Collective:

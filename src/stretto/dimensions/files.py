@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import InvalidInput
-from ..files import convert, parse_json, plain, read_text, usable_path
+from ..files import convert, parse_json, plain, read_text, write_file
 from .model import MAX_DIMS, Dim
 from .schedule import MAX_CHUNKS, Chunk, DimSchedule
 
@@ -67,7 +67,7 @@ def save(schedule: DimSchedule, path: str | Path) -> None:
     """Write the file form."""
     data = _plain(schedule)
     data["digest"] = schedule.digest
-    usable_path(path).write_bytes(msgspec.json.encode(data) + b"\n")
+    write_file(path, msgspec.json.encode(data) + b"\n")
 
 
 def load(path: str | Path) -> DimSchedule:

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from ..errors import InvalidInput
-from ..files import read_text, usable_path
+from ..files import read_text, write_file
 from .actions import COMPUTE, MAX_MICROBATCHES, MAX_STAGES, RECEIVES, SENDS, Action
 
 MAX_RANKS = 1024
@@ -124,7 +124,7 @@ class Schedule:
 
     def save(self, path: str | Path) -> None:
         """Write a CSV file."""
-        usable_path(path).write_text(self.to_csv())
+        write_file(path, self.to_csv())
 
     def __repr__(self) -> str:
         actions = sum(len(row) for row in self.ranks)

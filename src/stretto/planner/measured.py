@@ -21,7 +21,7 @@ from pathlib import Path
 from ..algorithms import collective_kind
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput, unknown
-from ..files import read_text, usable_path
+from ..files import read_text, write_file
 from ..workload import COMM_KINDS
 from .channels import bindings_for, scope_of
 from .costs import Bounding, Cost, CostModel, Motion
@@ -117,10 +117,7 @@ def write_measurements(path: str | Path, rows: Iterable[Measurement]) -> None:
             row.collective, row.algorithm, "+".join(row.channels), row.nranks, f"{row.nbytes:.12g}",
             f"{row.time_us:.6g}", row.groups, beside,
         ])  # fmt: skip
-    try:
-        usable_path(path).write_text(text.getvalue(), encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+    write_file(path, text.getvalue())
 
 
 class MeasuredCosts:

@@ -13,7 +13,7 @@ import msgspec
 
 from ..cluster import Cluster
 from ..errors import InvalidInput, PlanMismatch, unknown
-from ..files import convert, parse_json, read_text, usable_path
+from ..files import convert, parse_json, read_text, write_file
 from ..workload import Workload
 
 FORM = "plan"
@@ -155,7 +155,7 @@ class Plan:
         """Write the versioned JSON form, with its hash."""
         head = {"stretto": FORM, "version": VERSION, "hash": self.hash}
         text = msgspec.json.encode({**head, **msgspec.to_builtins(self)})
-        usable_path(path).write_bytes(msgspec.json.format(text, indent=2) + b"\n")
+        write_file(path, msgspec.json.format(text, indent=2) + b"\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

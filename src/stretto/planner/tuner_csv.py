@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput
-from ..files import read_text, usable_path
+from ..files import read_text, write_file
 from ..workload import Workload
-from .channels import bindings_for, hosts_of
+from .channels import bindings_for
 from .costs import CostModel, Motion, simulated_costs
 from .measured import NCCL
 from .motif import CODES
@@ -89,7 +89,7 @@ def tuner_lines(
             left_out.append(f"{op.op}: {why}")
         if algorithm is None:
             continue
-        shapes = [(len(set(hosts_of(cluster, group).tolist())), len(group)) for group in groups]
+        shapes = [(len(set(cluster.hosts_of(group).tolist())), len(group)) for group in groups]
         for nodes, ranks in dict.fromkeys(shapes):
             sizes = told.setdefault((COLLECTIVES[op.kind], nodes, ranks), {})
             known, first = sizes.setdefault(round(op.nbytes), (algorithm, op.op))
@@ -123,7 +123,7 @@ def write_tuner_csv(
         "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks",
     ]
     text = [*map(_comment, comments), *map(str, lines), *(_comment(f"left out: {why}") for why in left_out)]
-    usable_path(path).write_text("\n".join(text) + "\n", encoding="ascii")
+    write_file(path, "\n".join(text) + "\n")
     return left_out
 
 

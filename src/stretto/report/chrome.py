@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..files import usable_path
+from ..files import open_output
 from ..simulator import Timeline
 from .tracks import MAX_TRACE_SPANS, tracks
 
@@ -46,7 +46,7 @@ def write_chrome_json(timeline: Timeline, path: str | Path, *, max_spans: int = 
             labels.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
         name = shown.label(track, timeline.streams)
         labels.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}})
-    with usable_path(path).open("wb") as file:
+    with open_output(path) as file:
         file.write(b'{"displayTimeUnit":"ns","otherData":' + encode(about) + b',"traceEvents":[')
         file.write(encode(labels)[1:-1])
         for track, rank in enumerate(shown.rank.tolist()):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import usable_path
+from ..files import write_file
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
 from .style import BOUND, colour, short_bytes
@@ -74,7 +74,7 @@ def write_html(path: str | Path, *, title: str, sections: Sequence[Section]) -> 
         from plotly.offline import get_plotlyjs
 
         script = f"<script>{get_plotlyjs()}</script>"
-    usable_path(path).write_text(_PAGE.format(title=escape(title), script=script, body=body), encoding="utf-8")
+    write_file(path, _PAGE.format(title=escape(title), script=script, body=body))
 
 
 def sweep_section(sweep: Sweep) -> Section:

@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import usable_path
+from ..files import open_output
 from ..simulator import Timeline
 from .tracks import MAX_TRACE_SPANS, Tracks, gb_per_s, tracks
 
@@ -41,7 +41,7 @@ def write_perfetto(
     nanoseconds. Past `max_spans`, only the lowest ranks that fit are written, and the trace says so.
     """
     shown = tracks(timeline, max_spans=max_spans)
-    with usable_path(path).open("wb") as file:
+    with open_output(path) as file:
         _write_about(timeline, shown, file)
         _write_tracks(timeline, shown, file, processes or {})
         _write_slices(timeline, shown, file)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
-from ..files import read_text, typed, usable_path
+from ..files import open_output, read_text, typed
 from ..simulator import Timeline
 
 FORMAT = "stretto-timeline"
@@ -52,7 +52,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline; `load_timeline` reads the same one back."""
     if timeline.num_spans > MAX_SPANS:
         raise InvalidInput(f"timeline: {timeline.num_spans} spans is more than a file may hold ({MAX_SPANS})")
-    with usable_path(path).open("wb") as file:
+    with open_output(path) as file:
         head = {"format": FORMAT, "version": VERSION}
         file.write(msgspec.json.encode(head)[:-1])
         for key in _File.__struct_fields__[len(head) :]:

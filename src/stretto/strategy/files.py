@@ -28,7 +28,7 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput
-from ..files import convert, parse_json, parse_yaml, plain, read_text, usable_path
+from ..files import convert, parse_json, parse_yaml, plain, read_text, write_file
 from .model import MAX_VARIABLES, ModelSpec, Variable
 from .representation import MAX_PARTS, NodeConfig, Strategy, Sync
 
@@ -209,10 +209,7 @@ def _read(path: str | Path) -> str:
 
 
 def _write(path: str | Path, text: str) -> None:
-    try:
-        usable_path(path).write_text(text)
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+    write_file(path, text)
 
 
 def _plain(text: str, where: str, as_json: bool) -> Any:

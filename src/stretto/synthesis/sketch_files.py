@@ -12,7 +12,7 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput, unknown
-from ..files import convert, parse_json, parse_yaml, plain, read_text, usable_path
+from ..files import convert, parse_json, parse_yaml, plain, read_text, write_file
 from ..units import parse_bytes
 from .sketch import BALANCE, PATTERNS, STRATEGIES, Connections, Hyperedge, LinkRule, Sketch
 
@@ -157,10 +157,7 @@ def dumps(sketch: Sketch) -> str:
 
 def save(sketch: Sketch, path: str | Path) -> None:
     """Write the YAML form."""
-    try:
-        usable_path(path).write_text(dumps(sketch), encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+    write_file(path, dumps(sketch))
 
 
 def _ours(data: dict[str, Any]) -> Sketch:

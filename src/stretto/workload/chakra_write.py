@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput
-from ..files import usable_path
+from ..files import usable_path, write_file
 from .chakra_proto import (
     COLLECTIVE,
     COMM_TYPES,
@@ -52,11 +52,11 @@ def write(workload: Workload, directory: str | Path) -> list[Path]:
         out = []
         for rank in range(workload.num_ranks):
             file = folder / f"{stem}.{rank}.et"
-            file.write_bytes(encode(about, _rank_nodes(workload, rank, names)))
+            write_file(file, encode(about, _rank_nodes(workload, rank, names)))
             out.append(file)
         if names:
             groups = {name: list(group) for group, name in names.items()}
-            (folder / GROUPS_FILE).write_text(json.dumps(groups, indent=1) + "\n")
+            write_file(folder / GROUPS_FILE, json.dumps(groups, indent=1) + "\n")
     except OSError as error:
         raise InvalidInput(f"{folder}: {error.strerror or error}") from None
     return out

@@ -30,7 +30,7 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput, unknown
-from ..files import MAX_BYTES, convert, parse_json, parse_yaml, plain, read_text, usable_path
+from ..files import MAX_BYTES, convert, parse_json, parse_yaml, plain, read_text, write_file
 from .dag import COMPUTE, MAX_OPS, MAX_RANKS, Dep, Op, Why, Workload
 from .registry import MODELS, from_spec
 
@@ -124,10 +124,7 @@ def save(workload: Workload, path: str | Path) -> None:
         raise InvalidInput(f"{path}: too large for YAML ({len(text)} bytes); give a name that ends in .json")
     if len(text) > MAX_BYTES:
         raise InvalidInput(f"{path}: {len(text)} bytes is more than the limit of {MAX_BYTES}")
-    try:
-        usable_path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+    write_file(path, text)
 
 
 def dumps(workload: Workload, *, json: bool = False) -> str:
