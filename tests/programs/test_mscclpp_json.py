@@ -272,9 +272,9 @@ def test_long_streams_go_on_in_further_threadblocks() -> None:
 
 
 def test_the_plan_of_a_small_ring_is_the_golden_one() -> None:
-    text = dumps(ring_all_gather(3), hosts=[0, 0, 1], min_message_size=1024, max_message_size=1 << 20)
+    text = dumps(ring_all_gather(3), hosts=[0, 0, 1], min_bytes=1024, max_bytes=1 << 20)
     assert text == (DATA / "ring_allgather_3.json").read_text()
-    assert dumps(ring_all_gather(3), hosts=[0, 0, 1], min_message_size=1024, max_message_size=1 << 20) == text
+    assert dumps(ring_all_gather(3), hosts=[0, 0, 1], min_bytes=1024, max_bytes=1 << 20) == text
 
 
 @pytest.mark.parametrize(
@@ -284,8 +284,8 @@ def test_the_plan_of_a_small_ring_is_the_golden_one() -> None:
         ({"fifo_depth": 0}, "fifo_depth: must be >= 1, not 0"),
         ({"max_threadblocks": 0}, "max_threadblocks: must be >= 1, not 0"),
         ({"hosts": [0, 1]}, "hosts: must give the host of each of the 4 ranks, not 2 of them"),
-        ({"min_message_size": 5, "max_message_size": 4}, "min_message_size: must be 0 <= min"),
-        ({"max_message_size": 1 << 64}, "min_message_size: must be 0 <= min"),
+        ({"min_bytes": 5, "max_bytes": 4}, "min_bytes 5, max_bytes 4: must be 0"),
+        ({"max_bytes": 1 << 64}, "max_bytes 18446744073709551616: must be 0"),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(options: dict[str, Any], message: str) -> None:

@@ -146,6 +146,21 @@ def parse_ranks(text: str | None, count: int) -> tuple[int, ...]:
     return tuple(ranks)
 
 
+def parse_limits(min_bytes: str | None, max_bytes: str | None) -> dict[str, int]:
+    """The ends of a range of sizes that were given, by name; ``0`` as the upper one is no limit.
+
+    >>> parse_limits("1K", None), parse_limits(None, "0")
+    ({'min_bytes': 1000}, {'max_bytes': 0})
+    """
+    from ..programs.lowered import check_size_range
+    from ..units import parse_bytes
+
+    given = {"min_bytes": min_bytes, "max_bytes": max_bytes}
+    found = {key: 0 if text == "0" else parse_bytes(text) for key, text in given.items() if text is not None}
+    check_size_range(found.get("min_bytes", 0), found.get("max_bytes", 0))
+    return found
+
+
 def parse_options(pairs: list[str]) -> dict[str, Any]:
     """Options of an algorithm as ``key=value``; numbers, true/false, lists, rows and pairs are read as such.
 
@@ -185,4 +200,6 @@ def write_json(path: Path, value: object) -> None:
     """Plain data, indented so that a person can read it."""
     import msgspec
 
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    from ..files import write_file
+
+    write_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .common import out, plot_width
+from .outputs import output
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -29,9 +30,9 @@ SEARCH_STEPS = 4000
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where the files go.")] = Path(
-        "stretto-demo"
-    ),
+    folder: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", callback=output(folder=True), help="Where the files go.")
+    ] = Path("stretto-demo"),
 ) -> None:
     """Run the whole path once: cluster, programs, proof, export, simulation, report, a planned step, a real run.
 
@@ -82,13 +83,14 @@ class _Tour:
         from ..cluster import Cluster
         from ..cluster.draw import picture
         from ..cluster.svg import to_svg
+        from ..files import write_file
 
         with self.step("A cluster: two DGX-2 nodes, 32 GPUs, every link with its latency and rate"):
             cluster = Cluster.load(CLUSTER)
             self.console.print(picture(cluster))
             cluster.save(self.path("cluster.yaml", "the cluster, as a file you can edit"))
             drawing = self.path("cluster.svg", "the cluster, drawn")
-            drawing.write_text(to_svg(cluster), encoding="utf-8")
+            write_file(drawing, to_svg(cluster))
         return cluster
 
     def programs(self, cluster: Cluster) -> list[Program]:
@@ -124,7 +126,7 @@ class _Tour:
         from ..programs.formats import load_program, mscclpp_reader, save_program
 
         with self.step("Written as text, for MSCCL (XML) and for MSCCL++ (JSON), and read again"):
-            hosts = cluster.node_host[: cluster.num_devices].tolist()
+            hosts = cluster.hosts_of(range(cluster.num_devices)).tolist()
             for program, streams in zip(programs, lowered, strict=True):
                 kind = program.collective.kind
                 text = self.path(f"{kind}.txt", f"{kind} as a program to read or edit")

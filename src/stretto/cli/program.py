@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..units import MAX_SEED
-from .common import out, progress, say
+from .common import out, parse_limits, progress, say
+from .outputs import PROGRAM, output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -112,7 +113,10 @@ def show(
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A program file.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: .txt, .prog, .xml or .json.")],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", callback=output(*PROGRAM), help="What to write: .txt, .prog, .xml or .json."),
+    ],
     dialect: Annotated[
         str | None, typer.Option(help="MSCCL XML for the 'new' runtime (and RCCL; default) or the 'old' one.")
     ] = None,
@@ -126,10 +130,13 @@ def convert(
         str | None, typer.Option(help="NCCL protocol of an XML file: Simple (default), LL or LL128.")
     ] = None,
     min_bytes: Annotated[str | None, typer.Option(help="Smallest size the file is for, such as 1M.")] = None,
-    max_bytes: Annotated[str | None, typer.Option(help="Largest size the file is for.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Largest size the file is for; 0: no limit.")] = None,
     hosts: Annotated[
         str | None,
         typer.Option(metavar="0,0,1,1", help="Host of each rank: an MSCCL++ plan uses port channels between hosts."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", help="The same, as the cluster has it (dgx2:2, or a file).")
     ] = None,
     zero_copy: Annotated[
         bool | None, typer.Option("--zero-copy", help="An MSCCL++ plan puts straight into place where that is safe.")
@@ -144,24 +151,26 @@ def convert(
       stretto program convert ring.txt ring.xml --instances 4
       stretto program convert ring.txt ring.xml --in-place --dialect old
       stretto program convert allreduce.xml allreduce.json --hosts 0,0,1,1 --zero-copy
+      stretto program convert allreduce.xml allreduce.json --cluster dgx2:2
       stretto program convert new.xml old.xml --dialect old
     """
     from ..errors import InvalidInput
     from ..programs import Lowered, Program
-    from ..programs.formats import SUFFIXES, save_program
-    from ..units import parse_bytes
+    from ..programs.formats import format_of, save_program
 
+    sizes = parse_limits(min_bytes, max_bytes)
+    if hosts is not None and cluster is not None:
+        raise InvalidInput("--hosts: --cluster says the same; give one of the two")
     with progress("verifying", 1) as advance:
         advance(source.name)
         loaded = _load(source, in_place, collective)
         _prove(source, loaded)
     if not isinstance(loaded, Program | Lowered):
         raise InvalidInput(f"{source}: an MSCCL++ plan cannot be converted back")
-    kind = SUFFIXES.get(target.suffix, "")
+    kind = format_of(target)
     lowering = _given(instances=instances, fifo_depth=fifo_depth)
-    sizes = {key: parse_bytes(text) for key, text in _given(min_bytes=min_bytes, max_bytes=max_bytes).items()}
     for_xml = _given(dialect=dialect, protocol=protocol)
-    for_plan = _given(hosts=None if hosts is None else _host_list(hosts), zero_copy=zero_copy)
+    for_plan = _given(hosts=hosts, cluster=cluster, zero_copy=zero_copy)
     if kind == "text":
         _refuse(lowering | sizes | for_xml, "the text form knows nothing of it")
     if kind != "mscclpp":
@@ -172,25 +181,28 @@ def convert(
         _refuse(for_xml, "only MSCCL XML has it")
     with progress("converting", 1) as advance:
         advance(target.name)
-        if isinstance(loaded, Program) and kind in ("msccl", "mscclpp"):
+        places = _hosts(hosts, cluster, loaded.collective) if kind == "mscclpp" else None
+        if isinstance(loaded, Program) and kind != "text":
             loaded = loaded.lower(**lowering)
-        if kind == "mscclpp":
-            names = {"min_bytes": "min_message_size", "max_bytes": "max_message_size"}
-            save_program(loaded, target, **{names[key]: size for key, size in sizes.items()}, **for_plan)
-        elif kind == "msccl" and isinstance(loaded, Lowered):
-            if protocol is not None:
-                loaded = replace(loaded, protocol=protocol)
-            save_program(loaded, target, **sizes, **_given(dialect=dialect))
-        else:
-            save_program(loaded, target)
+        if isinstance(loaded, Lowered):
+            changes: dict[str, Any] = sizes | _given(protocol=protocol)
+            loaded = replace(loaded, **changes)
+        save_program(loaded, target, hosts=places, **_given(dialect=dialect, zero_copy=zero_copy))
     say(f"{target}: {repr(loaded)[1:-1]}")
+    if kind == "mscclpp" and places is None:
+        say("all ranks are taken to share one host; --hosts or --cluster says otherwise")
 
 
-def _host_list(text: str) -> list[int]:
+def _hosts(text: str | None, cluster: str | None, collective: Collective) -> list[int] | None:
+    """The host of each rank, from ``--hosts`` or ``--cluster``."""
+    from ..cluster import Cluster
     from ..errors import InvalidInput
 
+    if cluster is not None:
+        found: list[int] = Cluster.load(cluster).hosts_of(collective.ranks).tolist()
+        return found
     try:
-        return [int(part) for part in text.split(",")]
+        return None if text is None else [int(part) for part in text.split(",")]
     except ValueError:
         raise InvalidInput(f"--hosts: {text!r} is not a list of host numbers such as 0,0,1,1") from None
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import out, parse_options, parse_ranks, plot_width, progress, write_json, wrote
+from .common import out, parse_options, parse_ranks, plot_width, progress, write_json
+from .outputs import HTML, PROGRAM, TRACE, OutputFiles, output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,14 +68,27 @@ def simulate(
         typer.Option(help="Let one rank stand for all (hierarchical, on a network of regular dimensions)."),
     ] = False,
     factor: Annotated[float, typer.Option(help="By how much sizes grow in a range.")] = 4.0,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write an HTML report.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE.pftrace", help="Write a Perfetto trace.")] = None,
-    chrome_json: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a Chrome trace.")] = None,
-    timeline: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the timeline itself.")] = None,
-    program: Annotated[
-        Path | None, typer.Option(metavar="FILE.txt|xml|json", help="Write the program: text, MSCCL or MSCCL++.")
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", callback=output(*HTML), help="Write an HTML report.")
     ] = None,
-    rows: Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Write all numbers.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.pftrace", callback=output(*TRACE), help="Write a Perfetto trace.")
+    ] = None,
+    chrome_json: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", callback=output(".json"), help="Write a Chrome trace.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", callback=output(".json"), help="Write the timeline itself.")
+    ] = None,
+    program: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.txt|xml|json", callback=output(*PROGRAM), help="Write the program: text, MSCCL or MSCCL++."
+        ),
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Write all numbers.")
+    ] = None,
 ) -> None:
     """Say how long a collective takes on a cluster, and how far that is from the lower bound.
 
@@ -107,23 +121,25 @@ def simulate(
         settings["root"] = root
     find = _symmetric if symmetric else _programs
     programs, left_out = find(what, job.cluster, collective, ranks, chunks, settings)
-    console = out()
     sweep, fastest = job.sweep(programs, sizes, left_out)
+    files = OutputFiles()
+    files.write(rows, lambda path: write_json(path, {"rows": sweep.rows()}))
+    files.write(program, lambda path: _save_program(programs[sweep.best(len(sizes) - 1)], job.cluster, path))
+    _write(files, fastest, sweep, plot=plot, trace=trace, chrome_json=chrome_json, timeline_file=timeline)
+    console = out()
     if len(programs) == len(sizes) == 1:
         _print_one(console, job, next(iter(programs.values())), fastest, sizes[0])
     else:
         _print_many(console, sweep)
-    if rows is not None:
-        write_json(rows, {"rows": sweep.rows()})
-        wrote(console, rows)
-    if program is not None:
-        from ..programs import SymmetricProgram
-        from ..programs.formats import save_program
+    files.tell()
 
-        best = programs[sweep.best(len(sizes) - 1)]
-        save_program(best.expand() if isinstance(best, SymmetricProgram) else best, program)
-        wrote(console, program)
-    _write(console, fastest, sweep, plot=plot, trace=trace, chrome_json=chrome_json, timeline_file=timeline)
+
+def _save_program(program: Runnable, cluster: Cluster, path: Path) -> None:
+    from ..programs import SymmetricProgram
+    from ..programs.formats import save_program
+
+    whole = program.expand() if isinstance(program, SymmetricProgram) else program
+    save_program(whole, path, hosts=cluster.hosts_of(whole.collective.ranks).tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +333,7 @@ def _print_many(console: Console, sweep: Sweep) -> None:
 
 
 def _write(
-    console: Console,
+    files: OutputFiles,
     timeline: Timeline,
     sweep: Sweep,
     *,
@@ -329,23 +345,22 @@ def _write(
     from ..report import html, save_timeline, write_chrome_json, write_perfetto
 
     program = dict(timeline.facts).get("program", "")
-    if plot is not None:
+
+    def page(path: Path) -> None:
         sections = [html.timeline_section(timeline, f"{program}, {sweep.largest}")]
         if len(sweep.sizes) > 1:
             sections = [html.sweep_section(sweep), html.sweep_table_section(sweep), *sections]
-        html.write_html(plot, title=f"{sweep.collective} on {sweep.cluster}", sections=sections)
-        wrote(console, plot)
-    for path, write in ((trace, write_perfetto), (chrome_json, write_chrome_json)):
-        if path is not None:
-            with progress("writing", 1) as advance:
-                advance(path.name)
-                written = write(timeline, path)
-            part = (
-                f", the lowest ranks: {written} of its {timeline.num_spans} transfers"
-                if written < timeline.num_spans
-                else ""
-            )
-            wrote(console, path, f"{program}{part}")
-    if timeline_file is not None:
-        save_timeline(timeline, timeline_file)
-        wrote(console, timeline_file)
+        html.write_html(path, title=f"{sweep.collective} on {sweep.cluster}", sections=sections)
+
+    def traced(write: Callable[[Timeline, Path], int], path: Path) -> str:
+        with progress("writing", 1) as advance:
+            advance(path.name)
+            written = write(timeline, path)
+        if written == timeline.num_spans:
+            return ""
+        return f", the lowest ranks: {written} of its {timeline.num_spans} transfers"
+
+    files.write(plot, page)
+    files.write(trace, lambda path: traced(write_perfetto, path), program)
+    files.write(chrome_json, lambda path: traced(write_chrome_json, path), program)
+    files.write(timeline_file, lambda path: save_timeline(timeline, path))

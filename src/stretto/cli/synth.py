@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..units import MAX_SEED
-from .common import out, parse_ranks, progress_console, with_multicast, write_json, wrote
+from .common import out, parse_limits, parse_ranks, progress_console, with_multicast, write_json
+from .outputs import PROGRAM, Output, OutputFiles, output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,13 +34,25 @@ def synth(
     nbytes: Annotated[
         str, typer.Option("--bytes", "-b", metavar="SIZE", help="The larger of one rank's send and receive buffer.")
     ] = "64M",
-    output: Annotated[
+    target: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE|DIR",
+            "--output", "-o", metavar="FILE|DIR", callback=output(*PROGRAM, folder=True),
             help="Write the program (.txt, .xml for MSCCL, .json for MSCCL++) with its certificate beside it; "
             "with --sizes a folder.",
         ),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", metavar="xml|json|txt", help="Format of the files in that folder. Default: xml."),
+    ] = None,
+    min_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Smallest call that the written file is for. Default: half of --bytes."),
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Largest one; 0: no limit. Default: just below twice --bytes."),
     ] = None,
     sizes: Annotated[
         str | None,
@@ -90,7 +103,10 @@ def synth(
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Same seed, same search.")] = 0,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use results of earlier searches.")] = True,
     show_all: Annotated[bool, typer.Option("--all", help="List every candidate, not only each maker's best.")] = False,
-    rows: Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Write all candidates.")] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Write all candidates."),
+    ] = None,
 ) -> None:
     """Search the fastest program for a collective, and say how far it is from optimal.
 
@@ -114,6 +130,8 @@ def synth(
     from ..synthesis import select, synthesize
     from ..units import parse_bytes
 
+    limits = parse_limits(min_bytes, max_bytes)
+    suffix, streams = _check_target(target, form, limits, table=sizes is not None)
     machine = with_multicast(Cluster.load(cluster), multicast)
     wanted = _collective(collective, machine, ranks, chunks, root, in_place)
     options: dict[str, Any] = {
@@ -128,30 +146,44 @@ def synth(
         "cache": cache,
         "makers": None if makers is None else [name.strip() for name in makers.split(",") if name.strip()],
     }
-    console = out()
+    console, files = out(), OutputFiles()
     if sizes is not None:
         every = parse_sizes(sizes, factor=factor)
         with _live(budget * len(every)) as progress:
-            table = select(wanted, machine, every, progress=progress, lower=lower or output is not None, **options)
+            table = select(wanted, machine, every, progress=progress, lower=streams or lower, **options)
+        files.write(target, lambda path: table.save(path, suffix=suffix))
+        files.write(rows, lambda path: write_json(path, {"rows": table.rows()}))
         _print_selection(console, table)
-        if output is not None:
-            for path in table.save(output):
-                wrote(console, path)
-        if rows is not None:
-            write_json(rows, {"rows": table.rows()})
-            wrote(console, rows)
+        files.tell()
         return
-    form = _format(output) if output is not None else "text"
-    streams = form if form != "text" else lower
     with _live(budget) as progress:
-        found = synthesize(wanted, machine, parse_bytes(nbytes), lower=streams, progress=progress, **options)
+        found = synthesize(wanted, machine, parse_bytes(nbytes), lower=streams or lower, progress=progress, **options)
+    files.write(target, lambda path: found.save(path, **limits))
+    candidates = [_row(found, candidate) for candidate in found.candidates]
+    files.write(rows, lambda path: write_json(path, {"rows": candidates}))
     _print_candidates(console, found, show_all)
-    if output is not None:
-        found.save(output)
-        wrote(console, output)
-    if rows is not None:
-        write_json(rows, {"rows": [_row(found, candidate) for candidate in found.candidates]})
-        wrote(console, rows)
+    files.tell()
+
+
+def _check_target(
+    target: Path | None, form: str | None, limits: dict[str, int], *, table: bool
+) -> tuple[str, str]:
+    """The ending of the files to write and the format to lower for; a wrong path is refused before the search."""
+    from ..errors import InvalidInput, unknown
+    from ..programs.formats import SUFFIXES
+
+    if form is not None and not (table and target is not None):
+        raise InvalidInput("--format: is for the folder of --sizes and --output; a file's ending says its format")
+    if limits and (table or target is None):
+        option = next(iter(limits)).replace("_", "-")
+        raise InvalidInput(f"--{option}: is for the file of --output; files of --sizes share all sizes among them")
+    if target is None:
+        return "", ""
+    suffix = f".{form or 'xml'}" if table else target.suffix
+    if table and suffix not in SUFFIXES:
+        raise unknown("format", form or "", [ending.removeprefix(".") for ending in SUFFIXES])
+    (Output(folder=True) if table else Output(suffixes=PROGRAM)).check(target, "--output")
+    return suffix, "" if SUFFIXES[suffix] == "text" else SUFFIXES[suffix]
 
 
 def _collective(
@@ -179,16 +211,6 @@ def _sketch(path: Path) -> Any:
     from ..synthesis.sketch import Sketch
 
     return Sketch.load(path)
-
-
-def _format(path: Path) -> str:
-    """Asked before the search, so that a wrong ending is said at once."""
-    from ..errors import InvalidInput
-    from ..programs.formats import SUFFIXES
-
-    if path.suffix not in SUFFIXES:
-        raise InvalidInput(f"{path}: unknown ending {path.suffix!r}; choose from: {', '.join(SUFFIXES)}")
-    return SUFFIXES[path.suffix]
 
 
 @contextmanager

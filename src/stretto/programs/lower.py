@@ -194,4 +194,5 @@ def _arrays(
         dep_tb=np.where(dep_block >= 0, dep_block + of * per_rank[own_rank], -1).astype(np.int32),
         dep_step=dep_step.astype(np.int32),
         protocol=protocol,
+        instances=copies,
     )

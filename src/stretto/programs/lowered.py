@@ -20,6 +20,8 @@ NOP, SEND, RECV, RECV_COPY_SEND, RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE
 BUFFERS = ("i", "o", "s")
 INPUT, OUTPUT, SCRATCH = range(3)
 MAX_CHANNELS = 1 << 20
+MAX_BYTES = (1 << 63) - 1
+"""The largest size of a call that all file formats can write down."""
 
 RECEIVES = np.array([False, False, True, True, True, True, True, False, False])
 SENDS = np.array([False, True, False, True, True, False, True, False, False])
@@ -51,6 +53,9 @@ class Lowered:
     It first waits until threadblock ``dep_tb[k]`` (local id, -1: none) of its rank has done step ``dep_step[k]``.
     Offsets count chunks of buffers i (input), o (output), s (scratch). In place, input position j of rank r is
     output position ``j + collective.place[r]``: both names mean one piece of memory.
+
+    `instances` copies of the program run beside each other, each on a part of every chunk. The streams are meant for
+    calls of `min_bytes` to `max_bytes` (0: no limit), counted as the larger of one rank's send and receive buffer.
     """
 
     name: str
@@ -70,6 +75,9 @@ class Lowered:
     dep_tb: NDArray[np.int32]
     dep_step: NDArray[np.int32]
     protocol: str = "Simple"
+    instances: int = 1
+    min_bytes: int = 0
+    max_bytes: int = 0
 
     def __post_init__(self) -> None:
         for array in vars(self).values():
@@ -100,9 +108,20 @@ class Lowered:
         )
 
 
+def check_size_range(min_bytes: int, max_bytes: int) -> None:
+    """Refuse a range of sizes that no call can be in; a `max_bytes` of 0 is no limit."""
+    if min_bytes < 0 or max_bytes < 0 or 0 < max_bytes < min_bytes or max(min_bytes, max_bytes) > MAX_BYTES:
+        raise InvalidInput(
+            f"min_bytes {min_bytes}, max_bytes {max_bytes}: must be 0..{MAX_BYTES} and in order (max_bytes 0: no limit)"
+        )
+
+
 def _validate(x: Lowered) -> None:
     """The shape of the arrays and the range of every number; that it does the right thing is for `verify`."""
     ranks, blocks, count = x.collective.num_ranks, len(x.tb_rank), x.num_instructions
+    if x.instances < 1:
+        raise InvalidInput(f"instances: must be >= 1, not {x.instances}")
+    check_size_range(x.min_bytes, x.max_bytes)
     of_block = ("tb_send", "tb_recv", "tb_channel")
     of_instruction = ("src_buf", "src_off", "dst_buf", "dst_off", "count", "dep_tb", "dep_step")
     sizes = {"scratch": ranks, "tb_ptr": blocks + 1} | dict.fromkeys(of_block, blocks)

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from ..collectives import Collective
-from ..errors import InvalidInput
-from ..files import convert, parse_json
+from ..files import convert, parse_json, write_file
 from ..programs import Lowered, Program
 from ..units import format_bytes, format_us
 
@@ -97,7 +96,8 @@ class Lowering:
 class Synthesis:
     """The best `program` that was found, its `certificate`, and all `candidates` (fastest first, then the refusals).
 
-    With ``lower=True`` also the best `lowering`. `cached` says that nothing had to be searched.
+    With ``lower=True`` also the best `lowering`. `cached` says that nothing had to be searched. `hosts` gives the host
+    of each rank on the cluster that the program was made for.
     """
 
     program: Program
@@ -105,6 +105,7 @@ class Synthesis:
     candidates: tuple[Candidate, ...] = ()
     lowering: Lowering | None = None
     cached: bool = False
+    hosts: tuple[int, ...] | None = None
 
     @property
     def time_us(self) -> float:
@@ -121,20 +122,31 @@ class Synthesis:
         """What the program does, with the chunks that its maker chose."""
         return self.program.collective
 
-    def save(self, path: str | Path, **options: Any) -> None:
-        """Write the program (.txt, .prog, .xml, .json) and its certificate beside it (``NAME.certificate.json``)."""
-        from ..programs.formats import SUFFIXES, save_program
+    def save(self, path: str | Path, **options: Any) -> Path:
+        """Write the program (.txt, .prog, .xml, .json) and its certificate beside it (``NAME.certificate.json``).
+
+        Files for MSCCL and MSCCL++ say that they are for sizes from half of the one that was asked for to just below
+        twice that; `min_bytes` and `max_bytes` among the `options` (of `save_program`) say otherwise. MSCCL++ plans
+        use port channels between the hosts of the cluster. Returns the path of the certificate.
+        """
+        from ..programs.formats import format_of, save_program
+        from ..programs.formats.sizes import range_around
 
         path = Path(path)
-        save_program(self.program if SUFFIXES.get(path.suffix) == "text" else self.runnable, path, **options)
-        beside = path.with_name(path.stem + ".certificate.json")
-        try:
-            beside.write_bytes(msgspec.json.format(dumps(self.certificate, self.candidates), indent=2) + b"\n")
-        except OSError as error:
-            raise InvalidInput(f"{beside}: {error.strerror or error}") from None
+        low, high = range_around(self.certificate.nbytes)
+        options = {"hosts": self.hosts, "min_bytes": low, "max_bytes": high} | options
+        save_program(self.program if format_of(path) == "text" else self.runnable, path, **options)
+        beside = certificate_path(path)
+        write_file(beside, msgspec.json.format(dumps(self.certificate, self.candidates), indent=2) + b"\n")
+        return beside
 
     def __repr__(self) -> str:
         return f"<Synthesis {self.certificate}>"
+
+
+def certificate_path(path: Path) -> Path:
+    """Where the certificate of a program file is written."""
+    return path.with_name(path.stem + ".certificate.json")
 
 
 @dataclass(frozen=True, kw_only=True)

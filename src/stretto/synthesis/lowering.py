@@ -11,7 +11,6 @@ import numpy as np
 
 from ..errors import Infeasible, StrettoError
 from ..programs import Lowered, Program
-from ..programs.formats import msccl_xml
 from ..programs.formats.msccl_rules import MAX_STEPS
 from ..simulator import simulate
 from .certificate import Candidate, Lowering
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from .makers import Problem
     from .portfolio import Made
 
+FORMATS = ("msccl", "mscclpp")
+"""Formats that programs can be lowered for."""
 MAX_INSTANCES = 16
 MAX_MOVES = 1 << 17
 """Chunks moved in all instances together: larger files help no runtime."""
@@ -88,7 +89,7 @@ class _Search:
             if why:
                 raise Infeasible(why)
             lowered = made.program.lower(instances=instances, fifo_depth=depth)
-            _DUMPS[problem.lower](lowered)
+            _check_fits(lowered, problem)
             took = simulate(
                 lowered, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
             ).total_us
@@ -114,14 +115,14 @@ def _by_maker(programs: Sequence[Made]) -> list[list[Made]]:
     return sorted(groups.values(), key=lambda group: len(group[-1].program.chunk))
 
 
-def _dumps_mscclpp(lowered: Lowered) -> str:
-    from ..programs.formats import mscclpp_json
+def _check_fits(lowered: Lowered, problem: Problem) -> None:
+    """Refuse streams that no runtime of the wanted format would take, on the hosts where they are to run."""
+    from ..programs.formats import msccl_xml, mscclpp_json
 
-    return mscclpp_json.dumps(lowered)
-
-
-FORMATS = ("msccl", "mscclpp")
-_DUMPS: dict[str, Callable[[Lowered], str]] = {"msccl": msccl_xml.dumps, "mscclpp": _dumps_mscclpp}
+    if problem.lower == "mscclpp":
+        mscclpp_json.dumps(lowered, hosts=problem.hosts)
+    else:
+        msccl_xml.dumps(lowered)
 
 
 def too_long(program: Program) -> str:

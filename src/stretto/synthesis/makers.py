@@ -46,6 +46,11 @@ class Problem:
         """How many ranks take part."""
         return self.collective.num_ranks
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each rank."""
+        return tuple(self.cluster.hosts_of(self.collective.ranks).tolist())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:

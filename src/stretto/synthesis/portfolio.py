@@ -180,7 +180,7 @@ def synthesize(
     elif lower:
         made = Made(maker=found.certificate.maker, program=found.program, time_us=found.time_us, seconds=0.0)
         found = replace(found, lowering=search_lowering([made], problem, budget_s=LOWERING * budget_s)[1])
-    return found
+    return replace(found, hosts=problem.hosts)
 
 
 def _search(

@@ -16,6 +16,7 @@ import msgspec
 from ..cluster import Cluster
 from ..collectives import Collective
 from ..errors import InvalidInput
+from ..files import write_file
 from ..programs import Program
 from ..simulator import lower_bound, simulate
 from .certificate import Synthesis
@@ -79,7 +80,8 @@ class Selection:
     def save(self, folder: str | Path, *, suffix: str = ".xml") -> list[Path]:
         """One program file per choice, ``index.json`` and ``index.csv``; returns what was written.
 
-        MSCCL files carry their size range themselves, so that the runtime picks the right one.
+        Files for MSCCL and MSCCL++ carry their size range themselves, so that the runtime picks the right one; no two
+        ranges overlap. `suffix` chooses the format (.xml, .json, .txt, .prog).
         """
         from ..programs.formats import SUFFIXES, save_program
 
@@ -89,25 +91,27 @@ class Selection:
         names = [f"{self.collective}-{at}{suffix}" for at in range(len(self.choices))]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, choice in zip(names, self.choices, strict=True):
-                limits = {"min_bytes": choice.min_bytes, "max_bytes": choice.max_bytes} if suffix == ".xml" else {}
-                is_text = SUFFIXES[suffix] == "text"
-                save_program(choice.program if is_text else choice.synthesis.runnable, folder / name, **limits)
-            rows = [
-                {"file": name, **row}
-                for name, choice in zip(names, self.choices, strict=True)
-                for row in self.rows()
-                if row["min_bytes"] == choice.min_bytes
-            ]
-            index = {"collective": self.collective, "cluster": self.cluster, "rows": rows}
-            (folder / "index.json").write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
-            table = io.StringIO()
-            writer = csv.DictWriter(table, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-            (folder / "index.csv").write_text(table.getvalue())
         except OSError as error:
             raise InvalidInput(f"{error.filename or folder}: {error.strerror or error}") from None
+        for name, choice in zip(names, self.choices, strict=True):
+            is_text = SUFFIXES[suffix] == "text"
+            save_program(
+                choice.program if is_text else choice.synthesis.runnable, folder / name, hosts=choice.synthesis.hosts,
+                min_bytes=choice.min_bytes, max_bytes=choice.max_bytes,
+            )
+        rows = [
+            {"file": name, **row}
+            for name, choice in zip(names, self.choices, strict=True)
+            for row in self.rows()
+            if row["min_bytes"] == choice.min_bytes
+        ]
+        index = {"collective": self.collective, "cluster": self.cluster, "rows": rows}
+        write_file(folder / "index.json", msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
+        table = io.StringIO()
+        writer = csv.DictWriter(table, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_file(folder / "index.csv", table.getvalue())
         return [*(folder / name for name in names), folder / "index.json", folder / "index.csv"]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...collectives import Collective
 from ...errors import InvalidInput
-from ...files import read_text, usable_path
+from ...files import read_text, usable_path, write_file
 from ..ir import Program
 from ..lowered import Lowered
 
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 
 SUFFIXES = {".txt": "text", ".prog": "text", ".xml": "msccl", ".json": "mscclpp"}
 """The format that a file name's ending asks for."""
+
+
+def format_of(path: str | Path) -> str:
+    """The format that a file name's ending asks for: ``text``, ``msccl`` or ``mscclpp``."""
+    suffix = Path(path).suffix
+    if suffix not in SUFFIXES:
+        raise InvalidInput(f"{path}: unknown ending {suffix!r}; choose from: {', '.join(SUFFIXES)}")
+    return SUFFIXES[suffix]
 
 
 def sniff(text: str) -> str:
@@ -69,16 +78,31 @@ def _parse(
     return mscclpp_reader.loads(text, where=where)
 
 
-def save_program(program: Program | Lowered, path: str | Path, **options: Any) -> None:
+def save_program(
+    program: Program | Lowered,
+    path: str | Path,
+    *,
+    hosts: Sequence[int] | None = None,
+    min_bytes: int | None = None,
+    max_bytes: int | None = None,
+    **options: Any,
+) -> None:
     """Write a program in the format that the file name asks for, lowering it where the format needs that.
 
-    `options` go to the format's ``dumps``; a file that exists is replaced.
+    Args:
+        program: What to write; the text form takes a `Program` only.
+        path: The file; one that exists is replaced.
+        hosts: The host of each rank (``cluster.hosts_of(collective.ranks)``), for MSCCL++ plans: port channels lead
+            between hosts. Without it all ranks are taken to share one host. Other formats do not tell hosts apart.
+        min_bytes: The smallest call that an MSCCL or MSCCL++ file is for; by default what the streams are meant for.
+        max_bytes: The largest one, 0 for no limit.
+        options: What else the format's ``dumps`` takes.
+
+    Raises:
+        InvalidInput: The ending is unknown, the file cannot be written, or the format cannot hold the program.
     """
     path = usable_path(path)
-    if path.suffix not in SUFFIXES:
-        endings = ", ".join(SUFFIXES)
-        raise InvalidInput(f"{path}: unknown ending {path.suffix!r}; choose from: {endings}")
-    kind = SUFFIXES[path.suffix]
+    kind = format_of(path)
     if kind == "text":
         from . import text as text_form
 
@@ -90,12 +114,9 @@ def save_program(program: Program | Lowered, path: str | Path, **options: Any) -
         if kind == "msccl":
             from . import msccl_xml
 
-            text = msccl_xml.dumps(lowered, **options)
+            text = msccl_xml.dumps(lowered, min_bytes=min_bytes, max_bytes=max_bytes, **options)
         else:
             from . import mscclpp_json
 
-            text = mscclpp_json.dumps(lowered, **options)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror or error}") from None
+            text = mscclpp_json.dumps(lowered, hosts=hosts, min_bytes=min_bytes, max_bytes=max_bytes, **options)
+    write_file(path, text)

@@ -30,6 +30,7 @@ from .msccl_rules import (
 )
 from .msccl_xml_read import loads
 from .named import Named, name_of
+from .sizes import size_range
 
 __all__ = ["DIALECTS", "dumps", "loads"]
 
@@ -38,19 +39,19 @@ def dumps(
     lowered: Lowered,
     *,
     dialect: str = "new",
-    min_bytes: int = 0,
-    max_bytes: int = 0,
+    min_bytes: int | None = None,
+    max_bytes: int | None = None,
     max_steps: int = MAX_STEPS,
 ) -> str:
     """The file's text. The streams are verified first, and the limits of the runtimes are enforced.
 
-    The runtime uses the algorithm for sizes of `min_bytes` to `max_bytes` (0: no limit). Some builds of the
-    new runtime allow fewer than 256 steps in a threadblock: give theirs as `max_steps`.
+    The runtime uses the algorithm for sizes of `min_bytes` to `max_bytes` (0: no limit; by default those that the
+    streams are meant for). Some builds of the new runtime allow fewer than 256 steps in a threadblock: give theirs as
+    `max_steps`.
     """
     if dialect not in DIALECTS:
         raise unknown("dialect", dialect, DIALECTS)
-    if min_bytes < 0 or max_bytes < 0 or (max_bytes and max_bytes < min_bytes):
-        raise InvalidInput(f"min_bytes {min_bytes}, max_bytes {max_bytes}: must be >= 0 and in order")
+    low, high = size_range(lowered, min_bytes, max_bytes)
     lowered.verify()
     x, c = lowered, lowered.collective
     first = np.searchsorted(x.tb_rank, np.arange(c.num_ranks + 1))
@@ -67,11 +68,11 @@ def dumps(
         "inplace": int(c.in_place),
     }
     if dialect == "new":
-        head |= {"outofplace": int(not c.in_place), "minBytes": min_bytes, "maxBytes": max_bytes}
+        head |= {"outofplace": int(not c.in_place), "minBytes": low, "maxBytes": high}
     else:
         head["redop"] = "sum" if c.combining else "nop"
-        if min_bytes or max_bytes:
-            head |= {"minBytes": min_bytes, "maxBytes": max_bytes or OLD_MAX_BYTES}
+        if low or high:
+            head |= {"minBytes": low, "maxBytes": high or max(low, OLD_MAX_BYTES)}
     lines = [f"<algo {_attributes(head)}>"]
     columns = [
         column.tolist()

@@ -14,6 +14,7 @@ from ...files import parse_xml
 from ..lowered import (
     BUFFERS,
     INPUT,
+    MAX_BYTES,
     NOP,
     OPS,
     OUTPUT,
@@ -88,9 +89,11 @@ def loads(
     protocol = _text(root, "proto", "algo")
     if protocol not in PROTOCOLS:
         raise unknown("algo proto", protocol, PROTOCOLS)
-    if dialect == "new":
-        for key in ("minBytes", "maxBytes"):
-            _integer(root, key, "algo", 0, (1 << 63) - 1)
+    # The old runtime takes a file without a range for all sizes; in the new one the two attributes are required.
+    low, high = (
+        _integer(root, key, "algo", 0, MAX_BYTES) if dialect == "new" or key in root.attrib else 0
+        for key in ("minBytes", "maxBytes")
+    )
     elements = _dense(root, "gpu", "algo")
     if len(elements) != num_gpus:
         raise InvalidInput(f"algo ngpus: says {num_gpus}, but there are {len(elements)} <gpu> elements")
@@ -107,7 +110,7 @@ def loads(
     else:
         wanted = collective.in_place if in_place is None else in_place
         collective = replace(collective, in_place=_aliased(root, dialect, wanted))
-    return _lowered(name, collective, protocol, gpus)
+    return replace(_lowered(name, collective, protocol, gpus), min_bytes=low, max_bytes=high)
 
 
 def _aliased(root: Element, dialect: str, in_place: bool | None) -> bool:

@@ -8,6 +8,7 @@ threadblocks. `docs/mscclpp.md` says what the format asks for and why the plans 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections import defaultdict
@@ -23,6 +24,7 @@ from .. import lowered as lo
 from ..lowered import Lowered
 from .mscclpp_streams import Connection, Span, Step, Streams
 from .named import name_of
+from .sizes import size_range
 
 NAMES = {
     "all_gather": "allgather",
@@ -37,7 +39,10 @@ MAX_CHANNELS_PER_OP = 8
 MAX_SEMAPHORES_PER_OP = 16
 MAX_THREADBLOCKS = 80
 """Threadblocks spin while they wait, so all of a rank's must be resident: one per SM, 80 on a V100."""
-MAX_SIZE = 2**64 - 1
+NO_LIMIT = 2**64 - 1
+"""The `max_message_size` of a plan that is for all sizes."""
+MAX_LABEL = 64
+"""Characters of a program's own name that stand in the name of its plan."""
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +54,29 @@ def dumps(
     fifo_depth: int = 2,
     zero_copy: bool = False,
     max_threadblocks: int = MAX_THREADBLOCKS,
-    min_message_size: int = 0,
-    max_message_size: int = MAX_SIZE,
+    min_bytes: int | None = None,
+    max_bytes: int | None = None,
 ) -> str:
     """The JSON execution plan of instruction streams, which are verified first.
 
-    ``hosts[r]`` is the host of rank r: memory channels inside a host, port channels between hosts (without
-    it, memory channels everywhere). Up to `fifo_depth` messages of a connection are under way at a time. With
-    `zero_copy` peers write into each other's user buffers wherever that is provably safe; the executor then
-    needs those buffers at the same offset inside their allocation on every rank. Raises `InvalidInput` for
-    what the format or the executor cannot take.
+    Args:
+        lowered: The instruction streams.
+        hosts: ``hosts[r]`` is the host of rank r: memory channels inside a host, port channels between hosts. Without
+            it all ranks are taken to share one host.
+        fifo_depth: How many messages of a connection are under way at a time.
+        zero_copy: Let peers write into each other's user buffers wherever that is provably safe; the executor then
+            needs those buffers at the same offset inside their allocation on every rank.
+        max_threadblocks: How many threadblocks a rank may have.
+        min_bytes: The smallest call that the plan is for; by default what the streams are meant for.
+        max_bytes: The largest one, 0 for no limit; by default what the streams are meant for.
+
+    Returns:
+        The text of the plan. Its name holds the program's name, the collective, the number of ranks and of instances,
+        and a hash of everything else in the plan, because MSCCL++ keeps what it has set up for a plan under its name.
+
+    Raises:
+        InvalidInput: The format or the executor cannot take it.
+        VerificationError: The streams do not do what their collective asks.
     """
     name = _check_collective(lowered.collective)
     ranks = lowered.collective.num_ranks
@@ -67,11 +85,7 @@ def dumps(
     for key, value in (("fifo_depth", fifo_depth), ("max_threadblocks", max_threadblocks)):
         if value < 1:
             raise InvalidInput(f"{key}: must be >= 1, not {value}")
-    if not 0 <= min_message_size <= max_message_size <= MAX_SIZE:
-        raise InvalidInput(
-            "min_message_size: must be 0 <= min_message_size <= max_message_size < 2^64, "
-            f"not {min_message_size} and {max_message_size}"
-        )
+    low, high = size_range(lowered, min_bytes, max_bytes)
     if lowered.protocol != "Simple":
         log.info("%s: written for protocol Simple, not %s", lowered.name, lowered.protocol)
     lowered.verify()
@@ -87,7 +101,6 @@ def dumps(
             )
         gpus.append(_render(streams, rank, blocks, semaphores, scratch[rank]))
     plan: dict[str, Any] = {
-        "name": lowered.name,
         "collective": name,
         "protocol": "Simple",
         "inplace": lowered.collective.in_place,
@@ -96,12 +109,23 @@ def dumps(
         "num_threads_per_block": 1024,
         "use_double_scratch_buffer": False,
         "buffer_alignment": 16,
-        "min_message_size": min_message_size,
-        "max_message_size": max_message_size,
+        "min_message_size": low,
+        "max_message_size": high or NO_LIMIT,
     }
     if lowered.collective.root >= 0:
         plan["root"] = lowered.collective.root
-    return json.dumps(plan, indent=1) + "\n"
+    return json.dumps({"name": _plan_name(lowered, plan), **plan}, indent=1) + "\n"
+
+
+def _plan_name(lowered: Lowered, plan: dict[str, Any]) -> str:
+    """A name that no other plan has: two plans of one name run as the first of them in MSCCL++.
+
+    The hash is of the plan's whole content, so it is the same in every process.
+    """
+    content = json.dumps(plan, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    ranks, copies = lowered.collective.num_ranks, lowered.instances
+    return f"{lowered.name[:MAX_LABEL]}-{plan['collective']}-{ranks}ranks-{copies}x-{digest}"
 
 
 def _check_collective(collective: Collective) -> str:

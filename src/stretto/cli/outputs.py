@@ -1,0 +1,195 @@
+"""Files that commands write: paths are checked before any work, and files are written before anything is printed."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..errors import InvalidInput, StrettoError
+from .common import out, wrote
+
+YAML = (".yaml", ".yml", ".json")
+HTML = (".html", ".htm")
+TRACE = (".pftrace", ".perfetto-trace")
+PROGRAM = (".txt", ".prog", ".xml", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What an option that names an output takes: a file with one of these endings, a folder, or either of the two."""
+
+    suffixes: tuple[str, ...] = ()
+    folder: bool = False
+    only_rank_0: bool = False
+    """Whether only rank 0 of a job writes the file: other hosts need not have its folder."""
+
+    @property
+    def ending_decides(self) -> bool:
+        """Whether the ending of the file's name chooses among formats."""
+        return any(set(several) & set(self.suffixes) - {".json", ".txt"} for several in (YAML, PROGRAM))
+
+    def check(self, path: Path, option: str) -> None:
+        """Refuse a path that could not be written.
+
+        Args:
+            path: What the user gave.
+            option: How the option or argument is called, for the message.
+
+        Raises:
+            InvalidInput: In one line, with the endings to choose from where the ending is wrong.
+        """
+        if "\0" in str(path):
+            raise InvalidInput(f"{option}: a path cannot hold a zero byte")
+        if self.only_rank_0 and os.environ.get("RANK", "0") != "0":
+            return
+        try:
+            if self.folder and path.suffix not in self.suffixes:
+                self._check_folder(path, option)
+            else:
+                self._check_file(path, option)
+        except OSError as error:
+            raise InvalidInput(f"{option}: {path}: {error.strerror or error}") from None
+
+    def _check_file(self, path: Path, option: str) -> None:
+        if path.is_dir():
+            raise InvalidInput(f"{option}: {path}: is a directory, not a file")
+        if str(path) == "-":
+            raise InvalidInput(f"{option}: - is no file; /dev/stdout is one")
+        # Where there is one format only, a name (or a device, or a pipe) needs no ending.
+        unnamed = not path.suffix and not self.ending_decides
+        if self.suffixes and path.suffix not in self.suffixes and not unnamed:
+            raise InvalidInput(f"{option}: {path}: {self._endings(path)}")
+        # The file is written under another name first, so its folder must be writable even where the file exists.
+        _check_writable(path.parent, option, path)
+        if path.exists() and not os.access(path, os.W_OK):
+            raise InvalidInput(f"{option}: {path}: the file may not be changed")
+
+    def _endings(self, path: Path) -> str:
+        return f"unknown ending {path.suffix!r}; choose from: {', '.join(self.suffixes)}"
+
+    def _check_folder(self, path: Path, option: str) -> None:
+        if self.suffixes and path.suffix:
+            raise InvalidInput(f"{option}: {path}: {self._endings(path)}, or a name without an ending for a directory")
+        above = next((one for one in (path, *path.absolute().parents) if one.exists()), path)
+        _check_writable(above, option, path)
+
+
+def _check_writable(folder: Path, option: str, path: Path) -> None:
+    if not folder.exists():
+        raise InvalidInput(f"{option}: {path}: there is no directory {folder}")
+    if not folder.is_dir():
+        raise InvalidInput(f"{option}: {path}: {folder} is not a directory")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidInput(f"{option}: {path}: the directory {folder} may not be written to")
+
+
+def output(
+    *suffixes: str, folder: bool = False, only_rank_0: bool = False
+) -> Callable[[typer.Context, typer.CallbackParam, Any], Any]:
+    """The Typer callback of every option or argument that names what a command writes.
+
+    It refuses a wrong path while the command line is read, and marks the option as one that writes
+    (`tests/cli/test_outputs.py` finds all of these).
+
+    Args:
+        suffixes: The endings that the file may have; none: any.
+        folder: Whether the output is a folder (without suffixes), or may be one (with suffixes).
+        only_rank_0: Whether only rank 0 of a job writes the file.
+
+    Returns:
+        A function for ``typer.Option(callback=...)``.
+    """
+    kind = Output(suffixes=suffixes, folder=folder, only_rank_0=only_rank_0)
+
+    def check(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+        if isinstance(value, Path) and not context.resilient_parsing:
+            kind.check(value, max(parameter.opts, key=len) if parameter.opts[0][0] == "-" else str(parameter.metavar))
+        return value
+
+    check.output = kind  # type: ignore[attr-defined]
+    return check
+
+
+class OutputFiles:
+    """Writes the files of a command at once, and tells of them when its results have been printed.
+
+    A file that cannot be written keeps neither the other files nor the results from the user.
+    """
+
+    def __init__(self) -> None:
+        self._written: list[tuple[Path, str]] = []
+        self._failures: list[str] = []
+
+    def write(self, path: Path | None, write: Callable[[Path], object], note: str = "") -> None:
+        """Write a file, if there is a path for it.
+
+        Args:
+            path: Where; None: nowhere.
+            write: Is called with the path. Text that it returns is added to the note; a list of paths is told of
+                instead of `path`.
+            note: What to say about the file.
+        """
+        if path is None:
+            return
+        try:
+            said = write(path)
+        except StrettoError as error:
+            self._failures.append(str(error))
+        except OSError as error:
+            self._failures.append(f"{error.filename or path}: {error.strerror or error}")
+        else:
+            several = said if isinstance(said, list) else [path]
+            self._written += [(one, f"{note}{said if isinstance(said, str) else ''}") for one in several]
+
+    def tell(self) -> None:
+        """Say what was written, then `check`."""
+        console = out()
+        for path, note in self._written:
+            wrote(console, path, note)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `InvalidInput` if something could not be written."""
+        if self._failures:
+            raise InvalidInput("; ".join(self._failures))
+
+
+class QuietStdout(io.TextIOWrapper):
+    """Standard output that goes nowhere once its reader has gone (``| head``), so that a command ends as it would."""
+
+    def write(self, text: str, /) -> int:
+        """Write, or drop what nobody reads."""
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what nobody reads."""
+        try:
+            super().flush()
+        except BrokenPipeError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        # What is still in the buffer is flushed to the same descriptor later on, which must not fail again.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+
+
+def quiet_stdout() -> None:
+    """Let this process survive a reader of its output that goes early."""
+    old = sys.stdout
+    if isinstance(old, io.TextIOWrapper) and not isinstance(old, QuietStdout):
+        settings = {"encoding": old.encoding, "errors": old.errors, "line_buffering": old.line_buffering}
+        old.flush()
+        sys.stdout = QuietStdout(old.detach(), **settings)  # type: ignore[arg-type]

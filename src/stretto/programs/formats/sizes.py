@@ -1,0 +1,30 @@
+"""The range of sizes that a program file is meant for: runtimes choose among files by it."""
+
+from __future__ import annotations
+
+import math
+
+from ..lowered import Lowered, check_size_range
+
+NEAR = 2
+"""A program made for one size is used from 1/NEAR of it to just below NEAR times it."""
+
+
+def size_range(lowered: Lowered, min_bytes: int | None, max_bytes: int | None) -> tuple[int, int]:
+    """The range that a file gets: what is given, else what the streams are meant for; raises for an empty one."""
+    low = lowered.min_bytes if min_bytes is None else min_bytes
+    high = lowered.max_bytes if max_bytes is None else max_bytes
+    check_size_range(low, high)
+    return low, high
+
+
+def range_around(nbytes: float) -> tuple[int, int]:
+    """The sizes for which a program made for `nbytes` is used: from half of that to just below twice that.
+
+    Files made for sizes that grow by factors of 4 then meet without overlapping.
+
+    >>> range_around(16_000_000), range_around(64_000_000)
+    ((8000000, 31999999), (32000000, 127999999))
+    """
+    low = max(1, math.ceil(nbytes / NEAR))
+    return low, max(low, math.ceil(nbytes * NEAR) - 1)
