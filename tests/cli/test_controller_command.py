@@ -71,7 +71,7 @@ def test_status_shows_jobs_ranks_and_what_they_run(
     page = tmp_path / "page.html"
     good("status", "--report", str(page), *arguments(address))
     assert "Plans, promised and measured" in page.read_text()
-    assert "--report: cannot write" in bad("status", "--report", str(tmp_path), *arguments(address))
+    assert "is a directory, not a file" in bad("status", "--report", str(tmp_path), *arguments(address))
     found = msgspec.json.decode(good("status", "--json", *arguments(address)), type=Status)
     assert [job.job for job in found.jobs] == ["mine"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -22,6 +21,7 @@ from .demo import demo
 from .dims import app as dims_app
 from .lab import app as lab_app
 from .motif import app as motif_app
+from .outputs import quiet_stdout
 from .pipeline import app as pipeline_app
 from .plan import app as plan_app
 from .probe import probe
@@ -98,6 +98,7 @@ def _main(
 
 def main() -> None:
     """The entry point of the command."""
+    quiet_stdout()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -115,10 +116,6 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(f"{message.rstrip('.')}; see '{_command(error)} --help'") if message else 0
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has gone (``| head``); nothing may be written any more, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except MemoryError:
         return _fail("not enough memory for this; try fewer ranks or chunks")
     except OSError as error:

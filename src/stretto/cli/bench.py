@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import InvalidInput
-from .common import out, progress, wrote
+from .common import out, progress
+from .outputs import OutputFiles, output
 
 if TYPE_CHECKING:
     from ..runtime.bench import Benched
 
 
 def bench(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.csv", help="Where rank 0 writes the table.")],
+    target: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE.csv", callback=output(".csv", only_rank_0=True),
+            help="Where rank 0 writes the table.",
+        ),
+    ],
     cluster: Annotated[str, typer.Option(metavar="FILE", help="The job's cluster, as 'stretto probe' writes it.")],
     bytes_: Annotated[
         str, typer.Option("--bytes", metavar="SIZES", help="Sizes: 1M, a list, or a range such as 64K..4M.")
@@ -55,8 +62,6 @@ def bench(
         raise InvalidInput(f"--cluster: {known.name} has {known.num_devices} devices, the job {world} ranks")
     sizes = parse_sizes(bytes_)
     kinds = tuple(collective_kind(name.strip()) for name in collectives.split(",")) if collectives else KINDS
-    if rank == 0 and not output.absolute().parent.is_dir():
-        raise InvalidInput(f"--output: {output.absolute().parent} is not a folder")
     from ..runtime.bench import bench as measure
 
     with ExitStack() as stack:
@@ -65,9 +70,13 @@ def bench(
         advance = stack.enter_context(progress("bench", len(todo))) if rank == 0 else lambda label: None
         done = measure(executor, known, todo, budget_s=budget, advance=advance)
     if rank == 0:
-        write_measurements(output, done.measurements)
+        files = OutputFiles()
+        files.write(
+            target, lambda path: write_measurements(path, done.measurements),
+            f"{len(done.measurements)} measurements in {done.seconds:.0f} s",
+        )
         _tell(done)
-        wrote(out(), output, f"{len(done.measurements)} measurements in {done.seconds:.0f} s")
+        files.tell()
 
 
 def _tell(done: Benched) -> None:

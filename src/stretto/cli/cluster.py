@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..errors import InvalidInput
 from .common import out, progress
+from .outputs import YAML, output
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -59,7 +59,10 @@ def list_presets() -> None:
 @app.command()
 def show(
     cluster: ClusterArgument,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a drawing to this SVG file instead.")] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", callback=output(".svg"), help="Write a drawing to this SVG file instead."),
+    ] = None,
 ) -> None:
     """Draw a cluster: who is linked with whom, at what rate and latency.
 
@@ -71,6 +74,7 @@ def show(
     """
     from ..cluster.draw import picture, to_svg
     from ..cluster.files import load
+    from ..files import write_file
 
     with progress("drawing", 1) as advance:
         advance(cluster)
@@ -79,10 +83,7 @@ def show(
     if svg is None:
         out().print(drawing)
         return
-    try:
-        svg.write_text(str(drawing), encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"{svg}: {error.strerror or error}") from None
+    write_file(svg, str(drawing))
     typer.echo(f"wrote {svg}")
 
 
@@ -118,7 +119,9 @@ def check(cluster: ClusterArgument) -> None:
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="IN", help="A preset, or a file of any form that is read.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: .yaml, .yml or .json.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", callback=output(*YAML), help="The file to write: .yaml, .yml or .json.")
+    ],
 ) -> None:
     """Write any cluster in Stretto's own file form, which keeps everything and reads back exactly.
 
@@ -129,8 +132,6 @@ def convert(
     """
     from ..cluster.files import load, save
 
-    if target.suffix not in (".yaml", ".yml", ".json"):
-        raise InvalidInput(f"OUT: {target} must end in .yaml, .yml or .json")
     with progress("converting", 1) as advance:
         advance(source)
         loaded = load(source)

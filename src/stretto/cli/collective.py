@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidInput
-from .common import out, progress, wrote
+from .common import out, progress
+from .outputs import YAML, OutputFiles, output
 
 if TYPE_CHECKING:
     from ..collectives import Collective
@@ -50,7 +51,8 @@ def show(
     root: Annotated[int | None, typer.Option(help="The root, where there is one (default 0).")] = None,
     in_place: Annotated[bool | None, typer.Option("--in-place", help="Input and output share memory.")] = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE.yaml", help="Also write it down, as a start for one's own.")
+        Path | None,
+        typer.Option(metavar="FILE.yaml", callback=output(*YAML), help="Also write it down, as a start for one's own."),
     ] = None,
 ) -> None:
     """Show every rank's buffers before and after.
@@ -66,10 +68,14 @@ def show(
     """
     from rich.table import Table
 
+    from ..collectives.files import save_collective
+
     given = {"ranks": ranks, "chunks": chunks, "root": root, "in_place": in_place}
     with progress("building", 1) as advance:
         advance(what)
         collective = _load(what, {key: value for key, value in given.items() if value is not None})
+    files = OutputFiles()
+    files.write(save, lambda path: save_collective(collective, path))
     table = Table(box=None, pad_edge=False)
     for heading in ("rank", "device", "starts with", "must end with"):
         table.add_column(heading, overflow="fold")
@@ -87,11 +93,7 @@ def show(
     console.print(table)
     if collective.num_ranks > _MAX_ROWS:
         console.print(f"{collective.num_ranks - _MAX_ROWS} more ranks")
-    if save is not None:
-        from ..collectives.files import save_collective
-
-        save_collective(collective, save)
-        wrote(console, save)
+    files.tell()
 
 
 def _load(what: str, given: dict[str, Any]) -> Collective:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InvalidInput
+from .outputs import output
 
 
 def controller(
@@ -21,7 +22,7 @@ def controller(
         Path | None, typer.Option(metavar="FILE", help="The secret that ranks must know; made when it is not there.")
     ] = None,
     state: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the last plan's number is kept.")
+        Path | None, typer.Option(metavar="FILE", callback=output(), help="Where the last plan's number is kept.")
     ] = None,
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="For making one plan.")] = 5.0,
     tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="This controller's certificate.")] = None,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidInput, unknown
-from .common import out, plot_width, progress, write_json, wrote
+from .common import out, plot_width, progress, write_json
+from .outputs import HTML, OutputFiles, output
 
 if TYPE_CHECKING:
     from ..dimensions import Dim, DimRun, DimSchedule
@@ -63,8 +64,12 @@ Offload = Annotated[
     str, typer.Option("--in-network", metavar="N,N", help="Dimensions (from 1) whose switches reduce and multicast.")
 ]
 Systems = Annotated[str, typer.Option("--schedulers", "-s", metavar="NAME,NAME", help="Which to show.")]
-Rows = Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Also write the numbers.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write an HTML report.")]
+Rows = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Also write the numbers.")
+]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE.html", callback=output(*HTML), help="Write an HTML report.")
+]
 
 
 @app.command()
@@ -77,7 +82,10 @@ def schedule(
     in_flight: Flight = 16,
     sharing: Sharing = "ordered",
     in_network: Offload = "",
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write it.")] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.json", callback=output(".json"), help="Write it."),
+    ] = None,
 ) -> None:
     """One schedule: which way how many chunks go, and how busy that keeps each dimension.
 
@@ -94,6 +102,10 @@ def schedule(
     dims, size = _dims(cluster, in_network), _size(nbytes)
     planned = _plan(system, dims, collective, size, chunks, in_flight, sharing)
     run = simulate(planned, in_flight=in_flight, sharing=sharing)
+    files = OutputFiles()
+    if target is not None:
+        fixed = run.enforced()
+        files.write(target, fixed.save, f"digest {fixed.digest}")
     console = out()
     console.print(repr(planned), style="bold", markup=False)
     console.print(repr(run), markup=False)
@@ -101,10 +113,7 @@ def schedule(
     console.print(_ways_table(planned))
     console.print()
     console.print(_dims_table(run))
-    if output is not None:
-        fixed = run.enforced()
-        fixed.save(output)
-        wrote(console, output, f"digest {fixed.digest}")
+    files.tell()
 
 
 @app.command()
@@ -152,10 +161,12 @@ def compare(
             best = ideal_us(dims, collective, size)
             found.append({"nbytes": size, "system": "ideal", "time_us": best, "utilisation": 1.0})
             table.add_row(short_bytes(size), *cells, format_us(best))
+    files = OutputFiles()
+    files.write(rows, lambda path: write_json(path, {"rows": found}))
     console = out()
     console.print(_about(cluster, collective, chunks, in_flight, sharing), markup=False, soft_wrap=True)
     console.print(table)
-    _write(console, rows, found)
+    files.tell()
 
 
 @app.command()
@@ -180,20 +191,22 @@ def plot(
     """
     from ..dimensions import simulate
     from ..report.dims_html import activity_plot, activity_section
+    from ..report.html import write_html
 
     dims, size = _dims(cluster, in_network), _size(nbytes)
     runs = [
         simulate(_plan(name, dims, collective, size, chunks, in_flight, sharing), in_flight=in_flight, sharing=sharing)
         for name in _names(systems)
     ]
+    files = OutputFiles()
+    title = f"{collective} on {cluster}"
+    files.write(
+        html, lambda path: write_html(path, title=title, sections=[activity_section(runs, window_us=window)])
+    )
     console = out()
     console.print(_about(cluster, collective, chunks, in_flight, sharing), markup=False, soft_wrap=True)
     console.print(activity_plot(runs, width=plot_width(console)))
-    if html is not None:
-        from ..report.html import write_html
-
-        write_html(html, title=f"{collective} on {cluster}", sections=[activity_section(runs, window_us=window)])
-        wrote(console, html)
+    files.tell()
 
 
 @app.command()
@@ -222,6 +235,8 @@ def sweep(
     from rich.table import Table
 
     from ..dimensions import simulate
+    from ..report.dims_html import sweep_section
+    from ..report.html import write_html
 
     dims = [replace(dim, header_bytes=header, packet_bytes=packet) for dim in _dims(cluster, "")]
     size, names, numbers = _size(nbytes), _names(systems), _counts(counts)
@@ -236,23 +251,25 @@ def sweep(
                 planned = _plan(name, dims, collective, size, number, in_flight, sharing)
                 series[name].append(simulate(planned, in_flight=in_flight, sharing=sharing).utilisation)
             table.add_row(str(number), *(f"{100 * series[name][-1]:.2f} %" for name in names))
-    console = out()
-    console.print(_about(cluster, collective, None, in_flight, sharing), markup=False, soft_wrap=True)
-    console.print(table)
     found = [
         {"chunks": number, "system": name, "utilisation": value}
         for name in names
         for number, value in zip(numbers, series[name], strict=True)
     ]
-    _write(console, rows, found)
-    if html is not None:
-        from ..report.dims_html import sweep_section
-        from ..report.html import write_html
-
-        note = f"{collective} of {nbytes}; {in_flight} stages in flight, {sharing} sharing; {header:g} bytes of header."
-        section = sweep_section("Number of chunks", numbers, series, note)
-        write_html(html, title=f"Chunks on {cluster}", sections=[section])
-        wrote(console, html)
+    note = f"{collective} of {nbytes}; {in_flight} stages in flight, {sharing} sharing; {header:g} bytes of header."
+    title = f"Chunks on {cluster}"
+    files = OutputFiles()
+    files.write(rows, lambda path: write_json(path, {"rows": found}))
+    files.write(
+        html,
+        lambda path: write_html(
+            path, title=title, sections=[sweep_section("Number of chunks", numbers, series, note)]
+        ),
+    )
+    console = out()
+    console.print(_about(cluster, collective, None, in_flight, sharing), markup=False, soft_wrap=True)
+    console.print(table)
+    files.tell()
 
 
 @app.command()
@@ -278,6 +295,8 @@ def train(
     from rich.table import Table
 
     from ..dimensions.training import SYSTEMS, iteration
+    from ..report.dims_html import iteration_section
+    from ..report.html import write_html
     from ..units import format_us
     from ..workload import Workload
 
@@ -296,6 +315,15 @@ def train(
         speed = found[0].total_us / each.total_us
         used = "-" if each.system == "ideal" else f"{100 * each.utilisation:.1f} %"
         table.add_row(each.system, *map(format_us, times), f"{speed:.3f}", used)
+    files = OutputFiles()
+    files.write(rows, lambda path: write_json(path, {"rows": [asdict(each) for each in found]}))
+    title = f"{workload} on {cluster}"
+    files.write(
+        html,
+        lambda path: write_html(
+            path, title=title, sections=[iteration_section("Where the time goes", found, f"{title}.")]
+        ),
+    )
     console = out()
     console.print(repr(loaded), style="bold", markup=False)
     for note in loaded.notes:
@@ -304,14 +332,7 @@ def train(
     console.print(table)
     console.print("data, model: exposed communication of either parallelism; used: bandwidth while communicating")
     console.print("ideal: a bound that no system can beat, bandwidth without latency shared at will")
-    _write(console, rows, [asdict(each) for each in found])
-    if html is not None:
-        from ..report.dims_html import iteration_section
-        from ..report.html import write_html
-
-        section = iteration_section("Where the time goes", found, f"{workload} on {cluster}.")
-        write_html(html, title=f"{workload} on {cluster}", sections=[section])
-        wrote(console, html)
+    files.tell()
 
 
 @app.command()
@@ -480,7 +501,3 @@ def _dims_table(run: DimRun) -> Any:
     return table
 
 
-def _write(console: Any, path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
-    if path is not None:
-        write_json(path, {"rows": list(rows)})
-        wrote(console, path)

@@ -10,6 +10,7 @@ import typer
 
 from ..errors import InvalidInput
 from .common import out, wrote
+from .outputs import YAML, output
 
 if TYPE_CHECKING:
     from ..lab import Lab, Result
@@ -38,7 +39,10 @@ def run(
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="End the ranks then; exit code 124.")] = None,
     keep_going: Annotated[bool, typer.Option(help="When a rank fails, let the others run on.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only a failing rank's last lines.")] = False,
-    truth: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write what was built as a cluster.")] = None,
+    truth: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.yaml", callback=output(*YAML), help="Write what was built as a cluster."),
+    ] = None,
 ) -> None:
     """Run a command once per rank on emulated hosts; ends with the exit code of the first rank that fails.
 

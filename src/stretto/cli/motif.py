@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import out, wrote
+from .common import out
+from .outputs import PROGRAM, OutputFiles, output
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -63,7 +65,11 @@ def show(
     ] = None,
     expand: Annotated[bool, typer.Option("--expand", help="Write every motif out.")] = False,
     program: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the whole as a program (.txt, .xml or .json).")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=output(*PROGRAM),
+            help="Write the whole as a program (.txt, .xml or .json); an MSCCL++ plan (.json) is for one host.",
+        ),
     ] = None,
 ) -> None:
     """Show an expression as a tree, after rewriting it, and prove that it still is the original collective.
@@ -77,11 +83,12 @@ def show(
     A rule is applied to every motif it serves, or to the one at a path: @1.0 is the first child of the second.
     Without --of the expression that is given is the original, if it is a single motif.
     """
-    from ..errors import InvalidInput
+    from ..errors import InvalidInput, StrettoError
     from ..planner.lowering import check
     from ..planner.motif import Motif
     from ..planner.notation import parse, show
     from ..planner.rules import parse_step
+    from ..programs.formats import save_program
 
     start = parse(text)
     whole = parse(original) if original is not None else start
@@ -90,29 +97,34 @@ def show(
     expr = start
     for step in steps or []:
         expr = parse_step(step)(expr)
+    if program is not None and not isinstance(whole, Motif):
+        raise InvalidInput("--of: say what the motifs should be together, such as --of 'AR(T[0:64], PG[0:4])'")
+    files, proved, wrong = OutputFiles(), None, None
+    if isinstance(whole, Motif):
+        try:
+            proved = check(expr, whole)
+        except StrettoError as error:
+            wrong = error  # the motifs are shown all the same
+        else:
+            files.write(program, partial(save_program, proved))
     console = out()
     console.print(show(expr, expand=expand), markup=False, soft_wrap=True)
     if expr.children:
         console.print()
         console.print(_tree(expr))
     console.print()
-    if not isinstance(whole, Motif):
-        if program is not None:
-            raise InvalidInput("--of: say what the motifs should be together, such as --of 'AR(T[0:64], PG[0:4])'")
+    if wrong is not None:
+        raise wrong
+    if proved is None:
         console.print("not proved: --of says what these motifs should be together", soft_wrap=True)
         return
-    proved = check(expr, whole)
     count = len(expr.leaves)
     console.print(
         f"proved: {count} motif{'s' * (count > 1)}, {proved.num_transfers} transfers, "
         f"{proved.collective.num_chunks} chunks: {whole}",
         markup=False, soft_wrap=True,
     )
-    if program is not None:
-        from ..programs.formats import save_program
-
-        save_program(proved, program)
-        wrote(console, program)
+    files.tell()
 
 
 def _tree(expr: Expr) -> Tree:

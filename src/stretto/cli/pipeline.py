@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidInput, unknown
-from .common import out, plot_width, progress, write_json, wrote
+from .common import out, plot_width, progress, write_json
+from .outputs import YAML, OutputFiles, output
 
 if TYPE_CHECKING:
     from ..pipeline import Costs, Run, Schedule
@@ -53,7 +54,9 @@ Forward = Annotated[str, typer.Option(metavar="US", help="The forward of one mic
 Backward = Annotated[str, typer.Option(metavar="US", help="The backward; if not given, twice the forward.")]
 Transfer = Annotated[str, typer.Option(metavar="US", help="One transfer between a stage and the next.")]
 Transport = Annotated[str, typer.Option(metavar="async|pair|blocking", help="How transfers and compute overlap.")]
-Rows = Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Also write the numbers.")]
+Rows = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Also write the numbers.")
+]
 
 
 @app.command()
@@ -117,7 +120,6 @@ def simulate(
       stretto pipeline simulate --stages 4 --forward 10,10,10,14 --schedules 1f1b,eager_1f1b
       stretto pipeline simulate --model utrans --microbatches 32
     """
-    console = out()
     if model:
         for option in ("schedules", "stages", "forward", "backward", "transfer"):
             if str(getattr(context.get_parameter_source(option), "name", "DEFAULT")) != "DEFAULT":
@@ -125,10 +127,10 @@ def simulate(
         table, found = _model_table(model, microbatches)
     else:
         table, found = _schedule_table(schedules, stages, microbatches, forward, backward, transfer)
-    console.print(table)
-    if rows is not None:
-        write_json(rows, {"rows": found})
-        wrote(console, rows)
+    files = OutputFiles()
+    files.write(rows, lambda path: write_json(path, {"rows": found}))
+    out().print(table)
+    files.tell()
 
 
 @app.command()
@@ -142,7 +144,9 @@ def search(
     activation: Annotated[str, typer.Option(metavar="SIZE", help="What one micro-batch in flight holds.")] = "1",
     fixed: Annotated[str, typer.Option(metavar="SIZE", help="Weights and optimiser of a stage.")] = "",
     cap: Annotated[str, typer.Option(metavar="SIZE", help="The most a device holds; without it all it takes.")] = "",
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write it.")] = None,
+    target: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.csv", callback=output(".csv"), help="Write it.")
+    ] = None,
 ) -> None:
     """Find the warm-up depth and the delay of every stage for the least time under a memory cap.
 
@@ -167,6 +171,8 @@ def search(
             costs, microbatches, memory=[memory] * stages, cap_bytes=limit, transport=transport,
             on_step=lambda count: advance(f"{count} schedules"),
         )  # fmt: skip
+    files = OutputFiles()
+    files.write(target, found.schedule.save, "format compute_only")
     console = out()
     console.print(
         f"{format_us(found.total_us)}, {100 * found.gap:.2f} % above the lower bound of {format_us(found.bound_us)}"
@@ -177,9 +183,7 @@ def search(
     if memory.activation_bytes > 1:
         console.print(f"memory {', '.join(format_bytes(value) for value in found.peak_bytes)}")
     _draw(console, run_it(found.schedule, costs, transport=transport))
-    if output is not None:
-        found.schedule.save(output)
-        wrote(console, output, "format compute_only")
+    files.tell()
 
 
 @app.command()
@@ -191,8 +195,13 @@ def export(
     comm: Annotated[
         str, typer.Option(metavar="ahead|mirrored|blocking|none", help="How to write out transfers.")
     ] = "ahead",
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Else printed.")] = None,
-    workload: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Also as a training step to plan.")] = None,
+    target: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.csv", callback=output(".csv"), help="Else printed.")
+    ] = None,
+    workload: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.yaml", callback=output(*YAML), help="Also as a training step to plan."),
+    ] = None,
     nbytes: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="Of one transfer, for the workload.")] = "16M",
     forward: Forward = "10000",
     backward: Backward = "",
@@ -211,18 +220,16 @@ def export(
     plan = _schedule(schedule, stages, microbatches, delay)
     written = plan.compute_only() if comm == "none" else with_comms(plan, comm)
     check(written)
-    console = out()
-    if output is None:
-        print(written.to_csv(), end="")
-    else:
-        written.save(output)
-        wrote(console, output, f"format {'compute_comms' if written.has_comms else 'compute_only'}")
+    files = OutputFiles()
+    files.write(target, written.save, f"format {'compute_comms' if written.has_comms else 'compute_only'}")
     if workload is not None:
         from ..pipeline.workload import to_workload
 
         costs = _costs(plan.num_stages, forward, backward, "0")
-        to_workload(plan, costs, activation_bytes=[size] * (plan.num_stages - 1)).save(workload)
-        wrote(console, workload)
+        files.write(workload, to_workload(plan, costs, activation_bytes=[size] * (plan.num_stages - 1)).save)
+    if target is None:
+        print(written.to_csv(), end="")
+    files.tell()
 
 
 def _schedule(name: str, stages: int, microbatches: int, delay: int) -> Schedule:

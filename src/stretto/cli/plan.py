@@ -12,11 +12,14 @@ import typer
 
 from ..errors import InvalidInput
 from ..units import MAX_SEED
-from .common import SHOW_AFTER_S, out, progress_console, wrote
+from .common import SHOW_AFTER_S, out, progress_console
+from .outputs import HTML, TRACE, OutputFiles, output
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
     from ..planner.costs import CostModel
+    from ..planner.make import Planned
+    from ..workload import Workload
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -34,17 +37,30 @@ def plan(
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="A preset (hgx2), with a node count (hgx2:16), or a file.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the plan, with its hash.")
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE.json", callback=output(".json"), help="Write the plan, with its hash."
+        ),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write one page: timelines before and after, decisions.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", callback=output(*HTML), help="Write one page: timelines before and after, decisions."
+        ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE.pftrace", help="Write an iteration before and after for Perfetto.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.pftrace", callback=output(*TRACE), help="Write an iteration before and after for Perfetto."
+        ),
     ] = None,
     tuner: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="Write what NCCL can express, for its tuner plugin.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv", callback=output(".csv", ".conf"),
+            help="Write what NCCL can express, for its tuner plugin.",
+        ),
     ] = None,
     costs: Annotated[
         str | None,
@@ -96,8 +112,9 @@ def plan(
     from ..cluster import Cluster
     from ..planner.baselines import BASELINES
     from ..planner.make import SYSTEM, planned
-    from ..planner.tuner_csv import write_tuner_csv
+    from ..report.plan_html import write_plan_html
     from ..report.plan_tables import plan_tables, systems_table
+    from ..report.plan_trace import write_plan_trace
     from ..workload import Workload
 
     if against not in BASELINES:
@@ -106,9 +123,6 @@ def plan(
         raise InvalidInput(f"--budget: must be > 0 and below {MAX_BUDGET_S:g} seconds, not {budget:g}")
     if steps is not None and steps < 1:
         raise InvalidInput(f"--steps: must be > 0, not {steps}")
-    for path in (output, report, trace, tuner):
-        if path is not None and not path.parent.is_dir():
-            raise InvalidInput(f"{path}: there is no directory {path.parent}")
     machine, step = Cluster.load(cluster), Workload.load(workload)
     model = _costs(costs, machine)
     with _progress() as tell:
@@ -117,6 +131,15 @@ def plan(
             synthesis_s=synthesise, retime=retime,
             progress=tell,
         )  # fmt: skip
+    files = OutputFiles()
+    files.write(plan_file, found.plan.save, f"hash {found.plan.hash}")
+    files.write(report, lambda path: write_plan_html(path, found, against=against))
+    shown = {f"before ({against})": found.schedules[against], "after (plan)": found.schedules[SYSTEM]}
+    files.write(
+        trace,
+        lambda path: write_plan_trace({name: one.timeline(found.problem) for name, one in shown.items()}, path),
+    )
+    files.write(tuner, lambda path: _write_tuner(found, step, machine, path, model))
     console = out()
     for note in found.problem.notes:
         if note.startswith("warning: "):
@@ -124,23 +147,17 @@ def plan(
     console.print(systems_table(found.schedules))
     console.print()
     console.print(plan_tables(found.plan))
-    if output is not None:
-        found.plan.save(output)
-        wrote(console, output, f"hash {found.plan.hash}")
-    if report is not None:
-        from ..report.plan_html import write_plan_html
+    files.tell()
 
-        write_plan_html(report, found, against=against)
-        wrote(console, report)
-    if trace is not None:
-        from ..report.plan_trace import write_plan_trace
 
-        shown = {f"before ({against})": found.schedules[against], "after (plan)": found.schedules[SYSTEM]}
-        write_plan_trace({name: schedule.timeline(found.problem) for name, schedule in shown.items()}, trace)
-        wrote(console, trace)
-    if tuner is not None:
-        left_out = write_tuner_csv(found.plan, step, machine, tuner, model)
-        wrote(console, tuner, f"{len(left_out)} things that cannot be told to NCCL are comments" if left_out else "")
+def _write_tuner(
+    found: Planned, workload: Workload, cluster: Cluster, path: Path, costs: CostModel | None
+) -> str:
+    """Write the tuner's table, and say how many things it leaves out."""
+    from ..planner.tuner_csv import write_tuner_csv
+
+    left_out = write_tuner_csv(found.plan, workload, cluster, path, costs)
+    return f"{len(left_out)} things that cannot be told to NCCL are comments" if left_out else ""
 
 
 @app.command()
@@ -212,7 +229,10 @@ def retime(
     costs: Annotated[
         str | None, typer.Option(metavar="FILE[,KEY=VALUE...]", help="Measured costs; else simulated.")
     ] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE.pftrace", help="Write an iteration for Perfetto.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.pftrace", callback=output(*TRACE), help="Write an iteration for Perfetto."),
+    ] = None,
 ) -> None:
     """Simulate a plan again, link by link: what an iteration takes as promised, by today's costs, and contending.
 
@@ -236,6 +256,8 @@ def retime(
     problem = make_problem(step, machine, model)
     schedule = to_schedule(made, problem)
     found = retimed(schedule, problem, machine, model)
+    files = OutputFiles()
+    files.write(trace, lambda path: write_plan_trace({"plan": schedule.timeline(problem)}, path))
     console = out()
     how = f"{found.meeting} motifs meet on links" if found.meeting else "no two motifs meet on a link"
     for name, time_us, note in (
@@ -244,9 +266,7 @@ def retime(
         ("link by link", found.period_us, how if found.settled else f"{how}; no steady state, the mean is given"),
     ):
         console.print(f"{name:14}{format_us(time_us):>10}  {note}", markup=False, soft_wrap=True)
-    if trace is not None:
-        write_plan_trace({"plan": schedule.timeline(problem)}, trace)
-        wrote(console, trace)
+    files.tell()
 
 
 def _costs(given: str | None, cluster: Cluster) -> CostModel | None:

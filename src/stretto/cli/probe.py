@@ -9,12 +9,17 @@ from typing import Annotated
 import typer
 
 from ..errors import InvalidInput
-from .common import out, progress, wrote
+from .common import out, progress
+from .outputs import YAML, OutputFiles, output
 
 
 def probe(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE.yaml", help="Where rank 0 writes the cluster.")
+    target: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE.yaml", callback=output(*YAML, only_rank_0=True),
+            help="Where rank 0 writes the cluster.",
+        ),
     ],
     channel: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Measure this channel only; may be repeated.")
@@ -48,18 +53,17 @@ def probe(
     known = Cluster.load(preset) if preset is not None else None
     if known is not None and known.num_devices != world:
         raise InvalidInput(f"--preset: {known.name} has {known.num_devices} devices, the job {world} ranks")
-    if rank == 0 and not output.absolute().parent.is_dir():
-        raise InvalidInput(f"--output: {output.absolute().parent} is not a folder")
     from ..runtime.probe import probe as measure
 
     with ExitStack() as stack:
         executor = stack.enter_context(joined())
         steps = 2 + len(channel or executor.channels)
         advance = stack.enter_context(progress("probe", steps)) if rank == 0 else lambda label: None
-        probed = measure(executor, channels=channel, known=known, timeout_s=timeout, name=output.stem, advance=advance)
+        probed = measure(executor, channels=channel, known=known, timeout_s=timeout, name=target.stem, advance=advance)
     if rank == 0:
-        probed.cluster.save(output)
+        files = OutputFiles()
+        files.write(target, probed.cluster.save)
         console = out()
         for line in probed.lines():
             console.print(line, markup=False, soft_wrap=True)
-        wrote(console, output)
+        files.tell()

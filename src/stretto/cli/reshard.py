@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import InvalidInput, unknown
-from .common import out, plot_width, progress, write_json, wrote
+from .common import out, plot_width, progress, write_json
+from .outputs import HTML, TRACE, OutputFiles, output
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ..resharding import ReshardPlan
+    from ..simulator import Timeline
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int64": 8, "int32": 4, "int8": 1}
 SHOWN = 12
@@ -31,10 +34,20 @@ def reshard(
     only: Annotated[
         str | None, typer.Option("--strategies", "-s", metavar="NAME,NAME", help="Which to show; default: all.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Draw it: who sends what when.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE.pftrace", help="Write a Perfetto trace of ours.")] = None,
-    program: Annotated[Path | None, typer.Option(metavar="FILE.txt|xml", help="Write our program.")] = None,
-    rows: Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Write the numbers.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", callback=output(*HTML), help="Draw it: who sends what when.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.pftrace", callback=output(*TRACE), help="Write a Perfetto trace of ours."),
+    ] = None,
+    program: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.txt|xml", callback=output(".txt", ".prog", ".xml"), help="Write our program."),
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Write the numbers.")
+    ] = None,
 ) -> None:
     """Bring a tensor from one device mesh to another: unit tasks, schedule, time against baselines and the bound.
 
@@ -61,7 +74,6 @@ def reshard(
     """
     from ..cluster import Cluster
     from ..programs.formats import save_program
-    from ..report import write_perfetto
     from ..report.plots import busy_plot
     from ..resharding import SYSTEMS, Tensor, place, plan_tensors
     from ..resharding.plan import OURS
@@ -82,6 +94,13 @@ def reshard(
             plans[name] = plan_tensors([tensor], where, strategy=name)
             plans[name].time_us  # noqa: B018  (simulated while the bar shows)
     ours = plans[OURS]
+    files = OutputFiles()
+    if ours.timeline is not None and ours.program is not None:
+        files.write(program, partial(save_program, ours.program))
+        devices = {rank: f"device {device}" for rank, device in enumerate(ours.devices)}
+        files.write(trace, partial(_traced, ours.timeline, devices))
+    files.write(html, lambda path: _draw(path, plans))
+    files.write(rows, lambda path: write_json(path, [_row(name, plan) for name, plan in plans.items()]))
     console = out()
     console.print(f"{tensor.src}  to  {tensor.dst}", style="bold", markup=False)
     console.print(ours.explain().splitlines()[0], markup=False)
@@ -95,20 +114,15 @@ def reshard(
         console.print("\n".join(ours.explain().splitlines()[1:]), markup=False)
         console.print()
         console.print(busy_plot(ours.timeline, width=plot_width(console)))
-        if program is not None:
-            save_program(ours.program, program)
-            wrote(console, program)
-        if trace is not None:
-            devices = {rank: f"device {device}" for rank, device in enumerate(ours.devices)}
-            wrote(console, trace, f"{write_perfetto(ours.timeline, trace, processes=devices)} spans")
     elif program is not None or trace is not None:
         console.print("nothing is moved, so there is no program and no trace to write")
-    if html is not None:
-        _draw(html, plans)
-        wrote(console, html)
-    if rows is not None:
-        write_json(rows, [_row(name, plan) for name, plan in plans.items()])
-        wrote(console, rows)
+    files.tell()
+
+
+def _traced(timeline: Timeline, devices: dict[int, str], path: Path) -> str:
+    from ..report import write_perfetto
+
+    return f"{write_perfetto(timeline, path, processes=devices)} spans"
 
 
 def _tasks(plan: ReshardPlan) -> Table:

@@ -15,6 +15,7 @@ import typer
 from ..errors import InvalidInput
 from .common import say
 from .gain import gain_lines
+from .outputs import HTML, output
 from .run_memory import Memory, with_memory
 from .status import state, write_report
 
@@ -34,7 +35,10 @@ def run(
     ] = "",
     token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="That controller's token.")] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="HTML", help="Write predicted beside measured timelines at the end.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", callback=output(*HTML), help="Write predicted beside measured timelines at the end."
+        ),
     ] = None,
 ) -> None:
     """Run a training job unchanged: record a few iterations, plan, go on faster, and say what was gained.
@@ -53,8 +57,6 @@ def run(
     """
     if not 0 < budget < 86400:
         raise InvalidInput(f"--budget: must be more than 0 and less than 86400 seconds, not {budget:g}")
-    if report is not None and (report.is_dir() or not report.absolute().parent.is_dir()):
-        raise InvalidInput(f"--report: {report} cannot be a file")
     if controller:
         if token_file is None:
             raise InvalidInput("--token-file: must name the token of the controller")

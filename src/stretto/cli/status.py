@@ -12,6 +12,7 @@ from ..errors import InvalidInput
 from ..units import format_us
 from .common import one_line, out
 from .gain import gain_line
+from .outputs import HTML, OutputFiles, output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +33,10 @@ def status(
     tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Who signed the controller's.")] = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="HTML", help="Also write predicted beside measured timelines.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", callback=output(*HTML), help="Also write predicted beside measured timelines."
+        ),
     ] = None,
 ) -> None:
     """Show the jobs of a controller: plan, hash, waits, gain, and how every rank is.
@@ -65,18 +69,20 @@ def status(
     link = from_environment(environment)
     assert link is not None
     found = ask(link)
-    if report is not None:
-        write_report(report, found)
+    files = OutputFiles()
+    files.write(report, lambda path: write_report(path, found))
     if json:
         import msgspec
 
         print(msgspec.json.encode(found).decode())
+        files.check()
         return
     console = out()
     if not found.jobs:
         console.print("no job has been heard of")
     for job in found.jobs:
         show(console, job)
+    files.tell()
 
 
 def ask(link: Link) -> Status:
@@ -94,10 +100,7 @@ def write_report(path: Path, found: Status) -> None:
     """Predicted beside measured timelines of all jobs, as one page."""
     from ..report.enforced_html import write_enforced_html
 
-    try:
-        write_enforced_html(path, found)
-    except OSError as error:
-        raise InvalidInput(f"--report: cannot write {path}: {error.strerror}") from None
+    write_enforced_html(path, found)
 
 
 def show(console: Console, job: JobStatus) -> None:

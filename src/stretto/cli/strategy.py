@@ -10,6 +10,7 @@ import typer
 from ..errors import InvalidInput
 from ..units import parse_number
 from .common import out, parse_options, progress, write_json, wrote
+from .outputs import YAML, OutputFiles, output
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -39,7 +40,9 @@ Source = Annotated[str, typer.Option("--model", "-m", metavar="NAME|FILE", help=
 Where = Annotated[str, typer.Option("--cluster", "-c", help="A preset with a node count, or a file.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="What a model of the zoo computes on: titan_x, m60 or t4.")]
 StrategyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A strategy.")]
-Rows = Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Also write the numbers.")]
+Rows = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Also write the numbers.")
+]
 
 
 @app.command("list")
@@ -70,7 +73,10 @@ def list_() -> None:
 def build(
     builder: Annotated[str, typer.Argument(metavar="BUILDER", help="Its name, as 'stretto strategy list' shows it.")],
     model: Source,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="YAML, or JSON by its name.")],
+    target: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", callback=output(*YAML), help="YAML, or JSON by its name."),
+    ],
     cluster: Annotated[str | None, typer.Option("--cluster", "-c", help="A preset with a count, or a file.")] = None,
     ranks: Annotated[int, typer.Option(min=0, max=65536, help="Ranks by number, where there is no cluster.")] = 0,
     settings: Annotated[
@@ -96,8 +102,8 @@ def build(
         builder, zoo.load(model, device=device), Cluster.load(cluster) if cluster is not None else ranks,
         **_numbers(parse_options(settings or [])),
     )  # fmt: skip
-    save_strategy(made, output)
-    wrote(out(), output, made.made_by)
+    save_strategy(made, target)
+    wrote(out(), target, made.made_by)
 
 
 @app.command()
@@ -214,7 +220,10 @@ def simulate(
     plan: Annotated[
         float, typer.Option(metavar="SECONDS", help="Hand the fastest to the joint planner for so long.")
     ] = 0.0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write that plan.")] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.json", callback=output(".json"), help="Write that plan."),
+    ] = None,
     rows: Rows = None,
 ) -> None:
     """Time an iteration under strategies: compute, what communication adds, the busiest link, and the bound.
@@ -236,7 +245,7 @@ def simulate(
 
     if not 0 <= plan <= MAX_PLAN_S:
         raise InvalidInput(f"--plan: must be 0..{MAX_PLAN_S:g} seconds, not {plan:g}")
-    if output is not None and not plan:
+    if target is not None and not plan:
         raise InvalidInput("--output: needs --plan, which makes what is written")
     where, what = Cluster.load(cluster), zoo.load(model, device=device)
     names = [name for given in strategies for name in (BUILDERS if given == "all" else (given,))]
@@ -246,6 +255,24 @@ def simulate(
             advance(name)
             made = _loaded(name, what, where)
             found[name] = made, simulate_strategy(made, what, where)
+    best = min(found, key=lambda name: found[name][1].iteration_us)
+    files = OutputFiles()
+    files.write(rows, lambda path: write_json(path, [
+        {"system": name, "iteration_us": ran.iteration_us, "compute_us": ran.compute_us,
+         "exposed_us": ran.exposed_us, "bound_us": ran.bound_us, "messages": ran.messages,
+         "moved_bytes": ran.moved_bytes}
+        for name, (_, ran) in found.items()
+    ]))  # fmt: skip
+    planned = ""
+    if plan:
+        with progress("planning", 1) as advance:
+            advance(best)
+            made_plan = plan_strategy(found[best][0], what, where, budget_s=plan).plan
+        files.write(target, made_plan.save, f"hash {made_plan.hash}")
+        planned = (
+            f"planned {best}: {format_us(made_plan.iteration_us)}, in order of submission "
+            f"{format_us(made_plan.baselines_us['fifo'])}, bound {format_us(made_plan.bound_us)}"
+        )
     console = out()
     table = Table(box=None, title=f"{what.name} on {where.name}", title_justify="left")
     for column in ("strategy", "iteration", "compute", "exposed", "link", "of bound", "messages"):
@@ -260,30 +287,13 @@ def simulate(
         if len(made.devices) < where.num_devices:
             fewer = f"{name}: trains on the first {len(made.devices)} of {where.num_devices} devices only"
             console.print(fewer, style="dim", markup=False)
-    best = min(found, key=lambda name: found[name][1].iteration_us)
     busiest = found[best][1]
     if busiest.busiest_link:
         said = f"{best}: the busiest link is {busiest.busiest_link}, for {format_us(busiest.busiest_us)}"
         console.print(said, style="dim", markup=False)
-    if rows is not None:
-        write_json(rows, [
-            {"system": name, "iteration_us": ran.iteration_us, "compute_us": ran.compute_us,
-             "exposed_us": ran.exposed_us, "bound_us": ran.bound_us, "messages": ran.messages,
-             "moved_bytes": ran.moved_bytes}
-            for name, (_, ran) in found.items()
-        ])  # fmt: skip
-        wrote(console, rows)
-    if plan:
-        with progress("planning", 1) as advance:
-            advance(best)
-            made_plan = plan_strategy(found[best][0], what, where, budget_s=plan).plan
-        console.print(
-            f"planned {best}: {format_us(made_plan.iteration_us)}, in order of submission "
-            f"{format_us(made_plan.baselines_us['fifo'])}, bound {format_us(made_plan.bound_us)}", markup=False,
-        )  # fmt: skip
-        if output is not None:
-            made_plan.save(output)
-            wrote(console, output, f"hash {made_plan.hash}")
+    if planned:
+        console.print(planned, markup=False)
+    files.tell()
 
 
 def _loaded(name: str, model: ModelSpec, cluster: Cluster) -> Strategy:

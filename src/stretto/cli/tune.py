@@ -13,7 +13,8 @@ import typer
 
 from ..errors import InvalidInput
 from ..units import MAX_SEED
-from .common import out, progress, write_json, wrote
+from .common import out, progress, write_json
+from .outputs import YAML, OutputFiles, output
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -30,9 +31,10 @@ BUCKETS_MB = (25.0, 0.25, 1.0, 4.0)
 def tune(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What starts the job.")],
     trials: Annotated[int, typer.Option(help="How many strategies to try.")] = 20,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the strategy goes.")] = Path(
-        "strategy.yaml"
-    ),
+    target: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", callback=output(*YAML), help="Where the strategy goes."),
+    ] = Path("strategy.yaml"),
     cluster: Annotated[
         str | None,
         typer.Option("--cluster", "-c", help="A preset or file whose devices are the ranks. Default: hosts only."),
@@ -60,13 +62,21 @@ def tune(
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Same seed, same candidates.")] = 0,
     plan: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="Hand what was found to the joint planner; needs --cluster."),
+        typer.Option(
+            metavar="FILE.json", callback=output(".json"),
+            help="Write what the joint planner makes of what was found; needs --cluster.",
+        ),
     ] = None,
     plan_s: Annotated[float, typer.Option(metavar="SECONDS", help="How long that planner searches.")] = 10.0,
     save_model: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the model too, for 'stretto strategy ... -m FILE'.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=output(*YAML), help="Write the model too, for 'stretto strategy ... -m FILE'."
+        ),
     ] = None,
-    rows: Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="Write all trials.")] = None,
+    rows: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Write all trials.")
+    ] = None,
 ) -> None:
     """Find the fastest synchronisation strategy for a training script by short runs of it.
 
@@ -104,11 +114,6 @@ def tune(
             raise InvalidInput(f"{name}: must be {low}..{high}, not {number}")
     if method not in METHODS:
         raise InvalidInput(f"--method: must be one of {', '.join(METHODS)}, not {method!r}")
-    for name, path in (("--output", output), ("--plan", plan), ("--save-model", save_model), ("--json", rows)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InvalidInput(f"{name} {path}: there is no such folder")
-        if path is not None and path.is_dir():
-            raise InvalidInput(f"{name} {path}: is a folder")
     if scratch is not None and not scratch.is_dir():
         raise InvalidInput(f"--scratch {scratch}: there is no such folder")
     if plan is not None and cluster is None:
@@ -125,17 +130,15 @@ def tune(
             )  # fmt: skip
     finally:
         signal.signal(signal.SIGTERM, before)
+    files = OutputFiles()
+    files.write(target, lambda path: save_strategy(found.best, path), f"use it with STRETTO_STRATEGY={target}")
+    files.write(save_model, lambda path: written_model(model, path))
+    files.write(rows, lambda path: write_json(path, [_row(trial) for trial in found.trials]))
+    planned = _plan(files, found, model, known, plan, plan_s) if plan is not None and known is not None else ""
     _show(found)
-    save_strategy(found.best, output)
-    wrote(out(), output, f"use it with STRETTO_STRATEGY={output}")
-    if save_model is not None:
-        written_model(model, save_model)
-        wrote(out(), save_model)
-    if rows is not None:
-        write_json(rows, [_row(trial) for trial in found.trials])
-        wrote(out(), rows)
-    if plan is not None and known is not None:
-        _plan(found, model, known, plan, plan_s)
+    if planned:
+        out().print(planned, markup=False)
+    files.tell()
 
 
 def _searched(
@@ -215,19 +218,21 @@ def _show(found: Found) -> None:
     console.print(f"best: {found.best_us / 1e3:.2f} ms per iteration{gain}, {len(found.trials)} trials", markup=False)
 
 
-def _plan(found: Found, model: ModelSpec, cluster: Cluster, path: Path, budget_s: float) -> None:
+def _plan(
+    files: OutputFiles, found: Found, model: ModelSpec, cluster: Cluster, path: Path, budget_s: float
+) -> str:
+    """Plan the strategy that was found, write the plan, and say what it promises."""
     from ..strategy.simulate import plan_strategy
     from ..units import format_us
 
     with progress("planning", 1) as advance:
         advance(found.best.name)
         made = plan_strategy(found.best, model, cluster, budget_s=budget_s).plan
-    out().print(
+    files.write(path, made.save, f"hash {made.hash}")
+    return (
         f"planned: {format_us(made.iteration_us)}, in order of submission {format_us(made.baselines_us['fifo'])}, "
-        f"bound {format_us(made.bound_us)} (simulated)", markup=False,
-    )  # fmt: skip
-    made.save(path)
-    wrote(out(), path, f"hash {made.hash}")
+        f"bound {format_us(made.bound_us)} (simulated)"
+    )
 
 
 def _row(trial: Trial) -> dict[str, object]:

@@ -10,6 +10,7 @@ import typer
 
 from ..errors import InvalidInput
 from .common import out, progress, wrote
+from .outputs import YAML, output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -106,7 +107,11 @@ def show(
 def convert(
     workload: WorkloadArgument,
     target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A file: .yaml, .yml or .json; or a directory for Chakra traces.")
+        Path,
+        typer.Argument(
+            metavar="OUT", callback=output(*YAML, folder=True),
+            help="A file: .yaml, .yml or .json; or a directory for Chakra traces.",
+        ),
     ],
 ) -> None:
     """Write any workload in Stretto's own file form, which keeps everything, or as Chakra traces, one per rank.
@@ -122,8 +127,6 @@ def convert(
     if target.suffix in (".yaml", ".yml", ".json"):
         loaded.save(target)
         wrote(console, target, f"digest {loaded.digest}")
-    elif target.suffix:
-        raise InvalidInput(f"OUT: {target} must end in .yaml, .yml or .json, or be a directory")
     else:
         from ..workload import chakra_write
 

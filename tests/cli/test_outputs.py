@@ -1,0 +1,285 @@
+"""Whatever a command writes: paths are checked first, files are whole and there before a line is printed.
+
+All options that write are found in the application itself, so that a new command cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from stretto.cli import app, run
+from stretto.cli.outputs import Output, QuietStdout
+
+READS = {
+    "bench cluster", "controller token_file", "controller tls_ca", "controller tls_cert", "controller tls_key",
+    "plan diff after", "plan diff before", "plan explain path", "plan retime path", "plan show path",
+    "program convert collective", "program convert source", "program run collective", "program run file",
+    "program show collective", "program show file", "program verify collective", "program verify files",
+    "run token_file", "status tls_ca", "status tls_cert", "status tls_key", "status token_file", "strategy diff after",
+    "strategy diff before", "strategy explain strategy", "strategy show strategy", "synth sketch", "tune scratch",
+}  # fmt: skip
+"""Parameters that name files to read (a controller makes its token where there is none)."""
+NO_FILES = {"motif show expand", "pipeline export comm", "synth max_bytes", "synth min_bytes"}
+"""Parameters whose help speaks of writing and that name no file."""
+LIVE = {
+    "bench": "needs a job of several ranks (tests/runtime/test_probe_bench.py)",
+    "controller": "runs until it is interrupted (tests/cli/test_controller_command.py)",
+    "demo": "prints each step as it ends",
+    "lab run": "needs network namespaces (tests/cli/test_lab_command.py)",
+    "probe": "needs a job of several ranks (tests/cli/test_probe_command.py)",
+    "run": "needs a job (tests/cli/test_run_command.py)",
+    "status": "needs a controller (tests/cli/test_controller_command.py)",
+    "tune": "needs a job (tests/cli/test_tune_command.py)",
+}
+RESHARD = ("--src", "(2,2) S0R", "--dst", "(2,2) RS0", "--shape", "64,64", "-c", "p3_8xlarge:4")
+CASES: dict[str, tuple[str, ...]] = {
+    "cluster convert": ("dgx2", "{target}.yaml"),
+    "cluster show": ("ring:4", "--svg", "{svg}.svg"),
+    "collective show": ("all_gather", "--save", "{save}.yaml"),
+    "dims compare": ("-c", "torus:4x4", "-b", "1M", "--json", "{rows}.json"),
+    "dims plot": ("-c", "torus:4x4", "-b", "1M", "-s", "baseline", "--html", "{html}.html"),
+    "dims schedule": ("-c", "torus:4x4", "-b", "1M", "-s", "baseline", "-o", "{target}.json"),
+    "dims sweep": (
+        "-c", "torus:4x4", "-b", "1M", "--chunks", "4", "-s", "baseline", "--json", "{rows}.json", "--html",
+        "{html}.html",
+    ),
+    "dims train": ("themis:dlrm", "-c", "themis_2d_sw_sw", "--json", "{rows}.json", "--html", "{html}.html"),
+    "motif show": ("AR(T[0:64], PG[0:4])", "--program", "{program}.txt"),
+    "pipeline export": ("1f1b", "-o", "{target}.csv", "--workload", "{workload}.yaml"),
+    "pipeline search": ("--stages", "2", "--microbatches", "2", "-o", "{target}.csv"),
+    "pipeline simulate": ("--stages", "2", "--microbatches", "2", "--schedules", "1f1b", "--json", "{rows}.json"),
+    "plan": (
+        "-w", "dlrm:A2,ranks=8", "-c", "hgx2:1", "--steps", "20", "-o", "{plan_file}.json", "--report", "{report}.html",
+        "--trace", "{trace}.pftrace", "--tuner", "{tuner}.csv",
+    ),
+    "plan retime": ("{made}", "-w", "dlrm:A2,ranks=8", "-c", "hgx2:1", "--trace", "{trace}.pftrace"),
+    "program convert": ("{ring}", "{target}.xml"),
+    "reshard": (
+        *RESHARD, "--html", "{html}.html", "--trace", "{trace}.pftrace", "--program", "{program}.txt", "--json",
+        "{rows}.json",
+    ),
+    "simulate": (
+        "ring", "-c", "ring:4", "--plot", "{plot}.html", "--trace", "{trace}.pftrace", "--chrome-json",
+        "{chrome_json}.json", "--timeline", "{timeline}.json", "--program", "{program}.xml", "--json", "{rows}.json",
+    ),
+    "strategy build": ("all_reduce", "-m", "vgg16@0.1", "--ranks", "4", "-o", "{target}.yaml"),
+    "strategy simulate": (
+        "all_reduce", "-m", "vgg16@0.02", "-c", "autodist_b5", "--plan", "0.2", "-o", "{target}.json", "--json",
+        "{rows}.json",
+    ),
+    "synth": (
+        "allgather", "-c", "ring:4", "--makers", "library:ring", "--no-cache", "-o", "{target}.xml", "--json",
+        "{rows}.json",
+    ),
+    "workload convert": ("dlrm:A2,ranks=8", "{target}.yaml"),
+}  # fmt: skip
+"""A small command line for every command that writes; a name in braces becomes a path."""
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command of the application by the words that call it."""
+    left: list[tuple[str, Any]] = [("", typer.main.get_command(app))]
+    while left:
+        words, command = left.pop()
+        yield words, command
+        left += [(f"{words} {name}".strip(), inner) for name, inner in getattr(command, "commands", {}).items()]
+
+
+def outputs() -> dict[str, tuple[str, Any, Output]]:
+    """Every parameter that names an output, as ``command parameter``."""
+    return {
+        f"{words} {parameter.name}": (words, parameter, parameter.callback.output)
+        for words, command in commands()
+        for parameter in command.params
+        if hasattr(parameter.callback, "output")
+    }
+
+
+def test_every_parameter_that_names_a_file_is_known_to_read_or_to_write() -> None:
+    unknown = []
+    for words, command in commands():
+        for parameter in command.params:
+            name = f"{words} {parameter.name}"
+            is_path = "Path" in str(getattr(parameter.type_descriptor, "annotation", parameter.type_descriptor))
+            speaks = "write" in (getattr(parameter, "help", "") or "").lower()
+            known = name in READS | NO_FILES or hasattr(parameter.callback, "output")
+            if (is_path or speaks) and not known:
+                unknown.append(name)
+    assert unknown == [], "use callback=output(...) of stretto.cli.outputs, or add what only reads to READS"
+
+
+def test_every_output_is_tried() -> None:
+    missing = [
+        name
+        for name, (words, parameter, _) in outputs().items()
+        if words not in LIVE and not any(f"{{{parameter.name}}}" in part for part in CASES.get(words, ()))
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", outputs())
+def test_a_path_that_cannot_be_written_is_refused_before_any_work(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other arguments are missing or point nowhere: had any work begun, the message would be about them."""
+    words, parameter, kind = outputs()[name]
+    monkeypatch.setenv("RANK", "0")
+    ending = kind.suffixes[0] if kind.suffixes else ""
+    (tmp_path / "file").touch()
+    (tmp_path / f"dir{ending}").mkdir()
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    access = os.access
+    # Root may do everything; nobody else may write here.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != locked and access(path, mode))
+    bad = {tmp_path / "file" / f"x{ending}": "is not a directory|Not a directory", locked / f"x{ending}": "may not be"}
+    if not kind.folder:
+        bad[tmp_path / "none" / f"x{ending}"] = "there is no directory"
+        bad[tmp_path / f"dir{ending}"] = "is a directory, not a file"
+    if kind.suffixes:
+        bad[tmp_path / "x.foo"] = rf"unknown ending '.foo'; choose from: {ending}"
+    for path, message in bad.items():
+        is_option = parameter.opts[0].startswith("-")
+        given = [parameter.opts[0], str(path)] if is_option else ["nowhere.none", str(path)]
+        assert run([*words.split(), *given]) == 2
+        said = capsys.readouterr()
+        assert said.err.count("\n") == 1
+        assert any(part in said.err for part in message.split("|")), said.err
+        option = max(parameter.opts, key=len) if is_option else "OUT"
+        assert said.err.startswith(f"stretto: error: {option}: {path}: ")
+        assert said.out == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["file", f"dir{ending}", "locked"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files that some commands read."""
+    folder = tmp_path_factory.mktemp("made")
+    plan, ring = folder / "plan.json", folder / "ring.txt"
+    assert run(["plan", "-w", "dlrm:A2,ranks=8", "-c", "hgx2:1", "--steps", "20", "-o", str(plan)]) == 0
+    assert run(["simulate", "ring", "-c", "ring:4", "--program", str(ring)]) == 0
+    return {"made": str(plan), "ring": str(ring)}
+
+
+def arguments(words: str, folder: Path, made: dict[str, str]) -> tuple[list[str], list[Path]]:
+    """The command line of a case, and the files that it is to write."""
+    given = {parameter.name: str(folder / parameter.name) for w, parameter, _ in outputs().values() if w == words}
+    line = [part.format(**given, **made) if part.startswith("{") else part for part in CASES[words]]
+    return [*words.split(), *line], [Path(part) for part in line if Path(part).parent == folder]
+
+
+class Witness(QuietStdout):
+    """A standard output that nobody reads, and that notes which files are there when the first line is printed."""
+
+    def __init__(self, files: list[Path]) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        super().__init__(io.BufferedWriter(io.FileIO(writer, "wb"), 16), encoding="utf-8", write_through=True)
+        self.files = files
+        self.there: list[Path] | None = None
+
+    def write(self, text: str, /) -> int:
+        if self.there is None and text:
+            self.there = [path for path in self.files if path.exists()]
+        return super().write(text)
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_files_are_written_before_anything_is_printed_and_without_a_reader(
+    words: str, tmp_path: Path, made: dict[str, str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    line, files = arguments(words, tmp_path, made)
+    witness = Witness(files)
+    monkeypatch.setattr(sys, "stdout", witness)
+    assert run(line) == 0
+    assert witness.there == files
+    assert all(path.stat().st_size > 0 for path in files)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    monkeypatch.undo()
+    witness.close()
+    assert capsys.readouterr().err == ""
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_a_full_disk_is_one_line_and_leaves_files_as_they_were(
+    words: str, tmp_path: Path, made: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, files = arguments(words, tmp_path, made)
+    files[0].write_text("old")
+    with full_disk(20):
+        assert run(line) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    for path in files:
+        assert f"{path}: File too large" in said.err
+    assert files[0].read_text() == "old"
+    assert list(tmp_path.iterdir()) == [files[0]]
+
+
+def test_folders_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = tmp_path / "a" / "b"
+    assert run(["workload", "convert", "dlrm:A2,ranks=8", str(new)]) == 0
+    assert len(list(new.glob("*.et"))) == 8
+    quick = ["synth", "allgather", "-c", "ring:4", "--makers", "library:ring", "--no-cache", "--sizes", "1K,1M"]
+    assert run([*quick, "-o", str(tmp_path / "table")]) == 0
+    assert (tmp_path / "table" / "index.csv").exists()
+    capsys.readouterr()
+    assert run([*quick, "-o", str(tmp_path / "table" / "index.csv" / "x")]) == 2
+    assert run([*quick, "-o", str(tmp_path / "table" / "index.csv")]) == 2
+    assert run([*quick, "--format", "yaml", "-o", str(tmp_path / "t")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "unknown format 'yaml'; choose from: txt, prog, xml, json" in said.err
+
+
+def test_head_gets_its_lines_and_all_files_are_there(tmp_path: Path) -> None:
+    """In a real process: the reader goes after the first line, the command ends well and says nothing more."""
+    files = [tmp_path / name for name in ("p.json", "r.html", "t.csv")]
+    command = [
+        sys.executable, "-m", "stretto", "plan", "-w", "dlrm:A2,ranks=8", "-c", "hgx2:1", "--steps", "20",
+        "-o", str(files[0]), "--report", str(files[1]), "--tuner", str(files[2]),
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(timeout=180) == 0
+    assert said == ""
+    assert all(path.stat().st_size > 0 for path in files)
+
+
+def test_a_link_stays_a_link_and_permissions_stay(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.yaml", tmp_path / "link.yaml"
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    assert run(["cluster", "convert", "ring:4", str(link)]) == 0
+    assert link.is_symlink()
+    assert "ring" in real.read_text()
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert run(["simulate", "ring", "-c", "ring:4", "--json", "/dev/null"]) == 0
+    assert not Path("/dev/null").is_file()
