@@ -87,6 +87,10 @@ def synth(
         str | None,
         typer.Option(metavar="NAME,NAME", help="Ask only these, such as forest,library:ring. Default: all."),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="MAKER.KEY=VALUE", help="An option of one maker, such as forest.max_k=4."),
+    ] = None,
     alpha: Annotated[
         str, typer.Option(metavar="pipelined|blocking", help="Whether latency also occupies the link.")
     ] = "pipelined",
@@ -122,6 +126,7 @@ def synth(
       stretto synth allreduce --cluster ndv2:2 --bytes 1M --budget 60 --jobs 2
       stretto synth alltoall --cluster dgx2:2 --sizes 1K..1G -o tables/
       stretto synth allgather --cluster ndv2:2 --sketch my.yaml
+      stretto synth allgather --cluster dgx_a100 --makers forest --set forest.max_k=2
       stretto synth allgather --cluster topology.xml --bytes 16M -o ag.xml
       stretto synth allgather --cluster dgx2:2 --multicast -o ag.txt
     """
@@ -145,6 +150,7 @@ def synth(
         "ray_address": ray_address,
         "cache": cache,
         "makers": None if makers is None else [name.strip() for name in makers.split(",") if name.strip()],
+        "maker_options": _maker_options(settings or []),
     }
     console, files = out(), OutputFiles()
     if sizes is not None:
@@ -184,6 +190,22 @@ def _check_target(
         raise unknown("format", form or "", [ending.removeprefix(".") for ending in SUFFIXES])
     (Output(folder=True) if table else Output(suffixes=PROGRAM)).check(target, "--output")
     return suffix, "" if SUFFIXES[suffix] == "text" else SUFFIXES[suffix]
+
+
+def _maker_options(pairs: list[str]) -> dict[str, dict[str, str]]:
+    """Options of makers as ``maker.key=value``; their values are read by the makers they are for."""
+    from ..errors import InvalidInput
+
+    found: dict[str, dict[str, str]] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        maker, dot, key = name.partition(".")
+        if not (equals and dot and maker and key and value):
+            raise InvalidInput(f"--set {pair!r}: expected MAKER.KEY=VALUE, such as forest.max_k=4")
+        if key in found.setdefault(maker, {}):
+            raise InvalidInput(f"--set {pair!r}: {name} is given twice")
+        found[maker][key] = value
+    return found
 
 
 def _collective(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from ..algorithms import algorithms
 from ..algorithms.registry import algorithm, entry
 from ..cluster import Cluster
 from ..collectives import COLLECTIVES, ROOTED, Collective
-from ..errors import Infeasible, StrettoError, unknown
+from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..programs import Program
 
 Progress = Callable[[str, float], None]
@@ -21,6 +23,8 @@ Offer = Callable[[Program], float]
 """Takes a program, proves and simulates it, and says its time."""
 
 LIBRARY = "library"
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+"""A number of things, as an option of a maker."""
 MAX_LIBRARY_MOVES = 1 << 21
 """Chunks that one library program may move: beyond it, more pieces cost more than they can win."""
 WORTHWHILE = 0.999
@@ -65,7 +69,11 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Maker:
-    """A module of this package with ``synthesise(collective, cluster, *, nbytes, budget_s, seed, progress, ...)``."""
+    """A module of this package with ``synthesise(collective, cluster, *, nbytes, budget_s, seed, progress, ...)``.
+
+    It also takes, by name, the fields of the problem that `reads` lists, and those of its own `options` that the user
+    gave. Nothing else is passed, and nothing is left out.
+    """
 
     name: str
     module: str
@@ -74,8 +82,40 @@ class Maker:
     max_ranks: int = 1 << 17
     reduces: bool = True
     """Whether it can combine chunks itself; if not, reductions are derived from what it makes."""
+    reads: tuple[str, ...] = ("alpha",)
+    """The fields of the problem that it takes beside collective, cluster, size and seed."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What can be set for this maker alone: names, and their types for msgspec."""
     variants: Callable[[Problem], Iterable[tuple[str, dict[str, Any]]]] = lambda problem: [("", {})]
     """Labels and options of the calls worth making."""
+
+    def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that were given for this maker, as it takes them.
+
+        Args:
+            given: Values by name; texts, as a command line gives them, become numbers, truth values and lists.
+
+        Returns:
+            The values by name.
+
+        Raises:
+            InvalidInput: An option that this maker does not have, with those it has; or a value of a wrong kind.
+        """
+        found: dict[str, Any] = {}
+        for name, value in given.items():
+            if not self.options:
+                raise InvalidInput(f"option {name!r} of {self.name}: this maker has no options")
+            if name not in self.options:
+                raise unknown(f"option of {self.name}", name, self.options)
+            kind = self.options[name]
+            plain = value
+            if str(kind).startswith("list"):
+                plain = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+            try:
+                found[name] = msgspec.convert(plain, kind, strict=not _is_text(plain))
+            except msgspec.ValidationError as error:
+                raise InvalidInput(f"option {name} of {self.name}: {error}, not {value!r}") from None
+        return found
 
     def tasks(self, problem: Problem) -> list[Task]:
         """The calls for a problem; raises `Infeasible` with the reason when there are none."""
@@ -96,11 +136,9 @@ class Maker:
         ]
 
     def run(self, task: Task, problem: Problem, budget_s: float, offer: Offer, progress: Progress) -> None:
-        """Make the program and offer it; options that the maker does not know are left out."""
+        """Make the program and offer it."""
         synthesise = import_module(f".{self.module}", __package__).synthesise
-        known = inspect.signature(synthesise).parameters
-        physics = {"alpha": problem.alpha, "contention": problem.contention, "sketch": problem.sketch}
-        options = {key: value for key, value in physics.items() if key in known and value is not None}
+        options = {name: getattr(problem, name) for name in self.reads}
 
         def make(collective: Collective, cluster: Cluster, share: float) -> Program:
             made: Program = synthesise(
@@ -132,6 +170,10 @@ def _combined(make: Callable[[Collective, Cluster, float], Program], problem: Pr
         other = make(like(collective, kind="all_gather", chunks=pieces), reversed_cluster(cluster), 0.45)
         scatter = inverse(other, cluster, **physics)
     return all_reduce_from(scatter, gather, cluster, **physics)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and any(isinstance(one, str) for one in value))
 
 
 class Library(Maker):
@@ -179,29 +221,83 @@ def makers() -> dict[str, Maker]:
     everything = tuple(COLLECTIVES)
     listed = [
         Library(name=LIBRARY, module="", collectives=everything, weight=1.0),
-        Maker(name="compose", module="compose", collectives=everything, weight=2.0),
-        Maker(name="greedy", module="greedy", collectives=everything, weight=2.0),
-        Maker(name="flow", module="flow", collectives=("all_to_all", "all_to_all_v"), weight=2.0, max_ranks=512),
-        Maker(name="forest", module="forest", collectives=trees, weight=2.0, max_ranks=512),
-        Maker(name="exact", module="exact", collectives=everything, weight=2.0, max_ranks=12),
+        Maker(name="compose", module="compose", collectives=everything, weight=2.0, options={"pieces": list[Count]}),
+        Maker(
+            name="greedy", module="greedy", collectives=everything, weight=2.0,
+            options={"pieces": list[Count], "symmetric": bool},
+        ),
+        Maker(
+            name="flow", module="flow", collectives=("all_to_all", "all_to_all_v"), weight=2.0, max_ranks=512,
+            reads=("alpha", "contention"), options={"pieces": Count},
+        ),
+        Maker(
+            name="forest", module="forest", collectives=trees, weight=2.0, max_ranks=512,
+            options={"max_k": Count, "max_height": Count, "max_transfers": Count, "multicast": bool},
+        ),
+        Maker(
+            name="exact", module="exact", collectives=everything, weight=2.0, max_ranks=12,
+            options={"solver": Literal["auto", "highs", "cp-sat"], "channels": list[str]},
+        ),
         Maker(
             name="three_stage", module="three_stage", collectives=(*gathering, "all_to_all"), weight=4.0,
-            max_ranks=64, reduces=False, variants=sketch_variants,
+            max_ranks=64, reduces=False, reads=("alpha", "sketch"), variants=sketch_variants,
+            options={
+                "solver": Literal["highs", "cpsat"], "solutions": Count, "detour": Annotated[float, Meta(ge=0, le=99)],
+            },
         ),
     ]
     return {maker.name: maker for maker in listed}
 
 
-def plan_tasks(problem: Problem, wanted: Sequence[str] | None) -> tuple[list[Task], dict[str, str]]:
+MakerOptions = Mapping[str, Mapping[str, Any]]
+"""Options for single makers: the maker's name, then the option's."""
+
+
+def check_options(given: MakerOptions, wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """The options of each maker, checked against that maker.
+
+    Args:
+        given: Values by maker and name.
+        wanted: The makers that are asked, None for all.
+
+    Returns:
+        The values as the makers take them.
+
+    Raises:
+        InvalidInput: A maker that does not exist or is not asked, an option that it does not have, a wrong value.
+    """
+    known = makers()
+    asked = set(known) if wanted is None else {name.partition(":")[0] for name in wanted}
+    for name in given:
+        if name not in known:
+            raise unknown("maker", name, known)
+        if name not in asked:
+            raise InvalidInput(f"options of {name}: it is not among the makers that are asked: {', '.join(asked)}")
+    return {name: known[name].checked(options) for name, options in given.items() if options}
+
+
+def plan_tasks(
+    problem: Problem, wanted: Sequence[str] | None, options: MakerOptions | None = None
+) -> tuple[list[Task], dict[str, str]]:
     """The tasks for a problem, and why some makers have none.
 
-    `wanted` names makers (``forest``) or single tasks of one (``library:ring``).
+    Args:
+        problem: What is to be made.
+        wanted: Makers (``forest``) or single tasks of one (``library:ring``); None for all.
+        options: Options of single makers, as `check_options` returns them.
+
+    Returns:
+        The tasks, and by maker why it has none.
+
+    Raises:
+        InvalidInput: A name that does not exist; options or a sketch for makers that cannot take part.
     """
     known = makers()
     asked = list(known) if wanted is None else list(wanted)
     for name in asked:
         if name.partition(":")[0] not in known:
             raise unknown("maker", name, known)
+    own = options or {}
     tasks: list[Task] = []
     refused: dict[str, str] = {}
     for name, maker in known.items():
@@ -216,5 +312,23 @@ def plan_tasks(problem: Problem, wanted: Sequence[str] | None) -> tuple[list[Tas
         for one in mine:
             if ":" in one and one not in [task.label for task in found]:
                 raise unknown(f"task of {name}", one, [task.label for task in found])
-        tasks += [task for task in found if name in mine or task.label in mine]
+        tasks += [
+            replace(task, options={**task.options, **own.get(name, {})})
+            for task in found
+            if name in mine or task.label in mine
+        ]
+    for name in own:
+        if name in refused:
+            raise InvalidInput(f"options of {name}: it {refused[name]}")
+    _check_sketch(problem, {task.maker for task in tasks}, refused)
     return tasks, refused
+
+
+def _check_sketch(problem: Problem, at_work: set[str], refused: Mapping[str, str]) -> None:
+    """Refuse a sketch that nobody would follow."""
+    followers = [name for name, maker in makers().items() if "sketch" in maker.reads]
+    if problem.sketch is None or at_work & set(followers):
+        return
+    reasons = [f"{name} {refused[name]}" for name in followers if name in refused]
+    why = ", ".join(reasons) or f"of the makers only {', '.join(followers)} follows one, and is not asked"
+    raise InvalidInput(f"sketch: {why}")

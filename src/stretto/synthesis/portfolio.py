@@ -21,7 +21,7 @@ from ..units import check_seed, format_us
 from .cache import Cache
 from .certificate import Candidate, Certificate, Synthesis, versions
 from .lowering import FORMATS, search_lowering, too_long
-from .makers import LIBRARY, Problem, Progress, Task, makers, plan_tasks
+from .makers import LIBRARY, MakerOptions, Problem, Progress, Task, check_options, makers, plan_tasks
 from .matching import same_task
 
 CLOSE_ENOUGH = 1e-3
@@ -141,6 +141,7 @@ def synthesize(
     ray_address: str | None = None,
     cache: bool = True,
     makers: Sequence[str] | None = None,
+    maker_options: MakerOptions | None = None,
     lower: bool | str = False,
     progress: Progress | None = None,
 ) -> Synthesis:
@@ -148,7 +149,8 @@ def synthesize(
 
     Every maker that applies is asked (library algorithms, trees, flows, greedy, sketches, exact search), or only
     `makers` (``["forest", "library:ring"]``); each of their programs is proved right and simulated. A maker that
-    fails is listed among the candidates with its reason. A `sketch` is for the makers that follow one. With
+    fails is listed among the candidates with its reason. A `sketch` is for the makers that follow one, and
+    `maker_options` are for single makers (``{"forest": {"max_k": 4}}``); what no maker would take is refused. With
     `jobs` > 1, or for more than 256 ranks, makers run in processes that are ended when the time is over; with the
     backend ``ray`` as tasks on the Ray cluster at `ray_address` (default: ``$RAY_ADDRESS``, else a local one). With
     `lower` (``msccl``, ``mscclpp``, or True for the first) the program is the one whose instruction streams run
@@ -170,11 +172,15 @@ def synthesize(
     if form and form not in FORMATS:
         raise unknown("format to lower for", form, FORMATS)
     problem = replace(problem, lower=form)
-    options = {"budget_s": float(budget_s), "makers": None if makers is None else sorted(makers)}
+    own = check_options(maker_options or {}, makers)
+    options = {
+        "budget_s": float(budget_s), "makers": None if makers is None else sorted(makers), "maker_options": own,
+    }
     store = Cache.of(problem, options) if cache else None
     found = store.load(problem) if store else None
     if found is None:
-        found, crashed = _search(problem, budget_s, jobs, makers, progress, backend, ray_address)
+        tasks = plan_tasks(problem, makers, own)
+        found, crashed = _search(problem, budget_s, jobs, tasks, progress, backend, ray_address)
         if store and not crashed:
             store.save(found)
     elif lower:
@@ -184,13 +190,13 @@ def synthesize(
 
 
 def _search(
-    problem: Problem, budget_s: float, jobs: int, wanted: Sequence[str] | None, progress: Progress | None, backend: str,
-    ray_address: str | None,
+    problem: Problem, budget_s: float, jobs: int, planned: tuple[list[Task], dict[str, str]],
+    progress: Progress | None, backend: str, ray_address: str | None,
 ) -> tuple[Synthesis, bool]:
     """The best of what all makers came to, and whether one of them crashed."""
     from . import worker
 
-    tasks, refused = plan_tasks(problem, wanted)
+    tasks, refused = planned
     # What is over soon runs here. Workers run side by side, and can be ended where a maker overstays.
     small = problem.ranks <= SMALL
     alone = jobs == 1 and backend == "processes"
