@@ -30,7 +30,7 @@ def test_without_a_job_one_line_says_how_to_make_one(
 ) -> None:
     for key in JOB:
         monkeypatch.delenv(key, raising=False)
-    said = bad(*command, "-o", "x.yaml")
+    said = bad(*command, "-o", "x.yaml" if command == ("probe",) else "x.csv")
     assert "RANK is not set: every rank runs this command, as in 'torchrun --nproc-per-node 4 -m stretto" in said
 
 
@@ -44,7 +44,7 @@ def test_without_a_job_one_line_says_how_to_make_one(
         ({}, ("--timeout", "0"), "--timeout: must be more than 0"),
         ({}, ("--preset", "dgx2:1"), "--preset: dgx2:1 has 16 devices, the job 2 ranks"),
         ({}, ("--preset", "nothing"), "unknown preset 'nothing'"),
-        ({}, ("-o", "no/such/folder/x.yaml"), "no/such/folder is not a folder"),
+        ({}, ("-o", "no/such/folder/x.yaml"), "there is no directory no/such/folder"),
     ],
 )
 def test_wrong_probes_are_named(

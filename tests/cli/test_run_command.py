@@ -64,7 +64,7 @@ def test_a_controller_that_is_gone_and_a_report_that_cannot_be_written_leave_the
     assert "does not answer" in capfd.readouterr().err
     page = tmp_path / "page.html"
     assert run(["run", "--report", str(page), "--", "sh", "-c", f"mkdir {page}; exit 6"]) == 6
-    assert "--report: cannot write" in capfd.readouterr().err
+    assert f"{page}: Is a directory" in capfd.readouterr().err
 
 
 STATUS = """if True:
@@ -169,7 +169,7 @@ def _token(folder: Path) -> Path:
     [
         (["--budget", "0", "--", "true"], "--budget"),
         (["--controller", "unix:/x", "--", "true"], "--token-file"),
-        (["--report", "/", "--", "true"], "--report: / cannot be a file"),
+        (["--report", "/", "--", "true"], "--report: /: is a directory, not a file"),
         ([], "Missing argument"),
     ],
 )

@@ -164,8 +164,8 @@ def test_a_script_in_the_lab_is_tuned_to_the_end(tmp_path: Path, capfd: pytest.C
     (["--timed", "0"], "timed: must be 1..100000 iterations, not 0"),
     (["--jobs", "0"], "--jobs: must be 1..1024, not 0"),
     (["--backend", "cloud"], "unknown backend 'cloud'; choose from: processes, ray"),
-    (["-o", "no/such/folder/best.yaml"], "there is no such folder"),
-    (["-o", "/"], "--output /: is a folder"),
+    (["-o", "no/such/folder/best.yaml"], "there is no directory no/such/folder"),
+    (["-o", "/"], "--output: /: is a directory, not a file"),
     (["--allow-stale", "40"], "--allow-stale: must be 0..16, not 40"),
     (["--cluster", "dgx2"], "has 16 devices, the job 2 ranks"),
 ])  # fmt: skip

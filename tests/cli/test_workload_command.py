@@ -63,7 +63,7 @@ def test_wrong_input_is_one_line(bad: Run, tmp_path: Path) -> None:
     assert "unknown model 'bert'; choose from: dlrm, gpt" in bad("workload", "show", "bert")
     assert "--ops: must be >= 0" in bad("workload", "show", "dlrm:A2", "--ops", "-1")
     assert "OUT: " in bad("workload", "convert", "dlrm:A2", str(tmp_path / "a.xml"))
-    assert "No such file" in bad("workload", "convert", "dlrm:A2", str(tmp_path / "none" / "a.yaml"))
+    assert "there is no directory" in bad("workload", "convert", "dlrm:A2", str(tmp_path / "none" / "a.yaml"))
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert "not a regular file" in bad("workload", "show", str(pipe))

@@ -69,12 +69,12 @@ def test_convert_keeps_everything(tmp_path: Path) -> None:
 
 
 def test_convert_refuses_forms_it_does_not_write(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"must end in .yaml, .yml or .json"):
+    with pytest.raises(InvalidInput, match=r"unknown ending '.xml'; choose from: .yaml, .yml, .json"):
         run("convert", "ring", str(tmp_path / "x.xml"))
 
 
 def test_show_refuses_a_place_it_cannot_write() -> None:
-    with pytest.raises(InvalidInput, match="No such file or directory"):
+    with pytest.raises(InvalidInput, match="there is no directory /nonexistent"):
         run("show", "ring", "--svg", "/nonexistent/x.svg")
 
 

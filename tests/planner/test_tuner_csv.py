@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,23 @@ from stretto.cluster import Cluster
 from stretto.errors import InvalidInput, PlanMismatch
 from stretto.planner.channels import bindings_for
 from stretto.planner.costs import Motion, simulated_costs
+from stretto.planner.make import planned
 from stretto.planner.motif import motif_of
+from stretto.planner.options import problem as make_problem
 from stretto.planner.plan import MotifPlan, OpPlan, Plan
 from stretto.planner.rules import apply
-from stretto.planner.tuner_csv import MAX_BYTES, MAX_LINE, Line, read_tuner_csv, tuner_lines, write_tuner_csv
-from stretto.workload import Op, Workload
+from stretto.planner.tuner_csv import (
+    MAX_BYTES,
+    MAX_LINE,
+    Line,
+    most_channels,
+    read_tuner_csv,
+    told,
+    tuner_lines,
+    write_tuner_csv,
+)
+from stretto.planner.tuner_gain import with_tuner_alone
+from stretto.workload import Dep, Op, Workload
 
 CLUSTER = Cluster.preset("hgx2", nodes=2)
 EVERYONE = tuple(range(16))
@@ -50,18 +64,28 @@ def case(*ops: tuple[str, str, float, str, Groups], **rewritten: tuple[str, tupl
     return plan, workload
 
 
-def tuned(path: Path, collective: str, nbytes: int, nodes: int, ranks: int) -> tuple[str, str] | None:
-    """As the plugin does: line by line, the first that fits."""
+NOTHING: frozenset[tuple[str, str]] = frozenset()
+
+
+def plugin(
+    path: Path, collective: str, nbytes: int, nodes: int, ranks: int, impossible: frozenset[tuple[str, str]] = NOTHING
+) -> tuple[str, str, int] | None:
+    """As NCCL's example plugin does: the first line that fits and that NCCL can run; without one, one channel."""
     for text in path.read_text().split("\n"):
         assert len(text) <= 255
         if not text or text.startswith("#"):
             continue
         name, low, high, algorithm, protocol, channels, n, r = text.split(",")
-        assert channels == "-1"
         fits = int(low) <= nbytes <= int(high) and int(n) in (-1, nodes) and int(r) in (-1, ranks)
-        if name == collective and fits:
-            return algorithm, protocol
+        if name == collective and fits and (algorithm, protocol) not in impossible:
+            return algorithm, protocol, int(channels)
     return None
+
+
+def tuned(path: Path, collective: str, nbytes: int, nodes: int, ranks: int) -> tuple[str, str] | None:
+    """Algorithm and protocol of a call."""
+    found = plugin(path, collective, nbytes, nodes, ranks)
+    return found[:2] if found is not None else None
 
 
 def test_every_size_that_was_planned_gets_its_algorithm(tmp_path: Path) -> None:
@@ -73,32 +97,107 @@ def test_every_size_that_was_planned_gets_its_algorithm(tmp_path: Path) -> None:
     assert [tuned(path, "allreduce", int(sizes[n]), 2, 16) for n in sizes] == [
         ("tree", "ll"), ("tree", "ll128"), ("ring", "ll128"), ("ring", "simple"),
     ]  # fmt: skip
-    # The border between 1 MB and 4 MB is their geometric mean, to the byte.
+    # The border between 1 MB and 4 MB is their geometric mean, to the byte; the ends reach to the ends.
     assert tuned(path, "allreduce", 2_000_000, 2, 16) == ("tree", "ll128")
     assert tuned(path, "allreduce", 2_000_001, 2, 16) == ("ring", "ll128")
-    # From half of a planned size to twice that: what lies beyond is NCCL's own choice.
-    assert [tuned(path, "allreduce", size, 2, 16) for size in (499, 500, 2000, 2001)] == [
-        None, ("tree", "ll"), ("tree", "ll"), None,
-    ]  # fmt: skip
-    assert [tuned(path, "allreduce", size, 2, 16) for size in (8_000_000, 8_000_001, 49_999_999)] == [
-        ("ring", "ll128"), None, None,
-    ]  # fmt: skip
-    assert tuned(path, "allreduce", 200_000_000, 2, 16) == ("ring", "simple")
-    assert tuned(path, "allreduce", MAX_BYTES, 2, 16) is None
-    assert tuned(path, "allreduce", 1000, 1, 8) is None
-    assert tuned(path, "allgather", 1000, 2, 16) is None
+    assert tuned(path, "allreduce", 0, 2, 16) == ("tree", "ll")
+    assert tuned(path, "allreduce", MAX_BYTES, 2, 16) == ("ring", "simple")
+    # The plan says nothing of other groups and collectives; NCCL would give them one channel.
+    assert tuned(path, "allreduce", 1000, 1, 8) == tuned(path, "allgather", 1000, 2, 16) == ("ring", "ll")
+
+
+IMPOSSIBLE = [(a, p) for a in ("tree", "ring") for p in ("ll", "ll128", "simple") if (a, p) != ("ring", "simple")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_call_has_channels_whatever_nccl_can_run(seed: int, tmp_path: Path) -> None:
+    """The plugin takes -1 and a call without a line for one channel: neither may happen, at any size, in any group."""
+    draw = random.Random(seed)
+    kinds = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "chain"}
+    ops = []
+    for at in range(draw.randint(1, 6)):
+        kind = draw.choice(list(kinds))
+        tree = kind == "all_reduce" and draw.random() < 0.5
+        groups = draw.choice([(), (LEFT, RIGHT), ((0, 8), (1, 9))])
+        ops.append((f"o{at}", kind, float(round(10 ** draw.uniform(0, 10))),
+                    "double_binary_tree" if tree else kinds[kind], groups))  # fmt: skip
+    plan, workload = case(*ops)
+    path = tmp_path / "t.csv"
+    write_tuner_csv(plan, workload, CLUSTER, path)
+    ends = [end for line in read_tuner_csv(path) for end in (line.min_bytes, line.max_bytes)]
+    sizes = {min(max(end + by, 0), MAX_BYTES) for end in ends for by in (-1, 0, 1)}
+    sizes |= {round(10 ** draw.uniform(0, 18)) for _ in range(20)}
+    impossible = frozenset(draw.sample(IMPOSSIBLE, draw.randint(0, len(IMPOSSIBLE))))
+    for collective in ("allreduce", "allgather", "reducescatter", "broadcast", "reduce"):
+        for nodes, ranks in ((1, 8), (2, 16), (2, 2), (7, 56)):
+            channels = []
+            for size in sorted(sizes):
+                found = plugin(path, collective, size, nodes, ranks, impossible)
+                assert found is not None
+                channels.append(found[2])
+            assert min(channels) >= 2
+            assert channels == sorted(channels)
+    seen: dict[tuple[object, ...], str] = {}
+    for name, kind, planned_size, algorithm, groups in ops:
+        shape = (len({r // 8 for r in (groups or (EVERYONE,))[0]}), len((groups or (EVERYONE,))[0]))
+        wanted = seen.setdefault((kind, planned_size, shape), "tree" if "tree" in algorithm else "ring")
+        line = tuned(path, kind.replace("_", ""), int(planned_size), *shape)
+        assert line is not None and line[0] == wanted, name
+
+
+def test_channels_follow_the_links_and_the_size(tmp_path: Path) -> None:
+    for preset, inside, across in (("hgx2", 8, 2), ("dgx_a100", 15, 2), ("dgx_h100", 23, 3)):
+        cluster = Cluster.preset(preset, nodes=2)
+        for group, expected in ((range(8), inside), ((0, 8), across)):
+            usual = bindings_for(cluster, [tuple(group)])[0].channels
+            rate = max(
+                sum(link.gb_per_s for link in cluster.links() if link.src == rank and link.channel in usual)
+                for rank in group
+            )
+            assert most_channels(cluster, group, usual) == min(max(math.ceil(rate / 20), 2), 32) == expected, preset
+    plan, workload = case(("a", "all_reduce", 1e6, "ring", (LEFT, RIGHT)))
+    path = tmp_path / "t.csv"
+    write_tuner_csv(plan, workload, CLUSTER, path)
+    found = [plugin(path, "allreduce", size, 1, 8) for size in (1, 65_536, 65_537, 131_073, 10**6, 10**9)]
+    assert [line[2] for line in found if line is not None] == [2, 2, 4, 8, 8, 8]
 
 
 def test_sizes_that_are_near_to_one_another_share_a_line() -> None:
     plan, workload = case(*((f"o{at}", "all_gather", 3e6 * 2.0**at, "ring", ()) for at in range(4)))
     lines, _ = tuner_lines(plan, workload, CLUSTER)
-    assert [(line.min_bytes, line.max_bytes, line.protocol) for line in lines] == [
-        (1_500_000, 4_242_640, "ll128"), (4_242_641, 48_000_000, "simple"),
-    ]  # fmt: skip
-    plan, workload = case(*((f"o{at}", "all_gather", 10.0 ** (at + 2), "ring", ()) for at in range(8)))
-    lines, _ = tuner_lines(plan, workload, CLUSTER)
-    assert len(lines) == 8
-    assert all(b.min_bytes > a.max_bytes + 1 for a, b in pairwise(lines))
+    mine = [(line.min_bytes, line.max_bytes, line.protocol) for line in lines if line.ranks == 16]
+    assert mine[3:5] == [(262_145, 4 << 20, "ll128"), ((4 << 20) + 1, MAX_BYTES, "simple")]
+    for before, after in pairwise(mine[:5]):
+        assert before[1] + 1 == after[0]
+
+
+def test_nccl_alone_gains_nothing_where_the_tuner_says_what_nccl_does_anyway() -> None:
+    workload = Workload.load("dlrm:A2,ranks=16")
+    found = planned(workload, CLUSTER, steps=30)
+    lines, _ = tuner_lines(found.plan, workload, CLUSTER)
+    alone = with_tuner_alone(lines, found.problem, CLUSTER)
+    assert alone.period_us == pytest.approx(found.schedules["fifo"].period_us)
+    assert found.plan.iteration_us < alone.period_us
+
+
+def test_a_tuner_that_says_the_slower_algorithm_is_told_to_lose() -> None:
+    """The time with the table is that of a step whose all-reduce takes what the table asks for."""
+    workload = Workload(
+        name="step", num_ranks=16,
+        ops=(
+            Op(name="forward", kind="compute", duration_us=100.0),
+            Op(name="sum", kind="all_reduce", nbytes=1e8, after=(Dep(op="forward"),)),
+        ),
+    )  # fmt: skip
+    step = make_problem(workload, CLUSTER)
+    costs = simulated_costs(CLUSTER)
+    motion = Motion(kind="all_reduce", groups=(EVERYONE,), channels=("nvlink", "rdma"))
+    times = {}
+    for name, algorithm in (("ring", "ring"), ("tree", "double_binary_tree")):
+        line = Line(collective="allreduce", min_bytes=0, max_bytes=MAX_BYTES, algorithm=name, protocol="simple")
+        times[name] = with_tuner_alone([line], step, CLUSTER).period_us
+        assert times[name] - costs.cost(motion, 1e8, algorithm).us < 200
+    assert times["tree"] > times["ring"] == pytest.approx(with_tuner_alone([], step, CLUSTER).period_us)
 
 
 def test_groups_of_other_shapes_have_lines_of_their_own(tmp_path: Path) -> None:
@@ -127,11 +226,11 @@ def test_what_nccl_cannot_be_told_is_said(tmp_path: Path) -> None:
         "a2a: NCCL's tuner does not know all_to_all",
         "trees: NCCL has no binary_tree here",
         "gathers: NCCL has no direct here",
-        "alone: measured as NCCL runs it by itself, so nothing is set",
+        "alone: measured as NCCL runs it by itself, which cannot be told; a ring is",
     ]
     text = (tmp_path / "t.csv").read_text()
     assert all(f"# left out: {why}" in text for why in left_out)
-    assert [line.collective for line in read_tuner_csv(tmp_path / "t.csv")] == ["reducescatter"]
+    assert {line.collective for line in read_tuner_csv(tmp_path / "t.csv") if line.ranks == 16} == {"reducescatter"}
 
 
 def test_pieces_and_the_halves_of_a_ring_are_told_as_the_whole(tmp_path: Path) -> None:
@@ -143,7 +242,7 @@ def test_pieces_and_the_halves_of_a_ring_are_told_as_the_whole(tmp_path: Path) -
         cut=(cut, fast), halves=(ring, fast),
     )  # fmt: skip
     lines, left_out = tuner_lines(plan, workload, CLUSTER)
-    assert [line.algorithm for line in lines] == ["ring", "ring"]
+    assert {line.algorithm for line in lines if line.ranks == 16} == {"ring"}
     assert left_out == ["cut: its 4 pieces; NCCL runs it whole", "halves: its 2 pieces; NCCL runs it whole"]
 
 
@@ -157,7 +256,8 @@ def test_what_nccl_does_not_have_gets_the_cheaper_of_ring_and_tree() -> None:
         links=(str(motif_of("all_reduce", EVERYONE, 1e7)), ("pcie", "ethernet")), hosts=(hosts, fast),
     )  # fmt: skip
     lines, left_out = tuner_lines(plan, workload, CLUSTER)
-    assert [line.algorithm for line in lines] == ["tree", "ring", "ring"]
+    found = [told(lines, "allreduce", size, 2, 16) for size in (20_000, 10**7, 10**9)]
+    assert [line.algorithm for line in found if line is not None] == ["tree", "ring", "ring"]
     costs = simulated_costs(CLUSTER)
     motion = Motion(kind="all_reduce", groups=(EVERYONE,), channels=fast)
     ring, tree = (costs.cost(motion, 1e9, name).us for name in ("ring", "double_binary_tree"))
@@ -183,8 +283,8 @@ def test_names_cannot_smuggle_lines_in(tmp_path: Path) -> None:
     write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv")
     text = (tmp_path / "t.csv").read_text(encoding="ascii")
     assert max(map(len, text.splitlines())) <= MAX_LINE
-    assert tuned(tmp_path / "t.csv", "allreduce", 50, -2, -2) is None
-    assert len(read_tuner_csv(tmp_path / "t.csv")) == 1
+    assert tuned(tmp_path / "t.csv", "allreduce", 50, 2, 16) == ("ring", "ll")
+    assert all(line.algorithm == "ring" for line in read_tuner_csv(tmp_path / "t.csv"))
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -206,10 +306,16 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ("alltoall,0,1,ring,ll,-1,-1,-1", "collective_type: must be one of allreduce"),
         ("allreduce,0,1,star,ll,-1,-1,-1", "algorithm: must be one of tree, ring"),
         ("allreduce,0,1,ring,fast,-1,-1,-1", "protocol: must be one of ll, ll128, simple"),
-        ("allreduce,0,x,ring,ll,-1,-1,-1", "must be numbers"),
+        ("allreduce,0,x,ring,ll,-1,-1,-1", "max_bytes: must be a number, not 'x'"),
+        ("allreduce,0,1,ring,ll,\u0664,-1,-1", "channels: must be a number"),
         ("allreduce,0,1,ring,ll,-7,-1,-1", "channels: must be 1..1024, or -1 for any, not -7"),
-        ("allreduce,0,1,ring,ll,-1,0,-1", "nNodes: must be 1..1048576, or -1 for any, not 0"),
-        ("allreduce,0,1,ring,ll,-1,-1,-9999999999", "nRanks: must be 1..1048576, or -1 for any"),
+        ("allreduce,0,1,ring,ll,0,-1,-1", "channels: must be 1..1024, or -1 for any, not 0"),
+        ("allreduce,0,1,ring,ll,4,0,-1", "nNodes: must be 1..1048576, or -1 for any, not 0"),
+        ("allreduce,0,1,ring,ll,4,-1,-10000000000000000000", "nRanks: must be 1..1048576, or -1 for any"),
+        ("allreduce,0,1,ring,ll,4,4294967296,-1", "nNodes: must be 1..1048576"),
+        ("allreduce,0,1,ring,ll,4,4,2", "nRanks: 2 ranks cannot be on 4 nodes"),
+        ("allreduce,0,1,ring,ll,4,-1,-1,-3", "numPipeOps: must be 0..1048576, or -1 for any, not -3"),
+        ("allreduce,0,1,ring,ll,4,-1,-1,1,x", "regBuff: must be a number, not 'x'"),
         ("allreduce,9,1,ring,ll,-1,-1,-1", "min_bytes: must be 0..max_bytes, not 9"),
         (f"allreduce,0,{1 << 64},ring,ll,-1,-1,-1", "min_bytes: must be 0..max_bytes"),
     ],

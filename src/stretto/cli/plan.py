@@ -139,6 +139,7 @@ def plan(
         trace,
         lambda path: write_plan_trace({name: one.timeline(found.problem) for name, one in shown.items()}, path),
     )
+    alone = [] if tuner is None else [_tuner_alone(found, machine, model)]
     files.write(tuner, lambda path: _write_tuner(found, step, machine, path, model))
     console = out()
     for note in found.problem.notes:
@@ -147,7 +148,24 @@ def plan(
     console.print(systems_table(found.schedules))
     console.print()
     console.print(plan_tables(found.plan))
+    for line in alone:
+        console.print(line, markup=False, soft_wrap=True)
     files.tell()
+
+
+def _tuner_alone(found: Planned, cluster: Cluster, costs: CostModel | None) -> str:
+    """What of the plan NCCL would gain by itself, with the table of ``--tuner``."""
+    from ..planner.tuner_csv import tuner_lines
+    from ..planner.tuner_gain import with_tuner_alone
+    from ..units import format_us
+
+    problem, before = found.problem, found.schedules["fifo"].period_us
+    lines, _ = tuner_lines(found.plan, problem.workload, cluster, costs)
+    after = with_tuner_alone(lines, problem, cluster, costs).period_us
+    return (
+        f"with NCCL's tuner alone: {format_us(after)}, {before / after:.2f}x; with the whole plan: "
+        f"{format_us(found.plan.iteration_us)}, {before / found.plan.iteration_us:.2f}x (of fifo, {format_us(before)})"
+    )
 
 
 def _write_tuner(

@@ -113,19 +113,24 @@ class Menu:
     def stock(self, rewrite: Rewrite) -> Option:
         """What a communication library does with the whole op by itself: the best of its own algorithms."""
         (stage,) = rewrite.stages
+        usual = (NCCL, *STOCK_ALGORITHMS.get(stage.kind, ("direct",)))
+        found = self.whole(rewrite, usual) or self.whole(rewrite, None)
+        if found is None:
+            raise Infeasible(f"{stage.kind} on {self._offered(rewrite.stages)[0].name}: no algorithm moves it")
+        return found
+
+    def whole(self, rewrite: Rewrite, names: Sequence[str] | None) -> Option | None:
+        """The whole op on its usual links by the fastest of these algorithms (None: of all), where there is one."""
+        (stage,) = rewrite.stages
         binding = self._offered(rewrite.stages)[0]
         known = self._costs.algorithms(self._motion(stage, binding), stage.nbytes)
-        usual = (NCCL, *STOCK_ALGORITHMS.get(stage.kind, ("direct",)))
         made = []
-        for name in [name for name in usual if name in known] or known:
+        for name in known if names is None else [name for name in names if name in known]:
             try:
                 made.append(self._option(rewrite, [binding], name))
             except Infeasible:
                 continue
-        found = [option for option in made if option is not None]
-        if not found:
-            raise Infeasible(f"{stage.kind} on {binding.name}: no algorithm moves it")
-        return min(found, key=lambda option: option.total_us)
+        return min((option for option in made if option is not None), key=lambda one: one.total_us, default=None)
 
     def like(self, task: Task, rewrite: Rewrite) -> Option | None:
         """A rewrite that only cuts the payload, moved just as the default option moves the whole."""

@@ -1,22 +1,28 @@
 """What NCCL can express by itself: a plan's algorithms as the table of NCCL's example tuner plugin.
 
-One line is ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks``; the first that fits wins and
--1 means any. The order of motifs, their pieces and their links have no place in it; a comment says what was left out.
-Only sizes near those of the plan get a line: of all others NCCL knows more than the plan does.
+One line is ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks``; the first that fits, and whose
+algorithm and protocol NCCL can run there, wins; -1 means any. The plugin gives one channel to every call that no line
+serves, and to lines with -1 channels. So there is a line with a number of channels for every call: for all sizes of
+what the plan decides, and rings for everything else. The order of motifs, their pieces and their links have no place in
+the table; a comment says what was left out.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import isqrt
+from math import ceil, isqrt
 from pathlib import Path
+
+import numpy as np
 
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput
 from ..files import read_text, write_file
 from ..workload import Workload
-from .channels import bindings_for
+from .channels import bindings_for, default_binding
 from .costs import CostModel, Motion, simulated_costs
 from .measured import NCCL
 from .motif import CODES
@@ -35,12 +41,23 @@ NCCL_NAMES = {
     "tree": ("double_binary_tree", "double_binary_tree:1", "binary_tree", "binary_tree:1"),
 }
 """What of the library NCCL's two algorithms are; its rings broadcast and reduce as chains. Trees only all-reduce."""
-NEAR = 2
-"""A line reaches from 1/NEAR of a planned size to NEAR times it, or to the geometric mean with the next one."""
+FIELDS = (
+    "collective_type", "min_bytes", "max_bytes", "algorithm", "protocol", "channels", "nNodes", "nRanks", "numPipeOps",
+    "regBuff",
+)  # fmt: skip
+"""The columns of the table; the last two may be left out."""
+LIMITS = {5: (1, 1 << 10), 6: (1, 1 << 20), 7: (1, 1 << 20), 8: (0, 1 << 20), 9: (0, 1 << 20)}
+"""What the numbers in these columns may be, beside -1."""
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
 MAX_LINE = 255
 MAX_BYTES = (1 << 63) - 1
+
+CHANNEL_GB_PER_S = 20.0
+"""What a channel is taken to move: NCCL's own figure for a ring (LL128) on Volta and Ampere; on Hopper it has 36.7."""
+LEAST_CHANNELS, MOST_CHANNELS = 2, 32
+CHANNEL_BYTES = 32 << 10
+"""A channel more is not worth it for less than this: 512 threads times 64 bytes, as in NCCL's own rule for Simple."""
 
 LL_UP_TO_BYTES = 64 << 10
 LL128_UP_TO_BYTES = 4 << 20
@@ -73,11 +90,26 @@ def tuner_lines(
     """The table, and one sentence for all of a plan that NCCL cannot be told.
 
     An all-reduce that the plan moves in a way that NCCL does not have gets the cheaper of ring and tree, by `costs`
-    (by default the simulator's).
+    (by default the simulator's). Between two planned sizes of a collective the border is their geometric mean; the
+    smallest and the largest reach to the ends. Calls that the plan does not have (another collective, other groups)
+    run as rings.
+
+    Args:
+        plan: What was decided.
+        workload: The step that it was decided for.
+        cluster: Where the step runs.
+        costs: What algorithms cost; by default simulated.
+
+    Returns:
+        The lines in the order in which the plugin tries them, and what was left out.
+
+    Raises:
+        PlanMismatch: The plan is for another workload or cluster.
     """
     plan.check(workload, cluster)
     model = costs if costs is not None else simulated_costs(cluster)
-    told: dict[tuple[str, int, int], dict[int, tuple[str, str]]] = {}
+    planned: dict[tuple[str, int, int], dict[int, tuple[str, str]]] = {}
+    most: dict[tuple[str, int, int], int] = {}
     left_out = []
     for op in plan.ops:
         if op.kind not in COLLECTIVES:
@@ -89,28 +121,92 @@ def tuner_lines(
             left_out.append(f"{op.op}: {why}")
         if algorithm is None:
             continue
-        shapes = [(len(set(cluster.hosts_of(group).tolist())), len(group)) for group in groups]
-        for nodes, ranks in dict.fromkeys(shapes):
-            sizes = told.setdefault((COLLECTIVES[op.kind], nodes, ranks), {})
+        usual = bindings_for(cluster, groups)[0].channels
+        for group in groups:
+            shape = (COLLECTIVES[op.kind], *shape_of(cluster, group))
+            most[shape] = max(most.get(shape, 0), most_channels(cluster, group, usual))
+        for shape in dict.fromkeys((COLLECTIVES[op.kind], *shape_of(cluster, group)) for group in groups):
+            sizes = planned.setdefault(shape, {})
             known, first = sizes.setdefault(round(op.nbytes), (algorithm, op.op))
             if known != algorithm:
                 left_out.append(f"{op.op}: NCCL cannot tell it from {first}, which has {known}, not {algorithm}")
     lines: list[Line] = []
-    for (collective, nodes, ranks), sizes in told.items():
-        mine: list[Line] = []
+    for (collective, nodes, ranks), sizes in planned.items():
         every = sorted(sizes)
         borders = [isqrt(low * high) for low, high in pairwise(every)]
-        for size, low, high in zip(every, [-1, *borders], [*borders, MAX_BYTES], strict=True):
-            line = Line(
-                collective=collective, min_bytes=max(low + 1, -(-size // NEAR)), max_bytes=min(high, size * NEAR),
-                algorithm=sizes[size][0], protocol=_protocol(size), nodes=nodes, ranks=ranks,
-            )  # fmt: skip
-            joins = mine and mine[-1].max_bytes + 1 == line.min_bytes
-            if joins and replace(mine[-1], min_bytes=line.min_bytes, max_bytes=line.max_bytes) == line:
-                line = replace(line, min_bytes=mine.pop().min_bytes)
-            mine.append(line)
-        lines += mine
+        ranges = zip(every, [-1, *borders], [*borders, MAX_BYTES], strict=True)
+        parts = [(low + 1, high, sizes[size][0]) for size, low, high in ranges]
+        lines += _covering(collective, nodes, ranks, parts, most[collective, nodes, ranks])
+    everyone = most_channels(cluster, range(cluster.num_devices), default_binding(cluster).channels)
+    for collective in COLLECTIVES.values():
+        lines += _covering(collective, -1, -1, [(0, MAX_BYTES, "ring")], everyone)
     return lines, left_out
+
+
+def shape_of(cluster: Cluster, group: Sequence[int]) -> tuple[int, int]:
+    """How many hosts and how many ranks a group has: all that NCCL's tuner knows of it."""
+    return len(set(cluster.hosts_of(group).tolist())), len(group)
+
+
+def most_channels(cluster: Cluster, group: Iterable[int], channels: Sequence[str]) -> int:
+    """How many NCCL channels the links of a group's ranks are worth.
+
+    This is an assumption: enough for all of a rank's links of these `channels` at `CHANNEL_GB_PER_S` for each, from
+    `LEAST_CHANNELS` to `MOST_CHANNELS`. NCCL takes it as the most, and never uses more than it has set up.
+    """
+    held = [cluster.channels.index(name) for name in channels if name in cluster.channels]
+    counted = np.isin(cluster.link_channel, held)
+    rates = np.bincount(
+        cluster.link_src[counted], weights=cluster.link_gb_per_s[counted], minlength=cluster.num_nodes
+    )
+    rate = max((float(rates[rank]) for rank in group), default=0.0)
+    return min(max(ceil(rate / CHANNEL_GB_PER_S), LEAST_CHANNELS), MOST_CHANNELS)
+
+
+def told(lines: Iterable[Line], collective: str, nbytes: float, nodes: int, ranks: int) -> Line | None:
+    """The line that NCCL's example plugin would take for a call, if NCCL can run all that lines name."""
+    for line in lines:
+        fits = line.min_bytes <= nbytes <= line.max_bytes and line.nodes in (-1, nodes) and line.ranks in (-1, ranks)
+        if line.collective == collective and fits:
+            return line
+    return None
+
+
+def _covering(
+    collective: str, nodes: int, ranks: int, parts: Iterable[tuple[int, int, str]], most: int
+) -> list[Line]:
+    """Lines for (from, to, algorithm), cut where protocol or number of channels change.
+
+    Where NCCL cannot run a low-latency protocol it goes on to the next line that fits, so Simple stands behind it.
+    """
+    cuts = {LL_UP_TO_BYTES, LL128_UP_TO_BYTES}
+    cuts |= {CHANNEL_BYTES << doubled for doubled in range(1, most.bit_length()) if 1 << doubled < most}
+    preferred: list[Line] = []
+    for first, last, algorithm in parts:
+        ends = sorted(cut for cut in cuts if first <= cut < last)
+        for low, high in zip([first, *(end + 1 for end in ends)], [*ends, last], strict=True):
+            preferred.append(
+                Line(
+                    collective=collective, min_bytes=low, max_bytes=high, algorithm=algorithm,
+                    protocol=_protocol(high), channels=min(most, max(LEAST_CHANNELS, high // CHANNEL_BYTES)),
+                    nodes=nodes, ranks=ranks,
+                )
+            )  # fmt: skip
+    behind = [replace(line, protocol="simple") for line in preferred if line.protocol != "simple"]
+    return [*_joined(preferred), *_joined(behind)]
+
+
+def _joined(lines: Iterable[Line]) -> list[Line]:
+    """The same table with neighbouring ranges of equal lines as one."""
+    found: list[Line] = []
+    for line in lines:
+        before = found[-1] if found else line
+        joins = before is not line and before.max_bytes + 1 == line.min_bytes
+        if joins and replace(before, min_bytes=line.min_bytes, max_bytes=line.max_bytes) == line:
+            found[-1] = replace(line, min_bytes=before.min_bytes)
+        else:
+            found.append(line)
+    return found
 
 
 def write_tuner_csv(
@@ -120,7 +216,8 @@ def write_tuner_csv(
     lines, left_out = tuner_lines(plan, workload, cluster, costs)
     comments = [
         f"{plan.workload} on {plan.cluster}, plan {plan.hash}",
-        "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks",
+        "NCCL's example tuner plugin gives one channel to what no line serves: all calls have one, the last lines any",
+        ",".join(FIELDS[:8]),
     ]
     text = [*map(_comment, comments), *map(str, lines), *(_comment(f"left out: {why}") for why in left_out)]
     write_file(path, "\n".join(text) + "\n")
@@ -133,7 +230,11 @@ def _comment(text: str) -> str:
 
 
 def read_tuner_csv(path: str | Path) -> list[Line]:
-    """Read such a table back, by its own rules, independent of what wrote it."""
+    """Read such a table back, by its own rules, independent of what wrote it.
+
+    Channels, nodes and ranks are at least 1, or -1: any number of nodes and ranks, and for channels what the plugin
+    makes of it (NCCL's example: one).
+    """
     lines = []
     for number, text in enumerate(read_text(path, max_bytes=1 << 20).splitlines(), 1):
         if not text.strip() or text.startswith("#"):
@@ -149,16 +250,15 @@ def read_tuner_csv(path: str | Path) -> list[Line]:
         ):
             if value not in choices:
                 raise InvalidInput(f"{where}: {name}: must be one of {', '.join(choices)}, not {value!r}")
-        try:
-            low, high, channels, nodes, ranks = (int(cells[at][:20]) for at in (1, 2, 5, 6, 7))
-        except ValueError:
-            raise InvalidInput(f"{where}: min_bytes, max_bytes, channels, nNodes, nRanks: must be numbers") from None
+        low, high, channels, nodes, ranks = (_number(cells[at], FIELDS[at], where) for at in (1, 2, 5, 6, 7))
         if not 0 <= low <= high <= MAX_BYTES:
             raise InvalidInput(f"{where}: min_bytes: must be 0..max_bytes, not {low}")
-        limits = (("channels", channels, 1 << 10), ("nNodes", nodes, 1 << 20), ("nRanks", ranks, 1 << 20))
-        for key, count, most in limits:
-            if count != -1 and not 1 <= count <= most:
-                raise InvalidInput(f"{where}: {key}: must be 1..{most}, or -1 for any, not {count}")
+        for at, (least, most) in LIMITS.items():
+            number = _number(cells[at], FIELDS[at], where) if at < len(cells) else -1
+            if number != -1 and not least <= number <= most:
+                raise InvalidInput(f"{where}: {FIELDS[at]}: must be {least}..{most}, or -1 for any, not {number}")
+        if 0 < ranks < nodes:
+            raise InvalidInput(f"{where}: nRanks: {ranks} ranks cannot be on {nodes} nodes")
         lines.append(
             Line(
                 collective=cells[0], min_bytes=low, max_bytes=high, algorithm=cells[3], protocol=cells[4],
@@ -168,6 +268,12 @@ def read_tuner_csv(path: str | Path) -> list[Line]:
     return lines
 
 
+def _number(text: str, name: str, where: str) -> int:
+    if not re.fullmatch("-?[0-9]{1,20}", text):
+        raise InvalidInput(f"{where}: {name}: must be a number, not {text[:40]!r}")
+    return int(text)
+
+
 def _nccl_algorithm(
     op: OpPlan, groups: tuple[tuple[int, ...], ...], cluster: Cluster, costs: CostModel
 ) -> tuple[str | None, str]:
@@ -175,7 +281,7 @@ def _nccl_algorithm(
     usual = bindings_for(cluster, groups)[0].channels
     names = {motif.algorithm for motif in op.motifs}
     if NCCL in names:
-        return None, "measured as NCCL runs it by itself, so nothing is set"
+        return None, "measured as NCCL runs it by itself, which cannot be told; a ring is"
     own = [
         nccl
         for nccl, known in NCCL_NAMES.items()

@@ -1,0 +1,43 @@
+"""What NCCL alone would gain of a plan: whole collectives as its tuner is told, in the order of submission."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..cluster import Cluster
+from .baselines import Systems
+from .costs import CostModel, simulated_costs
+from .options import Menu
+from .problem import Option, Problem
+from .rewrites import rewrites
+from .schedule import Schedule
+from .tuner_csv import COLLECTIVES, NCCL_NAMES, Line, shape_of, told
+
+
+def with_tuner_alone(
+    lines: Sequence[Line], problem: Problem, cluster: Cluster, costs: CostModel | None = None
+) -> Schedule:
+    """The step as PyTorch and NCCL run it with a tuner's table and nothing else of a plan.
+
+    Args:
+        lines: The table.
+        problem: The step with its options; the first option of an op is what NCCL does by itself.
+        cluster: Where it runs.
+        costs: What algorithms cost; by default simulated.
+
+    Returns:
+        The schedule, whose period is the time of an iteration.
+    """
+    menu = Menu(cluster, costs if costs is not None else simulated_costs(cluster))
+    options: dict[str, tuple[Option, ...]] = {}
+    for op in problem.workload.comm_ops:
+        groups = problem.workload.groups_of(op)
+        known = COLLECTIVES.get(op.kind, "")
+        found = {told(lines, known, round(op.nbytes), *shape_of(cluster, group)) for group in groups}
+        names = {line.algorithm for line in found if line is not None}
+        whole = None
+        if len(names) == 1 and None not in found:
+            whole = menu.whole(next(iter(rewrites(op, groups, cluster))), NCCL_NAMES.get(names.pop(), ()))
+        options[op.name] = (whole or problem.options[op.name][0],)
+    return Systems(replace(problem, options=options)).schedule("fifo")
