@@ -173,6 +173,19 @@ def test_sizes_that_change_are_an_upper_bound(tmp_path: Path) -> None:
     assert (reduce.nbytes, reduce.at_most) == (16_000_000, True)
 
 
+def test_an_all_to_all_with_splits_is_an_upper_bound_also_where_its_size_is_always_the_same(tmp_path: Path) -> None:
+    found = {}
+    for name in ("all_to_all", "all_to_allv"):
+        traces = _gpu()
+        for trace in traces:
+            for event in trace["traceEvents"]:
+                if event["args"].get("Collective name") == "allreduce":
+                    event["args"]["Collective name"] = name
+        (tmp_path / name).mkdir()
+        found[name] = _comm(kineto.read(_saved(traces, tmp_path / name)), "all_to_all").at_most
+    assert found == {"all_to_all": False, "all_to_allv": True}
+
+
 def event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
     return {"ph": "X", "cat": cat, "name": name, "tid": 1, "ts": ts, "dur": dur, "args": args}
 

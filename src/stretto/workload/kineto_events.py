@@ -110,6 +110,8 @@ class Message(NamedTuple):
     nbytes: float
     group: tuple[int, ...]
     root: int
+    splits: bool = False
+    """Whether it is an all-to-all whose pieces may differ."""
 
 
 def args_of(event: Event) -> Args:

@@ -98,7 +98,8 @@ def _nccl_message(args: Args, about: Events, rank: int, where: str) -> tuple[Mes
         return Message("send", nbytes, pair, 0), kind == "recv"
     root = args.rank if isinstance(args.rank, int) and 0 <= args.rank < len(group) else 0
     rooted = kind in ("broadcast", "reduce", "gather", "scatter")
-    return Message(kind, nbytes, group, root if rooted else 0), False
+    # PyTorch has a name of its own for an all-to-all with splits.
+    return Message(kind, nbytes, group, root if rooted else 0, splits=args.collective == "all_to_allv"), False
 
 
 def _bind_waits(trace: RankTrace) -> None:

@@ -102,7 +102,8 @@ def _measure(op: CommOp, classes: list[RankClass], offsets: dict[int, float]) ->
     """Size, transfer time and waiting; whether every rank of its groups has a trace."""
     calls = _calls(op, classes)
     sizes = {call.message.nbytes for by_rank in calls.values() for call in by_rank.values()}
-    op.nbytes, op.at_most = max(sizes), len(sizes) > 1
+    splits = any(call.message.splits for by_rank in calls.values() for call in by_rank.values())
+    op.nbytes, op.at_most = max(sizes), splits or len(sizes) > 1
     transfers, waits = [], []
     for (_, group), by_rank in calls.items():
         if len(by_rank) < len(group):
