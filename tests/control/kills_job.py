@@ -1,8 +1,8 @@
 """Jobs whose controller, agent or rank is killed, stopped or broken while a plan is active.
 
 ``kills_job.py FOLDER VICTIM[,VICTIM...] TRIALS FIRST_SEED`` runs so many trials of each victim and writes one line of
-JSON per trial to FOLDER/outcomes. Seeds count up, and carriers (the executor, gloo) alternate with them. A trial is
-right when its list `wrong` is empty.
+JSON per trial to FOLDER/outcomes. Seeds count up, and carriers (the executor, gloo) alternate for each victim. A trial
+is right when its list `wrong` is empty.
 
 This process forks everything: PyTorch is loaded once, and no process inherits a thread of gRPC's.
 """
@@ -470,10 +470,10 @@ class Trial:
 
 def main(folder: Path, victims: list[str], trials: int, seed: int) -> None:
     """Run so many trials of each victim, one after the other; each has a seed of its own."""
-    for number, (_, victim) in enumerate(product(range(trials), victims), seed):
+    for number, (trial, (place, victim)) in enumerate(product(range(trials), enumerate(victims)), seed):
         one = folder / f"{number}"
         one.mkdir(parents=True)
-        outcome = Trial(folder=one, seed=number, victim=victim, carrier=CARRIERS[number % 2]).run()
+        outcome = Trial(folder=one, seed=number, victim=victim, carrier=CARRIERS[(trial + place) % 2]).run()
         with (folder / "outcomes").open("a") as file:
             file.write(json.dumps(outcome) + "\n")
 
