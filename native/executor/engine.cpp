@@ -40,6 +40,7 @@ Engine::Engine(Settings settings) : set_(std::move(settings)) {
   local_index_.assign(static_cast<size_t>(set_.world), -1);
   gone_.resize(static_cast<size_t>(set_.world));
   gone_at_.resize(static_cast<size_t>(set_.world));
+  left_.resize(static_cast<size_t>(set_.world));
   cause_.resize(static_cast<size_t>(set_.world));
   inbox_.resize(static_cast<size_t>(set_.world));
   segment_.resize(set_.local.size());

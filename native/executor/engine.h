@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -163,7 +164,7 @@ class Engine {
   void renumber(int comm, uint64_t first);
   uint64_t count_delegated(int comm);
   std::map<int, bool> ask_delegated(int comm, uint64_t number, const std::vector<int>& ranks, double seconds);
-  std::map<int, std::pair<int, std::string>> failing();
+  std::optional<std::pair<int, std::string>> find_culprit(const std::vector<int>& ranks);
   void blame(int lost, const std::string& why);
   void close();
   void abandon();  // in a forked child, right after the fork
@@ -260,6 +261,7 @@ class Engine {
   std::map<int, Comm> comms_;
   std::vector<std::string> gone_;  // per rank: why it is gone; empty: it is there
   std::vector<int64_t> gone_at_;   // and since when
+  std::vector<bool> left_;         // and whether it has closed its executor, instead of ending without a word
   std::vector<Cause> cause_;       // per rank: why it has given up, if it has said so; the own place: what this one said
   std::vector<Inquiry*> inquiries_;
   std::array<std::atomic<uint64_t>, kMaxComms> delegated_{};  // collectives that another backend runs, per communicator

@@ -139,17 +139,21 @@ void Engine::blame(int lost, const std::string& why) {
   if (!closed_ && lost < set_.world) say_cause(lost, why);
 }
 
-// Ranks that are gone, or have given up: with the rank to name, and why.
-std::map<int, std::pair<int, std::string>> Engine::failing() {
+// The rank to name, and why, where something fails among these ranks: one that has ended without a word; else the one because
+// of which another has given up; else one that has left.
+std::optional<std::pair<int, std::string>> Engine::find_culprit(const std::vector<int>& ranks) {
   std::unique_lock lock(mutex_);
-  std::map<int, std::pair<int, std::string>> found;
-  for (int peer = 0; peer < set_.world; ++peer) {
-    const auto at = static_cast<size_t>(peer);
-    if (peer == set_.rank || (gone_[at].empty() && cause_[at].lost < 0)) continue;
-    const Cause c = culprit(peer);
-    found[peer] = {c.lost, c.why};
-  }
-  return found;
+  const auto gave_up = [&](size_t r) { return cause_[r].lost >= 0; };
+  const auto ended = [&](size_t r) { return !gone_[r].empty() && !left_[r] && !gave_up(r); };
+  const auto left = [&](size_t r) { return !gone_[r].empty(); };
+  const auto first = [&](const auto& is) -> std::optional<std::pair<int, std::string>> {
+    for (int r : ranks)
+      if (r != set_.rank && is(static_cast<size_t>(r))) return std::make_pair(culprit(r).lost, culprit(r).why);
+    return {};
+  };
+  auto found = first(ended);
+  if (!found) found = first(gave_up);
+  return found ? found : first(left);
 }
 
 // The number of a collective that another backend is about to run, for `ask_delegated`.
@@ -221,6 +225,7 @@ void Engine::read_control(int peer) {
         continue;
       }
       if (r.comm < 0) {
+        left_[static_cast<size_t>(peer)] = true;
         peer_gone(peer, r.why);
         hang_up(peer);
         return;
@@ -394,6 +399,8 @@ void Engine::check_deadlines(int64_t now) {
     const auto silent = [&](int peer) {
       return peer != set_.rank && gone_[static_cast<size_t>(peer)].empty() && !w->answered.count(peer);
     };
+    for (int peer : p.ranks)
+      if (!gone_[static_cast<size_t>(peer)].empty() && !began(*w, peer)) waits_for(culprit(peer).lost, "it is gone");
     for (int peer : p.ranks)
       if (silent(peer)) waits_for(peer, "it does not answer");
     const bool behind = std::any_of(p.ranks.begin(), p.ranks.end(), [&](int peer) {

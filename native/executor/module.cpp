@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -192,7 +193,7 @@ NB_MODULE(_executor, m) {
       .def("counters", &Engine::counters, nb::call_guard<nb::gil_scoped_release>())
       .def("count_delegated", &Engine::count_delegated)
       .def("ask_delegated", &Engine::ask_delegated, nb::call_guard<nb::gil_scoped_release>())
-      .def("failing", &Engine::failing, nb::call_guard<nb::gil_scoped_release>())
+      .def("find_culprit", &Engine::find_culprit, nb::call_guard<nb::gil_scoped_release>())
       .def("blame", &Engine::blame, nb::call_guard<nb::gil_scoped_release>())
       .def("abandon",
            [](Engine& e) {

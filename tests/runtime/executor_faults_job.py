@@ -100,6 +100,21 @@ def missing_at_a_barrier(rank: Rank) -> Any:
     return missing(rank, 0)
 
 
+def dead_and_not_waited_for(rank: Rank) -> Any:
+    """The victim dies; one rank never starts, and the others wait for that one alone."""
+    ex = rank.executor(timeout_s=30)
+    handle = ex.load(lower(algorithm("direct", "scatter", rank.world)))
+    outcome(go(ex, handle, 1000))
+    work = go(ex, handle, 1000, timeout_s=3.0) if rank.rank not in (0, VICTIM) else None
+    rank.barrier()
+    if rank.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = outcome(work) if work is not None else None
+    rank.barrier()
+    ex.close()
+    return said
+
+
 def ended_before_a_barrier(rank: Rank) -> Any:
     """The victim leaves the job while the others wait for it."""
     with rank.executor(timeout_s=30) as ex:
@@ -241,7 +256,8 @@ def wrong_token(rank: Rank) -> Any:
 SCENARIOS: dict[str, Scenario] = {
     f.__name__: f
     for f in (
-        killed, killed_over_network, paused, missing, missing_at_a_barrier, ended_before_a_barrier, differing,
+        killed, killed_over_network, dead_and_not_waited_for,
+        paused, missing, missing_at_a_barrier, ended_before_a_barrier, differing,
         differing_over_network, no_descriptors, memory_full,
         garbage, wrong_token,
     )

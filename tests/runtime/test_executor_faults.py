@@ -49,6 +49,13 @@ def test_a_rank_that_never_starts_is_named_when_the_time_is_up(tmp_path: Path, s
         assert "rank 2 (it has not started)" in answer["text"]
 
 
+def test_a_rank_that_is_gone_is_named_when_others_wait_for_one_that_has_not_started(tmp_path: Path) -> None:
+    ranks = said(tmp_path, "dead_and_not_waited_for")
+    for answer in (ranks[1], ranks[3]):
+        assert answer["error"] == "PeerLost"
+        assert "rank 2 (it is gone)" in answer["text"], answer["text"]
+
+
 @pytest.mark.parametrize("scenario", ["differing", "differing_over_network"])
 def test_ranks_that_disagree_are_told_apart(tmp_path: Path, scenario: str) -> None:
     for answers in said(tmp_path, scenario):

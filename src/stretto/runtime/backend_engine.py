@@ -282,9 +282,9 @@ class Job:
 
     def lost(self, devices: Sequence[int]) -> str:
         """Why one of these devices' ranks will not come, as far as is known; empty where nothing is."""
-        failing = self.executor.failing() if self.executor is not None else {}
-        found = [failing[rank] for rank in map(self.rank_of.get, devices) if rank in failing]
-        return next((why for _, why in found), "")
+        ranks = [self.rank_of[device] for device in devices if device in self.rank_of]
+        found = self.executor.find_culprit(ranks) if self.executor is not None else None
+        return found[1] if found is not None else ""
 
     def leave(self, engine: Engine) -> None:
         """A group is done."""

@@ -454,10 +454,14 @@ class Executor:
         self._home.check()
         return self._engine.ask_delegated(communicator, number, list(ranks), timeout_s)
 
-    def failing(self) -> dict[int, tuple[int, str]]:
-        """Ranks that are gone, or have given up because another is: the rank to name, and why."""
+    def find_culprit(self, ranks: Sequence[int]) -> tuple[int, str] | None:
+        """The rank to name, and why, where something fails among these ranks; None where all of them are there.
+
+        It is one that has ended without a word; else the one because of which another has given up; else one that has
+        closed its executor.
+        """
         self._home.check()
-        return self._engine.failing()
+        return self._engine.find_culprit(list(ranks))
 
     def blame(self, lost: int, why: str) -> None:
         """Tell all ranks that this one gives up because `lost` is gone: so they name that one when this one leaves."""

@@ -70,17 +70,14 @@ class LostRanks:
         deadline = time.monotonic() + patience_s
         while True:
             executor = self._engine.job.executor
-            failing = executor.failing() if executor is not None else {}
-            because = [failing[rank] for rank in ranks if rank in failing and failing[rank][0] != rank]
-            if because:
-                return because[0]
+            found = executor.find_culprit(ranks) if executor is not None else None
+            if found is not None:
+                return found
             over = time.monotonic() > deadline
-            gone = {rank for rank in ranks if rank in failing}
-            if executor is None or over:
-                # Only then: what a rank has said on its control connection counts more than that its process ended.
-                gone |= {ranks[rank] for rank in find_gone(self._cards, 0.0)}
+            # Not before: what a rank has said on its control connection counts more than that its process has ended.
+            gone = find_gone(self._cards, 0.0) if executor is None or over else []
             if gone:
-                return min(gone), f"{_names(sorted(gone))} gone"
+                return ranks[gone[0]], f"{_names([ranks[rank] for rank in gone])} gone"
             if over:
                 return None
             time.sleep(PAUSE_S)
