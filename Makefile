@@ -4,12 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*.cpp native/*.h native/executor/*) CMakeLists.txt
 
-.PHONY: demo test test-gpu setup system lint clean
+# Tests that run the C++ code most; those of memory that is measured are left out where a sanitizer keeps more of it.
+NATIVE_TESTS := tests/simulator tests/programs tests/dimensions tests/planner/test_schedule.py \
+  tests/planner/test_schedule_random.py tests/planner/test_search.py tests/synthesis/test_forest.py \
+  tests/synthesis/test_flow.py tests/synthesis/test_greedy.py
+EXECUTOR_TESTS := tests/runtime/test_executor.py tests/runtime/test_executor_faults.py
+
+.PHONY: demo test test-asan test-tsan test-gpu setup system lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   set up, then plan, verify, simulate and draw a collective end to end"
 	@echo "make test   set up, then ruff, mypy --strict, the import-direction check, pytest and doctests"
+	@echo "make test-asan, make test-tsan  the tests of the C++ code, built with sanitizers of g++"
 	@echo "make test-gpu PYTHON=...  the tests that need a GPU, in an environment with PyTorch for CUDA; installs stretto there"
 	@echo "make setup  only build the environment in $(VENV)"
 	@echo "make clean  remove what make built"
@@ -19,6 +26,13 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2
+
+# The modules are built into build/sanitized-*, and what is installed stays as it is (docs/executor.md).
+test-asan: setup
+	scripts/test-sanitized address,undefined $(CURDIR)/$(BIN)/python $(NATIVE_TESTS) $(EXECUTOR_TESTS)
+
+test-tsan: setup
+	scripts/test-sanitized thread $(CURDIR)/$(BIN)/python $(EXECUTOR_TESTS)
 
 # The environment of `make setup` has PyTorch for CPUs: this installs into the Python that is given, beside its own.
 test-gpu:

@@ -1,0 +1,36 @@
+"""Loads the C++ modules from the folder STRETTO_SANITIZED instead of the installed ones, in every Python of a test run.
+
+`scripts/test-sanitized` puts this folder on PYTHONPATH. Python imports a module of this name when it starts.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class SanitizedModules:
+    """Finds our C++ modules."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Where a module is; None for all that are not ours."""
+        if name not in ("stretto._native", "stretto._executor"):
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, [self._folder], target)
+        if found is None:
+            raise ImportError(f"{name} is not in {self._folder}: was it built there?")
+        return found
+
+
+if "STRETTO_SANITIZED" in os.environ:
+    # Before the finder of an editable installation, which comes first otherwise.
+    sys.meta_path.insert(0, SanitizedModules(os.environ["STRETTO_SANITIZED"]))  # type: ignore[arg-type]
