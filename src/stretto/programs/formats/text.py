@@ -264,8 +264,8 @@ class _Reader:
         if "devices" in options:
             return tuple(self.integers(options["devices"], MAX_INT))
         count = self.integer(options, "ranks")
-        if not 1 <= count <= min(MAX_RANKS, self.most):
-            self.fail(f"ranks: must be 1..{min(MAX_RANKS, self.most)}, not {count}")
+        if not 1 <= count <= MAX_RANKS:
+            self.fail(f"ranks: must be 1..{MAX_RANKS}, not {count}")
         return tuple(range(count))
 
     def integer(self, options: dict[str, str], key: str, default: int | None = None) -> int:
