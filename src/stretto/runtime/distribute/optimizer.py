@@ -50,7 +50,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._depots = depots
         self._groups = groups
         self._trial = trial
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
         self._follows: Any = None
         self._held: dict[tuple[str, Region], torch.Tensor] = {}
         self._places: dict[tuple[str, Region], int] = {}
@@ -176,18 +176,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _mark(self) -> None:
         """Note the gradients as a backward pass has left them."""
+        self._versions.clear()
         for name in self._shared:
             gradient = self._parameters[name].grad
             if gradient is not None:
-                self._versions[name] = gradient._version
+                self._versions[name] = _version_of(gradient)
 
     def _check_untouched(self) -> None:
         for name, version in self._versions.items():
             gradient = self._parameters[name].grad
-            if gradient is not None and gradient._version != version:
+            if gradient is None or _version_of(gradient) != version:
                 raise InvalidInput(
                     f"{name}: its gradient was changed between backward and step, but the strategy has the averaged "
-                    "gradient elsewhere: clip with optimizer.clip_grad_norm_()"
+                    "gradient elsewhere: clip with optimizer.clip_grad_norm_(), drop with optimizer.zero_grad()"
                 )
 
     def _check_frozen(self) -> None:
@@ -318,3 +319,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for parameter in self._parameters.values():
             parameter.grad = None  # they may be views of buffers that go with this
         self._groups.close()
+
+
+def _version_of(gradient: torch.Tensor) -> tuple[int, int]:
+    """What is another number when a gradient is changed in place, or another tensor is put in its place."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    return values.data_ptr(), gradient._version

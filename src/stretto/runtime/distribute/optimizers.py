@@ -31,7 +31,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, regions: dict[str, list[Re
     name = type(optimizer).__name__
     if name == "LBFGS":
         raise InvalidInput("optimizer: LBFGS evaluates the model several times in a step; take another one")
-    known = type(optimizer).__module__.startswith("torch.optim.")
+    known = getattr(torch.optim, name, None) is type(optimizer)
     if known and name in ELEMENTWISE:
         return
     apart = [variable for variable, found in regions.items() if not replicated(found)]

@@ -121,9 +121,9 @@ class _Asked(NamedTuple):
         strategy, step = self._step(spec)
         check_rows(self.optimizer, strategy, spec)
         return strategy, step, names, {
-            "strategy": strategy_text(strategy, as_json=True),
             "model": repr([_described(name, tensor) for name, tensor in _named_tensors(self.model)]),
             "optimizer": repr(described_optimizer(self.optimizer, names)),
+            "strategy": strategy_text(strategy, as_json=True),
         }  # fmt: skip
 
     def _step(self, spec: ModelSpec) -> tuple[Strategy, Step]:
@@ -188,7 +188,7 @@ def _same_weights(model: nn.Module, groups: Groups) -> None:
             if data.layout != torch.strided:
                 told: list[Any] = [data]
                 dist.broadcast_object_list(told, group_src=0, group=groups.main)
-                data.copy_(told[0])
+                tensor.copy_(told[0])
                 continue
             sent = data.contiguous()
             if sent.numel():
