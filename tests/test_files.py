@@ -101,14 +101,16 @@ def test_first_messages_of_a_type_may_come_in_many_threads_at_once() -> None:
 
 
 def test_every_type_that_msgspec_decodes_is_analyzed_by_one_thread() -> None:
-    decodes = re.compile(r"msgspec\.(?:json|msgpack|yaml)\.(?:decode|Decoder)\(.*\btype=(?!typed\()|msgspec\.convert\(")
+    decodes = re.compile(
+        r"msgspec\.(?:json|msgpack|yaml)\.(?:decode|Decoder)\(.*\btype=(?!typed\()|msgspec\.convert\((?!.*\btyped\()"
+    )
     found = [
         f"{path.relative_to(SOURCES)}: {line.strip()}"
         for path in sorted(SOURCES.rglob("*.py"))
         for line in path.read_text().splitlines()
         if decodes.search(line)
     ]
-    assert found == ["files.py: return msgspec.convert(value, typed(kind), strict=True)"]
+    assert not found
 
 
 def test_a_path_with_a_nul_is_refused_by_readers_and_writers(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ..algorithms.registry import algorithm, entry
 from ..cluster import Cluster
 from ..collectives import COLLECTIVES, ROOTED, Collective
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
+from ..files import typed
 from ..programs import Program
 
 Progress = Callable[[str, float], None]
@@ -112,7 +113,7 @@ class Maker:
             if str(kind).startswith("list"):
                 plain = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
             try:
-                found[name] = msgspec.convert(plain, kind, strict=not _is_text(plain))
+                found[name] = msgspec.convert(plain, typed(kind), strict=not _is_text(plain))
             except msgspec.ValidationError as error:
                 raise InvalidInput(f"option {name} of {self.name}: {error}, not {value!r}") from None
         return found
