@@ -82,7 +82,9 @@ def exchange(matrix: list[list[int]], salt: int, *, equal: bool) -> tuple[torch.
     return got, wanted, dist.all_to_all_single(got, given, output, input, async_op=True)
 
 
-def iteration(draw: random.Random, salt: int, *, mixed: bool = False) -> bool:
+def iteration(
+    draw: random.Random, salt: int, *, mixed: bool = False, inside: Callable[[], None] = lambda: None
+) -> bool:
     """The whole step with new sizes, `mixed` where some ranks may leave splits away; whether all came out right."""
     rank = dist.get_rank()
     equal = mixed and draw.random() < 0.2
@@ -91,6 +93,7 @@ def iteration(draw: random.Random, salt: int, *, mixed: bool = False) -> bool:
     forth = exchange(one, salt, equal=equal)
     summed = torch.arange(501, dtype=torch.int32) + rank
     works = [forth[2], dist.all_reduce(summed, async_op=True)]
+    inside()
     back = exchange(two, salt + 1, equal=equal)
     told = torch.full((33,), rank, dtype=torch.int32)
     works += [back[2], dist.broadcast(told, 1, async_op=True)]
@@ -156,6 +159,29 @@ def recorded_without() -> Any:
     return found
 
 
+def some_ranks_more() -> Any:
+    """Inside of every third iteration two ranks have a sum and an exchange of their own, which others do not see."""
+    workload, draw, rank = step_with_splits(), random.Random(6), dist.get_rank()
+    pair = dist.new_group([1, 2])
+    own: list[bool] = []
+
+    def together() -> None:
+        summed, got = torch.full((9,), rank), torch.zeros(3)
+        dist.all_reduce(summed, group=pair)
+        rows = [1, 2] if rank == 1 else [2, 1]
+        dist.all_to_all_single(got, torch.full((3,), float(rank)), rows, rows, group=pair)
+        own.append(bool((summed == 3).all()) and got.sum() == (5 if rank == 1 else 4))
+
+    def step(number: int) -> bool:
+        more = number % 3 == 2 and rank in (1, 2)
+        return iteration(draw, number, inside=together if more else lambda: None)
+
+    plan = simple_plan(workload, CLUSTER, [whole(("rdma",), seq=seq) for seq in range(5)])
+    got, enforcer = enforced(workload, plan, step, 9, cluster=CLUSTER)
+    told = enforcer.report()
+    return {"right": all(got) and all(own), "fell_back": told.fell_back, "number": told.number}
+
+
 def recorded() -> Any:
     """What a capture says of exchanges with splits: those of fixed unequal sizes, and those that change."""
     rank = dist.get_rank()
@@ -178,7 +204,7 @@ def recorded() -> Any:
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "under_plans": under_plans, "above_gloo": above_gloo, "reordered": reordered, "recorded": recorded,
-    "recorded_without": recorded_without,
+    "recorded_without": recorded_without, "some_ranks_more": some_ranks_more,
 }  # fmt: skip
 
 

@@ -41,6 +41,10 @@ def test_splits_that_were_not_recorded_are_carried_out_or_go_in_plain_order(outc
         assert found["hierarchical:local=2"]["right"] == [True] * 10
 
 
+def test_calls_of_some_ranks_that_the_others_do_not_see_leave_the_plan_as_it_is(outcomes: Outcomes) -> None:
+    assert outcomes["some_ranks_more"] == [{"right": True, "fell_back": "", "number": 1}] * 4
+
+
 def test_a_capture_keeps_the_size_of_every_rank(outcomes: Outcomes) -> None:
     wanted = [
         ["all_to_all", 128.0, True, [80.0, 80.0, 96.0, 128.0]],

@@ -293,7 +293,10 @@ class Enforcer:
             wrong = active.expected.refusal(self._position, call, ranks)
             if wrong:
                 between = self._position in (0, len(active.expected))
-                if not between or too_many(sum(map(len, self._strays.values())), active.expected):
+                if not between and self._gpu is None and active.expected.knows_nothing_of(ranks):
+                    # Ranks outside of this group do not see the call: leaving the plan here would part the ranks.
+                    self._strays.pop(ranks, None)
+                elif not between or too_many(sum(map(len, self._strays.values())), active.expected):
                     self._fall_back(wrong)
                 else:
                     self._stray(active, call, ranks)

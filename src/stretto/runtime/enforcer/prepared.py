@@ -41,6 +41,7 @@ class Expected:
         """Positions of all-to-alls that a plan can carry out with equal pieces only."""
         self.digest = workload.digest
         self.workload = workload
+        self._groups = {group for op in workload.ops if op.is_comm for group in workload.groups_of(op)}
         self.ops: list[tuple[int, Op, tuple[int, ...]]] = []
         self._usual: list[tuple[str, int, tuple[int, ...]]] = []
         """What a call mostly is, to compare with at once."""
@@ -52,6 +53,10 @@ class Expected:
 
     def __len__(self) -> int:
         return len(self.ops)
+
+    def knows_nothing_of(self, ranks: tuple[int, ...]) -> bool:
+        """Whether these are some of the job's ranks, and do nothing together in the step."""
+        return len(ranks) < self.workload.num_ranks and ranks not in self._groups
 
     def refusal(self, at: int, call: Call, ranks: Sequence[int]) -> str:
         """How a call differs from what comes next; empty where it does not."""
