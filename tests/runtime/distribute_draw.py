@@ -7,7 +7,7 @@ aspects change here and there. Most draws fit together; some are left as they fa
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any
@@ -138,6 +138,8 @@ class Drawer:
 
     def group(self, sync: Sync, v: Variable) -> Sync:
         """Merged, or alone."""
+        if self.fitting and v.sparse and self.rng.random() < 0.5:
+            sync = replace(sync, kind="sparse_all_gather", placement=())
         return replace(sync, group=self.rng.choice([0, 1, 1 << 20, ALONE, *([] if self.fitting else [-2])]))
 
     def encoder(self, sync: Sync, v: Variable) -> Sync:
@@ -184,7 +186,7 @@ class Drawer:
             cuts[axis] = cut
         return tuple(cuts)
 
-    def node(self, node: NodeConfig, v: Variable, chosen: set[str]) -> NodeConfig:
+    def node(self, node: NodeConfig, v: Variable, chosen: Sequence[str]) -> NodeConfig:
         """A variable with some aspects drawn anew."""
         change: dict[str, Callable[[Sync, Variable], Sync]] = {
             name: getattr(self, name) for name in sync_aspects() if name in chosen
@@ -228,10 +230,11 @@ def draw(
         The case, with a strategy or with the message that refuses it.
     """
     rng = random.Random(seed)
-    chosen = {aspect} | {name for name in aspects() if name != "staleness" and rng.random() < 0.12}
+    # In the order of the fields: that of a set would be another one in every process.
+    chosen = [name for name in aspects() if name == aspect or (name != "staleness" and rng.random() < 0.12)]
     stale = "staleness" in chosen
     kinds = list(PLAIN if fitting else OPTIMIZERS)
-    optimizer = rng.choice([kinds[seed % len(kinds)], rng.choice(OFTEN)])
+    optimizer = rng.choice(OFTEN) if seed // len(kinds) % 2 else kinds[seed % len(kinds)]
     loop = "plain" if rng.random() < 0.5 else rng.choice(LOOPS)
     if stale:
         optimizer, loop = rng.choice(["sgd", "sgd", "momentum"]), "plain"
@@ -268,13 +271,13 @@ def draw(
     )  # fmt: skip
 
 
-def _changed(strategy: Strategy, drawer: Drawer, chosen: set[str], aspect: str) -> Strategy:
+def _changed(strategy: Strategy, drawer: Drawer, chosen: Sequence[str], aspect: str) -> Strategy:
     nodes = []
     for node in strategy.nodes:
-        here = {name for name in chosen if drawer.rng.random() < (0.8 if name == aspect else 0.4)}
+        here = [name for name in chosen if drawer.rng.random() < (0.8 if name == aspect else 0.4)]
         nodes.append(drawer.node(node, drawer.model.variable(node.variable), here) if here else node)
     if all(before is after for before, after in zip(strategy.nodes, nodes, strict=True)):
-        nodes[-1] = drawer.node(nodes[-1], drawer.model.variable(nodes[-1].variable), {aspect})
+        nodes[-1] = drawer.node(nodes[-1], drawer.model.variable(nodes[-1].variable), [aspect])
     return replace(strategy, nodes=tuple(nodes))
 
 
