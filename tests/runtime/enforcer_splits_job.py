@@ -170,7 +170,7 @@ def some_ranks_more() -> Any:
         dist.all_reduce(summed, group=pair)
         rows = [1, 2] if rank == 1 else [2, 1]
         dist.all_to_all_single(got, torch.full((3,), float(rank)), rows, rows, group=pair)
-        own.append(bool((summed == 3).all()) and got.sum() == (5 if rank == 1 else 4))
+        own.append(bool((summed == 3).all()) and int(got.sum()) == (5 if rank == 1 else 4))
 
     def step(number: int) -> bool:
         more = number % 3 == 2 and rank in (1, 2)

@@ -33,4 +33,4 @@ class SanitizedModules:
 
 if "STRETTO_SANITIZED" in os.environ:
     # Before the finder of an editable installation, which comes first otherwise.
-    sys.meta_path.insert(0, SanitizedModules(os.environ["STRETTO_SANITIZED"]))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, SanitizedModules(os.environ["STRETTO_SANITIZED"]))
