@@ -57,7 +57,9 @@ def test_everything_is_written_and_said(good: Run, step: str, tmp_path: Path) ->
     assert "bytescheduler+ above" in files["html"].read_text()
     assert b"before (bytescheduler+), rank 0" in files["pftrace"].read_bytes()
     assert "cannot be told to NCCL are comments" in text
-    assert len(read_tuner_csv(files["csv"])) <= 1
+    lines = read_tuner_csv(files["csv"])
+    assert {line.collective for line in lines} >= {"allreduce", "allgather", "reducescatter", "broadcast", "reduce"}
+    assert all(line.channels >= 1 for line in lines)
 
 
 def test_steps_and_seed_decide(good: Run, step: str, tmp_path: Path) -> None:
