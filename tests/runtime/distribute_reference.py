@@ -128,12 +128,12 @@ def _low_rank(
         return wanted
     if memory.q is None or not everyone:
         assert given is not None, "PowerSGD begins with random numbers"
-        memory.q = given
-    matrices = [one.reshape(rows, columns) for one in wanted]
+        memory.q = given.double()
+    matrices = [one.reshape(rows, columns).double() for one in wanted]
     total = sum(matrices[1:], matrices[0])
     basis = torch.linalg.svd(total @ memory.q, full_matrices=False)[0]
     memory.q = total.T @ basis
-    return [(basis @ (basis.T @ one)).view(shape) for one in matrices]
+    return [(basis @ (basis.T @ one)).view(shape).to(wanted[0].dtype) for one in matrices]
 
 
 class Reference:

@@ -212,6 +212,33 @@ def dropped(model: nn.Module, optimizer: Any, step: int, ranks: list[int]) -> No
     optimizer.step()
 
 
+def halved(p: Any) -> None:
+    """A script's own hook."""
+    p.grad.mul_(0.5)
+
+
+def hooked(model: nn.Module, optimizer: Any, step: int, ranks: list[int]) -> None:
+    """Hooks of the script on gradients, registered after `stretto.distribute`."""
+    if step == 0:
+        for p in model.parameters():
+            watched: Any = p
+            watched.register_post_accumulate_grad_hook(halved)
+    optimizer.zero_grad()
+    torch.stack([model(inputs(step, rank)).square().mean() for rank in ranks]).mean().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def hooked_late(model: nn.Module, optimizer: Any, step: int, ranks: list[int]) -> None:
+    """The same, right before the first backward pass."""
+    if step == 0:
+        for p in model.parameters():
+            watched: Any = p
+            watched.register_post_accumulate_grad_hook(halved)
+    torch.stack([model(inputs(step, rank)).square().mean() for rank in ranks]).mean().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def penalised(model: Any, optimizer: Any, step: int, ranks: list[int]) -> None:
     """A backward pass through a layer that leaves no gradients, from the second step on."""
     optimizer.zero_grad()
@@ -331,7 +358,8 @@ def whole_job(folder: Path) -> Iterator[tuple[str, Any]]:
         "checkpointed": (Checkpointed, plain_step, {}), "moved": (two, moved_memory, {}),
         "second order": (two, second_order, {}), "unfrozen": (half_frozen, unfrozen, {}),
         "replaced": (two, replaced, {}), "dropped": (two, dropped, {}), "thrown away": (two, thrown_away, {}),
-        "momentum": (table, later_momentum, {"momentum": 0.0}),
+        "momentum": (table, later_momentum, {"momentum": 0.0}), "hooked": (two, hooked, {}),
+        "hooked late": (two, hooked_late, {}),
     }  # fmt: skip
     for builder in BUILDERS:
         for name, (make, loop, options) in loops.items():

@@ -19,7 +19,9 @@ def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-@pytest.mark.parametrize("script", ["shared", "checkpointed", "moved", "second order", "thrown away", "momentum"])
+@pytest.mark.parametrize(
+    "script", ["shared", "checkpointed", "moved", "second order", "thrown away", "momentum", "hooked"]
+)
 def test_weights_are_those_of_one_process(outcomes: Outcomes, script: str, builder: str) -> None:
     assert all(apart < EXACT for apart in outcomes[f"{script} {builder}"])
 
@@ -37,6 +39,11 @@ def test_what_needs_all_gradients_everywhere_is_right_or_refused(
 ) -> None:
     for one in outcomes[f"{script} {builder}"]:
         assert one < EXACT if builder == "all_reduce" else says in one
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_hooks_that_would_not_be_seen_are_refused(outcomes: Outcomes, builder: str) -> None:
+    assert all("a hook on its gradient" in said for said in outcomes[f"hooked late {builder}"])
 
 
 @pytest.mark.parametrize("builder", BUILDERS)

@@ -104,7 +104,7 @@ class FactorsCarrier(RunsCarrier):
         self._layers = layers
         generator = torch.Generator().manual_seed(0)
         self._probes = {
-            piece.variable.name: torch.randn(piece.part.shape[-1], generator=generator, dtype=torch.float64)
+            piece.variable.name: torch.randn(piece.part.shape[-1], generator=generator).to(self.device, self.dtype)
             for piece in self.pieces
         }  # fmt: skip
         self._handles: list[Any] = []
@@ -155,7 +155,7 @@ class FactorsCarrier(RunsCarrier):
         gradient = self.parameters[name].grad
         if gradient is not None and gradient.dtype not in (torch.float32, torch.float64):
             return
-        probe = self._probes[name].to(self.device, self.dtype)
+        probe = self._probes[name]
         apart = torch.zeros((), device=self.device) if gradient is None else gradient.detach() @ probe
         allowed = torch.zeros((), device=self.device) if gradient is None else NEAR * gradient.detach().norm()
         if factors is not None:

@@ -85,7 +85,8 @@ class Synchroniser:
         for parameter in self._trained:
             DISTRIBUTED[parameter] = True
         watched: dict[str, Any] = dict(parameters)
-        self._handles = [watched[name].register_post_accumulate_grad_hook(self._hook(name)) for name in self._of]
+        self._hooks = [(watched[name], self._hook(name, watched[name])) for name in self._of]
+        self._handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in self._hooks]
         for carrier in self.carriers:
             carrier.watch()
 
@@ -98,7 +99,7 @@ class Synchroniser:
         finally:
             self._quiet = before
 
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+    def _hook(self, name: str, parameter: Any) -> Callable[[torch.Tensor], None]:
         # This runs once for each parameter and step, so it is one function with as little in it as possible.
         mine = [(at, self.carriers[at]) for at in self._of[name]]
         missing, arrived = self._missing, self._arrived
@@ -107,6 +108,11 @@ class Synchroniser:
         def ready(_: torch.Tensor) -> None:
             nonlocal seen
             self._fresh = False
+            if next(reversed(parameter._post_accumulate_grad_hooks.values())) is not ready:
+                raise InvalidInput(
+                    f"{name}: a hook on its gradient that was registered after stretto.distribute would not be seen: "
+                    "register it before, or call optimizer.zero_grad() afterwards"
+                )
             if self._quiet:
                 return
             if not self._active:
@@ -182,6 +188,14 @@ class Synchroniser:
         self._fresh = self._pushed = False
         for carrier in self.carriers:
             carrier.forget()
+        self._be_last()
+
+    def _be_last(self) -> None:
+        """Take gradients as the script's own hooks leave them, also those that were registered meanwhile."""
+        for at, (parameter, hook) in enumerate(self._hooks):
+            if next(reversed(parameter._post_accumulate_grad_hooks.values()), hook) is not hook:
+                self._handles[at].remove()
+                self._handles[at] = parameter.register_post_accumulate_grad_hook(hook)
 
     def close(self) -> None:
         """Take the hooks off."""
