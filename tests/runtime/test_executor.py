@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -72,9 +73,10 @@ def test_several_at_once_subgroups_identity_and_a_soak(tmp_path: Path) -> None:
     for rank in answers["soak"]:
         assert rank["wrong"] == 0
         assert rank["after"]["descriptors"] <= rank["before"]["descriptors"]
-        assert rank["after"]["kib"] - rank["before"]["kib"] < 2048  # and 300 works in between
+        if "STRETTO_SANITIZED" not in os.environ:  # a sanitizer remembers what was freed, and may have a thread
+            assert rank["after"]["kib"] - rank["before"]["kib"] < 2048  # and 300 works in between
+            assert rank["threads"] == 1
         assert rank["counters"]["staging_bytes"] == rank["counters"]["lingering"] == 0
-        assert rank["threads"] == 1
     for rank in answers["closing"]:
         assert rank["before"] == rank["after"]
 

@@ -11,11 +11,20 @@ from pathlib import Path
 
 OURS = re.compile(r"_native\.|_executor\.|/native/")
 LEAK = re.compile(r"^(?:Direct|Indirect) leak of .*?(?=^$)", re.MULTILINE | re.DOTALL)
-HEADING = "LeakSanitizer"
+HEADING = "ERROR: LeakSanitizer"
 
 
 def problems(text: str) -> list[str]:
-    """What of a report is to be cured."""
+    """What of a report is to be cured.
+
+    >>> leaks = "ERROR: LeakSanitizer:\\n\\nDirect leak of 8 bytes\\n  #1 in gc_alloc\\n\\nIndirect leak of 9 bytes\\n"
+    >>> problems(leaks + "\\n")
+    []
+    >>> problems(leaks + "  #1 in Engine::start (_executor.so)\\n\\n")
+    ['Indirect leak of 9 bytes\\n  #1 in Engine::start (_executor.so)\\n']
+    >>> problems("WARNING: ThreadSanitizer: data race")
+    ['WARNING: ThreadSanitizer: data race']
+    """
     if HEADING not in text:
         return [text]
     return [leak for leak in LEAK.findall(text) if OURS.search(leak)]
