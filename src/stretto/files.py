@@ -112,10 +112,13 @@ def _keep_mode(target: Path, handle: int) -> None:
     os.fchmod(handle, stat.S_IMODE(target.stat().st_mode))
 
 
-def convert(value: Any, kind: type[T], *, where: str) -> T:
-    """Check plain data against a msgspec type; the error carries the path of the bad field."""
+def convert(value: Any, kind: type[T], *, where: str, strict: bool = True) -> T:
+    """Check plain data against a msgspec type; the error carries the path of the bad field.
+
+    Where it is not `strict`, texts that read as a number or a truth value are taken for one.
+    """
     try:
-        return msgspec.convert(value, typed(kind), strict=True)
+        return msgspec.convert(value, typed(kind), strict=strict)
     except msgspec.ValidationError as error:
         message = str(error)
         text, _, path = message.rpartition(" - at ")

@@ -104,7 +104,7 @@ def test_an_option_that_a_maker_does_not_have_is_an_error(name: str, capsys: pyt
         (["--set", "wood.max_k=1"], "unknown maker 'wood'; choose from: library, compose, greedy"),
         (["--set", "forest.max_k=0"], "option max_k of forest: Expected `int` >= 1, not '0'"),
         (["--set", "forest.max_k=few"], "option max_k of forest: Expected `int`, got `str`, not 'few'"),
-        (["--set", "greedy.pieces=1,x"], "option pieces of greedy: Expected `int`"),
+        (["--set", "greedy.pieces=1,x"], "option pieces of greedy: $[1]: Expected `int`"),
         (["--set", "exact.solver=gurobi"], "option solver of exact: Invalid enum value 'gurobi'"),
         (["--set", "max_k=1"], "--set 'max_k=1': expected MAKER.KEY=VALUE, such as forest.max_k=4"),
         (["--set", "forest.max_k=1", "--set", "forest.max_k=2"], "forest.max_k is given twice"),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
 from ..algorithms import algorithms
@@ -16,7 +15,7 @@ from ..algorithms.registry import algorithm, entry
 from ..cluster import Cluster
 from ..collectives import COLLECTIVES, ROOTED, Collective
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
-from ..files import typed
+from ..files import convert
 from ..programs import Program
 
 Progress = Callable[[str, float], None]
@@ -113,9 +112,9 @@ class Maker:
             if str(kind).startswith("list"):
                 plain = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
             try:
-                found[name] = msgspec.convert(plain, typed(kind), strict=not _is_text(plain))
-            except msgspec.ValidationError as error:
-                raise InvalidInput(f"option {name} of {self.name}: {error}, not {value!r}") from None
+                found[name] = convert(plain, kind, where=f"option {name} of {self.name}", strict=not _is_text(plain))
+            except InvalidInput as error:
+                raise InvalidInput(f"{error}, not {value!r}") from None
         return found
 
     def tasks(self, problem: Problem) -> list[Task]:
