@@ -49,7 +49,7 @@ def parse_number(text: str) -> int | float | None:
     >>> parse_number("25"), parse_number("1e3"), parse_number("auto")
     (25, 1000.0, None)
     """
-    for kind in (int, float):
+    for kind in (int, float) if text.isascii() else ():
         try:
             value = kind(text[:MAX_DIGITS])
         except ValueError:
@@ -66,7 +66,7 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("64M"), parse_bytes("1KiB"), parse_bytes("1.5GB"), parse_bytes("7")
     (64000000, 1024, 1500000000, 7)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text.lower(), re.ASCII)
     if match is None:
         raise InvalidInput(f"size {text!r}: expected a number with an optional K, M, G, Ki, Mi or Gi")
     value = float(match[1]) * _SUFFIX[match[2] or ""]

@@ -128,14 +128,14 @@ def parse_ranks(text: str | None, count: int) -> tuple[int, ...]:
     """
     if text is None:
         return tuple(range(count))
-    if text.isdecimal() and len(text) < 8:
+    if text.isascii() and text.isdecimal() and len(text) < 8:
         if not 1 <= int(text) <= count:
             raise InvalidInput(f"--ranks: must be 1..{count} (the cluster's devices), not {text}")
         return tuple(range(int(text)))
     ranks: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
-        if not all(end.isdecimal() and len(end) < 8 for end in (low, high if dash else low)):
+        if not all(end.isascii() and end.isdecimal() and len(end) < 8 for end in (low, high if dash else low)):
             raise InvalidInput(f"--ranks {text!r}: expected a count (8) or a list (0-7,16,20-23)")
         first, last = int(low), int(high if dash else low)
         if not first <= last < count:

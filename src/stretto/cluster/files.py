@@ -129,7 +129,7 @@ def _parse_tail(tail: str) -> dict[str, Any]:
         try:
             value = _value(text if equals else key)
         except InvalidInput as error:
-            raise InvalidInput(f"{key.strip()}: {error}" if equals else str(error)) from None
+            raise InvalidInput(f"{key.strip() if equals else 'nodes'}: {error}") from None
         if equals:
             options[key.strip()] = value
         elif at == 0 and isinstance(value, tuple):
@@ -143,7 +143,7 @@ def _parse_tail(tail: str) -> dict[str, Any]:
 
 def _value(text: str) -> int | float | tuple[int, ...] | str:
     text = text.strip()
-    if re.fullmatch(r"\d{1,9}(x\d{1,9})+", text):
+    if re.fullmatch(r"\d{1,9}(x\d{1,9})+", text, re.ASCII):
         return tuple(int(side) for side in text.split("x"))
     number = parse_number(text)
     return text if number is None else number

@@ -76,7 +76,7 @@ def check_address(address: str) -> str:
             raise InvalidInput(f"address {address!r}: the path must be absolute, {MAX_SOCKET_PATH} bytes at most")
         return address
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         raise InvalidInput(f"address {address!r}: expected unix:/path or HOST:PORT")
     return address
 

@@ -230,7 +230,7 @@ class _Reader:
             root = self.number()
             self.expect("}")
             return root
-        if not self.token.isdigit():
+        if not (self.token.isascii() and self.token.isdigit()):
             self.fail(f"expected the root of {kind}, not {self.described()}")
         return self.factor()
 
