@@ -28,8 +28,8 @@ import stretto.torch
 from stretto import Cluster, Plan, Workload
 from stretto.control.autopilot import small_us
 from stretto.control.refine import RefinedCosts
-from stretto.planner.costs import simulated_costs
-from stretto.planner.make import planned
+from stretto.planner.api import planned
+from stretto.planner.costs.costs import simulated_costs
 from stretto.planner.plan import PLAIN
 
 LossOf = Callable[[], torch.Tensor]

@@ -27,9 +27,9 @@ import stretto.torch
 from stretto import Cluster, Plan, Workload
 from stretto.control.refine import RefinedCosts
 from stretto.lab import Lab
-from stretto.planner.costs import simulated_costs
-from stretto.planner.make import planned
-from stretto.runtime.watch import Submitted, Watch
+from stretto.planner.api import planned
+from stretto.planner.costs.costs import simulated_costs
+from stretto.runtime.torch_backend.watch import Submitted, Watch
 from stretto.workload import Dep, Op
 
 WARM = 3

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import stretto.torch
 from stretto import Cluster, Plan, Workload
-from stretto.planner.channels import restrict
-from stretto.planner.make import planned
-from stretto.planner.motif import motif_of
+from stretto.planner.algebra.motif import motif_of
+from stretto.planner.api import planned
+from stretto.planner.costs.channels import restrict
 from stretto.planner.plan import MotifPlan, OpPlan
 
 WARM = 3

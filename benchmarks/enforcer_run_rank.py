@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.runtime.enforcer.current import Current
-from stretto.runtime.own_backend import OwnBackend
+from stretto.runtime.torch_backend.current import Current
+from stretto.runtime.torch_backend.own_backend import OwnBackend
 
 WIDTH, LAYERS, BATCH = 256, 5, 16
 LOOK_EVERY = 10

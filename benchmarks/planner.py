@@ -21,17 +21,17 @@ from common import Case, Row, run_cases
 
 import stretto as st
 from stretto.errors import Infeasible
+from stretto.planner.algebra.options import problem as make_problem
+from stretto.planner.api import planned
 from stretto.planner.baselines import BASELINES, Effort, baseline
-from stretto.planner.costs import SimulatedCosts
-from stretto.planner.exact import solve_exactly
+from stretto.planner.costs.costs import SimulatedCosts
+from stretto.planner.costs.microbench import figures
 from stretto.planner.example import figure6, random_problem
-from stretto.planner.make import planned
-from stretto.planner.microbench import figures
-from stretto.planner.options import problem as make_problem
-from stretto.planner.problem import Problem
-from stretto.planner.retime import retime
-from stretto.planner.schedule import Schedule, Scheduler
-from stretto.planner.search import search
+from stretto.planner.schedule.exact import solve_exactly
+from stretto.planner.schedule.problem import Problem
+from stretto.planner.schedule.retime import retime
+from stretto.planner.schedule.schedule import Schedule, Scheduler
+from stretto.planner.schedule.search import search
 from stretto.workload import Workload
 from stretto.workload.roofline import TYPICAL
 
@@ -84,7 +84,7 @@ def rows_of(case: str, model: str, problem: Problem, made: dict[str, Schedule], 
 def model_case(
     model: str, quick: bool, *, nodes: int = 16, case: str = "", preset: str = "hgx2", **options: float
 ) -> list[Row]:
-    from stretto.planner.bounds import lower_bound
+    from stretto.planner.schedule.bounds import lower_bound
 
     spec = MODELS[model] + "".join(f",{key}={value:g}" for key, value in {"ranks": 8 * nodes, **options}.items())
     workload = Workload.load(spec)

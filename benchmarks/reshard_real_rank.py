@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import stretto
 from stretto.resharding import Layout, Mesh, Spec, Tensor, UnitTask, decompose
-from stretto.runtime.resharding.describe import dtype_of
-from stretto.runtime.resharding.reshard import _plans
-from stretto.runtime.resharding.transfer import Transfer
+from stretto.resharding.tensors.describe import dtype_of
+from stretto.resharding.tensors.reshard import _plans
+from stretto.resharding.tensors.transfer import Transfer
 
 Side = tuple[tuple[int, ...], list[int], str]
 """Shape of a mesh, its ranks, and a spec."""

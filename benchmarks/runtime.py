@@ -108,7 +108,7 @@ def row(kind: str, nbytes: int, world: int, system: str, time_us: float, **more:
 def stretto(world: int, quick: bool) -> list[Row]:
     from stretto.algorithms import algorithm
     from stretto.programs.lower import lower
-    from stretto.runtime.executor import Executor
+    from stretto.runtime.executor.executor import Executor
 
     programs = {
         (kind, nbytes): lower(algorithm(algorithm_for(kind, nbytes, world), kind, world), fifo_depth=2)
@@ -203,7 +203,7 @@ def soak(world: int, quick: bool) -> list[Row]:
     """Mixed collectives, every result checked; what a rank holds before and after."""
     from stretto.algorithms import algorithm
     from stretto.programs.lower import lower
-    from stretto.runtime.executor import Executor
+    from stretto.runtime.executor.executor import Executor
 
     names = {"all_reduce": "ring", "all_gather": "direct", "reduce_scatter": "ring", "all_to_all": "direct"}
     programs = {kind: lower(algorithm(name, kind, world)) for kind, name in names.items()}

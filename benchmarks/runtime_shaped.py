@@ -30,9 +30,9 @@ from stretto.lab.layout import wire_bytes
 from stretto.lab.network import burst_bytes
 from stretto.programs import Program
 from stretto.programs.lower import lower
-from stretto.runtime.executor import far_bytes
-from stretto.runtime.predict import predict
-from stretto.runtime.select import Selector
+from stretto.runtime.executor.executor import far_bytes
+from stretto.runtime.torch_backend.prediction import predict
+from stretto.runtime.torch_backend.selection import Selector
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 IN_PLACE = ("all_reduce", "all_gather")

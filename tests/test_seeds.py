@@ -17,10 +17,10 @@ from stretto.dimensions import stretto as dimension_schedule
 from stretto.errors import InvalidInput
 from stretto.pipeline.search import search as search_pipeline
 from stretto.pipeline.simulation import Costs
-from stretto.planner.exact import solve_exactly
+from stretto.planner.api import planned
 from stretto.planner.example import figure6
-from stretto.planner.make import planned
-from stretto.planner.search import search as search_plan
+from stretto.planner.schedule.exact import solve_exactly
+from stretto.planner.schedule.search import search as search_plan
 from stretto.programs import interpret
 from stretto.programs.formats import mscclpp_json, mscclpp_reader, text
 from stretto.strategy.model import ModelSpec, Variable

@@ -1,4 +1,4 @@
-// The Python face of the executor; see src/stretto/runtime/executor.py for what it means.
+// The Python face of the executor; see src/stretto/runtime/executor/executor.py for what it means.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>

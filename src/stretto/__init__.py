@@ -30,16 +30,16 @@ from .errors import (
     StrettoError,
     VerificationError,
 )
-from .planner.make import plan
+from .planner.api import plan
 from .planner.plan import Plan
 from .programs import Lowered, Program, SymmetricProgram
 from .resharding import ReshardPlan, plan_reshard
-from .runtime.capture import capture
-from .runtime.distribute import distribute, model_spec
-from .runtime.enforcer.current import step
-from .runtime.resharding.reshard import reshard
-from .runtime.resharding.weights import WeightSync
+from .resharding.tensors.reshard import reshard
+from .resharding.tensors.weights import WeightSync
+from .runtime.capture.session import capture
+from .runtime.torch_backend.current import step
 from .simulator import Bound, Timeline, lower_bound, simulate
+from .strategy.distribute import distribute, model_spec
 from .synthesis import Certificate, Synthesis, synthesize
 from .units import GB, GIB, KB, KIB, MB, MIB
 from .workload import Workload, workloads

@@ -22,11 +22,11 @@ except ImportError:
 
 from .cluster import Cluster
 from .planner.plan import Plan
-from .runtime.backend import StrettoGroup, create
-from .runtime.ddp import DdpHook, ddp_hook
+from .runtime.enforcer.ddp_hook import DdpHook, ddp_hook
 from .runtime.enforcer.enforcer import Enforcer
-from .runtime.record import LEDGER, Choice, Recording
-from .runtime.record import record as _record
+from .runtime.torch_backend.backend import StrettoGroup, create
+from .runtime.torch_backend.recording import LEDGER, Choice, Recording
+from .runtime.torch_backend.recording import record as _record
 from .workload import Workload
 
 __all__ = [

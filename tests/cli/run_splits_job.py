@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.runtime.enforcer.current import Current
+from stretto.runtime.torch_backend.current import Current
 
 RANKS = 2
 WIDTH = 16

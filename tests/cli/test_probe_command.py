@@ -8,7 +8,7 @@ import pytest
 
 from stretto import Cluster
 from stretto.lab import Lab, unavailable
-from stretto.planner.measured import read_measurements
+from stretto.planner.costs.measured import read_measurements
 
 Run = Callable[..., str]
 LIMIT_S = 480.0

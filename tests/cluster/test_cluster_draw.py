@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 import pytest
 
 from stretto import Cluster, Link, Node
-from stretto.cluster.draw import to_svg, to_text
 from stretto.cluster.files import load
 from stretto.cluster.presets import presets
 from stretto.cluster.shape import coordinates, host_groups, levels, link_classes, ranges
+from stretto.report.cluster_drawing import to_svg, to_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

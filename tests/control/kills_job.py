@@ -42,8 +42,8 @@ from stretto.control.controller import Controller
 from stretto.control.messages import RankState, Reply, decode_captured, encode_plan
 from stretto.control.transport import Link
 from stretto.control.worker import Answer, Ask, Planning
-from stretto.runtime import backend_meet
 from stretto.runtime.enforcer.enforcer import Enforcer
+from stretto.runtime.torch_backend import meeting as backend_meet
 
 FORK = multiprocessing.get_context("fork")
 TOKEN = "0123456789abcdef0123456789abcdef"

@@ -28,8 +28,8 @@ from stretto.control.controller import Controller
 from stretto.control.messages import encode_plan
 from stretto.control.transport import Link
 from stretto.control.worker import Answer, Ask
+from stretto.planner.algebra.rewrites import rewrites
 from stretto.planner.plan import PLAIN, Plan
-from stretto.planner.rewrites import rewrites
 from stretto.runtime.enforcer.enforcer import Enforcer
 from stretto.runtime.enforcer.report import Report
 

@@ -13,7 +13,7 @@ import pytest
 from stretto.control import compare
 from stretto.control.aside import LEAD, MOST_STEPS, NOTES, RollCall, _check
 from stretto.control.compare import MOST, MOST_ROUNDS, SETTLE, Comparison, faster
-from stretto.runtime.own_backend import OwnBackend
+from stretto.runtime.torch_backend.own_backend import OwnBackend
 
 
 @pytest.fixture(autouse=True)

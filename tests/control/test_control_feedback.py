@@ -10,7 +10,7 @@ from toy_job import toy_cluster, toy_plan, toy_workload
 from stretto.control.feedback import MOST_WINDOWS, WINDOW_ITERATIONS, WINDOWS, Question, Watch
 from stretto.control.refine import RefinedCosts, ratios, refined
 from stretto.control.worker import Ask, answer, plan_of
-from stretto.planner.costs import Motion, simulated_costs
+from stretto.planner.costs.costs import Motion, simulated_costs
 from stretto.runtime.enforcer.report import MotifReport, Report
 
 WORKLOAD, CLUSTER = toy_workload(2), toy_cluster(2)

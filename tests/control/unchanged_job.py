@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.runtime.enforcer.current import Current
-from stretto.runtime.own_backend import OwnBackend
+from stretto.runtime.torch_backend.current import Current
+from stretto.runtime.torch_backend.own_backend import OwnBackend
 
 RANKS = 2
 GRAIN = 1 << 10

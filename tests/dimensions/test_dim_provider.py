@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import stretto as st
-from stretto.planner.costs import Motion, SimulatedCosts
-from stretto.planner.providers import BALANCED, DIM_CHUNKS, DIM_UNITS, providers_for
-from stretto.planner.recipes import Ask
+from stretto.planner.algebra.recipes import Ask
+from stretto.planner.costs.costs import Motion, SimulatedCosts
+from stretto.planner.costs.providers import BALANCED, DIM_CHUNKS, DIM_UNITS, providers_for
 
 
 def ask(kind: str, count: int) -> Ask:

@@ -15,8 +15,8 @@ from distribute_models import STEPS, batch, loss_of, made, optimizer_of, weights
 from torch import nn
 
 import stretto
-from stretto.runtime.distribute import model_spec
 from stretto.strategy.builders import build
+from stretto.strategy.distribute import model_spec
 
 LOSSY = [(encoder, 0) for encoder in ("float16", "bfloat16", "powersgd:2", "topk:0.1", "onebit", "sufficient_factors")]
 

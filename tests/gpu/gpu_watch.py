@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stretto.runtime.watch import Submitted, Watch
+from stretto.runtime.torch_backend.watch import Submitted, Watch
 from stretto.workload import Dep, Op, Workload
 
 

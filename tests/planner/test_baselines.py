@@ -8,8 +8,8 @@ import pytest
 
 from stretto.errors import InvalidInput
 from stretto.planner.baselines import BASELINES, STOCK, Effort, Systems, as_submitted, baseline, first_uses, tac_order
-from stretto.planner.problem import Option, Problem, Task
-from stretto.planner.schedule import Schedule
+from stretto.planner.schedule.problem import Option, Problem, Task
+from stretto.planner.schedule.schedule import Schedule
 from stretto.workload import Dep, Op, Workload
 
 

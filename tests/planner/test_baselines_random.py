@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from stretto.planner.baselines import BASELINES, STOCK, Effort, as_submitted, baseline
 from stretto.planner.example import random_problem
-from stretto.planner.problem import Option, Problem, Task
-from stretto.planner.schedule import Schedule, Scheduler, check_order
-from stretto.planner.search import search
+from stretto.planner.schedule.problem import Option, Problem, Task
+from stretto.planner.schedule.schedule import Schedule, Scheduler, check_order
+from stretto.planner.schedule.search import search
 
 EFFORT = Effort(evaluations=60, budget_s=float("inf"))
 

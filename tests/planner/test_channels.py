@@ -7,7 +7,7 @@ import pytest
 
 from stretto import Cluster
 from stretto.errors import Infeasible, InvalidInput
-from stretto.planner.channels import (
+from stretto.planner.costs.channels import (
     bindings,
     bindings_for,
     connected,

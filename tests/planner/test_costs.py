@@ -7,10 +7,10 @@ import pytest
 from stretto import Cluster, algorithm, simulate
 from stretto.cluster.presets.hgx2 import INCAST
 from stretto.errors import Infeasible, InvalidInput
-from stretto.planner.channels import bindings, restrict
-from stretto.planner.costs import CPU_LAUNCH_US, LAUNCH_US, Motion, SimulatedCosts, interpolated, launch_us
-from stretto.planner.recipes import Ask, build, library, rails
-from stretto.planner.together import Part, together
+from stretto.planner.algebra.recipes import Ask, build, library, rails
+from stretto.planner.costs.channels import bindings, restrict
+from stretto.planner.costs.concurrent import Part, together
+from stretto.planner.costs.costs import CPU_LAUNCH_US, LAUNCH_US, Motion, SimulatedCosts, interpolated, launch_us
 from stretto.programs import Program
 from stretto.units import MB
 

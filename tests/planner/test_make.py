@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 import stretto
-import stretto.planner.make as module
+import stretto.planner.api as module
 from stretto.cluster import Cluster
 from stretto.errors import Infeasible, InvalidInput, PlanMismatch
+from stretto.planner.api import SYSTEM, Planned, plan, planned, to_plan, to_schedule
 from stretto.planner.baselines import BASELINES
-from stretto.planner.make import SYSTEM, Planned, plan, planned, to_plan, to_schedule
 from stretto.planner.plan import PLAIN, Plan
-from stretto.planner.problem import Problem
-from stretto.planner.retime import Retimed
-from stretto.planner.schedule import Schedule
+from stretto.planner.schedule.problem import Problem
+from stretto.planner.schedule.retime import Retimed
+from stretto.planner.schedule.schedule import Schedule
 from stretto.workload import Dep, Op, Workload
 
 HGX2 = Cluster.preset("hgx2", nodes=1)
@@ -112,8 +112,8 @@ def test_a_plan_without_a_steady_state_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 def test_where_an_order_cannot_be_fed_the_fastest_that_can_is_taken() -> None:
     """On channels of their own the two do not meet, but the application submits `prep` only after `grad` is done."""
-    from stretto.planner.problem import Option, Task
-    from stretto.planner.schedule import Scheduler
+    from stretto.planner.schedule.problem import Option, Task
+    from stretto.planner.schedule.schedule import Scheduler
 
     def option(channel: str) -> tuple[Option, ...]:
         task = Task(motif="m", algorithm="a", channels=(channel,), duration_us=1.0)

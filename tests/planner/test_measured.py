@@ -8,9 +8,9 @@ import pytest
 
 from stretto import Cluster
 from stretto.errors import Infeasible, InvalidInput
-from stretto.planner.channels import bindings_for
-from stretto.planner.costs import LAUNCH_US, Motion, SimulatedCosts, launch_us
-from stretto.planner.measured import LayeredCosts, MeasuredCosts, Measurement, read_measurements
+from stretto.planner.costs.channels import bindings_for
+from stretto.planner.costs.costs import LAUNCH_US, Motion, SimulatedCosts, launch_us
+from stretto.planner.costs.measured import LayeredCosts, MeasuredCosts, Measurement, read_measurements
 from stretto.units import KB, MB
 
 CSV = """collective,algorithm,channels,nranks,nbytes,time_us

@@ -8,8 +8,8 @@ import pytest
 
 from stretto import Cluster
 from stretto.errors import InvalidInput
-from stretto.planner.costs import Motion, SimulatedCosts
-from stretto.planner.measured import (
+from stretto.planner.costs.costs import Motion, SimulatedCosts
+from stretto.planner.costs.measured import (
     Beside,
     LayeredCosts,
     MeasuredCosts,
@@ -18,7 +18,7 @@ from stretto.planner.measured import (
     read_measurements,
     write_measurements,
 )  # fmt: skip
-from stretto.planner.microbench import measured_slowdown, overlapped_pair
+from stretto.planner.costs.microbench import measured_slowdown, overlapped_pair
 from stretto.units import MB
 
 HGX2 = Cluster.preset("hgx2", nodes=2)

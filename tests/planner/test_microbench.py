@@ -6,8 +6,8 @@ import pytest
 
 from stretto import Cluster
 from stretto.errors import InvalidInput
-from stretto.planner.costs import SimulatedCosts
-from stretto.planner.microbench import Figure, all_reduce_plans, all_to_all_plans, overlapped_pair
+from stretto.planner.costs.costs import SimulatedCosts
+from stretto.planner.costs.microbench import Figure, all_reduce_plans, all_to_all_plans, overlapped_pair
 from stretto.units import GB, KB, MB
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from stretto import InvalidInput
-from stretto.planner.motif import Motif, Par, Seq, motif, motif_of, par, seq
-from stretto.planner.notation import parse
-from stretto.planner.spans import cut, cut_sizes, even_sizes, joined, measure
+from stretto.planner.algebra.motif import Motif, Par, Seq, motif, motif_of, par, seq
+from stretto.planner.algebra.notation import parse
+from stretto.planner.algebra.spans import cut, cut_sizes, even_sizes, joined, measure
 
 
 def test_shards_are_even_pieces_in_rank_order_unless_given() -> None:

@@ -7,10 +7,10 @@ import pytest
 
 from stretto import AllReduce, AllToAll, InvalidInput, Program, VerificationError, algorithm
 from stretto.collectives import AllToAllV, Permute, ReduceScatter
-from stretto.planner.lowering import check, default_algorithm, leaf_programs, lower
-from stretto.planner.motif import motif
-from stretto.planner.notation import parse
-from stretto.planner.rules import apply, parse_step, rewrite_all
+from stretto.planner.algebra.lowering import check, default_algorithm, leaf_programs, lower
+from stretto.planner.algebra.motif import motif
+from stretto.planner.algebra.notation import parse
+from stretto.planner.algebra.rules import apply, parse_step, rewrite_all
 
 
 def test_a_single_motif_is_the_library_algorithm_itself() -> None:

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto import InvalidInput
-from stretto.planner.motif import Expr, Motif, Par, Seq, motif
-from stretto.planner.notation import parse, show
-from stretto.planner.notation_read import MAX_TEXT
-from stretto.planner.rules import apply, rewrite_all
+from stretto.planner.algebra.motif import Expr, Motif, Par, Seq, motif
+from stretto.planner.algebra.notation import parse, show
+from stretto.planner.algebra.notation_read import MAX_TEXT
+from stretto.planner.algebra.rules import apply, rewrite_all
 
 WRITTEN = [
     "AR(T[0:1024], PG[0:8])",

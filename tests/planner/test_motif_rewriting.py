@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from stretto import InvalidInput, VerificationError
 from stretto.algorithms import defined_for
-from stretto.planner.lowering import check, leaf_programs, lower
-from stretto.planner.motif import KINDS, ROOTED, Expr, Motif, Par, Seq, motif, par, seq
-from stretto.planner.notation import parse, show
-from stretto.planner.rules import apply, entry, parse_step, rewrite_all, rule, rules, unregister, variants
+from stretto.planner.algebra.lowering import check, leaf_programs, lower
+from stretto.planner.algebra.motif import KINDS, ROOTED, Expr, Motif, Par, Seq, motif, par, seq
+from stretto.planner.algebra.notation import parse, show
+from stretto.planner.algebra.rules import apply, entry, parse_step, rewrite_all, rule, rules, unregister, variants
 from stretto.programs import interpret
 
 

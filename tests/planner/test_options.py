@@ -8,16 +8,16 @@ import pytest
 
 from stretto import Cluster
 from stretto.errors import InvalidInput
-from stretto.planner.costs import CPU_LAUNCH_US, LAUNCH_US, SimulatedCosts, simulated_costs
-from stretto.planner.lowering import check
-from stretto.planner.measured import LayeredCosts, MeasuredCosts, Measurement
-from stretto.planner.motif import Expr, Motif, motif_of, seq
-from stretto.planner.notation_read import parse
-from stretto.planner.options import STOCK_ALGORITHMS, options, problem
-from stretto.planner.problem import Option, Task
-from stretto.planner.rewrites import rewrites
-from stretto.planner.rules import rule, unregister
-from stretto.planner.schedule import Scheduler
+from stretto.planner.algebra.lowering import check
+from stretto.planner.algebra.motif import Expr, Motif, motif_of, seq
+from stretto.planner.algebra.notation_read import parse
+from stretto.planner.algebra.options import STOCK_ALGORITHMS, options, problem
+from stretto.planner.algebra.rewrites import rewrites
+from stretto.planner.algebra.rules import rule, unregister
+from stretto.planner.costs.costs import CPU_LAUNCH_US, LAUNCH_US, SimulatedCosts, simulated_costs
+from stretto.planner.costs.measured import LayeredCosts, MeasuredCosts, Measurement
+from stretto.planner.schedule.problem import Option, Task
+from stretto.planner.schedule.schedule import Scheduler
 from stretto.workload import Dep, Op, Workload
 
 HGX2 = Cluster.preset("hgx2", nodes=2)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from stretto.planner.bounds import least_us, lower_bound
 from stretto.planner.example import random_problem
-from stretto.planner.problem import Option, Problem, Task
-from stretto.planner.schedule import DISCIPLINES, Scheduler
+from stretto.planner.schedule.bounds import least_us, lower_bound
+from stretto.planner.schedule.problem import Option, Problem, Task
+from stretto.planner.schedule.schedule import DISCIPLINES, Scheduler
 from stretto.workload import Dep, Op, Workload
 
 

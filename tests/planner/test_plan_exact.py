@@ -7,12 +7,12 @@ from itertools import permutations, product
 import pytest
 
 from stretto.errors import Infeasible, InvalidInput
-from stretto.planner.bounds import lower_bound
-from stretto.planner.exact import solve_exactly
 from stretto.planner.example import figure6, random_problem
-from stretto.planner.problem import Option, Problem, Task
-from stretto.planner.schedule import Scheduler
-from stretto.planner.search import search
+from stretto.planner.schedule.bounds import lower_bound
+from stretto.planner.schedule.exact import solve_exactly
+from stretto.planner.schedule.problem import Option, Problem, Task
+from stretto.planner.schedule.schedule import Scheduler
+from stretto.planner.schedule.search import search
 from stretto.workload import Dep, Op, Workload
 
 

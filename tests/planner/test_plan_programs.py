@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from stretto import Cluster, InvalidInput, Plan, Workload
-from stretto.planner.make import planned
+from stretto.planner.algebra.recipes import Ask, library
+from stretto.planner.api import planned
 from stretto.planner.plan import MAX_PROGRAM_CHARS, ProgramPlan
-from stretto.planner.recipes import Ask, library
 from stretto.programs.formats.text import loads
 from stretto.workload import Dep, Op
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.planner.problem import Option, Problem, Task
 from stretto.planner.reasons import length_us, overlap_us, reasons, union, wrapped
-from stretto.planner.schedule import Scheduler
+from stretto.planner.schedule.problem import Option, Problem, Task
+from stretto.planner.schedule.schedule import Scheduler
 from stretto.workload import Dep, Op, Workload
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-import stretto.planner.retime as module
+import stretto.planner.schedule.retime as module
 from stretto.cluster import Cluster, Link, Node
 from stretto.errors import Infeasible
-from stretto.planner.costs import Cost, Motion, SimulatedCosts
-from stretto.planner.merge import Transfers, transfers_of
-from stretto.planner.options import problem as make_problem
-from stretto.planner.problem import Option, Problem, Task
-from stretto.planner.retime import Retimed, retime
-from stretto.planner.schedule import Schedule, Scheduler
+from stretto.planner.algebra.options import problem as make_problem
+from stretto.planner.costs.costs import Cost, Motion, SimulatedCosts
+from stretto.planner.schedule.merge import Transfers, transfers_of
+from stretto.planner.schedule.problem import Option, Problem, Task
+from stretto.planner.schedule.retime import Retimed, retime
+from stretto.planner.schedule.schedule import Schedule, Scheduler
 from stretto.workload import Dep, Op, Workload
 
 HGX2 = Cluster.preset("hgx2", nodes=2)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from stretto.errors import Infeasible, InvalidInput
-from stretto.planner.bounds import lower_bound
-from stretto.planner.exact import solve_exactly
 from stretto.planner.example import figure6
-from stretto.planner.problem import Option, Problem, Task
-from stretto.planner.schedule import Schedule, Scheduler, check_order
+from stretto.planner.schedule.bounds import lower_bound
+from stretto.planner.schedule.exact import solve_exactly
+from stretto.planner.schedule.problem import Option, Problem, Task
+from stretto.planner.schedule.schedule import Schedule, Scheduler, check_order
 from stretto.workload import Dep, Op, Workload
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as some
 
 from stretto.errors import Infeasible
 from stretto.planner.example import random_problem
-from stretto.planner.problem import Problem
-from stretto.planner.schedule import DISCIPLINES, Scheduler, check_order
+from stretto.planner.schedule.problem import Problem
+from stretto.planner.schedule.schedule import DISCIPLINES, Scheduler, check_order
 
 Node = tuple[int, int]
 """(op, task) of a comm-op, (op, -1) for its end; (op, -2 - place) for a compute-op at a place."""

@@ -6,8 +6,8 @@ import pytest
 
 from stretto.errors import InvalidInput
 from stretto.planner.example import figure6, random_problem
-from stretto.planner.schedule import DISCIPLINES, Schedule, Scheduler, check_order
-from stretto.planner.search import MODES, Progress, search
+from stretto.planner.schedule.schedule import DISCIPLINES, Schedule, Scheduler, check_order
+from stretto.planner.schedule.search import MODES, Progress, search
 
 
 def same(a: Schedule, b: Schedule) -> bool:

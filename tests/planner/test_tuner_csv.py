@@ -12,13 +12,13 @@ import pytest
 
 from stretto.cluster import Cluster
 from stretto.errors import InvalidInput, PlanMismatch
-from stretto.planner.channels import bindings_for
-from stretto.planner.costs import Motion, simulated_costs
-from stretto.planner.make import planned
-from stretto.planner.motif import motif_of
-from stretto.planner.options import problem as make_problem
+from stretto.planner.algebra.motif import motif_of
+from stretto.planner.algebra.options import problem as make_problem
+from stretto.planner.algebra.rules import apply
+from stretto.planner.api import planned
+from stretto.planner.costs.channels import bindings_for
+from stretto.planner.costs.costs import Motion, simulated_costs
 from stretto.planner.plan import MotifPlan, OpPlan, Plan
-from stretto.planner.rules import apply
 from stretto.planner.tuner_csv import (
     MAX_BYTES,
     MAX_LINE,

@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 from stretto.cluster import Cluster
+from stretto.planner.api import SYSTEM, Planned, planned, to_plan
 from stretto.planner.example import random_problem
-from stretto.planner.make import SYSTEM, Planned, planned, to_plan
-from stretto.planner.schedule import Scheduler
-from stretto.planner.search import search
+from stretto.planner.schedule.schedule import Scheduler
+from stretto.planner.schedule.search import search
 from stretto.report.plan_html import write_plan_html
 from stretto.report.plan_tables import motif_table, plan_tables, systems_table
 from stretto.report.plan_trace import write_plan_trace

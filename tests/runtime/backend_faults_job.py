@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stretto.torch
 from stretto import StrettoError
-from stretto.runtime.executor import load_native
+from stretto.runtime.executor.executor import load_native
 
 RANKS = 3
 
@@ -206,7 +206,7 @@ def main() -> None:
 
         logging.basicConfig(filename=folder / f"without_executor.log-{rank}", level=logging.INFO)
         native = unavailable if rank == 1 else load_native
-        with mock.patch("stretto.runtime.backend_engine.load_native", native):
+        with mock.patch("stretto.runtime.torch_backend.engine.load_native", native):
             dist.init_process_group(
                 "stretto", init_method=f"file://{folder}/store-without", rank=rank, world_size=RANKS
             )

@@ -27,8 +27,8 @@ from executor_faults_job import listening_ports, shout
 from torch._C import _distributed_c10d as c10d
 
 import stretto.torch
-from stretto.runtime import backend_engine
-from stretto.runtime.executor import Executor
+from stretto.runtime.executor.executor import Executor
+from stretto.runtime.torch_backend import engine as backend_engine
 
 RANKS = 3
 AT_ONCE = 3

@@ -16,8 +16,8 @@ from capture_scenarios import fork
 from torch._C import _distributed_c10d as c10d
 
 import stretto.torch
-from stretto.runtime.backend import StrettoGroup
-from stretto.runtime.backend_engine import Job
+from stretto.runtime.torch_backend.backend import StrettoGroup
+from stretto.runtime.torch_backend.engine import Job
 
 TIMES = 3
 

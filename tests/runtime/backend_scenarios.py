@@ -17,7 +17,8 @@ import torch.distributed as dist
 from capture_scenarios import fork
 
 import stretto.torch
-from stretto.runtime import backend_meet, executor_join
+from stretto.runtime.executor import join as executor_join
+from stretto.runtime.torch_backend import meeting as backend_meet
 
 Scenario = Callable[[], Any]
 

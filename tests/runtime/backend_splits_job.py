@@ -17,7 +17,7 @@ from backend_scenarios import digest, is_stretto, run
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import stretto.torch
-from stretto.runtime.record import LEDGER
+from stretto.runtime.torch_backend.recording import LEDGER
 
 CASES = int(sys.argv[3]) if len(sys.argv) > 3 else 60
 DTYPES = [

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from capture_scenarios import compute, record, run
 
-from stretto.runtime.clock import measure
-from stretto.runtime.hooks import RecordedWork
+from stretto.runtime.capture.clock import measure
+from stretto.runtime.capture.hooks import RecordedWork
 
 
 def every_kind() -> Any:

@@ -18,10 +18,10 @@ from distribute_job import all_strategies
 from distribute_models import BATCH, batch, loss_of, made, optimizer_of
 
 import stretto
-from stretto.runtime.distribute import model_spec, wrap
-from stretto.runtime.distribute.session import groups_for
 from stretto.strategy import ModelSpec, Strategy, Sync
 from stretto.strategy.builders import BUILDERS
+from stretto.strategy.distribute import model_spec, wrap
+from stretto.strategy.distribute.session import groups_for
 from stretto.strategy.kernels import Message, Step, global_step, workload_of
 from stretto.strategy.model import DTYPE_BYTES
 from stretto.workload import Workload

@@ -20,10 +20,10 @@ from torch import nn
 
 import stretto
 import stretto.torch
-from stretto.runtime.distribute import model_spec
-from stretto.runtime.distribute.regions import block_of
 from stretto.strategy import Strategy
 from stretto.strategy.builders import build
+from stretto.strategy.distribute import model_spec
+from stretto.strategy.distribute.regions import block_of
 from stretto.strategy.files import save_strategy
 
 PLACES = ("all_reduce", "partitioned_ps", "zero2")

@@ -25,8 +25,8 @@ from distribute_everything import Everything, batch, optimizer_of
 from distribute_reference import Reference
 
 import stretto
-from stretto.runtime.distribute import dense, model_spec
 from stretto.strategy import ModelSpec, Strategy, explain
+from stretto.strategy.distribute import dense, model_spec
 from stretto.strategy.kernels import to_workload
 
 STEPS = 3

@@ -16,9 +16,9 @@ from distribute_models import MODELS, STEPS, alone, batch, loss_of, made, optimi
 
 import stretto
 import stretto.torch
-from stretto.runtime.distribute import model_spec
 from stretto.strategy import ModelSpec
 from stretto.strategy.builders import BUILDERS, build
+from stretto.strategy.distribute import model_spec
 
 DEVICES = ("h0.gpu0", "h0.gpu1", "h1.gpu0", "h1.gpu1")
 

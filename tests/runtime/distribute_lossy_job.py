@@ -18,9 +18,9 @@ from distribute_job import DEVICES, trained
 from torch import nn
 
 import stretto
-from stretto.runtime.distribute import model_spec
 from stretto.strategy import Strategy
 from stretto.strategy.builders import build
+from stretto.strategy.distribute import model_spec
 from stretto.strategy.files import load_model
 
 FREELY = 12

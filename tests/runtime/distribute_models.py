@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.runtime.distribute import dense
 from stretto.strategy import ModelSpec, NodeConfig, Strategy, Sync
+from stretto.strategy.distribute import dense
 
 dense.LARGE_BYTES = 200  # so that these models have large variables too
 BATCH = 4

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stretto
-from stretto.runtime.distribute import model_spec
 from stretto.strategy import Strategy
 from stretto.strategy.builders import build
+from stretto.strategy.distribute import model_spec
 
 BUILDERS: dict[str, dict[str, Any]] = {
     "all_reduce": {"chunk": 1}, "ps_balanced": {"servers": "devices"}, "partitioned_ps": {"part_mb": 0.0, "parts": 2},

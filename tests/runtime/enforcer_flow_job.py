@@ -18,8 +18,8 @@ from enforcer_plans import arguments, cluster_of, enforced, join, numbers, simpl
 import stretto.torch
 from stretto.errors import StrettoError
 from stretto.runtime.enforcer.carrier import SLOTS
-from stretto.runtime.enforcer.current import Current
 from stretto.runtime.enforcer.enforcer import Enforcer
+from stretto.runtime.torch_backend.current import Current
 from stretto.workload import Dep, Op, Workload
 
 CLUSTER = cluster_of(1)

@@ -19,8 +19,8 @@ from stretto.collectives import COLLECTIVES
 from stretto.dimensions import Dim
 from stretto.dimensions.balance import stretto as balanced
 from stretto.dimensions.program import program as dims_program
+from stretto.planner.algebra.rewrites import rewrites
 from stretto.planner.plan import OpPlan, ProgramPlan
-from stretto.planner.rewrites import rewrites
 from stretto.programs.formats.text import dumps
 from stretto.runtime.enforcer import pieces
 from stretto.runtime.enforcer.enforcer import Enforcer

@@ -15,10 +15,11 @@ import torch.distributed as dist
 import stretto.torch
 from stretto import Cluster, Plan, Workload
 from stretto.lab import Lab
+from stretto.planner.algebra.rewrites import Rewrite, rewrites
 from stretto.planner.plan import MotifPlan, OpPlan, ProgramPlan
-from stretto.planner.rewrites import Rewrite, rewrites
-from stretto.runtime import backend_meet, executor_join
 from stretto.runtime.enforcer.enforcer import Enforcer
+from stretto.runtime.executor import join as executor_join
+from stretto.runtime.torch_backend import meeting as backend_meet
 from stretto.workload import Dep, Op
 
 ALGORITHMS = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring"}

@@ -32,8 +32,8 @@ from enforcer_plans import (
 )
 
 import stretto.torch
+from stretto.planner.algebra.rewrites import rewrites
 from stretto.planner.plan import OpPlan
-from stretto.planner.rewrites import rewrites
 from stretto.runtime.enforcer.enforcer import Enforcer
 from stretto.workload import Workload
 

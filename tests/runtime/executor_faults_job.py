@@ -16,7 +16,7 @@ from executor_ranks import TOKEN, Rank, Scenario, main
 from stretto.algorithms import algorithm
 from stretto.errors import StrettoError
 from stretto.programs.lower import lower
-from stretto.runtime.executor import Executor, Handle, Work
+from stretto.runtime.executor.executor import Executor, Handle, Work
 
 VICTIM = 2
 

@@ -19,7 +19,7 @@ from stretto.algorithms import algorithm, defined_for
 from stretto.collectives import COLLECTIVES
 from stretto.programs.lower import lower
 from stretto.programs.lowered import Lowered
-from stretto.runtime.executor import Executor, Handle, Work
+from stretto.runtime.executor.executor import Executor, Handle, Work
 
 Array = NDArray[Any]
 

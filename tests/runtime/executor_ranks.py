@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stretto.runtime.executor import Executor
+from stretto.runtime.executor.executor import Executor
 
 LIMIT_S = 600.0
 TOKEN = b"a token for tests only"

@@ -18,7 +18,7 @@ from train_pipeline import Decoder, Encoder
 
 from stretto.errors import StrettoError
 from stretto.pipeline import Schedule, eager_1f1b, gpipe, one_f_one_b, paced, with_comms, zb_h1, zb_h2
-from stretto.runtime.pipelining import pipeline
+from stretto.pipeline.torch_runtime import pipeline
 
 MICROBATCHES, ROWS, WIDTH, DEPTH, STEPS = 6, 4, 8, 2, 2
 SCHEDULES = {

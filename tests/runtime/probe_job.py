@@ -13,10 +13,10 @@ import msgspec
 
 from stretto import Cluster
 from stretto.errors import PeerLost
-from stretto.planner.measured import write_measurements
-from stretto.runtime.bench import bench, runs
-from stretto.runtime.executor import ChannelConfig, Executor
-from stretto.runtime.probe import probe
+from stretto.planner.costs.measured import write_measurements
+from stretto.runtime.executor.executor import ChannelConfig, Executor
+from stretto.runtime.probe.bench import bench, runs
+from stretto.runtime.probe.probe import probe
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

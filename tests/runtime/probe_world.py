@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from stretto import Cluster
 from stretto.cluster import Link, Node
-from stretto.runtime.probe_meter import Flow
+from stretto.runtime.probe.meter import Flow
 from stretto.simulator.network import simulate_transfers
 
 Floats = NDArray[np.float64]

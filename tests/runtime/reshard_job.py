@@ -23,7 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import stretto
-from stretto.runtime import backend, backend_engine, backend_meet, executor_join
+from stretto.runtime.executor import join as executor_join
+from stretto.runtime.torch_backend import backend
+from stretto.runtime.torch_backend import engine as backend_engine
+from stretto.runtime.torch_backend import meeting as backend_meet
 
 RANKS = 6
 S, R = Shard, Replicate
@@ -148,7 +151,7 @@ def planned_once() -> Any:
     src, dst = ([0, 1], [S(0)]), ([2, 3, 4, 5], [S(0)])
     full = full_tensor((24, 3), torch.float32)
     first = same(stretto.reshard(cut(full, src), mesh(dst[0]), dst[1]), cut(full, dst))
-    with mock.patch("stretto.runtime.resharding.transfer.plan_tensors", side_effect=AssertionError):
+    with mock.patch("stretto.resharding.tensors.transfer.plan_tensors", side_effect=AssertionError):
         again = same(stretto.reshard(cut(-full, src), mesh(dst[0]), dst[1]), cut(-full, dst))
     return first + again
 

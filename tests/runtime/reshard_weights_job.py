@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import stretto
 import stretto.torch
-from stretto.runtime.resharding.carrier import Mover
-from stretto.runtime.resharding.weights import Weights
+from stretto.resharding.tensors.carrier import Mover
+from stretto.resharding.tensors.weights import Weights
 
 RANKS, LOST = 6, 1
 TRAINERS, SERVERS = range(2), range(2, 6)
@@ -300,7 +300,7 @@ def main() -> None:
         faulthandler.dump_traceback_later(500, exit=True)
         outcomes: dict[str, list[Any]] = {name: [] for name in SCENARIOS}
         for layout in ("gloo", "messages", "stretto"):
-            absent = mock.patch("stretto.runtime.backend.missing", lambda: "left out")
+            absent = mock.patch("stretto.runtime.torch_backend.backend.missing", lambda: "left out")
             with absent if layout == "messages" else nullcontext():
                 joined(port, layout, rank, RANKS)
                 for name in ONLY.get(layout, tuple(SCENARIOS)):

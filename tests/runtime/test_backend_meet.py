@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stretto.errors import PeerLost
-from stretto.runtime.backend_meet import Card, Meeting, card
+from stretto.runtime.torch_backend.meeting import Card, Meeting, card
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import PlanMismatch
-from stretto.runtime.backend_meet import Card, agree, card
+from stretto.runtime.torch_backend.meeting import Card, agree, card
 
 Outcomes = dict[str, list[Any]]
 TIMES = 3

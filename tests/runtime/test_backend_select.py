@@ -9,7 +9,7 @@ import pytest
 
 from stretto import AllReduce, Cluster, InvalidInput
 from stretto.lab.layout import Layout
-from stretto.runtime.select import Selector, rules
+from stretto.runtime.torch_backend.selection import Selector, rules
 from stretto.synthesis.table import select
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter")

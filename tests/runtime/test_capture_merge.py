@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto import InvalidInput
-from stretto.runtime.merge import merge
-from stretto.runtime.tape import Call, Iteration, Mark, RankTrace, Shape, Step, trace_of
+from stretto.runtime.capture.merge import merge
+from stretto.runtime.capture.tape import Call, Iteration, Mark, RankTrace, Shape, Step, trace_of
 from stretto.workload import Workload
 
 SUM = Shape(kind="all_reduce", group=(0, 1), channel="0", phase="step")

@@ -11,7 +11,7 @@ import torch
 
 import stretto.torch
 from stretto import InvalidInput
-from stretto.runtime.ddp import uses_nccl
+from stretto.runtime.enforcer.ddp_hook import uses_nccl
 
 Outcomes = dict[str, list[Any]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.runtime.backend_work import NO_TIMEOUT, DelegatedWork
+from stretto.runtime.torch_backend.work import NO_TIMEOUT, DelegatedWork
 
 
 class Below:

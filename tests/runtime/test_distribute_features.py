@@ -13,7 +13,7 @@ from torch import nn
 
 import stretto
 from stretto import InvalidInput
-from stretto.runtime.distribute import model_spec
+from stretto.strategy.distribute import model_spec
 
 Outcomes = dict[str, list[Any]]
 REASSOCIATION = 2e-6

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.planner.motif import motif_of
+from stretto.planner.algebra.motif import motif_of
 from stretto.runtime.enforcer.memory import Layout, Pool, stage
 from stretto.runtime.enforcer.parts import Part, Planned
 from stretto.runtime.enforcer.pieces import Pieces, Task

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stretto.planner.motif import motif_of
+from stretto.planner.algebra.motif import motif_of
 from stretto.runtime.enforcer import planned_work
 from stretto.runtime.enforcer.parts import Part, Planned
 from stretto.runtime.enforcer.planned_work import PlannedWork

@@ -19,9 +19,9 @@ from stretto.errors import InvalidInput, StrettoError, VerificationError
 from stretto.programs.ir import Program
 from stretto.programs.lower import lower
 from stretto.programs.streams import Streams
-from stretto.runtime.executor import DTYPES, Executor
-from stretto.runtime.executor_load import contents, signature
-from stretto.runtime.executor_timeline import measured_timeline
+from stretto.runtime.executor.executor import DTYPES, Executor
+from stretto.runtime.executor.load import contents, signature
+from stretto.runtime.executor.timeline import measured_timeline
 
 JOB = Path(__file__).with_name("executor_job.py")
 

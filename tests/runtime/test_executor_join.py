@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from stretto.errors import PeerLost
-from stretto.runtime import executor_handshake
-from stretto.runtime.executor_join import Hello, Joined, join
+from stretto.runtime.executor import handshake as executor_handshake
+from stretto.runtime.executor.join import Hello, Joined, join
 
 TOKEN = b"a token for tests only"
 RANKS = 4

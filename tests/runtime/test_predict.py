@@ -10,8 +10,8 @@ from stretto.algorithms import algorithm
 from stretto.lab.layout import Layout
 from stretto.programs.lower import lower
 from stretto.programs.streams import Streams
-from stretto.runtime.executor import far_bytes
-from stretto.runtime.predict import WINDOW, predict, repeated, slices_of
+from stretto.runtime.executor.executor import far_bytes
+from stretto.runtime.torch_backend.prediction import WINDOW, predict, repeated, slices_of
 
 LAB = Layout.of(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}).cluster()
 

@@ -12,11 +12,11 @@ from probe_world import SimulatedMeter, network
 from stretto import Cluster
 from stretto.errors import InvalidInput
 from stretto.lab import Lab, unavailable
-from stretto.planner.costs import Motion, SimulatedCosts
-from stretto.planner.measured import LayeredCosts, MeasuredCosts, read_measurements
-from stretto.runtime.bench import KINDS, layouts, runs
-from stretto.runtime.probe import conclude
-from stretto.runtime.probe_find import find
+from stretto.planner.costs.costs import Motion, SimulatedCosts
+from stretto.planner.costs.measured import LayeredCosts, MeasuredCosts, read_measurements
+from stretto.runtime.probe.bench import KINDS, layouts, runs
+from stretto.runtime.probe.find import find
+from stretto.runtime.probe.probe import conclude
 
 JOB = Path(__file__).with_name("probe_job.py")
 LIMIT_S = 400.0

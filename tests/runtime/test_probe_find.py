@@ -13,11 +13,11 @@ from probe_world import SimulatedMeter, network
 from stretto import Cluster
 from stretto.errors import InvalidInput
 from stretto.lab import Layout
-from stretto.runtime.probe import conclude
-from stretto.runtime.probe_build import build
-from stretto.runtime.probe_find import at_distances, find, rounds
-from stretto.runtime.probe_fit import fit_line
-from stretto.runtime.probe_match import match, match_presets, pair_rates, ring_us
+from stretto.runtime.probe.build import build
+from stretto.runtime.probe.find import at_distances, find, rounds
+from stretto.runtime.probe.fit import fit_line
+from stretto.runtime.probe.match import match, match_presets, pair_rates, ring_us
+from stretto.runtime.probe.probe import conclude
 
 BLOCKS = ((0, 1, 2, 3), (4, 5, 6, 7))
 DEALT = ((0, 2, 4, 6), (1, 3, 5, 7))

@@ -10,7 +10,7 @@ import pytest
 
 from stretto import InvalidInput
 from stretto.resharding import UnitTask
-from stretto.runtime.resharding.rounds import cut, rounds_of
+from stretto.resharding.tensors.rounds import cut, rounds_of
 
 Outcomes = dict[str, list[Any]]
 SERVERS, LOST = range(2, 6), 1

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from stretto.errors import PeerLost
 from stretto.runtime.enforcer.gloo import GlooCarrier
-from stretto.runtime.roll_call import RollCall
+from stretto.runtime.torch_backend.roll_call import RollCall
 
 
 class MemoryStore:

@@ -13,7 +13,7 @@ from .common import out, progress
 from .outputs import OutputFiles, output
 
 if TYPE_CHECKING:
-    from ..runtime.bench import Benched
+    from ..runtime.probe.bench import Benched
 
 
 def bench(
@@ -49,10 +49,10 @@ def bench(
     """
     from ..algorithms import collective_kind
     from ..cluster import Cluster
-    from ..planner.measured import write_measurements
+    from ..planner.costs.measured import write_measurements
     from ..report.sweep import parse_sizes
-    from ..runtime.bench import KINDS, runs
-    from ..runtime.probe_join import joined, place
+    from ..runtime.probe.bench import KINDS, runs
+    from ..runtime.probe.join import joined, place
 
     if not 0 < budget < 1e6:
         raise InvalidInput(f"--budget: must be more than 0 and less than 1e6 seconds, not {budget:g}")
@@ -62,7 +62,7 @@ def bench(
         raise InvalidInput(f"--cluster: {known.name} has {known.num_devices} devices, the job {world} ranks")
     sizes = parse_sizes(bytes_)
     kinds = tuple(collective_kind(name.strip()) for name in collectives.split(",")) if collectives else KINDS
-    from ..runtime.bench import bench as measure
+    from ..runtime.probe.bench import bench as measure
 
     with ExitStack() as stack:
         executor = stack.enter_context(joined())
@@ -83,7 +83,7 @@ def _tell(done: Benched) -> None:
     """The fastest of every motif, and how much overlapped pairs slow each other."""
     from rich.table import Table
 
-    from ..planner.measured import Measurement, overlaps
+    from ..planner.costs.measured import Measurement, overlaps
     from ..units import format_bytes, format_us
 
     best: dict[tuple[object, ...], Measurement] = {}

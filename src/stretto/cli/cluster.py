@@ -72,9 +72,9 @@ def show(
       stretto cluster show dgx2:2 --svg dgx2.svg
       stretto cluster show /etc/nccl/topo.xml:4
     """
-    from ..cluster.draw import picture, to_svg
     from ..cluster.files import load
     from ..files import write_file
+    from ..report.cluster_drawing import picture, to_svg
 
     with progress("drawing", 1) as advance:
         advance(cluster)

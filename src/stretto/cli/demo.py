@@ -81,9 +81,9 @@ class _Tour:
 
     def cluster(self) -> Cluster:
         from ..cluster import Cluster
-        from ..cluster.draw import picture
-        from ..cluster.svg import to_svg
         from ..files import write_file
+        from ..report.cluster_drawing import picture
+        from ..report.cluster_svg import to_svg
 
         with self.step("A cluster: two DGX-2 nodes, 32 GPUs, every link with its latency and rate"):
             cluster = Cluster.load(CLUSTER)
@@ -165,8 +165,8 @@ class _Tour:
         return sweep, fastest
 
     def report(self, cluster: Cluster, sweep: Sweep, fastest: Timeline) -> None:
-        from ..cluster.svg import to_svg
         from ..report import html, write_perfetto
+        from ..report.cluster_svg import to_svg
 
         with self.step("A report and a trace"):
             html.write_html(
@@ -185,7 +185,7 @@ class _Tour:
 
     def plan(self) -> None:
         from ..cluster import Cluster
-        from ..planner.make import planned
+        from ..planner.api import planned
         from ..report.plan_html import write_plan_html
         from ..report.plan_tables import systems_table
         from ..workload import Workload

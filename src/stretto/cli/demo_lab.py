@@ -35,7 +35,7 @@ class RealRun:
 def missing() -> str | None:
     """Why nothing can be run here, in one line; None where it can."""
     from ..lab import unavailable
-    from ..runtime.executor import load_native
+    from ..runtime.executor.executor import load_native
 
     if find_spec("torch") is None:
         return "PyTorch is not installed (pip install 'stretto[torch]')"
@@ -52,9 +52,9 @@ def real_run(cluster_file: Path, trace_file: Path) -> RealRun:
     from ..lab.layout import wire_bytes
     from ..programs import Program
     from ..programs.lower import lower
-    from ..runtime.executor import far_bytes
-    from ..runtime.predict import predict
-    from ..runtime.select import Selector
+    from ..runtime.executor.executor import far_bytes
+    from ..runtime.torch_backend.prediction import predict
+    from ..runtime.torch_backend.selection import Selector
 
     with Lab(hosts=HOSTS, ranks_per_host=RANKS, uplinks={"eth": RATE}, order=ORDER) as lab:
         cluster = lab.cluster()

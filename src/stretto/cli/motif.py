@@ -14,8 +14,8 @@ from .outputs import PROGRAM, OutputFiles, output
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from ..planner.motif import Expr, Motif
-    from ..planner.motif import Path as Place
+    from ..planner.algebra.motif import Expr, Motif
+    from ..planner.algebra.motif import Path as Place
 
 app = typer.Typer(no_args_is_help=True, help="Rewrite collectives into motifs, and have each rewriting proved.")
 
@@ -35,8 +35,8 @@ def list_all(
     """
     from rich.padding import Padding
 
-    from ..planner.motif import KINDS
-    from ..planner.rules import rules
+    from ..planner.algebra.motif import KINDS
+    from ..planner.algebra.rules import rules
 
     console = out()
     for rule in rules(kind):
@@ -84,10 +84,10 @@ def show(
     Without --of the expression that is given is the original, if it is a single motif.
     """
     from ..errors import InvalidInput, StrettoError
-    from ..planner.lowering import check
-    from ..planner.motif import Motif
-    from ..planner.notation import parse, show
-    from ..planner.rules import parse_step
+    from ..planner.algebra.lowering import check
+    from ..planner.algebra.motif import Motif
+    from ..planner.algebra.notation import parse, show
+    from ..planner.algebra.rules import parse_step
     from ..programs.formats import save_program
 
     start = parse(text)
@@ -132,7 +132,7 @@ def _tree(expr: Expr) -> Tree:
     from rich.text import Text
     from rich.tree import Tree
 
-    from ..planner.motif import Motif, Par
+    from ..planner.algebra.motif import Motif, Par
 
     rows = 0
 
@@ -159,7 +159,7 @@ def _tree(expr: Expr) -> Tree:
 
 
 def _what(motif: Motif) -> str:
-    from ..planner.lowering import default_algorithm
+    from ..planner.algebra.lowering import default_algorithm
     from ..units import format_bytes
 
     return f"{motif.collective_kind}, {format_bytes(motif.nbytes)}, {default_algorithm(motif)}"

@@ -17,8 +17,8 @@ from .outputs import HTML, TRACE, OutputFiles, output
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
-    from ..planner.costs import CostModel
-    from ..planner.make import Planned
+    from ..planner.api import Planned
+    from ..planner.costs.costs import CostModel
     from ..workload import Workload
 
 app = typer.Typer(invoke_without_command=True)
@@ -110,8 +110,8 @@ def plan(
     if workload is None or cluster is None:
         raise InvalidInput("plan: give --workload and --cluster, or one of show, explain, diff, retime")
     from ..cluster import Cluster
+    from ..planner.api import SYSTEM, planned
     from ..planner.baselines import BASELINES
-    from ..planner.make import SYSTEM, planned
     from ..report.plan_html import write_plan_html
     from ..report.plan_tables import plan_tables, systems_table
     from ..report.plan_trace import write_plan_trace
@@ -259,11 +259,11 @@ def retime(
       stretto plan retime plan.json -w dlrm:A2 -c hgx2:16 --trace plan.pftrace
     """
     from ..cluster import Cluster
-    from ..planner.costs import simulated_costs
-    from ..planner.make import to_schedule
-    from ..planner.options import problem as make_problem
+    from ..planner.algebra.options import problem as make_problem
+    from ..planner.api import to_schedule
+    from ..planner.costs.costs import simulated_costs
     from ..planner.plan import Plan
-    from ..planner.retime import retime as retimed
+    from ..planner.schedule.retime import retime as retimed
     from ..report.plan_trace import write_plan_trace
     from ..units import format_us
     from ..workload import Workload
@@ -292,8 +292,8 @@ def _costs(given: str | None, cluster: Cluster) -> CostModel | None:
     if given is None:
         return None
     from ..errors import unknown
-    from ..planner.costs import simulated_costs
-    from ..planner.measured import LayeredCosts, MeasuredCosts, read_measurements
+    from ..planner.costs.costs import simulated_costs
+    from ..planner.costs.measured import LayeredCosts, MeasuredCosts, read_measurements
 
     path, *parts = [given] if Path(given).exists() else given.split(",")
     said: dict[str, str] = {}

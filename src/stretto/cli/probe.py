@@ -45,7 +45,7 @@ def probe(
       STRETTO_CLUSTER=cluster.yaml torchrun ... train.py
     """
     from ..cluster import Cluster
-    from ..runtime.probe_join import joined, place
+    from ..runtime.probe.join import joined, place
 
     if not 0 < timeout < 1e6:
         raise InvalidInput(f"--timeout: must be more than 0 and less than 1e6 seconds, not {timeout:g}")
@@ -53,7 +53,7 @@ def probe(
     known = Cluster.load(preset) if preset is not None else None
     if known is not None and known.num_devices != world:
         raise InvalidInput(f"--preset: {known.name} has {known.num_devices} devices, the job {world} ranks")
-    from ..runtime.probe import probe as measure
+    from ..runtime.probe.probe import probe as measure
 
     with ExitStack() as stack:
         executor = stack.enter_context(joined())

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..runtime.backend_engine import Engine
+    from ..runtime.torch_backend.engine import Engine
 
 AGREE_EVERY = 16
 """Iterations between two looks whether all ranks are to record again."""

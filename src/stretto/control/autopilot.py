@@ -19,9 +19,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput, StrettoError
-from ..runtime.enforcer.current import SERVES, Current
-from ..runtime.own_backend import OwnBackend, on_ours
-from ..runtime.tape import VARYING
+from ..runtime.capture.tape import VARYING
+from ..runtime.torch_backend.current import SERVES, Current
+from ..runtime.torch_backend.own_backend import OwnBackend, on_ours
 from ..units import format_us
 from .agent import Agent, exchange_over
 from .aside import Aside, RollCall
@@ -31,9 +31,9 @@ from .transport import from_environment
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
-    from ..runtime.backend_engine import Engine
-    from ..runtime.capture import Recorder
+    from ..runtime.capture.session import Recorder
     from ..runtime.enforcer.enforcer import Enforcer
+    from ..runtime.torch_backend.engine import Engine
     from ..workload import Workload
 
 LOG = logging.getLogger("stretto.control")
@@ -88,7 +88,7 @@ def _backend(backend: str | None) -> str | None:
     if wanted in ("gloo", "cpu:gloo") or (wanted is None and not torch.accelerator.is_available()):
         import torch.distributed as dist
 
-        from ..runtime.backend import create
+        from ..runtime.torch_backend.backend import create
 
         if OURS.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(OURS, create, extended_api=True, devices=["cpu", "cuda"])
@@ -295,7 +295,7 @@ class Autopilot:
         return self._agent is not None and self._aside.agreed(self._steps, self._agent.profile_wanted)
 
     def _record(self) -> None:
-        from ..runtime.capture import capture
+        from ..runtime.capture.session import capture
 
         if not self._aside.aligned(self._engines()):
             self._misses += 1
@@ -343,13 +343,13 @@ class Autopilot:
         return agent
 
     def _engines(self) -> list[Engine]:
-        from ..runtime.backend_engine import Job
+        from ..runtime.torch_backend.engine import Job
 
         return Job.current.engines if Job.current is not None else []
 
     def _compare(self) -> None:
         """Measure the job on its own backend and on ours, in turns; where it asked for ours there is nothing to."""
-        from ..runtime.backend_engine import Job
+        from ..runtime.torch_backend.engine import Job
 
         assert self._agent is not None and self._workload is not None and self._cluster is not None
         if not OwnBackend.asked:
@@ -393,7 +393,7 @@ class Autopilot:
         """What STRETTO_CLUSTER names, or what is measured; without an executor, hosts of which only the names count."""
         import torch.distributed as dist
 
-        from ..runtime.probe import probe
+        from ..runtime.probe.probe import probe
 
         world: Any = dist.group.WORLD
         selector = world.engine.selector
@@ -415,8 +415,8 @@ class Autopilot:
         return assumed
 
     def _enforce(self, cluster: Cluster) -> Enforcer:
-        from ..runtime.backend_engine import Job
         from ..runtime.enforcer.enforcer import Enforcer
+        from ..runtime.torch_backend.engine import Job
 
         job = Job.current
         carrier = "executor" if job is not None and job.executor is not None else "gloo"
@@ -440,7 +440,7 @@ class _Look:
     """What is called between the moments at which iterations may end."""
 
     def __init__(self, why: str) -> None:
-        from ..runtime.hooks import Hooks
+        from ..runtime.capture.hooks import Hooks
 
         self.why = why
         """What a recording was refused for."""

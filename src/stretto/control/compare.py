@@ -13,10 +13,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from ..runtime.enforcer.report import Timing
-from ..runtime.own_backend import OwnBackend
+from ..runtime.torch_backend.own_backend import OwnBackend
 
 if TYPE_CHECKING:
-    from ..runtime.backend_engine import Engine
+    from ..runtime.torch_backend.engine import Engine
     from .aside import Aside
 
 Side = Literal["own", "ours"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..planner.costs import Bounding, Cost, CostModel, Motion
+from ..planner.costs.costs import Bounding, Cost, CostModel, Motion
 from ..planner.plan import Plan
 from ..runtime.enforcer.report import Report
 

@@ -10,8 +10,8 @@ from ..planner.reasons import wrapped
 from ..workload import Workload
 
 if TYPE_CHECKING:
-    from ..planner.problem import Problem
-    from ..planner.schedule import Schedule
+    from ..planner.schedule.problem import Problem
+    from ..planner.schedule.schedule import Schedule
 
 MAX_SPANS = 2000
 """Of one timeline; what comes later is left out."""

@@ -19,7 +19,7 @@ import msgspec
 
 from ..errors import InvalidInput, StrettoError
 from ..files import typed
-from ..planner.make import SYSTEM, planned, to_plan, to_schedule
+from ..planner.api import SYSTEM, planned, to_plan, to_schedule
 from ..planner.plan import PLAIN, Plan
 from .messages import MAX_MESSAGE_BYTES, Captured, decode_captured, decode_plan, encode_plan
 from .refine import RefinedCosts
@@ -71,7 +71,7 @@ class Planning(Protocol):
 
 def answer(ask: Ask) -> Answer:
     """Plan here and now."""
-    from ..planner.costs import simulated_costs
+    from ..planner.costs.costs import simulated_costs
 
     workload, cluster = decode_captured(ask.captured)
     costs = RefinedCosts(simulated_costs(cluster), ask.factors, ask.captured.motif_us)

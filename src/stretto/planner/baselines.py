@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 from ..errors import unknown
 from ..workload import Dep, Op, Workload
 from ..workload.ordering import in_order
-from .nodes import Nodes, nodes_of
-from .problem import Problem
-from .schedule import Schedule, Scheduler
-from .search import search
+from .algebra.nodes import Nodes, nodes_of
+from .schedule.problem import Problem
+from .schedule.schedule import Schedule, Scheduler
+from .schedule.search import search
 
 P3_SLICE_BYTES = 50_000 * 4
 MAX_TAC_CELLS = 1 << 26

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from ..workload import Dep, Op, Workload
-from .problem import Option, Problem, Task
+from .schedule.problem import Option, Problem, Task
 
 FAST = ("nvlink", "rdma")
 SLOW = ("pcie", "ethernet")

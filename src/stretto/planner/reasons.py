@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from .problem import Option, Problem
-from .schedule import Schedule
+from .schedule.problem import Option, Problem
+from .schedule.schedule import Schedule
 
 MAX_NAMED = 3
 LEAST_OVERLAP = 0.05

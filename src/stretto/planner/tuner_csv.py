@@ -22,11 +22,11 @@ from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput
 from ..files import read_text, write_file
 from ..workload import Workload
-from .channels import bindings_for, default_binding
-from .costs import CostModel, Motion, simulated_costs
-from .measured import NCCL
-from .motif import CODES
-from .notation_read import parse
+from .algebra.motif import CODES
+from .algebra.notation_read import parse
+from .costs.channels import bindings_for, default_binding
+from .costs.costs import CostModel, Motion, simulated_costs
+from .costs.measured import NCCL
 from .plan import OpPlan, Plan
 
 COLLECTIVES = {

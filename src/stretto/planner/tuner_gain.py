@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..cluster import Cluster
+from .algebra.options import Menu
+from .algebra.rewrites import rewrites
 from .baselines import Systems
-from .costs import CostModel, simulated_costs
-from .options import Menu
-from .problem import Option, Problem
-from .rewrites import rewrites
-from .schedule import Schedule
+from .costs.costs import CostModel, simulated_costs
+from .schedule.problem import Option, Problem
+from .schedule.schedule import Schedule
 from .tuner_csv import COLLECTIVES, NCCL_NAMES, Line, shape_of, told
 
 

@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..planner.make import SYSTEM, Planned
-from ..planner.problem import Problem
+from ..planner.api import SYSTEM, Planned
 from ..planner.reasons import wrapped
-from ..planner.schedule import Schedule
+from ..planner.schedule.problem import Problem
+from ..planner.schedule.schedule import Schedule
 from ..units import format_us
 from .html import Section, figure_html, look, write_html
 from .style import BOUND, PALETTE, colour, short_bytes

@@ -16,7 +16,7 @@ from ..units import format_us
 from .style import short_bytes
 
 if TYPE_CHECKING:
-    from ..planner.schedule import Schedule
+    from ..planner.schedule.schedule import Schedule
 
 _SHOWN_MOTIFS = 24
 

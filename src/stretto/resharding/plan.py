@@ -16,10 +16,10 @@ from ..simulator import Timeline, lower_bound, simulate
 from ..units import check_seed, format_bytes, format_us
 from .assign import ORDERS, Assignment, assign, jobs_of
 from .balance import host_bound_us
+from .balanced import best_program
 from .bundles import Bundle, bundles_of, check_messages
 from .hosts import Hosts
 from .moves import Moves
-from .ours import best_program
 from .placing import Side, place
 from .spec import Layout
 from .strategies import STRATEGIES, Setting

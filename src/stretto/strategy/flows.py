@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from ..algorithms import algorithm
 from ..cluster import Cluster
 from ..errors import Infeasible
-from ..planner.channels import bindings_for
-from ..planner.costs import GRID_RATIO, Motion, SimulatedCosts, launch_us
-from ..planner.merge import Merge, transfers_of
-from ..planner.nodes import nodes_of
-from ..planner.options import STOCK_ALGORITHMS
-from ..planner.recipes import Ask
+from ..planner.algebra.nodes import nodes_of
+from ..planner.algebra.options import STOCK_ALGORITHMS
+from ..planner.algebra.recipes import Ask
+from ..planner.costs.channels import bindings_for
+from ..planner.costs.costs import GRID_RATIO, Motion, SimulatedCosts, launch_us
+from ..planner.schedule.merge import Merge, transfers_of
 from ..programs import Program
 from ..simulator.network import routes_of
 from ..workload import Workload

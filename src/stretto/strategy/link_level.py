@@ -12,8 +12,8 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..errors import Infeasible
-from ..planner.merge import Merge, transfers_of
-from ..planner.nodes import nodes_of
+from ..planner.algebra.nodes import nodes_of
+from ..planner.schedule.merge import Merge, transfers_of
 from ..workload.ordering import in_order
 from .flows import CONTENTION, flow_costs
 from .model import ModelSpec

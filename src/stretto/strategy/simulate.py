@@ -9,7 +9,7 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..errors import InvalidInput
-from ..planner.make import Planned, planned
+from ..planner.api import Planned, planned
 from ..workload import Workload
 from .flows import AS_LISTED, DIRECT, Flow, flow_costs, run
 from .kernels import Step, global_step, workload_of

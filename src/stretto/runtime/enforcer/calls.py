@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ...planner.motif import ROOTED, SHARDED, Motif
-from ...planner.spans import measure
-from ..backend_buffers import REDUCTIONS
+from ...planner.algebra.motif import ROOTED, SHARDED, Motif
+from ...planner.algebra.spans import measure
+from ..torch_backend.buffers import REDUCTIONS
 from .memory import Staged, View
 
 OPERATIONS: dict[str, Any] = {name: op for op, name in REDUCTIONS.items()}

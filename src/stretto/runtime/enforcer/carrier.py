@@ -14,7 +14,7 @@ import torch
 from ...errors import PlanMismatch
 from ...programs import Lowered, Program
 from ...programs.lower import lower
-from ..executor import DTYPES, Executor, Handle
+from ..executor.executor import DTYPES, Executor, Handle
 from .memory import Layout, Staged
 from .parts import Part
 from .pieces import Task

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInput, unknown
-from ..backend_buffers import Call
-from ..backend_engine import Engine, channels_of
-from ..record import LEDGER
+from ..torch_backend.buffers import Call
+from ..torch_backend.engine import Engine, channels_of
+from ..torch_backend.recording import LEDGER
 from .carrier import RESERVED, Carrier, ExecutorCarrier
 from .gloo import Explain, GlooCarrier
 from .nccl import Hopeless, NcclCarrier

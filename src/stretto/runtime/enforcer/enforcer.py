@@ -22,15 +22,15 @@ from ...cluster import Cluster
 from ...errors import InvalidInput, PlanMismatch
 from ...planner.plan import PLAIN, Plan
 from ...workload import Workload
-from ..backend_buffers import Call, lay_out
-from ..backend_work import GroupWork
-from ..forks import Home, check_world
-from ..own_backend import OwnBackend
+from ..executor.forks import Home, check_world
+from ..torch_backend.buffers import Call, lay_out
+from ..torch_backend.current import Current
+from ..torch_backend.own_backend import OwnBackend
+from ..torch_backend.work import GroupWork
 from .announce import Announcements, Place, Stray
-from .careful import CarefulWork
 from .carrier import Agreement, ExecutorCarrier
 from .carriers import chosen, make, refusal
-from .current import Current
+from .fast_path import whole_of
 from .measured import Measured
 from .nccl import NcclCarrier
 from .planned_work import Given, PlannedWork, never
@@ -38,10 +38,10 @@ from .plans import Plans
 from .prepared import Bound, Expected, Prepared
 from .queued import QueuedGiven, QueuedWork
 from .report import Report
-from .rest import PATIENCE, too_many
+from .resting_plan import PATIENCE, too_many
 from .sequencer import Instance, Sequencer
 from .trial import Trial
-from .whole import whole_of
+from .watched_work import CarefulWork
 
 log = logging.getLogger("stretto.enforcer")
 SETTLE_S = 5.0

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ...errors import PeerLost
-from ...planner.motif import Motif
-from ..backend_engine import channels_of
-from ..backend_meet import CUT_OFF
-from ..roll_call import RollCall
+from ...planner.algebra.motif import Motif
+from ..torch_backend.engine import channels_of
+from ..torch_backend.meeting import CUT_OFF
+from ..torch_backend.roll_call import RollCall
 from .calls import run
 from .carrier import Agreement, Ended, Loaded
 from .memory import Layout, Staged

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import TypedDict
 
 from ...workload import Op
-from ..record import now_us
+from ..torch_backend.recording import now_us
 from .report import MotifReport, Timing
 from .sequencer import Entry, Instance
 from .trial import BLOCK, ROUNDS, SIDES, Side

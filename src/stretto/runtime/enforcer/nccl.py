@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ...errors import InvalidInput, PlanMismatch
-from ...planner.motif import Motif
-from ..backend_buffers import Call
-from ..backend_engine import channels_of
-from ..record import now_us
+from ...planner.algebra.motif import Motif
+from ..torch_backend.buffers import Call
+from ..torch_backend.engine import channels_of
+from ..torch_backend.recording import now_us
 from .calls import run
 from .carrier import Agreement, Loaded
 from .gloo import GlooAgreement, communicator

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import Infeasible, InvalidInput, PlanMismatch, VerificationError
-from ...planner.motif import ROOTED, Expr, Motif, Seq, motif_of
-from ...planner.notation import parse
+from ...planner.algebra.motif import ROOTED, Expr, Motif, Seq, motif_of
+from ...planner.algebra.notation import parse
+from ...planner.algebra.rewrites import beside
 from ...planner.plan import MotifPlan, OpPlan, Plan, ProgramPlan
-from ...planner.rewrites import beside
-from ...planner.schedule import check_sequence
+from ...planner.schedule.schedule import check_sequence
 from ...programs import Program
 from ...programs.formats.text import loads
 from ...workload import Op, Workload

@@ -17,17 +17,17 @@ from math import gcd
 from ...algorithms import algorithm, defined_for
 from ...cluster import Cluster
 from ...errors import Infeasible, InvalidInput, PlanMismatch
-from ...planner.channels import restrict
-from ...planner.lowering import lower
-from ...planner.measured import NCCL
-from ...planner.motif import ROOTED, SHARDED, Motif
-from ...planner.providers import BALANCED, SYNTHESISED
-from ...planner.recipes import Ask, build
-from ...planner.shapes import default_algorithm
-from ...planner.spans import Span, Spans, measure
+from ...planner.algebra.lowering import lower
+from ...planner.algebra.motif import ROOTED, SHARDED, Motif
+from ...planner.algebra.recipes import Ask, build
+from ...planner.algebra.shapes import default_algorithm
+from ...planner.algebra.spans import Span, Spans, measure
+from ...planner.costs.channels import restrict
+from ...planner.costs.measured import NCCL
+from ...planner.costs.providers import BALANCED, SYNTHESISED
 from ...programs import Program
 from ...programs.lower import lower as lower_program
-from ..backend_buffers import is_rigid
+from ..torch_backend.buffers import is_rigid
 from .parts import Part, Planned
 
 IN, OUT, ROOM = 0, 1, 2

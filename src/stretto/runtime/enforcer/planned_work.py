@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ..backend_buffers import Buffers, Call
-from ..backend_work import NO_TIMEOUT, Future, GroupWork, Tensors, completes_futures
-from ..record import current, now_us
+from ..torch_backend.buffers import Buffers, Call
+from ..torch_backend.recording import current, now_us
+from ..torch_backend.work import NO_TIMEOUT, Future, GroupWork, Tensors, completes_futures
 from .carrier import Carrier
 from .futures import taken
 from .memory import Pool, Staged, stage

@@ -14,7 +14,7 @@ from .launches import check_launches
 from .nccl import NcclCarrier
 from .pieces import Programs
 from .prepared import Expected, Prepared
-from .rest import RETURNS, Resting
+from .resting_plan import RETURNS, Resting
 
 
 class Plans:

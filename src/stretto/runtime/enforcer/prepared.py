@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...cluster import Cluster
 from ...planner.plan import Plan
 from ...workload import Op, Workload
-from ..backend_buffers import Call
+from ..torch_backend.buffers import Call
 from .carrier import Carrier, ExecutorLoaded, Loaded
 from .parts import Share, share_of
 from .pieces import Programs, Tasks, tasks_of

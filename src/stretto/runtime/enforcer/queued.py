@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import torch
 
-from ..backend_buffers import Buffers, Call
-from ..backend_work import NO_TIMEOUT, Future, GroupWork, Tensors
+from ..torch_backend.buffers import Buffers, Call
+from ..torch_backend.work import NO_TIMEOUT, Future, GroupWork, Tensors
 from .futures import taken
 from .memory import Pool, stage
 from .nccl import Event, NcclCarrier, NcclLoaded, event_of

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from ..record import now_us
+from ..torch_backend.recording import now_us
 from .parts import Part, Planned
 
 WAITING, RUNNING, MOVED, ENDED = range(4)

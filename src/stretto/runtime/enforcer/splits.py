@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from ...planner.motif import Motif
-from ...planner.recipes import windowed
-from ...planner.spans import Span
+from ...planner.algebra.motif import Motif
+from ...planner.algebra.recipes import windowed
+from ...planner.algebra.spans import Span
 from .parts import Part, Planned
 from .pieces import IN, OUT, Exchange, Piece, Programs, Task, Tasks, joined
 

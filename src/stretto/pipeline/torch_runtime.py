@@ -1,0 +1,103 @@
+"""Our pipeline schedules under PyTorch's own pipeline runtime."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInput, StrettoError
+from . import Schedule, check, with_comms
+from .simulation import STYLE_OF
+
+MAX_MESSAGE = 2000
+
+
+def pipeline(
+    schedule: Schedule, stages: Sequence[Any], *, loss_fn: Callable[..., Any] | None = None, blocking: bool = False
+) -> Any:
+    """PyTorch's ``_PipelineScheduleRuntime`` for this rank's `stages`, with the given schedule proved and loaded.
+
+    Call ``.step(inputs)`` on the rank of the first stage, ``.step(target=..., losses=[...])`` on that of the last. All
+    ranks must give the same schedule: they compare first, so that one that differs is an error on each and no hang.
+    Where no communication is written out, it is: in one order per pair for NCCL, receives ahead for other backends.
+    With `blocking` every send and receive is waited for at once, as systems without overlap do; to compare with.
+    """
+    import torch.distributed as dist
+    from torch.distributed.pipelining import schedules
+
+    if not stages:
+        raise InvalidInput("stages: at least one stage must be given")
+    transport = "blocking" if blocking else "pair" if dist.get_backend(stages[0].group) == "nccl" else "async"
+    error = ""
+    written = schedule
+    try:
+        if not schedule.has_comms:
+            check(schedule)
+            written = with_comms(schedule, STYLE_OF[transport])
+        if len(written.ranks) > 1:
+            check(written, transport=transport)
+        _check_stages(written, stages)
+    except StrettoError as problem:
+        error = str(problem)
+    _agree(written, stages[0].group, error)
+    kind = _blocking_runtime() if blocking else schedules._PipelineScheduleRuntime
+    made = kind(list(stages), written.num_microbatches, loss_fn=loss_fn)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "schedule.csv")
+        written.save(path)
+        made._load_csv(str(path), format="compute_comms")
+    return made
+
+
+def _check_stages(schedule: Schedule, stages: Sequence[Any]) -> None:
+    rank = stages[0].group_rank
+    if stages[0].group_size != len(schedule.ranks):
+        raise InvalidInput(f"{schedule.name}: is for {len(schedule.ranks)} ranks, the group has {stages[0].group_size}")
+    if stages[0].num_stages != schedule.num_stages:
+        raise InvalidInput(f"{schedule.name}: has {schedule.num_stages} stages, the model {stages[0].num_stages}")
+    mine = sorted(stage.stage_index for stage in stages)
+    wanted = [stage for stage, home in enumerate(schedule.stage_rank) if home == rank]
+    if mine != wanted:
+        raise InvalidInput(f"stages: rank {rank} has {mine}, the schedule gives it {wanted}")
+
+
+def _agree(schedule: Schedule, group: Any, error: str) -> None:
+    """One collective: whoever has an error, or another schedule than the first rank, makes all ranks say so."""
+    import hashlib
+
+    import torch.distributed as dist
+
+    digest = hashlib.sha256(schedule.to_csv().encode()).hexdigest()
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, (error[:MAX_MESSAGE], digest, schedule.name), group=group)
+    for rank, (problem, _, _) in enumerate(said):
+        if problem:
+            raise InvalidInput(f"rank {rank}: {problem}")
+    for rank, (_, other, name) in enumerate(said):
+        if other != said[0][1]:
+            raise InvalidInput(f"rank {rank} has another schedule ({name}) than rank 0 ({said[0][2]})")
+
+
+def _blocking_runtime() -> Any:
+    from unittest import mock
+
+    from torch.distributed.pipelining import schedules
+
+    issue = schedules._batch_p2p
+
+    def and_wait(ops: Any, desc: str | None = None) -> Any:
+        works = issue(ops, desc)
+        for work in works:
+            work.wait()
+        return []
+
+    class BlockingRuntime(schedules._PipelineScheduleRuntime):
+        """Waits for every transfer where it is issued."""
+
+        def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+            with mock.patch.object(schedules, "_batch_p2p", and_wait):
+                super()._step_microbatches(*args, **kwargs)
+
+    return BlockingRuntime

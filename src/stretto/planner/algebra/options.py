@@ -1,0 +1,269 @@
+"""The ways to execute a comm-op: motif expressions, each leaf bound to channels and to its fastest algorithm there."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from ...cluster import Cluster
+from ...errors import Infeasible, InvalidInput
+from ...workload import Op, Workload
+from ..costs.channels import Binding, bindings_for
+from ..costs.costs import Bounding, Cost, CostModel, Motion, launch_us, simulated_costs
+from ..costs.measured import NCCL, LayeredCosts, MeasuredCosts
+from ..schedule.problem import Option, Problem, Task
+from .rewrites import Groups, Rewrite, Stage, rewrites
+
+SLOWEST = 20.0
+"""An option that takes this many times as long as the fastest is left out: nothing hides it."""
+
+STOCK_ALGORITHMS = {
+    "all_reduce": ("ring", "double_binary_tree", "double_binary_tree:1"),
+    "all_gather": ("ring",),
+    "reduce_scatter": ("ring",),
+    "broadcast": ("chain:64", "chain", "chain:1"),
+    "reduce": ("chain:64", "chain", "chain:1"),
+}
+"""What NCCL has for each collective; its rings broadcast as pipelined chains. All others are sends, straight on."""
+
+
+def problem(workload: Workload, cluster: Cluster, costs: CostModel | None = None) -> Problem:
+    """What there is to decide: the options of every comm-op of a workload that runs on a cluster's devices."""
+    if workload.num_ranks > cluster.num_devices:
+        raise InvalidInput(f"{workload.name}: {workload.num_ranks} ranks do not fit on {cluster.num_devices} devices")
+    model = costs if costs is not None else simulated_costs(cluster)
+    menu = Menu(cluster, model)
+    made: dict[tuple[object, ...], tuple[Option, ...]] = {}
+    found = {}
+    for op in workload.comm_ops:
+        key = (op.kind, workload.groups_of(op), op.nbytes, op.root, op.at_most)
+        if key not in made:
+            made[key] = options(op, workload, cluster, model, menu=menu)
+        found[op.name] = made[key]
+    how, notes = _sources(list(made.values()), cluster, model)
+    return Problem(workload=workload, options=found, costs=how, notes=(*cluster.notes, *notes))
+
+
+def options(
+    op: Op, workload: Workload, cluster: Cluster, costs: CostModel, *, menu: Menu | None = None
+) -> tuple[Option, ...]:
+    """Every way worth trying; the first is what a library would do: the whole op in one motif, on its own links.
+
+    Rewrites: segments, the patterns of every registered rule, and segments of those. Bindings: each part's own scope
+    (inside hosts, between them, both), and segments spread over two disjoint sets of channels. An option that another
+    one beats in every task, on no more channels, is left out; so is what the channels cannot carry. A `menu` remembers
+    what was bound before.
+    """
+    menu = menu if menu is not None else Menu(cluster, costs)
+    every = tuple(rewrites(op, workload.groups_of(op), cluster))
+    found = [option for rewrite in every for option in menu.bound(rewrite)]
+    if all(option.rules for option in found):
+        raise Infeasible(f"comm-op {op.name}: no channels of {cluster.name} carry it")
+    default = menu.stock(every[0])
+    pieces = [made for rewrite in every if (made := menu.like(default.tasks[0], rewrite))]
+    fastest = min(option.total_us for option in found)
+    others = _undominated([option for option in [*pieces, *found] if option.total_us <= SLOWEST * fastest], keep=pieces)
+    unique = {option.name: option for option in reversed([default, *others])}
+    return tuple(dict.fromkeys([default, *reversed(unique.values())]))
+
+
+def _sources(found: Sequence[Sequence[Option]], cluster: Cluster, costs: CostModel) -> tuple[str, tuple[str, ...]]:
+    """Where the costs come from; and a warning, where measurements were given and none fits."""
+    tasks = {
+        (task.motion, task.nbytes, task.algorithm): task.source.partition(":")[0]
+        for some in found for option in some for task in option.tasks
+    }  # fmt: skip
+    how = f"{' and '.join(sorted(set(tasks.values())))} on {cluster.name}"
+    if not isinstance(costs, MeasuredCosts | LayeredCosts):
+        return how, ()
+    files = ", ".join(costs.files)
+    known = sum(source == "measured" for source in tasks.values())
+    how += f"; {known} of {len(tasks)} motifs measured ({files})"
+    if known:
+        return how, ()
+    motions = [option.tasks[0].motion for option, *_ in found]
+    needs = sorted({(motion.kind, len(group)) for motion in motions if motion is not None for group in motion.groups})
+    wanted = ", ".join(f"{kind} over {ranks} ranks" for kind, ranks in needs)
+    return how, (f"warning: no measurement of {files} fits any motif of this step, which needs {wanted}",)
+
+
+class Menu:
+    """Binds rewrites to channels and algorithms, and remembers what was asked before."""
+
+    def __init__(self, cluster: Cluster, costs: CostModel) -> None:
+        self._cluster, self._costs = cluster, costs
+        self._bindings: dict[Groups, tuple[Binding, ...]] = {}
+        self._known: dict[Motion, dict[str, list[tuple[float, float]]]] = {}
+        """Of each motion and algorithm the sizes that were costed, with their times."""
+        self._best: dict[tuple[Motion, float], tuple[str, Cost] | None] = {}
+
+    def bound(self, rewrite: Rewrite) -> Iterator[Option]:
+        """The rewrite on every choice of bindings, one per scope of its stages."""
+        scopes = list(dict.fromkeys(stage.scope for stage in rewrite.stages))
+        choices = [self._offered([stage for stage in rewrite.stages if stage.scope == scope]) for scope in scopes]
+        for chosen in product(*choices):
+            by_scope = dict(zip(scopes, chosen, strict=True))
+            made = self._option(rewrite, [by_scope[stage.scope] for stage in rewrite.stages])
+            if made is not None:
+                yield made
+        if rewrite.segments > 1 and len(scopes) == 1:
+            yield from self._spread(rewrite, choices[0])
+
+    def stock(self, rewrite: Rewrite) -> Option:
+        """What a communication library does with the whole op by itself: the best of its own algorithms."""
+        (stage,) = rewrite.stages
+        usual = (NCCL, *STOCK_ALGORITHMS.get(stage.kind, ("direct",)))
+        found = self.whole(rewrite, usual) or self.whole(rewrite, None)
+        if found is None:
+            raise Infeasible(f"{stage.kind} on {self._offered(rewrite.stages)[0].name}: no algorithm moves it")
+        return found
+
+    def whole(self, rewrite: Rewrite, names: Sequence[str] | None) -> Option | None:
+        """The whole op on its usual links by the fastest of these algorithms (None: of all), where there is one."""
+        (stage,) = rewrite.stages
+        binding = self._offered(rewrite.stages)[0]
+        known = self._costs.algorithms(self._motion(stage, binding), stage.nbytes)
+        made = []
+        for name in known if names is None else [name for name in names if name in known]:
+            try:
+                made.append(self._option(rewrite, [binding], name))
+            except Infeasible:
+                continue
+        return min((option for option in made if option is not None), key=lambda one: one.total_us, default=None)
+
+    def like(self, task: Task, rewrite: Rewrite) -> Option | None:
+        """A rewrite that only cuts the payload, moved just as the default option moves the whole."""
+        if len(rewrite.steps) != 1 or rewrite.segments == 1:
+            return None
+        binding = next(b for b in self._offered(rewrite.stages[:1]) if b.channels == task.channels)
+        return self._option(rewrite, [binding] * len(rewrite.stages), task.algorithm)
+
+    def _spread(self, rewrite: Rewrite, offered: Sequence[Binding]) -> Iterator[Option]:
+        """Segments shared out between two bindings that have no channel in common, so that both end together."""
+        alone = {b.channels: self._option(rewrite, [b] * len(rewrite.stages)) for b in offered}
+        for first, second in product(offered, offered):
+            one, other = alone[first.channels], alone[second.channels]
+            if set(first.channels) & set(second.channels) or one is None or other is None:
+                continue
+            if one.total_us > other.total_us:
+                continue
+            even = rewrite.segments * one.total_us / (one.total_us + other.total_us)
+            shares = [self._shared(rewrite, first, second, share) for share in {int(even), int(even) + 1} - {0}]
+            made = [option for option in shares if option is not None]
+            if made:
+                yield min(made, key=lambda option: option.total_us)
+
+    def _shared(self, rewrite: Rewrite, first: Binding, second: Binding, share: int) -> Option | None:
+        """The last `share` segments on the second binding."""
+        last = rewrite.segments - share
+        return self._option(rewrite, [second if stage.segment >= last else first for stage in rewrite.stages])
+
+    def _offered(self, stages: Sequence[Stage]) -> tuple[Binding, ...]:
+        """The bindings that serve each of some stages."""
+        found: tuple[Binding, ...] | None = None
+        for groups in dict.fromkeys(stage.groups for stage in stages):
+            if groups not in self._bindings:
+                self._bindings[groups] = bindings_for(self._cluster, groups)
+            mine = self._bindings[groups]
+            found = mine if found is None else tuple(b for b in found if any(b.channels == c.channels for c in mine))
+        return found or ()
+
+    @staticmethod
+    def _motion(stage: Stage, binding: Binding) -> Motion:
+        return Motion(kind=stage.kind, groups=stage.groups, channels=binding.channels, window=stage.window)
+
+    def _option(self, rewrite: Rewrite, held: Sequence[Binding], algorithm: str | None = None) -> Option | None:
+        tasks = []
+        known: dict[tuple[object, ...], tuple[Motion, str, Cost, float]] = {}
+        for stage, binding in zip(rewrite.stages, held, strict=True):
+            key = (stage.kind, id(stage.groups), stage.nbytes, stage.window, binding.channels)
+            if key not in known:
+                motion = self._motion(stage, binding)
+                if algorithm is None:
+                    best = self._fastest(motion, stage.nbytes)
+                    if best is None:
+                        return None
+                    name, cost = best
+                else:
+                    name, cost = algorithm, self._costs.cost(motion, stage.nbytes, algorithm)
+                known[key] = motion, name, cost, launch_us(binding, cost)
+            motion, name, cost, launch = known[key]
+            tasks.append(
+                Task(
+                    motif=stage.motif, algorithm=name, channels=binding.channels, duration_us=launch + cost.us,
+                    nbytes=stage.nbytes, launch_us=launch, after=stage.after, source=cost.source, motion=motion,
+                )
+            )  # fmt: skip
+        return Option(name=_name(rewrite, tasks), expression=rewrite.text, tasks=tuple(tasks), rules=rewrite.steps)
+
+    def _fastest(self, motion: Motion, nbytes: float) -> tuple[str, Cost] | None:
+        """The algorithm that is fastest at this size; those that cannot be are not costed."""
+        key = (motion, nbytes)
+        if key not in self._best:
+            known = self._known.setdefault(motion, {})
+            names = self._costs.algorithms(motion, nbytes)
+            least = {name: self._least_us(motion, nbytes, name, known.get(name, [])) for name in names}
+            best: tuple[str, Cost] | None = None
+            for name in sorted(least, key=lambda name: least[name]):
+                if best is not None and least[name] > best[1].us:
+                    break
+                try:
+                    cost = self._costs.cost(motion, nbytes, name)
+                except Infeasible:
+                    continue
+                insort(known.setdefault(name, []), (nbytes, cost.us))
+                if best is None or (cost.us, names.index(name)) < (best[1].us, names.index(best[0])):
+                    best = name, cost
+            self._best[key] = best
+        return self._best[key]
+
+    def _least_us(self, motion: Motion, nbytes: float, name: str, known: list[tuple[float, float]]) -> float:
+        """What an algorithm takes at least: more bytes take no less, and k times the bytes at most k times as long."""
+        least = self._costs.at_least_us(motion, nbytes, name) if isinstance(self._costs, Bounding) else 0.0
+        at = bisect_right(known, (nbytes, 0.0))
+        for size, us in known[max(at - 1, 0) : at + 1]:
+            least = max(least, us * min(1.0, nbytes / size))
+        return least
+
+
+def _name(rewrite: Rewrite, tasks: Sequence[Task]) -> str:
+    """Such as ``ring/4 segments on nvlink+rdma`` or ``hierarchical(ring,direct) on nvlink, rdma``."""
+    algorithms = ",".join(dict.fromkeys(task.algorithm for task in tasks))
+    pattern = next((step.partition(":")[0] for step in rewrite.steps if not step.startswith("segment")), "")
+    if pattern == "tree":
+        pattern = f"tree:{next(s for s in rewrite.steps if s.startswith('tree')).partition('=')[2]}"
+    text = algorithms if pattern in ("", "spline") else f"{pattern}({algorithms})"
+    if rewrite.segments > 1:
+        text += f"/{rewrite.segments} segments"
+    if pattern == "spline":
+        text += f"/{next(s for s in rewrite.steps if s.startswith('spline')).partition('=')[2]} ways"
+    counts: dict[str, int] = {}
+    for task in tasks:
+        held = "+".join(task.channels)
+        counts[held] = counts.get(held, 0) + 1
+    spread = pattern in ("", "spline") and len(counts) > 1
+    return f"{text} on " + ", ".join(f"{count} {held}" if spread else held for held, count in counts.items())
+
+
+def _undominated(found: Sequence[Option], keep: Sequence[Option]) -> list[Option]:
+    """Options that no other beats in every task (on the same or fewer channels), and those to be kept anyway."""
+    by_shape: dict[tuple[tuple[int, ...], ...], list[Option]] = {}
+    for option in found:
+        by_shape.setdefault(tuple(task.after for task in option.tasks), []).append(option)
+    kept = {id(option) for option in keep}
+    for alike in by_shape.values():
+        alike.sort(key=lambda option: option.total_us)
+        best: list[Option] = []
+        for option in alike:
+            if not any(_beats(other, option) for other in best):
+                best.append(option)
+        kept |= {id(option) for option in best}
+    return [option for option in found if id(option) in kept]
+
+
+def _beats(a: Option, b: Option) -> bool:
+    return all(
+        set(x.channels) <= set(y.channels) and x.duration_us <= y.duration_us
+        for x, y in zip(a.tasks, b.tasks, strict=True)
+    )

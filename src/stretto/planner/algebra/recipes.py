@@ -1,0 +1,141 @@
+"""How a motif may be moved: the library's algorithms by name, laid out on the links they are bound to.
+
+A recipe is a name that, with a collective, a group and a cluster, always gives the same program: plans store the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...algorithms import algorithm, defined_for
+from ...algorithms.orders import fast_orders
+from ...cluster import Cluster
+from ...errors import InvalidInput, unknown
+from ...programs import Program
+from .lowering import lower
+from .motif import motif_of
+from .rules import apply
+
+Window = tuple[int, int]
+"""A splined all-to-all: rank i sends to i + first, ..., i + first + count - 1, modulo the number of ranks."""
+
+PIPELINED = ("double_binary_tree", "binary_tree", "chain")
+"""Algorithms that send piece after piece; ``name:1`` is the one in one piece, which has the lower latency."""
+FINE = {"chain": 64}
+"""Where many small pieces pay, as the way is long: ``chain:64``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One motif to be moved: the collective, over one group; `nbytes` as the group's collective counts them."""
+
+    kind: str
+    group: tuple[int, ...]
+    root: int = 0
+    window: Window | None = None
+
+
+Provider = Callable[[Ask, Cluster, float], "dict[str, Callable[[], Program]]"]
+"""More ways to move a motif of that size on a cluster, by name (synthesised or multi-dimensional ones, say)."""
+
+
+def library(ask: Ask) -> list[str]:
+    """The recipes of the algorithm library for a motif.
+
+    >>> library(Ask(kind="broadcast", group=(0, 1, 2)))[4:]
+    ['binomial', 'chain', 'chain:1', 'chain:64', 'direct']
+    >>> library(Ask(kind="all_to_all", group=(0, 1, 2), window=(1, 1)))
+    ['direct']
+    """
+    if ask.kind == "send" or ask.window is not None:
+        return ["direct"]
+    return list(_named(ask.kind, len(ask.group)))
+
+
+@cache
+def _named(kind: str, count: int) -> tuple[str, ...]:
+    names: list[str] = []
+    for name in defined_for(kind, count):
+        names += [name, f"{name}:1"] if name in PIPELINED else [name]
+        names += [f"{name}:{FINE[name]}"] if name in FINE and count > 2 else []
+    return tuple(names)
+
+
+def build(recipe: str, ask: Ask, cluster: Cluster, *, in_place: bool = False) -> Program:
+    """The program of a recipe on (a part of) a cluster; raises `InvalidInput` where it is not defined.
+
+    In place several chains are one: programs side by side are put together from ones that are not.
+    """
+    name, _, chunks = recipe.partition(":")
+    if recipe not in library(ask):
+        raise unknown(f"recipe for {ask.kind}", recipe, library(ask))
+    if ask.kind == "send":
+        return algorithm("direct", "permute", ask.group, pairs=[(0, 1)])
+    if ask.window is not None:
+        return windowed(ask.group, ask.window)
+    options: dict[str, Any] = {"in_place": in_place} | ({"chunks": int(chunks)} if chunks else {})
+    if ask.kind in ("broadcast", "reduce", "gather", "scatter"):
+        options["root"] = ask.root
+    lines = rails(cluster, ask.group) if name in ("ring", "chain") else 1
+    if name == "ring":
+        options["rings"] = lines
+    if name == "chain" and lines > 1 and not in_place and (orders := fast_orders(cluster, ask.group, rings=lines)):
+        return _side_by_side([algorithm(name, ask.kind, ask.group, order=order, **options) for order in orders], ask)
+    return algorithm(name, ask.kind, ask.group, cluster=cluster, **options)
+
+
+def _side_by_side(parts: Sequence[Program], ask: Ask) -> Program:
+    """Programs of one collective, each for its share of the payload and on connections of its own."""
+    whole = motif_of(ask.kind, ask.group, len(parts) * max(p.collective.num_chunks for p in parts), ask.root)
+    bound = {at: p.replace(lane=np.full(p.num_transfers, at, np.int16)) for at, p in enumerate(parts)}
+    made = lower(apply(whole, "segment", parts=len(parts)), whole, algorithms=bound)
+    return made.replace(name=f"{parts[0].name.partition('(')[0]}(rails={len(parts)})")
+
+
+def rails(cluster: Cluster, group: Sequence[int]) -> int:
+    """How many rings or chains to run side by side: one per link out of a host, as far as a device can feed them.
+
+    >>> hgx2 = Cluster.preset("hgx2", nodes=2)
+    >>> rails(hgx2, range(16)), rails(hgx2, range(8)), rails(hgx2, (0, 8))
+    (8, 1, 1)
+    """
+    host = cluster.hosts_of(group)
+    devices = np.asarray(group, np.int32)
+    mates, others = devices[host == host[0]], devices[host != host[0]]
+    if len(mates) < 2 or not len(others):
+        return 1
+    try:
+        _, inside = cluster.route_table(mates[:1], mates[1:2], np.zeros(1, np.int64))
+        dst = np.resize(others, len(mates))
+        _, across = cluster.route_table(mates, dst, mates.astype(np.int64) + dst)
+    except InvalidInput:
+        return 1
+    leaving = (cluster.node_host[cluster.link_src[across]] == host[0]) & (
+        cluster.node_host[cluster.link_dst[across]] != host[0]
+    )
+    exits = np.unique(across[leaving])
+    if not len(exits):
+        return 1
+    fed = cluster.link_gb_per_s[inside].min() / cluster.link_gb_per_s[exits].max()
+    return max(1, min(len(exits), int(fed)))
+
+
+def windowed(group: Sequence[int], window: Window) -> Program:
+    """An all-to-all of the pairs in a window, straight from rank to rank.
+
+    >>> windowed(range(4), (1, 2)).num_transfers
+    8
+    """
+    first, width = window
+    count = len(group)
+    if first < 0 or width < 1 or first + width > count:
+        raise InvalidInput(f"window: must lie in 0..{count}, not {first}..{first + width}")
+    rank = np.arange(count)
+    counts = np.zeros((count, count))
+    counts[rank[:, None], (rank[:, None] + first + np.arange(width)) % count] = 1.0
+    return algorithm("direct", "all_to_all_v", tuple(group), counts=counts.tolist())

@@ -1,0 +1,264 @@
+"""What a comm-op may be rewritten into: every registered rule, and segments of its results, over all groups at once.
+
+Groups need not be alike. Those of one length that lie on their hosts in the same way are of one *sort*; every sort is
+rewritten by itself, and a rewrite counts where it gives all sorts the same stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ...cluster import Cluster
+from ...errors import InvalidInput
+from ...workload import Op
+from ..costs.channels import Scope, scope_of
+from .motif import ROOTED, SHARDED, Expr, Motif, Seq, motif_of, par
+from .rules import parse_step, variants
+from .spans import measure
+
+CHOICES = 2
+"""Of each rule so many of the parameters it offers are tried, those first that keep stages inside hosts or between."""
+MAX_PATTERNS = 8
+MAX_TASKS = 64
+EVEN = 1.5
+"""Costs are those of even shares. Where the largest share is more than this many times that, a rewrite is left out."""
+
+Groups = tuple[tuple[int, ...], ...]
+Steps = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Leaves of an expression that run at the same time on different ranks: one task. `after` are earlier stages."""
+
+    motif: str
+    kind: str
+    groups: Groups
+    nbytes: float
+    after: tuple[int, ...]
+    window: tuple[int, int] | None
+    scope: Scope
+    segment: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewrite:
+    """A comm-op rewritten: the steps that led there, an expression for each sort of group, its stages over all."""
+
+    steps: Steps
+    exprs: tuple[Expr, ...]
+    stages: tuple[Stage, ...]
+    segments: int = 1
+
+    @cached_property
+    def text(self) -> str:
+        """The expressions in the paper's notation, one beside the other."""
+        return str(par(self.exprs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sort:
+    """Groups that get one expression: that of the first, with the others' ranks in the same positions."""
+
+    whole: Motif
+    hosts: Groups
+    members: Groups
+    splits: bool
+    """Whether it is an all-to-all whose pieces may differ: then a rank knows only its own, and nothing is relayed."""
+
+
+def rewrites(op: Op, groups: Groups, cluster: Cluster) -> Iterator[Rewrite]:
+    """The op as it is, cut into segments, in every pattern that a rule makes of it, and segments of those."""
+    sorts = _sorts(op, groups, cluster)
+    scopes: dict[Groups, Scope] = {}
+
+    def made(steps: Steps, exprs: Sequence[Expr], segments: int = 1) -> Rewrite | None:
+        each = [_stages(expr, segments, sort, cluster, scopes) for expr, sort in zip(exprs, sorts, strict=True)]
+        stages = _merged(each, cluster, scopes)
+        if stages is None or len(stages) > MAX_TASKS:
+            return None
+        return Rewrite(steps=steps, exprs=tuple(exprs), stages=stages, segments=segments)
+
+    whole = made((), [sort.whole for sort in sorts])
+    assert whole is not None
+    yield whole
+    tables = [_named(sort) for sort in sorts]
+    shared = [name for name in tables[0] if all(name in table for table in tables)]
+    cuts = [name for name in shared if name.startswith("segment")]
+    patterns = _chosen([
+        rewrite
+        for name in shared
+        if name not in cuts and (rewrite := made((name,), [table[name][1] for table in tables]))
+    ])  # fmt: skip
+    for cut in cuts:
+        exprs = [table[cut][1] for table in tables]
+        if rewrite := made((cut,), exprs, segments=len(exprs[0].children)):
+            yield rewrite
+    yield from patterns
+    for cut in cuts:
+        for (name,) in (pattern.steps for pattern in patterns):
+            try:
+                exprs = [parse_step(table[name][0])(table[cut][1]) for table in tables]
+            except InvalidInput:
+                continue
+            if rewrite := made((cut, name), exprs, segments=len(exprs[0].children)):
+                yield rewrite
+
+
+def _sorts(op: Op, groups: Groups, cluster: Cluster) -> list[_Sort]:
+    found: dict[tuple[int, Groups], list[tuple[int, ...]]] = {}
+    for group in groups:
+        host = cluster.hosts_of(group).tolist()
+        rows = tuple(tuple(at for at, h in enumerate(host) if h == one) for one in dict.fromkeys(host))
+        found.setdefault((len(group), rows), []).append(group)
+    return [
+        _Sort(
+            whole=motif_of(op.kind, members[0], op.nbytes, op.root),
+            hosts=tuple(tuple(members[0][at] for at in row) for row in rows),
+            members=tuple(members),
+            splits=op.kind == "all_to_all" and op.at_most,
+        )
+        for (_, rows), members in found.items()
+    ]
+
+
+def _named(sort: _Sort) -> dict[str, tuple[str, Expr]]:
+    """What the rules make of a sort's motif, and the step that does it, by names that do not tell ranks."""
+    local = {len(host) for host in sort.hosts}
+    in_rows = [rank for host in sort.hosts for rank in host] == list(sort.whole.ranks)
+    hosts = f"local={max(local)}" if len(local) == 1 and in_rows else "hosts"
+    found: dict[str, tuple[str, Expr]] = {}
+    for step, expr in variants(sort.whole, sort.hosts):
+        if sort.splits and any(leaf.relays for leaf in expr.leaves):
+            continue
+        rule, _, given = step.partition(":")
+        found.setdefault(f"{rule}:{hosts}" if ";" in given else step, (step, expr))
+    return found
+
+
+def _chosen(patterns: Sequence[Rewrite]) -> list[Rewrite]:
+    """Of each rule the first few choices that keep to one fabric at a time, or where none does the first few."""
+    by_rule: dict[str, list[Rewrite]] = {}
+    seen: set[tuple[Expr, ...]] = set()
+    for rewrite in patterns:
+        if rewrite.exprs not in seen:
+            seen.add(rewrite.exprs)
+            by_rule.setdefault(rewrite.steps[0].partition(":")[0], []).append(rewrite)
+    found: list[Rewrite] = []
+    for each in by_rule.values():
+        pure = [rewrite for rewrite in each if all(stage.scope != "mixed" for stage in rewrite.stages)]
+        found += (pure or each)[:CHOICES]
+    return found[:MAX_PATTERNS]
+
+
+def _merged(
+    each: Sequence[list[Stage] | None], cluster: Cluster, scopes: dict[Groups, Scope]
+) -> tuple[Stage, ...] | None:
+    """The stages of all sorts drawn together; None where they differ in more than their ranks."""
+    first = each[0]
+    if first is None or len(each) == 1:
+        return None if first is None else tuple(first)
+    found = []
+    for at, stage in enumerate(first):
+        alike = [other[at] for other in each if other is not None and len(other) == len(first)]
+        forms = {(one.kind, one.after, one.window, one.segment) for one in alike}
+        sizes = [one.nbytes for one in alike]
+        if len(alike) < len(each) or len(forms) > 1 or max(sizes) > EVEN * min(sizes):
+            return None
+        groups = tuple(group for one in alike for group in one.groups)
+        texts = " || ".join(one.motif for one in alike)
+        scope = _scope(groups, cluster, scopes)
+        found.append(replace(stage, motif=texts, groups=groups, nbytes=max(sizes), scope=scope))
+    return tuple(found)
+
+
+def _stages(
+    expr: Expr, segments: int, sort: _Sort, cluster: Cluster, scopes: dict[Groups, Scope]
+) -> list[Stage] | None:
+    """One sort's stages, or None where shares are so uneven that no cost would be right."""
+    if any(_uneven(leaf) for leaf in expr.leaves):
+        return None
+    place = {rank: at for at, rank in enumerate(sort.whole.ranks)}
+    known: dict[Groups, Groups] = {}
+    made: list[Stage] = []
+
+    def members(leaves: Sequence[Motif]) -> Groups:
+        """The same positions of every group; one object for all stages of the same ranks."""
+        ranks = tuple(map(_root_first, leaves))
+        if ranks not in known:
+            rows = [[place[rank] for rank in row] for row in ranks]
+            known[ranks] = tuple(tuple(group[at] for at in row) for group in sort.members for row in rows)
+        return known[ranks]
+
+    def add(batch: Sequence[Expr], before: tuple[int, ...], segment: int) -> tuple[int, ...]:
+        """Expressions of one form on different ranks, one beside the other; returns the stages that end last."""
+        first = batch[0]
+        if isinstance(first, Motif):
+            leaves = [leaf for leaf in batch if isinstance(leaf, Motif)]
+            groups = members(leaves)
+            more = f" (and {len(leaves) - 1} like it)" if len(leaves) > 1 else ""
+            window = (first.window[0], first.window[1] - first.window[0]) if first.kind == "AA" else None
+            made.append(
+                Stage(
+                    motif=f"{first}{more}", kind=first.collective_kind, groups=groups,
+                    nbytes=float(max(leaf.nbytes for leaf in leaves)), after=before,
+                    window=None if first.kind != "AA" or (first.whole and not sort.splits) else window,
+                    scope=_scope(groups, cluster, scopes), segment=segment,
+                )
+            )  # fmt: skip
+            return (len(made) - 1,)
+        if isinstance(first, Seq):
+            for number in range(len(first.children)):
+                before = add([one.children[number] for one in batch], before, segment)
+            return before
+        ends: tuple[int, ...] = ()
+        for side in beside(first):
+            ends += add([one.children[at] for one in batch for at in side], before, segment)
+        return ends
+
+    for number, child in enumerate(expr.children if segments > 1 else (expr,)):
+        add([child], (), number)
+    per = len(made) // segments
+    if segments > 1 and all(stage.segment == at // per for at, stage in enumerate(made)):
+        # Segments differ by a byte or so: all are costed as the largest.
+        sizes = [max(stage.nbytes for stage in made[at::per]) for at in range(per)]
+        made = [replace(stage, nbytes=sizes[at % per]) for at, stage in enumerate(made)]
+    return made
+
+
+def _scope(groups: Groups, cluster: Cluster, scopes: dict[Groups, Scope]) -> Scope:
+    if groups not in scopes:
+        scopes[groups] = scope_of(cluster, groups)
+    return scopes[groups]
+
+
+def _uneven(leaf: Motif) -> bool:
+    if leaf.kind not in SHARDED or leaf.size < 2 * len(leaf.ranks):
+        return False
+    return max(map(measure, leaf.shards)) * len(leaf.ranks) > EVEN * leaf.size
+
+
+def beside(expr: Expr) -> list[list[int]]:
+    """The children of a ``||`` in sets of one form whose ranks are all different."""
+    sides: list[tuple[object, set[int], list[int]]] = []
+    for at, child in enumerate(expr.children):
+        form, ranks = _form(child), {rank for leaf in child.leaves for rank in leaf.ranks}
+        side = next((side for side in sides if side[0] == form and side[1].isdisjoint(ranks)), None)
+        if side is None:
+            sides.append((form, ranks, [at]))
+        else:
+            side[1].update(ranks)
+            side[2].append(at)
+    return [members for _, _, members in sides]
+
+
+def _form(expr: Expr) -> object:
+    return expr.kind if isinstance(expr, Motif) else (type(expr).__name__, *map(_form, expr.children))
+
+
+def _root_first(leaf: Motif) -> tuple[int, ...]:
+    if leaf.kind not in ROOTED:
+        return leaf.ranks
+    return (leaf.root, *(rank for rank in leaf.ranks if rank != leaf.root))

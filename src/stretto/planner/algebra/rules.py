@@ -1,0 +1,231 @@
+"""The transformation rules: what a motif may be rewritten into, and how rules are applied and registered.
+
+Segmentation cuts the payload, splining cuts the pattern (Syndicate, section 4.2 and appendix A.1). A rule only says
+what it claims; `lowering.check` proves it for the motif at hand, whoever wrote the rule.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ...algorithms.options import checked
+from ...errors import InvalidInput, unknown
+from .motif import KINDS, Expr, Motif, Path
+
+Groups = tuple[tuple[int, ...], ...]
+Choices = Callable[[Motif, Groups], Iterable[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule: the kinds it rewrites, and the function that does it."""
+
+    name: str
+    kinds: tuple[str, ...]
+    summary: str
+    build: Callable[..., Expr]
+    choices: Choices
+    """The parameters worth trying for a motif whose ranks lie on these hosts."""
+
+    @cached_property
+    def parameters(self) -> dict[str, Any]:
+        """Its parameters with their defaults, in order."""
+        keywords = inspect.signature(self.build).parameters.values()
+        return {p.name: p.default for p in keywords if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+    @cached_property
+    def _typed(self) -> frozenset[str]:
+        """The parameters that say they are whole numbers, or lists of them."""
+        hints = inspect.signature(self.build).parameters.items()
+        return frozenset(name for name, p in hints if re.search(r"\bint\b", str(p.annotation)))
+
+    def __call__(self, motif: Motif, **parameters: Any) -> Expr:
+        """Rewrite one motif."""
+        if motif.kind not in self.kinds:
+            raise InvalidInput(f"{self.name} does not rewrite {motif.kind}; it rewrites {', '.join(self.kinds)}")
+        for key in parameters:
+            if key not in self.parameters:
+                raise unknown(f"parameter of {self.name}", key, self.parameters)
+        typed = {key: value for key, value in parameters.items() if key in self._typed}
+        try:
+            return self.build(motif, **(parameters | checked(self.build, typed)))
+        except InvalidInput as error:
+            raise InvalidInput(f"{self.name}: {error}") from None
+
+
+_RULES: dict[str, Rule] = {}
+
+
+def rule(
+    name: str, *, kinds: Iterable[str] = tuple(KINDS), choices: Choices = lambda motif, hosts: ({},)
+) -> Callable[[Callable[..., Expr]], Callable[..., Expr]]:
+    """Register ``build(motif, *, parameters...) -> Expr`` under a name; the first line of its docstring describes it.
+
+    >>> from stretto.planner.algebra.motif import motif, seq
+    >>> @rule("in_two_steps", kinds=["RE"])
+    ... def in_two_steps(motif):
+    ...     '''Half of the payload, then the other half.'''
+    ...     lo, hi = motif.spans[0]
+    ...     return seq([replace(motif, spans=((lo, hi // 2),)), replace(motif, spans=((hi // 2, hi),))])
+    >>> from dataclasses import replace
+    >>> print(apply(motif("RE", 4, 10), "in_two_steps"))
+    RE_0(T[0:5], PG[0:4]) -> RE_0(T[5:10], PG[0:4])
+    >>> unregister("in_two_steps")
+    """
+    served = tuple(kinds)
+    for kind in served:
+        if kind not in KINDS:
+            raise unknown("motif", kind, KINDS)
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise InvalidInput(f"rule {name!r}: a name is lower-case letters, digits and _")
+    if name in _RULES:
+        raise InvalidInput(f"rule {name!r}: there is one already")
+
+    def register(build: Callable[..., Expr]) -> Callable[..., Expr]:
+        summary = (inspect.getdoc(build) or "").split("\n")[0]
+        _RULES[name] = Rule(name=name, kinds=served, summary=summary, build=build, choices=choices)
+        return build
+
+    return register
+
+
+def unregister(name: str) -> None:
+    """Forget a rule."""
+    entry(name)
+    del _RULES[name]
+
+
+def rules(kind: str | None = None) -> list[Rule]:
+    """All rules, or those that rewrite a kind of motif.
+
+    >>> [rule.name for rule in rules("BC")]
+    ['segment', 'tree', 'hierarchical', 'spline', 'scatter']
+    """
+    from . import rulebook  # noqa: F401  the rules of the paper register themselves
+
+    if kind is not None and kind not in KINDS:
+        raise unknown("motif", kind, KINDS)
+    return [found for found in _RULES.values() if kind is None or kind in found.kinds]
+
+
+def entry(name: str) -> Rule:
+    """The rule with this name."""
+    known = {found.name: found for found in rules()}
+    if name not in known:
+        raise unknown("rule", name, known)
+    return known[name]
+
+
+def apply(expr: Expr, name: str, *, at: Sequence[int] = (), **parameters: Any) -> Expr:
+    """Rewrite the motif at a path by a rule.
+
+    >>> from stretto.planner.algebra.motif import motif
+    >>> step = apply(motif("AR", 8, 1024), "tree", n=4)
+    >>> print(apply(step, "ring", at=(1,)))  # doctest: +NORMALIZE_WHITESPACE
+    RE_0(T[0:1024], PG[0:4]) || RE_4(T[0:1024], PG[4:8]) ->
+    (RS(T[0:1024], PG[0,4]) -> AG(T[0:1024], PG[0,4])) ->
+    BC_0(T[0:1024], PG[0:4]) || BC_4(T[0:1024], PG[4:8])
+    """
+    found = entry(name)
+
+    def change(here: Expr) -> Expr:
+        if not isinstance(here, Motif):
+            where = f"path {'.'.join(map(str, at))}" if at else "the top"
+            raise InvalidInput(
+                f"{name}: at {where} is no single motif but {len(here.children)}; go on to one of its children"
+            )
+        return found(here, **parameters)
+
+    return expr.map(change, at)
+
+
+def rewrite_all(expr: Expr, name: str, **parameters: Any) -> Expr:
+    """Rewrite every motif of a kind that the rule serves; one at least."""
+    found = entry(name)
+    paths = [path for path, motif in expr.walk() if motif.kind in found.kinds]
+    if not paths:
+        kinds = sorted({motif.kind for motif in expr.leaves})
+        raise InvalidInput(f"{name} does not rewrite {', '.join(kinds)}; it rewrites {', '.join(found.kinds)}")
+    return _everywhere(expr, found, parameters)
+
+
+def _everywhere(expr: Expr, found: Rule, parameters: Mapping[str, Any]) -> Expr:
+    if isinstance(expr, Motif):
+        return found(expr, **parameters) if expr.kind in found.kinds else expr
+    return type(expr)(tuple(_everywhere(child, found, parameters) for child in expr.children))  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One rewriting as it is written on a command line: ``tree:4@1`` or ``segment:size=256`` (everywhere)."""
+
+    rule: str
+    parameters: dict[str, Any]
+    at: Path | None = None
+
+    def __call__(self, expr: Expr) -> Expr:
+        """Apply it."""
+        if self.at is None:
+            return rewrite_all(expr, self.rule, **self.parameters)
+        return apply(expr, self.rule, at=self.at, **self.parameters)
+
+
+def parse_step(text: str) -> Step:
+    """A step from ``rule``, ``rule:value,key=value`` and an optional ``@path`` such as ``@0.1`` (``@`` is the top).
+
+    >>> parse_step("segment:4@0.1")
+    Step(rule='segment', parameters={'parts': 4}, at=(0, 1))
+    >>> parse_step("hierarchical:groups=0 1 2;3 4").parameters
+    {'groups': [[0, 1, 2], [3, 4]]}
+    """
+    body, at, path = text.partition("@")
+    name, _, given = body.partition(":")
+    found = entry(name)
+    names = list(found.parameters)
+    parameters: dict[str, Any] = {}
+    for number, part in enumerate(given.split(",") if given else []):
+        key, equals, value = part.partition("=")
+        if not equals:
+            if number >= len(names):
+                raise InvalidInput(f"step {text!r}: {name} has the parameters {', '.join(names) or 'none'}")
+            key, value = names[number], part
+        if key in parameters:
+            raise InvalidInput(f"step {text!r}: {key} is given twice")
+        parameters[key] = _value(text, value)
+    if at and not re.fullmatch(r"(\d{1,6}(\.\d{1,6}){0,99})?", path, re.ASCII):
+        raise InvalidInput(f"step {text!r}: a path is positions such as @0.1, not {path!r}")
+    where = tuple(int(position) for position in path.split(".")) if path else ()
+    return Step(rule=name, parameters=parameters, at=where if at else None)
+
+
+def variants(motif: Motif, hosts: Sequence[Sequence[int]] = ()) -> Iterator[tuple[str, Expr]]:
+    """Every registered rule with each of its parameters worth trying: the name as a step, and what becomes of it.
+
+    `hosts` lists the ranks of each host. What leaves the motif as it is is not listed.
+    """
+    members = set(motif.ranks)
+    local = tuple(tuple(rank for rank in host if rank in members) for host in hosts)
+    local = tuple(group for group in local if group)
+    for found in rules(motif.kind):
+        for parameters in found.choices(motif, local):
+            changed = found(motif, **parameters)
+            if changed != motif:
+                given = ",".join(f"{key}={_shown(value)}" for key, value in parameters.items())
+                yield f"{found.name}:{given}" if given else found.name, changed
+
+
+def _value(text: str, value: str) -> Any:
+    if re.fullmatch(r"\d{1,18}", value, re.ASCII):
+        return int(value)
+    if re.fullmatch(r"[\d ;]{1,100000}", value, re.ASCII):
+        return [[int(number) for number in group.split()] for group in value.split(";")]
+    raise InvalidInput(f"step {text!r}: expected a number, or groups such as 0 1;2 3, not {value!r}")
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, int) else ";".join(" ".join(map(str, group)) for group in value)

@@ -1,0 +1,263 @@
+"""The front door: a workload and a cluster in, a `Plan` out, with everything it was compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..cluster import Cluster
+from ..errors import Infeasible, InvalidInput, PlanMismatch, unknown
+from ..programs.formats.text import dumps
+from ..units import check_seed
+from ..workload import Workload
+from .algebra.options import problem as make_problem
+from .algebra.recipes import library
+from .baselines import BASELINES, Effort, Systems, plain
+from .costs.costs import CostModel, SimulatedCosts, simulated_costs
+from .costs.providers import providers_for
+from .plan import MAX_PROGRAM_CHARS, PLAIN, MotifPlan, OpPlan, Plan, ProgramPlan
+from .reasons import reasons
+from .schedule.problem import Problem
+from .schedule.retime import retime as retimed
+from .schedule.schedule import Schedule, Scheduler, check_order
+from .schedule.search import Progress as Searching
+from .schedule.search import SearchResult, search
+
+SYSTEM = "stretto"
+SEARCH_SHARE = 0.7
+"""The part of the budget that is kept for our own search; the baselines share the rest evenly."""
+TEXT_CHARS = 40
+"""About what one transfer takes as text."""
+LEAST_SHARE = 0.4
+"""The part that is left to it where baselines need longer: on large steps even one schedule of each takes seconds."""
+
+Progress = Callable[[str, float], None]
+"""Called with what is going on, and how much of it is done (0..1)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """A plan with what led to it: the problem, the search, and the schedule of every system."""
+
+    plan: Plan
+    problem: Problem
+    schedules: dict[str, Schedule]
+    search: SearchResult
+    plain: Schedule
+    """What our backend does without a plan."""
+
+
+def plan(workload: Workload, cluster: Cluster, *, budget_s: float = 30.0, seed: int = 0) -> Plan:
+    """Decide how every byte of a training step moves; `planned` returns what it was compared with too."""
+    return planned(workload, cluster, budget_s=budget_s, seed=seed).plan
+
+
+def planned(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    budget_s: float = 30.0,
+    steps: int | None = None,
+    seed: int = 0,
+    costs: CostModel | None = None,
+    synthesis_s: float = 0.0,
+    systems: tuple[str, ...] = tuple(BASELINES),
+    retime: bool = True,
+    least_gain: float = 0.0,
+    progress: Progress | None = None,
+) -> Planned:
+    """Cost the options, run every system over them, and search from the best of all.
+
+    With `steps` the result depends on the seed alone; with a time budget only the number of steps varies. With
+    `synthesis_s` the algorithms to choose from include ones made for this cluster, each in so many seconds. Where the
+    best promises less than the part `least_gain` of plain order (what costs may be wrong by, say), the plan is that
+    order, and is called ``plain``.
+    """
+    check_seed(seed)
+    if not 0 <= least_gain < 1:
+        raise InvalidInput(f"least_gain: must be at least 0 and below 1, not {least_gain:g}")
+    if not 0 < budget_s < float("inf"):
+        raise InvalidInput(f"budget_s: must be > 0, not {budget_s:g}")
+    if steps is not None and steps < 1:
+        raise InvalidInput(f"steps: must be > 0, not {steps}")
+    for name in systems:
+        if name not in BASELINES:
+            raise unknown("baseline", name, BASELINES)
+    if not workload.comm_ops:
+        raise InvalidInput(f"workload {workload.name}: has no comm-ops, so there is nothing to plan")
+    tell = progress or (lambda message, fraction: None)
+    tell("costing options", 0.0)
+    model = costs
+    if model is None:
+        providers = providers_for(cluster, synthesis_s=synthesis_s, seed=seed)
+        model = SimulatedCosts(cluster, providers=providers) if providers else simulated_costs(cluster)
+    problem = make_problem(workload, cluster, model)
+    deadline = time.monotonic() + budget_s
+    compared = Systems(problem)
+    # One that optimises by hand searches three times.
+    shares = max(len(systems) + 2 * ("hand_optimised" in systems), 1)
+    effort = Effort(budget_s=(1 - SEARCH_SHARE) * budget_s / shares, seed=seed)
+    if steps is not None:
+        effort = replace(effort, evaluations=steps, budget_s=float("inf"))
+    schedules: dict[str, Schedule] = {}
+    for number, name in enumerate(systems):
+        tell(name, number / len(systems))
+        schedules[name] = compared.schedule(name, effort)
+    usual = plain(compared.stock)
+    left_s = max(deadline - time.monotonic(), LEAST_SHARE * budget_s)
+    found = search(
+        compared.own, budget_s=left_s, steps=steps, seed=seed, start=(*schedules.values(), usual),
+        progress=lambda state: tell(_words(state), _fraction(state, steps)),
+    )  # fmt: skip
+    best, notes = _enforceable(workload, found.schedule, schedules)
+    name, gain = SYSTEM, 1 - best.period_us / usual.period_us if usual.period_us > 0 else 0.0
+    if gain < least_gain:
+        best, name = usual, PLAIN
+        notes += (f"plain order: all that another one promises is {100 * gain:.1f} % of it",)
+    schedules[SYSTEM] = best
+    made = replace(
+        to_plan(name, best, problem, cluster),
+        bound_us=found.bound.us,
+        bound_by=found.bound.why,
+        baselines_us={name: schedule.period_us for name, schedule in schedules.items() if name != SYSTEM},
+        seed=seed,
+        made_by=f"stretto search: {found.evaluations} evaluations, {found.why_stopped}",
+        notes=(*compared.notes, *notes),
+    )
+    made = with_programs(made, best, problem, model)
+    if retime:
+        tell("re-timing link by link", 0.0)
+        made = with_retiming(made, best, problem, cluster, model)
+    return Planned(plan=made, problem=problem, schedules=schedules, search=found, plain=usual)
+
+
+def _enforceable(
+    workload: Workload, found: Schedule, others: dict[str, Schedule]
+) -> tuple[Schedule, tuple[str, ...]]:
+    """The fastest order that the application can feed, and a note where that is not the one that was found."""
+    why = ""
+    for schedule in sorted([found, *others.values()], key=lambda s: (s.period_us, s is not found)):
+        try:
+            check_order(workload, schedule)
+        except Infeasible as error:
+            why = why or str(error)
+            continue
+        return schedule, ((f"a faster order cannot be fed by the application: {why}",) if why else ())
+    raise Infeasible(why)
+
+
+def with_retiming(plan: Plan, schedule: Schedule, problem: Problem, cluster: Cluster, costs: CostModel) -> Plan:
+    """The plan with its link-level iteration time, or with a note that says why there is none."""
+    try:
+        found = retimed(schedule, problem, cluster, costs)
+    except Infeasible as error:
+        return replace(plan, notes=(*plan.notes, f"not re-timed link by link: {error}"))
+    notes = plan.notes
+    if not found.settled:
+        notes += (f"re-timed: no steady state in {found.iterations} iterations, their mean is given",)
+    return replace(plan, retimed_us=found.period_us, notes=notes)
+
+
+def with_programs(plan: Plan, schedule: Schedule, problem: Problem, costs: CostModel) -> Plan:
+    """The plan with the programs that only its maker knows; a note says which are too large to be handed on.
+
+    An enforcer runs the library's usual algorithm instead of those.
+    """
+    if not isinstance(costs, SimulatedCosts):
+        return plan
+    found: dict[tuple[str, str, tuple[str, ...], str], list[tuple[int, ...]]] = {}
+    left_out: dict[str, None] = {}
+    size = 0
+    for op, chosen in zip(problem.workload.comm_ops, schedule.choice, strict=True):
+        for task in problem.options[op.name][chosen].tasks:
+            motion = task.motion
+            if motion is None or task.algorithm in library(motion.ask()):
+                continue
+            for at, group in enumerate(motion.groups):
+                program = costs.program(motion, task.nbytes, task.algorithm, at)
+                if TEXT_CHARS * program.num_transfers > MAX_PROGRAM_CHARS - size:
+                    left_out[f"{task.algorithm} of {motion.kind}"] = None
+                    continue
+                text = dumps(program.replace(collective=replace(program.collective, ranks=tuple(range(len(group))))))
+                key = (task.algorithm, motion.kind, motion.channels, text)
+                size += len(text) if key not in found else 0
+                found.setdefault(key, []).append(group)
+    programs = tuple(
+        ProgramPlan(algorithm=name, kind=kind, channels=channels, groups=tuple(dict.fromkeys(groups)), text=text)
+        for (name, kind, channels, text), groups in found.items()
+    )
+    notes = tuple(f"{what} is too large to be handed on: an enforcer runs the usual algorithm" for what in left_out)
+    return replace(plan, programs=programs, notes=(*plan.notes, *notes))
+
+
+def to_plan(name: str, schedule: Schedule, problem: Problem, cluster: Cluster) -> Plan:
+    """A schedule written down as a plan."""
+    workload = problem.workload
+    position = {task: at for at, task in enumerate(schedule.order)}
+    start = {
+        (int(op), int(task)): float(at)
+        for op, task, at in zip(schedule.op, schedule.task, schedule.start_us, strict=True)
+    }
+    why = reasons(schedule, problem)
+    ops = []
+    for op, chosen in zip(workload.comm_ops, schedule.choice, strict=True):
+        option = problem.options[op.name][chosen]
+        number = workload.index[op.name]
+        motifs = tuple(
+            MotifPlan(
+                motif=task.motif, algorithm=task.algorithm, channels=task.channels,
+                seq=schedule.seq[position[number, at]], ahead=schedule.shift[position[number, at]],
+                after=task.after, nbytes=task.nbytes, duration_us=task.duration_us, launch_us=task.launch_us,
+                start_us=start[number, at], source=task.source,
+            )
+            for at, task in enumerate(option.tasks)
+        )  # fmt: skip
+        ops.append(
+            OpPlan(
+                op=op.name, kind=op.kind, nbytes=op.nbytes, option=option.name, expression=option.expression,
+                motifs=motifs, reason=why[op.name],
+            )
+        )  # fmt: skip
+    return Plan(
+        name=name, workload=workload.name, workload_digest=workload.digest, cluster=cluster.name,
+        cluster_digest=cluster.digest, ops=tuple(ops), iteration_us=schedule.period_us, serial=schedule.serial,
+        costs=problem.costs,
+    )  # fmt: skip
+
+
+def to_schedule(plan: Plan, problem: Problem) -> Schedule:
+    """The schedule that a plan stands for, over the options of its problem; its times are those of the problem."""
+    workload = problem.workload
+    plan.check(workload)
+    choice: dict[str, int] = {}
+    steps: list[tuple[int, int, int, int]] = []
+    for op in workload.comm_ops:
+        made = plan.op(op.name)
+        names = [option.name for option in problem.options[op.name]]
+        if made.option not in names:
+            raise PlanMismatch(f"plan {plan.name}: {op.name} can no longer run as {made.option!r}")
+        choice[op.name] = names.index(made.option)
+        tasks = problem.options[op.name][choice[op.name]].tasks
+        if [(motif.channels, motif.after) for motif in made.motifs] != [(task.channels, task.after) for task in tasks]:
+            raise PlanMismatch(f"plan {plan.name}: {op.name} has other motifs as {made.option!r} now")
+        steps += [(motif.seq, workload.index[op.name], at, motif.ahead) for at, motif in enumerate(made.motifs)]
+    steps.sort()
+    order, shift = [(op, task) for _, op, task, _ in steps], [ahead for *_, ahead in steps]
+    return Scheduler(problem).replay(choice, order, shift, serial=plan.serial)
+
+
+def _words(state: Searching) -> str:
+    from ..units import format_us
+
+    gap = 100 * (state.best_us / state.bound_us - 1) if state.bound_us > 0 else 0.0
+    return (
+        f"best {format_us(state.best_us)}, {gap:.1f} % above the bound; {state.evaluations} evaluations, "
+        f"{100 * state.acceptance:.0f} % accepted"
+    )
+
+
+def _fraction(state: Searching, steps: int | None) -> float:
+    if steps is not None:
+        return min(1.0, state.steps / steps)
+    return state.elapsed_s / max(state.elapsed_s + (state.left_s or 0.0), 1e-9)

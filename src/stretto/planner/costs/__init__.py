@@ -1,0 +1,1 @@
+"""What a motif takes: prices from models and measurements."""

@@ -1,0 +1,315 @@
+"""What a bound motif costs: simulated, measured, or measured where there is a measurement and simulated elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...cluster import Cluster
+from ...errors import Infeasible, InvalidInput
+from ...programs import Program
+from ...simulator.network import default_contention, routes_of, simulate_transfers
+from ..algebra.recipes import Ask, Provider, build, library
+from .channels import Binding, default_binding, require_connected, restrict
+from .concurrent import Part, together
+
+GRID_BYTES = 1024
+GRID_RATIO = 4
+"""Simulated sizes are 1 KiB, 4 KiB, 16 KiB, ...; in between the time is a straight line, below it is constant."""
+CPU_REDUCE_US_PER_MB = 100.0
+"""Assumed: what a host adds up per rank where host code drives the motif (10 GB/s of one core's share of memory)."""
+LAUNCH_US = 10.0
+CPU_LAUNCH_US = 30.0
+"""Assumed: what it costs to issue one motif, as a kernel of the GPU or through host code and its staging copies."""
+
+Groups = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """How long a motif takes, and how that is known.
+
+    A simulated time begins once the motif has been issued. A measured one began before: `with_launch`.
+    """
+
+    us: float
+    source: str
+    with_launch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Motion:
+    """What is to be costed: one motif in each of some disjoint groups at once, on some channels."""
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    channels: tuple[str, ...]
+    root: int = 0
+    window: tuple[int, int] | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.groups, self.channels, self.root, self.window))
+
+    def __hash__(self) -> int:
+        """Remembered: tables are asked for the same motion thousands of times, and groups are long."""
+        return self._hash
+
+    def ask(self, at: int = 0) -> Ask:
+        """The same for one of the groups."""
+        return Ask(kind=self.kind, group=self.groups[at], root=self.root, window=self.window)
+
+
+class CostModel(Protocol):
+    """Says what a motif costs, and with which algorithms it can be moved."""
+
+    cluster: Cluster
+
+    def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
+        """The names of the algorithms that a cost can be given for."""
+        ...
+
+    def cost(self, motion: Motion, nbytes: float, algorithm: str, *, exact: bool = False) -> Cost:
+        """The time of a motif of that size; raises `Infeasible` where the channels cannot carry it."""
+        ...
+
+
+@runtime_checkable
+class Bounding(Protocol):
+    """A cost model that can rule an algorithm out without costing it."""
+
+    def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
+        """What a cost cannot be below; 0 where nothing is known."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Run:
+    """A program with its routes, as the simulator takes it at any size."""
+
+    program: Program
+    connection: NDArray[np.int32]
+    route: NDArray[np.int32]
+    routes: tuple[NDArray[np.int64], NDArray[np.int32]]
+
+    @cached_property
+    def links(self) -> NDArray[np.int32]:
+        """Every link that it uses, once."""
+        return np.unique(self.routes[1])
+
+    def least_us_per_byte(self, part: Cluster) -> float:
+        """What the busiest link takes for its share, with no latency and nobody waiting."""
+        if self.program.multicasts:
+            return 0.0
+        ptr, links = self.routes
+        per_route = np.bincount(self.route, self.program.transfer_bytes(1.0), minlength=len(ptr) - 1)
+        load = np.bincount(links, np.repeat(per_route, np.diff(ptr)), minlength=part.num_links)
+        return float((load / part.link_gb_per_s).max(initial=0.0)) / 1e3
+
+    def total_us(self, part: Cluster, nbytes: float) -> float:
+        p = self.program
+        times = simulate_transfers(
+            part, routes=self.routes, route=self.route, connection=self.connection, nbytes=p.transfer_bytes(nbytes),
+            after=(p.after_ptr, p.after), reduce=p.reduce, gate=(p.gate_ptr, p.gate), gate_reads=p.gate_reads,
+            cast=p.cast if p.multicasts else None,
+        )  # fmt: skip
+        return float(times.end_us.max(initial=0.0))
+
+
+class SimulatedCosts:
+    """Costs by the link-level simulator: verified programs of all groups at once, on the channels they are bound to.
+
+    `providers` add algorithms to those of the library. Where a binding is driven by the CPU, adding up costs
+    `cpu_reduce_us_per_mb` at each receiver.
+
+    >>> costs = SimulatedCosts(Cluster.preset("dgx2"))
+    >>> motion = Motion(kind="all_gather", groups=(tuple(range(16)),), channels=("nvlink",))
+    >>> cost = costs.cost(motion, 16e6, "ring", exact=True)
+    >>> round(cost.us, 3), cost.source
+    (124.5, 'simulated: ring on nvlink, fifo')
+    """
+
+    def __init__(
+        self, cluster: Cluster, *, providers: Sequence[Provider] = (),
+        cpu_reduce_us_per_mb: float = CPU_REDUCE_US_PER_MB,
+    ) -> None:  # fmt: skip
+        self.cluster = cluster
+        self.simulations = 0
+        """How many simulations have been run so far."""
+        self._providers = tuple(providers)
+        self._cpu_reduce = cpu_reduce_us_per_mb
+        self._parts: dict[tuple[str, ...], Cluster] = {}
+        self._named: dict[tuple[str, ...], str] = {}
+        self._programs: dict[tuple[Motion, str, float], Program] = {}
+        self._runs: dict[tuple[Motion, str, float], tuple[_Run, ...]] = {}
+        self._least: dict[tuple[Motion, str], float] = {}
+        self._times: dict[tuple[Motion, str, float], float] = {}
+
+    def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
+        """The library's algorithms for the groups' size, then what the providers offer."""
+        return [*library(motion.ask()), *self._provided(motion, nbytes)]
+
+    def cost(self, motion: Motion, nbytes: float, algorithm: str, *, exact: bool = False) -> Cost:
+        """The simulated time: at this very size, or from a grid of sizes."""
+        if not (math.isfinite(nbytes) and nbytes > 0):
+            raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
+        source = f"simulated: {algorithm} on {self._where(motion.channels)}"
+        if exact or algorithm not in library(motion.ask()):
+            # A provider may make another program for each size: nothing lies on a line between two of them.
+            return Cost(us=self._time(motion, algorithm, nbytes), source=source)
+        return Cost(us=interpolated(nbytes, lambda size: self._time(motion, algorithm, size)), source=source)
+
+    def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
+        """The time of the busiest link, for the library's algorithms; infinite where they cannot be run."""
+        if algorithm not in library(motion.ask()):
+            return 0.0
+        key = (motion, algorithm)
+        if key not in self._least:
+            try:
+                runs = self._prepared(motion, algorithm, nbytes)
+                self._least[key] = max(run.least_us_per_byte(self.part(motion)) for run in runs)
+            except Infeasible:
+                self._least[key] = math.inf
+        return self._least[key] * nbytes
+
+    def program(self, motion: Motion, nbytes: float, algorithm: str, at: int = 0) -> Program:
+        """The verified program that one of the groups runs."""
+        made = algorithm not in library(motion.ask())
+        key = (replace(motion, groups=(motion.groups[at],)), algorithm, nbytes if made else 0.0)
+        if key not in self._programs:
+            if made:
+                offered = self._provided(key[0], nbytes)
+                if algorithm not in offered:
+                    raise InvalidInput(f"algorithm {algorithm!r}: nobody offers it for {motion.kind}")
+                program = offered[algorithm]()
+                program.verify()
+            elif at and self._alike(motion, at):
+                # Proved with the first one: only the devices have other names.
+                first = self.program(motion, nbytes, algorithm)
+                program = first.replace(collective=replace(first.collective, ranks=motion.groups[at]))
+            else:
+                program = build(algorithm, key[0].ask(), self.part(motion))
+                program.verify()
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _alike(self, motion: Motion, at: int) -> bool:
+        """Whether a group lies on its hosts just as the first one does, so that it gets the same program."""
+        return _layout(self.cluster, motion.groups[0]) == _layout(self.cluster, motion.groups[at])
+
+    def _provided(self, motion: Motion, nbytes: float) -> dict[str, Callable[[], Program]]:
+        part = self.part(motion)
+        return {name: make for one in self._providers for name, make in one(motion.ask(), part, nbytes).items()}
+
+    def _time(self, motion: Motion, algorithm: str, nbytes: float) -> float:
+        key = (motion, algorithm, nbytes)
+        if key not in self._times:
+            self._times[key] = self._simulate(motion, algorithm, nbytes)
+        return self._times[key]
+
+    def _simulate(self, motion: Motion, algorithm: str, nbytes: float) -> float:
+        self.simulations += 1
+        return max(run.total_us(self.part(motion), nbytes) for run in self._prepared(motion, algorithm, nbytes))
+
+    def _prepared(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[_Run, ...]:
+        """What to simulate; raises `Infeasible` where the channels or the algorithm do not serve the groups."""
+        key = (motion, algorithm, 0.0 if algorithm in library(motion.ask()) else nbytes)
+        if key not in self._runs:
+            require_connected(self.cluster, motion.groups, motion.channels)
+            try:
+                self._runs[key] = self._contending(motion, algorithm, nbytes)
+            except InvalidInput as error:
+                raise Infeasible(f"{motion.kind} by {algorithm} on {'+'.join(motion.channels)}: {error}") from None
+        return self._runs[key]
+
+    def _contending(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[_Run, ...]:
+        """The programs to simulate: all groups' as one, or where none meet on a link one of each sort."""
+        part = self.part(motion)
+        made = [self._run(self.program(motion, nbytes, algorithm, at), part) for at in range(len(motion.groups))]
+        if len(made) == 1:
+            return tuple(made)
+        together_used = np.concatenate([run.links for run in made])
+        if len(np.unique(together_used)) == len(together_used):
+            return tuple({(self._shape(run.program), self._sort(part, run.links)): run for run in made}.values())
+        one, _ = together([Part(program=run.program, nbytes=nbytes) for run in made], part)
+        return (self._run(one, part),)
+
+    @staticmethod
+    def _run(program: Program, part: Cluster) -> _Run:
+        connection, route, ptr, links = routes_of(program, part)
+        return _Run(program=program, connection=connection, route=route, routes=(ptr, links))
+
+    @staticmethod
+    def _shape(program: Program) -> bytes:
+        """Programs of one shape send the same messages between ranks of the same numbers."""
+        return program.src.tobytes() + program.dst.tobytes() + program.chunk.tobytes()
+
+    @staticmethod
+    def _sort(part: Cluster, links: NDArray[np.integer]) -> bytes:
+        rows = np.stack([part.link_alpha_us[links], part.link_gb_per_s[links], part.link_incast[links]])
+        return rows[:, np.lexsort(rows)].tobytes()
+
+    def _where(self, channels: tuple[str, ...]) -> str:
+        if channels not in self._named:
+            part = restrict(self.cluster, channels)
+            how = default_contention(part)
+            self._named[channels] = f"{'+'.join(part.channels)}, {how}"
+        return self._named[channels]
+
+    def part(self, motion: Motion) -> Cluster:
+        """The links that a motion may use, with what reductions cost there."""
+        if motion.channels not in self._parts:
+            part = restrict(self.cluster, motion.channels)
+            if not set(motion.channels) <= set(default_binding(self.cluster).channels):
+                part = replace(part, reduce_us_per_mb=max(part.reduce_us_per_mb, self._cpu_reduce))
+            self._parts[motion.channels] = part
+        return self._parts[motion.channels]
+
+
+@lru_cache(maxsize=4)
+def simulated_costs(cluster: Cluster) -> SimulatedCosts:
+    """The simulated costs of a cluster with the library's algorithms: one table for all who ask in this process."""
+    return SimulatedCosts(cluster)
+
+
+@lru_cache(maxsize=4096)
+def _layout(cluster: Cluster, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """For each rank the number of its host in the group, and where between its host's devices it lies."""
+    host = cluster.hosts_of(group)
+    all_hosts = cluster.hosts_of(range(cluster.num_devices))
+    number = {value: at for at, value in enumerate(dict.fromkeys(host.tolist()))}
+    first = {value: int(np.flatnonzero(all_hosts == value)[0]) for value in number}
+    direct = bool(np.any((cluster.node_kind[cluster.link_src] == 0) & (cluster.node_kind[cluster.link_dst] == 0)))
+    return tuple(
+        (number[h], rank - first[h] if direct else 0) for rank, h in zip(group, host.tolist(), strict=True)
+    )
+
+
+def launch_us(binding: Binding, cost: Cost | None = None) -> float:
+    """What it costs to issue one motif on a binding; nothing more where its cost holds the launch already."""
+    if cost is not None and cost.with_launch:
+        return 0.0
+    return CPU_LAUNCH_US if binding.cpu_driven else LAUNCH_US
+
+
+def interpolated(nbytes: float, time: Callable[[float], float]) -> float:
+    """The time at a size, on a straight line between those at the grid's sizes on either side.
+
+    >>> interpolated(3000.0, lambda size: 1.0 + size / 1000)
+    4.0
+    """
+    if nbytes <= GRID_BYTES:
+        return time(float(GRID_BYTES))
+    step = math.floor(math.log(nbytes / GRID_BYTES, GRID_RATIO) + 1e-12)
+    low = float(GRID_BYTES * GRID_RATIO**step)
+    if nbytes <= low:
+        return time(low)
+    before, after = time(low), time(low * GRID_RATIO)
+    share = (nbytes - low) / (low * GRID_RATIO - low)
+    return before + (after - before) * share

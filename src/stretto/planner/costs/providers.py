@@ -1,0 +1,103 @@
+"""More algorithms for the planner to choose from: synthesised for the links at hand, or over a network's dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from ...cluster import Cluster
+from ...collectives import COLLECTIVES, Collective
+from ...dimensions import Dim, baseline, dims_of
+from ...dimensions.balance import MAX_BALANCED
+from ...dimensions.balance import stretto as balanced
+from ...dimensions.program import best_program, moves
+from ...errors import Infeasible, InvalidInput, SearchTimeout
+from ...programs import Program
+from ...synthesis import synthesize
+from ...units import MB
+from ..algebra.recipes import Ask, Provider
+
+SYNTHESISED = "synthesised"
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
+MAKERS = ("forest", "flow", "greedy", "compose", "exact")
+"""Who may synthesise: the library is offered anyway."""
+DIM_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+DIM_CHUNKS = 16
+DIM_UNITS = 8 * DIM_CHUNKS
+"""With fewer, rounding spoils the balance."""
+DIM_BYTES = 64 * MB
+MAX_DIM_MOVES = 1 << 21
+BALANCED = f"dimensions:{DIM_CHUNKS}"
+
+
+def synthesised(*, budget_s: float = 5.0, seed: int = 0) -> Provider:
+    """A provider that synthesises one program per collective, group and set of links, at the first size asked for.
+
+    The program is then timed at every size like any other, so that a plan takes it only where it pays. Its name says
+    nothing of that first size: a provider of its own for each plan makes it the same again.
+    """
+    made: dict[tuple[Ask, str], Program | None] = {}
+
+    def offer(ask: Ask, cluster: Cluster, nbytes: float) -> Mapping[str, Callable[[], Program]]:
+        if ask.kind not in KINDS or ask.window is not None:
+            return {}
+        key = (ask, cluster.digest)
+        if key not in made:
+            try:
+                made[key] = synthesize(
+                    _collective(ask), cluster, nbytes, budget_s=budget_s, seed=seed, makers=MAKERS
+                ).program
+            except (Infeasible, SearchTimeout, InvalidInput):
+                made[key] = None
+        found = made[key]
+        return {} if found is None else {SYNTHESISED: lambda: found}
+
+    return lambda ask, cluster, nbytes: dict(offer(ask, cluster, nbytes))
+
+
+def dimensional(cluster: Cluster) -> Provider:
+    """A provider for clusters with dimensions: our balanced schedule over all of them, every message of it.
+
+    The schedule is made for `DIM_BYTES` in as many chunks as its name says (``dimensions:16``), and its messages in the
+    order that does best on the links at hand: the name, the collective and the cluster say which program it is. It is
+    timed at every size like any other. Clusters of more than about ninety devices are not served: every message of
+    theirs is too many (`MAX_DIM_MOVES`).
+    """
+    dims = dims_of(cluster)
+    count = math.prod(dim.size for dim in dims)
+    programs: dict[tuple[str, str], Program] = {}
+
+    def make(kind: str, part: Cluster) -> Program:
+        if (kind, part.digest) not in programs:
+            schedule = balanced(dims, kind, DIM_BYTES, chunks=DIM_CHUNKS)
+            programs[kind, part.digest] = best_program(schedule, part, units=DIM_UNITS)[0]
+        return programs[kind, part.digest]
+
+    def offer(ask: Ask, part: Cluster, nbytes: float) -> dict[str, Callable[[], Program]]:
+        whole = ask.group == tuple(range(count)) and part.num_links == cluster.num_links
+        if not whole or ask.window is not None or ask.kind not in DIM_KINDS or not _writable(dims, ask.kind):
+            return {}
+        return {BALANCED: lambda: make(ask.kind, part)}
+
+    return offer
+
+
+def _writable(dims: Sequence[Dim], kind: str) -> bool:
+    """Whether every message can be said, and said in a second or so."""
+    halving = all(dim.kind != "switch" or dim.size & (dim.size - 1) == 0 for dim in dims)
+    if not halving or len(dims) > MAX_BALANCED:
+        return False
+    return moves(baseline(dims, kind, DIM_BYTES, chunks=DIM_CHUNKS), units=DIM_UNITS) <= MAX_DIM_MOVES
+
+
+def providers_for(cluster: Cluster, *, synthesis_s: float = 0.0, seed: int = 0) -> tuple[Provider, ...]:
+    """The providers that make sense on a cluster: its dimensions where it has some; synthesis with a time for it."""
+    found: list[Provider] = [dimensional(cluster)] if any(d.size > 1 for d in cluster.dimensions) else []
+    if synthesis_s > 0:
+        found.append(synthesised(budget_s=synthesis_s, seed=seed))
+    return tuple(found)
+
+
+def _collective(ask: Ask) -> Collective:
+    make = COLLECTIVES[ask.kind]
+    return make(ask.group, root=ask.root) if ask.kind in ("broadcast", "reduce") else make(ask.group)

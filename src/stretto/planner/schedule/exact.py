@@ -1,0 +1,233 @@
+"""The best possible period of a small problem, proved.
+
+Cyclic scheduling as an integer program for CP-SAT. Everything gets a time relative to its own iteration, and the period
+T is a variable: a wait with lag L reads ``t[v] + L T >= end[u]``, linear in T because L is a number. Two tasks that
+share a channel take turns: for one whole number k, b of k iterations later comes between a and the next a. So options,
+orders and shifts are all decided at once, and the optimum is that of the steady state, not of some unrolled iterations.
+
+Proved is the minimum over all options and all orders in which a task runs at most `SHIFT` iterations early or late.
+Durations are counted in whole steps, rounded down: then the bound holds for the true ones, and the value that is
+reported is the true period of the plan that was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import InvalidInput
+from ...synthesis import cp_sat
+from ...units import check_seed
+from ..algebra.nodes import is_queued
+from .problem import Problem, Task
+from .schedule import Schedule, Scheduler
+
+MAX_COMM_OPS = 12
+MAX_PAIRS = 20_000
+SHIFT = 1
+STEPS = 1 << 16
+"""The least number of steps that a period is counted in."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exact:
+    """The best plan found, and a bound that nothing inside the limits of this module can beat."""
+
+    schedule: Schedule
+    value_us: float
+    bound_us: float
+    status: str
+    """``optimal`` (up to the rounding of steps, see `gap`) or ``feasible`` (out of time)."""
+
+    @property
+    def gap(self) -> float:
+        """How far the value may be from the optimum, as a share of the bound."""
+        return self.value_us / self.bound_us - 1 if self.bound_us > 0 else 0.0
+
+
+def solve_exactly(
+    problem: Problem | Scheduler, *, limit_s: float = 60.0, seed: int = 0, start: Schedule | None = None,
+    serial: bool = False,
+) -> Exact:
+    """The optimum of a problem with at most 12 comm-ops; `start` is a plan to begin with, a list schedule when None.
+
+    >>> from .example import figure6
+    >>> solve_exactly(figure6()).value_us
+    9.5
+    """
+    check_seed(seed)
+    scheduler = problem if isinstance(problem, Scheduler) else Scheduler(problem)
+    workload = scheduler.problem.workload
+    if not cp_sat.available():
+        raise InvalidInput("exact: needs OR-Tools; install stretto[solvers]")
+    if len(workload.comm_ops) > MAX_COMM_OPS:
+        raise InvalidInput(f"exact: at most {MAX_COMM_OPS} comm-ops, not {len(workload.comm_ops)}")
+    if start is None:
+        start = min(
+            (scheduler.schedule(scheduler.greedy, discipline=d, serial=serial) for d in ("critical_path", "fifo")),
+            key=lambda plan: plan.period_us,
+        )
+    below = scheduler.bound(serial).us
+    if start.period_us <= below * (1 + 1e-9):
+        return Exact(schedule=start, value_us=start.period_us, bound_us=below, status="optimal")
+    model = _Model(scheduler, start, below, serial)
+    status, values, bound = cp_sat.minimise(model.task(seed), limit_s=limit_s)
+    if status == "infeasible":  # nothing is better than the start, whose own steps are its period rounded up
+        bound, values, status = float(model.upper), None, "optimal"
+    elif status == "unknown":  # out of time: what was known before stands
+        return Exact(schedule=start, value_us=start.period_us, bound_us=below, status="feasible")
+    best = start
+    if values is not None:
+        found = model.schedule(values)
+        best = min((start, found), key=lambda plan: plan.period_us)
+    # A period that is no whole number of steps was rounded up to the next.
+    proved = max(below, (bound - 1) * model.step_us)
+    return Exact(schedule=best, value_us=best.period_us, bound_us=min(proved, best.period_us), status=status)
+
+
+class _Model:
+    """Columns and rows for `cp_sat.minimise`."""
+
+    def __init__(self, scheduler: Scheduler, start: Schedule, below_us: float, serial: bool) -> None:
+        self.scheduler, self.serial = scheduler, serial
+        self.step_us = _step_us(scheduler.problem, start.period_us)
+        self.upper = -int(-start.period_us / self.step_us // 1) + 1
+        self.reach = 4 * self.upper
+        self.lower_: list[int] = []
+        self.upper_: list[int] = []
+        self.rows: list[tuple[int | None, int | None, list[int], list[int]]] = []
+        self.period = self._column(max(int(below_us / self.step_us), 1), self.upper)
+        self._ops()
+        self._channels()
+
+    def task(self, seed: int) -> dict[str, object]:
+        cost = [0] * len(self.lower_)
+        cost[self.period] = 1
+        return {
+            "lower": self.lower_, "upper": self.upper_, "cost": cost, "rows": self.rows, "hint": None, "gap": 0.0,
+            "seed": seed,
+        }  # fmt: skip
+
+    def schedule(self, values: Sequence[int]) -> Schedule:
+        """The order that the times give; its true period."""
+        period = values[self.period]
+        anchor = values[self.anchor]
+        choice: list[int] = []
+        placed: list[tuple[int, int, tuple[int, int], int]] = []
+        for op, chosen in self.chosen.items():
+            choice.append(next(k for k, column in enumerate(chosen) if values[column]))
+            for task, column in enumerate(self.starts[op, choice[-1]]):
+                window, phase = divmod(values[column] - anchor, period)
+                placed.append((phase, values[column], (op, task), -window))
+        placed.sort()
+        found = self.scheduler.replay(choice, [x[2] for x in placed], [x[3] for x in placed], serial=self.serial)
+        return self.scheduler._sorted(found)
+
+    def _column(self, lower: int, upper: int) -> int:
+        self.lower_.append(lower)
+        self.upper_.append(upper)
+        return len(self.lower_) - 1
+
+    def _time(self) -> int:
+        return self._column(-self.reach, self.reach)
+
+    def _steps(self, us: float) -> int:
+        return int(us / self.step_us + 1e-6)
+
+    def _at_least(self, terms: list[tuple[int, int]], bound: int, only_if: Sequence[int] = ()) -> None:
+        """``sum(terms) >= bound`` where all the binaries are 1."""
+        most = 12 * self.upper + 4 * self.reach
+        columns = [column for column, _ in terms] + list(only_if)
+        factors = [factor for _, factor in terms] + [-most] * len(only_if)
+        self.rows.append((bound - most * len(only_if), None, columns, factors))
+
+    def _ops(self) -> None:
+        problem = self.scheduler.problem
+        workload = problem.workload
+        nodes = self.scheduler.nodes
+        self.chosen: dict[int, list[int]] = {}
+        self.starts: dict[tuple[int, int], list[int]] = {}
+        first: list[list[int]] = []
+        """Per node, what waits for all that it waits for."""
+        end: list[tuple[int, int]] = []
+        for at, place, us in zip(nodes.op, nodes.place, nodes.us, strict=True):
+            if place >= 0:
+                first.append([self._time()])
+                end.append((first[-1][0], self._steps(us)))
+                continue
+            options = problem.options[workload.ops[at].name]
+            self.chosen[at] = [self._column(0, 1) for _ in options]
+            self.rows.append((1, 1, self.chosen[at], [1] * len(options)))
+            end.append((self._time(), 0))
+            first.append([])
+            for k, option in enumerate(options):
+                starts = self.starts[at, k] = [self._time() for _ in option.tasks]
+                for column, task in zip(starts, option.tasks, strict=True):
+                    for before in task.after:
+                        length = self._steps(option.tasks[before].duration_us)
+                        self._at_least([(column, 1), (starts[before], -1)], length)
+                    self._at_least([(end[-1][0], 1), (column, -1)], self._steps(task.duration_us), [self.chosen[at][k]])
+                first[-1] += [column for column, task in zip(starts, option.tasks, strict=True) if not task.after]
+        if not nodes.num_streams:
+            raise InvalidInput("exact: needs a compute-op")
+        # Shifts count from the anchor, as in every schedule.
+        self.anchor = first[nodes.anchor][0]
+        self.lower_[self.anchor] = self.upper_[self.anchor] = 0
+        for mine, needs in zip(first, nodes.all_waits(), strict=True):
+            for other, lag in needs:
+                earlier, length = end[other]
+                for column in mine:
+                    self._at_least([(column, 1), (self.period, lag), (earlier, -1)], length)
+
+    def _channels(self) -> None:
+        problem, places = self.scheduler.problem, self.scheduler.problem.workload.op_places
+        queued = [self.serial and is_queued(op) for op in problem.workload.ops]
+        tasks: list[tuple[int, int, int, Task]] = []
+        for op, chosen in self.chosen.items():
+            options = problem.options[problem.workload.ops[op].name]
+            for k, column in enumerate(chosen):
+                for start, task in zip(self.starts[op, k], options[k].tasks, strict=True):
+                    tasks.append((op, column, start, task))
+                    # A shift of at most SHIFT: the windows -SHIFT .. SHIFT + 1 of the iteration's own.
+                    self._at_least([(start, 1), (self.period, SHIFT)], 0, [column])
+                    self._at_least([(self.period, SHIFT + 1), (start, -1)], 1, [column])
+        pairs = 0
+        load: dict[tuple[int, str], dict[int, int]] = {}
+        for number, (op, chosen_a, a, task) in enumerate(tasks):
+            for place in places[op]:
+                for channel in {*task.channels, *(["any of them"] if queued[op] else [])}:
+                    row = load.setdefault((place, channel), {})
+                    row[chosen_a] = row.get(chosen_a, 0) + self._steps(task.duration_us)
+            for other, chosen_b, b, second in tasks[:number]:
+                if (other == op and chosen_a != chosen_b) or not set(places[op]) & set(places[other]):
+                    continue
+                if (queued[op] and queued[other]) or set(task.channels) & set(second.channels):
+                    pairs += 1
+                    lengths = self._steps(task.duration_us), self._steps(second.duration_us)
+                    self._turns(chosen_a, a, lengths[0], chosen_b, b, lengths[1])
+        if pairs > MAX_PAIRS:
+            raise InvalidInput(f"exact: at most {MAX_PAIRS} pairs of tasks that share a channel, not {pairs}")
+        for terms in {tuple(sorted(row.items())) for row in load.values()}:
+            self.rows.append((0, None, [self.period, *(column for column, _ in terms)], [1, *(-us for _, us in terms)]))
+
+    def _turns(self, chosen_a: int, a: int, us_a: int, chosen_b: int, b: int, us_b: int) -> None:
+        span = 2 * SHIFT + 1
+        ways = []
+        for k in range(1 - span, span + 1):
+            way = self._column(0, 1)
+            self._at_least([(b, 1), (self.period, k), (a, -1)], us_a, [way])
+            self._at_least([(a, 1), (self.period, 1 - k), (b, -1)], us_b, [way])
+            ways.append(way)
+        both = [chosen_a, chosen_b] if chosen_a != chosen_b else [chosen_a]
+        self.rows.append((1 - len(both), None, [*ways, *both], [1] * len(ways) + [-1] * len(both)))
+        self.rows.append((None, 1, ways, [1] * len(ways)))
+
+
+def _step_us(problem: Problem, period_us: float) -> float:
+    """A step that divides every duration, where there is one (leaving room for fractions); else a small one."""
+    lengths = [us for each_us in problem.workload.op_durations_us for us in each_us]
+    lengths += [task.duration_us for options in problem.options.values() for o in options for task in o.tasks]
+    for unit in (1.0, 0.5, 0.25, 0.1, 0.05, 0.01):
+        if all(abs(us / unit - round(us / unit)) < 1e-9 for us in lengths) and period_us / unit < STEPS:
+            return unit / max(1, round(STEPS * unit / period_us))
+    return period_us / (4 * STEPS)

@@ -1,0 +1,215 @@
+"""A plan's iteration again, link by link: every motif at its very size, contending with all others for the links.
+
+The search takes the cost of each motif by itself, read from a grid of sizes. Here every motif is simulated at its own
+size. A link belongs to one channel and a motif holds its channels at all its places, so two motifs can meet on a link
+only where their places differ (stages of a pipeline that share a spine, say). A motif that meets nobody takes the time
+it takes alone, which is exact; those that can meet become one set of transfers over several iterations, with everything
+else as work between them, and the simulator says when each iteration ends. A motif still starts on all its ranks at
+once, when the plan's order and its dependencies let it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...cluster import Cluster
+from ...errors import Infeasible
+from ...workload.ordering import in_order
+from ..algebra.nodes import is_queued, nodes_of
+from ..costs.costs import CostModel, Motion, SimulatedCosts, simulated_costs
+from .merge import Merge, Transfers, contention_on, transfers_of
+from .problem import Option, Problem, Task
+from .schedule import Schedule, Scheduler
+
+FIRST_ITERATIONS = 4
+MAX_ITERATIONS = 32
+MAX_TRANSFERS = 12_000_000
+SETTLED = 1e-6
+"""Two iterations that differ by less than this part are the steady state."""
+
+Node = tuple[int, int, int]
+"""Iteration, node of the workload, and task of a comm-op; -1 for a compute-op at a place."""
+TaskId = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retimed:
+    """The steady-state iteration time, and how it was found."""
+
+    period_us: float
+    meeting: int = 0
+    """How many motifs of an iteration can meet another one on a link."""
+    transfers: int = 0
+    iterations: int = 0
+    contention: str = ""
+    settled: bool = True
+    """Whether iterations came to take the same time; else the period is the mean over the later half of them."""
+
+
+def retime(schedule: Schedule, problem: Problem, cluster: Cluster, costs: CostModel | None = None) -> Retimed:
+    """Simulate a schedule link by link; raises `Infeasible` where what contends is too large for that.
+
+    `costs` is the model that the problem was costed with (by default the simulator's): a measured motif keeps its
+    measured time, unless it meets another and its algorithm is known, link by link.
+    """
+    model = costs if costs is not None else simulated_costs(cluster)
+    alone = _exact(schedule, problem, model)
+    meeting = _meeting(alone, cluster, model if isinstance(model, SimulatedCosts) else simulated_costs(cluster))
+    if not meeting:
+        first = [0] * len(schedule.choice)
+        again = Scheduler(alone).replay(first, schedule.order, schedule.shift, serial=schedule.serial)
+        return Retimed(period_us=again.period_us)
+    return _Unrolled(schedule, alone, cluster, meeting).run()
+
+
+def _exact(schedule: Schedule, problem: Problem, model: CostModel) -> Problem:
+    """The chosen options alone, each motif with the cost of its very size."""
+    options: dict[str, tuple[Option, ...]] = {}
+    for op, chosen in zip(problem.workload.comm_ops, schedule.choice, strict=True):
+        option = problem.options[op.name][chosen]
+        tasks = tuple(
+            task
+            if task.motion is None
+            else replace(
+                task,
+                duration_us=task.launch_us + model.cost(task.motion, task.nbytes, task.algorithm, exact=True).us,
+            )
+            for task in option.tasks
+        )
+        options[op.name] = (replace(option, tasks=tasks),)
+    return replace(problem, options=options)
+
+
+def _tasks(problem: Problem) -> dict[TaskId, Task]:
+    workload = problem.workload
+    return {
+        (workload.index[op.name], at): task
+        for op in workload.comm_ops
+        for at, task in enumerate(problem.options[op.name][0].tasks)
+    }
+
+
+def _meeting(alone: Problem, cluster: Cluster, costs: SimulatedCosts) -> dict[TaskId, Transfers]:
+    """The motifs that can meet another on a link, as transfers."""
+    places = [frozenset(where) for where in alone.workload.op_places]
+    sorts: dict[tuple[frozenset[int], Motion, float, str], list[TaskId]] = {}
+    for (op, at), task in _tasks(alone).items():
+        if task.motion is not None:
+            sorts.setdefault((places[op], task.motion, task.nbytes, task.algorithm), []).append((op, at))
+    made: dict[tuple[Motion, float, str], Transfers | None] = {}
+
+    def transfers(motion: Motion, nbytes: float, algorithm: str) -> Transfers | None:
+        key = (motion, nbytes, algorithm)
+        if key not in made:
+            made[key] = transfers_of(motion, nbytes, algorithm, cluster, costs)
+        return made[key]
+
+    found: dict[TaskId, Transfers] = {}
+    for one, other in combinations(sorts, 2):
+        if one[0].isdisjoint(other[0]) and not set(one[1].channels).isdisjoint(other[1].channels):
+            left, right = transfers(*one[1:]), transfers(*other[1:])
+            if left is not None and right is not None and not left.links.isdisjoint(right.links):
+                found |= dict.fromkeys(sorts[one], left) | dict.fromkeys(sorts[other], right)
+    return found
+
+
+class _Unrolled:
+    """Some iterations of a schedule as one set of transfers."""
+
+    def __init__(
+        self, schedule: Schedule, alone: Problem, cluster: Cluster, meeting: Mapping[TaskId, Transfers]
+    ) -> None:
+        self._schedule, self._workload, self._cluster, self._meeting = schedule, alone.workload, cluster, meeting
+        self._tasks = _tasks(alone)
+        self._tasks_of: dict[int, list[int]] = {}
+        for op, task in self._tasks:
+            self._tasks_of.setdefault(op, []).append(task)
+        self._nodes = nodes_of(self._workload)
+        self._needs = self._nodes.all_waits()
+        self._contention = contention_on(cluster, meeting.values())
+
+    def run(self) -> Retimed:
+        """More and more iterations, until one takes as long as the one before it."""
+        tail = max(1, *self._schedule.shift)
+        per_iteration = sum(moves.count for moves in self._meeting.values()) + 2 * len(self._tasks)
+        most = min(MAX_ITERATIONS + tail, MAX_TRANSFERS // per_iteration)
+        iterations = FIRST_ITERATIONS - 1 + tail
+        if iterations > most:
+            raise Infeasible(
+                f"{per_iteration} transfers in each of {iterations} iterations are more than {MAX_TRANSFERS}"
+            )
+        while True:
+            # The last iterations lack what later ones would have pulled ahead of them.
+            finish, transfers = self._finish(iterations)
+            steps = np.diff(finish[: iterations - tail])
+            settled = bool(abs(steps[-1] - steps[-2]) <= SETTLED * steps[-1])
+            if settled or iterations == most:
+                later = steps[len(steps) // 2 :]
+                return Retimed(
+                    period_us=float(steps[-1] if settled else later.mean()), meeting=len(self._meeting),
+                    transfers=transfers, iterations=iterations, contention=self._contention, settled=settled,
+                )  # fmt: skip
+            iterations = min(2 * iterations, most)
+
+    def _finish(self, iterations: int) -> tuple[NDArray[np.float64], int]:
+        """When everything of each iteration has ended, and the number of transfers."""
+        merge = Merge(self._cluster, self._contention)
+        waits = self._waits(iterations)
+        end: dict[Node, int] = {}
+        for node in in_order(waits):
+            _, at, task = node
+            op = self._nodes.op[at]
+            needs = [end[before] for before in waits[node]]
+            if task < 0:
+                end[node] = merge.work(needs, self._nodes.us[at])
+            elif (op, task) in self._meeting:
+                start = merge.work(needs, self._tasks[op, task].launch_us)
+                end[node] = merge.move(self._meeting[op, task], start)
+            else:
+                end[node] = merge.work(needs, self._tasks[op, task].duration_us)
+        times = merge.end_us()
+        finish = np.zeros(iterations)
+        for (iteration, _, _), number in end.items():
+            finish[iteration] = max(finish[iteration], times[number])
+        return finish, merge.count
+
+    def _waits(self, iterations: int) -> dict[Node, list[Node]]:
+        """For every node those that must have ended: dependencies, program order, and the plan's order."""
+        waits: dict[Node, list[Node]] = {}
+        for iteration in range(iterations):
+            for at, before in enumerate(self._needs):
+                needs = [
+                    node
+                    for other, lag in before
+                    if iteration >= lag
+                    for node in self._parts(iteration - lag, other)
+                ]
+                for node in self._parts(iteration, at):
+                    inner = self._tasks[self._nodes.op[at], node[2]].after if node[2] >= 0 else ()
+                    waits[node] = [*needs, *((iteration, at, task) for task in inner)]
+        held: dict[tuple[int, str | None], Node] = {}
+        shifts = self._schedule.shift
+        for window in range(-max(shifts), iterations - min(shifts)):
+            for (op, task), shift in zip(self._schedule.order, shifts, strict=True):
+                node = (window + shift, self._nodes.of_op[op][0], task)
+                if not 0 <= node[0] < iterations:
+                    continue
+                for resource in self._resources(op, task):
+                    if resource in held:
+                        waits[node].append(held[resource])
+                    held[resource] = node
+        return waits
+
+    def _parts(self, iteration: int, at: int) -> list[Node]:
+        return [(iteration, at, task) for task in self._tasks_of.get(self._nodes.op[at], (-1,))]
+
+    def _resources(self, op: int, task: int) -> list[tuple[int, str | None]]:
+        channels: list[str | None] = [*self._tasks[op, task].channels]
+        if self._schedule.serial and is_queued(self._workload.ops[op]):
+            channels.append(None)
+        return [(place, channel) for place in self._workload.op_places[op] for channel in channels]

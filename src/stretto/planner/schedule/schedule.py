@@ -1,0 +1,428 @@
+"""When everything runs: list schedules, the periodic order taken from them, and its steady state.
+
+The time model. A *place* is a class of ranks nobody tells apart; at each of its places a compute-op holds its stream
+for that place's time, and ops of a stream run in program order, iteration after iteration. A comm-op is the tasks of
+its chosen option; a task holds its channels at all places of the op. What nobody waits for has ended two iterations
+later (`nodes`). A periodic order fixes, for one window of time, the order of the tasks on every channel; a task with
+shift s runs in window w for iteration w + s (1: pulled ahead, -1: pushed back). The iteration time is the steady-state
+period of that order, which is exactly the largest ratio of duration to lag over all circles of waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import _native
+from ...errors import Infeasible, InvalidInput, unknown
+from ...simulator.timeline import Timeline
+from ...workload import Workload
+from ..algebra.nodes import Nodes, communicator, is_queued, nodes_of
+from .problem import Option, Problem
+
+if TYPE_CHECKING:
+    from .bounds import Bound
+
+DISCIPLINES = ("critical_path", "lifo", "priority", "fifo")
+"""In the order of the native module's numbers."""
+ITERATIONS = 4
+MAX_ITERATIONS = 64
+SAME = 1e-9
+"""Of the period: starts nearer than this are at the same time."""
+
+Choice = Sequence[int] | Mapping[str, int]
+"""The option of every comm-op: in program order, or by name (the first where a name is missing)."""
+Priority = Mapping[str, float] | Sequence[float]
+"""A number for every comm-op: by name, or in program order."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Schedule:
+    """A plan's order and its steady state.
+
+    ``order[k]`` is a task as (position of its op in the workload, position in the option); ``shift[k]`` and ``seq[k]``
+    belong to it. Tasks with equal `seq` start together and share no channel. The arrays list one steady-state window,
+    sorted by start: compute-ops have task -1 and are there once for each `place`, tasks run at all places of their op
+    (place -1). `iteration` is relative to the window's own, and what starts in the window may end after it. Times count
+    from the start of the window's first compute-op.
+    """
+
+    choice: tuple[int, ...]
+    order: tuple[tuple[int, int], ...]
+    shift: tuple[int, ...]
+    seq: tuple[int, ...]
+    serial: bool
+    period_us: float
+    first_us: float
+    """When the first iteration ends, everything being idle before."""
+    op: NDArray[np.int32]
+    task: NDArray[np.int32]
+    place: NDArray[np.int32]
+    iteration: NDArray[np.int32]
+    start_us: NDArray[np.float64]
+    end_us: NDArray[np.float64]
+    compute_idle: NDArray[np.float64]
+    """Per place, the share of the period in which no compute-op runs."""
+    exposed_us: NDArray[np.float64]
+    """Per place, how long in a period communication runs and no compute-op does."""
+    critical: tuple[tuple[int, int], ...]
+    """The circle of ops and tasks that sets the period; empty when it is a compute stream's own load."""
+
+    def timeline(self, problem: Problem) -> Timeline:
+        """One steady-state window: compute streams and channels of every place, shown at the place's first rank."""
+        from .view import timeline
+
+        return timeline(self, problem)
+
+    def __repr__(self) -> str:
+        from ...units import format_us
+
+        return (
+            f"<Schedule {format_us(self.period_us)}: {len(self.order)} tasks of {len(self.choice)} comm-ops, compute "
+            f"idle {100 * float(self.compute_idle.max(initial=0.0)):.1f} %>"
+        )
+
+
+class Scheduler:
+    """A problem compiled once, so that a schedule of it costs microseconds."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        workload = problem.workload
+        self._comm = [at for at, op in enumerate(workload.ops) if op.is_comm]
+        self._options = [problem.options[op.name] for op in workload.comm_ops]
+        self.nodes = nodes_of(workload)
+        self._comm_nodes = [node for node, place in enumerate(self.nodes.place) if place < 0]
+        self.native = _compile(problem, self.nodes)
+        self._bounds: dict[bool, Bound] = {}
+
+    def bound(self, serial: bool = False) -> Bound:
+        """What no plan can beat; worked out once."""
+        from .bounds import lower_bound
+
+        if serial not in self._bounds:
+            self._bounds[serial] = lower_bound(self.problem, serial=serial)
+        return self._bounds[serial]
+
+    @property
+    def greedy(self) -> tuple[int, ...]:
+        """For every comm-op the option that is fastest alone, as an execution planner without a schedule chooses."""
+        return tuple(min(range(len(o)), key=lambda k, o=o: (o[k].total_us, k)) for o in self._options)  # type: ignore[misc]
+
+    def choice(self, choice: Choice) -> tuple[int, ...]:
+        """A choice written out, checked."""
+        names = [op.name for op in self.problem.workload.comm_ops]
+        if isinstance(choice, Mapping):
+            extra = sorted(set(choice) - set(names))
+            if extra:
+                raise unknown("comm-op", extra[0], names)
+            choice = [choice.get(name, 0) for name in names]
+        if len(choice) != len(names):
+            raise InvalidInput(f"choice: {len(choice)} for {len(names)} comm-ops")
+        for name, chosen, options in zip(names, choice, self._options, strict=True):
+            if not 0 <= chosen < len(options):
+                raise InvalidInput(f"choice of {name}: must be 0..{len(options) - 1}, not {chosen}")
+        return tuple(int(chosen) for chosen in choice)
+
+    def tasks(self, choice: Choice) -> tuple[tuple[int, int], ...]:
+        """The (op, task) of a choice, in program order."""
+        counts = [len(o[k].tasks) for o, k in zip(self._options, self.choice(choice), strict=True)]
+        return tuple((op, task) for op, count in zip(self._comm, counts, strict=True) for task in range(count))
+
+    def evaluate(
+        self, choice: Choice, *, discipline: str = "critical_path", priority: Priority | None = None,
+        serial: bool = False, iterations: int = ITERATIONS,
+    ) -> float:
+        """The period alone, as `schedule` finds it."""
+        return self.native.evaluate(*self._arguments(choice, discipline, priority, serial, iterations))
+
+    def schedule(
+        self, choice: Choice, *, discipline: str = "critical_path", priority: Priority | None = None,
+        serial: bool = False, iterations: int = ITERATIONS,
+    ) -> Schedule:
+        """List scheduling over some iterations, and the steady state of the middle one's order.
+
+        Disciplines: ``critical_path`` (the task with the longest path to the end first), ``lifo`` (the last submitted
+        ready one), ``priority`` (the smallest given number; by comm-op), ``fifo`` (every communicator strictly in
+        program order; of several, the one that is ready first). `serial`: a place runs one task of a collective at a
+        time, whatever its channels; sends run beside.
+        """
+        arguments = self._arguments(choice, discipline, priority, serial, iterations)
+        _, order, shift = self.native.schedule(*arguments)
+        tasks = self.tasks(choice)
+        found = self.replay(choice, [tasks[k] for k in order], [int(shift[k]) for k in order], serial=serial)
+        return self._sorted(found)
+
+    def replay(
+        self, choice: Choice, order: Sequence[tuple[int, int]], shift: Sequence[int], *, serial: bool = False
+    ) -> Schedule:
+        """The steady state of a given periodic order; raises `Infeasible` where it can never be carried out."""
+        choice = self.choice(choice)
+        tasks = self.tasks(choice)
+        flat = {task: at for at, task in enumerate(tasks)}
+        if len(order) != len(shift) or sorted(order) != list(tasks):
+            raise InvalidInput(f"order: must name each of the {len(tasks)} tasks once, with a shift for each")
+        if any(abs(s) > MAX_ITERATIONS for s in shift):
+            raise InvalidInput(f"shift: must be within {MAX_ITERATIONS} iterations")
+        of_task = np.zeros(len(tasks), np.int32)
+        for task, s in zip(order, shift, strict=True):
+            of_task[flat[task]] = s
+        numbers = np.array([flat[task] for task in order], np.int32)
+        horizon = 2 + 2 * max((abs(s) for s in shift), default=0)
+        period, op_start, task_start, ends, critical_op, critical_task, circle, behind = self.native.replay(
+            self._native_choice(choice), numbers, of_task, serial, horizon
+        )
+        if len(circle):
+            raise Infeasible(self._deadlock(circle, behind))
+        return self._view(
+            choice, tuple(order), tuple(shift), serial, period, float(ends[0]), op_start, task_start,
+            tuple(zip((self.nodes.op[node] for node in critical_op), critical_task.tolist(), strict=True)),
+        )
+
+    def _view(
+        self, choice: tuple[int, ...], order: tuple[tuple[int, int], ...], shift: tuple[int, ...], serial: bool,
+        period: float, first_us: float, op_start: NDArray[np.float64], task_start: NDArray[np.float64],
+        critical: tuple[tuple[int, int], ...],
+    ) -> Schedule:
+        workload = self.problem.workload
+        nodes = self.nodes
+        compute = [node for node, place in enumerate(nodes.place) if place >= 0]
+        tasks = self.tasks(choice)
+        chosen = {op: o[k] for op, o, k in zip(self._comm, self._options, choice, strict=True)}
+        ops = np.array([*(nodes.op[node] for node in compute), *(op for op, _ in tasks)], np.int32)
+        places = np.array([*(nodes.place[node] for node in compute), *([-1] * len(tasks))], np.int32)
+        parts = np.array([*([-1] * len(compute)), *(task for _, task in tasks)], np.int32)
+        start = np.concatenate([op_start[compute], task_start])
+        length = np.array([
+            *(nodes.us[node] for node in compute), *(chosen[op].tasks[t].duration_us for op, t in tasks)
+        ])  # fmt: skip
+        window = np.floor(start / period + SAME) if period > 0 else np.zeros(len(start))
+        start = np.maximum(start - window * period, 0.0)
+        sort = np.lexsort((places, ops, start))
+        ops, parts, places, window = ops[sort], parts[sort], places[sort], window[sort]
+        start, end = start[sort], (start + length)[sort]
+        at = {(int(o), int(t)): float(s) for o, t, s in zip(ops, parts, start, strict=True)}
+        channels = {(op, t): set(chosen[op].tasks[t].channels) for op, t in tasks}
+        idle, exposed = _shares(workload, ops, places, start, end, period)
+        return Schedule(
+            choice=choice, order=order, shift=shift, seq=_sequence(order, at, channels, period), serial=serial,
+            period_us=period, first_us=first_us, op=ops, task=parts, place=places, iteration=(-window).astype(np.int32),
+            start_us=start, end_us=end, compute_idle=idle, exposed_us=exposed, critical=critical,
+        )  # fmt: skip
+
+    def _sorted(self, found: Schedule) -> Schedule:
+        """The same order on every channel, cut where the window begins and listed by start."""
+        place = {task: k for k, task in enumerate(found.order)}
+        listed = [
+            (float(start), place[int(op), int(task)], int(iteration))
+            for op, task, iteration, start in zip(found.op, found.task, found.iteration, found.start_us, strict=True)
+            if task >= 0
+        ]
+        listed.sort()
+        order = [found.order[k] for _, k, _ in listed]
+        try:
+            again = self.replay(found.choice, order, [s for _, _, s in listed], serial=found.serial)
+        except Infeasible:  # tasks of no duration can change places at the cut
+            return found
+        return again if again.period_us <= found.period_us * (1 + SAME) else found
+
+    def _native_choice(self, choice: tuple[int, ...]) -> NDArray[np.int32]:
+        chosen = np.zeros(len(self.nodes.op), np.int32)
+        chosen[self._comm_nodes] = choice
+        return chosen
+
+    def _arguments(
+        self, choice: Choice, discipline: str, priority: Priority | None, serial: bool, iterations: int
+    ) -> tuple[NDArray[np.int32], int, NDArray[np.float64], float, bool, int]:
+        choice = self.choice(choice)
+        if discipline not in DISCIPLINES:
+            raise unknown("discipline", discipline, DISCIPLINES)
+        if not 2 <= iterations <= MAX_ITERATIONS:
+            raise InvalidInput(f"iterations: must be 2..{MAX_ITERATIONS}, not {iterations}")
+        if (discipline == "priority") != (priority is not None):
+            raise InvalidInput("priority: goes with discipline='priority', and only with it")
+        names = [op.name for op in self.problem.workload.comm_ops]
+        values: list[float] = []
+        if isinstance(priority, Mapping):
+            missing = [name for name in names if name not in priority]
+            if missing:
+                raise InvalidInput(f"priority: {missing[0]!r} has none")
+            values = [float(priority[name]) for name in names]
+        elif priority is not None:
+            values = [float(value) for value in priority]
+            if len(values) != len(names):
+                raise InvalidInput(f"priority: {len(values)} for {len(names)} comm-ops")
+        if any(value != value for value in values):
+            raise InvalidInput("priority: must be numbers")
+        of_op = dict(zip(self._comm, values, strict=False))
+        of_task = np.array([of_op[op] for op, _ in self.tasks(choice)] if values else [], np.float64)
+        return self._native_choice(choice), DISCIPLINES.index(discipline), of_task, 0.0, serial, iterations
+
+    def _deadlock(self, circle: NDArray[np.int32], behind: NDArray[np.int32]) -> str:
+        names = [self.problem.workload.ops[self.nodes.op[node]].name for node in circle]
+        k = int(np.flatnonzero(behind)[0])
+        late, early = names[k], names[(k + 1) % len(names)]
+        return f"order: {late!r} is behind {early!r} on a channel, but {early!r} waits for {late!r}"
+
+
+def check_order(workload: Workload, schedule: Schedule) -> None:
+    """Refuse an order that the application cannot feed when every task starts strictly in the order of the plan."""
+    check_sequence(workload, schedule.order, schedule.shift)
+
+
+def check_sequence(workload: Workload, sequence: Sequence[tuple[int, int]], shift: Sequence[int]) -> None:
+    """The same for (op, task) pairs in order, each with the number of iterations that it runs ahead.
+
+    A task starts only when all before it have started, on whatever channel (the enforcer asks that of each channel
+    alone). So a task pulled ahead must be submittable before the application waits for anything behind it.
+    """
+    nodes = nodes_of(workload)
+    size = len(nodes.op)
+    task_node = {task: size + k for k, task in enumerate(sequence)}
+    of_op: dict[int, list[int]] = {}
+    for task, node in task_node.items():
+        of_op.setdefault(task[0], []).append(node)
+    waits: list[tuple[int, int, int]] = []
+    held: set[tuple[int, int]] = set()
+    for at, needs in enumerate(nodes.all_waits()):
+        mine = of_op[nodes.op[at]] if nodes.place[at] < 0 else [at]
+        waits += [(node, before, lag) for node in mine for before, lag in needs]
+        waits += [(at, node, 0) for node in mine if node != at]
+    count = len(sequence)
+    for k in range(count):
+        before, window = (k - 1, 0) if k else (count - 1, 1)
+        node, earlier = task_node[sequence[k]], task_node[sequence[before]]
+        waits.append((node, earlier, shift[k] - shift[before] + window))
+        held.add((node, earlier))
+    node_, waits_for, lag_ = (np.array(x, np.int32) for x in (zip(*waits, strict=True) if waits else ((), (), ())))
+    circle = _native.waiting_circle(size + count, node_, waits_for, lag_).tolist()
+    pairs = list(zip(circle, [*circle[1:], *circle[:1]], strict=True))
+    if not pairs:
+        return
+    op_of = [*nodes.op, *(op for op, _ in sequence)]
+    # The whole run of tasks held behind each other: its first cannot be submitted until its last is done.
+    start = next(k for k, pair in enumerate(pairs) if pair in held and pairs[k - 1] not in held)
+    run = [*pairs[start:], *pairs[:start]]
+    stop = next(k for k, pair in enumerate(run) if pair not in held)
+    late, early = workload.ops[op_of[run[0][0]]].name, workload.ops[op_of[run[stop - 1][1]]].name
+    raise Infeasible(
+        f"order: {early!r} comes before {late!r}, but the application submits {early!r} only after it has waited for "
+        f"{late!r}"
+    )
+
+
+def _sequence(
+    order: Sequence[tuple[int, int]], start: Mapping[tuple[int, int], float],
+    channels: Mapping[tuple[int, int], set[str]], period: float,
+) -> tuple[int, ...]:
+    numbers: list[int] = []
+    taken: set[str] = set()
+    begun = 0.0
+    for task in order:
+        together = numbers and abs(start[task] - begun) <= SAME * period and taken.isdisjoint(channels[task])
+        if not together:
+            taken, begun = set(), start[task]
+        numbers.append((numbers[-1] + (not together)) if numbers else 0)
+        taken |= channels[task]
+    return tuple(numbers)
+
+
+def _shares(
+    workload: Workload, op: NDArray[np.int32], place: NDArray[np.int32], start: NDArray[np.float64],
+    end: NDArray[np.float64], period: float,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Per place: the share of the period without compute, and how long of that there is communication."""
+    num_places = len(workload.places)
+    compute: list[list[tuple[float, float]]] = [[] for _ in range(num_places)]
+    either: list[list[tuple[float, float]]] = [[] for _ in range(num_places)]
+    for o, at, a, b in zip(op.tolist(), place.tolist(), start.tolist(), end.tolist(), strict=True):
+        pieces = [(0.0, period)] if b - a >= period else [(a, min(b, period)), (0.0, max(b - period, 0.0))]
+        for where in workload.op_places[o] if at < 0 else (at,):
+            either[where] += pieces
+            if at >= 0:
+                compute[where] += pieces
+    busy = np.array([_covered(pieces) for pieces in compute])
+    exposed = np.array([_covered(pieces) for pieces in either]) - busy
+    idle = 1 - busy / period if period > 0 else np.zeros(num_places)
+    return np.clip(idle, 0.0, 1.0), np.maximum(exposed, 0.0)
+
+
+def _covered(pieces: list[tuple[float, float]]) -> float:
+    total = reached = 0.0
+    for a, b in sorted(pieces):
+        total += max(b - max(a, reached), 0.0)
+        reached = max(reached, b)
+    return total
+
+
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    ptr = np.array([0, *accumulate(len(row) for row in rows)], np.int64)
+    return ptr, np.array([x for row in rows for x in row], np.int32)
+
+
+class _Sets:
+    """Options by what they load: ops with the same options at the same places share one set."""
+
+    def __init__(self, problem: Problem, nodes: Nodes) -> None:
+        workload = problem.workload
+        self.options: list[tuple[Option, ...]] = []
+        self.places: list[tuple[int, ...]] = []
+        self.queued: list[bool] = []
+        self.of_node: list[int] = []
+        known: dict[tuple[int, tuple[int, ...], bool], int] = {}
+        for at, place in zip(nodes.op, nodes.place, strict=True):
+            if place >= 0:
+                self.of_node.append(-1)
+                continue
+            op, places = workload.ops[at], workload.op_places[at]
+            options, queued = problem.options[op.name], is_queued(op)
+            self.of_node.append(known.setdefault((id(options), places, queued), len(known)))
+            if len(known) > len(self.options):
+                self.options.append(options)
+                self.places.append(places)
+                self.queued.append(queued)
+
+
+def _compile(problem: Problem, nodes: Nodes) -> _native.ScheduleProblem:
+    workload = problem.workload
+    sets = _Sets(problem, nodes)
+    channels = sorted({c for options in sets.options for o in options for t in o.tasks for c in t.channels})
+    number = {channel: at for at, channel in enumerate(channels)}
+    num_places = len(workload.places)
+    flat = [(at, task) for at, options in enumerate(sets.options) for option in options for task in option.tasks]
+    held = [
+        [place * len(channels) + number[c] for place in sets.places[at] for c in sorted(set(task.channels))]
+        for at, task in flat
+    ]
+    serial = [
+        [num_places * len(channels) + place for place in places] if queued else []
+        for places, queued in zip(sets.places, sets.queued, strict=True)
+    ]
+    lines: dict[object, int] = {}
+    line = [
+        -1 if place >= 0 else lines.setdefault(communicator(workload.ops[at]), len(lines))
+        for at, place in zip(nodes.op, nodes.place, strict=True)
+    ]
+    dep_ptr, dep_op = _rows([[node for node, _ in row] for row in nodes.waits])
+    _, dep_lag = _rows([[lag for _, lag in row] for row in nodes.waits])
+    stream_ptr, stream_ids = _rows([[stream] if stream >= 0 else [] for stream in nodes.stream])
+    inner_ptr, inner = _rows([task.after for _, task in flat])
+    held_ptr, held_ids = _rows(held)
+    serial_ptr, serial_ids = _rows(serial)
+    return _native.ScheduleProblem(
+        comm=np.array([place < 0 for place in nodes.place], np.uint8),
+        duration_us=np.array(nodes.us, np.float64),
+        stream_ptr=stream_ptr, stream=stream_ids, num_streams=nodes.num_streams,
+        dep_ptr=dep_ptr, dep_op=dep_op, dep_lag=dep_lag,
+        set=np.array(sets.of_node, np.int32), line=np.array(line, np.int32),
+        option_ptr=np.array([0, *accumulate(len(options) for options in sets.options)], np.int64),
+        task_ptr=np.array([0, *accumulate(len(o.tasks) for options in sets.options for o in options)], np.int64),
+        task_us=np.array([task.duration_us for _, task in flat], np.float64),
+        inner_ptr=inner_ptr, inner=inner, held_ptr=held_ptr, held=held_ids, serial_ptr=serial_ptr, serial=serial_ids,
+        num_resources=num_places * (len(channels) + 1), anchor=nodes.anchor,
+    )  # fmt: skip

@@ -1,0 +1,228 @@
+"""The joint search over options and orders.
+
+`syndicate` is the paper's: one Metropolis-Hastings chain over options, started from the fastest of each, every step
+costed by the critical-path list schedule. `stretto` is ours: several chains of different temperatures that change
+options and orders together, most often where the circle of waiting runs that sets the period, started from every plan
+that is given. With a budget of steps the result depends on the seed alone; with a budget of time only the number of
+steps does not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ... import _native
+from ...errors import Infeasible, InvalidInput, unknown
+from ...units import check_seed
+from .bounds import Bound
+from .problem import Problem
+from .schedule import DISCIPLINES, ITERATIONS, Schedule, Scheduler
+
+MODES = ("stretto", "syndicate")
+CHAINS = 6
+ROUND_STEPS = 256
+"""Steps of each chain between two exchanges."""
+SLICE_S = 0.1
+"""About how long one call into the native module may take: then there is progress, and Ctrl-C is noticed."""
+MAX_TIDY = 2000
+"""Options of a problem up to which the plan that was found is simplified."""
+PATIENCE = 0.1
+"""The share of the budget before which no search is stopped for want of progress."""
+BETA = {"stretto": 2000.0, "syndicate": 200.0}
+"""The factor in the acceptance ``exp(beta * (cost - new cost) / start cost)``; of the coldest chain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a search stands."""
+
+    elapsed_s: float
+    left_s: float | None
+    """None when the budget is one of steps."""
+    steps: int
+    evaluations: int
+    acceptance: float
+    best_us: float
+    bound_us: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SearchResult:
+    """The best plan, and how it was found."""
+
+    schedule: Schedule
+    bound: Bound
+    curve: tuple[tuple[float, int, float], ...]
+    """(elapsed_s, evaluations, best_us), a point for each improvement, and the end."""
+    start_us: float
+    evaluations: int
+    evaluations_per_s: float
+    acceptance: float
+    steps: int
+    elapsed_s: float
+    seed: int
+    why_stopped: str
+
+
+def search(
+    problem: Problem | Scheduler,
+    *,
+    budget_s: float = 30.0,
+    steps: int | None = None,
+    seed: int = 0,
+    mode: str = "stretto",
+    start: Sequence[Schedule] = (),
+    discipline: str = "critical_path",
+    serial: bool = False,
+    chains: int = CHAINS,
+    threads: int | None = None,
+    progress: Callable[[Progress], object] | None = None,
+) -> SearchResult:
+    """The best plan found inside the budget: never worse than any plan of `start`.
+
+    `steps` replaces `budget_s`. `discipline` and `serial` are those of the list schedule that costs a step; our own
+    mode orders freely, so that there the discipline is only a start. Stops early when the plan equals the lower
+    bound, or (`syndicate`) when nothing better came for more than half of the search so far. Ctrl-C ends it with the
+    best so far. `threads` (all cores when None) does not change the result of a number of steps.
+    """
+    check_seed(seed)
+    if mode not in MODES:
+        raise unknown("mode", mode, MODES)
+    if discipline not in DISCIPLINES or discipline == "priority":
+        raise unknown("discipline", discipline, [d for d in DISCIPLINES if d != "priority"])
+    if steps is None and not budget_s > 0:
+        raise InvalidInput(f"budget_s: must be > 0, not {budget_s:g}")
+    if steps is not None and steps < 1:
+        raise InvalidInput(f"steps: must be > 0, not {steps}")
+    threads = threads if threads is not None else min(os.cpu_count() or 1, 64)
+    if not 1 <= chains <= 64 or not 1 <= threads <= 64:
+        raise InvalidInput("chains, threads: must be 1..64")
+    begun = time.monotonic()
+    scheduler = problem if isinstance(problem, Scheduler) else Scheduler(problem)
+    bound = scheduler.bound(serial)
+    joint = mode == "stretto"
+    run = _native.ScheduleSearch(
+        scheduler.native, joint, DISCIPLINES.index(discipline), serial, ITERATIONS, chains, BETA[mode],
+        seed % (1 << 63), threads,
+    )  # fmt: skip
+    _start(run, scheduler, joint, discipline, serial, start)
+    start_us = best = run.plan()[0]
+    curve = [(time.monotonic() - begun, run.counts()[0], best)]
+    round_steps = _round_steps(scheduler, ROUND_STEPS)
+    per_round = round_steps * (chains if joint else 1)
+    done, rounds, why = 0, 1, ""
+    improved_at = 0.0
+    try:
+        while not (why := _stop(best, bound, done, steps, time.monotonic() - begun, budget_s, improved_at, joint)):
+            if steps is not None:
+                rounds = min(rounds, max(1, -(-(steps - done) // per_round)))
+            called = time.monotonic()
+            now = run.run(rounds, round_steps)
+            took = time.monotonic() - called
+            done += rounds * per_round
+            rounds = max(1, min(4 * rounds, int(rounds * SLICE_S / max(took, 1e-6))))
+            evaluations, proposed, accepted = run.counts()
+            elapsed = time.monotonic() - begun
+            if now < best:
+                best, improved_at = now, float(done) if steps is not None else elapsed
+                curve.append((elapsed, evaluations, best))
+            if progress is not None:
+                left = None if steps is not None else max(budget_s - elapsed, 0.0)
+                rate = accepted / max(proposed, 1)
+                report = Progress(
+                    elapsed_s=elapsed, left_s=left, steps=done, evaluations=evaluations, acceptance=rate,
+                    best_us=best, bound_us=bound.us,
+                )  # fmt: skip
+                progress(report)
+    except KeyboardInterrupt:
+        why = "interrupted"
+    evaluations, proposed, accepted = run.counts()
+    elapsed = time.monotonic() - begun
+    return SearchResult(
+        schedule=_schedule(run, scheduler, serial, joint), bound=bound, start_us=start_us,
+        curve=(*curve, (elapsed, evaluations, best)), evaluations=evaluations,
+        evaluations_per_s=evaluations / max(elapsed, 1e-9), acceptance=accepted / max(proposed, 1), steps=done,
+        elapsed_s=elapsed, seed=seed, why_stopped=why,
+    )  # fmt: skip
+
+
+def _start(
+    run: _native.ScheduleSearch, scheduler: Scheduler, joint: bool, discipline: str, serial: bool,
+    start: Sequence[Schedule],
+) -> None:
+    greedy = scheduler._native_choice(scheduler.greedy)
+    run.start_listed(greedy, DISCIPLINES.index(discipline))
+    if not joint:
+        if start:
+            raise InvalidInput("start: mode 'syndicate' has its own, the fastest option of every comm-op")
+        return
+    for other in DISCIPLINES:
+        if other not in (discipline, "priority"):
+            run.start_listed(greedy, DISCIPLINES.index(other))
+    for plan in start:
+        # A plan that runs one task at a time keeps its order where more may overlap; the reverse does not hold.
+        if serial and not plan.serial:
+            raise InvalidInput("start: a plan that overlaps tasks cannot start a serial search")
+        tasks = scheduler.tasks(plan.choice)
+        at = {task: k for k, task in enumerate(tasks)}
+        shift = np.zeros(len(tasks), np.int32)
+        shift[[at[task] for task in plan.order]] = plan.shift
+        order = np.array([at[task] for task in plan.order], np.int32)
+        run.start_ordered(scheduler._native_choice(scheduler.choice(plan.choice)), order, shift)
+
+
+def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, joint: bool) -> Schedule:
+    _, chosen, order, shift = run.plan()
+    choice = tuple(chosen[scheduler._comm_nodes].tolist())
+    tasks = scheduler.tasks(choice)
+    found = scheduler.replay(choice, [tasks[k] for k in order], [int(shift[k]) for k in order], serial=serial)
+    found = scheduler._sorted(found)
+    return _tidy(scheduler, found) if joint else found
+
+
+def _tidy(scheduler: Scheduler, plan: Schedule) -> Schedule:
+    """Op by op the simplest option that costs nothing: a plan should be elaborate only where that pays."""
+    options = [scheduler.problem.options[op.name] for op in scheduler.problem.workload.comm_ops]
+    if sum(len(of_op) for of_op in options) > MAX_TIDY:
+        return plan
+    for at, (op, of_op) in enumerate(zip(scheduler._comm, options, strict=True)):
+        effort = [(len(option.tasks), option.total_us) for option in of_op]
+        simpler = [k for k in range(len(of_op)) if effort[k] < effort[plan.choice[at]]]
+        for k in sorted(simpler, key=lambda k: effort[k]):
+            choice = (*plan.choice[:at], k, *plan.choice[at + 1 :])
+            mine = [task for task in scheduler.tasks(choice) if task[0] == op]
+            first = next(n for n, task in enumerate(plan.order) if task[0] == op)
+            rest = [(task, s) for task, s in zip(plan.order, plan.shift, strict=True) if task[0] != op]
+            listed = [*rest[:first], *((task, plan.shift[first]) for task in mine), *rest[first:]]
+            try:
+                other = scheduler.replay(choice, [x for x, _ in listed], [s for _, s in listed], serial=plan.serial)
+            except Infeasible:
+                continue
+            if other.period_us <= plan.period_us * (1 + 1e-12):
+                plan = scheduler._sorted(other)
+                break
+    return plan
+
+
+def _round_steps(scheduler: Scheduler, most: int) -> int:
+    """Fewer on large problems, so that a round stays short; it must not depend on the machine's speed."""
+    return max(8, min(most, 200_000 // max(len(scheduler.problem.workload.ops), 1)))
+
+
+def _stop(
+    best: float, bound: Bound, done: int, steps: int | None, elapsed: float, budget_s: float, improved_at: float,
+    joint: bool,
+) -> str:
+    if best <= bound.us * (1 + 1e-9):
+        return f"optimal: equals the lower bound ({bound.why})"
+    now, budget = (done, float(steps)) if steps is not None else (elapsed, budget_s)
+    if now >= budget:
+        return "budget"
+    if not joint and now > PATIENCE * budget and now - improved_at > now / 2:
+        return "nothing better for half of the search"
+    return ""

@@ -1,0 +1,216 @@
+"""Ranks that are about to do something together first say what, in the job's store; so those who differ do not hang.
+
+Nobody but the ranks that take part is needed, and nothing has to be set up before: no group of theirs exists yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...errors import InvalidInput, PeerLost, StrettoError
+from ...files import typed
+from ...runtime.executor.forks import Home
+from ...runtime.torch_backend.meeting import MAX_BYTES, SHORTEST_S, Card, card, find_gone
+
+FAILED = {error.__name__: error for error in (InvalidInput, PeerLost)}
+COMMIT = "commit"
+PATIENCE_S, LONGEST_S = 0.05, 1.0
+"""How long to wait for the others before looking what they do, at first and later."""
+T = TypeVar("T")
+
+
+class _Said(msgspec.Struct, frozen=True, kw_only=True):
+    text: str
+    error: str
+
+
+class _At(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank waits, or has waited last; and the process that it is."""
+
+    ranks: tuple[int, ...]
+    number: int
+    label: str
+    card: Card
+
+
+class Agreement:
+    """One rank's end. `cards` are those of the job's ranks where they are known, to notice who is gone."""
+
+    def __init__(self, store: Any, rank: int, cards: Sequence[Card] = ()) -> None:
+        self._store, self.rank, self._cards = store, rank, list(cards)
+        self._home = Home(f"rank {rank}")
+        self._times: dict[str, int] = {}
+        self._left: dict[str, deque[list[str]]] = {}
+        """What this rank has to remove from the store, for the last two times."""
+        self._card = card(rank, executor="", rules="")
+        self._said(_At(ranks=(), number=0, label="", card=self._card))
+
+    def gather(self, ranks: Sequence[int], label: str, text: str, error: str = "") -> list[str]:
+        """Everybody's text, in the order of `ranks`. All of them call it, each in the same order as the others.
+
+        Raises `InvalidInput` on all of them when one has an `error`, or is at another place (`label` names it) where
+        it waits for this rank; `PeerLost` when one is gone or does not come within the store's timeout.
+        """
+        self._home.check()
+        where = _name(ranks)
+        number = self._times[where] = self._times.get(where, 0) + 1
+        place = f"{where}/{number}"
+        mine = msgspec.json.encode(_Said(text=text, error=error))
+        if len(mine) > MAX_BYTES:
+            raise InvalidInput(f"{label}: its description has {len(mine)} bytes; at most {MAX_BYTES}")
+        at = _At(ranks=tuple(ranks), number=number, label=label, card=self._card)
+        left = self._left.setdefault(where, deque())
+        # All have come to the last time, so all have read the one before.
+        for key in left.popleft() if len(left) > 1 else ():
+            self._store.delete_key(key)
+        self._store.set(f"{place}/{self.rank}", mine)
+        voice = hashlib.sha256(mine).hexdigest()
+        alike = self._store.add(f"{place}/{voice}", 1)
+        # Whoever comes last has seen whether all say the same. Then nobody asks the store for anything more: behind the
+        # bytes that the first ranks begin to send, an answer may have to wait.
+        if self._store.add(f"{place}/count", 1) == len(ranks):
+            self._store.set(f"{place}/{'alike' if alike == len(ranks) else 'differ'}", b"1")
+        first = ("count", "alike", "differ") if self.rank == ranks[0] else ()
+        left.append([f"{place}/{name}" for name in (self.rank, *([voice] if alike == 1 else ()), *first)])
+        found = [_Said(text=text, error=error)] * len(ranks)
+        if not self._all_alike(place, at):
+            found = [_read(self._store.get(f"{place}/{peer}"), _Said, peer) for peer in ranks]
+        for peer, said in zip(ranks, found, strict=True):
+            if said.error:
+                raise InvalidInput(said.error if peer == self.rank else f"rank {peer}: {said.error}")
+        return [said.text for said in found]
+
+    def vote(self, key: str, ranks: Sequence[int], error: StrettoError | None = None) -> StrettoError | None:
+        """Commit if every rank votes without an error; else why not. All ranks get the same answer, whoever dies when.
+
+        One value in the store decides, and it is written once: by the last who votes, or by the first who gives up.
+        """
+        decision = f"vote/{key}"
+        if error is not None:
+            return self._decide(decision, f"{type(error).__name__} {error}")
+        self._store.set(f"{decision}/{self.rank}", b"1")
+        if self._store.add(f"{decision}/count", 1) == len(ranks):
+            return self._decide(decision, COMMIT)
+        deadline = time.monotonic() + self._store.timeout.total_seconds()
+        patience_s = PATIENCE_S
+        while not self._arrives(decision, patience_s):
+            missing = [r for r in ranks if not self._store.check([f"{decision}/{r}"])]
+            gone = [r for r in missing if self._gone(r) and not self._store.check([f"{decision}/{r}"])]
+            late = time.monotonic() > deadline
+            if gone or late:
+                why = "is gone" if gone else f"did not vote within {self._store.timeout.total_seconds():g} s"
+                whose = gone or missing or [self.rank]
+                return self._decide(decision, f"PeerLost rank {whose[0]} {why}")
+            patience_s = min(2 * patience_s, LONGEST_S)
+        return _read_decision(self._store.get(decision))
+
+    def decided(self, key: str) -> StrettoError | None:
+        """Why a vote that is still under way will fail, if that is known already."""
+        decision = f"vote/{key}"
+        return _read_decision(self._store.get(decision)) if self._store.check([decision]) else None
+
+    def forget(self, key: str, ranks: Sequence[int]) -> None:
+        """Remove what is left of a vote, once nobody can ask for it."""
+        self._store.delete_key(f"vote/{key}/{self.rank}")
+        if self.rank == ranks[0]:
+            for name in (f"vote/{key}", f"vote/{key}/count"):
+                self._store.delete_key(name)
+
+    def _decide(self, decision: str, what: str) -> StrettoError | None:
+        return _read_decision(self._store.compare_set(decision, "", what))
+
+    def _all_alike(self, place: str, mine: _At) -> bool:
+        """Wait until all have come, and whether they say the same; meanwhile look for reasons why they never will."""
+        deadline = time.monotonic() + self._store.timeout.total_seconds()
+        patience_s = PATIENCE_S
+        while not self._arrives(f"{place}/alike", patience_s):
+            if self._store.check([f"{place}/differ"]):
+                return False
+            self._said(mine)
+            for peer in mine.ranks:
+                if not self._store.check([f"{place}/{peer}"]):
+                    self._why_not(peer, place, mine, deadline)
+            patience_s = min(2 * patience_s, LONGEST_S)
+        return True
+
+    def _arrives(self, key: str, timeout_s: float) -> bool:
+        """Whether a value is there within some seconds."""
+        deadline = time.monotonic() + timeout_s
+        pause_s = SHORTEST_S
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, timeout_s / 20)
+        return True
+
+    def _why_not(self, peer: int, place: str, mine: _At, deadline: float) -> None:
+        """Raises where it is known that a peer will not come."""
+        failed = f"{place}/failed"
+        why = self._store.get(failed).decode(errors="replace") if self._store.check([failed]) else ""
+        why = why or self._contradiction(peer, mine)
+        gone = self._gone(peer)
+        if self._store.check([f"{place}/{peer}"]):
+            return
+        if why:
+            self._store.set(failed, why)
+            raise InvalidInput(why)
+        if gone:
+            raise PeerLost(f"{mine.label}: rank {peer} is gone")
+        if time.monotonic() > deadline:
+            waited = f"within {self._store.timeout.total_seconds():g} s"
+            raise PeerLost(f"{mine.label}: rank {peer} did not come {waited}; all of {_runs(mine.ranks)} must call")
+
+    def _contradiction(self, peer: int, mine: _At) -> str:
+        """That a peer waits for this rank where this rank has not been: then neither would ever go on."""
+        other = self._at(peer)
+        if other is None or self.rank not in other.ranks:
+            return ""
+        where = _name(other.ranks)
+        if other.number <= self._times.get(where, 0):
+            return ""
+        why = f"rank {self.rank} is at {mine.label}, rank {peer} at {other.label}: they wait for each other"
+        self._store.set(f"{where}/{other.number}/failed", why)
+        return why
+
+    def _gone(self, peer: int) -> bool:
+        if any(peer == card.rank for card in self._cards):
+            return bool(find_gone([card for card in self._cards if card.rank == peer], 0))
+        at = self._at(peer)
+        return at is not None and bool(find_gone([at.card], 0))
+
+    def _at(self, peer: int) -> _At | None:
+        key = f"at/{peer}"
+        return _read(self._store.get(key), _At, peer) if self._store.check([key]) else None
+
+    def _said(self, at: _At) -> None:
+        self._store.set(f"at/{self.rank}", msgspec.json.encode(at))
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+def _runs(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:16]))
+    return f"ranks {listed}{', ...' if len(ranks) > 16 else ''}"
+
+
+def _read_decision(raw: bytes) -> StrettoError | None:
+    kind, _, why = raw.decode(errors="replace").partition(" ")
+    return None if kind == COMMIT else FAILED.get(kind, StrettoError)(why)
+
+
+def _read(raw: bytes, kind: type[T], peer: int) -> T:
+    if len(raw) > 2 * MAX_BYTES:
+        raise PeerLost(f"rank {peer}: what it put into the store is too long")
+    try:
+        return msgspec.json.decode(raw, type=typed(kind))
+    except msgspec.MsgspecError as error:
+        raise PeerLost(f"rank {peer}: what it put into the store cannot be read ({error}): another Stretto?") from None

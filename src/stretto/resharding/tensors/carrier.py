@@ -1,0 +1,208 @@
+"""The ranks that move tensors together: their process group, the network they plan for, what moves the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ...cluster import Cluster
+from ...errors import InvalidInput, StrettoError
+from ...programs.lower import lower
+from ...programs.lowered import Lowered
+from ...runtime.executor.executor import Executor, Handle
+from ...runtime.executor.forks import check_world
+from ...runtime.torch_backend.backend import StrettoGroup
+from ...simulator import simulate
+from .. import ReshardPlan
+from .agree import Agreement
+
+MESSAGE_BYTES = 256 << 10
+"""Chunks of a plan are sent whole up to this size; larger ones in slices, one behind the other."""
+CHECK_S = 0.5
+REDUCE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add, "avg": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum,
+}  # fmt: skip
+Check = Callable[[], None]
+
+
+class Current:
+    """What belongs to the process group that there is now; another one starts afresh."""
+
+    world: Any = None
+    agreement: Agreement | None = None
+    carriers: dict[tuple[int, ...], Carrier]
+    made: dict[str, int]
+    """How often a group of the same ranks was made."""
+
+
+def agreement() -> Agreement:
+    """This rank's end of the agreements of the job."""
+    if not dist.is_initialized():
+        raise InvalidInput("torch.distributed: call init_process_group first")
+    check_world()
+    world: Any = dist.group.WORLD
+    if Current.world is not world or Current.agreement is None:
+        store = c10d.PrefixStore("stretto/resharding", dist.distributed_c10d._get_default_store())
+        cards = world.cards if isinstance(world, StrettoGroup) else ()
+        Current.world, Current.agreement = world, Agreement(store, dist.get_rank(), cards)
+        Current.carriers, Current.made = {}, {}
+    return Current.agreement
+
+
+class Carrier:
+    """A process group of its own over some ranks of the job, all of which make it together."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = dist.get_rank()
+        # PyTorch names groups of some ranks by how many groups a rank has, which may differ: so this one is not its.
+        name = f"resharding {','.join(map(str, ranks))}"
+        number = Current.made[name] = Current.made.get(name, 0) + 1
+        store: Any = dist.distributed_c10d._get_default_store()
+        self.group: Any = StrettoGroup(
+            store=c10d.PrefixStore(f"stretto/{name}/{number}", store), rank=self.ranks.index(self.rank),
+            size=len(self.ranks), timeout=store.timeout, name=name, devices=self.ranks,
+        )  # fmt: skip
+        engine = self.group.engine
+        known: Cluster | None = engine.selector.cluster
+        self.cluster: Cluster = known or engine.selector.network
+        self.device = {rank: rank if known else at for at, rank in enumerate(self.ranks)}
+        """The cluster's device of each rank; both are in the same order."""
+        why = engine.job.why
+        if not why and engine.communicator >= engine.job.max_communicators:
+            why = f"more than {engine.job.max_communicators} groups"
+        self.executor: Executor | None = None if why else engine.job.executor
+        self.why = why
+        """Why the executor does not move the bytes; empty where it does."""
+
+    @classmethod
+    def shared(cls, ranks: Sequence[int]) -> Carrier:
+        """The one of these ranks, made when it is needed first."""
+        agreement()
+        key = tuple(ranks)
+        if key not in Current.carriers:
+            Current.carriers[key] = cls(key)
+        return Current.carriers[key]
+
+    @property
+    def me(self) -> int:
+        """This rank's device."""
+        return self.device[self.rank]
+
+    def load(self, program: Lowered) -> Handle:
+        """A program of all ranks of this carrier, ready to run."""
+        assert self.executor is not None
+        engine = self.group.engine
+        ranks = [engine.job.rank_of[r] for r in engine.selector.devices]
+        return self.executor.load(
+            program, ranks=ranks, communicator=engine.communicator, message_bytes=MESSAGE_BYTES
+        )
+
+    def close(self) -> None:
+        """End the group."""
+        if self.group is not None:
+            self.group.shutdown()
+            self.group = self.executor = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mover:
+    """Moves the bytes of one plan between packed buffers."""
+
+    carrier: Carrier
+    plan: ReshardPlan
+    handle: Handle | None
+    """None where messages are sent one by one."""
+    dtype: torch.dtype
+    op: str
+    """Of the pending reduction; empty where bytes are only moved."""
+
+    @classmethod
+    def of(cls, carrier: Carrier, plan: ReshardPlan, dtype: torch.dtype, op: str, device: str) -> Mover:
+        """The executor's, if it can; all ranks decide alike."""
+        handle = None
+        if carrier.executor is not None and device == "cpu" and plan.program is not None:
+            handle = carrier.load(lower(plan.program))
+        return cls(carrier=carrier, plan=plan, handle=handle, dtype=dtype if op else torch.uint8, op=op)
+
+    def predicted_us(self, share: float = 1.0) -> float:
+        """How long its program should take where links are shared fairly, if `share` times its bytes go over them."""
+        program, cluster = self.plan.program, self.plan.cluster
+        if program is None:
+            return 0.0
+        return simulate(program, cluster, nbytes=share * self.plan.nbytes, contention="fair").total_us
+
+    def start(self, packed: torch.Tensor, unpacked: torch.Tensor) -> Callable[[Check], None]:
+        """Begin; what it returns waits for the end, and calls what it is given now and then."""
+        if self.handle is None:
+            return self._start_messages(packed, unpacked)
+        executor = self.carrier.executor
+        if executor is None:
+            raise StrettoError("the process group has ended")
+        work = executor.start(
+            self.handle,
+            packed.data_ptr(),
+            unpacked.data_ptr(),
+            self.plan.nbytes // self.dtype.itemsize,
+            str(self.dtype).removeprefix("torch."),
+            self.op or "sum",
+            timeout_s=self.carrier.group.engine.timeout_s,
+            keep=(packed, unpacked),
+        )
+
+        def wait(check: Check) -> None:
+            while not work.wait(CHECK_S):
+                check()
+
+        return wait
+
+    def _start_messages(self, packed: torch.Tensor, unpacked: torch.Tensor) -> Callable[[Check], None]:
+        """Every bundle straight from one who holds it to each who wants it; summands meet where the sum is wanted."""
+        me, group = self.carrier.me, self.carrier.group
+        peer = {device: at for at, device in enumerate(self.carrier.device.values())}
+        load: dict[int, int] = {}
+        works: list[dist.Work] = []
+        after: list[Callable[[], None]] = []
+        have = want = 0
+        for bundle in self.plan.bundles:
+            holds = any(me in alike for alike in bundle.holders)
+            mine = packed[have : have + bundle.nbytes] if holds else packed[:0]
+            goal = unpacked[want : want + bundle.nbytes] if me in bundle.receivers else unpacked[:0]
+            have, want = have + len(mine), want + len(goal)
+            for receiver in bundle.receivers:
+                parts: list[torch.Tensor] = []
+                for alike in bundle.holders:
+                    sender = receiver if receiver in alike else min(alike, key=lambda d: (load.get(d, 0), d))
+                    load[sender] = load.get(sender, 0) + bundle.nbytes * (sender != receiver)
+                    if receiver == me and sender == me:
+                        parts.append(mine)
+                    elif receiver == me:
+                        parts.append(torch.empty_like(goal) if len(bundle.holders) > 1 else goal)
+                        works.append(group.recv([parts[-1]], peer[sender], 0))
+                    elif sender == me:
+                        works.append(group.send([mine], peer[receiver], 0))
+                if receiver == me:
+                    after.append(lambda goal=goal, parts=parts: self._combine(goal, parts))  # type: ignore[misc]
+
+        def wait(_: Check) -> None:
+            for work in works:
+                work.wait()
+            for each in after:
+                each()
+
+        return wait
+
+    def _combine(self, goal: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        if len(parts) == 1:
+            if parts[0].data_ptr() != goal.data_ptr():
+                goal.copy_(parts[0])
+            return
+        total = parts[0].view(self.dtype).clone()
+        for part in parts[1:]:
+            REDUCE[self.op](total, part.view(self.dtype), out=total)
+        goal.view(self.dtype).copy_(total / len(parts) if self.op == "avg" else total)

@@ -1,0 +1,144 @@
+"""What a rank knows of a tensor's place, in words that ranks can compare: from DTensors to layouts and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from ...errors import InvalidInput
+from .. import Layout, Mesh, Spec
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor on a mesh of the job's ranks."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """In row-major order of the mesh."""
+    placements: tuple[str, ...]
+    device: str
+
+    @property
+    def plan_shape(self) -> tuple[int, ...]:
+        """Plans know no tensors without dimensions."""
+        return self.shape or (1,)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no elements."""
+        return math.prod(self.shape) == 0
+
+    def layout(self, copies: Sequence[tuple[int, ...]] = (), device: dict[int, int] | None = None) -> Layout:
+        """Its layout; on several meshes alike if their ranks are given. `device` numbers the ranks."""
+        meshes = copies or (self.ranks,)
+        ranks = [rank for mesh in meshes for rank in mesh]
+        many = len(meshes) > 1
+        return Layout(
+            mesh=Mesh(
+                shape=(len(meshes), *self.mesh_shape) if many else self.mesh_shape,
+                devices=tuple(device[r] for r in ranks) if device else tuple(ranks),
+            ),
+            spec=Spec.from_placements([*(["R"] * many), *self.placements], len(self.plan_shape)),
+        )
+
+    def tile(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The part of it that a rank of its mesh has."""
+        box = self.layout().tiles(self.plan_shape)[self.ranks.index(rank)]
+        return tuple((int(begin), int(end)) for begin, end in box)
+
+    def __str__(self) -> str:
+        mesh = Mesh(shape=self.mesh_shape, devices=self.ranks)
+        return f"{self.shape} {self.dtype} on {mesh} as {','.join(self.placements)}"
+
+
+def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, placements: Sequence[Any]) -> Placed:
+    """The description of a tensor with this mesh and these placements; raises `InvalidInput` where they do not fit."""
+    for name, given, kind in (("shape", shape, Sequence), ("dtype", dtype, torch.dtype), ("mesh", mesh, DeviceMesh)):
+        if not isinstance(given, kind):
+            raise InvalidInput(f"{what}: {name} must be a {kind.__name__}, not {type(given).__name__}")
+    grid = mesh.mesh.cpu().numpy()
+    if not isinstance(placements, Sequence) or len(placements) != grid.ndim:
+        raise InvalidInput(f"{what}: placements must be one for each of the mesh's {grid.ndim} axes, not {placements}")
+    for axis in range(grid.ndim):
+        # PyTorch gives tiles by the rank in an axis's group, which is sorted, not by the place in the mesh.
+        if np.any(np.diff(grid, axis=axis) < 0):
+            raise InvalidInput(
+                f"{what}: mesh {grid.tolist()} is permuted: ranks must rise along every axis, and do not along {axis}"
+            )
+    found = Placed(
+        shape=tuple(int(n) for n in shape),
+        dtype=str(dtype).removeprefix("torch."),
+        mesh_shape=tuple(int(n) for n in grid.shape),
+        ranks=tuple(int(r) for r in grid.flatten()),
+        placements=tuple(str(p) for p in placements),
+        device=mesh.device_type,
+    )
+    try:
+        found.layout().tiles(found.plan_shape if not found.empty else (1,) * max(1, len(found.shape)))
+    except InvalidInput as error:
+        raise InvalidInput(f"{what}: {error}") from None
+    return found
+
+
+def placed_tensor(what: str, tensor: torch.Tensor, rank: int) -> Placed:
+    """The description of a tensor: a DTensor, or a plain one, which is a whole of its own on its rank."""
+    if isinstance(tensor, DTensor):
+        found = placed(what, tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements)
+    elif isinstance(tensor, torch.Tensor):
+        found = Placed(
+            shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), mesh_shape=(1,), ranks=(rank,),
+            placements=("R",), device=tensor.device.type,
+        )  # fmt: skip
+    else:
+        raise InvalidInput(f"{what}: must be a tensor, not {type(tensor).__name__}")
+    if rank in found.ranks and not found.empty:
+        want = tuple(end - begin for begin, end in found.tile(rank))
+        have = tuple(local_of(tensor).shape) or (1,)
+        if want != have and (0 not in want or 0 not in have):
+            raise InvalidInput(f"{what}: its local tensor has shape {have}, but {found} makes it {want}")
+    return found
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is here, without a gradient; shares its memory."""
+    with torch.no_grad():
+        inside = tensor.detach()
+        return inside.to_local() if isinstance(inside, DTensor) else inside
+
+
+def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same kind, mesh and placements around another local part."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return around(local, tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
+
+
+def around(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+) -> DTensor:  # fmt: skip
+    """The DTensor with this local part; rows in order unless `stride` says otherwise."""
+    strides = tuple(stride) if stride is not None else torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), strides, local.dtype)
+    # `from_local` takes a shape without dimensions for none.
+    made: Any = DTensor
+    found: DTensor = made(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
+    return found
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse of `Placed.dtype`."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidInput(f"dtype: {name!r} is none of PyTorch's")
+    return found

@@ -1,0 +1,1 @@
+"""Recording one training step of a running job as a Workload."""

@@ -1,0 +1,452 @@
+"""The hooks that watch a PyTorch job: every collective that any code submits, and every wait for one.
+
+All of c10d's collectives, whoever calls them (Python, DDP's reducer, functional collectives, FSDP), go through
+PyTorch's dispatcher. While the hooks are in place, kernels of ours stand at its key BackendSelect, which every call
+passes just before the device's own kernel: each calls that and hands its `Work` on inside one of ours, whose `wait`
+is called even from C++. Only DDP waits otherwise, for futures, in a callback at the end of the backward pass; a
+callback of ours, queued before DDP's, sees that moment.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..torch_backend.watch import Submitted, Watch
+from .tape import FIRST_PHASE, Call, Iteration, Mark, Shape, Step
+
+KINDS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "send": "send",
+    "recv_": "send",
+    "barrier": "all_reduce",
+}
+NO_SOURCE = "recv_any_source_"
+_KEYS = {
+    False: {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA, "meta": torch._C.DispatchKey.Meta},
+    True: {"cpu": torch._C.DispatchKey.SparseCPU, "cuda": torch._C.DispatchKey.SparseCUDA},
+}
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+
+_open: list[RecordedWork] = []
+_done: list[RecordedWork] = []
+"""C++ may hold a `Work` whose Python half must not die before it; the shells are small and stay."""
+_OUR_REFERENCES = 3
+"""To an open work when nobody else has one: `_open`, a loop variable and getrefcount's argument."""
+
+
+def now_us() -> float:
+    """The clock of every recorded time; ranks under one kernel share it."""
+    return time.perf_counter_ns() / 1000.0
+
+
+class RecordedWork(dist.Work):
+    """A `Work` that tells when the application waits for it, and is the original in all else."""
+
+    def __init__(self, hooks: Hooks, inner: dist.Work, call: Call) -> None:
+        super().__init__()
+        self.hooks = hooks
+        self.inner: dist.Work | None = inner
+        self.call = call
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait as the original does."""
+        if self.inner is None:
+            return True
+        entered = now_us()
+        done = self.inner.wait(timeout) if timeout else self.inner.wait()
+        self.hooks.waited(self.call, entered, now_us())
+        return bool(done)
+
+    def get_future(self) -> Any:
+        """The original's future; whoever waits for that is noticed as well."""
+        future = self.original().get_future()
+        self.hooks.future_taken(self.call, future)
+        return future
+
+    def is_completed(self) -> bool:
+        """Whether the op has ended."""
+        return self.inner is None or self.inner.is_completed()
+
+    def original(self) -> dist.Work:
+        """What the library returned."""
+        if self.inner is None:
+            raise RuntimeError("this communication is done and was waited for")
+        return self.inner
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: RecordedWork, *args: Any) -> Any:
+        return getattr(self.original(), name)(*args)
+
+    return method
+
+
+for _name in (
+    "is_success", "exception", "result", "synchronize", "source_rank", "_source_rank", "get_future_result",
+    "block_current_stream", "_get_duration", "_get_op_type",
+):  # fmt: skip
+    setattr(RecordedWork, _name, _delegate(_name))
+
+
+class Hooks:
+    """In place between `install` and `remove`; `cut` ends an iteration and returns what was seen in it."""
+
+    def __init__(self, *, only_ours: bool = False) -> None:
+        self._only_ours = only_ours
+        """Whether calls of other groups than ours are not looked at."""
+        self.thread = threading.get_ident()
+        self.active = False
+        self.refusal = ""
+        self.phase = FIRST_PHASE
+        self.number = 0
+        self.iteration = Iteration(begin_us=now_us())
+        self._depth = 0
+        self._inside = False
+        """Whether a call that was seen is being handed on to a wrapped backend."""
+        self._by_future: list[Call] = []
+        self._by_ddp: list[Call] = []
+        self._futures: dict[int, tuple[Any, Call]] = {}
+        self._without_future = {"send", "recv"}
+        self._groups: dict[str, tuple[tuple[int, ...], int]] = {}
+        self._undo: list[Callable[[], object]] = []
+
+    def install(self) -> None:
+        """Put the hooks in place."""
+        if not self._only_ours:
+            library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+            self._undo.append(library._destroy)
+            for name in (*KINDS, NO_SOURCE):
+                library.impl(name, self._kernel(name), "BackendSelect")  # type: ignore[no-untyped-call]
+        Watch.current = self
+        self._undo.append(lambda: setattr(Watch, "current", None))
+        self._undo.append(register_module_forward_pre_hook(self._forward).remove)
+        # A compiled module would warn its user of hooks that may be called twice; to ours that makes no difference.
+        filters: Any = warnings.filters
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+        mine = filters[0]
+        self._undo.append(lambda: filters.remove(mine) if mine in filters else None)
+        run = torch.autograd.graph._engine_run_backward
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            self.enter(BACKWARD)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.enter(OPTIMIZER)
+
+        for module in (torch.autograd, torch.autograd.graph):
+            self._patch(module, "_engine_run_backward", run_backward)
+        self._watch_futures()
+        # A finished op is noted by a thread of the library, which has to get the interpreter's lock for it.
+        interval_s = sys.getswitchinterval()
+        self._undo.append(lambda: sys.setswitchinterval(interval_s))
+        sys.setswitchinterval(1e-4)
+        self.active = True
+
+    def remove(self) -> None:
+        """Take the hooks out again; what is still under way stays valid."""
+        self.active = False
+        while self._undo:
+            self._undo.pop()()
+        self._futures.clear()
+        _release()
+
+    def cut(self) -> Iteration:
+        """End the iteration here."""
+        ended = self.iteration
+        ended.end_us = now_us()
+        for call in self._by_future:
+            # Somebody took the future and we never saw a wait for it: it may be waited for at once.
+            self._wait_at_submit(ended, call)
+        self._by_future.clear()
+        self._futures.clear()
+        self.number += 1
+        self.phase = FIRST_PHASE
+        self.iteration = Iteration(begin_us=now_us())
+        return ended
+
+    def enter(self, phase: str) -> None:
+        """Note that the application's thread is in another phase now."""
+        if self.active and phase != self.phase and threading.get_ident() == self.thread:
+            self.phase = phase
+            at = now_us()
+            self.iteration.marks.append(Mark(step=Step(what="phase", phase=phase), enter_us=at, leave_us=at))
+
+    def waited(self, call: Call, entered_us: float, left_us: float) -> None:
+        """Note that the application waited for an op, if it is the first time."""
+        if call.waited:
+            return
+        call.waited = True
+        if not call.exact:
+            call.end_us = left_us
+        if self.active:
+            marks = self.iteration.marks
+            if call.blocking and marks and marks[-1].step == Step(what="submit", call=call.number):
+                # The application is still inside the call that submitted.
+                entered_us = marks[-1].leave_us
+            step = Step(what="wait", call=call.number, lag=self.number - call.iteration)
+            marks.append(Mark(step=step, enter_us=entered_us, leave_us=left_us))
+
+    def future_taken(self, call: Call, future: Any) -> None:
+        """Note that somebody will wait for the op by its future: DDP, in a callback after the backward pass."""
+        if not self.active or call.waited:
+            return
+        self._futures[id(future)] = (future, call)
+        if not self._depth:
+            self._by_future.append(call)
+            return
+        if not self._by_ddp:
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+        if call not in self._by_ddp:
+            call.shape = replace(call.shape, label=f"{call.shape.kind}.bucket")
+            self._by_ddp.append(call)
+
+    def _backward_done(self) -> None:
+        at = now_us()
+        for call in self._by_ddp:
+            if not call.waited:
+                call.waited = True
+                step = Step(what="wait", call=call.number, lag=self.number - call.iteration)
+                self.iteration.marks.append(Mark(step=step, enter_us=at, leave_us=at, ends_with=call))
+        self._by_ddp.clear()
+
+    def _wait_at_submit(self, iteration: Iteration, call: Call) -> None:
+        if call.waited or call.iteration != self.number:
+            return
+        call.waited = True
+        submit = Step(what="submit", call=call.number)
+        at = next(i for i, mark in enumerate(iteration.marks) if mark.step == submit)
+        step = Step(what="wait", call=call.number)
+        left_us = iteration.marks[at].leave_us
+        iteration.marks.insert(at + 1, Mark(step=step, enter_us=left_us, leave_us=left_us))
+
+    def _patch(self, owner: Any, name: str, new: Any) -> None:
+        old = getattr(owner, name)
+        setattr(owner, name, new)
+        self._undo.append(lambda: setattr(owner, name, old))
+
+    def _watch_futures(self) -> None:
+        wait, then = torch._C.Future.wait, torch._C.Future.then
+
+        def watched_wait(future: Any) -> Any:
+            entered_us = now_us()
+            value = wait(future)
+            if id(future) in self._futures:
+                self.waited(self._futures[id(future)][1], entered_us, now_us())
+            return value
+
+        def watched_then(future: Any, callback: Any) -> Any:
+            child = then(future, callback)
+            if id(future) in self._futures:
+                self._futures[id(child)] = (child, self._futures[id(future)][1])
+            return child
+
+        self._patch(torch._C.Future, "wait", watched_wait)
+        self._patch(torch._C.Future, "then", watched_then)
+
+    def _forward(self, module: object, args: object) -> None:
+        if not self._depth:
+            self.enter(FORWARD)
+
+    def _kernel(self, name: str) -> Callable[..., Any]:
+        op = getattr(torch.ops.c10d, name).default
+        names = [argument.name for argument in op._schema.arguments]
+
+        def kernel(*args: Any) -> Any:
+            entered_us = now_us()
+            tensor = _first_tensor(args)
+            # This way of calling it lets go of the interpreter's lock: a thread of the library may hold its queue and
+            # want the lock, to let go of a tensor.
+            original = partial(op._op_dk, _key(tensor))
+            given = dict(zip(names, args, strict=False))
+            shape = self._shape(name, tensor, given)
+            if shape is None:
+                return original(*args)
+            _, workers = self._group(given["process_group"])
+            submitted_us = now_us()
+            result = original(*args)
+            inner = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+            blocking = not given.get("async_op", True)
+            times_us = (entered_us, submitted_us, now_us())
+            work = self._submitted(
+                shape, inner, times_us, nbytes=_nbytes(args), workers=workers, blocking=blocking, name=name,
+                splits=name == "alltoall_" or bool(given.get("output_split_sizes") or given.get("input_split_sizes")),
+            )  # fmt: skip
+            boxed = work.boxed()
+            return (*result[:-1], boxed) if isinstance(result, tuple) else boxed
+
+        return kernel
+
+    def seen(self, what: Submitted, run: Callable[[], dist.Work]) -> dist.Work:
+        """A call of a group that is written in Python, past which PyTorch's dispatcher does not go."""
+        entered_us = now_us()
+        if not self.active or len(what.ranks) < 2 or what.device != "cpu" or threading.get_ident() != self.thread:
+            self._refuse(what.op, what.device, len(what.ranks))
+            return run()
+        kind = "send" if what.op in ("send", "recv") else "all_reduce" if what.op == "barrier" else what.op
+        shape = Shape(
+            kind=kind, group=what.ranks, channel=what.channel, root=what.root, phase=self.phase,
+            label="barrier" if what.op == "barrier" else "",
+        )  # fmt: skip
+        submitted_us = now_us()
+        self._inside = True
+        try:
+            inner = run()
+        finally:
+            self._inside = False
+        return self._submitted(
+            shape, inner, (entered_us, submitted_us, now_us()), nbytes=max(1, what.nbytes), workers=0,
+            blocking=what.blocking, name=what.op, splits=what.splits,
+        )  # fmt: skip
+
+    def _submitted(
+        self, shape: Shape, inner: dist.Work, times_us: tuple[float, float, float], *, nbytes: int, workers: int,
+        blocking: bool, name: str, splits: bool,
+    ) -> RecordedWork:  # fmt: skip
+        """Note what was submitted, and watch what came back."""
+        entered_us, submitted_us, returned_us = times_us
+        call = Call(
+            iteration=self.number,
+            number=len(self.iteration.calls),
+            shape=shape,
+            nbytes=nbytes,
+            splits=splits,
+            workers=0 if shape.kind == "send" else workers,
+            blocking=blocking,
+            submit_us=submitted_us,
+        )
+        self.iteration.calls.append(call)
+        mark = Mark(step=Step(what="submit", call=call.number), enter_us=entered_us, leave_us=entered_us)
+        self.iteration.marks.append(mark)
+        self._note_end(name, inner, call)
+        _release()
+        work = RecordedWork(self, inner, call)
+        _open.append(work)
+        mark.leave_us = now_us()
+        self.iteration.overhead_us += mark.leave_us - entered_us - (returned_us - submitted_us)
+        return work
+
+    def _refuse(self, name: str, device: str, ranks: int) -> None:
+        if not self.active or ranks < 2:
+            return
+        if threading.get_ident() != self.thread:
+            self.refusal = self.refusal or f"{name} was submitted by a second thread: such a step has no one order"
+        elif device != "cpu":
+            self.refusal = self.refusal or (
+                f"{name} moves {device} tensors: record a torch.profiler trace of the job and load that instead"
+            )
+
+    def _shape(self, name: str, tensor: torch.Tensor, given: dict[str, Any]) -> Shape | None:
+        """What is being submitted; None when it is not recorded."""
+        if not self.active or self._inside:
+            return None
+        group, _ = self._group(given["process_group"])
+        if len(group) < 2:
+            return None
+        self._refuse(name, tensor.device.type, len(group))
+        if name == NO_SOURCE:
+            self.refusal = self.refusal or "recv without src: the plan of a step must know who sends"
+        if self.refusal:
+            return None
+        channel: str = dist.ProcessGroup.unbox(given["process_group"]).group_name
+        if KINDS[name] == "send":
+            me, peer = dist.get_rank(), group[given["dst" if name == "send" else "src"]]
+            group = (me, peer) if name == "send" else (peer, me)
+            channel = f"{channel}:{given['tag']}"
+        return Shape(
+            kind=KINDS[name],
+            group=group,
+            channel=channel,
+            root=given.get("root_rank", 0),
+            encoding="sparse" if tensor.is_sparse else "",
+            phase=self.phase,
+            label="barrier" if name == "barrier" else "",
+        )
+
+    def _group(self, boxed: Any) -> tuple[tuple[int, ...], int]:
+        """The global ranks of a process group, and how many ops it runs at once."""
+        name = dist.ProcessGroup.unbox(boxed).group_name
+        if name not in self._groups:
+            group = torch._C._distributed_c10d._resolve_process_group(name)
+            options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+            self._groups[name] = (tuple(dist.get_process_group_ranks(group)), getattr(options, "_threads", 1))
+        return self._groups[name]
+
+    def _note_end(self, name: str, inner: dist.Work, call: Call) -> None:
+        if name not in self._without_future:
+            try:
+                future = inner.get_future()
+            except RuntimeError:
+                # Asking is slow, and the answer is the same for every op of this kind.
+                self._without_future.add(name)
+            else:
+                future.add_done_callback(lambda _: setattr(call, "end_us", now_us()))
+                return
+        call.exact = False
+
+
+def _release() -> None:
+    """Let go of what was waited for, unless the application still holds it: a library's `Work` keeps tensors alive."""
+    for work in _open:
+        if work.call.waited and sys.getrefcount(work) <= _OUR_REFERENCES:
+            work.inner = None
+            _done.append(work)
+    _open[:] = [work for work in _open if work.inner is not None]
+
+
+def _first_tensor(args: Any) -> torch.Tensor:
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            return argument
+        if isinstance(argument, list | tuple) and argument and isinstance(argument[0], torch.Tensor | list | tuple):
+            return _first_tensor(argument)
+    raise TypeError("a c10d op without a tensor")
+
+
+def _key(tensor: torch.Tensor) -> torch._C.DispatchKey:
+    """Where the device's own kernel is registered."""
+    return _KEYS[tensor.is_sparse].get(tensor.device.type, torch._C.DispatchKey.PrivateUse1)
+
+
+def _nbytes(args: tuple[Any, ...]) -> int:
+    """The larger of what this rank gives and takes; at least one byte, for an empty message is sent all the same."""
+    return max(1, *(_bytes_of(argument) for argument in args))
+
+
+def _bytes_of(argument: Any) -> int:
+    if isinstance(argument, list | tuple):
+        return sum(_bytes_of(part) for part in argument)
+    if not isinstance(argument, torch.Tensor):
+        return 0
+    if argument.is_sparse:
+        return _bytes_of(argument._values()) + _bytes_of(argument._indices())
+    return argument.numel() * argument.element_size()

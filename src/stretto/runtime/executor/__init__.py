@@ -1,0 +1,1 @@
+"""The executor: runs lowered programs on this machine's memory and network."""

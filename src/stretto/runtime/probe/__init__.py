@@ -1,0 +1,1 @@
+"""Measuring the links of a cluster and the collectives on it."""

@@ -1,0 +1,1 @@
+"""The PyTorch backend `stretto`: collectives of torch.distributed on the executor."""

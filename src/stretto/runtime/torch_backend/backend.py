@@ -1,0 +1,560 @@
+"""The process group ``stretto``: every c10d call, run by the executor where it can and by the wrapped backend else.
+
+The dispatcher, functional collectives and FSDP ask a group for its C++ backend, so the wrapped one is registered on the
+group itself. What is delegated goes to a second, plain group around the same backend: the methods of this one's base
+class would come back here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ...errors import StrettoError
+from ..executor.forks import Home, abandon_in_children, check_world, keep_forever
+from .buffers import Call, Splits
+from .current import Current
+from .engine import Engine, Job, missing
+from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
+from .meeting import Meeting, agree, card, meet
+from .own_backend import WHY as OWN_WHY
+from .own_backend import OwnBackend
+from .recording import LEDGER, current
+from .selection import Selector, rules
+from .watch import Submitted, Watch
+from .work import DelegatedWork, GroupWork, JoinedWork, Tensors
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+BackendType = dist.ProcessGroup.BackendType
+POINT_TO_POINT = "programs are for collectives, this is a message between two ranks"
+Method = Callable[..., dist.Work]
+Base: Any = dist.ProcessGroup
+"""Its stubs list overloads that no override can match; here each method takes all of them."""
+
+
+def own_first(method: Method) -> Method:
+    """Hand a call on untouched while the backend that the job asked for runs it, and nobody here wants to see it.
+
+    Then the job gets what it would have got without us, at the cost of this function.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def first(self: StrettoGroup, *args: Any, **more: Any) -> dist.Work:
+        enforcer = Current.enforcer
+        if (
+            not OwnBackend.runs
+            or not self.own_alone
+            or Watch.current is not None
+            or (enforcer is not None and not enforcer.asleep)
+        ):
+            return method(self, *args, **more)
+        self._home.check()
+        self.engine.count()
+        own: dist.Work = getattr(self._plain, name)(*args, **more)
+        return own
+
+    return first
+
+
+def create(options: Any, _: object = None) -> StrettoGroup:
+    """What `torch.distributed` calls for a new group."""
+    return StrettoGroup(
+        store=options.store,
+        rank=options.group_rank,
+        size=options.group_size,
+        timeout=options.timeout,
+        name=options.group_id,
+        devices=options.global_ranks_in_group,
+    )
+
+
+class StrettoGroup(Base):  # type: ignore[misc]
+    """One communicator."""
+
+    def __init__(
+        self, *, store: Any, rank: int, size: int, timeout: timedelta, name: str, devices: Sequence[int]
+    ) -> None:
+        # A `c10d.Store`, of whose `timeout` PyTorch's stubs do not know.
+        if devices:
+            check_world()
+        super().__init__(rank, size)
+        self.label = name
+        self._timeout = timeout
+        self._gathering: list[GroupWork] | None = None
+        self.coalescing = False
+        """Whether NCCL puts several calls into one launch just now."""
+        self._home = Home(f"rank {rank} of group {name}")
+        found = rules()
+        shared = Job.current if devices else None
+        places = tuple(devices) or tuple(range(size))
+        meeting = Meeting(store, rank, size, (lambda: shared.lost(places)) if shared else lambda: "")
+        taken, generation = (shared.taken(places), shared.generation) if shared else (0, 0)
+        mine = card(rank, executor=missing(), rules=found.text, taken=taken, generation=generation)
+        self.cards = meet(meeting, mine)
+        self._wrap(store, rank, size, timeout, meeting)
+        selector = Selector(places, [c.host for c in self.cards], cluster=found.cluster, table=found.table)
+        job = shared or Job.join(meeting, self.cards, places, timeout)
+        self.engine = Engine(rank, size, name, selector, job, *agree(self.cards))
+        self.engine.set_timeout(timeout)
+        job.enter(self.engine, owns=shared is None)
+        lost_store: Any = c10d.PrefixStore("stretto/lost", store)
+        self._lost_ranks = LostRanks(self.engine, self.cards, lost_store)
+        if not devices:
+            Job.current = job
+
+    def _wrap(self, store: Any, rank: int, size: int, timeout: timedelta, meeting: Meeting) -> None:
+        """Make the backends that run what the executor does not."""
+        try:
+            self._wrapped = _wrapped_backends(store, rank, size, timeout)
+        except RuntimeError as error:
+            raise explain_meeting(error, meeting, c10d.PrefixStore("stretto/unmade", store)) from error
+        self._plain = Base(store, rank, size)
+        for group in (self, self._plain):
+            for device, kind, backend in self._wrapped:
+                group._register_backend(device, kind if group is self._plain else _custom(kind), backend)
+        self._plain._set_default_backend(BackendType.GLOO)
+        self._set_default_backend(BackendType.CUSTOM)
+        abandon_in_children(self)
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a call may take."""
+        return self._timeout
+
+    # The collectives, in the order of torch.distributed's own page.
+
+    @own_first
+    def broadcast(self, tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
+        """One rank's tensor to all."""
+        tensors = _listed(tensors)
+        if not isinstance(opts, c10d.BroadcastOptions):
+            opts = _with(c10d.BroadcastOptions(), more, rootRank=opts if opts is not None else more.get("root", 0))
+        call = Call.of("broadcast", tensors, root=opts.rootRank)
+        return self._run(call, "broadcast", (tensors, opts), tensors, opts)
+
+    @own_first
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **more: Any) -> dist.Work:
+        """Everybody gets the sum (or another reduction) of all."""
+        tensors = _listed(tensors)
+        if not isinstance(opts, c10d.AllreduceOptions):
+            opts = _with(c10d.AllreduceOptions(), more, *rest, reduceOp=opts or more.get("op", dist.ReduceOp.SUM))
+        call = Call.of("all_reduce", tensors, reduce=opts.reduceOp)
+        return self._run(call, "allreduce", (tensors, opts), tensors, opts)
+
+    @own_first
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Several all-reduces at once."""
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        calls = [Call.of("all_reduce", [tensor], reduce=opts.reduceOp) for tensor in tensors]
+        return self._run_all(calls, "allreduce_coalesced", (tensors, opts), tensors, opts)
+
+    @own_first
+    def reduce(self, tensors: Any, opts: Any = None, *rest: Any, **more: Any) -> dist.Work:
+        """One rank gets the reduction of all."""
+        tensors = _listed(tensors)
+        if not isinstance(opts, c10d.ReduceOptions):
+            root = opts if opts is not None else more.get("root", 0)
+            op = rest[0] if rest else more.get("op", dist.ReduceOp.SUM)
+            opts = _with(c10d.ReduceOptions(), more, *rest[1:], rootRank=root, reduceOp=op)
+        call = Call.of("reduce", tensors, reduce=opts.reduceOp, root=opts.rootRank)
+        return self._run(call, "reduce", (tensors, opts), tensors, opts)
+
+    @own_first
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
+        """Everybody gets everybody's tensor, each into one of its own."""
+        outputs, inputs = _listed(output_tensors), _listed(input_tensors)
+        outputs = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
+        if not isinstance(opts, c10d.AllgatherOptions):
+            opts = _with(c10d.AllgatherOptions(), more)
+        call = Call.of("all_gather", inputs, outputs=outputs[0] if outputs else [])
+        return self._run(call, "allgather", (outputs, inputs, opts), _flat(outputs), opts)
+
+    @own_first
+    def allgather_coalesced(self, output_lists: Any, input_list: Tensors, opts: Any = None) -> dist.Work:
+        """Several all-gathers at once."""
+        opts = opts or c10d.AllgatherOptions()
+        calls = [
+            Call.of("all_gather", [tensor], outputs=[row[at] for row in output_lists])
+            for at, tensor in enumerate(input_list)
+        ]
+        args = (output_lists, input_list, opts)
+        return self._run_all(calls, "allgather_coalesced", args, _flat(output_lists), opts)
+
+    @own_first
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Everybody gets everybody's tensor, in one."""
+        opts = opts or c10d.AllgatherOptions()
+        call = Call.of("all_gather", [input], outputs=[output])
+        return self._run(call, "all_gather_single", (output, input, opts), [output], opts)
+
+    @own_first
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Several all-gathers at once."""
+        opts = opts or c10d.AllgatherOptions()
+        calls = [Call.of("all_gather", [i], outputs=[o]) for o, i in zip(outputs, inputs, strict=True)]
+        return self._run_all(calls, "all_gather_single_coalesced", (outputs, inputs, opts), outputs, opts)
+
+    @own_first
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
+        """One rank gets everybody's tensor."""
+        outputs, inputs = _listed(output_tensors), _listed(input_tensors)
+        outputs = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
+        if not isinstance(opts, c10d.GatherOptions):
+            opts = _with(c10d.GatherOptions(), more, rootRank=opts if opts is not None else more.get("root", 0))
+        call = Call.of("gather", inputs, outputs=outputs[0] if outputs else [], root=opts.rootRank)
+        return self._run(call, "gather", (outputs, inputs, opts), _flat(outputs), opts)
+
+    @own_first
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
+        """Everybody gets one of one rank's tensors."""
+        outputs, inputs = _listed(output_tensors), _listed(input_tensors)
+        inputs = [inputs] if inputs and isinstance(inputs[0], torch.Tensor) else inputs
+        if not isinstance(opts, c10d.ScatterOptions):
+            opts = _with(c10d.ScatterOptions(), more, rootRank=opts if opts is not None else more.get("root", 0))
+        call = Call.of("scatter", inputs[0] if inputs else [], outputs=outputs, root=opts.rootRank)
+        return self._run(call, "scatter", (outputs, inputs, opts), outputs, opts)
+
+    @own_first
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
+        """Everybody gets its own shard of the reduction, from a list of shards."""
+        outputs, inputs = _listed(output_tensors), _listed(input_tensors)
+        inputs = [inputs] if inputs and isinstance(inputs[0], torch.Tensor) else inputs
+        if not isinstance(opts, c10d.ReduceScatterOptions):
+            op = opts or more.get("op", dist.ReduceOp.SUM)
+            opts = _with(c10d.ReduceScatterOptions(), more, reduceOp=op)
+        call = Call.of("reduce_scatter", inputs[0] if inputs else [], outputs=outputs, reduce=opts.reduceOp)
+        return self._run(call, "reduce_scatter", (outputs, inputs, opts), outputs, opts)
+
+    @own_first
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Everybody gets its own shard of the reduction."""
+        opts = opts or c10d.ReduceScatterOptions()
+        call = Call.of("reduce_scatter", [input], outputs=[output], reduce=opts.reduceOp)
+        return self._run(call, "reduce_scatter_single", (output, input, opts), [output], opts)
+
+    @own_first
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Several reduce-scatters at once."""
+        opts = opts or c10d.ReduceScatterOptions()
+        calls = [
+            Call.of("reduce_scatter", [i], outputs=[o], reduce=opts.reduceOp)
+            for o, i in zip(outputs, inputs, strict=True)
+        ]
+        return self._run_all(calls, "reduce_scatter_single_coalesced", (outputs, inputs, opts), outputs, opts)
+
+    @own_first
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any = (), input_splits: Any = (),
+        opts: Any = None, **more: Any,
+    ) -> dist.Work:  # fmt: skip
+        """Everybody sends a piece of a tensor to everybody; without splits all pieces are equal."""
+        opts = opts or _with(c10d.AllToAllOptions(), more)
+        splits = (list(output_splits), list(input_splits))
+        given = Splits(output=tuple(splits[0]), input=tuple(splits[1])) if splits[0] or splits[1] else None
+        call = Call.of("all_to_all", [input], outputs=[output], splits=given)
+        return self._run(call, "all_to_all_single", (output, input, *splits, opts), [output], opts)
+
+    @own_first
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Everybody sends a tensor to everybody."""
+        opts = opts or c10d.AllToAllOptions()
+        call = Call.of("all_to_all", input_tensors, outputs=output_tensors, splits=Splits(listed=True))
+        return self._run(call, "alltoall", (output_tensors, input_tensors, opts), output_tensors, opts)
+
+    @own_first
+    def barrier(self, opts: Any = None, **more: Any) -> dist.Work:
+        """Nobody leaves before all have come."""
+        opts = opts or _with(c10d.BarrierOptions(), more)
+        call = Call.barrier(opts.device if opts.device is not None else CPU)
+        return self._run(call, "barrier", (opts,), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names who is missing."""
+        self._home.check()
+        self._plain.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+
+    # Point to point.
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
+        """To one rank."""
+        call, args = Call.of("send", tensors), (tensors, dst, tag)
+        return self._watched(
+            call,
+            lambda: self._delegate(call, "send", args, tensors, why=POINT_TO_POINT, peer=dst),
+            peers=(self.rank(), dst),
+            tag=tag,
+        )
+
+    def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
+        """From one rank."""
+        call, args = Call.of("recv", tensors), (tensors, src, tag)
+        return self._watched(
+            call,
+            lambda: self._delegate(call, "recv", args, tensors, why=POINT_TO_POINT, peer=src),
+            peers=(src, self.rank()),
+            tag=tag,
+        )
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
+        """From whoever sends."""
+        return self._delegate(Call.of("recv", tensors), "recv_anysource", (tensors, tag), tensors, why=POINT_TO_POINT)
+
+    # Names that PyTorch has given up, but still calls from older code.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # What is not a collective.
+
+    def name(self) -> str:
+        """The backend's name."""
+        return "stretto"
+
+    getBackendName = name
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a call may take from now on."""
+        self._timeout = timeout
+        self.engine.set_timeout(timeout)
+        for _, _, backend in self._wrapped:
+            backend._set_default_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """End what runs."""
+        self.engine.close()
+        if self._home.left:
+            return
+        for _, _, backend in self._wrapped:
+            backend.shutdown()
+
+    def abort(self) -> None:
+        """End what runs, now."""
+        self.engine.close()
+        if self._home.left:
+            return
+        for _, _, backend in self._wrapped:
+            backend.abort()
+
+    def abandon(self) -> None:
+        """In a forked child: the destructors of gloo would wait for ever for threads that only the parent has."""
+        for backend in (self._plain, *(backend for _, _, backend in self._wrapped)):
+            keep_forever(backend)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._home.check()
+        if device.type != "cpu":
+            self.coalescing = True
+            self._plain._start_coalescing(device)
+        else:
+            self._gathering = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type != "cpu":
+            self.coalescing = False
+            ended: dist.Work = self._plain._end_coalescing(device)
+            return ended
+        works, self._gathering = self._gathering or [], None
+        return JoinedWork(works)
+
+    def _run(self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
+        """As the plan says where one is enforced, on the executor, or else on the wrapped backend."""
+        self._home.check()
+        self.engine.count()
+        if Watch.current is None and Current.enforcer is None:
+            return self._run_plainly(call, method, args, tensors, opts)
+
+        def plainly(*, own: bool | None = None) -> dist.Work:
+            # Whoever enforces plans looks into waits that take long, for which it needs a work of ours.
+            return self._run_plainly(call, method, args, tensors, opts, as_ours=own is None, own=own)
+
+        def run() -> dist.Work:
+            enforcer = Current.enforcer
+            planned = None if enforcer is None else enforcer.take(self, call, tensors, opts, plainly)
+            if planned is None:
+                return self._run_plainly(call, method, args, tensors, opts)
+            return self._gathered(planned)
+
+        return self._watched(call, run, blocking=self.alone and not opts.asyncOp)
+
+    def _run_plainly(
+        self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any, *, as_ours: bool = False,
+        own: bool | None = None,
+    ) -> dist.Work:  # fmt: skip
+        """On the executor or, if `own` or what runs now says so, on the backend that the job asked for.
+
+        With `as_ours` that one's work comes inside of one of ours.
+        """
+        if (OwnBackend.runs if own is None else own) and call.device.type == "cpu":
+            if as_ours or not self.alone:
+                return self._delegate(call, method, args, tensors, why=OWN_WHY)
+            # What the job would have got: no work of ours around it, and no thread for its future.
+            raw: dist.Work = getattr(self._plain, method)(*args)
+            return raw
+        work = self.engine.start(call, tensors, opts, alone=self._gathering is None)
+        if isinstance(work, str):
+            return self._delegate(call, method, args, tensors, why=work)
+        return self._gathered(work)
+
+    def _run_all(self, calls: list[Call], method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
+        """All on the executor, or all on the wrapped backend: other ranks decide the same only as a whole."""
+        self._home.check()
+        if not calls:
+            return self._delegate(Call.of(method, []), method, args, tensors, why="nothing to do")
+        whole = calls[0].joined(calls)
+        self.engine.count()
+
+        def run() -> dist.Work:
+            if Current.enforcer is not None:
+                Current.enforcer.pass_by(self, whole)
+            return self._run_each(calls, whole, method, args, tensors, opts)
+
+        return self._watched(whole, run, blocking=self.alone and not getattr(opts, "asyncOp", True))
+
+    def _run_each(
+        self, calls: list[Call], whole: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any
+    ) -> dist.Work:
+        own = OWN_WHY if OwnBackend.runs and whole.device.type == "cpu" else ""
+        why = own or next((reason for call in calls if (reason := self.engine.refusal(call))), "")
+        if why:
+            return self._delegate(whole, method, args, tensors, why=why)
+        works: list[GroupWork] = []
+        for call in calls:
+            work = self.engine.start(call, call.outputs, opts, alone=False)
+            if isinstance(work, str):
+                raise StrettoError(f"{call.op}: {work}")
+            works.append(work)
+        return self._gathered(JoinedWork(works, tensors))
+
+    def _watched(
+        self, call: Call, run: Callable[[], dist.Work], *, blocking: bool = False, peers: tuple[int, int] | None = None,
+        tag: int = 0,
+    ) -> dist.Work:  # fmt: skip
+        """Run a call, before the eyes of who records the calls of this process."""
+        self._home.check()
+        watch = Watch.current
+        if watch is None:
+            return run()
+        ranks = self.engine.selector.devices
+        seen: dist.Work = watch.seen(
+            Submitted(
+                op=call.op, ranks=ranks if peers is None else (ranks[peers[0]], ranks[peers[1]]),
+                channel=self.label if peers is None else f"{self.label}:{tag}", nbytes=call.nbytes,
+                device=call.device.type, root=call.root, blocking=blocking,
+                splits=call.splits is not None,
+            ),
+            run,
+        )  # fmt: skip
+        return seen
+
+    def _delegate(
+        self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, *, why: str, peer: int | None = None
+    ) -> dist.Work:
+        self._home.check()
+        backend = "gloo" if call.device.type == "cpu" else "nccl"
+        choice = call.choice(self.label, backend=backend, why=why, nbytes=call.nbytes)
+        # That there is no executor is said once, not for every op.
+        said = "every collective" if why == self.engine.missing_why else call.op
+        LEDGER.add(choice, said, loud=self.rank() == 0 and self.size() > 1)
+        message = call.op in ("send", "recv")
+        delegated = DelegatedCall(op=call.op, peer=peer, number=None if message else self.engine.count_delegated())
+        try:
+            inner: dist.Work = getattr(self._plain, method)(*args)
+        except RuntimeError as error:
+            raise self._lost_ranks.explain(error, delegated) from error
+        if backend != "gloo":
+            # A GPU's stream waits for it, not this thread.
+            return inner
+        recording = current()
+        ended = recording.start(f"{call.op} ({backend})", self.label, call.nbytes) if recording else None
+        return self._gathered(
+            DelegatedWork(
+                inner, tensors, lambda error: self._lost_ranks.explain(error, delegated), ended, message=message
+            )
+        )
+
+    @property
+    def own_alone(self) -> bool:
+        """Whether a call that nobody looks at can only be the wrapped gloo's, and is waited for by itself."""
+        return self._gathering is None and len(self._wrapped) == 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether a call is waited for by itself, not together with others."""
+        return self._gathering is None
+
+    def _gathered(self, work: GroupWork) -> GroupWork:
+        if self._gathering is not None:
+            self._gathering.append(work)
+        return work
+
+    def explain(self, error: Exception) -> Exception:
+        """An error of gloo's on communicators of its own among these ranks: `PeerLost` where a rank can be named."""
+        return self._lost_ranks.explain(error, DelegatedCall(op="a call of gloo's"))
+
+
+def _wrapped_backends(
+    store: c10d.Store, rank: int, size: int, timeout: timedelta
+) -> list[tuple[torch.device, BackendType, Any]]:
+    gloo = dist.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, size, _gloo_options(timeout))
+    gloo._set_sequence_number_for_group()
+    found: list[tuple[torch.device, BackendType, Any]] = [(CPU, BackendType.GLOO, gloo)]
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(c10d.PrefixStore("nccl/", store), rank, size, options)
+        nccl._set_sequence_number_for_group()
+        found.append((CUDA, BackendType.NCCL, nccl))
+    return found
+
+
+def _gloo_options(timeout: timedelta) -> Any:
+    """As gloo makes them itself, but with one worker, unless it is what the job asked for: then as the job has it.
+
+    Each worker writes the name of what it has ended into one string, without a lock. Two of them can free its memory
+    twice where a name is long, as that of a sparse all-reduce is, which only the wrapped backend can do.
+    """
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options._devices = (
+        [kind.create_device(interface=name) for name in interfaces.split(",")]
+        if interfaces else [kind.create_default_device()]
+    )  # fmt: skip
+    if not OwnBackend.asked:
+        options._threads = 1
+    options._timeout = timeout
+    return options
+
+
+def _custom(kind: BackendType) -> BackendType:
+    """On our own group the CPU's backend is the default one, which must be of this type; a type is one backend."""
+    return BackendType.CUSTOM if kind == BackendType.GLOO else kind
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _flat(rows: Sequence[Tensors]) -> Tensors:
+    return [tensor for row in rows for tensor in row]
+
+
+def _with(options: Any, more: dict[str, Any], *rest: Any, **fields: Any) -> Any:
+    """The options of an overload that takes its arguments one by one."""
+    timeout = rest[0] if rest else more.get("timeout")
+    if timeout is not None:
+        fields["timeout"] = timeout
+    for key, value in fields.items():
+        setattr(options, key, value)
+    return options

@@ -1,0 +1,342 @@
+"""The part of a process group that runs programs on the executor, and says what it does not run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ...errors import InvalidInput, StrettoError
+from ..executor.executor import OPERATIONS, ChannelConfig, Executor, Handle, load_native
+from ..executor.join import interface_address
+from .buffers import IN_PLACE, Buffers, Call, is_rigid, lay_out
+from .meeting import Card, Meeting
+from .recording import LEDGER, Choice, current
+from .selection import Selector
+from .work import NO_TIMEOUT, ExecutedWork, GroupWork, Tensors
+
+MAX_READY = 4096
+WHOLE_ONLY = ("band", "bor", "bxor")
+REDUCED = frozenset(
+    {
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64,
+    }
+)  # fmt: skip
+"""What gloo reduces; other types are refused by it, with its words."""
+
+
+class Engine:
+    """One communicator's programs, and the job's executor that runs them."""
+
+    def __init__(
+        self, rank: int, size: int, name: str, selector: Selector, job: Job, communicator: int, generation: int
+    ) -> None:
+        self.rank, self.size, self.name = rank, size, name
+        self.selector, self.job, self.communicator, self.generation = selector, job, communicator, generation
+        self.closed = False
+        self.timeout_s = 0.0
+        self.calls = 0
+        """How many collectives were submitted; c10d wants the same ones in the same order on all ranks of the group."""
+        self.by_one_thread = True
+        """Whether all of them came from the thread that made the group."""
+        self._thread = threading.get_ident()
+        self._ready: dict[tuple[Any, ...], tuple[Handle, Choice, bool]] = {}
+        self._handles: dict[int, tuple[Handle, bool]] = {}
+
+    @property
+    def missing_why(self) -> str:
+        """Why no call of this group runs on the executor; empty when there is one."""
+        return self.job.why
+
+    def count(self) -> None:
+        """A collective is submitted."""
+        self.calls += 1
+        if threading.get_ident() != self._thread:
+            self.by_one_thread = False
+
+    def refusal(self, call: Call) -> str:
+        """Why the executor does not run a call; empty when it does.
+
+        It may only depend on what c10d wants equal on all ranks, or ranks would part: never on strides, or on a list
+        that only the root has.
+        """
+        if self.job.executor is None:
+            return self.job.why
+        if self.closed:
+            return "a group that was destroyed"
+        if call.device.type != "cpu":
+            return f"{call.device.type} tensors"
+        if self.size == 1:
+            return "a group of one rank"
+        if self.communicator >= self.job.max_communicators:
+            return f"more than {self.job.max_communicators} groups"
+        if call.op == "barrier":
+            return ""
+        if call.splits is not None:
+            sparse = next((tensor for tensor in call.inputs if tensor.layout != torch.strided), None)
+            # Not whether a tensor is empty: those of other ranks may not be.
+            return "" if sparse is None else f"{sparse.layout} tensors"
+        tensor = call.tensor
+        if tensor.layout != torch.strided:
+            return f"{tensor.layout} tensors"
+        if tensor.numel() == 0:
+            return "an empty tensor"
+        if call.reduce:
+            if tensor.dtype not in REDUCED:
+                return f"no reduction of {tensor.dtype}"
+            if call.reduce not in OPERATIONS:
+                return f"no reduction {call.reduce}"
+            if call.reduce in (WHOLE_ONLY if tensor.is_floating_point() else ("avg",)):
+                return f"no {call.reduce} of {tensor.dtype}"
+        return ""
+
+    def start(self, call: Call, tensors: Tensors, opts: Any, *, alone: bool = True) -> GroupWork | str:
+        """Run a call, or say why not. One that is not `alone` is waited for together with others."""
+        why = self.refusal(call)
+        if why:
+            return why
+        executor = self.job.executor
+        assert executor is not None
+        kind = "all_reduce" if call.op == "barrier" else call.op
+        buffers = lay_out(call, kind, self.rank, self.size)
+        if buffers is None:
+            # An error of the caller's; the wrapped backend says which.
+            return "tensors that do not fit together"
+        if call.splits is not None:
+            return self._start_split(executor, call, buffers, tensors, opts, alone=alone)
+        handle, choice, rigid = self._prepared(call, kind, buffers)
+        if rigid:
+            buffers = buffers.padded(handle.lowered.collective.num_chunks)
+        LEDGER.add(choice)
+        recording = current()
+        ended = recording.start(f"{call.op} {choice.program}", self.name, call.nbytes) if recording else None
+        input, output = buffers.addresses(handle)
+        started = executor.start(
+            handle,
+            input,
+            output,
+            buffers.count,
+            buffers.dtype,
+            call.reduce or "sum",
+            timeout_s=self._limit_s(opts),
+            # torch.distributed waits at once for what was not asked for as asynchronous.
+            blocking=alone and not opts.asyncOp,
+            keep=(call, buffers),
+        )
+        return ExecutedWork(started, tensors, buffers.finish, ended)
+
+    def _start_split(
+        self, executor: Executor, call: Call, buffers: Buffers, tensors: Tensors, opts: Any, *, alone: bool
+    ) -> GroupWork:
+        """Run an all-to-all whose pieces may differ: one program for all sizes, which come with the call."""
+        handle, choice = self._prepared_split(call, executor)
+        LEDGER.add(choice)
+        recording = current()
+        ended = recording.start(f"{call.op} {choice.program}", self.name, call.nbytes) if recording else None
+        gives, takes = buffers.pieces()
+        started = executor.start_pieces(
+            handle, gives, takes, timeout_s=self._limit_s(opts), blocking=alone and not opts.asyncOp,
+            keep=(call, buffers),
+        )  # fmt: skip
+        return ExecutedWork(started, tensors, buffers.finish, ended)
+
+    def _prepared_split(self, call: Call, executor: Executor) -> tuple[Handle, Choice]:
+        # Sizes that follow the data have no end: calls count as alike up to the next power of two.
+        scale = max(call.nbytes - 1, 0).bit_length()
+        key = ("splits", scale, call.inputs[0].dtype)
+        found = self._ready.get(key)
+        if found is not None:
+            return found[:2]
+        pick = self.selector.pick("all_to_all_v", 0)
+        if id(pick) not in self._handles:
+            ranks = [self.job.rank_of[device] for device in self.selector.devices]
+            handle = executor.load(pick.program, ranks=ranks, communicator=self.communicator, by_call=True)
+            self._handles[id(pick)] = handle, False
+        handle, _ = self._handles[id(pick)]
+        choice = call.choice(self.name, backend="executor", why=pick.why, nbytes=1 << scale, pick=pick)
+        self._remember(key, (handle, choice, False))
+        return handle, choice
+
+    def _limit_s(self, opts: Any) -> float:
+        timeout = getattr(opts, "timeout", None)
+        return timeout.total_seconds() if timeout and timeout > NO_TIMEOUT else self.timeout_s
+
+    def _remember(self, key: tuple[Any, ...], ready: tuple[Handle, Choice, bool]) -> None:
+        if len(self._ready) >= MAX_READY:
+            self._ready.clear()
+        self._ready[key] = ready
+
+    def _prepared(self, call: Call, kind: str, buffers: Buffers) -> tuple[Handle, Choice, bool]:
+        nbytes = buffers.nbytes
+        key = (call.op, nbytes, call.op != "barrier" and call.tensor.dtype, call.root, call.reduce)
+        found = self._ready.get(key)
+        if found is not None:
+            return found
+        pick = self.selector.pick(kind, nbytes, root=call.root, in_place=kind in IN_PLACE)
+        executor = self.job.executor
+        assert executor is not None
+        if id(pick) not in self._handles:
+            ranks = [self.job.rank_of[device] for device in self.selector.devices]
+            handle = executor.load(pick.program, ranks=ranks, communicator=self.communicator)
+            self._handles[id(pick)] = handle, is_rigid(handle.lowered)
+        handle, rigid = self._handles[id(pick)]
+        choice = call.choice(self.name, backend="executor", why=pick.why, nbytes=nbytes, pick=pick)
+        uneven = rigid and buffers.count % handle.lowered.collective.num_chunks != 0
+        self._remember(key, (handle, choice, uneven))
+        return handle, choice, uneven
+
+    def count_delegated(self) -> int | None:
+        """The number of a collective that the wrapped backend is about to run; None where ranks cannot be asked."""
+        executor = self.job.executor
+        if executor is None or self.closed or self.communicator >= self.job.max_communicators:
+            return None
+        return executor.count_delegated(self.communicator)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a program may take from now on."""
+        self.timeout_s = timeout.total_seconds()
+
+    def close(self) -> None:
+        """Give the communicator back; leave the job, if this group is the one that joined it."""
+        self.closed = True
+        self.job.leave(self)
+
+
+class Job:
+    """The executor that all groups of a process share, or why there is none."""
+
+    current: Job | None = None
+
+    def __init__(self, executor: Executor | None, why: str, devices: Sequence[int]) -> None:
+        self.executor, self.why = executor, why
+        self.rank_of = {device: rank for rank, device in enumerate(devices)}
+        self.max_communicators = load_native().max_communicators if executor is not None else 0
+        self.next = self.generation = 0
+        self.engines: list[Engine] = []
+        """Of all groups that are in use."""
+        self._owner: Engine | None = None
+        self._in_use: set[int] = set()
+        self._had: dict[int, frozenset[int]] = {}
+        """The ranks that have had a communicator together with this one."""
+
+    @classmethod
+    def join(cls, meeting: Meeting, cards: list[Card], devices: Sequence[int], timeout: timedelta) -> Job:
+        """All ranks of the group make an executor together, or none does."""
+        without = next((card for card in cards if card.executor), None)
+        if without is not None:
+            return cls(None, f"rank {without.rank} has no executor: {without.executor}", devices)
+        if len(cards) == 1:
+            return cls(None, "a job of one rank", devices)
+        executor, why = None, ""
+        try:
+            channels = channels_of(os.environ)
+            near = len({card.host for card in cards}) == 1
+            executor = Executor(
+                meeting.rank,
+                meeting.size,
+                meeting.exchange,
+                token=bytes.fromhex(cards[0].token),
+                channels=channels,
+                interface="lo" if near else next(iter(channels.values())).devices,
+                timeout_s=timeout.total_seconds(),
+                watch=meeting.check,
+            )
+        except (StrettoError, OSError) as error:
+            why = str(error)
+        failed = meeting.conclude(why)
+        if failed and executor is not None:
+            executor.close()
+            executor = None
+        return cls(executor, failed, devices)
+
+    def enter(self, engine: Engine, *, owns: bool) -> None:
+        """A group uses it; the one that owns it ends it."""
+        number = engine.communicator
+        self.next, self.generation = max(self.next, number + 1), engine.generation
+        self._in_use.add(number)
+        self.engines.append(engine)
+        self._had[number] = frozenset(self.rank_of[device] for device in engine.selector.devices)
+        if self.executor is not None and number < self.max_communicators:
+            self.executor.renumber(number, engine.generation << 32)
+        if owns:
+            self._owner = engine
+
+    def taken(self, devices: Sequence[int]) -> int:
+        """Communicators that a new group of these devices cannot have, as bits.
+
+        One that was given back can be had by a group that has all its former ranks: each of them says here that it has
+        left, and that nothing is under way. Of ranks that are not asked nobody knows.
+        """
+        ranks = {self.rank_of[device] for device in devices}
+        used = set(self._in_use)
+        for number, had in self._had.items():
+            if not had <= ranks or not (self.executor is None or self.executor.retired(number)):
+                used.add(number)
+        return sum(1 << number for number in used)
+
+    def lost(self, devices: Sequence[int]) -> str:
+        """Why one of these devices' ranks will not come, as far as is known; empty where nothing is."""
+        ranks = [self.rank_of[device] for device in devices if device in self.rank_of]
+        found = self.executor.find_culprit(ranks) if self.executor is not None else None
+        return found[1] if found is not None else ""
+
+    def leave(self, engine: Engine) -> None:
+        """A group is done."""
+        self._in_use.discard(engine.communicator)
+        if engine in self.engines:
+            self.engines.remove(engine)
+        if engine is not self._owner:
+            return
+        if self.executor is not None:
+            self.executor.close()
+            self.executor = None
+        self.why = self.why or "the job has ended"
+        if Job.current is self:
+            Job.current = None
+
+
+def missing() -> str:
+    """Why there is no executor here; empty when there is one."""
+    try:
+        load_native()
+    except StrettoError as error:
+        return str(error)
+    return ""
+
+
+def channels_of(environment: Mapping[str, str]) -> dict[str, ChannelConfig]:
+    """The networks to use: STRETTO_CHANNELS (``name=interface,...;...``), or the interface that leads to the master.
+
+    >>> list(channels_of({"STRETTO_CHANNELS": "rdma=eth0,10.0.0.1;eth=eth1"}))
+    ['rdma', 'eth']
+    """
+    named = environment.get("STRETTO_CHANNELS", "")
+    found = {}
+    for part in filter(None, named.split(";")):
+        name, equals, rest = part.partition("=")
+        if not name or not equals or not rest.partition(",")[0]:
+            raise InvalidInput(f"STRETTO_CHANNELS: {part!r} must be NAME=INTERFACE")
+        found[name] = ChannelConfig(devices=rest.partition(",")[0])
+    return found or {"net": ChannelConfig(devices=environment.get("GLOO_SOCKET_IFNAME") or _interface(environment))}
+
+
+def _interface(environment: Mapping[str, str]) -> str:
+    """The one whose address this host uses to reach the master."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; it only asks for the route.
+            probe.connect((environment.get("MASTER_ADDR", "127.0.0.1"), 9))
+        except OSError:
+            return "lo"
+        mine = probe.getsockname()[0]
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(InvalidInput):
+            if interface_address(name) == mine:
+                return name
+    return "lo"

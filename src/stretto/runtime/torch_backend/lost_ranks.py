@@ -1,0 +1,130 @@
+"""Which rank to name when a call that the wrapped backend runs fails: gloo speaks of connections, not of ranks.
+
+The executor's control connections know more: they end with a process, a rank that gives up because another is lost says
+so on them before it leaves, and a rank that is stopped does not answer there. Without an executor ranks whose calls
+failed answer a roll call in the group's store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import PeerLost
+from .engine import Engine
+from .meeting import CUT_OFF, Card, Meeting, Store, find_gone
+from .roll_call import RollCall
+
+TIMED_OUT = ("Timed out waiting", "Application timeout")
+"""What gloo says when nothing came in time."""
+NOTICE_S = 1.0
+"""A socket closes a moment before its process is gone."""
+ANSWER_S = 2.0
+PAUSE_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelegatedCall:
+    """A call that the wrapped backend runs."""
+
+    op: str
+    peer: int | None = None
+    """The rank of the group that a message goes to or comes from."""
+    number: int | None = None
+    """Its place among the collectives of its group that the wrapped backend runs, where ranks can be asked for it."""
+
+
+class LostRanks:
+    """Names ranks of one group."""
+
+    def __init__(self, engine: Engine, cards: Sequence[Card], store: Store) -> None:
+        self._engine, self._cards = engine, list(cards)
+        self._roll_call = RollCall(store, engine.rank, engine.size)
+
+    def explain(self, error: Exception, call: DelegatedCall) -> Exception:
+        """The error of a failed call as `PeerLost` that names a rank, where one can be named; else the error itself."""
+        text = str(error)
+        cut_off = next((sign for sign in CUT_OFF if sign in text), "")
+        if not isinstance(error, RuntimeError) or not (cut_off or any(sign in text for sign in TIMED_OUT)):
+            return error
+        named = self._given_up_or_gone(NOTICE_S if cut_off else 0.0) or self._silent(call, cut_off)
+        if named is None:
+            return error
+        rank, why = named
+        found = PeerLost(f"{why} (in {call.op} of group {self._engine.name})")
+        found.__cause__ = error
+        executor = self._engine.job.executor
+        if executor is not None:
+            executor.blame(rank, str(found))
+        return found
+
+    def _ranks(self) -> list[int]:
+        """The job's ranks of the group's."""
+        return [self._engine.job.rank_of[device] for device in self._engine.selector.devices]
+
+    def _given_up_or_gone(self, patience_s: float) -> tuple[int, str] | None:
+        """A rank that is gone, and what is known of it; not one that has only left because of another."""
+        ranks = self._ranks()
+        deadline = time.monotonic() + patience_s
+        while True:
+            executor = self._engine.job.executor
+            found = executor.find_culprit(ranks) if executor is not None else None
+            if found is not None:
+                return found
+            over = time.monotonic() > deadline
+            # Not before: what a rank has said on its control connection counts more than that its process has ended.
+            gone = find_gone(self._cards, 0.0) if executor is None or over else []
+            if gone:
+                return ranks[gone[0]], f"{_names([ranks[rank] for rank in gone])} gone"
+            if over:
+                return None
+            time.sleep(PAUSE_S)
+
+    def _silent(self, call: DelegatedCall, cut_off: str) -> tuple[int, str] | None:
+        """A rank that does not answer, or else has not made the call, or else is the other end of a message."""
+        ranks, executor = self._ranks(), self._engine.job.executor
+        peer = ranks[call.peer] if call.peer is not None else None
+        if executor is None:
+            if peer is None:
+                lost = self._roll_call.lost()
+                return (-1, lost) if lost else None
+        else:
+            mine = ranks[self._engine.rank]
+            # Also ranks outside of the group: a rank of it may wait for one of them, and so not have come to this call.
+            others = [rank for rank in range(executor.world_size) if rank != mine]
+            answers = executor.ask_delegated(self._engine.communicator, call.number or 0, others, ANSWER_S)
+            known = self._given_up_or_gone(0.0)
+            if known is not None:
+                return known
+            silent = [rank for rank in others if rank not in answers]
+            if silent:
+                return silent[0], f"timed out waiting for {_list(silent)}, which answers nothing"
+            behind = [rank for rank in ranks if call.number is not None and not answers.get(rank, True)]
+            if behind:
+                return behind[0], f"timed out waiting for {_list(behind)}, which has not made this call"
+        if peer is None:
+            return None
+        if cut_off:
+            return peer, f"{_names([peer])} gone"
+        return peer, f"timed out waiting for rank {peer}, the other end of the message"
+
+
+def explain_meeting(error: Exception, meeting: Meeting, store: Any) -> Exception:
+    """The error of gloo's while a group is made as `PeerLost` that names a rank, where one can be named."""
+    roll_call = RollCall(store, meeting.rank, meeting.size)
+    lost = meeting.known() or roll_call.told()
+    if not lost:
+        gone = find_gone(meeting.cards, NOTICE_S)
+        lost = f"{_names(gone)} gone" if gone else roll_call.lost()
+        roll_call.tell(lost)
+    return PeerLost(f"{lost}, while the group was made") if lost else error
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"{_list(ranks)} {'is' if len(ranks) == 1 else 'are'}"

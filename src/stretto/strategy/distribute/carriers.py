@@ -1,0 +1,207 @@
+"""Carriers: each brings one message's gradients together, and the parameters back, by the exchanges of its kernels.
+
+A push or a pull is a generator: it yields whenever something is on its way, and goes on once that has arrived. Every
+rank yields at the same places, also where it has no part in an exchange, so that communicators see one order of calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...errors import InvalidInput
+from ..kernels import Exchange, Message, Piece
+from .groups import Groups
+from .regions import EVERYONE, Region, block_of, sparse_of
+
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+
+class Wait(NamedTuple):
+    """What is on its way (None: nothing on this rank), and whether another exchange depends on it."""
+
+    work: Any
+    more: bool
+
+
+Flow = Iterator[Wait]
+
+
+class Link(NamedTuple):
+    """An exchange as this rank takes part in it."""
+
+    kind: str
+    group: Any
+    root: int
+    is_root: bool
+    size: int
+
+
+class Carrier(ABC):
+    """What all carriers share; `variables` are the names that a push waits for."""
+
+    stateful = False
+    """Whether a second push before the optimizer's step would count a gradient twice."""
+
+    def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
+        self.message = message
+        self.pieces = self.arranged(message.pieces)
+        self.groups = groups
+        self.parameters = parameters
+        self.variables = tuple(dict.fromkeys(piece.variable.name for piece in self.pieces))
+        self.pushes = [self._link(exchange) for exchange in message.exchanges if exchange.push]
+        self.pulls = [self._link(exchange) for exchange in message.exchanges if not exchange.push]
+        self.owner = message.updaters[0] if message.updaters else EVERYONE
+        self.shares = 1.0 / groups.size
+        first = parameters[self.variables[0]]
+        self.dtype, self.device = first.dtype, first.device
+        self.spans = spans(self.pieces)
+        self.elements = self.spans[-1][1]
+        self.back: torch.Tensor | None = None
+        self.results: list[tuple[Region, torch.Tensor | None]] = []
+        """What the regions that this rank updates are updated with, after a push."""
+
+    def arranged(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """The order in which pieces travel."""
+        return pieces
+
+    @property
+    def updates(self) -> bool:
+        """Whether this rank updates the message's parameters as a whole."""
+        return self.owner in (EVERYONE, self.groups.rank)
+
+    @cached_property
+    def regions(self) -> list[Region]:
+        """All regions, of all owners, in the same order on every rank; a region is the same object everywhere."""
+        return [Region(variable=piece.variable.name, part=piece.part, owner=self.owner) for piece in self.pieces]
+
+    def accept(self, name: str) -> None:  # noqa: B027
+        """A gradient is there, and warm in the cache; the others of the message may still be missing."""
+
+    def watch(self) -> None:  # noqa: B027
+        """Put on the model what this needs to see beside gradients."""
+
+    def forget(self) -> None:  # noqa: B027
+        """The gradients have been used, or thrown away."""
+
+    def close(self) -> None:  # noqa: B027
+        """Take off the model what `watch` has put there."""
+
+    @abstractmethod
+    def push(self) -> Flow:
+        """Bring gradients together."""
+
+    def pull(self) -> Flow:
+        """Bring updated parameters from the server to everyone; nothing where everyone updates."""
+        if not self.pulls:
+            return
+        if self.back is None:
+            self.back = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+        if self.updates:
+            self.pack(self.back)
+        yield from self.flow(self.pulls, self.back)
+        if not self.updates:
+            self.unpack(self.back)
+
+    def pack(self, buffer: torch.Tensor) -> None:
+        """Parameters into a flat buffer."""
+        torch._foreach_copy_(self._in(buffer), self._held)
+
+    def unpack(self, buffer: torch.Tensor) -> None:
+        """Parameters out of a flat buffer."""
+        torch._foreach_copy_(self._held, self._in(buffer))
+
+    def _in(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            buffer[begin:end].view(piece.part.shape)
+            for piece, (begin, end) in zip(self.pieces, self.spans, strict=True)
+        ]
+
+    @property
+    def _held(self) -> list[torch.Tensor]:
+        return [block_of(self.parameters[piece.variable.name].detach(), piece.part) for piece in self.pieces]
+
+    def _link(self, exchange: Exchange) -> Link | None:
+        everyone = tuple(range(self.groups.size))
+
+        def key(members: tuple[int, ...]) -> tuple[int, ...]:
+            # Any order of all ranks is served by the one communicator of all, unless the order itself matters.
+            return everyone if len(members) == self.groups.size and exchange.kind in ROOTED else members
+
+        for members in exchange.groups:
+            self.groups.make(key(members), self.message.lane)
+        mine = next((members for members in exchange.groups if self.groups.rank in members), None)
+        if mine is None:
+            return None
+        root = mine[exchange.root]
+        return Link(
+            exchange.kind, self.groups.get(key(mine), self.message.lane), key(mine).index(root),
+            self.groups.rank == root, len(mine),
+        )  # fmt: skip
+
+    def gradient(self, piece: Piece) -> torch.Tensor | None:
+        """This rank's gradient of a piece, dense."""
+        whole = self.parameters[piece.variable.name].grad
+        if whole is None:
+            return None
+        return block_of(whole.to_dense() if whole.is_sparse else whole, piece.part)
+
+    def give(self, at: int, mean: torch.Tensor | None) -> None:
+        """The averaged gradient of a piece, by its number, to where the optimizer looks for it."""
+        piece = self.pieces[at]
+        if self.owner != EVERYONE:
+            if self.updates:
+                if mean is not None and piece.variable.sparse and not mean.is_sparse:
+                    mean = rows_kept(mean)
+                if mean is not None and mean.is_sparse and mean.is_cuda and not self._held[at].is_contiguous():
+                    # CUDA adds a sparse tensor to the wrong elements of a dense one that is not contiguous.
+                    mean = mean.to_dense()
+                self.results.append((self.regions[at], mean))
+            return
+        parameter = self.parameters[piece.variable.name]
+        if mean is None:
+            return
+        if piece.variable.sparse and piece.whole:
+            parameter.grad = mean if mean.is_sparse else rows_kept(mean)
+            return
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        block_of(parameter.grad, piece.part).copy_(mean.to_dense() if mean.is_sparse else mean)
+
+    def flow(self, links: Sequence[Link | None], buffer: torch.Tensor, *, more: bool = False) -> Flow:
+        """A flat buffer through exchanges that add up or copy."""
+        for at, link in enumerate(links):
+            yield Wait(None if link is None else send(link, buffer), more or at + 1 < len(links))
+
+
+def send(link: Link, buffer: torch.Tensor) -> Any:
+    """Begin an exchange of a flat buffer in place."""
+    if link.kind == "all_reduce":
+        return dist.all_reduce(buffer, group=link.group, async_op=True)
+    if link.kind == "reduce":
+        return dist.reduce(buffer, group_dst=link.root, group=link.group, async_op=True)
+    if link.kind in ("broadcast", "scatter"):
+        return dist.broadcast(buffer, group_src=link.root, group=link.group, async_op=True)
+    raise InvalidInput(f"exchange {link.kind} of a dense gradient is not known here")
+
+
+def spans(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Where each piece lies in a flat buffer."""
+    found, at = [], 0
+    for piece in pieces:
+        found.append((at, at + piece.part.elements))
+        at += piece.part.elements
+    return found
+
+
+def rows_kept(dense: torch.Tensor) -> torch.Tensor:
+    """A dense sum of sparse gradients as a sparse one: optimizers treat rows that nobody touched differently."""
+    touched = dense.reshape(dense.shape[0], -1).ne(0).any(1).nonzero()[:, 0]
+    return sparse_of(touched, dense[touched], tuple(dense.shape))

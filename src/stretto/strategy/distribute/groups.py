@@ -1,0 +1,91 @@
+"""The communicators of a distributed model: one for each set of ranks that exchanges something, made once by all."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import InvalidInput
+from ...runtime.executor.forks import Home, check_world
+from ...runtime.executor.join import host_key
+
+Key = tuple[tuple[int, ...], int]
+
+# A thread of gloo drops what a call from within backward() held a moment after the call has ended, and needs the
+# interpreter for it: one that was ending already would take the whole process down.
+atexit.register(time.sleep, 0.05)
+
+
+class Groups:
+    """Communicators by members (ranks of the strategy, the root first) and lane. Making one is a call of all ranks."""
+
+    def __init__(self, users: Any = None) -> None:
+        if not dist.is_initialized():
+            raise InvalidInput("distribute: call torch.distributed.init_process_group first")
+        check_world()
+        self.main: Any = users if users is not None else dist.group.WORLD
+        self.rank = dist.get_rank(self.main)
+        if self.rank < 0:
+            raise InvalidInput("distribute: this rank is not in the group")
+        self.world = dist.get_process_group_ranks(self.main)
+        self.size = len(self.world)
+        self.home = Home(f"rank {self.rank}")
+        self._made: dict[Key, Any] = {}
+        self._own: list[Any] = []
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all ranks of the job."""
+        return self.size == dist.get_world_size()
+
+    def make(self, members: tuple[int, ...], lane: int = 0) -> None:
+        """Make the communicator of some members, in this order; those who are no members only take note."""
+        key = (members, lane)
+        if key in self._made:
+            return
+        if lane == 0 and members == tuple(range(self.size)):
+            self._made[key] = self.main
+            return
+        mine = self.rank in members
+        made = None
+        if mine or self.whole:
+            made = self._new(members, dist.get_backend(self.main))
+        self._made[key] = made if mine else None
+
+    def separate(self) -> Any:
+        """A communicator over all members on gloo, for messages between two ranks whenever they come."""
+        return self._new(tuple(range(self.size)), "gloo")
+
+    def _new(self, members: tuple[int, ...], backend: str) -> Any:
+        ranks = [self.world[member] for member in members]
+        made = dist.new_group(ranks, backend=backend, sort_ranks=False, use_local_synchronization=not self.whole)
+        self._own.append(made)
+        return made
+
+    def get(self, members: tuple[int, ...], lane: int = 0) -> Any:
+        """What `make` made."""
+        return self._made[members, lane]
+
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each rank's host."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, host_key(), group=self.main)
+        number: dict[str, int] = {}
+        return tuple(number.setdefault(host, len(number)) for host in found)
+
+    def greatest(self, mine: float) -> float:
+        """The greatest of all ranks' numbers, on whatever devices the backend is."""
+        found: list[Any] = [mine] * self.size
+        dist.all_gather_object(found, mine, group=self.main)
+        return float(max(found))
+
+    def close(self) -> None:
+        """Let go of what was made here."""
+        for made in self._own:
+            if made is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(made)
+        self._own.clear()
+        self._made.clear()

@@ -1,0 +1,228 @@
+"""A session: one run of a script tries one strategy after the other, so that none of them costs a start.
+
+``STRETTO_TRIAL=session,FOLDER``. The optimizer that `distribute` has returned is changed under the script's hands,
+between two of its steps, to whatever is asked for in the folder (`strategy.requests`). PyTorch's own DDP can be asked
+for too, around the same module in the same loop. Everything is measured from the same weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import InvalidInput
+from ..model import ModelSpec
+from ..requests import DDP_BUCKET_MB, MODEL_FILE, Answer, Arm, Reference, Request, leave, read_request
+from .groups import Groups
+from .optimizer import DistributedOptimizer
+from .trial import DESCRIBE_STEPS, TRIAL_VARIABLE, Description, Trial
+
+POLL_S = 0.005
+FEW = 3
+"""Timed iterations after which what is far too slow is given up."""
+
+
+def groups_for(group: Any) -> Groups:
+    """The communicators of a script's ranks; in a session they are used again by the next strategy."""
+    asked = os.environ.get(TRIAL_VARIABLE, "").startswith("session,")
+    return _LastingGroups(group) if asked else Groups(group)
+
+
+class _LastingGroups(Groups):
+    def close(self) -> None:
+        """Not before the job ends."""
+
+
+def trial_from_environment(groups: Groups, describe: Callable[[], ModelSpec], done: Callable[[], None]) -> Trial | None:
+    """What STRETTO_TRIAL asks for, None without it; `done` is called once the model needs no more looking at."""
+    kind, _, rest = os.environ.get(TRIAL_VARIABLE, "").partition(",")
+    if kind == "session" and rest:
+        if not Path(rest).is_dir():
+            raise InvalidInput(f"{TRIAL_VARIABLE}: {rest}: there is no such folder")
+        return Session(groups, Path(rest), describe, done)
+    trial = Trial.from_environment(groups, "", describe)
+    if not isinstance(trial, Description):
+        done()
+    return trial
+
+
+class Session(Trial):
+    """Describes the model, then measures what it is asked to until it is asked to end."""
+
+    def __init__(
+        self, groups: Groups, folder: Path, describe: Callable[[], ModelSpec], done: Callable[[], None]
+    ) -> None:
+        super().__init__(groups, "", 1, DESCRIBE_STEPS, folder)
+        self._description = Description(groups, "", folder / MODEL_FILE, describe)
+        self._described = done
+        self._rank, self._ranks, self._main = groups.rank, groups.size, groups.main
+        self._number = -1
+        self._asked = Request()
+        self._left: list[int] = []
+        self._at = 0
+        self._times: list[list[float]] = []
+        self._why: list[str] = []
+        self.switch: Live | None = None
+
+    def step(self) -> None:
+        """An iteration has ended; perhaps also what was measured, and then something else begins."""
+        self._seen += 1
+        if self._seen >= max(self.warmup, 1):
+            self._marks.append(time.perf_counter())
+        if len(self._marks) <= self.timed and not self._hopeless():
+            return
+        if self._number < 0:
+            self._description.conclude()
+            self._described()
+        else:
+            self._times[self._at].append(self._slowest())
+            assert self.switch is not None
+            self._why[self._at] = self.switch.wrong()
+        self._next()
+
+    def _hopeless(self) -> bool:
+        """Whether what is measured is so slow that it needs no better measurement; all ranks ask at the same step."""
+        return self._asked.enough_us > 0 and len(self._marks) == FEW + 1 and self._slowest() > self._asked.enough_us
+
+    def _slowest(self) -> float:
+        spans = [1e6 * (b - a) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return self.groups.greatest(statistics.median(spans))
+
+    def _next(self) -> None:
+        """Begin with what is asked for next; what is no strategy for this job is noted and passed over."""
+        assert self.switch is not None
+        while True:
+            while not self._left:
+                self._ask()
+            self._at = self._left.pop(0)
+            if self._why[self._at]:
+                continue
+            try:
+                self.switch(self._asked.arm(self._at))
+            except InvalidInput as error:
+                self._why[self._at] = str(error)
+                continue
+            self._seen, self._marks = 0, []
+            self.warmup, self.timed = self._asked.warmup, self._asked.timed
+            return
+
+    def _ask(self) -> None:
+        """Answer, and wait for the next request; the job ends with the one that asks for nothing."""
+        if self._rank == 0 and self._number >= 0:
+            answer = Answer(ranks=self._ranks, times_us=self._times, why=self._why)
+            leave(answer, self.result / f"{self._number}.answer")
+        self._number += 1
+        asked: list[Any] = [None]
+        if self._rank == 0:
+            path = self.result / f"{self._number}.json"
+            while not path.exists():
+                if not self.result.is_dir():  # whoever asked is gone
+                    break
+                time.sleep(POLL_S)
+            asked = [read_request(path) if path.exists() else Request()]
+        dist.broadcast_object_list(asked, group_src=0, group=self._main)
+        self._asked = asked[0]
+        count = len(self._asked.arms)
+        if not count:
+            self.end()
+        # There and back again: what drifts in a round is unfair to nobody.
+        order = list(range(count))
+        self._left = [at for number in range(self._asked.rounds) for at in order[:: -1 if number % 2 else 1]]
+        self._times, self._why = [[] for _ in order], [""] * count
+
+
+class Live:
+    """A script's model and optimizer, changed while it runs; what cannot be raises `InvalidInput` on all ranks."""
+
+    def __init__(
+        self, model: nn.Module, made: DistributedOptimizer, group: Any, assemble: Callable[[Arm], DistributedOptimizer]
+    ) -> None:
+        self._model, self._made, self._group, self._assemble = model, made, group, assemble
+        self._ddp: PlainDdp | None = None
+        self._open = True
+        self._weights = [tensor.detach().clone() for tensor in self._tensors()]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._model.parameters(), *self._model.buffers()]
+
+    @torch.no_grad()
+    def __call__(self, arm: Arm) -> None:
+        """From the weights of the beginning, and with nothing left of what was before."""
+        if self._open:
+            self._made.close()
+        if self._ddp is not None:
+            self._ddp.close()
+        self._open, self._ddp = False, None
+        for tensor, weight in zip(self._tensors(), self._weights, strict=True):
+            tensor.detach().copy_(weight)
+            tensor.grad = None
+        fresh = self._assemble(arm)
+        self._open = True
+        if isinstance(arm, Reference):
+            try:
+                with torch.enable_grad():
+                    self._ddp = PlainDdp(self._model, arm.bucket_mb, self._group)
+            except RuntimeError as error:
+                raise InvalidInput(f"{arm.name}: {str(error).splitlines()[0]}") from None
+        # The script holds the old object, around whose step a scheduler may have put something.
+        fresh.__dict__.update({key: value for key, value in self._made.__dict__.items() if key not in fresh.__dict__})
+        self._made.__dict__ = fresh.__dict__
+
+    def wrong(self) -> str:
+        """Why what was measured is not what was asked for; mostly empty."""
+        unused = self._ddp is not None and not self._ddp.calls
+        return "DDP: the script never calls the module itself, so DDP brings nothing together" if unused else ""
+
+
+class PlainDdp:
+    """PyTorch's DDP around a module that the script goes on to call by itself."""
+
+    def __init__(self, model: nn.Module, bucket_mb: float, group: Any) -> None:
+        self._model = model
+        self._before = model.__dict__.get("forward")
+        self.calls = 0
+        # Only without a size DDP makes its first bucket a small one.
+        size = None if bucket_mb == DDP_BUCKET_MB else bucket_mb
+        # Buffers stay each rank's own, as under a strategy: with broadcasts DDP would only be slower.
+        with warnings.catch_warnings():
+            # PyTorch 2.13 has a newer name for half of what this says, and none for all of it.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            self.wrapped: Any = nn.parallel.DistributedDataParallel(
+                _Shell(model), bucket_cap_mb=size, broadcast_buffers=False, init_sync=False, process_group=group
+            )
+        # Not the wrapper itself: a module assigned to a module becomes its child.
+        model.__dict__["forward"] = self._forward
+
+    def _forward(self, *inputs: Any, **named: Any) -> Any:
+        self.calls += 1
+        return self.wrapped(*inputs, **named)
+
+    def close(self) -> None:
+        """The module as it was."""
+        del self._model.forward
+        if self._before is not None:
+            self._model.__dict__["forward"] = self._before
+        self.wrapped = None
+        gc.collect()  # its reducer takes its hooks off when it goes
+
+
+class _Shell(nn.Module):
+    """What DDP calls: the module's forward, as it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+        self._forward = model.forward
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self._forward(*inputs, **named)

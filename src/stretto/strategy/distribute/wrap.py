@@ -1,0 +1,245 @@
+"""From a model, an optimizer and a strategy to what trains: each rank's part of the kernels' messages, carried out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import InvalidInput
+from .. import ModelSpec, Strategy
+from ..builders import build
+from ..files import load_strategy, strategy_text
+from ..kernels import Message, Piece, Step, global_step
+from ..representation import Part
+from ..requests import Arm, Reference
+from ..resources import Resources, resources
+from . import STRATEGY_VARIABLE
+from .carriers import Carrier
+from .dense import DenseCarrier, ShardedCarrier
+from .depot import Depot
+from .factors import FactorsCarrier, PowerSgdCarrier, layers_of
+from .gradients import Synchroniser, check_free
+from .groups import Groups
+from .meter import Meter, variables_of
+from .optimizer import DistributedOptimizer
+from .optimizers import check_optimizer, check_rows, described_optimizer, only_touched_rows
+from .regions import Region, check_memory
+from .rows import OneBitCarrier, SparseCarrier, TopKCarrier, as_bytes
+from .session import Live, Session, groups_for, trial_from_environment
+from .trial import Trial
+
+
+def wrap(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Strategy | str | os.PathLike[str] | None, group: Any
+) -> tuple[nn.Module, DistributedOptimizer]:
+    """What `stretto.distribute` does."""
+    if isinstance(optimizer, DistributedOptimizer):
+        raise InvalidInput("optimizer: is distributed already")
+    for name, value, kind, words in (
+        ("model", model, nn.Module, "a torch.nn.Module"),
+        ("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer"),
+        ("strategy", given, Strategy | str | os.PathLike | None, "a Strategy, a file's path or None"),
+    ):
+        if not isinstance(value, kind):
+            raise InvalidInput(f"{name}: must be {words}, not {type(value).__name__}")
+    groups = groups_for(group)
+    meter = Meter(model)
+    try:
+        trial = trial_from_environment(groups, meter.spec, meter.close)
+        made = _assembled(model, optimizer, given, groups, trial)
+    except BaseException:
+        meter.close()
+        raise
+    if isinstance(trial, Session):
+        trial.switch = Live(model, made, group, lambda arm: _assembled(model, optimizer, arm, groups, trial))
+    return model, made
+
+
+def _assembled(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Arm | str | os.PathLike[str] | None, groups: Groups,
+    trial: Trial | None,
+) -> DistributedOptimizer:  # fmt: skip
+    """What trains a model as a strategy says; for a `Reference` what brings nothing together, since DDP does."""
+    layers = layers_of(model)
+    asked = _Asked(model, optimizer, None if isinstance(given, Reference) else given, layers, groups.hosts())
+    strategy, step, names = agreed(asked, groups)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+    if not isinstance(trial, Session) or trial.switch is None:
+        _same_weights(model, groups)
+    if trial is not None:
+        trial.name = strategy.name
+    carriers, stale = [], []
+    for message in () if isinstance(given, Reference) else step.messages:
+        if message.sync.staleness:
+            stale.append(message)
+        else:
+            carriers.append(_carrier(message, parameters, groups, layers, optimizer))
+    depots = _depots(stale, parameters, groups)
+    regions = _regions(carriers, depots)
+    check_optimizer(optimizer, regions)
+    check_memory(parameters, regions)
+    for name, p in model.named_parameters():
+        # What is not trained is nobody's to bring; the optimizer may still know it.
+        whole = Part(index=0, start=(0,) * p.dim(), shape=tuple(p.shape))
+        regions.setdefault(name, [Region(variable=name, part=whole)])
+        parameters.setdefault(name, p)
+    sync = Synchroniser(carriers, parameters, groups)
+    try:
+        made = DistributedOptimizer(optimizer, strategy, names, parameters, regions, sync, depots, groups, trial)
+    except BaseException:
+        sync.close()  # a session goes on with another strategy
+        raise
+    if depots:
+        made.follow(model)
+    return made
+
+
+class _Asked(NamedTuple):
+    """What a rank has called `distribute` with, and the numbers of all ranks' hosts."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    given: Strategy | str | os.PathLike[str] | None
+    layers: dict[str, nn.Linear]
+    hosts: tuple[int, ...]
+
+    def read(self) -> tuple[Strategy, Step, dict[int, str], dict[str, str]]:
+        """The strategy and its step, the parameters' names, and digests of what must be alike on all ranks."""
+        # How many rows a batch has is not known yet; here it only has to be known which variables have factors.
+        variables = tuple(replace(v, factors=1) if v.name in self.layers else v for v in variables_of(self.model))
+        spec = ModelSpec(name=type(self.model).__name__, variables=variables, runtime="torch")
+        names = _names(self.model, self.optimizer)
+        check_free(self.model)
+        strategy, step = self._step(spec)
+        check_rows(self.optimizer, strategy, spec)
+        return strategy, step, names, {
+            "model": repr([_described(name, tensor) for name, tensor in _named_tensors(self.model)]),
+            "optimizer": repr(described_optimizer(self.optimizer, names)),
+            "strategy": strategy_text(strategy, as_json=True),
+        }  # fmt: skip
+
+    def _step(self, spec: ModelSpec) -> tuple[Strategy, Step]:
+        given = os.environ.get(STRATEGY_VARIABLE) or None if self.given is None else self.given
+        ranks = len(self.hosts)
+        if given is None:
+            there = Resources(devices=resources(ranks).devices, hosts=self.hosts)
+            strategy = build("all_reduce", spec, there)
+            return strategy, global_step(strategy, spec, there)
+        strategy = given if isinstance(given, Strategy) else load_strategy(Path(given))
+        if len(strategy.devices) != ranks:
+            raise InvalidInput(
+                f"strategy {strategy.name}: is for {len(strategy.devices)} devices, this job has {ranks} ranks"
+            )
+        # Names that tell a host are believed; others run where they run.
+        named = resources(strategy.devices)
+        there = Resources(devices=strategy.devices, hosts=self.hosts) if len(named.by_host) == ranks else named
+        return strategy, global_step(strategy, spec, there)
+
+
+def agreed(asked: _Asked, groups: Groups) -> tuple[Strategy, Step, dict[int, str]]:
+    """What all ranks are to carry out; all of them call this, and all raise where one of them has to.
+
+    Raises:
+        InvalidInput: A rank's strategy, model or optimizer is refused, or differs from rank 0's: ranks that went on
+            would wait for each other for ever, or add up what does not belong together.
+    """
+    error: InvalidInput | None = None
+    mine: dict[str, str] = {}
+    try:
+        strategy, step, names, texts = asked.read()
+        mine = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in texts.items()}
+    except InvalidInput as refused:
+        error, mine = refused, {"error": str(refused)}
+    found: list[Any] = [None] * groups.size
+    dist.all_gather_object(found, mine, group=groups.main)
+    if error is not None:
+        raise error
+    for rank, one in enumerate(found):
+        if "error" in one:
+            raise InvalidInput(f"rank {rank}: {one['error']}")
+        other = next((what for what in mine if one[what] != found[0][what]), None)
+        if other is not None:
+            raise InvalidInput(f"{other}: rank {rank} has another {other} than rank 0")
+    return strategy, step, names
+
+
+def _described(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+    layout = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    return name, tensor.shape, tensor.dtype, layout, tensor.requires_grad
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+@torch.no_grad()
+def _same_weights(model: nn.Module, groups: Groups) -> None:
+    if groups.size > 1:
+        for _, tensor in _named_tensors(model):
+            data = tensor.detach()
+            if data.layout != torch.strided:
+                told: list[Any] = [data]
+                dist.broadcast_object_list(told, group_src=0, group=groups.main)
+                tensor.copy_(told[0])
+                continue
+            sent = data.contiguous()
+            if sent.numel():
+                # As bytes: not every backend knows every data type.
+                dist.broadcast(as_bytes(sent), group_src=0, group=groups.main)
+            if sent.data_ptr() != data.data_ptr():
+                data.copy_(sent)
+
+
+def _carrier(
+    message: Message, parameters: dict[str, nn.Parameter], groups: Groups, layers: dict[str, nn.Linear],
+    optimizer: torch.optim.Optimizer,
+) -> Carrier:  # fmt: skip
+    sync, sparse = message.sync, message.pieces[0].variable.sparse
+    if sync.kind == "sharded":
+        return ShardedCarrier(message, parameters, groups)
+    if sync.kind == "sparse_all_gather" or (sparse and sync.kind == "parameter_server"):
+        return SparseCarrier(message, parameters, groups, rows_only=lambda: only_touched_rows(optimizer))
+    name = sync.encoding[0]
+    if name == "sufficient_factors":
+        return FactorsCarrier(message, parameters, groups, layers=layers)
+    dense: dict[str, Callable[..., Carrier]] = {
+        "powersgd": PowerSgdCarrier, "topk": TopKCarrier, "onebit": OneBitCarrier,
+    }  # fmt: skip
+    return dense.get(name, DenseCarrier)(message, parameters, groups)
+
+
+def _depots(stale: list[Message], parameters: dict[str, nn.Parameter], groups: Groups) -> list[Depot]:
+    together: dict[tuple[Any, ...], list[Piece]] = {}
+    for message in stale:
+        for piece in message.pieces:
+            key = (message.updaters[0], piece.sync.staleness, piece.sync.encoder, piece.variable.dtype)
+            together.setdefault(key, []).append(piece)
+    communicator = groups.separate() if together else None
+    return [
+        Depot(number, pieces, parameters, groups, communicator, key[0])
+        for number, (key, pieces) in enumerate(together.items())
+    ]
+
+
+def _regions(carriers: list[Carrier], depots: list[Depot]) -> dict[str, list[Region]]:
+    found: dict[str, list[Region]] = {}
+    for region in [r for c in carriers for r in c.regions] + [r for d in depots for r in d.regions]:
+        found.setdefault(region.variable, []).append(region)
+    return found
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for at, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise InvalidInput(f"optimizer.param_groups[{number}].params[{at}]: is no parameter of the model")
+    return names
