@@ -184,7 +184,7 @@ COLLECTIVES: list[Callable[[int], Collective]] = [
 def test_programs_keep_the_pace_of_their_trees(name: str, make: Callable[[int], Collective]) -> None:
     cluster = st.Cluster.load(name)
     collective = make(cluster.num_devices)
-    program = synthesise(collective, cluster, nbytes=1e9, max_transfers=30_000)
+    program = synthesise(collective, cluster, nbytes=1e9, max_transfers=30_000, budget_s=600)
     assert program.collective.kind == collective.kind
     assert program.name.startswith("forest(k=")
     took = st.simulate(program, cluster, nbytes=1e9).total_us
@@ -196,7 +196,7 @@ def test_programs_keep_the_pace_of_their_trees(name: str, make: Callable[[int], 
 def test_all_gather_keeps_the_pace_on_two_boxes(name: str) -> None:
     cluster = st.Cluster.load(name)
     collective = st.AllGather(cluster.num_devices)
-    program = synthesise(collective, cluster, nbytes=1e9, max_transfers=260_000)
+    program = synthesise(collective, cluster, nbytes=1e9, max_transfers=260_000, budget_s=600)
     took = st.simulate(program, cluster, nbytes=1e9).total_us
     assert took <= 1.03 * st.lower_bound(collective, cluster, nbytes=1e9).total_us
 
