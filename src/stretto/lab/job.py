@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import IO
 
 GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL when a job is ended."""
 DRAIN_S = 2.0
-"""How long output is still read after the last rank has ended."""
+"""Seconds for which output is still read after the last rank has ended."""
 KEPT_BYTES = 4 << 20
-"""What is kept of each stream of a rank: its end."""
+"""The last so many bytes of each stream of a rank are kept."""
 LONGEST_LINE = 64 << 10
 TIMED_OUT = 124
 
@@ -27,10 +27,11 @@ OnLine = Callable[[int, str, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a run ended; `outputs` and `errors` hold what each rank wrote to stdout and stderr (the last 4 MiB of it).
+    """How a run ended. `outputs` and `errors` hold the last 4 MiB that each rank wrote to stdout and stderr.
 
-    Return codes are those of `subprocess`: a negative one is the signal that killed the rank. `failed` is the rank that
-    failed first, by itself: ranks that were ended because of it, or because time was up, do not count.
+    Return codes are those of `subprocess`: a negative code is the signal that killed the rank. `failed` is the rank
+    that
+    failed first by itself; ranks that the lab ended because of that failure or of the timeout do not count.
     """
 
     returncodes: tuple[int, ...]
@@ -49,7 +50,12 @@ class Result:
 
 
 class Job:
-    """Running ranks. `wait` hears them; until it is called, a rank that writes more than a pipe holds stands still."""
+    """The running ranks of one run, started in rank order by the constructor.
+
+    `wait` reads their output. Until `wait` is called, a rank that writes more than a pipe holds is blocked. Call
+    `wait`,
+    `end` or `kill` from one thread only.
+    """
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class Job:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process of every rank, which leads a process group of its own."""
+        """The process id of every rank; each process leads a process group of its own."""
         return tuple(rank.process.pid for rank in self._ranks)
 
     @property
@@ -88,9 +94,11 @@ class Job:
             _signal(self._ranks[rank], number)
 
     def wait(self, timeout_s: float | None = None, *, keep_going: bool = False) -> Result:
-        """Until all ranks have ended. A failure, the timeout or an exception (Ctrl-C) ends those that still run.
+        """Wait until all ranks have ended.
 
-        With `keep_going` a failing rank ends nobody else.
+        A failing rank, the timeout or an exception such as Ctrl-C ends the ranks that still run. With `keep_going` a
+        failing
+        rank does not end the others. `timeout_s` is in seconds; None waits without limit.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -113,11 +121,13 @@ class Job:
         )
 
     def end(self, grace_s: float = GRACE_S) -> None:
-        """SIGTERM, what is left after the grace SIGKILL; then the rest of the output."""
+        """Send SIGTERM to all ranks, SIGKILL to those that run after `grace_s` seconds, then read the rest of the
+        output.
+        """
         self._ending = True
         try:
             for at in self._running:
-                # A paused rank would not hear the first signal.
+                # A paused rank handles SIGTERM only once SIGCONT lets it run.
                 _signal(self._ranks[at], signal.SIGTERM)
                 _signal(self._ranks[at], signal.SIGCONT)
             until = time.monotonic() + grace_s
@@ -127,7 +137,7 @@ class Job:
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL for whatever runs. May be called twice."""
+        """Send SIGKILL to every running rank and close all pipes. A second call does nothing."""
         if self._closed:
             return
         self._closed = self._ending = True
@@ -175,13 +185,13 @@ class Job:
 
     def _ended(self, at: int) -> None:
         rank = self._ranks[at]
-        # Before it is reaped its number cannot belong to anybody else: what it left behind in its group goes, too.
+        # Until the rank is reaped, no other process can get its pid: the kill reaches only children that it left.
         _signal(rank, signal.SIGKILL)
         code = rank.process.wait()
         if code and self._failed is None and not self._ending:
             self._failed = at
         self._running.discard(at)
-        # Last, so that an interruption anywhere above leads back here.
+        # The pidfd is unregistered last: if an exception interrupts the lines above, the selector reports it again.
         self._selector.unregister(rank.pidfd)
         os.close(rank.pidfd)
 
@@ -194,7 +204,7 @@ class Job:
                 for line in lines:
                     self._on_line(at, name, line)
             except Exception:
-                # Whoever listens may be gone for good (a closed pipe); what follows happens without.
+                # The listener may be gone for good (a closed pipe): later lines are no longer passed to it.
                 self._on_line = None
                 raise
         if not piece:
@@ -214,7 +224,7 @@ class _Rank:
 
 
 class _Stream:
-    """One pipe of a rank: its last bytes, and the line that has not ended yet."""
+    """One pipe of a rank: the bytes kept of its end, and the line that is not complete yet."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self.pipe = pipe

@@ -1,4 +1,4 @@
-"""`Lab`: the network, and jobs on it."""
+"""`Lab`: an emulated network on this machine, and jobs that run on it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,25 @@ PORTS = 1000
 
 
 class Lab:
-    """Hosts with shaped uplinks on this machine, between ``with`` and its end.
+    """Hosts with shaped uplinks on this machine; they exist inside the ``with`` block.
 
-    `uplinks` maps channels to rates: ``{"rdma": "400mbit", "eth": "200mbit"}``; a rate is that of every host's uplink,
-    or one per host with commas. `order` says how ranks are dealt: ``host`` (0..3 on the first) or ``interleaved``.
+    A lab is built by one process; `start` and `run` then start one process per rank inside the hosts' namespaces.
+    Leaving
+    the block kills every job that still runs and removes the network. Methods that need the network raise
+    `InvalidInput`
+    outside of the block.
+
+    Args:
+        hosts: number of emulated hosts, 1..32.
+        ranks_per_host: ranks on each host, 1..64; at most 256 ranks in all.
+        uplinks: channel name to rate, as ``{"rdma": "400mbit", "eth": "200mbit"}``; the rate holds for the uplink of
+            every host, or is a list with commas, one rate per host. None: one channel ``eth`` of 1 Gbit/s.
+        order: how ranks are dealt to hosts: ``host`` (0..3 on the first host of four) or ``interleaved`` (round robin).
+        shaper: the kernel's queueing discipline that limits the rates: ``tbf`` or ``htb``.
+
+    Raises:
+        InvalidInput: an argument is out of range or names an unknown choice.
+        Infeasible: on entering the block, if this machine lacks a tool or the right to make network namespaces.
     """
 
     def __init__(
@@ -65,12 +80,12 @@ class Lab:
 
     @property
     def rootless(self) -> bool:
-        """Whether the lab lives in a user namespace, so that ranks see themselves as root."""
+        """Whether the lab lives in a user namespace, in which ranks see themselves as root."""
         return self._open.rootless
 
     @property
     def host_pids(self) -> tuple[int, ...]:
-        """For every host a process in its namespaces: ``nsenter --target=PID --net`` looks around there."""
+        """For every host one process in its namespaces; ``nsenter --target=PID --net`` opens the host's network."""
         return self._open.host_pids
 
     def host_of(self, rank: int) -> int:
@@ -78,11 +93,11 @@ class Lab:
         return self.layout.host_of(rank)
 
     def cluster(self) -> Cluster:
-        """The truth about this lab, to compare predictions and probes with."""
+        """The lab as a `Cluster` with its configured rates, to compare predictions and probes with."""
         return self.layout.cluster()
 
     def uplink_bytes(self, channel: str, host: int) -> tuple[int, int]:
-        """What a host has sent and received on a channel so far, headers included."""
+        """Bytes that a host has sent and received on a channel so far, headers included."""
         table = Path(f"/proc/{self.host_pids[host]}/net/dev").read_text()
         for line in table.splitlines():
             name, _, counts = line.partition(":")
@@ -92,9 +107,18 @@ class Lab:
         raise unknown("channel", channel, (c.name for c in self.layout.channels))
 
     def reshape(self, channel: str, host: int, rate: str) -> None:
-        """Give a host's uplink another rate while jobs run: ``lab.reshape("rdma", 1, "50mbit")``.
+        """Change the rate of a host's uplink while jobs run: ``lab.reshape("rdma", 1, "50mbit")``.
 
-        `layout` and `cluster` go on saying what the lab was made as.
+        `layout` and `cluster` keep describing the lab as it was made.
+
+        Args:
+            channel: name of one of the lab's channels.
+            host: index of the host, 0..hosts-1.
+            rate: the new rate in both directions, 1mbit to 40gbit, as `parse_rate` reads it.
+
+        Raises:
+            InvalidInput: the channel is unknown, or the host or rate out of range.
+            Infeasible: the kernel refused the change.
         """
         found = {one.name: one for one in self.layout.channels}
         if channel not in found:
@@ -103,7 +127,7 @@ class Lab:
         self._open.reshape(self.layout, found[channel], host, parse_rate(rate))
 
     def enter(self, host: int) -> list[str]:
-        """The beginning of a command line whose rest runs on a host: for launchers of their own, such as mpirun."""
+        """The beginning of a command line that runs the command after it on a host; for launchers such as mpirun."""
         self._check_host(host)
         return self._open.enter(host)
 
@@ -114,9 +138,20 @@ class Lab:
         env: Mapping[str, str] | None = None,
         on_line: OnLine | None = None,
     ) -> Job:
-        """Start a command once per rank, with the environment that torchrun would give it; `env` comes on top.
+        """Start a command once per rank, with the environment variables that torchrun would set; do not wait for it.
 
         Ranks die with the thread that started them.
+
+        Args:
+            command: program and arguments, the same for all ranks; ranks differ in ``RANK`` and the other variables.
+            env: variables that are set for every rank on top of this process's and the lab's own.
+            on_line: called as ``on_line(rank, "stdout" or "stderr", line)`` for each line, from the thread that waits.
+
+        Returns:
+            The running job; call `Job.wait` to read its output.
+
+        Raises:
+            InvalidInput: the command is empty or not executable, or the lab is not open.
         """
         network = self._open
         if not command:
@@ -124,10 +159,10 @@ class Lab:
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         if shutil.which(command[0]) is None:
             raise InvalidInput(f"command: {command[0]!r} is not an executable file or a command")
-        # A port of its own for each run: what an earlier one left in TIME_WAIT is not in the way.
+        # Each run gets another port, so that sockets of an earlier run in TIME_WAIT do not block it.
         port = FIRST_PORT + self._runs % PORTS
         self._runs += 1
-        # The kernel forgets the signal for a parent's death when rights change, so it is asked for behind the door.
+        # nsenter changes credentials, and the kernel then drops the parent-death signal: setpriv asks for it again.
         here = [tool("setpriv"), "--pdeathsig=KILL", "--", "env", f"--chdir={Path.cwd()}", "--", *command]
         ranks = range(self.layout.world_size)
         job = Job(
@@ -150,7 +185,21 @@ class Lab:
         keep_going: bool = False,
         on_line: OnLine | None = None,
     ) -> Result:
-        """`start`, then `Job.wait`."""
+        """Start a command once per rank and wait until all ranks have ended.
+
+        Args:
+            command: program and arguments, the same for all ranks.
+            env: variables that are set for every rank on top of this process's and the lab's own.
+            timeout_s: seconds after which all ranks are ended; None waits without limit.
+            keep_going: whether the other ranks go on when one fails.
+            on_line: called as ``on_line(rank, "stdout" or "stderr", line)`` for each line of output.
+
+        Returns:
+            Return codes and output of all ranks. A failing rank is no exception: see `Result.exit_code`.
+
+        Raises:
+            InvalidInput: the command is empty or not executable, or the lab is not open.
+        """
         job = self.start(command, env=env, on_line=on_line)
         try:
             return job.wait(timeout_s, keep_going=keep_going)

@@ -1,4 +1,4 @@
-"""What a lab looks like: hosts, ranks, channels and their rates; pure data, nothing is built here."""
+"""What a lab looks like: hosts, ranks, channels and their rates. This module holds plain data and builds nothing."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ETHERNET, IP, TCP = 14, 20, 32
 
 SHM_GB_PER_S, SHM_ALPHA_US = 5.0, 2.0
 TCP_ALPHA_US = 10.0
-"""Assumed in `Layout.cluster`: what ranks of one host exchange through memory; and one TCP message between hosts, which
-is half of the shortest round trip that benchmarks/lab.py found."""
+"""Assumed by `Layout.cluster`: rate and latency between ranks of one host (shared memory), and the latency of one TCP
+message between hosts, which is half of the shortest round trip that benchmarks/lab.py found."""
 
 _UNITS = {"kbit": KB, "mbit": MB, "gbit": GB, "KB": 8 * KB, "MB": 8 * MB, "GB": 8 * GB}
 
@@ -61,7 +61,7 @@ def format_rate(bits_per_s: int) -> str:
 
 
 def wire_bytes(payload: float) -> float:
-    """What so much TCP payload takes of a shaped rate, in full frames.
+    """Bytes that a TCP payload takes on a shaped link, headers included, if all frames are full.
 
     >>> round(wire_bytes(1e6))
     1007376
@@ -71,9 +71,9 @@ def wire_bytes(payload: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """One network that joins all hosts; `bits_per_s[host]` is the rate of that host's uplink, each way.
+    """One network that joins all hosts; `bits_per_s[host]` is the rate of that host's uplink in each direction.
 
-    Inside every host the interface has the channel's name.
+    Inside every host the network interface has the channel's name.
     """
 
     name: str
@@ -81,13 +81,13 @@ class Channel:
     bits_per_s: tuple[int, ...]
 
     def address(self, host: int) -> str:
-        """Where a host is found on this channel."""
+        """The IPv4 address of a host on this channel."""
         return f"10.201.{self.index}.{host + 1}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Who sits where, and what joins them.
+    """Which rank runs on which host, and which channels join the hosts.
 
     >>> layout = Layout.of(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}, order="interleaved")
     >>> layout
@@ -112,7 +112,22 @@ class Layout:
         order: str = "host",
         shaper: str = "tbf",
     ) -> Layout:
-        """Checks everything; `uplinks` maps a channel to a rate for all hosts, or to one per host with commas."""
+        """A checked layout.
+
+        Args:
+            hosts: number of hosts, 1..32.
+            ranks_per_host: ranks on each host, 1..64; at most 256 ranks in all.
+            uplinks: channel name to one rate for all hosts, or to one rate per host with commas; up to 8 channels.
+                None: one channel ``eth`` of 1 Gbit/s.
+            order: one of `ORDERS`: ``host`` fills host after host, ``interleaved`` deals ranks round robin.
+            shaper: one of `SHAPERS`.
+
+        Returns:
+            The layout, with every rate in bits per second.
+
+        Raises:
+            InvalidInput: a number is out of range, or a name unknown.
+        """
         for what, value, most in (("hosts", hosts, MAX_HOSTS), ("ranks", ranks_per_host, MAX_RANKS_PER_HOST)):
             if not 1 <= value <= most:
                 raise InvalidInput(f"{what}: must be 1..{most}{' per host' * (what == 'ranks')}, not {value}")
@@ -129,7 +144,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of ranks on all hosts."""
         return self.hosts * self.ranks_per_host
 
     def host_of(self, rank: int) -> int:
@@ -139,13 +154,13 @@ class Layout:
         return rank // self.ranks_per_host if self.order == "host" else rank % self.hosts
 
     def local_rank(self, rank: int) -> int:
-        """A rank's number on its host."""
+        """The number of a rank among the ranks of its host."""
         return rank % self.ranks_per_host if self.order == "host" else rank // self.hosts
 
     def environment(self, rank: int, *, port: int) -> dict[str, str]:
-        """What torchrun would set for a rank, and what the lab adds.
+        """The environment variables of a rank: those that torchrun would set, and those that the lab adds.
 
-        gloo and the rendezvous take the first channel.
+        gloo and the rendezvous use the first channel.
         """
         host, first = self.host_of(rank), self.channels[0]
         return {
@@ -163,9 +178,11 @@ class Layout:
         }
 
     def names_file(self) -> str:
-        """What every host has as /etc/hosts: ``h1`` on the first channel, ``h1.eth`` on the channel eth.
+        """The content of every host's /etc/hosts: ``h1`` is an address on the first channel, ``h1.eth`` on the channel
+        eth.
 
-        Sockets that take both families (torch's store) look a peer up in the form of the newer one.
+        Every host also has an IPv6-mapped entry, because sockets for both families (torch's store) look peers up that
+        way.
         """
         lines = ["127.0.0.1 localhost"]
         for channel in self.channels:
@@ -176,9 +193,9 @@ class Layout:
         return "\n".join(lines) + "\n"
 
     def cluster(self) -> Cluster:
-        """The truth about this lab as a `Cluster`: device r is rank r; the uplinks carry their shaped rates.
+        """This lab as a `Cluster`: device r is rank r; the uplinks carry their shaped rates.
 
-        Rates inside a host, and all latencies, are assumed: nothing in a lab shapes them.
+        Rates inside a host and all latencies are assumed, because nothing in a lab shapes them.
         """
         place = [self.host_of(rank) for rank in range(self.world_size)]
         wiring = Wiring([f"h{host}.rank{rank}" for rank, host in enumerate(place)], hosts=place)
@@ -201,7 +218,7 @@ class Layout:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """Hosts, ranks, order, rates and shaper in one line of text."""
         rates = (f"{c.name}={','.join(map(format_rate, _short(c.bits_per_s)))}" for c in self.channels)
         order = "host order" if self.order == "host" else self.order
         return f"{self.hosts} hosts x {self.ranks_per_host} ranks, {order}, {' '.join(rates)} ({self.shaper})"

@@ -1,9 +1,9 @@
 """Builds a lab's network: a keeper process per host (and one for the switch) holds the namespaces.
 
-Nothing has a name outside: no namespace under /run, no interface in the machine's own network, no file. Namespaces
-live as long as processes are in them, and a keeper waits for the end of a pipe that only the lab holds open. So every
-way in which a lab can end, kill -9 included, goes the same way: the pipe ends, the keepers kill what is left in their
-namespaces and leave, and the kernel takes everything back. Several labs cannot collide.
+A lab leaves nothing on the machine: no namespace under /run, no interface in the machine's own network, no file.
+Namespaces live as long as processes are in them, and every keeper reads from a pipe that only the lab holds open. So
+however a lab ends, kill -9 included, the same happens: the pipe closes, the keepers kill the processes left in their
+namespaces and exit, and the kernel frees everything. Several labs cannot collide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOOLS = {
     "mount": "mount",
     "hostname": "hostname",
 }
-"""What is needed, and the packages that bring it."""
+"""The commands that a lab needs, and the packages that contain them."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 START_S = 20.0
 END_S = 10.0
@@ -40,8 +40,8 @@ QUEUE_S = 0.1
 """A shaper's bucket holds 1 ms of its rate (it must outlast a late timer) and its queue 100 ms (it must outlast the
 start of many flows at once: a packet lost there costs TCP 200 ms)."""
 
-# What belongs to a host beside its network: a name, shared memory of its own (else ranks of different hosts would
-# find each other there), a view of /sys with its own interfaces (UCX looks there), and the names of its peers.
+# Beside its network a host gets a name, shared memory of its own (else ranks of different hosts would find each other
+# in it), a /sys that shows its own interfaces (UCX reads them there), and an /etc/hosts with its peers.
 HOST = """
 set -e
 mount -t tmpfs -o mode=1777,nosuid,nodev tmpfs /dev/shm
@@ -73,12 +73,12 @@ done
 
 
 def burst_bytes(bits_per_s: int) -> int:
-    """What a shaper lets through at once after a pause."""
+    """Bytes that a shaper lets through at once after a pause."""
     return max(LEAST_BURST_BYTES, round(bits_per_s / 8 * BURST_S))
 
 
 def queue_bytes(bits_per_s: int) -> int:
-    """What a shaper holds back before it drops."""
+    """Bytes that a shaper queues before it drops packets."""
     return max(LEAST_QUEUE_BYTES, round(bits_per_s / 8 * QUEUE_S))
 
 
@@ -98,26 +98,36 @@ class Network:
 
     @property
     def rootless(self) -> bool:
-        """Whether a user namespace gave the rights; ranks then see themselves as root."""
+        """Whether the lab needed a user namespace, in which ranks see themselves as root."""
         return self._rootless
 
     @property
     def host_pids(self) -> tuple[int, ...]:
-        """The keeper of every host."""
+        """The process id of every host's keeper."""
         return tuple(keeper.pid for keeper in self._keepers[1:])
 
     def enter(self, host: int) -> list[str]:
-        """The beginning of a command line that runs the rest of it on a host."""
+        """The beginning of a command line that runs the command after it on a host."""
         return [*self._enter(self._keepers[1 + host]), "--mount", "--uts", "--ipc", "--"]
 
     def reshape(self, layout: Layout, channel: Channel, host: int, bits_per_s: int) -> None:
-        """Give both ends of a host's cable another rate, while jobs run."""
+        """Change the rate at both ends of a host's uplink while jobs run.
+
+        Args:
+            layout: the layout that the network was built from.
+            channel: the channel whose uplink changes.
+            host: index of the host, 0..hosts-1.
+            bits_per_s: the new rate in bits per second, in both directions.
+
+        Raises:
+            Infeasible: the kernel refused the change.
+        """
         ends = ((self._keepers[1 + host], channel.name), (self._keepers[0], _port(channel, host)))
         for keeper, device in ends:
             self._batch(keeper, "tc", _shape_link(layout.shaper, device, bits_per_s, "change"))
 
     def close(self) -> None:
-        """End everything that runs in the lab, and give the network back. May be called twice."""
+        """End every process in the lab and free its network. A second call does nothing."""
         if self._alive_write < 0:
             return
         os.close(self._alive_write)
@@ -174,9 +184,9 @@ class Network:
 
 
 def unavailable() -> str | None:
-    """Why no lab can be built on this machine, in one line; None where one can.
+    """The reason why no lab can be built on this machine, in one line; None if one can.
 
-    Builds the smallest one to find out.
+    The function builds and closes a lab of one rank to find out.
     """
     try:
         Network(Layout.of(hosts=1, ranks_per_host=1), {}).close()
@@ -195,7 +205,7 @@ def _switch_links(layout: Layout, pids: list[int]) -> Iterator[str]:
         yield f"link add name {bridge} mtu {MTU} type bridge mcast_snooping 0"
         yield f"link set dev {bridge} up"
         for host, pid in enumerate(pids):
-            # A packet of the sender's own segmentation must fit the bucket; smaller ones also pass more evenly.
+            # A packet that the sender's kernel has segmented must fit the bucket; smaller packets pass more evenly.
             size = f"mtu {MTU} gso_max_size {min(65536, burst_bytes(channel.bits_per_s[host]) // 2)}"
             port = _port(channel, host)
             yield f"link add name {port} {size} type veth peer name {channel.name} netns {pid} {size}"
@@ -210,7 +220,7 @@ def _host_links(layout: Layout, host: int) -> Iterator[str]:
 
 
 def _shape(layout: Layout, links: Iterable[tuple[Channel, int, str]]) -> Iterator[str]:
-    """Both ends of a host's cable: what it sends is shaped inside the host, what it receives at the switch's port."""
+    """Commands that shape both ends of an uplink: the host's end limits its sends, the switch's end its receives."""
     for channel, host, device in links:
         yield from _shape_link(layout.shaper, device, channel.bits_per_s[host], "add")
 
@@ -230,7 +240,7 @@ def _shape_link(shaper: str, device: str, rate: int, verb: str) -> Iterator[str]
 
 @functools.cache
 def tool(name: str) -> str:
-    """The full path of one of `TOOLS`."""
+    """The full path of one of the commands in `TOOLS`; raises `Infeasible` if it is not installed."""
     found = shutil.which(name, path=PATH)
     if found is None:
         raise Infeasible(f"lab: the command '{name}' is missing; install {TOOLS[name]}")
@@ -238,7 +248,7 @@ def tool(name: str) -> str:
 
 
 def _rootless() -> bool:
-    """Whether a user namespace is needed; fails where not even that gives the right to make namespaces."""
+    """Whether a user namespace is needed to make namespaces; raises `Infeasible` if that is not allowed either."""
     for name in TOOLS:
         tool(name)
     kinds = ["--net", "--mount", "--uts", "--ipc"]
@@ -253,7 +263,7 @@ def _rootless() -> bool:
 
 
 def _complaint(command: list[str], given: str = "") -> str | None:
-    """Runs a command; the first line of what it says if it fails."""
+    """Run a command; return the first line of its error output if it fails, else None."""
     environment = {"PATH": PATH}
     try:
         done = subprocess.run(command, input=given.encode(), capture_output=True, env=environment, timeout=START_S)
@@ -263,7 +273,7 @@ def _complaint(command: list[str], given: str = "") -> str | None:
 
 
 def _hear(fd: int, until: bytes) -> bytes:
-    """What arrives up to a word, an end, or a limit of time."""
+    """Read from a file descriptor up to a word, the end of the stream, or a pause of `START_S` seconds."""
     heard = b""
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)

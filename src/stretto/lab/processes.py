@@ -1,7 +1,8 @@
-"""Labs seen from outside: which run on this machine, and what dead ones have left.
+"""Labs seen from outside: which labs run on this machine, and which processes dead labs have left.
 
-A lab leaves no file. Its processes carry its name, `STRETTO_LAB=PID-START-N`, in their environment: the process that
-made it, when that process started (numbers are used again), and which of its labs it is.
+A lab leaves no file. Its processes carry its name, `STRETTO_LAB=PID-START-N`, in their environment: the id of the
+process
+that made the lab, the start time of that process (process ids are reused), and the number of the lab in that process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A lab, or what is left of one: keepers by the name of what they keep, and all its processes."""
+    """A lab, or what is left of a dead one.
+
+    `pid` is the process that made the lab and `alive` whether that process still runs; `keepers` maps the name of a
+    host,
+    or ``switch``, to its keeper's process id; `pids` are all processes of the lab.
+    """
 
     name: str
     pid: int
@@ -36,13 +42,13 @@ class Running:
 
 
 def new_name() -> str:
-    """The name of a lab that this process makes."""
+    """A new name for a lab that this process makes."""
     pid = os.getpid()
     return f"{pid}-{_started(pid)}-{next(_numbers)}"
 
 
 def running() -> list[Running]:
-    """All labs of which this user can see a process, in the order of their names."""
+    """All labs of which this user can see at least one process, sorted by name."""
     found: dict[str, list[tuple[int, dict[str, str]]]] = {}
     for pid, environment in _members():
         found.setdefault(environment[LAB], []).append((pid, environment))
@@ -59,14 +65,14 @@ def running() -> list[Running]:
 
 
 def clean(*, everything: bool = False) -> list[Running]:
-    """Kill what belongs to dead labs (or to all); returns what was found.
+    """Kill the processes of dead labs, or of all labs with `everything`; return the labs that were killed.
 
     Namespaces, interfaces and shapers go with the last process.
     """
     doomed = [lab for lab in running() if everything or not lab.alive]
     names = {lab.name for lab in doomed}
     until = time.monotonic() + END_S
-    # Again and again, since a process may have had a child between being seen and being killed.
+    # Repeat until none is left, since a process may start a child between being listed and being killed.
     while left := [pid for pid, env in _members() if env[LAB] in names and pid != os.getpid()]:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -95,7 +101,7 @@ def _members() -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _started(pid: int) -> int:
-    """When a process started, in ticks since boot; -1 if there is none (a zombie has ended, too)."""
+    """The start time of a process in ticks since boot; -1 if there is no such process or only a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

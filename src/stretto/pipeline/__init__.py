@@ -1,4 +1,6 @@
-"""Pipeline schedules: one IR (PyTorch's action text), makers, a checker, memory, simulation, a search, models."""
+"""Pipeline schedules: one representation (PyTorch's action text), makers, a checker, memory, simulation, a search,
+models.
+"""
 
 from .actions import Action
 from .check import Proof, check, in_flight

@@ -15,7 +15,7 @@ COMPUTE = (FORWARD, INPUT, WEIGHT, BACKWARD)
 SENDS = (SEND_F, SEND_B)
 RECEIVES = (RECV_F, RECV_B)
 WHOLE = (REDUCE_GRAD, UNSHARD, RESHARD)
-"""Actions of a stage as a whole: they name no micro-batch."""
+"""Actions that concern a stage as a whole and therefore name no micro-batch."""
 KINDS = (*COMPUTE, *SENDS, *RECEIVES, *WHOLE)
 
 MAX_STAGES = 4096
@@ -39,7 +39,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, where: str = "action") -> Action:
-        """Read ``0F1``, ``1SEND_B0``, ``2REDUCE_GRAD``."""
+        """Read one action such as ``0F1``, ``1SEND_B0`` or ``2REDUCE_GRAD``; `where` begins the text of an error."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise InvalidInput(
@@ -61,19 +61,22 @@ class Action(NamedTuple):
 
     @property
     def computes(self) -> bool:
-        """Whether it takes the device's compute stream."""
+        """Whether the action runs on the device's compute stream."""
         return self.kind in COMPUTE
 
 
 def source(action: Action, last_stage: int) -> int:
-    """The stage whose output a compute action needs, or -1: a forward the stage before, a backward the next one."""
+    """The stage whose output a compute action needs, or -1 if it needs none.
+
+    A forward needs the stage before its own, a backward the stage after.
+    """
     if action.kind == FORWARD:
         return action.stage - 1
     return action.stage + 1 if action.kind in (INPUT, BACKWARD) and action.stage < last_stage else -1
 
 
 def receive_of(action: Action) -> Action:
-    """The receive that brings a forward or backward what it needs."""
+    """The receive that delivers the input of a forward or backward action."""
     return Action(action.stage, RECV_F if action.kind == FORWARD else RECV_B, action.microbatch)
 
 
@@ -89,7 +92,7 @@ def send_of(receive: Action) -> Action:
 
 
 def receiver_of(send: Action) -> Action:
-    """The receive that takes what a send gives."""
+    """The receive that takes the data of a send."""
     if send.kind == SEND_F:
         return Action(send.stage + 1, RECV_F, send.microbatch)
     return Action(send.stage - 1, RECV_B, send.microbatch)

@@ -1,6 +1,7 @@
-"""What must hold of a schedule before it is run: complete, in order, and free of deadlock.
+"""Checks of a schedule before it is run: it must be complete, in order, and free of deadlock.
 
-PyTorch matches all messages between two ranks by their order alone: a wrong order is not an error there but wrong
+PyTorch matches all messages between two ranks by their order alone: there, a wrong order is not an error but gives
+wrong
 gradients. So the order of sends and receives is proved here, not tried.
 """
 
@@ -17,18 +18,20 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What `check` found out."""
+    """The properties that `check` has proved."""
 
     transports: tuple[str, ...]
-    """Over which transports the schedule cannot deadlock; empty where no communication is written out."""
+    """Transports over which the schedule cannot deadlock; empty if the schedule has no communication actions."""
     in_flight: tuple[int, ...]
-    """For each stage the most micro-batches whose activations it holds at once."""
+    """The largest number of micro-batches whose activations each stage holds at once."""
 
 
 def check(schedule: Schedule, *, transport: str | None = None) -> Proof:
     """Prove a schedule; raises `VerificationError` with the rank and the action that are wrong.
 
-    With communication written out it must be free of deadlock over `transport`, or over at least one if none is named.
+    A schedule with communication actions must be free of deadlock over `transport`, or over at least one of
+    `TRANSPORTS` if
+    no transport is named.
 
     >>> from stretto.pipeline import eager_1f1b, with_comms
     >>> check(with_comms(eager_1f1b(2, 4), "mirrored"))
@@ -57,7 +60,7 @@ def check(schedule: Schedule, *, transport: str | None = None) -> Proof:
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage the most micro-batches between their forward and the end of their backward."""
+    """The largest number of micro-batches at each stage between their forward and the end of their backward."""
     live, most = [0] * schedule.num_stages, [0] * schedule.num_stages
     for row in schedule.ranks:
         for action in row:
@@ -100,7 +103,7 @@ def _ordered(schedule: Schedule) -> None:
                     f"{schedule.name}: rank {rank}, action {at}: {action} comes before its {before}"
                 )
             if action.kind == FORWARD and action.stage == last:
-                # PyTorch keeps the losses of the last stage in the order in which they come.
+                # PyTorch stores the losses of the last stage in the order in which they are computed.
                 if action.microbatch < newest:
                     raise VerificationError(
                         f"{schedule.name}: rank {rank}, action {at}: {action} after micro-batch {newest}; "

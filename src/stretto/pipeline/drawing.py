@@ -1,4 +1,4 @@
-"""A schedule on the clock as text: one line per rank for its compute, one below for what it sends."""
+"""Draws a simulated schedule as text: for each rank one line with its compute actions and one below with its sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ LEGEND = "░ forward  ▓ backward (input)  ▒ weights  → activations  ← g
 
 
 def draw(run: Run, *, width: int = 100, until_us: float | None = None) -> list[Text]:
-    """Lines of text, coloured where the terminal can; the number is the micro-batch (of its stage, if of several).
+    """Draw a run as lines of text, colored where the terminal can.
+
+    Each box shows the number of its micro-batch, or ``stage:micro-batch`` where a rank holds several stages.
 
     >>> from stretto.pipeline import one_f_one_b, simulate, Costs
     >>> for line in draw(simulate(one_f_one_b(2, 2), Costs.even(2, transfer_us=0.5)), width=44):
@@ -28,6 +30,14 @@ def draw(run: Run, *, width: int = 100, until_us: float | None = None) -> list[T
            │    →  →→
     rank 1 │     0░░░0▓▓▓▓▓▓1░░░1▓▓▓▓▓▓
            │                ←←         ←←
+
+    Args:
+        run: the simulated schedule.
+        width: columns of the terminal; at least 10 are used for the time axis.
+        until_us: end of the time axis in microseconds; None (or <= 0) draws the whole run.
+
+    Returns:
+        Up to two lines per rank; a rank that sends nothing in that time has one.
     """
     from rich.text import Text
 

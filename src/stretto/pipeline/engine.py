@@ -1,9 +1,11 @@
-"""Running a schedule with communication on a clock: compute streams, ports, and three ways to send.
+"""Simulates a schedule with communication: compute streams, network ports, and three kinds of transport.
 
-`async`      sends and receives only start a transfer; a compute action waits for what it needs. A transfer begins once
-             it is sent and its receive is posted, and takes the sender's way out and the receiver's way in.
-`pair`       the same, but all transfers between two ranks go one after the other, in the order each of them issues.
-`blocking`   sending and receiving hold the rank until the transfer is over.
+`async`      a send or receive only starts a transfer; a compute action waits for its inputs. A transfer begins once
+both
+             its send and its receive are issued, and occupies the sender's output port and the receiver's input port.
+`pair`       as `async`, but all transfers between two ranks run one after the other, in the order that each rank
+issues.
+`blocking`   a send or receive holds its rank until the transfer is over.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Duration = Callable[[Action], float]
 
 
 class Span(NamedTuple):
-    """One action as it ran; a transfer is the span of its send, on the sender's rank."""
+    """One action with its times; a transfer has one span, that of its send, on the sender's rank."""
 
     rank: int
     action: Action
@@ -123,7 +125,7 @@ class _Engine:
         waiting_out, waiting_in = set[int](), set[int]()
         for send in self.ready:
             out, into = self.home[send.stage], self.home[receiver_of(send).stage]
-            # First come, first served at every port: what waits for one keeps it from those behind.
+            # Ports serve transfers in the order of arrival: a waiting transfer keeps later ones from its two ports.
             free = not (self.out_busy[out] or self.in_busy[into] or out in waiting_out or into in waiting_in)
             if free and (self.transport != "pair" or self.heads(out, into, send)):
                 self.out_busy[out] = self.in_busy[into] = True
@@ -147,7 +149,20 @@ class _Engine:
 
 
 def execute(schedule: Schedule, duration: Duration, transport: str = "async") -> list[Span]:
-    """Every action with its time, in order of beginning; a schedule that gets stuck is refused."""
+    """Simulate a schedule that has its communication written out.
+
+    Args:
+        schedule: a schedule with sends and receives (see `with_comms`).
+        duration: called once per action that takes time; returns its microseconds, of a send those of the transfer.
+        transport: one of `TRANSPORTS`.
+
+    Returns:
+        One span per compute action and per transfer, in the order of their start times.
+
+    Raises:
+        InvalidInput: the transport is unknown.
+        VerificationError: the schedule deadlocks over this transport.
+    """
     if transport not in TRANSPORTS:
         raise unknown("transport", transport, TRANSPORTS)
     return _Engine(schedule, duration, transport).run()

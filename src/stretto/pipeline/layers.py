@@ -1,4 +1,4 @@
-"""The paper's two models layer by layer: arithmetic, memory traffic, parameters, what a backward needs, what leaves.
+"""The layers of the cross-mesh paper's two models: arithmetic, memory traffic, parameters, saved and output tensors.
 
 All figures are of one sample. GPT-3 2.6B is as in the literature: 32 layers, hidden 2560, 32 heads, 1024 tokens, FP16.
 The U-Transformer follows the sizes that its authors published with their system: a latent of 32 x 32, four levels of
@@ -19,35 +19,35 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayer:
-    """One layer, for one sample."""
+    """One layer of a model; all figures are of one sample."""
 
     name: str
     flops: float
-    """Of the forward pass, in matrix products and convolutions."""
+    """Operations of the forward pass in matrix products and convolutions."""
     traffic_elements: float
-    """Read and written by what is not a matrix product: norms, activations, softmax."""
+    """Elements read and written by operations other than matrix products: norms, activations, softmax."""
     parameters: float
     saved_elements: float
-    """Kept for the backward where nothing is recomputed."""
+    """Elements kept for the backward if the layer is not recomputed."""
     inputs: tuple[Shape, ...]
-    """What recomputing it begins with."""
+    """Shapes of the layer's inputs, which are kept if the layer is recomputed."""
     output: Shape
     pushes: bool = False
     """Whether a later layer takes its output as a skip connection."""
     pops: bool = False
-    """Whether it takes the newest skip connection that is left."""
+    """Whether the layer takes one of the newest skip connections that no other layer has taken."""
     shared: float = 0.0
     """Elements summed over the devices that share the layer (operator parallelism), in the forward pass."""
     kernels: int = field(default=10)
 
     @property
     def input_elements(self) -> float:
-        """Of all inputs together."""
+        """Elements of all inputs together."""
         return float(sum(prod(shape) for shape in self.inputs))
 
 
 def gpt_layers() -> list[ModelLayer]:
-    """GPT-3 2.6B: the embedding, 32 alike, the output layer."""
+    """The layers of GPT-3 2.6B: the embedding, 32 equal transformer layers, the output layer."""
     width, seq, heads, words = GPT_HIDDEN, GPT_SEQUENCE, GPT_HEADS, GPT_VOCABULARY
     flat = (seq, width)
     tokens, scores = seq * width, heads * seq * seq
@@ -83,7 +83,7 @@ def gpt_layers() -> list[ModelLayer]:
 
 
 def unet_layers() -> list[ModelLayer]:
-    """The U-Transformer with its long skip connections."""
+    """The layers of the U-Transformer, with its long skip connections."""
     size, widths = UNET_LATENT, UNET_CHANNELS
     found = [_conv("conv_in", 3, widths[0], size, size, pushes=True)]
     before = widths[0]
@@ -150,7 +150,7 @@ def _block(
 
 
 def balanced_cut(layers: list[ModelLayer]) -> int:
-    """How many layers the first of two stages takes, so that the one with more arithmetic has the least."""
+    """The number of layers on the first of two stages for which the larger of the two stages' flops is least."""
     total = sum(layer.flops for layer in layers)
     done, best, at_best = 0.0, total, 1
     for at, layer in enumerate(layers[:-1], start=1):
@@ -161,7 +161,9 @@ def balanced_cut(layers: list[ModelLayer]) -> int:
 
 
 def crossing(layers: list[ModelLayer], cut: int) -> list[Shape]:
-    """The tensors that the second stage needs from the first: the last output, and every skip it will take."""
+    """Shapes of the tensors that the second stage needs from the first: the last output, and every skip connection it
+    takes.
+    """
     left = [at for at, layer in enumerate(layers) if layer.pushes]
     taken: list[tuple[int, int]] = []
     offered: list[int] = []

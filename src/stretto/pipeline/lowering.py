@@ -1,10 +1,11 @@
-"""From a schedule of compute actions to one with sends and receives: three ways, one for each kind of transport.
+"""Adds sends and receives to a schedule of compute actions, in three styles, one for each kind of transport.
 
-`blocking`   a transfer happens just before its consumer, and both ranks stand still for it (what Alpa emits).
-`mirrored`   a transfer is issued as soon as it can be; all transfers between two ranks are in the same order on both
+`blocking`   a transfer happens just before its consumer, and both ranks wait for its end (as Alpa does).
+`mirrored`   a transfer is issued as soon as its data exist; all transfers between two ranks are in the same order on
+both
              sides, so that a transport with one queue per pair (NCCL) cannot deadlock.
-`ahead`      sends as soon as produced, receives posted some compute actions before they are needed: never late, for
-             transports that match messages in each direction by itself (gloo, UCX, MPI).
+`ahead`      a send is issued as soon as its data exist, a receive some compute actions before its data are needed; for
+             transports that match messages separately in each direction (gloo, UCX, MPI).
 
 The first two are projections of one global order of events onto the ranks, which is why they cannot deadlock.
 """
@@ -17,16 +18,30 @@ from .schedule import Schedule
 
 STYLES = ("blocking", "mirrored", "ahead")
 AHEAD = 2
-"""Compute actions between posting a receive and needing it."""
+"""Default number of compute actions between posting a receive and needing its data."""
 
 
 def with_comms(schedule: Schedule, style: str = "ahead", *, ahead: int = AHEAD) -> Schedule:
-    """Write out the communication, and the end of each stage's gradients.
+    """Add sends and receives to a schedule, and the reduction of each stage's gradients at its end.
+
+    Communication that the schedule has already is dropped and written anew.
 
     >>> from stretto.pipeline import one_f_one_b
     >>> print(with_comms(one_f_one_b(2, 2), "mirrored").to_csv(), end="")
     0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD
     1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD
+
+    Args:
+        schedule: the schedule; only its compute actions are used.
+        style: one of `STYLES`, chosen for the transport (see the module's docstring).
+        ahead: for the style ``ahead``: compute actions between posting a receive and needing its data, >= 0.
+
+    Returns:
+        The schedule with communication, under the same name.
+
+    Raises:
+        InvalidInput: the style is unknown or `ahead` negative.
+        VerificationError: the compute actions wait for each other in a circle.
     """
     if style not in STYLES:
         raise unknown("style of communication", style, STYLES)
@@ -42,7 +57,7 @@ def with_comms(schedule: Schedule, style: str = "ahead", *, ahead: int = AHEAD) 
 
 
 def transfers(schedule: Schedule) -> list[tuple[Action, Action]]:
-    """Every compute action that needs another rank's output, with the receive that brings it."""
+    """Every compute action that needs the output of another rank, with the receive that delivers it."""
     home, last = schedule.stage_rank, schedule.num_stages - 1
     found = []
     for row in schedule.ranks:
@@ -54,14 +69,14 @@ def transfers(schedule: Schedule) -> list[tuple[Action, Action]]:
 
 
 def producer_of(send: Action, splits: bool) -> Action:
-    """The compute action whose output is sent."""
+    """The compute action whose output is sent; `splits` says whether the backward is split into ``I`` and ``W``."""
     if send.kind == "SEND_F":
         return Action(send.stage, FORWARD, send.microbatch)
     return Action(send.stage, "I" if splits else BACKWARD, send.microbatch)
 
 
 def ticks(schedule: Schedule) -> dict[Action, tuple[int, int]]:
-    """When each compute action would begin and end if all took one tick (a whole backward two) and sending none."""
+    """Begin and end of each compute action if each takes one tick (an unsplit backward two) and transfers take none."""
     last = schedule.num_stages - 1
     kinds = {(a.stage, a.microbatch): a.kind for row in schedule.ranks for a in row if a.kind in ("I", BACKWARD)}
     times: dict[Action, tuple[int, int]] = {}
@@ -134,7 +149,7 @@ def _ahead(schedule: Schedule, ahead: int) -> list[list[Action]]:
         channels.setdefault(channel, []).append(((place[producer], 0), consumer, receive))
     posts: dict[tuple[int, int], list[Action]] = {}
     for (_, rank), messages in channels.items():
-        # Receives match sends in order, so none may be posted later than one that was sent after it.
+        # Receives match sends in order: a receive may not be posted after the receive of a later send.
         latest = len(schedule.ranks[rank])
         for _, consumer, receive in sorted(messages, reverse=True):
             latest = min(latest, max(0, place[consumer] - ahead))

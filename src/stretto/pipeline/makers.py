@@ -1,7 +1,11 @@
-"""Schedules by name. All but `interleaved` have one stage per rank and differ in two numbers per stage only.
+"""Makers of schedules, by name. All but `interleaved` have one stage per rank and differ only in two numbers per stage.
 
-A stage begins with `warmup` forwards, then does one backward and one forward in turn. With a `delay` the backward is
-split: the weights' gradient of a micro-batch follows the input's gradient of the `delay`-th micro-batch after it.
+A stage begins with `warmup` forwards, then alternates one backward and one forward. With a `delay` the backward is
+split:
+the weight gradient of a micro-batch follows the input gradient of the `delay`-th micro-batch after it.
+
+A maker is called as ``maker(stages, microbatches)`` and returns a `Schedule` of compute actions only; `with_comms` adds
+the communication. A new maker is one function and one entry of `MAKERS`; `check` proves its schedules.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from .actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from .schedule import Schedule, check_counts, per_stage
 
 FULL = -1
-"""The delay of a backward that is not split."""
+"""The value of `delay` for a backward that is not split."""
 
 
 def paced(
@@ -24,11 +28,25 @@ def paced(
     delay: int | Sequence[int] = FULL,
     name: str = "paced",
 ) -> Schedule:
-    """The schedule with these warm-ups and delays, one number for all stages or one for each.
+    """The schedule with the given warm-ups and delays.
 
     >>> print(paced(2, 4, warmup=[3, 1], delay=1).to_csv(), end="")
     0F0,0F1,0F2,0I0,0F3,0I1,0W0,0I2,0W1,0I3,0W2,0W3
     1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3
+
+    Args:
+        stages: number of stages, one per rank, 1..4096.
+        microbatches: micro-batches of an iteration, 1..65536.
+        warmup: forwards before the first backward, >= 1; one number for all stages or one per stage.
+        delay: micro-batches by which the weight gradient follows the input gradient, >= 0, or `FULL` for an unsplit
+            backward; one number for all stages or one per stage.
+        name: name of the schedule.
+
+    Returns:
+        The compute actions of every rank; they may deadlock if a stage has a smaller warm-up than the next.
+
+    Raises:
+        InvalidInput: a number is out of range, or there is not one number per stage.
     """
     check_counts(stages, microbatches)
     warmups = per_stage("warmup", warmup, stages, 1, 1 << 16)
@@ -59,39 +77,64 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """As few micro-batches in flight as fill the pipeline: stage i of n (from 1) begins with n - i + 1 forwards."""
+    """The smallest warm-up that fills the pipeline: stage i of n (from 1) begins with n - i + 1 forwards."""
     warmup = [stages - at for at in range(stages)]
     return paced(stages, microbatches, warmup=warmup, name="1f1b")
 
 
 def eager_1f1b(stages: int, microbatches: int, *, delay: int | Sequence[int] = FULL) -> Schedule:
-    """Forwards run ahead, so that others hide the transfers: stage i of n begins with 2 (n - i) + 1.
+    """Forwards run ahead, so that compute hides the transfers: stage i of n (from 1) begins with 2 (n - i) + 1
+    forwards.
 
     >>> [sum(action.kind == "F" for action in row[:5]) for row in eager_1f1b(3, 8).ranks]
     [5, 4, 3]
+
+    Args:
+        stages: number of stages, one per rank.
+        microbatches: micro-batches of an iteration.
+        delay: as for `paced`; `FULL` keeps backwards unsplit.
+
+    Returns:
+        The compute actions of every rank.
+
+    Raises:
+        InvalidInput: a number is out of range.
     """
     return paced(stages, microbatches, warmup=eager_warmup(stages), delay=delay, name="eager_1f1b")
 
 
 def eager_warmup(stages: int) -> list[int]:
-    """How many forwards each stage of eager-1F1B begins with."""
+    """The number of forwards with which each stage of eager-1F1B begins."""
     return [2 * (stages - at) - 1 for at in range(stages)]
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """Zero bubble, hand-made 1: later stages put off their weights' gradients; none holds more than 1F1B's first."""
+    """Zero bubble, hand-made 1: later stages delay weight gradients; no stage holds more than the first stage of 1F1B.
+    """
     warmup = [stages - at for at in range(stages)]
     return paced(stages, microbatches, warmup=warmup, delay=list(range(stages)), name="zb_h1")
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Zero bubble, hand-made 2: twice the memory, and between the first and last micro-batch nobody waits."""
+    """Zero bubble, hand-made 2: twice the memory, and no stage waits between the first and the last micro-batch."""
     delay = [2 * at for at in range(stages)]
     return paced(stages, microbatches, warmup=eager_warmup(stages), delay=delay, name="zb_h2")
 
 
 def interleaved(stages: int, microbatches: int, *, per_rank: int = 2) -> Schedule:
-    """Several stages per rank, round robin, micro-batches in rounds of as many as there are ranks (Megatron-LM)."""
+    """Several stages per rank, round robin; each round has as many micro-batches as there are ranks (Megatron-LM).
+
+    Args:
+        stages: number of stages of the model, a multiple of `per_rank`.
+        microbatches: micro-batches of an iteration, a multiple of the number of ranks.
+        per_rank: stages on each rank, 1..stages.
+
+    Returns:
+        The compute actions of ``stages / per_rank`` ranks.
+
+    Raises:
+        InvalidInput: a number is out of range or does not divide.
+    """
     check_counts(stages, microbatches)
     if not 1 <= per_rank <= stages or stages % per_rank:
         raise InvalidInput(f"per_rank: {stages} stages cannot be dealt out {per_rank} to each rank")
@@ -129,10 +172,21 @@ MAKERS: dict[str, Callable[..., Schedule]] = {
 
 
 def make(name: str, stages: int, microbatches: int) -> Schedule:
-    """A schedule by name.
+    """A schedule by the name of its maker.
 
     >>> make("1f1b", 2, 3).ranks[0]
     (0F0, 0F1, 0B0, 0F2, 0B1, 0B2)
+
+    Args:
+        name: one of `MAKERS`.
+        stages: number of stages, 1..4096.
+        microbatches: micro-batches of an iteration, 1..65536.
+
+    Returns:
+        The compute actions of every rank.
+
+    Raises:
+        InvalidInput: the name is unknown or a count out of range.
     """
     if name not in MAKERS:
         raise unknown("schedule", name, MAKERS)

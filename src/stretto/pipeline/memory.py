@@ -17,16 +17,16 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """What one device of a stage holds, in bytes."""
+    """The bytes that one device of a stage holds."""
 
     fixed_bytes: float = 0.0
-    """Weights, their gradients, the optimiser's state."""
+    """Bytes of weights, their gradients and the optimizer's state."""
     activation_bytes: float = 0.0
-    """Kept for every micro-batch from its forward until the end of its backward (of its ``W`` where that is split)."""
+    """Bytes kept for each micro-batch from its forward to the end of its backward (of its ``W`` if that is split)."""
     working_bytes: float = 0.0
-    """Once, while a backward runs: what was recomputed."""
+    """Bytes of recomputed activations, held once while a backward runs."""
     received_bytes: float = 0.0
-    """For every micro-batch from posting its receive to its forward."""
+    """Bytes of the receive buffer of each micro-batch, from posting its receive to its forward."""
 
     def __post_init__(self) -> None:
         for name in ("fixed_bytes", "activation_bytes", "working_bytes", "received_bytes"):
@@ -35,7 +35,7 @@ class StageMemory:
                 raise InvalidInput(f"{name}: must be a number >= 0, not {value!r}")
 
     def room(self, cap_bytes: float, most: int) -> int:
-        """How many micro-batches may be in flight under a cap, at most `most`; none is refused."""
+        """The number of micro-batches that may be in flight under a cap in bytes: 0 if not one fits, at most `most`."""
         left = cap_bytes - self.fixed_bytes - self.working_bytes
         if left >= most * self.activation_bytes:
             return most
@@ -43,7 +43,7 @@ class StageMemory:
 
 
 def peak_bytes(schedule: Schedule, stages: Sequence[StageMemory]) -> tuple[float, ...]:
-    """The most that a device of each rank holds at once.
+    """The largest number of bytes that a device of each rank holds at once.
 
     >>> from stretto.pipeline import eager_1f1b, one_f_one_b
     >>> each = StageMemory(fixed_bytes=100.0, activation_bytes=10.0)
@@ -78,17 +78,31 @@ class LayerMemory:
     """One layer of a stage, for one micro-batch on one device."""
 
     all_bytes: float
-    """Everything its backward reads."""
+    """Bytes of everything that the layer's backward reads."""
     input_bytes: float
-    """Its input alone, from which all else can be recomputed."""
+    """Bytes of the layer's input alone, from which the rest can be recomputed."""
 
 
 def recomputed(
     layers: Sequence[LayerMemory], *, fixed_bytes: float, in_flight: int, cap_bytes: float, received_bytes: float = 0.0
 ) -> tuple[StageMemory, tuple[bool, ...]]:
-    """The memory of a stage that recomputes as few layers as fit under the cap, and which ones those are.
+    """Choose as few layers to recompute as let a stage fit under a cap.
 
-    Layers that save the most come first. The largest recomputed layer is there in full while its backward runs.
+    Layers that save the most are chosen first. The largest recomputed layer is in memory in full while its backward
+    runs.
+
+    Args:
+        layers: the layers of the stage, each for one micro-batch on one device.
+        fixed_bytes: bytes of weights, gradients and optimizer state.
+        in_flight: micro-batches whose activations are held at once.
+        cap_bytes: memory of the device in bytes.
+        received_bytes: bytes of one receive buffer.
+
+    Returns:
+        The memory of the stage, and for each layer whether it is recomputed.
+
+    Raises:
+        Infeasible: the stage does not fit even with every layer recomputed.
     """
     chosen = [False] * len(layers)
     order = sorted(range(len(layers)), key=lambda at: (layers[at].input_bytes - layers[at].all_bytes, at))
@@ -113,7 +127,7 @@ def recomputed(
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerLayer:
-    """Table 1 of the paper for one layer on one device.
+    """Table 1 of the cross-mesh paper: the memory of one transformer layer on one device.
 
     >>> layer = TransformerLayer(hidden=12288, sequence=1024, microbatch=2, tensor=8)
     >>> [round(value / 2**20) for value in (layer.parameters, layer.activation_elements, layer.activation_bytes)]
@@ -129,20 +143,20 @@ class TransformerLayer:
 
     @property
     def parameters(self) -> float:
-        """``12 H^2 / TMP``."""
+        """The layer's parameters on one device: ``12 H^2 / TMP``."""
         return 12 * self.hidden**2 / self.tensor
 
     @property
     def weight_bytes(self) -> float:
-        """Weights and optimiser: ``168 H^2 / TMP``."""
+        """Bytes of weights and optimizer state: ``168 H^2 / TMP``."""
         return 14 * self.parameters
 
     @property
     def activation_elements(self) -> float:
-        """Of the layer's input: ``B S H``."""
+        """Elements of the layer's input: ``B S H``."""
         return self.microbatch * self.sequence * self.hidden
 
     @property
     def activation_bytes(self) -> float:
-        """The same in 16 bit: ``2 B S H``."""
+        """Bytes of the layer's input in 16 bit: ``2 B S H``."""
         return 2 * self.activation_elements

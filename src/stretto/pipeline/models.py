@@ -1,9 +1,10 @@
-"""The paper's end-to-end models on two p3.8xlarge: stage times from a roofline, transfers from the resharding planner.
+"""The cross-mesh paper's models on two p3.8xlarge: stage times from a roofline, transfers from the resharding planner.
 
 Each stage has one host of four GPUs. A stage's time is the roofline's (`workload.roofline`), of which kernels reach one
-share, `EFFICIENCY`; what the devices of a stage exchange among each other goes over NVLink at its rate. Layers are
-recomputed only where the stage would not fit into 16 GB with eager-1F1B's micro-batches in flight, the same for all
-systems, so that they differ in communication and order alone.
+share, `EFFICIENCY`; the devices of a stage exchange data over NVLink at its rate. A layer is recomputed only where the
+stage would not fit into 16 GB with eager-1F1B's micro-batches in flight. That choice is the same for all systems, so
+that
+systems differ only in communication and order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ the paper's figures in sight. ``docs/pipeline.md`` shows what others give."""
 NVLINK_GB_PER_S = 25.0
 GPU_BYTES = 16e9
 RESERVED_BYTES = 1e9
-"""What the driver, the library's buffers and fragments take of a GPU's memory."""
+"""Bytes of a GPU's memory that the driver, library buffers and fragmentation take."""
 GPUS = 4
 STAGES = 2
 
@@ -44,20 +45,20 @@ class Case:
     batch: int
     microbatches: int
     data: int
-    """Data-parallel degree in a stage: the batch is split over so many."""
+    """Data-parallel degree in a stage: the number of devices that the batch is split over."""
     tensor: int
-    """Operator-parallel degree in a stage: each layer is split over so many."""
+    """Operator-parallel degree in a stage: the number of devices that each layer is split over."""
     sharded_weights: bool = False
-    """Whether the data-parallel devices share the weights too, and exchange for each layer these or the activations."""
+    """Whether the data-parallel devices also shard the weights, and gather for each layer weights or activations."""
 
     @property
     def microbatch(self) -> int:
-        """Samples of one micro-batch."""
+        """The number of samples in one micro-batch."""
         return self.batch // self.microbatches
 
     @cached_property
     def cut(self) -> int:
-        """How many layers are on the first stage."""
+        """The number of layers on the first stage."""
         return balanced_cut(list(self.layers))
 
     @cached_property
@@ -67,11 +68,11 @@ class Case:
 
     @property
     def forward_flops(self) -> float:
-        """Of one sample."""
+        """Operations of one sample's forward pass."""
         return sum(layer.flops for layer in self.layers)
 
     def with_batches(self, microbatches: int) -> Case:
-        """The same with another number of micro-batches of the same size."""
+        """This case with another number of micro-batches of the same size."""
         return replace(self, batch=self.microbatch * microbatches, microbatches=microbatches)
 
 
@@ -103,18 +104,30 @@ def case(name: str) -> Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A case with its stages timed and fitted into memory; transfers are still to be chosen."""
+    """A case with its stages timed and fitted into memory; the strategy of its transfers is still to be chosen."""
 
     case: Case
     costs: Costs
-    """With communication between stages free."""
+    """The stages' times, with transfers between stages that take no time."""
     memory: tuple[StageMemory, ...]
     recomputed: tuple[tuple[str, ...], ...]
     """The layers of each stage that are recomputed."""
 
 
 def build(what: Case, *, efficiency: float = EFFICIENCY, in_flight: Sequence[int] | None = None) -> Built:
-    """Time the stages and choose what is recomputed for so many micro-batches in flight (eager-1F1B's if not given)."""
+    """Time the stages of a case and choose the layers that are recomputed.
+
+    Args:
+        what: the case.
+        efficiency: share of the roofline that kernels reach, over 0 and at most 1.
+        in_flight: micro-batches in flight at each stage; None takes eager-1F1B's.
+
+    Returns:
+        The case with its stage times and memory.
+
+    Raises:
+        Infeasible: a stage does not fit into its GPUs even with every layer recomputed.
+    """
     device = accelerator("v100_hgx2", efficiency=efficiency)
     flight = [min(count, what.microbatches) for count in in_flight or eager_warmup(STAGES)]
     samples = what.microbatch / what.data
@@ -150,7 +163,7 @@ def _elements(shape: Sequence[int]) -> float:
 
 
 def _layer_us(layer: ModelLayer, what: Case, samples: float, device: Accelerator) -> tuple[float, float, float]:
-    """Forward, gradient of the input, gradient of the weights, on one device."""
+    """Microseconds of a layer's forward, input gradient and weight gradient on one device."""
     part = samples / what.tensor
     product_us = device.compute_us(layer.flops * part, 0.0, what.dtype, kernels=layer.kernels // 2)
     moved = layer.traffic_elements * part * what.dtype_bytes
@@ -163,9 +176,11 @@ def _layer_us(layer: ModelLayer, what: Case, samples: float, device: Accelerator
 
 
 def _gathered_elements(layer: ModelLayer, what: Case) -> float:
-    """What the devices of a stage give each other where all share the weights: these, or if fewer the activations.
+    """Elements that the devices of a stage gather for a layer with sharded weights: the weights, or if fewer the
+    activations.
 
-    The second is operator parallelism; the paper leaves the choice to Alpa, which takes the cheaper one layer by layer.
+    Gathering activations is operator parallelism; the paper leaves the choice to Alpa, which takes the cheaper one per
+    layer.
     """
     return min(layer.parameters, (layer.input_elements + _elements(layer.output)) * what.microbatch)
 
@@ -188,7 +203,10 @@ def _fixed_bytes(layers: Sequence[ModelLayer], what: Case) -> float:
 
 
 def _reduce_us(layers: Sequence[ModelLayer], what: Case) -> float:
-    """Gradients summed over the data-parallel devices, once; where weights are sharded each backward has done it."""
+    """Microseconds to sum the gradients over the data-parallel devices once.
+
+    With sharded weights the time is 0, because every backward has already summed them.
+    """
     if what.sharded_weights or what.data == 1:
         return 0.0
     nbytes = sum(layer.parameters for layer in layers) / what.tensor * what.dtype_bytes
@@ -197,7 +215,8 @@ def _reduce_us(layers: Sequence[ModelLayer], what: Case) -> float:
 
 @lru_cache(maxsize=64)
 def transfer_us(name: str, strategy: str) -> tuple[float, float]:
-    """The activations of one micro-batch to the next stage, and their gradients back, by a strategy of resharding.
+    """Microseconds to move one micro-batch's activations to the next stage, and their gradients back, by a resharding
+    strategy.
 
     Tensors are split over the data-parallel devices and copied on the operator-parallel ones, on both sides.
     """
@@ -236,17 +255,17 @@ SYSTEMS = (*STRATEGY, "upper_bound")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One system on one case."""
+    """The outcome of one system on one case."""
 
     case: str
     system: str
     run: Run
     iteration_us: float
     tflops: float
-    """Of all GPUs together; what is recomputed does not count."""
+    """Throughput of all GPUs together; recomputation does not count."""
     peak_gb: tuple[float, ...]
     bound_us: float
-    """No order of this work is faster with this system's transfers."""
+    """A lower bound on the time of any order of this work with this system's transfers."""
 
 
 def evaluate(built: Built, system: str) -> Result:

@@ -1,4 +1,4 @@
-"""`Schedule`: what every rank of a pipeline does, in order."""
+"""`Schedule`: the ordered actions of every rank of a pipeline."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ class Schedule:
         return any(action.kind == "I" for row in self.ranks for action in row)
 
     def compute_only(self) -> Schedule:
-        """Without communication and without what a stage does as a whole."""
+        """This schedule without communication and without the actions of a whole stage (`WHOLE`)."""
         rows = tuple(tuple(action for action in row if action.kind in COMPUTE) for row in self.ranks)
         return Schedule(name=self.name, ranks=rows)
 
     def renamed(self, name: str) -> Schedule:
-        """The same under another name."""
+        """This schedule under another name."""
         return Schedule(name=name, ranks=self.ranks)
 
     def to_csv(self) -> str:
@@ -119,11 +119,11 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """Read a CSV file."""
+        """Read a schedule from a CSV file; its name is the file's."""
         return cls.from_csv(read_text(path), name=Path(path).stem)
 
     def save(self, path: str | Path) -> None:
-        """Write a CSV file."""
+        """Write the schedule to a CSV file."""
         write_file(path, self.to_csv())
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class Schedule:
 
 
 def check_counts(stages: int, microbatches: int) -> None:
-    """Refuse counts that no schedule is made for."""
+    """Raise `InvalidInput` for numbers of stages or micro-batches that no schedule can have."""
     for name, value, most in (("stages", stages, MAX_STAGES), ("microbatches", microbatches, MAX_MICROBATCHES)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise InvalidInput(f"{name}: must be 1..{most}, not {value!r}")
@@ -145,7 +145,21 @@ def check_counts(stages: int, microbatches: int) -> None:
 
 
 def per_stage(name: str, values: int | Sequence[int], stages: int, low: int, high: int) -> tuple[int, ...]:
-    """One number for all stages, or one for each; outside the bounds it is refused."""
+    """One number per stage, from one number for all stages or from one number for each.
+
+    Args:
+        name: name of the argument, for errors.
+        values: one number, or one per stage.
+        stages: number of stages.
+        low: smallest valid number.
+        high: largest valid number.
+
+    Returns:
+        As many numbers as there are stages.
+
+    Raises:
+        InvalidInput: a number is outside low..high, or there is not one per stage.
+    """
     numbers: Iterable[int] = (values,) * stages if isinstance(values, int) else values
     found = tuple(numbers)
     if len(found) != stages:

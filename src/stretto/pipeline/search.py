@@ -1,8 +1,12 @@
-"""The best warm-up depth and delay of every stage under a memory cap.
+"""Searches the warm-up and delay of every stage that give the least time under a memory cap.
 
-Exact where the choices are few (every combination, or until one meets the lower bound), else a local search from the
-known schedules, and from the best without a cap made smaller until it fits: one stage, or all stages up to one, a step
-deeper or shallower. Of equally fast ones the smallest wins: delay the least that covers the communication.
+The search is exact where there are few choices: it tries every combination, or stops when one meets the lower bound.
+Else
+it is a local search, which starts from the known schedules and from the deepest one, shrunk until it fits. One move
+makes
+one stage, or all stages up to one, a step deeper or shallower. Of equally fast schedules the one with least memory
+wins,
+so delays are only as large as hiding the communication needs.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ EXACT_CHOICES = 3000
 EVALUATIONS = 1000
 LEAST_EVALUATIONS = 50
 WORK = 200_000
-"""Stages x micro-batches x evaluations of a local search: what takes half a minute at the most."""
+"""Limit of stages x micro-batches x evaluations of a local search, so that it takes half a minute at most."""
 MOST_DELAY = 4
 SLACK = 1e-9
 Choice = tuple[tuple[int, ...], tuple[int, ...]]
@@ -31,12 +35,12 @@ Choice = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the search chose, and how good it is."""
+    """The schedule that the search chose, with its time, memory and bound."""
 
     schedule: Schedule
     total_us: float
     bound_us: float
-    """No schedule at all is faster under this cap."""
+    """A lower bound on the time of any schedule under this cap."""
     warmup: tuple[int, ...]
     delay: tuple[int, ...]
     peak_bytes: tuple[float, ...]
@@ -46,7 +50,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """How far above the bound, 0 being optimal."""
+        """The relative distance of the time to the bound; 0 is optimal."""
         return self.total_us / self.bound_us - 1.0 if self.bound_us else 0.0
 
 
@@ -62,11 +66,29 @@ def search(
     seed: int = 0,
     on_step: Callable[[int], None] | None = None,
 ) -> Found:
-    """Choose warm-ups and delays for the least time under ``cap_bytes`` per device.
+    """Choose warm-ups and delays for the least time under a memory cap per device.
 
     >>> found = search(Costs.even(2, forward_us=10.0, transfer_us=6.0), 8)
     >>> found.total_us, found.bound_us, found.warmup, found.exhaustive
     (256.0, 256.0, (3, 1), True)
+
+    Args:
+        costs: times of every stage and transfer; they also set the number of stages.
+        microbatches: micro-batches of an iteration, 1..65536.
+        memory: bytes per stage; None means that stages need none.
+        cap_bytes: memory of a device in bytes.
+        transport: one of `TRANSPORTS`, with which schedules are simulated.
+        most_delay: largest delay that is tried, 0..64.
+        evaluations: most schedules that a local search simulates.
+        seed: seed of the local search; the same arguments give the same schedule.
+        on_step: called with the number of schedules simulated so far.
+
+    Returns:
+        The fastest schedule found, with its lower bound.
+
+    Raises:
+        InvalidInput: a number is out of range.
+        Infeasible: a stage does not fit under the cap with one micro-batch in flight.
     """
     check_seed(seed)
     stages = costs.num_stages
@@ -135,11 +157,11 @@ class _State:
 
     @property
     def optimal(self) -> bool:
-        """Whether nothing can be faster."""
+        """Whether the best choice meets the lower bound."""
         return self.time <= self.bound * (1 + SLACK)
 
     def try_one(self, choice: Choice) -> float:
-        """The time of a choice; infinite where it does not fit or waits for itself."""
+        """The time of a choice; infinite if the choice does not fit into memory or deadlocks."""
         if choice not in self.seen:
             time, peaks = self.measure(choice, self.cap)
             weight = sum(peaks) + sum(choice[0]) + sum(late + 1 for late in choice[1])
@@ -151,7 +173,7 @@ class _State:
         return self.seen[choice]
 
     def measure(self, choice: Choice, cap: float) -> tuple[float, tuple[float, ...]]:
-        """Time and memory; the time is infinite where it does not fit under a cap or waits for itself."""
+        """Time and memory of a choice; the time is infinite if the choice does not fit under `cap` or deadlocks."""
         warmup, delay = choice
         schedule = paced(len(warmup), self.microbatches, warmup=warmup, delay=delay)
         peaks = peak_bytes(schedule, self.memory)
@@ -160,7 +182,7 @@ class _State:
         return simulate(schedule, self.costs, transport=self.transport).total_us, peaks
 
     def descend(self, stages: int, evaluations: int) -> None:
-        """From the deepest known schedule, whether it fits or not, to one that does: each step costs the least time."""
+        """Shrink the deepest known schedule until it fits, each time by the step that costs the least time."""
         deep = [min(count, self.microbatches) for count in eager_warmup(stages)]
         choice: Choice = tuple(deep), tuple(2 * at for at in range(stages))
         _, peaks = self.measure(choice, float("inf"))
@@ -193,7 +215,7 @@ class _State:
             if self.time < before * (1 - SLACK):
                 current = self.best
                 continue
-            # At a summit: begin again some steps away from the best.
+            # No move from here is better: restart some random moves away from the best choice.
             assert self.best is not None
             current = self.best
             known = len(self.seen)
@@ -204,7 +226,7 @@ class _State:
                 return
 
     def shrink(self, most: int) -> None:
-        """Give memory back, one step at a time, where that costs no time."""
+        """Reduce warm-ups and delays one step at a time as long as that costs no time."""
         before = None
         while self.best is not None and self.best != before:
             before = self.best
@@ -244,7 +266,7 @@ def _at(choice: Choice, stage: int) -> tuple[int, int]:
 
 
 def _starts(stages: int, microbatches: int, room: Sequence[int]) -> Iterator[Choice]:
-    """1F1B, eager-1F1B and both zero-bubble schedules, as deep as there is room for."""
+    """1F1B, eager-1F1B and both zero-bubble schedules, with warm-ups cut to the room of each stage."""
     plain = [stages - at for at in range(stages)]
     for warmup, delay in (
         (plain, [FULL] * stages),
@@ -254,7 +276,7 @@ def _starts(stages: int, microbatches: int, room: Sequence[int]) -> Iterator[Cho
         (eager_warmup(stages), [2 * at for at in range(stages)]),
     ):
         fitted = [min(deep, count, microbatches) for deep, count in zip(warmup, room, strict=True)]
-        # A stage may not be shallower than the next: it would wait for what it has not sent.
+        # A stage with a smaller warm-up than the next would wait for gradients of forwards that it has not sent.
         yield tuple(min(fitted[: at + 1]) for at in range(stages)), tuple(delay)
 
 

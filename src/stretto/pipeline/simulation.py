@@ -1,4 +1,4 @@
-"""How long a schedule takes: stage times, transfer times, and whether the two overlap."""
+"""The duration of a schedule, from the times of stages and transfers and from whether the two overlap."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from ..simulator import Timeline
 
 STYLE_OF = {"async": "ahead", "pair": "mirrored", "blocking": "blocking"}
-"""How communication is written out for a transport where a schedule has none."""
+"""The style of `with_comms` for each transport, for schedules without communication."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one micro-batch costs at every stage, and between a stage and the next.
+    """Microseconds of one micro-batch at every stage, and between a stage and the next.
 
-    A whole backward costs `input_us` + `weight_us`; what is recomputed belongs to `input_us`. `activation_us[s]` is the
-    transfer from stage s to s + 1, `gradient_us[s]` the one back; skip connections travel along, stage by stage, as
-    PyTorch has it. `reduce_us` comes once per iteration, after the stage's last backward.
+    A whole backward costs `input_us` + `weight_us`; recomputation belongs to `input_us`. `activation_us[s]` is the
+    transfer
+    from stage s to s + 1, `gradient_us[s]` the one back; skip connections are passed on stage by stage, as in PyTorch.
+    `reduce_us` is paid once per iteration, after the stage's last backward.
     """
 
     forward_us: tuple[float, ...]
@@ -58,7 +59,20 @@ class Costs:
     def even(
         cls, stages: int, *, forward_us: float = 1.0, backward_us: float | None = None, transfer_us: float = 0.0
     ) -> Costs:
-        """All stages alike; the backward costs twice the forward unless told, half of it for the weights."""
+        """The same costs for all stages.
+
+        Args:
+            stages: number of stages, >= 1.
+            forward_us: microseconds of a forward, >= 0.
+            backward_us: microseconds of a backward, half of them for the weights; None: twice the forward.
+            transfer_us: microseconds of a transfer between two stages, the same in both directions.
+
+        Returns:
+            The costs, without reductions.
+
+        Raises:
+            InvalidInput: a number is negative or not finite.
+        """
         half = forward_us if backward_us is None else backward_us / 2
         between = (transfer_us,) * (stages - 1)
         each = (half,) * stages
@@ -68,16 +82,16 @@ class Costs:
 
     @property
     def num_stages(self) -> int:
-        """How many stages it describes."""
+        """The number of stages that the costs describe."""
         return len(self.forward_us)
 
     def free(self) -> Costs:
-        """The same with communication that takes no time: the paper's hypothetical upper bound."""
+        """These costs with transfers that take no time: the paper's hypothetical upper bound."""
         none = (0.0,) * (self.num_stages - 1)
         return replace(self, activation_us=none, gradient_us=none)
 
     def of(self, action: Action) -> float:
-        """The time of one action; a transfer's time is its send's."""
+        """Microseconds of one action; the time of a transfer is that of its send."""
         stage = action.stage
         match action.kind:
             case "F":
@@ -99,7 +113,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Run:
-    """A schedule on the clock."""
+    """A simulated schedule: every action with its times."""
 
     schedule: Schedule
     transport: str
@@ -107,12 +121,12 @@ class Run:
 
     @cached_property
     def total_us(self) -> float:
-        """When the last action ends."""
+        """The time at which the last action ends."""
         return max(span.end_us for span in self.spans)
 
     @cached_property
     def busy_us(self) -> tuple[float, ...]:
-        """For each rank how long it computes."""
+        """Microseconds that each rank computes."""
         busy = [0.0] * len(self.schedule.ranks)
         for span in self.spans:
             if span.action.kind in COMPUTE:
@@ -125,7 +139,7 @@ class Run:
         return 1.0 - sum(self.busy_us) / (self.total_us * len(self.busy_us)) if self.total_us else 0.0
 
     def timeline(self) -> Timeline:
-        """The same as a `Timeline`: compute and sends of every rank."""
+        """This run as a `Timeline` with compute and sends of every rank."""
         import numpy as np
 
         from ..simulator import Timeline
@@ -152,7 +166,7 @@ class Run:
 
 
 def simulate(schedule: Schedule, costs: Costs, *, transport: str = "async") -> Run:
-    """Run a schedule on the clock; where it has no communication, that is written out as the transport wants it.
+    """Simulate a schedule; communication is added in the transport's style if the schedule has none.
 
     >>> from stretto.pipeline import eager_1f1b, one_f_one_b
     >>> costs = Costs.even(2, forward_us=10.0, transfer_us=6.0)
@@ -160,6 +174,18 @@ def simulate(schedule: Schedule, costs: Costs, *, transport: str = "async") -> R
     <Run 1f1b (blocking): 702 us, bubble 31.6%>
     >>> simulate(one_f_one_b(2, 16), costs), simulate(eager_1f1b(2, 16), costs)
     (<Run 1f1b (async): 606 us, bubble 20.8%>, <Run eager_1f1b (async): 522 us, bubble 8.0%>)
+
+    Args:
+        schedule: the schedule, with or without communication.
+        costs: times of as many stages as the schedule has.
+        transport: one of `TRANSPORTS`.
+
+    Returns:
+        The run, whose `schedule` has its communication written out.
+
+    Raises:
+        InvalidInput: the costs have another number of stages, or the transport is unknown.
+        VerificationError: the schedule deadlocks over this transport.
     """
     if costs.num_stages != schedule.num_stages:
         raise InvalidInput(f"costs: are of {costs.num_stages} stages, the schedule has {schedule.num_stages}")
@@ -171,11 +197,21 @@ def simulate(schedule: Schedule, costs: Costs, *, transport: str = "async") -> R
 
 
 def lower_bound_us(costs: Costs, microbatches: int, *, in_flight: Sequence[int] | None = None) -> float:
-    """No schedule with one stage per rank is faster, whatever its order: three arguments, the largest counts.
+    """A lower bound on the time of every schedule with one stage per rank: the largest of three arguments.
 
-    A stage cannot begin before the first activation is there, must do all its work, and its last gradient has to
-    travel back to the first stage. A link must carry every micro-batch. With `in_flight` (the most micro-batches
-    that each stage has room for) some room is used ``ceil(microbatches / in_flight)`` times, each for a round trip.
+    1. A stage cannot begin before the first activation arrives, must do all its work, and its last gradient has to
+    travel
+    back to the first stage. 2. A link must carry every micro-batch. 3. With `in_flight`, the memory of one micro-batch
+    at a
+    stage is used ``ceil(microbatches / in_flight)`` times, each time for a round trip to the last stage.
+
+    Args:
+        costs: times of every stage and transfer, in microseconds.
+        microbatches: micro-batches of an iteration.
+        in_flight: the most micro-batches that each stage has memory for, >= 1; None: no limit.
+
+    Returns:
+        Microseconds that no schedule can undercut.
     """
     last = costs.num_stages - 1
     forward, inputs, weights = costs.forward_us, costs.input_us, costs.weight_us
@@ -193,7 +229,7 @@ def lower_bound_us(costs: Costs, microbatches: int, *, in_flight: Sequence[int] 
             best = max(best, before + microbatches * there[stage] + beyond + back[stage] + home)
             best = max(best, before + there[stage] + beyond + microbatches * back[stage] + home)
         if in_flight is not None:
-            # Room is given back after the weights' gradient; the last one may still be at it while others end.
+            # A micro-batch frees its memory after its weight gradient; the last one may overlap the other stages' end.
             trip = sum(sum(times[stage:]) for times in (forward, there, inputs, back)) + weights[stage]
             turns = math.ceil(microbatches / in_flight[stage])
             best = max(best, head + turns * trip - weights[stage] + max(tail, weights[stage]))

@@ -1,4 +1,4 @@
-"""Our pipeline schedules under PyTorch's own pipeline runtime."""
+"""Runs our pipeline schedules on PyTorch's own pipeline runtime."""
 
 from __future__ import annotations
 
@@ -17,12 +17,27 @@ MAX_MESSAGE = 2000
 def pipeline(
     schedule: Schedule, stages: Sequence[Any], *, loss_fn: Callable[..., Any] | None = None, blocking: bool = False
 ) -> Any:
-    """PyTorch's ``_PipelineScheduleRuntime`` for this rank's `stages`, with the given schedule proved and loaded.
+    """PyTorch's ``_PipelineScheduleRuntime`` for this rank's stages, with the given schedule checked and loaded.
 
-    Call ``.step(inputs)`` on the rank of the first stage, ``.step(target=..., losses=[...])`` on that of the last. All
-    ranks must give the same schedule: they compare first, so that one that differs is an error on each and no hang.
-    Where no communication is written out, it is: in one order per pair for NCCL, receives ahead for other backends.
-    With `blocking` every send and receive is waited for at once, as systems without overlap do; to compare with.
+    Every rank of the pipeline's process group calls this with the same schedule. The call is collective: the ranks
+    first
+    compare their schedules, so that a difference is an error on every rank and not a hang. Then call ``.step(inputs)``
+    on the
+    rank of the first stage and ``.step(target=..., losses=[...])`` on that of the last.
+
+    Args:
+        schedule: the schedule of all ranks. Without communication, sends and receives are added: in one order per pair
+            of ranks for NCCL, with receives posted ahead for other backends.
+        stages: this rank's ``PipelineStage`` objects, at least one, those that the schedule gives to the rank.
+        loss_fn: loss of the last stage, called with its output and the target.
+        blocking: whether every send and receive is waited for where it is issued, as in systems without overlap; for
+            comparisons.
+
+    Returns:
+        The runtime object.
+
+    Raises:
+        InvalidInput: on all ranks, if a schedule deadlocks, differs, or does not fit a rank's stages or the group.
     """
     import torch.distributed as dist
     from torch.distributed.pipelining import schedules
@@ -64,7 +79,7 @@ def _check_stages(schedule: Schedule, stages: Sequence[Any]) -> None:
 
 
 def _agree(schedule: Schedule, group: Any, error: str) -> None:
-    """One collective: whoever has an error, or another schedule than the first rank, makes all ranks say so."""
+    """Compare schedules in one collective; all ranks raise if a rank has an error or another schedule than rank 0."""
     import hashlib
 
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a training step for the planner."""
+"""Turns a pipeline schedule into a training step for the planner."""
 
 from __future__ import annotations
 
@@ -34,15 +34,28 @@ def to_workload(
     meshes: Sequence[Sequence[int]] | None = None,
     name: str = "",
 ) -> Workload:
-    """The step as a `Workload`: a compute-op for every compute action, a ``send`` for every transfer.
+    """The step as a `Workload`: one compute-op per compute action, one ``send`` per transfer.
 
-    `activation_bytes[s]` go from stage s to the next for each micro-batch, `gradient_bytes[s]` (the same, if not given)
-    come back. `meshes` are the devices of each rank of the schedule (one each if not given): the first of one mesh
-    sends its share to the first of the next, and so on. Ops are listed in the order in which the schedule begins them.
+    Ops are listed in the order in which the simulated schedule begins them.
 
     >>> from stretto.pipeline import Costs, one_f_one_b
     >>> to_workload(one_f_one_b(2, 4), Costs.even(2, forward_us=50.0), activation_bytes=[1e6])
     <Workload 1f1b: 24 ops (8 of communication) over 2 ranks, 600 us of compute, 8MB moved>
+
+    Args:
+        schedule: the schedule, with or without communication.
+        costs: times of as many stages as the schedule has.
+        activation_bytes: bytes of one micro-batch from stage s to s + 1, for each s but the last.
+        gradient_bytes: bytes back from stage s + 1 to s; None: as many as forward.
+        meshes: the devices of each rank of the schedule; None: one device per rank. The i-th device of one mesh
+            exchanges its share with the i-th of the next.
+        name: name of the workload; empty takes the schedule's.
+
+    Returns:
+        The workload of one training step.
+
+    Raises:
+        InvalidInput: there is not one number per pair of stages, or not one mesh with devices per rank.
     """
     edges = schedule.num_stages - 1
     there = tuple(activation_bytes)
@@ -65,7 +78,7 @@ def to_workload(
     received = {a for row in run.schedule.ranks for a in row if a.kind in RECEIVES}
     split = {(a.stage, a.microbatch) for row in run.schedule.ranks for a in row if a.kind == INPUT}
     ops = []
-    # What begins at the same moment: compute in the order of its rank, which the engine has kept.
+    # The sort is stable: actions that begin at the same time stay in their rank's order.
     for span in sorted(run.spans, key=lambda span: span.start_us):
         action = span.action
         home = schedule.stage_rank[action.stage]
