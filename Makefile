@@ -9,13 +9,18 @@ NATIVE_TESTS := tests/simulator tests/programs tests/dimensions tests/planner/te
   tests/planner/test_schedule_random.py tests/planner/test_search.py tests/synthesis/test_forest.py \
   tests/synthesis/test_flow.py tests/synthesis/test_greedy.py
 EXECUTOR_TESTS := tests/runtime/test_executor.py tests/runtime/test_executor_faults.py
+# Tests in which PyTorch runs; tests/gpu are added where there is a GPU.
+TORCH_TESTS := tests/runtime tests/control tests/resharding tests/cli/test_run_command.py tests/cli/test_run_splits.py \
+  tests/cli/test_run_styles.py
+TORCH_VENV = .venv-torch-$(TORCH)
 
-.PHONY: demo test test-asan test-tsan test-gpu setup system lint clean
+.PHONY: demo test test-torch test-asan test-tsan test-gpu setup system lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   set up, then plan, verify, simulate and draw a collective end to end"
 	@echo "make test   set up, then ruff, mypy --strict, the import-direction check, pytest and doctests"
+	@echo "make test-torch TORCH=2.11.0  the tests in which PyTorch runs, with another version in an environment of its own"
 	@echo "make test-asan, make test-tsan  the tests of the C++ code, built with sanitizers of g++"
 	@echo "make test-gpu PYTHON=...  the tests that need a GPU, in an environment with PyTorch for CUDA; installs stretto there"
 	@echo "make setup  only build the environment in $(VENV)"
@@ -26,6 +31,19 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2
+
+# pip's own settings say from where; a build with CUDA brings gigabytes. All but torch is as in `make setup`.
+test-torch: | system
+	@test -n "$(TORCH)" || { echo "TORCH: must be a version of PyTorch, as in: make test-torch TORCH=2.11.0"; exit 2; }
+	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/pip install -q --disable-pip-version-check torch==$(TORCH)
+	$(TORCH_VENV)/bin/pip install -q --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt scikit-build-core \
+	  nanobind libucx-cu12
+	$(TORCH_VENV)/bin/pip install -q --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt --no-build-isolation \
+	  -C build-dir=build/torch-$(TORCH) -e '.[dev,solvers,ray,runtime]'
+	$(TORCH_VENV)/bin/python -m pytest -n 2 $(TORCH_TESTS) $$($(TORCH_VENV)/bin/python -c \
+	  'import torch; print("tests/gpu" if torch.cuda.is_available() else "")')
 
 # The modules are built into build/sanitized-*, and what is installed stays as it is (docs/executor.md).
 test-asan: setup
@@ -58,4 +76,4 @@ system:
 	@./scripts/system-packages
 
 clean:
-	rm -rf $(VENV) build demo-output results
+	rm -rf $(VENV) .venv-torch-* build demo-output results

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import stretto.torch
+from stretto.runtime.torch_backend.torch_versions import all_gather_single, reduce_scatter_single
 
 LEAD_S = 0.03
 """Between agreeing on a moment and the moment: the shapers' buckets fill up again, and messages are through."""
@@ -36,9 +37,9 @@ def call(kind: str, x: torch.Tensor, y: torch.Tensor, group: Any) -> None:
     if kind == "all_reduce":
         dist.all_reduce(x, group=group)
     elif kind == "all_gather":
-        dist.all_gather_single(y, x[:part], group=group)
+        all_gather_single(y, x[:part], group=group)
     elif kind == "reduce_scatter":
-        dist.reduce_scatter_single(y[:part], x, group=group)
+        reduce_scatter_single(y[:part], x, group=group)
     else:
         dist.all_to_all_single(y, x, group=group)
 

@@ -24,7 +24,7 @@ from .cluster import Cluster
 from .planner.plan import Plan
 from .runtime.enforcer.ddp_hook import DdpHook, ddp_hook
 from .runtime.enforcer.enforcer import Enforcer
-from .runtime.torch_backend.backend import StrettoGroup, create
+from .runtime.torch_backend.backend import StrettoGroup, register
 from .runtime.torch_backend.recording import LEDGER, Choice, Recording
 from .runtime.torch_backend.recording import record as _record
 from .workload import Workload
@@ -34,8 +34,7 @@ __all__ = [
     "record",
 ]  # fmt: skip
 
-if "STRETTO" not in _dist.Backend._plugins:
-    _dist.Backend.register_backend("stretto", create, extended_api=True, devices=["cpu", "cuda"])
+register()
 
 
 def last_choice() -> Choice | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import stretto.torch
 from stretto.report import save_timeline
+from stretto.runtime.torch_backend.torch_versions import all_gather_single, reduce_scatter_single
 
 COUNT = 4 * 5003
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -24,9 +25,9 @@ def result(kind: str, group: Any) -> torch.Tensor:
     if kind == "all_reduce":
         dist.all_reduce(x, group=group)
     elif kind == "all_gather":
-        dist.all_gather_single(y, x[:part], group=group)
+        all_gather_single(y, x[:part], group=group)
     elif kind == "reduce_scatter":
-        dist.reduce_scatter_single(y[:part], x, group=group)
+        reduce_scatter_single(y[:part], x, group=group)
     elif kind == "all_to_all":
         dist.all_to_all_single(y, x, group=group)
     else:

@@ -86,12 +86,13 @@ def _backend(backend: str | None) -> str | None:
 
     wanted = backend.lower() if isinstance(backend, str) else backend
     if wanted in ("gloo", "cpu:gloo") or (wanted is None and not torch.accelerator.is_available()):
-        import torch.distributed as dist
-
-        from ..runtime.torch_backend.backend import create
-
-        if OURS.upper() not in dist.Backend._plugins:
-            dist.Backend.register_backend(OURS, create, extended_api=True, devices=["cpu", "cuda"])
+        try:
+            from ..runtime.torch_backend.backend import register
+        except InvalidInput as error:
+            # This version of PyTorch is not supported.
+            _say(f"left as it is: {error}")
+            return backend
+        register()
         OwnBackend.stand_in(GLOO)
         return OURS
     OwnBackend.stand_in("")

@@ -28,12 +28,19 @@ from .own_backend import WHY as OWN_WHY
 from .own_backend import OwnBackend
 from .recording import LEDGER, current
 from .selection import Selector, rules
+from .torch_versions import group_method, with_older_names
 from .watch import Submitted, Watch
 from .work import DelegatedWork, GroupWork, JoinedWork, Tensors
 
+NAME = "stretto"
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 BackendType = dist.ProcessGroup.BackendType
+ALL_GATHER_SINGLE = group_method("all_gather_single")
+ALL_GATHER_SINGLE_COALESCED = group_method("all_gather_single_coalesced")
+REDUCE_SCATTER_SINGLE = group_method("reduce_scatter_single")
+REDUCE_SCATTER_SINGLE_COALESCED = group_method("reduce_scatter_single_coalesced")
+ALL_TO_ALL_SINGLE = group_method("all_to_all_single")
 POINT_TO_POINT = "programs are for collectives, this is a message between two ranks"
 Method = Callable[..., dist.Work]
 Base: Any = dist.ProcessGroup
@@ -45,7 +52,7 @@ def own_first(method: Method) -> Method:
 
     Then the job gets what it would have got without us, at the cost of this function.
     """
-    name = method.__name__
+    name = group_method(method.__name__)
 
     @functools.wraps(method)
     def first(self: StrettoGroup, *args: Any, **more: Any) -> dist.Work:
@@ -65,6 +72,12 @@ def own_first(method: Method) -> Method:
     return first
 
 
+def register() -> None:
+    """Make the backend ``stretto`` known to `torch.distributed`."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+
+
 def create(options: Any, _: object = None) -> StrettoGroup:
     """What `torch.distributed` calls for a new group."""
     return StrettoGroup(
@@ -77,6 +90,7 @@ def create(options: Any, _: object = None) -> StrettoGroup:
     )
 
 
+@with_older_names
 class StrettoGroup(Base):  # type: ignore[misc]
     """One communicator."""
 
@@ -194,14 +208,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
         """Everybody gets everybody's tensor, in one."""
         opts = opts or c10d.AllgatherOptions()
         call = Call.of("all_gather", [input], outputs=[output])
-        return self._run(call, "all_gather_single", (output, input, opts), [output], opts)
+        return self._run(call, ALL_GATHER_SINGLE, (output, input, opts), [output], opts)
 
     @own_first
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Several all-gathers at once."""
         opts = opts or c10d.AllgatherOptions()
         calls = [Call.of("all_gather", [i], outputs=[o]) for o, i in zip(outputs, inputs, strict=True)]
-        return self._run_all(calls, "all_gather_single_coalesced", (outputs, inputs, opts), outputs, opts)
+        return self._run_all(calls, ALL_GATHER_SINGLE_COALESCED, (outputs, inputs, opts), outputs, opts)
 
     @own_first
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
@@ -239,7 +253,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         """Everybody gets its own shard of the reduction."""
         opts = opts or c10d.ReduceScatterOptions()
         call = Call.of("reduce_scatter", [input], outputs=[output], reduce=opts.reduceOp)
-        return self._run(call, "reduce_scatter_single", (output, input, opts), [output], opts)
+        return self._run(call, REDUCE_SCATTER_SINGLE, (output, input, opts), [output], opts)
 
     @own_first
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -249,7 +263,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
             Call.of("reduce_scatter", [i], outputs=[o], reduce=opts.reduceOp)
             for o, i in zip(outputs, inputs, strict=True)
         ]
-        return self._run_all(calls, "reduce_scatter_single_coalesced", (outputs, inputs, opts), outputs, opts)
+        return self._run_all(calls, REDUCE_SCATTER_SINGLE_COALESCED, (outputs, inputs, opts), outputs, opts)
 
     @own_first
     def all_to_all_single(
@@ -261,7 +275,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         splits = (list(output_splits), list(input_splits))
         given = Splits(output=tuple(splits[0]), input=tuple(splits[1])) if splits[0] or splits[1] else None
         call = Call.of("all_to_all", [input], outputs=[output], splits=given)
-        return self._run(call, "all_to_all_single", (output, input, *splits, opts), [output], opts)
+        return self._run(call, ALL_TO_ALL_SINGLE, (output, input, *splits, opts), [output], opts)
 
     @own_first
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> dist.Work:
@@ -308,18 +322,11 @@ class StrettoGroup(Base):  # type: ignore[misc]
         """From whoever sends."""
         return self._delegate(Call.of("recv", tensors), "recv_anysource", (tensors, tag), tensors, why=POINT_TO_POINT)
 
-    # Names that PyTorch has given up, but still calls from older code.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
     # What is not a collective.
 
     def name(self) -> str:
         """The backend's name."""
-        return "stretto"
+        return NAME
 
     getBackendName = name
 

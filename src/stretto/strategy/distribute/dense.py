@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
+from ...runtime.torch_backend.torch_versions import all_gather_single, reduce_scatter_single
 from ..kernels import Message, Piece
 from .carriers import Carrier, Flow, Wait
 from .groups import Groups
@@ -236,7 +236,7 @@ class ShardedCarrier(FlatCarrier):
             link = self.pushes[0]
             assert link is not None
             wire = self.wire.view(-1)
-            yield Wait(dist.reduce_scatter_single(self.arrived, wire, group=link.group, async_op=True), False)
+            yield Wait(reduce_scatter_single(self.arrived, wire, group=link.group, async_op=True), False)
         else:
             self.arrived.copy_(self.wire[0])
         nobody = {at for at in missing if not float(self.flags[at])}
@@ -251,7 +251,7 @@ class ShardedCarrier(FlatCarrier):
         held = [region.of(self.parameters[region.variable].detach()) for region, _, _ in self._places]
         if held:
             torch._foreach_copy_([mine for _, _, mine in self._places], held)
-        yield Wait(dist.all_gather_single(self.buffer, self.mine, group=link.group, async_op=True), False)
+        yield Wait(all_gather_single(self.buffer, self.mine, group=link.group, async_op=True), False)
         self.unpack(self.buffer)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ...errors import InvalidInput
 from ...runtime.executor.forks import Home, check_world
 from ...runtime.executor.join import host_key
+from ...runtime.torch_backend.torch_versions import new_group_in_order
 
 Key = tuple[tuple[int, ...], int]
 
@@ -61,7 +62,7 @@ class Groups:
 
     def _new(self, members: tuple[int, ...], backend: str) -> Any:
         ranks = [self.world[member] for member in members]
-        made = dist.new_group(ranks, backend=backend, sort_ranks=False, use_local_synchronization=not self.whole)
+        made = new_group_in_order(ranks, backend=backend, use_local_synchronization=not self.whole)
         self._own.append(made)
         return made
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import InvalidInput
+from ...runtime.torch_backend.torch_versions import all_gather_single
 from ..kernels import Message, Piece
 from .carriers import Carrier, Flow, Link, Wait, rows_kept
 from .groups import Groups
@@ -257,7 +258,7 @@ def joined(link: Link | None, run: torch.Tensor, *, known: bool, more: bool) -> 
             lengths = [int(mine)]
         else:
             all_ = torch.zeros(link.size, dtype=torch.int64, device=run.device)
-            yield Wait(dist.all_gather_single(all_, mine, group=link.group, async_op=True), True)
+            yield Wait(all_gather_single(all_, mine, group=link.group, async_op=True), True)
             lengths = all_.tolist()
     longest = max(lengths)
     if link.kind == "broadcast":
@@ -271,7 +272,7 @@ def joined(link: Link | None, run: torch.Tensor, *, known: bool, more: bool) -> 
         yield Wait(work, more)
         return torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)]) if rows is not None else run
     everything = torch.empty(link.size * longest, dtype=torch.uint8, device=run.device)
-    yield Wait(dist.all_gather_single(everything, padded, group=link.group, async_op=True) if longest else None, more)
+    yield Wait(all_gather_single(everything, padded, group=link.group, async_op=True) if longest else None, more)
     return torch.cat([row[:n] for row, n in zip(everything.view(link.size, longest), lengths, strict=True)])
 
 

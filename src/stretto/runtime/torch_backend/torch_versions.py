@@ -1,0 +1,98 @@
+"""What differs between the versions of PyTorch that Stretto runs on; every such name is bridged here, and only here.
+
+A feature is asked of PyTorch itself (has it this name, this parameter?) and not derived from a version number. Loading
+this module with a version outside of the range is an `InvalidInput`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...errors import InvalidInput
+
+GroupClass = TypeVar("GroupClass", bound=type)
+OLDEST, NEWEST = (2, 8), (2, 15)
+"""The first and the last version, both included, whose tests pass; pyproject.toml has the same range."""
+
+_GROUP_METHODS = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Methods of `ProcessGroup` by their newer names, with the older ones."""
+
+
+def check_version(found: str = torch.__version__) -> None:
+    """Raise `InvalidInput` where a version of PyTorch, by default the one that is loaded, is not in the range.
+
+    >>> check_version("2.8.0+cpu")
+    >>> check_version("2.16.0")
+    Traceback (most recent call last):
+    stretto.errors.InvalidInput: torch: is 2.16.0, but must be one of 2.8 to 2.15; pip install 'stretto[torch]'
+    """
+    major, minor = (int("".join(filter(str.isdigit, part))) for part in str(found).split(".")[:2])
+    if not OLDEST <= (major, minor) <= NEWEST:
+        lowest, highest = (f"{first}.{second}" for first, second in (OLDEST, NEWEST))
+        raise InvalidInput(
+            f"torch: is {found}, but must be one of {lowest} to {highest}; pip install 'stretto[torch]'"
+        )
+
+
+check_version()
+
+
+def group_method(name: str) -> str:
+    """The name under which `ProcessGroup` has a method, given the newest of its names."""
+    return name if hasattr(dist.ProcessGroup, name) else _GROUP_METHODS.get(name, name)
+
+
+def with_older_names(group_class: GroupClass) -> GroupClass:
+    """Give a subclass of `ProcessGroup` its methods under their older names, too; PyTorch calls either."""
+    for name, older in _GROUP_METHODS.items():
+        setattr(group_class, older, getattr(group_class, name))
+    return group_class
+
+
+# Public functions of `torch.distributed`; the older names give a warning where there are newer ones.
+_collectives: Any = dist
+all_gather_single = getattr(_collectives, "all_gather_single", None) or _collectives.all_gather_into_tensor
+reduce_scatter_single = getattr(_collectives, "reduce_scatter_single", None) or _collectives.reduce_scatter_tensor
+
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
+    """`torch.distributed.new_group` in which the first of `ranks` is rank 0 of the group, and so on.
+
+    Args:
+        ranks: Ranks of the job, the same sequence on every rank.
+        **options: Further arguments of `torch.distributed.new_group`.
+
+    Returns:
+        The group, or `GroupMember.NON_GROUP_MEMBER`.
+    """
+    if _KEEPS_ORDER:
+        return dist.new_group(list(ranks), sort_ranks=False, **options)
+    placed: list[Any] = [_RankAtPlace(rank, place) for place, rank in enumerate(ranks)]
+    return dist.new_group(placed, **options)
+
+
+class _RankAtPlace(int):
+    """A rank that `sorted` leaves at its place among others of this kind: an older `new_group` sorts what it gets."""
+
+    place: int
+
+    def __new__(cls, rank: int, place: int) -> _RankAtPlace:
+        made = super().__new__(cls, rank)
+        made.place = place
+        return made
+
+    def __lt__(self, other: int) -> bool:
+        return self.place < other.place if isinstance(other, _RankAtPlace) else int(self) < other
