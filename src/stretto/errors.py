@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class StrettoError(Exception):
-    """Everything Stretto raises on purpose."""
+    """The base class of every error that Stretto raises on purpose."""
 
 
 class InvalidInput(StrettoError):
@@ -14,7 +14,7 @@ class InvalidInput(StrettoError):
 
 
 class Infeasible(StrettoError):
-    """What was asked for cannot be done; the message names the constraint that fails."""
+    """The request cannot be fulfilled by anybody; the message names the constraint that fails."""
 
 
 class SearchTimeout(StrettoError):
@@ -34,7 +34,15 @@ class PeerLost(StrettoError):
 
 
 def unknown(what: str, name: object, choices: Iterable[object]) -> InvalidInput:
-    """The error for a name that is not known, with the names that are.
+    """Build (not raise) the error for a name that is not known, listing the names that are.
+
+    Args:
+        what: The kind of thing that was named, as the message shall call it ("preset").
+        name: The unknown name as the user gave it.
+        choices: The valid names, in the order in which the message lists them.
+
+    Returns:
+        The `InvalidInput` for the caller to raise.
 
     >>> str(unknown("preset", "dgx9", ["dgx2", "ndv2"]))
     "unknown preset 'dgx9'; choose from: dgx2, ndv2"

@@ -34,7 +34,7 @@ _ANALYZING = threading.Lock()
 
 
 def usable_path(path: str | Path) -> Path:
-    """The path, unless it holds a NUL, with which no file can be named and which Python refuses as a `ValueError`."""
+    """Return the path, unless it holds a NUL character, which no file name may and which Python refuses by `ValueError`."""
     if "\0" in str(path):
         raise InvalidInput(f"{str(path)!r}: a path cannot contain a NUL character")
     return Path(path)
@@ -58,10 +58,10 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
 
 
 def typed(kind: type[T]) -> type[T]:
-    """The same type, safe to decode in several threads at once. Every ``type=`` given to msgspec goes through this.
+    """Return the same type, safe to decode in several threads; every ``type=`` given to msgspec goes through this.
 
     msgspec analyzes a type when it is first used, and lets other threads see the unfinished result: two first messages
-    at the same moment end the process with SIGSEGV. Here one thread at a time finishes that for the whole type.
+    at the same moment end the process with SIGSEGV. Here one thread at a time finishes the analysis of the whole type.
     """
     if kind not in _ANALYZED:
         with _ANALYZING:
@@ -71,16 +71,17 @@ def typed(kind: type[T]) -> type[T]:
 
 
 def write_file(path: str | Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: a full disk leaves what was there before, and one line says so."""
+    """Write a file whole or not at all: where the disk is full the old content stays, and `InvalidInput` says so."""
     with open_output(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def open_output(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `path` only once everything is in it.
+    """Open a file for writing that takes the place of `path` only once everything has been written to it.
 
-    What is no regular file (``/dev/stdout``, a pipe) is written to directly. Raises `InvalidInput` where that fails.
+    A path that is not a regular file (``/dev/stdout``, a pipe) is written to directly. Raises `InvalidInput` where
+    opening, writing or replacing fails.
     """
     path = usable_path(path)
     try:
@@ -113,9 +114,19 @@ def _keep_mode(target: Path, handle: int) -> None:
 
 
 def convert(value: Any, kind: type[T], *, where: str, strict: bool = True) -> T:
-    """Check plain data against a msgspec type; the error carries the path of the bad field.
+    """Check plain data against a msgspec type; the error carries the path of the bad field and the valid choices.
 
-    Where it is not `strict`, texts that read as a number or a truth value are taken for one.
+    Args:
+        value: Dictionaries, lists and scalars, as a parser of JSON or YAML returns them.
+        kind: The type to convert to, usually a `msgspec.Struct`.
+        where: What the message starts with, usually the name of the file; may be empty.
+        strict: Whether texts are refused where a number or a truth value is expected, instead of being read as one.
+
+    Returns:
+        The data as an instance of `kind`.
+
+    Raises:
+        InvalidInput: The data does not fit the type.
     """
     try:
         return msgspec.convert(value, typed(kind), strict=strict)
@@ -167,7 +178,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _choices(message: str, kind: Any, path: str) -> str:
-    """What would have been right at a path (``$.nodes[0].sync``), where msgspec only says what was wrong."""
+    """The valid names at a path (``$.nodes[0].sync``), which msgspec's message does not list; empty where none apply."""
     found = _plain(inspect.type_info(kind))
     for name in re.findall(r"\.(\w+)|\[[^]]*\]", path):
         found = [inner for one in found for inner in _inside(one, name)]
@@ -180,14 +191,14 @@ def _choices(message: str, kind: Any, path: str) -> str:
 
 
 def _plain(kind: inspect.Type) -> list[inspect.Type]:
-    """A type, or all of a union, without what is said about it."""
+    """A type without its metadata, as a list: a union gives each of its members."""
     if isinstance(kind, inspect.Metadata):
         return _plain(kind.type)
     return [inner for one in kind.types for inner in _plain(one)] if isinstance(kind, inspect.UnionType) else [kind]
 
 
 def _inside(kind: inspect.Type, name: str) -> list[inspect.Type]:
-    """What the field of that name holds, or (without a name) the elements."""
+    """The types that the field called `name` may hold; with an empty name, the types of the elements."""
     if isinstance(kind, inspect.StructType):
         return [inner for field in kind.fields if field.encode_name == name for inner in _plain(field.type)]
     if isinstance(kind, inspect.ListType | inspect.VarTupleType) and not name:
@@ -199,7 +210,7 @@ _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """Plain data from YAML (or JSON, which is YAML), without aliases and without Python objects."""
+    """Plain data from YAML (or JSON, which is YAML), without aliases and Python objects; errors start with `where`."""
     try:
         _refuse_hostile_yaml(text, where)
         return yaml.load(text, Loader=_YamlLoader)
@@ -208,7 +219,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
 
 
 def _refuse_hostile_yaml(text: str, where: str) -> None:
-    """A few lines of aliases can expand to gigabytes, and deep nesting to a stack overflow."""
+    """Refuse aliases, a few lines of which can expand to gigabytes, and nesting so deep that it overflows the stack."""
     depth = 0
     for event in yaml.parse(text, Loader=_YamlLoader):
         if isinstance(event, yaml.AliasEvent):
@@ -222,7 +233,7 @@ def _refuse_hostile_yaml(text: str, where: str) -> None:
 
 
 def parse_json(text: str, *, where: str) -> Any:
-    """Plain data from JSON."""
+    """Plain data from the text of a JSON file; errors start with `where`."""
     try:
         return msgspec.json.decode(text.encode())
     except (msgspec.DecodeError, RecursionError) as error:
@@ -230,7 +241,7 @@ def parse_json(text: str, *, where: str) -> Any:
 
 
 def parse_xml(text: str, *, where: str) -> Element:
-    """An XML tree with no DTD, no entities, bounded in depth and count."""
+    """The root of an XML tree with no DTD and no entities, bounded in depth and count; errors start with `where`."""
     builder = TreeBuilder()
     parser = expat.ParserCreate()
     depth = count = 0

@@ -27,7 +27,7 @@ def highspy() -> Any:
     """The module `highspy`, which is slow to import and not always needed.
 
     Raises:
-        InvalidInput: it is not installed, or cannot be loaded beside what is loaded already.
+        InvalidInput: highspy is not installed, or cannot be loaded beside a library that is loaded already.
     """
     with _lock:
         try:
@@ -40,7 +40,7 @@ def highspy() -> Any:
 
 
 def _import_renamed() -> None:
-    """Import highspy from a copy whose library has a name of its own; leave nothing behind where that fails."""
+    """Import highspy from a copy whose library has another name; where that fails, no module highspy stays loaded."""
     spec = find_spec("highspy")
     if spec is None or spec.origin is None:
         return
@@ -55,16 +55,16 @@ def _import_renamed() -> None:
             finally:
                 sys.path.remove(folder)
                 importlib.invalidate_caches()
-            # What is imported later (highspy.highs is by now) comes from where it was installed.
+            # Submodules that are imported later (highspy.highs already is) come from the installed package.
             module.__path__ = [str(original)]
     except (ImportError, OSError):
-        # A temporary folder from which nothing can be run, say: the plain import may still work.
+        # The temporary folder may be mounted noexec, for example; the plain import may still work.
         for name in [name for name in sys.modules if name.partition(".")[0] == "highspy"]:
             del sys.modules[name]
 
 
 def _copy(original: Path, target: Path) -> bool:
-    """Copy the package with the library renamed; False where it holds no library of that name."""
+    """Copy the package with its library renamed; False where the package holds no library called `NAME`."""
     target.mkdir()
     renamed = False
     for path in original.iterdir():

@@ -24,7 +24,7 @@ MAX_DIGITS = 40
 
 
 def check_seed(seed: object) -> int:
-    """The seed of a search or of random data, if it is a whole number that every generator takes.
+    """Return the seed of a search or of random data, if it is a whole number that every generator takes.
 
     >>> check_seed(7)
     7
@@ -35,16 +35,18 @@ def check_seed(seed: object) -> int:
 
 
 LARGEST = 1e15
-"""Numbers in specs and options are within this: whole ones then fit every integer and float that they end up in."""
+"""The largest magnitude of a number in specs and options: whole numbers up to it are exact as int64 and as float."""
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value is a finite number (true and false are none) no larger than `LARGEST`."""
+    """Whether a value is a finite int or float (bool is excluded) whose magnitude is at most `LARGEST`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
 def parse_number(text: str) -> int | float | None:
-    """The number that a text of a spec or an option stands for, None where it stands for something else.
+    """Read a number from the text of a spec or an option; None where the text is not a number.
+
+    Raises `InvalidInput` for a number that is larger than `LARGEST` or longer than `MAX_DIGITS`.
 
     >>> parse_number("25"), parse_number("1e3"), parse_number("auto")
     (25, 1000.0, None)
@@ -88,7 +90,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_us(us: float) -> str:
-    """Write a time with a unit a person would choose.
+    """Write a time in microseconds with the unit (us, ms or s) that a person would choose.
 
     >>> format_us(0.25), format_us(1234.5), format_us(2.5e6)
     ('0.25 us', '1.234 ms', '2.5 s')
