@@ -34,7 +34,7 @@ _ANALYZING = threading.Lock()
 
 
 def usable_path(path: str | Path) -> Path:
-    """Return the path, unless it holds a NUL character, which no file name may and which Python refuses by `ValueError`."""
+    """Return the path, unless it holds a NUL character, for which Python would raise `ValueError`."""
     if "\0" in str(path):
         raise InvalidInput(f"{str(path)!r}: a path cannot contain a NUL character")
     return Path(path)
@@ -178,7 +178,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _choices(message: str, kind: Any, path: str) -> str:
-    """The valid names at a path (``$.nodes[0].sync``), which msgspec's message does not list; empty where none apply."""
+    """The valid names at a path (``$.nodes[0].sync``), which msgspec's message leaves out; empty where it has none."""
     found = _plain(inspect.type_info(kind))
     for name in re.findall(r"\.(\w+)|\[[^]]*\]", path):
         found = [inner for one in found for inner in _inside(one, name)]

@@ -1,4 +1,4 @@
-"""The hardware: `Cluster`, its presets, its file forms and its picture."""
+"""The hardware: `Cluster`, its presets and its file forms."""
 
 from .model import Cluster, Dimension, Link, Node
 

@@ -1,4 +1,4 @@
-"""What is wrong or odd about a cluster that is valid as such."""
+"""Findings about a cluster that is valid but unconnected or unusual."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def require_reachable(cluster: Cluster) -> None:
 
 
 def oddities(cluster: Cluster) -> list[str]:
-    """One line for each thing a person would want to know before trusting the cluster.
+    """One sentence for each unusual fact that a person would want to know before trusting the cluster.
 
     >>> oddities(Cluster.preset("ndv2_teccl", nodes=2))
     ['2 links have no link back: h0.gpu0>h1.gpu1, h1.gpu0>h0.gpu1']
@@ -35,7 +35,7 @@ def oddities(cluster: Cluster) -> list[str]:
 
 
 def channel_groups(cluster: Cluster) -> dict[str, list[int]]:
-    """For each channel, how many devices it joins by itself, group by group (largest first)."""
+    """For each channel the sizes of the groups of devices that its links alone connect, largest first."""
     result: dict[str, list[int]] = {}
     for at, channel in enumerate(cluster.channels):
         pick = cluster.link_channel == at

@@ -1,4 +1,9 @@
-"""Clusters in files: our own YAML (or the same as JSON), and whatever else is recognised."""
+"""Clusters in files: Stretto's own YAML (or the same as JSON), and the foreign forms of `FORMS`.
+
+A reader of `READERS` is called as ``read(data, name=..., **options)`` by `loads`, once its form has been recognised;
+`data` is the parsed file, and its parameters with defaults are the options that users may give. It returns a
+`Cluster`, or raises `InvalidInput` with the path of the bad field, before which `loads` puts the file's name.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +28,21 @@ MAX_YAML_BYTES = 2 << 20
 
 
 def load(source: str | Path, *, nodes: int | None = None, **options: Any) -> Cluster:
-    """A cluster from ``preset``, ``preset:nodes``, ``preset:nodes,key=value,...`` or a file.
+    """Load a cluster from ``preset``, ``preset:nodes``, ``preset:nodes,key=value,...`` or a file.
 
-    A file may carry the same tail (``topo.xml:4``): a file of one host is then repeated behind a switch. Behind either,
-    ``+multicast`` says that all switches multicast.
+    A file may carry the same tail (``topo.xml:4``): a file of one host is then repeated behind a switch. The suffix
+    ``+multicast`` behind a preset or a file says that all switches multicast.
+
+    Args:
+        source: The preset or the path.
+        nodes: How many hosts or devices, >= 1; overrides the number in `source`.
+        **options: Options of the preset or of the reader; they override those in `source`.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        InvalidInput: The preset, an option or a field of the file is not valid.
 
     >>> load("torus:4x2,alpha_us=1")
     <Cluster torus:4x2: 8 devices on 8 hosts, 24 links over dim0, dim1, dimensions 4x2>
@@ -44,7 +60,20 @@ def load(source: str | Path, *, nodes: int | None = None, **options: Any) -> Clu
 
 
 def loads(text: str, *, where: str = "<text>", name: str = "cluster", **options: Any) -> Cluster:
-    """A cluster from the text of a file of any form that is read; `where` stands in front of errors."""
+    """Read a cluster from the text of a file of any known form, which is recognised by its content.
+
+    Args:
+        text: The text of the file.
+        where: What errors start with, usually the path.
+        name: The cluster's name, for forms that hold none.
+        **options: `nodes` and the other options of the form's reader.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        InvalidInput: The form is unknown, a field is wrong or the form has no such option.
+    """
     form, data = _sniff(text, where)
     reader = READERS[form]
     known = [p.name for p in inspect.signature(reader).parameters.values() if p.default is not p.empty]
@@ -122,7 +151,7 @@ def _split(source: str | Path) -> tuple[str | Path, str]:
 
 
 def _parse_tail(tail: str) -> dict[str, Any]:
-    """``4,key=value`` or ``4x4`` as options."""
+    """The options that the tail of a source (``4,key=value`` or ``4x4``) stands for."""
     options: dict[str, Any] = {}
     for at, item in enumerate(tail.split(",") if tail else []):
         key, equals, text = item.partition("=")

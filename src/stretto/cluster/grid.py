@@ -16,7 +16,7 @@ MAX_LINKS = 1 << 22
 
 
 def links_per_device(kind: str, size: int) -> int:
-    """Into how many links a device's rate in a dimension is divided.
+    """The number of links that a device's rate in a dimension is divided into.
 
     >>> links_per_device("ring", 4), links_per_device("ring", 2), links_per_device("fully_connected", 8)
     (2, 1, 7)
@@ -33,11 +33,22 @@ def regular(
     notes: Iterable[str] = (),
     both_sides: bool = False,
 ) -> Cluster:
-    """A cluster from its dimensions; channel ``dimK`` holds the links of dimension K.
+    """Make a cluster from its dimensions; channel ``dimK`` holds the links of dimension K.
 
-    A ring's device has a link to each neighbour with half the dimension's rate (all of it where there is
-    one neighbour), a clique's device one link to each other device, a switch's device one port. A step over a
-    switch pays the latency on the way up, or half of it on each side with `both_sides`.
+    A device of a ring has a link to each neighbour with half the dimension's rate (all of it where there is one
+    neighbour), a device of a clique one link to each other device, a device of a switch one port.
+
+    Args:
+        name: The cluster's name.
+        dimensions: 1 to 16 dimensions; the first coordinate of a device moves fastest.
+        notes: Sentences about what was assumed.
+        both_sides: Whether a step over a switch pays half of the latency on each side, instead of all of it going up.
+
+    Returns:
+        The cluster, whose devices forward.
+
+    Raises:
+        InvalidInput: A kind or a size is not valid, or there are too many devices or links.
     """
     _check(dimensions)
     sizes = [d.size for d in dimensions]

@@ -26,10 +26,11 @@ MAX_NODES = 1 << 20
 MAX_LINKS = 1 << 24
 NO_CAP = math.inf
 MULTICAST = "+multicast"
-"""Behind a cluster's name, and behind a source that is loaded: its switches multicast."""
+"""The suffix of a cluster's name, and of a source given to `load`, that says that its switches multicast."""
 GB_PER_S = (1e-9, 1e9)
 MAX_ALPHA_US = 1e9
-"""From a byte to an exabyte per second, and a quarter of an hour: beyond that no sum of times is a number any more."""
+"""The valid rates (one byte to one exabyte per second) and latencies (up to a quarter of an hour) of a link: sums of
+times stay finite and exact enough within them."""
 
 Curve = tuple[tuple[int, float], ...]
 
@@ -38,7 +39,7 @@ Curve = tuple[tuple[int, float], ...]
 class Node:
     """One node of the network. Devices compute and hold data; switches and NICs only forward.
 
-    One that multicasts can send what comes in over one link out over several at once.
+    A node that multicasts can copy what comes in over one link to several outgoing links at once.
     """
 
     name: str
@@ -51,8 +52,8 @@ class Node:
 class Link:
     """One directed link: a transfer over it costs ``alpha_us + bytes / gb_per_s``.
 
-    `flow_gb_per_s` is the most one flow gets (clouds cap it); `incast` gives the share of the rate
-    that is left when that many flows come together, as ``((flows, share), ...)``.
+    `flow_gb_per_s` is the most one flow gets (clouds cap it); `incast` is ``((flows, share), ...)``: from `flows`
+    concurrent flows on, only `share` of the rate is left.
     """
 
     src: int
@@ -76,7 +77,7 @@ class Dimension:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cluster:
-    """What the hardware is. Devices are nodes ``0..num_devices-1``; rank r runs on device r.
+    """The hardware as arrays over nodes and directed links. Devices are nodes ``0..num_devices-1``.
 
     With `dimensions`, device ``c0 + size0 * (c1 + size1 * (c2 + ...))`` has coordinates (c0, c1, c2, ...).
 
@@ -102,11 +103,11 @@ class Cluster:
     devices_forward: bool = False
     """Whether a route may pass through a device (routers of a torus do; GPUs do not)."""
     reduce_us_per_mb: float = 0.0
-    """gamma: what a reduction costs at the receiver, per 10^6 bytes."""
+    """gamma: the time that a reduction takes at the receiver, in microseconds per 10^6 bytes."""
     notes: tuple[str, ...] = field(default=())
-    """What a reader assumed or left out; shown by ``stretto cluster show``."""
+    """Sentences about what a preset or a reader assumed or left out; shown by ``stretto cluster show``."""
     node_multicast: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """Whether a node can copy what passes it to several links; empty stands for: none can."""
+    """Whether each node can copy what passes it to several links; an empty array means that none can."""
 
     def __post_init__(self) -> None:
         if len(self.node_multicast) == 0:
@@ -118,7 +119,20 @@ class Cluster:
 
     @classmethod
     def build(cls, name: str, *, nodes: Iterable[Node], links: Iterable[Link], **rest: Any) -> Cluster:
-        """A cluster from `Node` and `Link` objects; devices are moved to the front, order kept."""
+        """Make a cluster from `Node` and `Link` objects; devices are moved to the front, otherwise the order is kept.
+
+        Args:
+            name: The cluster's name.
+            nodes: The nodes; a `Link` refers to them by their position here.
+            links: The directed links.
+            **rest: Other fields of `Cluster`: dimensions, devices_forward, reduce_us_per_mb, notes.
+
+        Returns:
+            The validated cluster.
+
+        Raises:
+            InvalidInput: A kind is unknown, a link ends nowhere, or a number is out of range.
+        """
         given, links = list(nodes), list(links)
         for at, node in enumerate(given):
             if node.kind not in KINDS:
@@ -152,42 +166,54 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str, *, nodes: int | None = None, **options: Any) -> Cluster:
-        """A named cluster, such as ``Cluster.preset("dgx2", nodes=2)``; see ``stretto cluster list``."""
+        """Make a named cluster, such as ``Cluster.preset("dgx2", nodes=2)``; ``stretto cluster list`` shows all names.
+
+        Args:
+            name: The preset's name.
+            nodes: How many hosts (machines) or devices (regular networks), >= 1; the preset's default when not given.
+            **options: Options of that preset, such as gb_per_s or alpha_us.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            InvalidInput: The name, an option or the number of nodes is not valid; the message lists the choices.
+        """
         from .presets import preset
 
         return preset(name, nodes=nodes, **options)
 
     @classmethod
     def load(cls, source: str | Path) -> Cluster:
-        """A cluster from ``preset``, ``preset:nodes`` or a file of any form that is read."""
+        """Load a cluster from ``preset``, ``preset:nodes`` or a file of any form that `cluster.files.load` reads."""
         from .files import load
 
         return load(source)
 
     def save(self, path: str | Path) -> None:
-        """Write the versioned YAML form."""
+        """Write the versioned file form: JSON where the name ends in ``.json``, YAML otherwise."""
         from .files import save
 
         save(self, path)
 
     @cached_property
     def num_devices(self) -> int:
-        """How many nodes hold data and take part in collectives."""
+        """The number of nodes that hold data and take part in collectives."""
         return int(np.count_nonzero(self.node_kind == DEVICE))
 
     @property
     def num_nodes(self) -> int:
-        """Devices, switches and NICs together."""
+        """The number of devices, switches and NICs together."""
         return len(self.node_names)
 
     @property
     def num_links(self) -> int:
-        """Directed links."""
+        """The number of directed links."""
         return len(self.link_src)
 
     @cached_property
     def num_hosts(self) -> int:
-        """Distinct hosts that hold devices (a device without a host is a host of its own)."""
+        """The number of hosts that hold devices; a device without a host counts as a host of its own."""
         hosts = self.node_host[: self.num_devices]
         return len(set(hosts[hosts >= 0].tolist())) + int(np.count_nonzero(hosts < 0))
 
@@ -200,7 +226,7 @@ class Cluster:
         return np.where(host < 0, -1 - at, host)
 
     def node(self, index: int) -> Node:
-        """The node with this index."""
+        """The node with this index, as a `Node`."""
         return Node(
             name=self.node_names[index],
             kind=KINDS[self.node_kind[index]],
@@ -209,7 +235,7 @@ class Cluster:
         )
 
     def link(self, index: int) -> Link:
-        """The link with this index."""
+        """The link with this index, as a `Link`."""
         curve = int(self.link_incast[index])
         return Link(
             src=int(self.link_src[index]),
@@ -222,21 +248,34 @@ class Cluster:
         )
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes in order."""
+        """All nodes in order, as `Node` objects."""
         return (self.node(i) for i in range(self.num_nodes))
 
     def links(self) -> Iterator[Link]:
-        """All links in order."""
+        """All links in order, as `Link` objects."""
         return (self.link(i) for i in range(self.num_links))
 
     def link_name(self, index: int) -> str:
-        """``src>dst`` with node names, and the channel where it is needed to tell links apart."""
+        """The name of a link for people: ``src>dst`` with the names of its nodes."""
         return f"{self.node_names[self.link_src[index]]}>{self.node_names[self.link_dst[index]]}"
 
     def routes(
         self, src: int, dst: int, *, channels: Iterable[str] | None = None, limit: int = 16
     ) -> list[tuple[int, ...]]:
-        """All shortest routes between two devices (fewest links, then the widest), as link indices."""
+        """All shortest routes between two devices: those with the fewest links, and among these the widest.
+
+        Args:
+            src: The device (or node) that the routes start at.
+            dst: The device (or node) that they lead to.
+            channels: The channels whose links may be used; all when not given.
+            limit: The most routes to return, >= 1.
+
+        Returns:
+            Each route as its link indices in order; empty where there is no route.
+
+        Raises:
+            InvalidInput: A channel is unknown.
+        """
         count = self._router(channels).count_paths(src, dst)
         pairs = np.arange(min(count, limit), dtype=np.int64)
         ends = np.ones(len(pairs), np.int32)
@@ -251,9 +290,19 @@ class Cluster:
         *,
         channels: Iterable[str] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """One route per (src, dst, choice), as ``(ptr, links)``.
+        """Find one shortest route for each of many pairs of nodes.
 
-        `choice` picks among equal routes, modulo their number.
+        Args:
+            src: The node that each route starts at.
+            dst: The node that each route leads to.
+            choice: Which of several equal routes to take, modulo their number; >= 0.
+            channels: The channels whose links may be used; all when not given.
+
+        Returns:
+            ``(ptr, links)``: route i is ``links[ptr[i]:ptr[i+1]]``; it is empty where src equals dst.
+
+        Raises:
+            InvalidInput: Two nodes have no route between them, or a channel is unknown.
         """
         ptr, links = self._router(channels).routes(src, dst, choice)
         empty = np.flatnonzero((ptr[1:] == ptr[:-1]) & (src != dst))
@@ -335,7 +384,7 @@ class Cluster:
         state = hashlib.sha256()
         for key in sorted(self.__dataclass_fields__):
             value = getattr(self, key)
-            # Without multicast the digest is what it was before there was any: files that name it stay valid.
+            # Clusters without multicast keep the digest of versions that did not know multicast: old files stay valid.
             if key != "notes" and (key != "node_multicast" or self.multicasts):
                 state.update(key.encode() + b"=")
                 state.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())

@@ -34,7 +34,19 @@ def parse(text: str, *, where: str) -> Element:
 
 
 def read(root: Element, name: str, nodes: int = 1) -> Cluster:
-    """The host of the file, or `nodes` of it behind one switch."""
+    """Read the host of the file, or join several copies of it by one switch.
+
+    Args:
+        root: The root element, from `parse`.
+        name: The cluster's name.
+        nodes: How many hosts, >= 1.
+
+    Returns:
+        The cluster; its notes say what was assumed.
+
+    Raises:
+        InvalidInput: A field is missing or out of range, or several hosts have no NIC.
+    """
     box = _Box()
     for at, element in enumerate(root):
         if element.tag == "cpu":
@@ -145,7 +157,7 @@ class _Box:
         return replicate(box, nodes, ids, name=name if nodes == 1 else f"{name}:{nodes}", notes=notes)
 
     def add_nvlinks(self, gpu: _Gpu) -> int:
-        """The links of one GPU, parallel ones added up; returns how many lead out of the file."""
+        """Add the NVLinks of one GPU, parallel ones as one link; return how many lead to GPUs outside the file."""
         sm = _int(gpu.element, gpu.path, "sm", 0, 0, 10_000)
         each = next(rate for least, rate in _NVLINK if sm >= least)
         host = self.nodes[gpu.node].host
@@ -174,7 +186,7 @@ class _Box:
         return round(totals.get(None, 0.0) / each)
 
     def nvswitch(self) -> int:
-        """All NVSwitches of a file are one, also where they join several hosts."""
+        """The node that stands for all NVSwitches of the file, also where they join several hosts."""
         for at, node in enumerate(self.nodes):
             if node.name == "nvswitch":
                 return at
@@ -195,7 +207,7 @@ class _Box:
         self.link(b, a, rate, channel, back_us)
 
     def _order(self) -> list[int]:
-        """GPUs by rank, or by device number where the file has no ranks; then the rest as it stands."""
+        """The order of nodes: GPUs by rank (by device number where the file has no ranks), then all other nodes."""
         key = "rank" if all(gpu.element.get("rank") is not None for gpu in self.gpus) else "dev"
         numbers = [(_int(gpu.element, gpu.path, key, at, 0, 1 << 20), gpu.node) for at, gpu in enumerate(self.gpus)]
         first = [node for _, node in sorted(numbers)]

@@ -46,7 +46,22 @@ def read(
     pcie_gb_per_s: float = PCIE3_GB_PER_S,
     nic_gb_per_s: float = 12.5,
 ) -> Cluster:
-    """The host of the matrix, or `nodes` of it behind one switch; rates, which it lacks, are options."""
+    """Read the host of the matrix, or join several copies of it by one switch; the matrix holds no rates.
+
+    Args:
+        text: The output of ``nvidia-smi topo -m``.
+        name: The cluster's name.
+        nodes: How many hosts, >= 1.
+        nvlink_gb_per_s: The one-way rate of one NVLink, > 0.
+        pcie_gb_per_s: The one-way rate of a PCIe slot, > 0.
+        nic_gb_per_s: The one-way rate of a NIC, > 0; used for several hosts only.
+
+    Returns:
+        The cluster; its notes say what was assumed.
+
+    Raises:
+        InvalidInput: The matrix is incomplete or contradicts itself.
+    """
     columns, rows, affinity = _matrix(text)
     gpus = [part for part in columns if part.startswith("GPU")]
     nics = [part for part in columns if not part.startswith("GPU")]
@@ -121,7 +136,7 @@ def _nic_names(text: str) -> dict[str, str]:
 
 
 def _nvlinks(wiring: Wiring, classes: list[list[str]], gpus: int, each: float) -> list[str]:
-    """Direct links, or one NVSwitch where every pair shows more links than a GPU has in all."""
+    """Add direct links, or one NVSwitch where all pairs have equally many links and together more than a GPU has."""
     count = np.array([[int(c[2:]) if c.startswith("NV") else 0 for c in row[:gpus]] for row in classes[:gpus]])
     first, second = np.nonzero(np.triu(count))
     widths = set(count[first, second].tolist())
@@ -137,7 +152,7 @@ def _nvlinks(wiring: Wiring, classes: list[list[str]], gpus: int, each: float) -
 
 
 def _pcie_tree(wiring: Wiring, classes: list[list[str]], near: list[list[bool]], gpus: int, rate: float) -> None:
-    """Join parts level by level; NVLinked pairs say nothing of PCIe, so NICs and CPU affinity decide."""
+    """Join parts level by level. The matrix hides the PCIe path of NVLinked pairs, so NICs and CPU affinity decide."""
     groups = [[part] for part in range(len(classes))]
     tops = list(range(len(classes)))
     for level, names in enumerate(_LEVELS):

@@ -14,7 +14,7 @@ from .wiring import MAX_DEVICES
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """How a NIC reaches the switch between the hosts: the way up carries all of the latency."""
+    """The link of a NIC to the switch between the hosts; the latency is paid on the way to the switch only."""
 
     gb_per_s: float
     alpha_us: float
@@ -22,7 +22,21 @@ class Port:
 
 
 def replicate(box: Cluster, nodes: int, ports: Mapping[int, Port], *, name: str, notes: Iterable[str] = ()) -> Cluster:
-    """`nodes` copies of `box` (names get ``hN.``), and a switch that the NICs in `ports` hang on."""
+    """Copy a host and join the copies' NICs by one switch.
+
+    Args:
+        box: The cluster of one host.
+        nodes: How many copies, >= 1.
+        ports: For each NIC of `box` (a node id) its link to the switch; may be empty for one node only.
+        name: The name of the result; its nodes are called ``hN.`` and their name in `box` where nodes > 1.
+        notes: Notes to add to those of `box`.
+
+    Returns:
+        The joined cluster; for one node the box itself, under the new name and without a switch.
+
+    Raises:
+        InvalidInput: There would be too many devices, or several hosts without a NIC.
+    """
     most = MAX_DEVICES // box.num_devices
     if not 1 <= nodes <= most:
         raise InvalidInput(f"nodes: this file takes 1 to {most} hosts, not {nodes}")

@@ -1,4 +1,4 @@
-"""What a picture of a cluster shows: hosts that are alike, link classes, levels of switches, coordinates."""
+"""The shape of a cluster as pictures and tables show it: groups of equal hosts, link classes, levels, coordinates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_HOSTS_COMPARED = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class LinkClass:
-    """Links with the same channel and rate."""
+    """A class of links with the same channel, rate and flow cap; `alphas_us` are their distinct latencies, rising."""
 
     channel: str
     gb_per_s: float
@@ -29,12 +29,12 @@ class LinkClass:
 
     @property
     def rate(self) -> str:
-        """The rate with its unit."""
+        """The rate of one link with its unit, as text."""
         return f"{self.gb_per_s:.4g} GB/s"
 
     @property
     def latency(self) -> str:
-        """The latency, told apart where one direction pays all of it."""
+        """The latency as text; where it is paid in one direction only, the text says so."""
         low, high = self.alphas_us[0], self.alphas_us[-1]
         if low == high:
             return f"{high:.4g} us"
@@ -49,7 +49,7 @@ class LinkClass:
 
 @dataclass(frozen=True, kw_only=True)
 class HostGroup:
-    """Hosts that look the same; the first one stands for all."""
+    """A group of hosts that look the same; `nodes` are those of the first host, which stands for all."""
 
     hosts: tuple[int, ...]
     nodes: tuple[int, ...]
@@ -57,7 +57,7 @@ class HostGroup:
 
 @lru_cache(maxsize=8)
 def link_classes(cluster: Cluster) -> tuple[list[LinkClass], NDArray[np.int64]]:
-    """The classes in order of first use, and the class of every link."""
+    """The link classes of a cluster in the order of their first link, and the class of every link."""
     keys = np.stack([cluster.link_channel, cluster.link_gb_per_s, cluster.link_flow_gb_per_s], 1)
     found, first, where = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
@@ -78,7 +78,7 @@ def link_classes(cluster: Cluster) -> tuple[list[LinkClass], NDArray[np.int64]]:
 
 
 def host_groups(cluster: Cluster) -> list[HostGroup]:
-    """Hosts with the same parts, the same links inside and the same links out, grouped."""
+    """Group the hosts that have equal parts, equal links inside and equal links to the outside."""
     members: dict[int, list[int]] = defaultdict(list)
     for node, host in enumerate(cluster.node_host.tolist()):
         if host >= 0:
@@ -107,7 +107,7 @@ def host_groups(cluster: Cluster) -> list[HostGroup]:
 
 
 def levels(cluster: Cluster, nodes: Sequence[int]) -> dict[int, int]:
-    """How far above the devices each of these nodes stands: devices 0, what they hang on 1, and so on."""
+    """The level of each of these nodes: 0 for devices, 1 for nodes linked with a device, and so on."""
     inside = set(nodes)
     near: dict[int, set[int]] = defaultdict(set)
     for src, dst in zip(cluster.link_src.tolist(), cluster.link_dst.tolist(), strict=True):
@@ -124,7 +124,7 @@ def levels(cluster: Cluster, nodes: Sequence[int]) -> dict[int, int]:
 
 
 def coordinates(cluster: Cluster) -> NDArray[np.int64] | None:
-    """The grid position of every device, one row each; a mesh is recognised by its channels ``dimK``."""
+    """The grid position of every device, one row each, or None; a mesh is recognised by its channels ``dimK``."""
     count = cluster.num_devices
     if cluster.dimensions:
         sizes = [d.size for d in cluster.dimensions]
@@ -156,7 +156,7 @@ def coordinates(cluster: Cluster) -> NDArray[np.int64] | None:
 
 
 def size_of(cluster: Cluster) -> str:
-    """How large a cluster is, in one phrase."""
+    """The size of a cluster (devices, hosts, grid, links) in one phrase."""
     grid = "x".join(str(d.size) for d in cluster.dimensions) if len(cluster.dimensions) > 1 else ""
     hosts = ""
     if cluster.num_hosts < cluster.num_devices:
@@ -203,5 +203,5 @@ def ranges(names: Iterable[str]) -> str:
 
 
 def capped(kind: LinkClass) -> str:
-    """What a flow cap adds to a label."""
+    """The text that a flow cap adds to a class's label; empty where there is no cap."""
     return "" if kind.flow_gb_per_s == NO_CAP else f", {kind.flow_gb_per_s:.4g} GB/s per flow"

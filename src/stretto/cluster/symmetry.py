@@ -49,7 +49,7 @@ def link_orbits(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[Ints, Ints]:
 
 
 def _classes(cluster: Cluster) -> Ints:
-    """Links of the same class are alike but for where they lie."""
+    """A number for each link; links with equal numbers differ only in their ends."""
     columns: list[NDArray[Any]] = [
         cluster.link_channel, cluster.link_alpha_us, cluster.link_gb_per_s, cluster.link_flow_gb_per_s,
         cluster.link_incast,
@@ -62,12 +62,12 @@ def _classes(cluster: Cluster) -> Ints:
 
 
 def _move_nodes(cluster: Cluster, device: Ints, kind: Ints) -> Ints:
-    """Where each node goes when the devices go where they are told: switches follow what they are linked to."""
+    """The image of each node when device d moves to ``device[d]``; switches and NICs follow their neighbours."""
     moved = np.full(cluster.num_nodes, -1, np.int64)
     moved[: len(device)] = device
     known = moved >= 0
     while not known.all():
-        # Nodes next to known ones, told apart by which known nodes they are linked to, and how.
+        # Nodes next to nodes with a known image are identified by the known nodes and link classes around them.
         was: dict[int, list[tuple[int, int, int]]] = {}
         now: dict[int, list[tuple[int, int, int]]] = {}
         for outward, ends, others in (

@@ -39,7 +39,20 @@ class _File(msgspec.Struct):
 
 
 def read(data: Any, name: str, nodes: int = 1, chunk_bytes: float = 0.0) -> Cluster:
-    """The host of the file, or `nodes` of it behind one switch; its costs stand for `chunk_bytes`."""
+    """Read the host of the file, or join several copies of it by one switch.
+
+    Args:
+        data: The parsed JSON.
+        name: The cluster's name.
+        nodes: How many hosts, >= 1.
+        chunk_bytes: The bytes that the file's costs are meant for; taken from the file's name, else 1 MB, when 0.
+
+    Returns:
+        The cluster; its notes say what was assumed.
+
+    Raises:
+        InvalidInput: A field is missing or out of range.
+    """
     form = convert(data, _File, where="")
     size, notes = _chunk_bytes(form.name, chunk_bytes)
     _check(form.alpha, "$.alpha", least=0.0)

@@ -66,7 +66,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def dumps(cluster: Cluster, *, json: bool = False) -> str:
-    """The text of a cluster's file."""
+    """The text of a cluster's file, as JSON or as YAML."""
     form = _File(
         stretto="cluster",
         version=VERSION,
@@ -100,7 +100,7 @@ def dumps(cluster: Cluster, *, json: bool = False) -> str:
 
 
 def read(data: Any, name: str) -> Cluster:
-    """A cluster from the plain data of its file; errors carry the path of the bad field."""
+    """Make a cluster from the plain data of its file, which holds its name; errors carry the path of the bad field."""
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise InvalidInput(f"$.version: must be {VERSION}, not {version!r}")

@@ -1,4 +1,4 @@
-"""What has to be true after a collective."""
+"""What every rank holds before a collective and must hold after it."""
 
 from .conditions import ALL_PARTS, Collective
 from .files import load_collective, save_collective

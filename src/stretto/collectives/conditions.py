@@ -30,6 +30,10 @@ class Collective:
     In place, input position j of rank r *is* output position ``j + place[r]``.
 
     Ranks are numbered 0..num_ranks-1; ``ranks[r]`` is the cluster's device that rank r runs on.
+
+    A collective that `library` does not have is made with `from_buffers`, or written as a file (`load_collective`).
+    It needs no registration: to the verifier, the simulator, the lower bounds and the lowering `kind` is only a name.
+    Algorithms and most synthesis makers serve the kinds of `library` only and decline others with an error.
     """
 
     kind: str
@@ -58,12 +62,12 @@ class Collective:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks that take part."""
         return len(self.ranks)
 
     @cached_property
     def num_parts(self) -> int:
-        """Parts are numbered 0..num_parts-1 over all chunks."""
+        """One more than the largest part number: parts are numbered 0..num_parts-1 over all chunks."""
         in_sets = (max(s, default=-1) for s in self.part_sets)
         return 1 + max(int(self.in_part.max(initial=-1)), max(in_sets, default=-1))
 
@@ -107,7 +111,7 @@ class Collective:
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of the content."""
+        """A short hash of the content: equal digests mean equal collectives."""
         state = hashlib.sha256()
         for key in sorted(self.__dataclass_fields__):
             value = getattr(self, key)
@@ -130,7 +134,7 @@ class Collective:
 
 
 def as_ranks(ranks: int | Sequence[int]) -> tuple[int, ...]:
-    """A rank count, or the devices that take part."""
+    """The devices of a collective from a rank count (devices 0..count-1) or from the devices themselves."""
     if isinstance(ranks, int):
         if not 1 <= ranks <= MAX_RANKS:
             raise InvalidInput(f"ranks: must be 1..{MAX_RANKS}, not {ranks}")
@@ -155,7 +159,29 @@ def from_buffers(
     in_place: bool = False,
     root: int = -1,
 ) -> Collective:
-    """A collective from each rank's input and output chunks; every rank contributes its own part."""
+    """Make a collective from each rank's input and output chunks; every rank contributes one part of each input chunk.
+
+    The four callables are called once per rank, with ranks 0..len(ranks)-1 in order, before this function returns.
+
+    Args:
+        kind: The name of the collective, such as "all_gather".
+        ranks: The device of each rank; distinct, >= 0.
+        chunks: How many chunks one shard (or the whole tensor) is cut into, >= 1.
+        inputs: Maps a rank to the distinct chunks 0..num_chunks-1 of its input buffer, in buffer order.
+        outputs: Maps a rank to the distinct chunks of its output buffer, in buffer order; some rank inputs each.
+        share: The size of a chunk, or of each, as a share of the largest buffer of a rank, > 0.
+        num_chunks: How many chunks there are in all, >= 1.
+        place: Maps a rank to what is added to an input position to get its output position when run in place.
+        part: Maps a rank to the number of the part that it contributes to the chunks of its input.
+        in_place: Whether input and output share memory, as `place` says.
+        root: The root's rank, -1 where there is none.
+
+    Returns:
+        The collective, whose outputs are each made of all parts of their chunk.
+
+    Raises:
+        InvalidInput: The numbers do not fit together, or the buffers hold too many chunks.
+    """
     count = len(ranks)
     if not 1 <= chunks <= MAX_ENTRIES:
         raise InvalidInput(f"chunks: must be >= 1, not {chunks}")

@@ -74,7 +74,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def load_collective(path: str | Path) -> Collective:
-    """The collective of a file."""
+    """Read a collective from a YAML or JSON file of the form above; `InvalidInput` names the file and the bad field."""
     text = read_text(path, max_bytes=MAX_FILE_BYTES)
     json = text.lstrip("\ufeff \t\r\n").startswith("{")
     if not json and len(text) > MAX_YAML_BYTES:
@@ -138,7 +138,7 @@ def read(data: Any) -> Collective:
 
 
 def _bound(form: _File) -> None:
-    """Runs are short to write, so what they stand for is counted before any of it is made."""
+    """Refuse runs that stand for too many chunks; they are counted before any list of chunks is made."""
     total = 0
     rows: list[tuple[str, int, Sequence[Chunks | _Start | _End]]] = []
     rows += [("start", rank, row) for rank, row in enumerate(form.start)]
@@ -272,7 +272,7 @@ def _form(collective: Collective) -> _File:
 
 
 def _runs(entries: Iterator[tuple[int, int]]) -> Iterator[tuple[Chunks, int]]:
-    """Entries (chunk, attribute) with rising chunks and the same attribute drawn together."""
+    """Join entries (chunk, attribute) with consecutive chunks and equal attributes into runs ``first..last``."""
     first = last = attribute = -2
     for chunk, value in entries:
         if value == attribute and chunk == last + 1:

@@ -1,4 +1,7 @@
-"""The collectives everybody knows, each as its pre- and postcondition."""
+"""The usual collectives, each as its pre- and postcondition.
+
+All take `ranks` as a count or as the devices that take part; shards, roots and pairs are numbered by rank 0..n-1.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,14 @@ def _none() -> NDArray[np.int64]:
 def AllGather(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collective:
     """Every rank ends with every rank's shard; shard r is chunks ``r*chunks .. (r+1)*chunks-1``.
 
+    Args:
+        ranks: How many ranks take part, or the device of each.
+        chunks: How many chunks a shard is cut into, >= 1.
+        in_place: Whether rank r's input is the r-th shard of its output buffer.
+
+    Returns:
+        The collective; its bytes are those of the output buffer.
+
     >>> AllGather(4)
     <Collective all_gather over 4 ranks, 4 chunks, out of place>
     """
@@ -43,7 +54,16 @@ def AllGather(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Colle
 
 
 def ReduceScatter(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collective:
-    """Rank r ends with the sum of everybody's shard r."""
+    """Rank r ends with the sum of shard r of all ranks.
+
+    Args:
+        ranks: How many ranks take part, or the device of each.
+        chunks: How many chunks a shard is cut into, >= 1.
+        in_place: Whether rank r's output is the r-th shard of its input buffer.
+
+    Returns:
+        The collective; its bytes are those of the input buffer.
+    """
     devices = as_ranks(ranks)
     total = len(devices) * chunks
     return from_buffers(
@@ -60,7 +80,16 @@ def ReduceScatter(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> C
 
 
 def AllReduce(ranks: Ranks, *, chunks: int | None = None, in_place: bool = False) -> Collective:
-    """Every rank ends with the sum of all; `chunks` pieces (default: one per rank)."""
+    """Every rank ends with the sum of all ranks' tensors.
+
+    Args:
+        ranks: How many ranks take part, or the device of each.
+        chunks: How many chunks the tensor is cut into, >= 1; one per rank when not given.
+        in_place: Whether input and output are the same buffer.
+
+    Returns:
+        The collective; its bytes are those of the tensor.
+    """
     devices = as_ranks(ranks)
     pieces = len(devices) if chunks is None else chunks
     return from_buffers(
@@ -76,7 +105,16 @@ def AllReduce(ranks: Ranks, *, chunks: int | None = None, in_place: bool = False
 
 
 def AllToAll(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collective:
-    """Rank q ends with shard q of every rank; chunk ``(r*n + q)*chunks + j`` goes from r to q."""
+    """Rank q ends with shard q of every rank; chunk ``(r*n + q)*chunks + j`` goes from r to q.
+
+    Args:
+        ranks: How many ranks take part, or the device of each.
+        chunks: How many chunks a shard (what one rank sends to one other) is cut into, >= 1.
+        in_place: Whether input and output are the same buffer.
+
+    Returns:
+        The collective; its bytes are those of one rank's input buffer.
+    """
     devices = as_ranks(ranks)
     n = len(devices)
     sources = np.arange(n, dtype=np.int64)[:, None] * n
@@ -95,9 +133,21 @@ def AllToAll(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collec
 def AllToAllV(
     ranks: Ranks, counts: Sequence[Sequence[float]], *, chunks: int = 1, in_place: bool = False
 ) -> Collective:
-    """As all-to-all, but rank r sends ``counts[r][q]`` (any unit) to rank q; a zero sends nothing.
+    """Rank q ends with what every rank r has for it: an all-to-all whose shards differ in size.
 
-    In place, what comes from a rank takes the room of what went to it, so the counts must be symmetric.
+    In place, the shard from a rank takes the room of the shard that went to that rank, so the counts must be symmetric.
+
+    Args:
+        ranks: How many ranks take part, or the device of each.
+        counts: ``counts[r][q]`` is how much rank r sends to rank q, in any unit; >= 0, and 0 sends nothing.
+        chunks: How many chunks each shard is cut into, >= 1.
+        in_place: Whether input and output are the same buffer; needs symmetric counts.
+
+    Returns:
+        The collective; its bytes are those of the largest input or output buffer of a rank.
+
+    Raises:
+        InvalidInput: The counts are no n x n matrix of numbers >= 0, are all zero, or not symmetric in place.
     """
     devices = as_ranks(ranks)
     n = len(devices)
@@ -130,7 +180,17 @@ def AllToAllV(
 
 
 def Broadcast(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:
-    """Every rank ends with the root's tensor."""
+    """Every rank ends with the root's tensor.
+
+    Args:
+        ranks: How many ranks take part, or the device of each.
+        root: The rank that has the tensor.
+        chunks: How many chunks the tensor is cut into, >= 1.
+        in_place: Whether the root's input and output are the same buffer.
+
+    Returns:
+        The collective; its bytes are those of the tensor.
+    """
     devices = as_ranks(ranks)
     _check_root(root, len(devices))
     return from_buffers(
@@ -147,7 +207,17 @@ def Broadcast(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = 
 
 
 def Reduce(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:
-    """The root ends with the sum of all."""
+    """The root ends with the sum of all ranks' tensors.
+
+    Args:
+        ranks: How many ranks take part, or the device of each.
+        root: The rank that ends with the sum.
+        chunks: How many chunks the tensor is cut into, >= 1.
+        in_place: Whether the root's input and output are the same buffer.
+
+    Returns:
+        The collective; its bytes are those of the tensor.
+    """
     devices = as_ranks(ranks)
     _check_root(root, len(devices))
     return from_buffers(
@@ -164,7 +234,17 @@ def Reduce(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = Fal
 
 
 def Gather(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:
-    """The root ends with every rank's shard."""
+    """The root ends with every rank's shard, in the order of ranks.
+
+    Args:
+        ranks: How many ranks take part, or the device of each.
+        root: The rank that ends with the shards.
+        chunks: How many chunks a shard is cut into, >= 1.
+        in_place: Whether the root's input is its own shard of its output buffer.
+
+    Returns:
+        The collective; its bytes are those of the root's output buffer.
+    """
     devices = as_ranks(ranks)
     _check_root(root, len(devices))
     total = len(devices) * chunks
@@ -183,7 +263,17 @@ def Gather(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = Fal
 
 
 def Scatter(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = False) -> Collective:
-    """Rank r ends with the root's shard r."""
+    """Rank r ends with the root's shard r.
+
+    Args:
+        ranks: How many ranks take part, or the device of each.
+        root: The rank that has the shards.
+        chunks: How many chunks a shard is cut into, >= 1.
+        in_place: Whether the root's output is its own shard of its input buffer.
+
+    Returns:
+        The collective; its bytes are those of the root's input buffer.
+    """
     devices = as_ranks(ranks)
     _check_root(root, len(devices))
     total = len(devices) * chunks
@@ -204,7 +294,20 @@ def Scatter(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = Fa
 def Permute(
     ranks: Ranks, pairs: Sequence[tuple[int, int]], *, chunks: int = 1, in_place: bool = False
 ) -> Collective:
-    """Send and receive: for each (src, dst), dst ends with src's tensor. ``[(0, 1)]`` is one send."""
+    """Send and receive: for each pair (src, dst), rank dst ends with the tensor of rank src. ``[(0, 1)]`` is one send.
+
+    Args:
+        ranks: How many ranks take part, or the device of each.
+        pairs: (src, dst) ranks, at least one; no rank sends twice or receives twice.
+        chunks: How many chunks a tensor is cut into, >= 1.
+        in_place: Whether input and output are the same buffer.
+
+    Returns:
+        The collective; its bytes are those of one tensor.
+
+    Raises:
+        InvalidInput: A rank is out of range, sends twice or receives twice.
+    """
     devices = as_ranks(ranks)
     n = len(devices)
     sources = [a for a, _ in pairs]

@@ -1,4 +1,4 @@
-"""The collective of a resharding: pieces of tensors, who holds them, who wants them."""
+"""The collective of a resharding: pieces of tensors, the ranks that hold each and the ranks that want it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from .conditions import ALL_PARTS, MAX_ENTRIES, Collective
 class Piece:
     """One piece of a resharding: `nbytes` that each of ``parts[p]`` holds alike, wanted by each of `wanted`.
 
-    With several parts the piece is a pending sum: those of ``parts[p]`` hold the p-th summand, and what is wanted
-    is the sum. Ranks are positions in the collective. It is cut into `chunks`, at multiples of `align` bytes.
+    With several parts the piece is a pending sum: the ranks of ``parts[p]`` hold the p-th summand, and the ranks of
+    `wanted` get the sum. Ranks are positions in the collective. The piece is cut into `chunks`, at multiples of
+    `align` bytes.
     """
 
     nbytes: int
@@ -27,13 +28,13 @@ class Piece:
     align: int = 1
 
     def cuts(self) -> NDArray[np.int64]:
-        """Where its chunks begin, and the end: they differ by at most one `align`."""
+        """The byte offsets at which the chunks begin, and the end; chunks differ in size by at most one `align`."""
         steps = np.arange(self.chunks + 1, dtype=np.int64)
         return steps * (self.nbytes // self.align) // self.chunks * self.align
 
 
 def Reshard(ranks: Sequence[int], pieces: Sequence[Piece]) -> Collective:
-    """Everybody who wants a piece ends with it; buffers hold their pieces in order.
+    """Every rank that wants a piece ends with it; buffers hold their pieces in the order of `pieces`.
 
     `nbytes` of the collective is the largest of all buffers (`largest_buffer`); its chunks are whole multiples of
     their piece's `align`.
@@ -84,7 +85,7 @@ def Reshard(ranks: Sequence[int], pieces: Sequence[Piece]) -> Collective:
 
 
 def largest_buffer(num_ranks: int, pieces: Sequence[Piece]) -> int:
-    """The bytes of the largest input or output of any rank: what `nbytes` of the collective counts."""
+    """The bytes of the largest input or output buffer of any rank: the `nbytes` to simulate the collective with."""
     held, wanted = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     for piece in pieces:
         for holders in piece.parts:

@@ -1,4 +1,7 @@
-"""Clusters by name: the machines of the papers, and regular networks. One module per family."""
+"""Clusters by name: the machines of the papers, and regular networks. One module per family.
+
+To add a preset, write a builder and register it (`registry.register`); importing its module is enough.
+"""
 
 from . import ndv2, dgx2, dgx, hgx2, mi250, p3, autodist, themis, regular, fat_tree  # noqa: F401, I001
 from .registry import PresetInfo, preset, presets

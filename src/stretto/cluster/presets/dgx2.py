@@ -11,7 +11,7 @@ from .registry import register
 
 @register("dgx2", "DGX-2 (TACCL): 16 V100 on NVSwitch, 8 NICs shared by pairs", default_nodes=1, devices_per_node=16)
 def dgx2(name: str, nodes: int) -> Cluster:
-    """TACCL's numbers: NVSwitch 0.3 us and 8 us/MB per GPU port, InfiniBand 2.6 us and 105 us/MB per NIC."""
+    """TACCL's figures: NVSwitch 0.3 us and 8 us/MB per GPU port, InfiniBand 2.6 us and 105 us/MB per NIC."""
     hosts = np.arange(nodes)
     wiring = Wiring(host_names(nodes, numbered("gpu", 16)), hosts=np.repeat(hosts, 16))
     gpus = wiring.devices.reshape(nodes, 16)

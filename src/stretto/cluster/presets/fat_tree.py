@@ -17,6 +17,15 @@ def fat_tree(name: str, nodes: int, *, gb_per_s: float = GB_PER_S, alpha_us: flo
 
     Levels that `nodes` does not need are left out. `alpha_us` is paid at every hop upwards, so a path pays
     it once within an edge switch, twice within a pod and three times between pods.
+
+    Args:
+        name: The name of the preset.
+        nodes: How many devices, >= 1.
+        gb_per_s: The rate of each link and direction, > 0.
+        alpha_us: The latency of each hop upwards, >= 0.
+
+    Returns:
+        The cluster.
     """
     half = 1
     while 2 * half**3 < nodes:

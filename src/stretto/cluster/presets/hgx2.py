@@ -22,10 +22,10 @@ from .registry import register
 
 NIC_GB_PER_S = 12.5
 INCAST = ((33, 0.9), (65, 0.75), (129, 0.65), (257, 0.6))
-"""Assumed: what is left of a NIC's rate when that many flows enter it. The paper shows that more senders into one port
-lose throughput (its figure 17: 128, 64 and 32 destinations at a time win small, medium and large all-to-alls) and no
-numbers; these are chosen so that its order appears. The preset `hgx2_no_incast` has no such curve: what a plan gains
-there does not rest on these numbers (docs/calibration.md has both)."""
+"""Assumed: the share of a NIC's rate that is left from so many concurrent flows on. The paper shows that more senders
+into one port lose throughput (its figure 17: 128, 64 and 32 destinations at a time win small, medium and large
+all-to-alls) but gives no numbers; these are chosen so that its order appears. The preset `hgx2_no_incast` has no such
+curve, so that a plan's gain there does not rest on these numbers (docs/calibration.md has both)."""
 
 
 @register(
@@ -87,7 +87,7 @@ def _hgx2(name: str, nodes: int, incast_notes: tuple[str, ...]) -> Cluster:
 
 
 def _with_incast(cluster: Cluster) -> Cluster:
-    """Many senders into one NIC lose throughput where the network's switch feeds its port."""
+    """Give the links from the network's switches into the NICs the curve `INCAST`."""
     if cluster.num_hosts == 1:
         return cluster
     network = [cluster.node_names.index(name) for name in ("roce", "ethernet")]

@@ -22,7 +22,15 @@ SINGLE = ((0, 2), (0, 3), (1, 2), (1, 5), (3, 7), (4, 6), (4, 7), (5, 6))
 
 
 def cube_mesh(wiring: Wiring, gpus: np.ndarray, *, double: float, single: float, alpha_us: float) -> None:
-    """The NVLinks among each row of eight GPUs, both directions."""
+    """Add the NVLinks among each row of eight GPUs, both directions.
+
+    Args:
+        wiring: The builder to add the links to.
+        gpus: Node ids, one row of eight per host.
+        double: The rate in GB/s of a pair with two NVLinks.
+        single: The rate in GB/s of a pair with one NVLink.
+        alpha_us: The latency of a link, >= 0.
+    """
     for pairs, rate in ((DOUBLE, double), (SINGLE, single)):
         first, second = np.array(pairs).T
         wiring.duplex(gpus[:, first], gpus[:, second], gb_per_s=rate, alpha_us=alpha_us, channel="nvlink")
@@ -30,7 +38,7 @@ def cube_mesh(wiring: Wiring, gpus: np.ndarray, *, double: float, single: float,
 
 @register("ndv2", "Azure NDv2 (TACCL): 8 V100 in an NVLink cube-mesh, 1 NIC", default_nodes=1, devices_per_node=8)
 def ndv2(name: str, nodes: int) -> Cluster:
-    """TACCL's numbers: NVLink 0.3 us and 23 (double) or 46 us/MB, InfiniBand 2.6 us and 105 us/MB."""
+    """TACCL's figures: NVLink 0.3 us and 23 (double) or 46 us/MB, InfiniBand 2.6 us and 105 us/MB."""
     hosts = np.arange(nodes)
     wiring = Wiring(host_names(nodes, numbered("gpu", 8)), hosts=np.repeat(hosts, 8))
     gpus = wiring.devices.reshape(nodes, 8)

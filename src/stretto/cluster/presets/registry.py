@@ -1,4 +1,4 @@
-"""The names of the presets, and the checks that all of them share."""
+"""The registry of presets, and the checks that all of them share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Build = Callable[..., Cluster]
 
 
 class PresetInfo(NamedTuple):
-    """One line of ``stretto cluster list``."""
+    """The name, description and default size of a preset: one line of ``stretto cluster list``."""
 
     name: str
     description: str
@@ -42,7 +42,37 @@ def register(
     devices_per_node: int = 1,
     max_nodes: int | None = None,
 ) -> Callable[[Build], Build]:
-    """Register a builder ``build(name, nodes, *, option=...)``; keyword-only arguments are its options."""
+    """Register a preset: a decorator for its builder ``build(name, nodes, *, option=default, ...) -> Cluster``.
+
+    `preset` calls the builder each time a user asks for the name, with the registered name and a checked number of
+    nodes. The builder's keyword-only arguments are the preset's options; they need defaults. An option called ``dims``
+    is a sequence of whole numbers >= 1, options that end in ``_us`` are numbers >= 0, all others numbers > 0: values
+    are checked before the call. The builder checks further limits itself (it raises `InvalidInput` that names the
+    option) and returns a new cluster called ``f"{name}:{nodes}"``, usually made with `Wiring` or `grid.regular`, whose
+    notes list what was assumed. One builder may be registered under several names. A preset of a third party is known
+    once the module that registers it has been imported.
+
+    Args:
+        name: The name that users write; a name that is registered already is replaced.
+        description: What ``stretto cluster list`` shows, in at most about 60 characters.
+        default_nodes: The number of nodes when the user gives none.
+        devices_per_node: The most devices of a node, >= 1.
+        max_nodes: The largest number of nodes; as many as make `MAX_DEVICES` devices when not given.
+
+    Returns:
+        A decorator that registers the builder and returns it unchanged.
+
+    >>> from stretto.cluster.wiring import Wiring, numbered
+    >>> @register("example_star", "devices around one switch", default_nodes=4)
+    ... def star(name: str, nodes: int, *, gb_per_s: float = 25.0) -> Cluster:
+    ...     wiring = Wiring(numbered("gpu", nodes), hosts=range(nodes))
+    ...     hub = wiring.add(["hub"], kind="switch")
+    ...     wiring.duplex(wiring.devices, hub, gb_per_s=gb_per_s, alpha_us=1.0, back_us=0.0, channel="ethernet")
+    ...     return wiring.cluster(f"{name}:{nodes}", notes=["assumed: 1 us for a message"])
+    >>> preset("example_star", gb_per_s=12.5)
+    <Cluster example_star:4: 4 devices on 4 hosts, 8 links over ethernet>
+    >>> _ = _PRESETS.pop("example_star")
+    """
 
     def keep(build: Build) -> Build:
         parameters = inspect.signature(build).parameters.values()
@@ -58,7 +88,18 @@ def register(
 
 
 def preset(name: str, *, nodes: int | None = None, **options: Any) -> Cluster:
-    """A cluster by name; `nodes` counts hosts for machines, devices for regular networks.
+    """Make a cluster by name.
+
+    Args:
+        name: The name of a registered preset.
+        nodes: Hosts for machines, devices for regular networks; 1 to the preset's largest, its default when not given.
+        **options: Options of that preset.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        InvalidInput: The name, an option or the number of nodes is not valid; the message lists the choices.
 
     >>> preset("torus", nodes=12)
     <Cluster torus:12: 12 devices on 12 hosts, 48 links over dim0, dim1, dimensions 3x4>
@@ -74,18 +115,36 @@ def preset(name: str, *, nodes: int | None = None, **options: Any) -> Cluster:
 
 
 def presets() -> list[PresetInfo]:
-    """Every preset as ``(name, description, default_nodes)``, family by family."""
+    """Every preset as ``(name, description, default_nodes)``, in the order of registration (family by family)."""
     return [entry.info for entry in _PRESETS.values()]
 
 
 def check_nodes(what: str, nodes: Any, most: int) -> None:
-    """Refuse a node count that is no whole number in range."""
+    """Refuse a node count that is not a whole number in range.
+
+    Args:
+        what: The preset or file form, as the message shall call it.
+        nodes: The value that the user gave.
+        most: The largest valid count.
+
+    Raises:
+        InvalidInput: The count is not a whole number 1..most.
+    """
     if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= most:
         raise InvalidInput(f"nodes: {what} takes 1 to {most} nodes, not {nodes!r}")
 
 
 def check_options(what: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse unknown options, and values that are not a number in range or a list of sides."""
+    """Refuse unknown options and invalid values: ``dims`` takes sides, ``*_us`` numbers >= 0, all others numbers > 0.
+
+    Args:
+        what: The preset or file form, as the message shall call it.
+        options: The options that the user gave.
+        known: The names that are valid.
+
+    Raises:
+        InvalidInput: An option is unknown or its value is out of range.
+    """
     for option, value in options.items():
         if option not in known:
             raise unknown(f"option of {what}", option, dict.fromkeys(("nodes", *known)))

@@ -22,13 +22,33 @@ def _dimension(kind: str, size: int, gb_per_s: float, alpha_us: float) -> Dimens
 
 @register("ring", "a two-way ring of devices", default_nodes=8)
 def ring(name: str, nodes: int, *, gb_per_s: float = GB_PER_S, alpha_us: float = ALPHA_US) -> Cluster:
-    """Each device linked with the next and the one before, `gb_per_s` per link and direction."""
+    """A ring: each device is linked with the next and the previous one.
+
+    Args:
+        name: The name of the preset.
+        nodes: How many devices, >= 1.
+        gb_per_s: The rate of each link and direction, > 0.
+        alpha_us: The latency of each link, >= 0.
+
+    Returns:
+        The cluster.
+    """
     return build_regular(f"{name}:{nodes}", [_dimension("ring", nodes, gb_per_s, alpha_us)])
 
 
 @register("fully_connected", "every device linked with every other", default_nodes=8, max_nodes=2048)
 def fully_connected(name: str, nodes: int, *, gb_per_s: float = GB_PER_S, alpha_us: float = ALPHA_US) -> Cluster:
-    """A clique, `gb_per_s` per link and direction."""
+    """A clique: each device is linked with each other one.
+
+    Args:
+        name: The name of the preset.
+        nodes: How many devices, 1..2048.
+        gb_per_s: The rate of each link and direction, > 0.
+        alpha_us: The latency of each link, >= 0.
+
+    Returns:
+        The cluster.
+    """
     return build_regular(f"{name}:{nodes}", [_dimension("fully_connected", nodes, gb_per_s, alpha_us)])
 
 
@@ -41,7 +61,21 @@ def mesh(
     alpha_us: float = ALPHA_US,
     dims: Sequence[int] | None = None,
 ) -> Cluster:
-    """A grid of sides `dims` (2D, as square as `nodes` allows, when not given)."""
+    """A grid without wrap-around links.
+
+    Args:
+        name: The name of the preset.
+        nodes: How many devices; ignored where `dims` is given.
+        gb_per_s: The rate of each link and direction, > 0.
+        alpha_us: The latency of each link, >= 0.
+        dims: Two or three sides >= 1; two sides, as square as `nodes` allows, when not given.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        InvalidInput: `nodes` has no two factors >= 2, or `dims` has another number of sides or too many devices.
+    """
     sides = _sides(nodes, dims)
     wiring = Wiring(numbered("npu", math.prod(sides)))
     for axis in range(len(sides)):
@@ -59,14 +93,41 @@ def torus(
     alpha_us: float = ALPHA_US,
     dims: Sequence[int] | None = None,
 ) -> Cluster:
-    """Rings of sides `dims` (2D, as square as `nodes` allows, when not given)."""
+    """A grid whose lines are rings.
+
+    Args:
+        name: The name of the preset.
+        nodes: How many devices; ignored where `dims` is given.
+        gb_per_s: The rate of each link and direction, > 0.
+        alpha_us: The latency of each link, >= 0.
+        dims: Two or three sides >= 1; two sides, as square as `nodes` allows, when not given.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        InvalidInput: `nodes` has no two factors >= 2, or `dims` has another number of sides or too many devices.
+    """
     sides = _sides(nodes, dims)
     return build_regular(_named(name, nodes, dims), [_dimension("ring", side, gb_per_s, alpha_us) for side in sides])
 
 
 @register("hypercube", "2^d devices, each linked with d neighbours", default_nodes=16)
 def hypercube(name: str, nodes: int, *, gb_per_s: float = GB_PER_S, alpha_us: float = ALPHA_US) -> Cluster:
-    """Devices whose numbers differ in one bit are linked."""
+    """A hypercube: devices whose numbers differ in one bit are linked.
+
+    Args:
+        name: The name of the preset.
+        nodes: How many devices, a power of two >= 2.
+        gb_per_s: The rate of each link and direction, > 0.
+        alpha_us: The latency of each link, >= 0.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        InvalidInput: `nodes` is not a power of two >= 2.
+    """
     bits = nodes.bit_length() - 1
     if nodes != 1 << bits or bits < 1:
         near = ", ".join(str(1 << b) for b in range(max(1, bits - 1), min(16, bits + 2) + 1))
