@@ -1,4 +1,4 @@
-"""Chakra execution traces read into a `Workload`."""
+"""Reads Chakra execution traces into a `Workload`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ __all__ = ["read", "write"]
 
 
 def read(path: str | Path, *, dims: Sequence[int] = ()) -> Workload:
-    """A workload from one ``.et`` file (every rank does the same), or from a directory with one per rank.
+    """A workload from one ``.et`` file, which then stands for every rank, or from a directory with one file per rank.
 
     Groups come from ``pg_name`` and a `comm_groups.json` beside the traces, or from ``involved_dim`` with `dims`, the
-    number of ranks in each dimension; without either a collective is of all ranks.
+    number
+    of ranks in each dimension; without either, a collective is among all ranks.
     """
     path = Path(path)
     files = rank_files(path, (), (".et", ".et.gz"))
@@ -74,7 +75,7 @@ def _named_groups(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _inferred_groups(files: Sequence[Sequence[Any]]) -> dict[str, tuple[int, ...]]:
-    """The groups that no file describes: the ranks whose nodes use the name."""
+    """Groups that no file describes: the ranks whose nodes use the group's name."""
     users: dict[str, set[int]] = defaultdict(set)
     for rank, nodes in enumerate(files):
         for node in nodes:
@@ -85,7 +86,7 @@ def _inferred_groups(files: Sequence[Sequence[Any]]) -> dict[str, tuple[int, ...
 
 
 def _talks_to(nodes: Sequence[Any]) -> int:
-    """The highest rank that a lone file sends to or receives from."""
+    """The highest rank that the only file sends to or receives from."""
     peers = (attr for node in nodes for attr in node.attr if attr.name in ("comm_src", "comm_dst"))
     values = (getattr(attr, attr.WhichOneof("value") or "int32_val") for attr in peers)
     return max((value for value in values if isinstance(value, int)), default=0)

@@ -1,8 +1,8 @@
-"""Nodes of one file per rank joined into ops: collectives by group, sends with their receives, equal compute nodes.
+"""Joins the nodes of one file per rank into ops: collectives by group, sends with their receives, equal compute nodes.
 
-A receive is not an op: the transfer begins when its sender is ready, whether or not the receive has been posted, as in
-Chakra's simulators. What waits for a receive waits for the transfer and for whatever the receive itself waits for.
-So every rank of a ring may send first and receive afterwards.
+A receive is not an op: a transfer begins when its sender is ready, whether or not the receive has been posted, as in
+Chakra's simulators. An op that waits for a receive waits for the transfer and for everything that the receive itself
+waits for. So every rank of a ring may send first and receive afterwards.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .dag import COMPUTE, Dep, Op, Why
 from .ordering import few, in_order
 
 MAX_DEPS = 4_000_000
-"""Dependencies of all ops together: nodes that are looked through multiply them."""
+"""Limit on the dependencies of all ops together; replacing silent nodes by their own dependencies multiplies them."""
 _SILENT = (0, 1)
-"""Node types that do nothing: what waits for them waits for what they wait for."""
+"""Node types that do nothing: an op that waits for such a node waits for the node's own dependencies instead."""
 _STREAMS = {2: "memory", 3: "memory", 8: "storage", 9: "storage", 10: "storage"}
 
 
 @dataclass(kw_only=True)
 class _Merged:
-    """One op to be: the nodes that are it on each rank, and its place in the files."""
+    """One op under construction: its node on each rank, and its place in the files."""
 
     place: tuple[int, int]
     nodes: dict[int, Node] = field(default_factory=dict)
@@ -53,13 +53,13 @@ def joined_ops(ranks: list[list[Node]], files: list[Path], world: int, notes: li
         ranks: the nodes of each file, in the order of the file.
         files: the file of each rank, for messages.
         world: the number of ranks; larger than the number of files where one file stands for all ranks.
-        notes: receives what was assumed.
+        notes: a list to which assumptions are appended.
 
     Returns:
         The ops, each after those that it waits for.
 
     Raises:
-        InvalidInput: a node is there twice, waits for one that is not there, or for itself.
+        InvalidInput: a node is there twice, or waits for a node that does not exist or for itself.
     """
     merged = _merge(ranks, files)
     every = list({id(op): op for op in merged.values()}.values())
@@ -85,7 +85,8 @@ def joined_ops(ranks: list[list[Node]], files: list[Path], world: int, notes: li
 
 
 def _merge(ranks: list[list[Node]], files: list[Path]) -> _Table:
-    """For each (rank, node id) its op: ranks with the same nodes share compute, groups share collectives."""
+    """The op of each (rank, node id): ranks with equal nodes share compute-ops, the ranks of a group share collectives.
+    """
     kinds: dict[object, int] = {}
     classes = []
     for nodes in ranks:
@@ -113,7 +114,7 @@ def _merge(ranks: list[list[Node]], files: list[Path]) -> _Table:
 
 
 def _check_waits(nodes: list[Node], file: Path) -> None:
-    """Refuse a node that waits for one that is not there, or for itself."""
+    """Raise `InvalidInput` for a node that waits for a node that does not exist, or for itself."""
     by_id = {node.id: node for node in nodes}
     for node in nodes:
         for dep in (*node.data, *node.control):
@@ -123,7 +124,7 @@ def _check_waits(nodes: list[Node], file: Path) -> None:
 
 
 def _apart(ranks: list[list[Node]], classes: list[int]) -> dict[tuple[int, int], bool]:
-    """Which collectives of ranks that do the same can be one op: their groups are apart, and of those ranks alone."""
+    """Which collectives of equal ranks can be one op: their groups are disjoint and have no other ranks."""
     groups: dict[tuple[int, int], set[tuple[int, ...]]] = defaultdict(set)
     for rank, nodes in enumerate(ranks):
         for node in nodes:
@@ -137,7 +138,7 @@ def _apart(ranks: list[list[Node]], classes: list[int]) -> dict[tuple[int, int],
 
 
 def _tagged_alike(ranks: list[list[Node]]) -> set[tuple[int, ...]]:
-    """The pairs of ranks whose sends and receives carry the same tags, so that tags say which belong together."""
+    """The pairs of ranks whose sends and receives carry the same tags, so that tags can match them."""
     tags: dict[tuple[int, ...], dict[int, Counter[int]]] = defaultdict(lambda: {SEND: Counter(), RECV: Counter()})
     for nodes in ranks:
         for node in nodes:
@@ -147,7 +148,7 @@ def _tagged_alike(ranks: list[list[Node]]) -> set[tuple[int, ...]]:
 
 
 def _dependencies(merged: _Table, every: list[_Merged]) -> dict[int, dict[tuple[int, Why], None]]:
-    """What each op waits for: (id of the other op, why), in the order of the files."""
+    """The dependencies of each op as (id of the other op, why), in the order of the files."""
     after: dict[int, dict[tuple[int, Why], None]] = {id(op): {} for op in every}
     known: dict[tuple[int, int], list[_Merged]] = {}
     count = 0
@@ -168,16 +169,18 @@ def _dependencies(merged: _Table, every: list[_Merged]) -> dict[int, dict[tuple[
 
 
 def _control(node: Node, other: Node) -> Why:
-    """What a control dependency of a foreign file means, which tells no more than that there is one."""
+    """The meaning of a control dependency in a file that Stretto did not write, guessed from the kinds of the two
+    nodes.
+    """
     if node.kind != COMPUTE:
         return "submit"
     return "wait" if other.kind != COMPUTE else "data"
 
 
 def _ends_with(op: _Merged, merged: _Table, rank: int, known: dict[tuple[int, int], list[_Merged]]) -> list[_Merged]:
-    """The ops that must have ended for this one to have ended on a rank; `known` holds earlier answers.
+    """The ops that must have ended for this one to have ended on a rank; `known` caches earlier answers.
 
-    This is the op itself; for a node that does nothing, what it waits for; for a receive, both.
+    These are: the op itself; for a silent node, the ops that it waits for; for a receive, both.
     """
     todo = [op]
     open_: set[int] = set()

@@ -33,6 +33,14 @@ class Node:
 def required_number(attr: Mapping[str, Any], key: str, where: str) -> int:
     """The attribute `key` as a whole number >= 0.
 
+    Args:
+        attr: the attributes of a node or of a file.
+        key: name of the attribute.
+        where: the place in the file, for errors.
+
+    Returns:
+        The number.
+
     Raises:
         InvalidInput: the attribute is missing, of another type, or out of range.
     """
@@ -43,12 +51,38 @@ def required_number(attr: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def optional_number(attr: Mapping[str, Any], key: str, where: str, default: int = 0) -> int:
-    """The attribute `key` as a whole number >= 0, `default` where it is missing; `InvalidInput` for anything else."""
+    """The attribute `key` as a whole number >= 0, or `default` if it is missing.
+
+    Args:
+        attr: the attributes of a node or of a file.
+        key: name of the attribute.
+        where: the place in the file, for errors.
+        default: the result for a missing attribute.
+
+    Returns:
+        The number.
+
+    Raises:
+        InvalidInput: the attribute is of another type or out of range.
+    """
     return required_number(attr, key, where) if key in attr else default
 
 
 def number_or(attr: Mapping[str, Any], key: str, where: str, default: float = 0.0) -> float:
-    """The attribute `key` as a number, `default` where it is missing; `InvalidInput` for anything else."""
+    """The attribute `key` as a number, or `default` if it is missing.
+
+    Args:
+        attr: the attributes of a node or of a file.
+        key: name of the attribute.
+        where: the place in the file, for errors.
+        default: the result for a missing attribute.
+
+    Returns:
+        The number.
+
+    Raises:
+        InvalidInput: the attribute is not a number.
+    """
     value = attr.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidInput(f"{where}.{key}: must be a number, not {value!r}")
@@ -56,7 +90,20 @@ def number_or(attr: Mapping[str, Any], key: str, where: str, default: float = 0.
 
 
 def text(attr: Mapping[str, Any], key: str, where: str, default: str = "") -> str:
-    """The attribute `key` as text, `default` where it is missing; `InvalidInput` for anything else."""
+    """The attribute `key` as text, or `default` if it is missing.
+
+    Args:
+        attr: the attributes of a node or of a file.
+        key: name of the attribute.
+        where: the place in the file, for errors.
+        default: the result for a missing attribute.
+
+    Returns:
+        The text.
+
+    Raises:
+        InvalidInput: the attribute is not text.
+    """
     value = attr.get(key, default)
     if not isinstance(value, str):
         raise InvalidInput(f"{where}.{key}: must be text, not {value!r}")

@@ -1,4 +1,5 @@
-"""Chakra traces that Stretto itself has written: attributes named ``stretto_*`` give back exactly the same ops."""
+"""Reads Chakra traces that Stretto itself has written: attributes named ``stretto_*`` give back exactly the same ops.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from .dag import COMPUTE, WHYS, Dep, Op, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What the metadata of every file of one job says."""
+    """The job as the metadata of every one of its files describes it."""
 
     name: str
     num_ranks: int
@@ -25,7 +26,7 @@ class About:
 
 
 def about(metadata: Sequence[dict[str, Any]], files: Sequence[Path]) -> About | None:
-    """The job that Stretto wrote these files for; None where others wrote them.
+    """The job that Stretto wrote these files for; None if another program wrote them.
 
     Raises:
         InvalidInput: files of a rank are missing, or belong to another job.
@@ -57,13 +58,16 @@ def workload(about: About, ranks: Sequence[Sequence[Node]], files: Sequence[Path
     """The workload that was written.
 
     Args:
-        about: what the files say of the job.
+        about: the job as the files describe it.
         ranks: the nodes of each rank.
         files: the file of each rank, for messages.
-        notes: what else is to be said of the workload.
+        notes: notes that the workload gets.
+
+    Returns:
+        The workload, equal to the one that was written except for its notes.
 
     Raises:
-        InvalidInput: a node is there twice, or waits for one that is not there.
+        InvalidInput: a node is there twice, or waits for a node that does not exist.
     """
     nodes: dict[int, dict[int, Node]] = defaultdict(dict)
     for rank, each in enumerate(ranks):
@@ -120,7 +124,7 @@ def _op(nodes: dict[int, Node], names: dict[int, str], num_ranks: int) -> Op:
 
 
 def _groups(nodes: dict[int, Node]) -> tuple[tuple[int, ...], ...]:
-    """The groups in the order in which they were written; none stands for one group of all ranks."""
+    """The groups in the order in which they were written; an empty tuple stands for one group of all ranks."""
     if not any("stretto_group" in node.attr for node in nodes.values()):
         return ()
     places = {node.group: optional_number(node.attr, "stretto_group", node.where) for node in nodes.values()}
@@ -128,7 +132,7 @@ def _groups(nodes: dict[int, Node]) -> tuple[tuple[int, ...], ...]:
 
 
 def _after(nodes: dict[int, Node], names: dict[int, str]) -> tuple[Dep, ...]:
-    """The dependencies of an op, of which each rank knows those on ops in which it takes part."""
+    """The dependencies of an op; each rank's file has those on ops in which that rank takes part."""
     found: dict[int, Dep] = {}
     for node in nodes.values():
         flat = node.attr.get("stretto_after", [])

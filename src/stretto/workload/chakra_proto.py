@@ -1,6 +1,7 @@
-"""The messages of a Chakra execution trace, described by field number, and the file form: each with its length ahead.
+"""The messages of a Chakra execution trace, described by field number, and the file form: each message follows its
+length.
 
-Only what is read or written is described; other fields of a message are skipped by the protobuf library.
+Only fields that are read or written here are described; the protobuf library skips the others.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ COMM_TYPES = (
     "reduce_scatter_block", "barrier",
 )  # fmt: skip
 PART = ("all_gather", "gather")
-"""Chakra counts what a rank puts in, which is the smaller of its two buffers for these."""
+"""Collectives of which Chakra counts the send buffer of a rank, which is the smaller of its two buffers."""
 GROUPS_FILE = "comm_groups.json"
-"""The groups by name beside the traces: what ASTRA-sim takes as communicator group configuration."""
+"""The file beside the traces with the groups by name; ASTRA-sim takes it as communicator group configuration."""
 OURS = "stretto_workload"
-"""The mark of our own files: an op has the same node id on all ranks."""
+"""The attribute that marks files written by Stretto, in which an op has the same node id on all ranks."""
 RANKS, SAMPLES, UNIT = "stretto_ranks", "stretto_samples", "stretto_unit"
-"""What else the metadata of our own files says."""
+"""Further attributes in the metadata of files written by Stretto."""
 _INT32 = ("comm_src", "comm_dst", "comm_tag")
 """The attributes that Chakra's feeder reads from ``int32_val``; all other numbers are ``int64_val`` there."""
 
@@ -39,7 +40,7 @@ _SCALARS = (
     "double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64", "sfixed32",
     "sfixed64", "bool", "string",
 )  # fmt: skip
-"""Of these an attribute holds one value (field 3, 5, ...) or a list (field 4, 6, ...)."""
+"""Types of an attribute, which holds one value (field 3, 5, ...) or a list (field 4, 6, ...) of its type."""
 
 
 @cache
@@ -136,7 +137,7 @@ def attributes(message: Any) -> dict[str, Any]:
 
 
 def _set(attr: Any, name: str, value: Any) -> None:
-    """Each number in the field from which Chakra's feeder reads it; another field would read as 0 there."""
+    """Store a number in the field from which Chakra's feeder reads it; the feeder would read 0 from any other field."""
     if isinstance(value, list):
         kind = {bool: "bool", str: "string"}.get(type(value[0]) if value else int, "uint64")
         getattr(attr, f"{kind}_list").values.extend(value)

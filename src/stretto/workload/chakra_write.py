@@ -1,4 +1,4 @@
-"""Chakra execution traces written from a `Workload`, for those who simulate with ASTRA-sim."""
+"""Writes a `Workload` as Chakra execution traces, for simulations with ASTRA-sim."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from .trace_files import MAX_RANK_FILES
 
 
 def write(workload: Workload, directory: str | Path) -> list[Path]:
-    """Write ``NAME.RANK.et`` for every rank and the groups beside them; returns the files.
+    """Write ``NAME.RANK.et`` for every rank and a file with the groups; return the files.
 
-    Chakra describes one iteration without streams, in whole us, and the order of a stream becomes control dependencies.
-    Whatever it cannot say is kept in attributes named ``stretto_*``, from which `read` gives back the same ops.
+    Chakra describes one iteration without streams, in whole us; the order of a stream becomes control dependencies.
+    Properties that Chakra has no field for are kept in attributes named ``stretto_*``, from which `read` restores the
+    ops.
     """
     if workload.num_ranks > MAX_RANK_FILES:
         raise InvalidInput(f"num_ranks: at most {MAX_RANK_FILES} files are written, not {workload.num_ranks}")
@@ -63,7 +64,7 @@ def write(workload: Workload, directory: str | Path) -> list[Path]:
 
 
 def _communicators(workload: Workload) -> Iterator[tuple[int, ...]]:
-    """The groups of collectives; a send names its two ranks itself."""
+    """The groups of collectives; a send names its two ranks itself and needs no group."""
     return (group for op in workload.comm_ops if op.kind != "send" for group in op.groups)
 
 
@@ -85,7 +86,7 @@ def _rank_nodes(workload: Workload, rank: int, names: dict[tuple[int, ...], str]
         taken = op.durations_us[place] if op.durations_us else op.duration_us
         attr: dict[str, Any] = {"is_cpu_op": False, "stretto_duration_us": float(taken), **_own_attr(op, place)}
         if deps:
-            # Positions, because each rank sees a part of the dependencies and their order is to be kept.
+            # Each rank sees only a part of the dependencies, so their positions are stored to restore the order.
             quads = ((number, dep.lag, WHYS.index(dep.why), node) for number, node, dep in deps)
             attr["stretto_after"] = [value for quad in quads for value in quad]
         attr |= _comm_attr(workload, op, rank, names) if op.is_comm else {}
@@ -103,7 +104,7 @@ def _node_type(op: Op, attr: dict[str, Any], rank: int) -> int:
 
 
 def _own_attr(op: Op, place: int) -> dict[str, Any]:
-    """What Chakra has no word for, where it is not the default."""
+    """Attributes for the properties of an op that Chakra has no field for; defaults are left out."""
     kept = {
         "stretto_stream": (op.stream, op.stream != COMPUTE),
         "stretto_phase": (op.phase, op.phase),

@@ -16,13 +16,13 @@ MAX_OPS = 200_000
 MAX_RANKS = 1 << 20
 MAX_LAG = 16
 MAX_CELLS = 1 << 25
-"""Ops times places: what everything that looks at a workload takes time and memory for."""
+"""Limit on ops times places, to which the time and memory of every analysis of a workload are proportional."""
 
 COMPUTE = "compute"
 COMM_KINDS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
 )  # fmt: skip
-"""What a comm-op may be: the collectives' own names, and ``send`` from the first to the second rank of each group."""
+"""Kinds of a comm-op: the names of collectives, and ``send`` from the first to the second rank of each group."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Why = Literal["data", "submit", "wait"]
@@ -31,10 +31,12 @@ WHYS: tuple[Why, ...] = ("data", "submit", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Dep:
-    """That another op must have ended first: the one of the same iteration, or of `lag` iterations before.
+    """A dependency: an op must have ended first, the one of the same iteration or of `lag` iterations before.
 
-    `why`: the op's data (``data``), the application gives a comm-op to the library only then (``submit``), or the
-    application itself waits there for a comm-op (``wait``). All three bind; a plan is checked against each.
+    `why` is the reason. ``data``: the op reads the other's output. ``submit``: the application submits a comm-op to the
+    library only after the other op. ``wait``: the application itself waits there for a comm-op. All three bind; a plan
+    is
+    checked against each.
     """
 
     op: str
@@ -44,15 +46,19 @@ class Dep:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One op of an iteration. Ops of one `stream` of a rank run one after the other, in the order they are listed.
+    """One op of an iteration. The ops of one `stream` of a rank run one after the other, in the order they are listed.
 
-    A compute-op takes `duration_us` on its `ranks` (all when empty), or ``durations_us[i]`` on ``ranks[i]``.
-    A comm-op moves `nbytes` (as a `Collective` counts them: the larger of one rank's send and receive buffer) in
-    each of its disjoint `groups` at once (one group of all ranks when empty); `root` is a position in the group.
-    With `at_most` the size depends on data: this is the largest that was seen, and no mismatch if it grows. An
-    all-to-all with splits may have another size on each rank; `rank_nbytes` are then the largest of each rank, in the
-    order of the groups. Where a trace knows them, `duration_us` of a
-    comm-op is its measured transfer time and `wait_us` what it spent waiting for other ranks before.
+    A compute-op takes `duration_us` on its `ranks` (all when empty), or ``durations_us[i]`` on ``ranks[i]``. A comm-op
+    moves `nbytes` (as a `Collective` counts them: the larger of one rank's send and receive buffer) in each of its
+    disjoint
+    `groups` at once (one group of all ranks when empty); `root` is a position in the group.
+
+    With `at_most` the size depends on the data: `nbytes` is the largest size seen, and a larger size is no mismatch. An
+    all-to-all with splits may have another size on each rank; `rank_nbytes` then holds the largest size of each rank,
+    in
+    the order of the groups. Where a trace has these figures, `duration_us` of a comm-op is its measured transfer time
+    and
+    `wait_us` the time that it waited for other ranks before.
     """
 
     name: str
@@ -73,13 +79,14 @@ class Op:
 
     @property
     def is_comm(self) -> bool:
-        """Whether it moves data between ranks."""
+        """Whether the op moves data between ranks."""
         return self.kind != COMPUTE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Ranks that take part in the same ops for the same time: one of them stands for all in a schedule."""
+    """A class of ranks that take part in the same ops for the same time; in a schedule one rank stands for all of them.
+    """
 
     ranks: tuple[int, ...]
 
@@ -104,7 +111,7 @@ class Workload:
     """Samples (or words, or images) of one iteration over all ranks; 0 when not known."""
     unit: str = "samples"
     notes: tuple[str, ...] = field(default=())
-    """Where it came from and what was assumed."""
+    """Sentences about the workload's origin and the assumptions made."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -124,7 +131,7 @@ class Workload:
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of what a plan depends on: ranks and ops."""
+        """A short hash of the ranks and ops, which are all that a plan depends on."""
         from .files import digest
 
         return digest(self)
@@ -147,7 +154,8 @@ class Workload:
 
     @cached_property
     def compute_us(self) -> float:
-        """Compute of one iteration on the busiest stream of the busiest place: no plan can be faster."""
+        """Microseconds of compute on the busiest stream of the busiest place in one iteration: no plan can be faster.
+        """
         totals: dict[tuple[int, str], float] = {}
         for op, places, each_us in zip(self.ops, self.op_places, self.op_durations_us, strict=True):
             for place, us in zip(places, each_us, strict=False):
@@ -161,12 +169,12 @@ class Workload:
         return frozenset(op.ranks) if op.ranks and not op.is_comm else frozenset(range(self.num_ranks))
 
     def groups_of(self, op: Op) -> tuple[tuple[int, ...], ...]:
-        """The groups of a comm-op, written out."""
+        """The groups of a comm-op; an op without groups has one group of all ranks."""
         return op.groups or (tuple(range(self.num_ranks)),)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """Ranks sorted into classes that no op tells apart."""
+        """The classes of ranks that no op distinguishes."""
         marks: list[list[tuple[int, float]]] = [[] for _ in range(self.num_ranks)]
         for at, op in enumerate(self.ops):
             if not _named(op) and not op.durations_us:
@@ -195,7 +203,7 @@ class Workload:
 
     @cached_property
     def op_durations_us(self) -> tuple[tuple[float, ...], ...]:
-        """For each compute-op, how long it takes at each of its `op_places`; nothing for a comm-op."""
+        """For each compute-op, its microseconds at each of its `op_places`; an empty tuple for a comm-op."""
         found: list[tuple[float, ...]] = []
         for op, places in zip(self.ops, self.op_places, strict=True):
             if op.durations_us:
@@ -221,7 +229,7 @@ class Workload:
 
 
 def _named(op: Op) -> tuple[object, ...]:
-    """The ranks or groups that an op names; none means everybody."""
+    """The ranks or groups that an op names; an empty tuple means all ranks."""
     return op.groups if op.is_comm else op.ranks
 
 
@@ -310,7 +318,7 @@ def _check_ranks(ranks: Sequence[int], num_ranks: int, where: str) -> None:
 
 
 def _check_order(workload: Workload) -> None:
-    """Within an iteration nothing may wait for itself, not even by way of a stream's own order."""
+    """Raise `InvalidInput` if ops of one iteration wait for each other in a circle, the order of streams included."""
     needs: dict[str, set[str]] = {}
     last: dict[tuple[str, int], str] = {}
     if len(workload.places) * len(workload.ops) > MAX_CELLS:

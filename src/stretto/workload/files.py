@@ -36,9 +36,9 @@ from .registry import MODELS, from_spec
 
 VERSION = 1
 MAX_YAML_BYTES = 2 << 20
-"""YAML takes many seconds per megabyte to read; the same structure as JSON does not."""
+"""Largest YAML file: reading YAML takes many seconds per megabyte, reading the same structure as JSON does not."""
 MAX_ENTRIES = 1 << 23
-"""Ranks that all ops of a file name together: runs and sets of groups are short to write."""
+"""Limit on the ranks that all ops of a file name together, because runs such as 0..7 are short to write."""
 KINETO = re.compile(r'"traceEvents"\s*:')
 
 Count = Annotated[int, Meta(ge=0, le=MAX_RANKS)]
@@ -83,7 +83,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def load(source: str | Path) -> Workload:
-    """A workload from ``model:variant[,key=value...]``, or from a file: our own, a Kineto trace, a Chakra trace."""
+    """A workload from ``model:variant[,key=value...]``, or from a file: Stretto's own form, a Kineto or a Chakra trace.
+    """
     if isinstance(source, str):
         name = re.split("[:,]", source, maxsplit=1)[0]
         if name in MODELS:
@@ -103,7 +104,7 @@ def load(source: str | Path) -> Workload:
 
 
 def loads(text: str, *, where: str = "<text>") -> Workload:
-    """A workload from the text of our own file form."""
+    """A workload from the text of Stretto's own file form; `where` names the text in errors."""
     if text.lstrip("\ufeff \t\r\n").startswith("{"):
         data = parse_json(text, where=where)
     elif len(text) > MAX_YAML_BYTES:
@@ -128,7 +129,7 @@ def save(workload: Workload, path: str | Path) -> None:
 
 
 def dumps(workload: Workload, *, json: bool = False) -> str:
-    """The text of the file form."""
+    """The workload in Stretto's own file form, as YAML or JSON text."""
     data = plain(_form(workload))
     try:
         if json:
@@ -162,7 +163,7 @@ def read(data: Any) -> Workload:
 
 
 def digest(workload: Workload) -> str:
-    """A short hash of what a plan depends on: the ranks and the ops, not the name or the notes."""
+    """A short hash of the ranks and ops, which a plan depends on; name and notes are left out."""
     form = _form(workload)
     groups = dict(sorted(form.groups.items()))
     text = msgspec.json.encode(plain([form.ranks, groups, form.ops], keep_floats=True))
@@ -170,7 +171,9 @@ def digest(workload: Workload) -> str:
 
 
 def _is_kineto(path: Path) -> bool:
-    """Profiler traces may be larger than anything of ours, packed, or one per rank in a directory."""
+    """Whether a path is a profiler trace, which may be larger than Stretto's own files, compressed, or one file per
+    rank.
+    """
     if path.suffix == ".gz" or path.is_dir():
         return True
     try:
@@ -208,7 +211,7 @@ def _op(op: _Op, where: str, sets: dict[str, tuple[tuple[int, ...], ...]], room:
 
 
 class _Room:
-    """Counts what runs stand for, before any of it is made; equal lists are made once."""
+    """Counts the ranks that runs stand for before they are expanded; equal runs are expanded once."""
 
     def __init__(self) -> None:
         self.left = MAX_ENTRIES
@@ -240,7 +243,7 @@ def _expand(ranks: str | Sequence[int | str], where: str, room: _Room) -> tuple[
 
 
 def _run(text: str, where: str) -> range:
-    """``first..last``, or ``first..last/step``."""
+    """The ranks of ``first..last`` or ``first..last/step``."""
     match = re.fullmatch(r"([0-9]{1,7})\.\.([0-9]{1,7})(?:/([0-9]{1,7}))?", text)
     if match is None:
         raise InvalidInput(f"{where}: must be ranks or a run such as 0..7 or 0..56/8, not {text!r}")
@@ -303,7 +306,7 @@ def _remember(function: Callable[[tuple[int, ...]], Ranks]) -> Callable[[tuple[i
 
 
 def _pack(ranks: tuple[int, ...]) -> Ranks:
-    """Rising runs of three or more in one word.
+    """Ranks as text: a rising run of three or more becomes one word.
 
     >>> _pack((0, 1, 2, 3)), _pack((0, 8, 16, 5)), _pack((4, 2))
     ('0..3', ['0..16/8', 5], [4, 2])
@@ -325,5 +328,5 @@ def _pack(ranks: tuple[int, ...]) -> Ranks:
 
 
 def _plain(value: float) -> float:
-    """Whole numbers are written as such; both forms read back as the same number."""
+    """A whole number as int, any other number as float; both forms read back as the same number."""
     return int(value) if value and float(value).is_integer() else float(value)

@@ -1,4 +1,4 @@
-"""PyTorch profiler (Kineto) traces of a real job, read into a `Workload`."""
+"""Reads PyTorch profiler (Kineto) traces of a real job into a `Workload`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ _STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 
 
 def read(path: str | Path, *, peers: Sequence[str | Path] = ()) -> Workload:
-    """One training step from the trace of one rank, of several (`peers`), or of all in a directory.
+    """One training step from the trace of one rank, of several ranks (`peers`), or of all ranks in a directory.
 
-    Durations are medians over the recorded steps. With the traces of all ranks of a group, a collective's transfer
-    is the time from its latest start to its end, and `wait_us` the rest; otherwise the shortest of the recorded
-    steps, and the notes say so. See ``docs/traces.md`` for what is read and what is assumed.
+    Durations are medians over the recorded steps. With the traces of all ranks of a group, a collective's transfer time
+    runs
+    from its latest start to its end, and `wait_us` is the rest. Otherwise the shortest of the recorded steps is taken,
+    and a
+    note says so. ``docs/traces.md`` lists what is read and what is assumed.
     """
     files = rank_files(path, peers, ENDINGS)
     traces: dict[int, RankTrace] = {}
@@ -105,7 +107,7 @@ def _workload(path: Path, traces: dict[int, RankTrace]) -> Workload:
 
 
 def _job(path: Path) -> str:
-    """The name of a job from that of a file: without what is the rank's."""
+    """The name of a job from the name of a file, without the part that names the rank."""
     name = path.name
     for ending in (".gz", ".json", ".pt", ".trace"):
         name = name.removesuffix(ending)
@@ -113,7 +115,7 @@ def _job(path: Path) -> str:
 
 
 def _classes(traces: dict[int, RankTrace], steps: dict[int, dict[int, Step]]) -> list[RankClass]:
-    """Ranks by the shape of their iterations, in the order of their first rank."""
+    """Ranks grouped by the shape of their iterations, in the order of their first rank."""
     ranks: dict[object, list[int]] = {}
     for rank, found in steps.items():
         ranks.setdefault(next(iter(found.values())).shape, []).append(rank)
@@ -156,7 +158,8 @@ def _order(classes: list[RankClass], comms: list[CommOp], world: int, *, spread:
 
 
 def _sorted(ops: list[Op]) -> tuple[Op, ...]:
-    """Times of ranks that do different things are not in one order: nothing may be listed before what it waits for."""
+    """Ops in an order in which each follows its dependencies; times of ranks that do different things cannot give one.
+    """
     needs: dict[str, list[str]] = {}
     last: dict[tuple[str, tuple[int, ...]], str] = {}
     for op in ops:

@@ -1,8 +1,8 @@
-"""The compute between communication calls as a few blocks, with what each call and each block waited for.
+"""Divides the compute between communication calls into a few blocks, and finds what each call and block waited for.
 
-Everything is decided over all recorded iterations of all ranks that do the same: a call is taken to have waited for
-no more than what had ended before it in *every* sample, and a block for a call only from the place on where every
-sample shows the block after the call. The more samples, the less is assumed.
+Every decision is taken over all recorded iterations of all ranks that do the same. A call is taken to have waited only
+for blocks that had ended before it in *every* sample, and a block for a call only from the place on where every sample
+shows the block after the call. The more samples there are, the fewer waits are assumed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from .kineto_rank import Call, RankTrace, inside
 from .kineto_steps import Cut, Lane, Step
 
 _SLACK_US = 1.0
-"""Clocks of a GPU's streams agree to about this."""
+"""Microseconds to which the clocks of a GPU's streams agree."""
 _START: Cut = (0, 0)
 ALIKE = 0.1
-"""Ranks whose compute differs by less than this share get the same durations, so that one of them stands for all."""
+"""Ranks whose compute differs by less than this share get the same durations, so that one rank stands for all."""
 
 
 @dataclass(kw_only=True)
 class Block:
-    """Work of one stream between two cuts, with its median duration on each rank.
+    """The work of one stream between two cuts, with its median duration on each rank.
 
-    `waits` are the calls, by position, that its start waited for; `lagged` those of the iteration before.
+    `waits` are the calls, by position, that the block's start waited for; `lagged` are such calls of the previous
+    iteration.
     """
 
     stream: str
@@ -44,7 +45,7 @@ class Block:
 
 @dataclass(kw_only=True)
 class Needs:
-    """What a call waited for: the last block before it (of the iteration before when `lag`), and earlier calls."""
+    """What a call waited for: the last block before it (of the previous iteration if `lag` is 1), and earlier calls."""
 
     block: Block | None = None
     lag: int = 0
@@ -67,17 +68,17 @@ class RankClass:
 
     @property
     def num_calls(self) -> int:
-        """Communication calls of an iteration."""
+        """The number of communication calls in an iteration."""
         return len(self.samples[0].calls)
 
     @cached_property
     def gpu(self) -> bool:
-        """Whether compute is on streams of a GPU, so that the CPU runs ahead of it."""
+        """Whether the ranks compute on GPU streams, so that the CPU runs ahead of the compute."""
         return next(iter(self.traces.values())).gpu
 
     @cached_property
     def apart(self) -> bool:
-        """Whether the ranks differ too much in compute for one of them to stand for all."""
+        """Whether the ranks differ too much in compute for one rank to stand for all."""
         totals = [sum(block.times[rank] for block in self.blocks) for rank in self.traces]
         return any(abs(total - median(totals)) > ALIKE * median(totals) for total in totals)
 
@@ -92,7 +93,7 @@ class RankClass:
 
 
 def build(these: RankClass) -> None:
-    """Find the cuts, then the blocks between them, then who waits for whom."""
+    """Find the cuts of a class of ranks, then the blocks between them, then the waits of calls and blocks."""
     end = these.samples[0].end
     after: list[tuple[str, Cut]] = []
     waits: list[tuple[str, Cut]] = []
@@ -101,7 +102,7 @@ def build(these: RankClass) -> None:
         after.append((stream, min(_after(these, step, at, stream) for step in these.samples)))
         stream = _waits(these, at)
         seen = [_wait(these, step, at, stream) for step in these.samples]
-        # A thread of gloo may be put to sleep between the end of a transfer and the end of its span.
+        # The system may suspend a gloo thread between the end of a transfer and the end of its span: take the median.
         waits.append((stream, max(seen) if these.gpu else median_high(seen)))
     crossings = _crossings(these)
     cuts: dict[str, set[Cut]] = {stream: {_START, end} for step in these.samples for stream in step.lanes}
@@ -137,10 +138,12 @@ def build(these: RankClass) -> None:
 
 
 def _duration(these: RankClass, step: Step, block: Block) -> float:
-    """How long a block took in one sample.
+    """The duration of a block in one sample.
 
-    On the main stream its pauses count: they are launches and Python, which no plan of the communication removes; not
-    the time until a call ended that it waited for. On other streams only the work itself counts.
+    On the main stream pauses count, because they are kernel launches and Python, which no plan of the communication
+    removes;
+    the time until the end of a call that the block waited for does not count. On other streams only the work itself
+    counts.
     """
     lane = step.lane(block.stream)
     found = bounds(lane, block)
@@ -161,13 +164,15 @@ def _duration(these: RankClass, step: Step, block: Block) -> float:
 
 
 def bounds(lane: Lane, block: Block) -> tuple[int, int] | None:
-    """The works of a lane that fall into a block, where there are any."""
+    """First and last index of the works of a lane that fall into a block; None if there are none."""
     low, high = lane.index(block.begin), lane.index(block.end)
     return (low, high) if low < high else None
 
 
 def _mark(these: RankClass, step: Step, lane: Lane, index: int) -> float:
-    """Until when a stream was busy with a work: a processor also until it had made the calls that follow it."""
+    """The time until which a stream was busy with a work; a CPU is busy until it has made the calls that follow the
+    work.
+    """
     end = lane.ends[index]
     if these.gpu:
         return end
@@ -177,7 +182,7 @@ def _mark(these: RankClass, step: Step, lane: Lane, index: int) -> float:
 
 
 def _gives(these: RankClass, at: int) -> str:
-    """The stream whose work a call waits for: where CUDA does not say, the one that was given work last."""
+    """The stream whose work a call waits for; where CUDA events do not say, the stream that got work last."""
     step = these.samples[0]
     call = step.calls[at]
     if not these.gpu or call.stream in step.lanes:
@@ -193,7 +198,8 @@ def _gives(these: RankClass, at: int) -> str:
 
 
 def _sync(these: RankClass, step: Step, call: Call, at: int) -> tuple[str, float] | None:
-    """The last time before a call that its stream was told to wait for a stream of compute, and for what of it."""
+    """The last wait of a call's stream for a compute stream before the call: that stream, and the time it waits up to.
+    """
     syncs = these.traces[step.rank].syncs_of.get(call.stream, [])
     earlier = next((other.submit for other in reversed(step.calls[:at]) if other.stream == call.stream), float("-inf"))
     for index in range(bisect_right(syncs, call.submit, key=lambda sync: sync.at) - 1, -1, -1):
@@ -238,7 +244,7 @@ def _wait(these: RankClass, step: Step, at: int, stream: str) -> Cut:
 
 
 def _crossings(these: RankClass) -> list[tuple[str, Cut, str, Cut]]:
-    """Streams of compute that waited for one another, as CUDA recorded it in the first sample."""
+    """Waits between compute streams, as CUDA recorded them in the first sample."""
     step = these.samples[0]
     out = []
     for sync in these.traces[step.rank].syncs:
@@ -275,7 +281,7 @@ def _needs(
         ended = (block for block in reversed(blocks) if not these.gpu or _ended(these, block, at))
         needs.block, needs.lag = next(ended, None), 1
     last = earlier[-1].begin if earlier else (-1, 0)
-    # A call that was waited for with no work between the wait and this call: nothing else carries the order.
+    # If no work lies between the wait for an earlier call and this call, only a direct dependency keeps their order.
     needs.calls = [
         other
         for other in range(at)
@@ -285,7 +291,7 @@ def _needs(
 
 
 def _ended(these: RankClass, block: Block, at: int) -> bool:
-    """Whether a block of the iteration before had ended when a call began, in every sample that shows both."""
+    """Whether a block of the previous iteration had ended when a call began, in every sample that shows both."""
     for step in these.samples:
         before = these.steps[step.rank].get(step.number - 1)
         if before is not None and (found := bounds(before.lane(block.stream), block)) is not None:
@@ -296,7 +302,7 @@ def _ended(these: RankClass, block: Block, at: int) -> bool:
 
 
 def _waited(these: RankClass, stream: str, other: int, at: int) -> bool:
-    """Whether a call was waited for before a later one was made, in every sample."""
+    """Whether the application waited for a call before it made a later one, in every sample."""
     for step in these.samples:
         first, second = step.calls[other], step.calls[at]
         wait_at = first.submit if first.stream == stream else first.wait_at
@@ -308,7 +314,7 @@ def _waited(these: RankClass, stream: str, other: int, at: int) -> bool:
 
 
 def _name(these: RankClass) -> None:
-    """Blocks are named after the phase of training that most of their work was submitted in."""
+    """Name each block after the training phase in which most of its work was submitted."""
     counts: Counter[str] = Counter()
     step = these.samples[0]
     trace = these.traces[step.rank]

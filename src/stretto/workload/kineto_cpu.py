@@ -1,4 +1,4 @@
-"""Traces of jobs that compute on the processor: one thread's ops, and gloo's spans on its own threads."""
+"""Reads traces of jobs that compute on the CPU: the ops of one thread, and gloo's spans on its own threads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .kineto_events import ELEMENT_BYTES, Event, Events, Message, args_of, count
 from .kineto_rank import HOST, KINDS, Call, RankTrace, Work, backward_end, inside, kind_of
 
 _ROOT_AT = {"broadcast_": 2, "reduce_": 3, "gather_": 3, "scatter_": 3, "send": 2, "recv_": 2}
-"""Which argument of a c10d call is the root, or the peer."""
+"""The position of the root, or of the peer, among the arguments of a c10d call."""
 _RUNS_AS = {"reduce_scatter": ("gloo:all_reduce", "gloo:reduce_scatter"), "barrier": ("gloo:barrier",)}
-"""gloo's span for a call is named after it, but for these."""
+"""Names of gloo's spans for calls after which the span is not named."""
 _WHOLE = ("all_gather", "reduce_scatter", "gather", "scatter")
-"""One side holds a part for every rank; where only the other side's shape is recorded, it counts so many times."""
+"""Collectives in which one buffer has a part per rank: if only the other is recorded, it counts once per rank."""
 
 
 def fill(trace: RankTrace, about: Events) -> None:
@@ -50,7 +50,7 @@ def fill(trace: RankTrace, about: Events) -> None:
 
 
 def _leaves(events: list[Event]) -> list[Event]:
-    """The innermost events, in order; the calls of collectives are not compute, and neither is what they contain."""
+    """The innermost events in order, without collective calls and the events inside them, which are not compute."""
     out: list[Event] = []
     skip_until = float("-inf")
     for at, event in enumerate(events):
@@ -66,7 +66,7 @@ def _leaves(events: list[Event]) -> list[Event]:
 
 
 def _pair(trace: RankTrace, about: Events, calls: list[Event], spans: list[Event], *, ddp: bool) -> None:
-    """gloo runs calls first come, first served: each call is the first free span of its name and shape after it."""
+    """Match each call with the first free span after it of the same name and shape: gloo serves calls in order."""
     groups = {group for group in about.groups.values() if len(group) > 1}
     if not groups and about.world and about.world > 1:
         groups = {tuple(range(about.world))}
@@ -150,7 +150,7 @@ def _shapes(event: Event, where: str) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _flat(dims: list[Any]) -> list[list[int]]:
-    """Every tensor's shape, whether given alone or in a list of tensors."""
+    """The shape of every tensor, whether it was passed alone or in a list of tensors."""
     out: list[list[int]] = []
     for value in dims:
         if isinstance(value, list) and value and all(isinstance(item, list) for item in value):
@@ -161,7 +161,7 @@ def _flat(dims: list[Any]) -> list[list[int]]:
 
 
 def _elements(value: Any, where: str = "Input Dims") -> int:
-    """The number of elements of a tensor, or of all tensors of a list; none for what is no tensor."""
+    """The number of elements of a tensor, or of all tensors of a list; 0 for any other argument."""
     if not isinstance(value, list) or not value:
         return 0
     if all(isinstance(item, list) for item in value):

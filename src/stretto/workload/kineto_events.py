@@ -15,7 +15,7 @@ from .dag import MAX_RANKS
 from .trace_files import read_bytes
 
 MAX_BRACES = 16_000_000
-"""Every event has at least one: bounds their number before any of them is built."""
+"""Limit on the opening braces of a file. Every event has at least one, so it bounds the events before any is built."""
 
 ELEMENT_BYTES = {
     "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Int": 4, "Long": 8, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,
@@ -25,11 +25,11 @@ ELEMENT_BYTES = {
     "short int": 2, "signed char": 1, "unsigned char": 1, "char": 1, "bool": 1, "unsigned short": 2, "unsigned int": 4,
     "unsigned long": 8, "c10::complex<float>": 8, "c10::complex<double>": 16,
 }  # fmt: skip
-"""By the names that NCCL kernels carry (``Float``) and those of recorded shapes (``float``)."""
+"""Bytes of one element, by the type names of NCCL kernels (``Float``) and of recorded shapes (``float``)."""
 
 
 class Args(msgspec.Struct, gc=False):
-    """What an event says about itself; everything else in ``args`` is skipped."""
+    """The fields of an event's ``args`` that are read; all others are skipped."""
 
     external_id: int | str | None = msgspec.field(name="External id", default=None)
     correlation: int | str | None = None
@@ -53,7 +53,7 @@ class Args(msgspec.Struct, gc=False):
 
 
 class Event(msgspec.Struct, gc=False):
-    """One event of ``traceEvents``; only complete ones (``ph`` X) are used."""
+    """One event of ``traceEvents``; only complete events (``ph`` X) are used."""
 
     ph: str
     cat: str = ""
@@ -65,7 +65,7 @@ class Event(msgspec.Struct, gc=False):
 
     @property
     def end(self) -> float:
-        """When it ended, in us."""
+        """The end of the event, in us."""
         return self.ts + self.dur
 
 
@@ -92,7 +92,7 @@ _NO_ARGS = Args()
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """The complete events of one file with what the file says about the job."""
+    """The complete events of one file, and the file's description of the job."""
 
     where: str
     events: list[Event]
@@ -104,23 +104,23 @@ class Events:
 
 
 class Message(NamedTuple):
-    """What one communication call moves, in the terms of `Op`."""
+    """The data that one communication call moves, in the terms of `Op`."""
 
     kind: str
     nbytes: float
     group: tuple[int, ...]
     root: int
     splits: bool = False
-    """Whether it is an all-to-all whose pieces may differ."""
+    """Whether this is an all-to-all whose pieces may have different sizes."""
 
 
 def args_of(event: Event) -> Args:
-    """The args of an event, which may have none."""
+    """The args of an event; empty ones if the event has none."""
     return event.args or _NO_ARGS
 
 
 def decode(path: Path) -> Events:
-    """Read one file; anything that is not a profiler trace is one clear line."""
+    """Read one file; a file that is no profiler trace raises `InvalidInput` with one line."""
     data = read_bytes(path)
     if data.count(b"{") > MAX_BRACES:
         raise InvalidInput(f"{path}: more than {MAX_BRACES} objects; record fewer steps")
@@ -163,7 +163,7 @@ def decode(path: Path) -> Events:
 
 
 def count(value: Any, where: str) -> int:
-    """A whole number >= 0 from outside; a string or a fraction is refused."""
+    """A whole number >= 0 from a trace; a string or a fraction raises `InvalidInput`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 53:
         raise InvalidInput(f"{where}: must be a whole number >= 0, not {value!r}")
     return value
@@ -177,14 +177,39 @@ def element_bytes(dtype: Any, where: str) -> int:
 
 
 def sized(elements: int, each: int, where: str) -> float:
-    """The bytes of so many elements; a call that moves none (a barrier) still sends something."""
+    """The bytes of a message, at least 1, because a call without elements (a barrier) still sends something.
+
+    Args:
+        elements: number of elements, >= 0.
+        each: bytes of one element.
+        where: the place in the trace, for errors.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        InvalidInput: the size is 2^59 bytes or more.
+    """
     if not elements * each < 1 << 59:
         raise InvalidInput(f"{where}: moves more bytes than any machine has")
     return float(max(elements * each, 1))
 
 
 def group_of(args: Args, about: Events, where: str) -> tuple[int, ...]:
-    """The global ranks of a collective's group: from its own list, by its name, or all ranks where the size says so."""
+    """The global ranks of a collective's group: from its own list, by its name, or all ranks if the group is that
+    large.
+
+    Args:
+        args: the fields of the collective's event.
+        about: the file, with its groups by name and its number of ranks.
+        where: the place in the trace, for errors.
+
+    Returns:
+        The ranks in the order of the group.
+
+    Raises:
+        InvalidInput: no source gives a group of the recorded size.
+    """
     ranks = args.group_ranks
     cut = isinstance(ranks, str) and "..." in ranks
     listed = [int(part) for part in re.findall(r"-?\d{1,9}", ranks)] if isinstance(ranks, str) else ranks or []
@@ -195,7 +220,7 @@ def group_of(args: Args, about: Events, where: str) -> tuple[int, ...]:
     if named and (cut or not listed):
         listed = list(named)
     elif cut and size is not None and len(listed) > 1 and size <= MAX_RANKS:
-        # Long groups are printed with their first members only; meshes number the rest with the same stride.
+        # The profiler lists only the first members of a long group; in a mesh the others follow with the same stride.
         listed = [listed[0] + at * (listed[1] - listed[0]) for at in range(size)]
     elif not listed and size is not None and size == about.world:
         listed = list(range(size))

@@ -1,4 +1,5 @@
-"""Traces of jobs that compute on GPUs: kernels by stream, NCCL kernels joined to what the CPU said about them."""
+"""Reads traces of jobs that compute on GPUs: kernels by stream; NCCL kernels get the description that the CPU recorded.
+"""
 
 from __future__ import annotations
 
@@ -98,12 +99,12 @@ def _nccl_message(args: Args, about: Events, rank: int, where: str) -> tuple[Mes
         return Message("send", nbytes, pair, 0), kind == "recv"
     root = args.rank if isinstance(args.rank, int) and 0 <= args.rank < len(group) else 0
     rooted = kind in ("broadcast", "reduce", "gather", "scatter")
-    # PyTorch has a name of its own for an all-to-all with splits.
+    # PyTorch calls an all-to-all with splits all_to_allv.
     return Message(kind, nbytes, group, root if rooted else 0, splits=args.collective == "all_to_allv"), False
 
 
 def _bind_waits(trace: RankTrace) -> None:
-    """Where CUDA's own record of waiting is there, it says which collective a compute stream waited for, and when."""
+    """Find the collectives that compute streams waited for, and when, where CUDA recorded its event waits."""
     calls_of: dict[str, list[Call]] = defaultdict(list)
     for call in sorted(trace.calls, key=lambda call: call.submit):
         calls_of[call.stream].append(call)

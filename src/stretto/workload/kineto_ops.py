@@ -1,4 +1,4 @@
-"""The communication calls of all ranks joined into comm-ops, with waiting taken apart from transfer."""
+"""Joins the communication calls of all ranks into comm-ops, and separates waiting from transfer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .kineto_blocks import RankClass
 from .kineto_rank import Call
 
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""Every rank of these ends at about the same time: clocks of different hosts are set by them."""
+"""Collectives that end at about the same time on every rank; the clocks of different hosts are aligned by them."""
 
 
 @dataclass(kw_only=True)
 class CommOp:
-    """One comm-op to be: the calls (class, rank, position) that are its parts on each rank."""
+    """One comm-op under construction; `users` are its calls on each rank as (class, rank, position)."""
 
     kind: str
     groups: tuple[tuple[int, ...], ...]
@@ -31,17 +31,31 @@ class CommOp:
 
     @property
     def first_class(self) -> int:
-        """The class that its place in the submission order is taken from."""
+        """The index of the class of ranks that gives the op its place in the order of submission."""
         return self.users[0][0]
 
     @property
     def first_position(self) -> int:
-        """Its position there."""
+        """The op's position among the calls of its first class."""
         return self.users[0][2]
 
 
 def comm_ops(classes: list[RankClass], world: int, notes: list[str]) -> list[CommOp]:
-    """Calls of one group belong together by their order in it; groups of ranks that do the same, by position."""
+    """Join the calls of all ranks into comm-ops.
+
+    Calls of one group are matched by their order within the group; equal calls of disjoint groups, by position.
+
+    Args:
+        classes: the classes of ranks with the traces of their ranks.
+        world: number of ranks of the job.
+        notes: a list to which assumptions are appended.
+
+    Returns:
+        The comm-ops with size, transfer time and waiting time.
+
+    Raises:
+        InvalidInput: matching calls have different sequence numbers, so the traces are not of the same steps.
+    """
     found: dict[object, CommOp] = {}
     traced = {rank for these in classes for rank in these.traces}
     for number, these in enumerate(classes):
@@ -76,7 +90,7 @@ def comm_ops(classes: list[RankClass], world: int, notes: list[str]) -> list[Com
 
 
 def _by_position(these: RankClass, traced: set[int]) -> list[bool]:
-    """For each position of a class, whether the groups there are apart and stay inside the class."""
+    """For each position of a class, whether the groups there are disjoint and contain only ranks of the class."""
     out = []
     for position in range(these.num_calls):
         messages = [next(iter(steps.values())).calls[position].message for steps in these.steps.values()]
@@ -99,7 +113,7 @@ def _calls(op: CommOp, classes: list[RankClass]) -> dict[tuple[int, tuple[int, .
 
 
 def _measure(op: CommOp, classes: list[RankClass], offsets: dict[int, float]) -> bool:
-    """Size, transfer time and waiting; whether every rank of its groups has a trace."""
+    """Set an op's size, transfer time and waiting time; return whether every rank of its groups has a trace."""
     calls = _calls(op, classes)
     sizes = {call.message.nbytes for by_rank in calls.values() for call in by_rank.values()}
     splits = any(call.message.splits for by_rank in calls.values() for call in by_rank.values())
@@ -117,7 +131,7 @@ def _measure(op: CommOp, classes: list[RankClass], offsets: dict[int, float]) ->
         latest = max(call.start + offsets[rank] for rank, call in by_rank.items())
         ends = {rank: call.end + offsets[rank] for rank, call in by_rank.items()}
         shortest = min(call.end - call.start for call in by_rank.values())
-        # A send may be over before its receive begins; nothing can be faster than the shorter of the two.
+        # A send may end before its receive begins; the transfer then took at least the shorter of the two calls.
         transfer = max(ends.values()) - latest if max(ends.values()) > latest else shortest
         transfers.append(transfer)
         waits.append(fmean(max(call.end - call.start - transfer, 0.0) for call in by_rank.values()))
@@ -129,7 +143,9 @@ def _measure(op: CommOp, classes: list[RankClass], offsets: dict[int, float]) ->
 
 
 def _offsets(classes: list[RankClass], ops: list[CommOp], notes: list[str]) -> dict[int, float]:
-    """What to add to each rank's times so that they can be compared: bases differ, and so do the clocks of hosts."""
+    """Microseconds to add to each rank's times to compare them: traces have different bases, and hosts different
+    clocks.
+    """
     traces = {rank: trace for these in classes for rank, trace in these.traces.items()}
     first = min(traces)
     base = traces[first].base_ns
@@ -157,7 +173,7 @@ def _offsets(classes: list[RankClass], ops: list[CommOp], notes: list[str]) -> d
 
 
 def _completed(groups: tuple[tuple[int, ...], ...], world: int, notes: list[str]) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks without a trace, where the known ones are regular slices of a mesh."""
+    """The groups of all ranks, those without a trace included, if the known groups are regular slices of a mesh."""
     group = groups[0]
     stride = group[1] - group[0]
     span = stride * len(group)

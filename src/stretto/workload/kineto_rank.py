@@ -1,4 +1,4 @@
-"""One rank's trace as calls (communication) and work (compute), the same for GPU and CPU traces."""
+"""The trace of one rank as calls (communication) and works (compute), in the same form for GPU and CPU traces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import InvalidInput, unknown
 from .kineto_events import Message
 
 HOST = "host"
-"""The stream of compute-ops where the processor itself computes."""
+"""The stream of compute-ops that run on the CPU."""
 KINDS = {
     "allreduce": "all_reduce", "allreducecoalesced": "all_reduce", "allreducesparse": "all_reduce",
     "barrier": "all_reduce", "allreducebarrier": "all_reduce",
@@ -24,11 +24,11 @@ KINDS = {
     "broadcast": "broadcast", "broadcastoop": "broadcast", "reduce": "reduce", "reduceoop": "reduce",
     "gather": "gather", "scatter": "scatter", "send": "send", "recv": "recv",
 }  # fmt: skip
-"""What the profiler calls a collective, without underscores, and what we call it."""
+"""The profiler's names of collectives, without underscores, and the kind of `Op` for each."""
 
 
 class Work(NamedTuple):
-    """A piece of compute: given to its stream at `submit`, running from `start` to `end`."""
+    """A piece of compute: submitted to its stream at `submit`, running from `start` to `end`; times are in us."""
 
     submit: float
     start: float
@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 class Sync(NamedTuple):
-    """That `stream`, from `at` on, waits for what was given to `source` before `recorded`."""
+    """A wait: `stream`, from time `at` on, waits for the work that was submitted to `source` before time `recorded`."""
 
     at: float
     stream: str
@@ -48,9 +48,9 @@ class Sync(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Call:
-    """One communication call of one rank.
+    """One communication call of one rank; times are in us.
 
-    `wait_at`: when the application asked to wait for it, and `wait_stream` where, as far as that is visible.
+    `wait_at` is when the application waited for the call and `wait_stream` on which stream, where the trace shows it.
     """
 
     message: Message
@@ -66,7 +66,7 @@ class Call:
 
 @dataclass(kw_only=True)
 class RankTrace:
-    """What is kept of one rank's file."""
+    """The part of one rank's trace file that is used."""
 
     where: str
     rank: int
@@ -84,7 +84,7 @@ class RankTrace:
 
     @cached_property
     def syncs_of(self) -> dict[str, list[Sync]]:
-        """What each stream was told to wait for, in order."""
+        """The waits of each stream, in order."""
         out: dict[str, list[Sync]] = {}
         for sync in sorted(self.syncs):
             out.setdefault(sync.stream, []).append(sync)
@@ -92,7 +92,7 @@ class RankTrace:
 
 
 def kind_of(name: object, where: str) -> str:
-    """Our name of a collective; ``recv`` stays itself, being the other end of a send."""
+    """The kind of `Op` for a collective's name in the profiler; ``recv`` stays ``recv``, the other end of a send."""
     kind = KINDS.get(str(name).lower().replace("_", ""))
     if kind is None:
         raise InvalidInput(f"{where}: {unknown('collective', name, sorted(set(KINDS)))}")
@@ -100,7 +100,7 @@ def kind_of(name: object, where: str) -> str:
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans in order, those that overlap made one."""
+    """Spans in order; overlapping spans become one."""
     out: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if out and start <= out[-1][1]:
@@ -111,13 +111,14 @@ def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def inside(spans: list[tuple[float, float]], at: float) -> bool:
-    """Whether a time lies in one of the spans, which are in order and apart."""
+    """Whether a time lies in one of the spans, which must be sorted and disjoint."""
     found = bisect_right(spans, (at, float("inf"))) - 1
     return found >= 0 and at <= spans[found][1]
 
 
 def backward_end(trace: RankTrace, at: float) -> float | None:
-    """When the last backward op of the step ended: only then does DDP wait for its buckets, and for all of them."""
+    """The end of the step's last backward op, at which DDP waits for all its buckets; None if no backward op follows.
+    """
     until = min((start for start, _ in trace.steps.values() if start > at), default=float("inf"))
     last = bisect_left(trace.backward, (until, 0.0)) - 1
     return trace.backward[last][1] if last >= 0 and trace.backward[last][1] >= at else None

@@ -1,4 +1,4 @@
-"""Cutting a rank's trace into iterations, and an iteration into segments between its communication calls."""
+"""Cuts a rank's trace into iterations, and an iteration into segments between its communication calls."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from functools import cached_property
 from .kineto_rank import Call, RankTrace, Work
 
 Cut = tuple[int, int]
-"""A place in a stream's order: before work number `cut[1]` of those that were submitted after `cut[0]` calls."""
+"""A place in a stream's order: before work number `cut[1]` of the works that were submitted after `cut[0]` calls."""
 Shape = tuple[tuple[str, int, bool], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """The work of one stream in one iteration, in order."""
+    """The works of one stream in one iteration, in order; `segments[i]` is the number of calls made before work i."""
 
     works: list[Work]
     segments: list[int]
 
     @cached_property
     def ends(self) -> list[float]:
-        """When each ended, never before the one ahead of it on its stream."""
+        """The end of each work, never earlier than the end of the work before it."""
         out: list[float] = []
         for work in self.works:
             out.append(max(work.end, out[-1] if out else work.end))
@@ -31,16 +31,16 @@ class Lane:
 
     @cached_property
     def submits(self) -> list[float]:
-        """When each was given to the stream."""
+        """The time at which each work was submitted to the stream."""
         return [work.submit for work in self.works]
 
     def index(self, cut: Cut) -> int:
-        """How many works come before a cut."""
+        """The number of works before a cut."""
         first = bisect_left(self.segments, cut[0])
         return min(first + cut[1], bisect_right(self.segments, cut[0])) if cut[1] else first
 
     def cut(self, index: int, end: Cut) -> Cut:
-        """The cut before the work at an index; `end` past the last."""
+        """The cut before the work at an index; `end` for an index past the last work."""
         if index >= len(self.works):
             return end
         return self.segments[index], index - bisect_left(self.segments, self.segments[index])
@@ -60,21 +60,21 @@ class Step:
 
     @property
     def shape(self) -> Shape:
-        """What has to be the same for two iterations to be compared op by op."""
+        """Kinds and group sizes of the calls; two iterations are compared op by op only if their shapes are equal."""
         return tuple((call.message.kind, len(call.message.group), call.receives) for call in self.calls)
 
     @property
     def end(self) -> Cut:
-        """The cut after everything."""
+        """The cut after the last work."""
         return len(self.calls) + 1, 0
 
     def lane(self, stream: str) -> Lane:
-        """The work of a stream, which may have none here."""
+        """The works of a stream in this iteration; an empty lane if there are none."""
         return self.lanes.get(stream, _EMPTY)
 
 
 def steps_of(trace: RankTrace, notes: list[str]) -> dict[int, Step]:
-    """The iterations of a rank by number: those of the most common shape, the others are said to be left out."""
+    """The iterations of a rank by number that have the most common shape; a note says how many others were left out."""
     windows = _windows(trace, notes)
     steps = {number: _step(trace, number, low, high) for number, (low, high) in windows.items()}
     steps = {number: step for number, step in steps.items() if step.calls or step.lanes}
@@ -89,7 +89,7 @@ def steps_of(trace: RankTrace, notes: list[str]) -> dict[int, Step]:
 
 
 def _windows(trace: RankTrace, notes: list[str]) -> dict[int, tuple[float, float]]:
-    """When the CPU was in which iteration."""
+    """Begin and end of each iteration on the CPU."""
     if trace.steps:
         starts = [start for start, _ in trace.steps.values()]
         ends = [*starts[1:], max(end for _, end in trace.steps.values())]

@@ -1,4 +1,4 @@
-"""An order of ops in which each comes after what it waits for, and how to name those for which there is none."""
+"""Sorts ops so that each follows its dependencies, and shortens lists of names for messages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 MANY = 8
-"""Names beyond which a message leaves some out."""
+"""The largest number of names that a message lists in full."""
 
 
 def in_order(needs: Mapping[K, Iterable[K]]) -> list[K]:
-    """The keys of `needs`, each after those that it needs, otherwise as they are listed.
+    """The keys of `needs`, each after the keys that it needs, otherwise in the order in which they are listed.
 
-    Raises `graphlib.CycleError` where that cannot be.
+    Raises `graphlib.CycleError` if keys need each other in a circle.
 
     >>> in_order({"update": ["reduce"], "forward": [], "reduce": ["forward"], "log": []})
     ['forward', 'reduce', 'update', 'log']

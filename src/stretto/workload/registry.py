@@ -1,4 +1,18 @@
-"""Models by name: ``dlrm:A2``, ``gpt:13b,ranks=64,tensor=4``."""
+"""The registry of parametric models, by name: ``dlrm:A2``, ``gpt:13b,ranks=64,tensor=4``.
+
+A model is one function ``build(variant="default", *, ranks=128, ...) -> Workload`` and one `_register` call below. The
+command line and `Workload.load` call `build` in the calling process, once per request, with the variant as the only
+positional argument; it needs no cluster, no GPU and no running job. `build`
+
+* may assume that `variant` is one of the registered variants if it comes from a spec, but checks it for direct callers;
+* takes every other option as a keyword-only parameter annotated with bool, str, int or float, perhaps ``| None``, since
+  the text of a spec is converted by that annotation;
+* checks its options and raises `InvalidInput` that begins with the option's name;
+* returns a `Workload` whose `num_ranks` is `ranks`, the same for equal arguments, and writes its assumptions into
+  `notes`.
+
+`models.common.Steps` collects ops, `models.parallel.Replicas` adds data parallelism, `roofline` gives compute times.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +29,7 @@ from .models import cnn, dlrm, themis, transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One family of models."""
+    """One family of models: its name, its builder, the names of its variants, and one line that describes it."""
 
     name: str
     build: Callable[..., Workload]
@@ -24,13 +38,13 @@ class Model:
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
-        """What can be set beside the variant."""
+        """The options that can be set beside the variant: the builder's keyword-only parameters."""
         parameters = inspect.signature(self.build).parameters.values()
         return {entry.name: entry for entry in parameters if entry.kind is entry.KEYWORD_ONLY}
 
     @property
     def default(self) -> str:
-        """The variant that is meant when none is named."""
+        """The variant that is built if a spec names none."""
         return str(inspect.signature(self.build).parameters["variant"].default)
 
 
@@ -51,7 +65,7 @@ _register("themis", themis.themis, themis.BATCH, "ResNet-152, GNMT, DLRM and Tra
 
 
 def model(name: str) -> Model:
-    """A family by name."""
+    """The registered family of models with this name."""
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     return MODELS[name]
@@ -90,7 +104,7 @@ def _options(chosen: Model, items: Iterable[str]) -> dict[str, Any]:
 
 
 def _value(key: str, text: str, kind: str) -> Any:
-    """Read a value as what the option takes."""
+    """Convert the text of an option to the type that its annotation `kind` names."""
     kind = kind.removesuffix(" | None")
     if kind == "bool":
         if text not in ("true", "false"):

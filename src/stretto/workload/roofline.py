@@ -1,4 +1,4 @@
-"""How long a kernel computes: the higher of two roofs, arithmetic and memory, neither reached in full."""
+"""The time of a kernel: the larger of its arithmetic and its memory time, divided by the efficiency of real kernels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ EFFICIENCY = 0.998
 idles 44.9 % on A2. The whole roof: Table 2 and FP32 overstate the compute, see ``docs/workloads.md``. What results are
 without it is in ``docs/calibration.md``."""
 TYPICAL = 0.5
-"""The same for other accelerators: what well-tuned training reaches of the data sheet."""
+"""The share of the data sheet's figures that well-tuned training reaches on other accelerators."""
 LAUNCH_US = 5.0
-"""What one kernel costs however little it does."""
+"""Microseconds that one kernel takes at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """What one device computes and reads per second, and what share of that real kernels reach.
+    """The arithmetic and memory rates of one device, and the share of them that real kernels reach.
 
     >>> v100 = accelerator("v100_hgx2", efficiency=1.0)
     >>> round(v100.compute_us(125e9, 0.0, "fp16"), 3), round(v100.compute_us(0.0, 900e6, "fp16"), 3)
@@ -39,7 +39,20 @@ class Accelerator:
             raise InvalidInput(f"efficiency: must be above 0 and at most 1, not {self.efficiency:g}")
 
     def compute_us(self, flops: float, nbytes: float, dtype: str = "fp16", *, kernels: int = 1) -> float:
-        """The time of `kernels` kernels that together do this much arithmetic and this much reading and writing."""
+        """The time of some kernels that together do this much arithmetic and this much reading and writing.
+
+        Args:
+            flops: floating point operations of all kernels together.
+            nbytes: bytes that all kernels together read and write.
+            dtype: data type of the arithmetic, one of the keys of `tflops`.
+            kernels: number of kernels, each of which also costs `launch_us`.
+
+        Returns:
+            Microseconds.
+
+        Raises:
+            InvalidInput: the device has no figure for the data type.
+        """
         if dtype not in self.tflops:
             raise unknown(f"data type of {self.name}", dtype, self.tflops)
         roof_us = max(flops / (self.tflops[dtype] * 1e6), nbytes / (self.hbm_gb_per_s * 1e3))
@@ -70,7 +83,7 @@ ACCELERATORS: dict[str, Accelerator] = {
 
 
 def accelerator(name: str, *, efficiency: float | None = None) -> Accelerator:
-    """A preset, perhaps with another efficiency."""
+    """The preset of this name; `efficiency`, if given, replaces the preset's."""
     if name not in ACCELERATORS:
         raise unknown("accelerator", name, ACCELERATORS)
     chosen = ACCELERATORS[name]

@@ -1,4 +1,5 @@
-"""Finding and reading the files of recorded traces: larger than other inputs, so with a limit of their own."""
+"""Finds and reads the files of recorded traces, which are larger than other inputs and have a size limit of their own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ _GZIP = b"\x1f\x8b"
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a trace, unpacked where it is gzip; refused when missing or too large, packed or not."""
+    """The content of a trace, decompressed if it is gzip.
+
+    Raises `InvalidInput` if the file is missing or, compressed or not, too large.
+    """
     usable_path(path)
     try:
         about = path.stat()
@@ -41,7 +45,19 @@ def read_bytes(path: Path) -> bytes:
 
 
 def rank_files(path: str | Path, peers: Sequence[str | Path], endings: Iterable[str]) -> list[Path]:
-    """The files of one job: a file and its peers, or every file in a directory that ends so, by number."""
+    """The files of one job: a file and its peers, or the files in a directory.
+
+    Args:
+        path: a file or a directory.
+        peers: files of other ranks; empty for a directory.
+        endings: endings of the file names that are taken from a directory.
+
+    Returns:
+        The files, those of a directory in the order of the numbers in their names.
+
+    Raises:
+        InvalidInput: there are no files or too many, or peers are given with a directory.
+    """
     path, endings = Path(path), tuple(endings)
     if not path.is_dir():
         files = [path, *map(Path, peers)]
@@ -57,6 +73,6 @@ def rank_files(path: str | Path, peers: Sequence[str | Path], endings: Iterable[
 
 
 def _natural(path: Path) -> list[tuple[int, int, str]]:
-    """``rank10`` after ``rank9``."""
+    """A sort key for file names that puts ``rank10`` after ``rank9``."""
     parts = re.split(r"(\d{1,18})", path.name)
     return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts]

@@ -1,4 +1,4 @@
-"""The models as functions: ``stretto.workloads.dlrm("A2", ranks=64)``; ``names()`` says which there are."""
+"""The models as functions: ``stretto.workloads.dlrm("A2", ranks=64)``; ``names()`` lists them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Parametric models: each makes a `Workload` from a few numbers, with a roofline for its compute."""
+"""Parametric models: each makes a `Workload` from a few numbers, with a roofline for its compute.
+
+`stretto.workload.registry` describes how a model is written and registered.
+"""

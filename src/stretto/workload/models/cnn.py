@@ -1,8 +1,8 @@
 """Convolutional networks, data parallel: ResNet from its real layers, and RegNetZ, SYNDICATE's A6.
 
-What is assumed: FP16 products and activations, FP32 parameters and gradients (mixed precision as PyTorch does it), SGD
-with momentum, DDP's buckets of 25 MiB after a first one of 1 MiB. The paper says of A6 only "RegNetZ" and "data
-parallel": the 4 GFLOP member of the family (28 blocks, w0 48, wa 14.5, wm 2.226, groups of 8, expansion 4,
+Assumptions: FP16 products and activations, FP32 parameters and gradients (mixed precision as PyTorch does it), SGD with
+momentum, DDP's buckets of 25 MiB after a first one of 1 MiB. The paper says of A6 only "RegNetZ" and "data parallel":
+taken is the 4 GFLOP member of the family (28 blocks, w0 48, wa 14.5, wm 2.226, groups of 8, expansion 4,
 squeeze-and-excitation 1/4; 27.1 M parameters) at 256 x 256 pixels, 64 images per GPU.
 """
 
@@ -33,42 +33,54 @@ CLASSES = 1000
 GRADIENT_BYTES = 4
 ACTIVATION_BYTES = 2
 MOMENTUM_BYTES = 20
-"""Per parameter: read parameter, gradient and momentum, write parameter and momentum."""
+"""Bytes that the update of one parameter moves: read parameter, gradient and momentum, write parameter and momentum."""
 NORM_PASSES = 4
-"""How often an activation is read or written beside the convolution itself: normalisation and non-linearity."""
+"""Reads and writes of an activation beside those of the convolution: normalization and non-linearity."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One convolution (or the classifier), with what follows it."""
+    """One convolution (or the classifier), with the normalization and non-linearity that follow."""
 
     params: float
     flops: float
-    """Of one image, forward."""
+    """Operations of one image's forward pass."""
     moved: float
-    """Elements of one image that are read and written, forward."""
+    """Elements that one image's forward pass reads and writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Layers that are computed, and whose gradients come, together."""
+    """Layers that are computed together and whose gradients are ready together."""
 
     name: str
     layers: tuple[Layer, ...]
 
     @property
     def params(self) -> float:
-        """Of all its layers."""
+        """The parameters of all layers of the block."""
         return sum(layer.params for layer in self.layers)
 
     @property
     def flops(self) -> float:
-        """Of one image, forward."""
+        """Operations of one image's forward pass."""
         return sum(layer.flops for layer in self.layers)
 
 
 def conv(inputs: int, outputs: int, size: int, side: int, *, groups: int = 1, stride: int = 1) -> Layer:
-    """A convolution with `size` x `size` kernels to `side` x `side` outputs, and its normalisation."""
+    """A convolution with square kernels, and its normalization.
+
+    Args:
+        inputs: input channels.
+        outputs: output channels.
+        size: width and height of the kernel.
+        side: width and height of the output.
+        groups: groups of channels, which must divide `inputs`.
+        stride: stride of the kernel; the input is ``side * stride`` wide and high.
+
+    Returns:
+        The layer, for one image.
+    """
     weights = inputs // groups * outputs * size**2
     return Layer(
         params=weights + 2 * outputs,
@@ -170,7 +182,23 @@ def resnet(
     efficiency: float | None = None,
     device: str = "a100",
 ) -> Workload:
-    """ResNet-50, 101 or 152 on 224 x 224 pixels, data parallel; `batch` images per rank."""
+    """ResNet-50, 101 or 152 on 224 x 224 pixels, data parallel.
+
+    Args:
+        variant: "50", "101" or "152".
+        ranks: number of ranks, 1..16384.
+        batch: images per rank, 1..2^20.
+        bucket_mb: size of a gradient bucket in MB, 0.001..1e6; the first bucket is 1 MiB as in DDP.
+        gradient_bytes: bytes of one gradient element, 1..8.
+        efficiency: share of the roofline that kernels reach, over 0 and at most 1; None takes the device's.
+        device: one of `ACCELERATORS`.
+
+    Returns:
+        One training step.
+
+    Raises:
+        InvalidInput: an argument is unknown or out of range.
+    """
     if variant not in RESNET_BLOCKS:
         raise unknown("variant of resnet", variant, RESNET_BLOCKS)
     chosen = accelerator(device, efficiency=efficiency)
@@ -189,7 +217,24 @@ def regnetz(
     efficiency: float | None = None,
     device: str = "v100_hgx2",
 ) -> Workload:
-    """RegNetZ, SYNDICATE's A6: all-reduces that depend on each other one after the other, and nothing else."""
+    """RegNetZ, SYNDICATE's A6: its only communication is a chain of all-reduces, each of which waits for the one
+    before.
+
+    Args:
+        variant: "4gf".
+        ranks: number of ranks, 1..16384.
+        batch: images per rank, 1..2^20.
+        bucket_mb: size of a gradient bucket in MB, 0.001..1e6; the first bucket is 1 MiB as in DDP.
+        gradient_bytes: bytes of one gradient element, 1..8.
+        efficiency: share of the roofline that kernels reach, over 0 and at most 1; None takes the device's.
+        device: one of `ACCELERATORS`.
+
+    Returns:
+        One training step.
+
+    Raises:
+        InvalidInput: an argument is unknown or out of range.
+    """
     if variant not in REGNETZ:
         raise unknown("variant of regnetz", variant, REGNETZ)
     chosen = accelerator(device, efficiency=efficiency)

@@ -1,4 +1,4 @@
-"""What all models share: a list of ops under construction, and buckets of gradients."""
+"""Code that all models share: a list of ops under construction, gradient buckets, and checks of options."""
 
 from __future__ import annotations
 
@@ -18,15 +18,25 @@ Waits = Iterable[str | Dep]
 
 
 def last(op: str, *, lag: int = 1, why: Why = "data") -> Dep:
-    """The op of an earlier iteration."""
+    """A dependency on an op of an earlier iteration.
+
+    Args:
+        op: name of the op.
+        lag: number of iterations before, >= 1.
+        why: reason of the dependency, see `Dep`.
+
+    Returns:
+        The dependency.
+    """
     return Dep(op=op, lag=lag, why=why)
 
 
 class Steps:
-    """Collects ops in program order.
+    """Collects the ops of a step in program order.
 
-    A collective over groups of one rank is no op: whoever waits for it waits for what it would have waited for. So a
-    model needs no special case for one rank, for no tensor parallelism, or for experts that all live on one rank.
+    A collective over groups of one rank is left out: an op that waits for it waits for the collective's own
+    dependencies. So
+    a model needs no special case for one rank, for no tensor parallelism, or for experts that all live on one rank.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -37,7 +47,21 @@ class Steps:
     def compute(
         self, name: str, duration_us: float, after: Waits = (), *, phase: str, ranks: tuple[int, ...] = ()
     ) -> str:
-        """Add a compute-op; returns its name."""
+        """Add a compute-op.
+
+        Args:
+            name: name of the op, unique in the step.
+            duration_us: microseconds on each rank.
+            after: names of ops of the same iteration, or dependencies, that the op waits for.
+            phase: phase of training: ``forward``, ``backward`` or ``optimizer``.
+            ranks: ranks that compute the op; empty means all.
+
+        Returns:
+            The op's name.
+
+        Raises:
+            InvalidInput: the model has too many ops.
+        """
         everybody = len(ranks) in (0, self.num_ranks)
         self._add(
             Op(
@@ -53,7 +77,23 @@ class Steps:
     def comm(
         self, name: str, kind: str, nbytes: float, after: Waits, *, phase: str, groups: Groups = (), encoding: str = ""
     ) -> str:
-        """Add a comm-op over `groups` (all ranks together when empty); returns its name."""
+        """Add a comm-op, or remember that it is left out because its groups have one rank or it moves no bytes.
+
+        Args:
+            name: name of the op, unique in the step.
+            kind: one of `COMM_KINDS`.
+            nbytes: bytes of the larger of one rank's send and receive buffer.
+            after: names of ops of the same iteration, or dependencies, that the op waits for.
+            phase: phase of training: ``forward``, ``backward`` or ``optimizer``.
+            groups: disjoint groups of ranks, all of the same size; empty means one group of all ranks.
+            encoding: data type on the wire, such as ``fp16``.
+
+        Returns:
+            The op's name; other ops may wait for it even if the op was left out.
+
+        Raises:
+            InvalidInput: the model has too many ops.
+        """
         whole = not groups or groups == (tuple(range(self.num_ranks)),)
         size = self.num_ranks if whole else len(groups[0])
         if size < 2 or not nbytes:
@@ -78,7 +118,21 @@ class Steps:
         self._ops.append(op)
 
     def workload(self, name: str, *, samples: float, unit: str, notes: Sequence[str]) -> Workload:
-        """All that was added, with nothing left that waits for a collective that was skipped."""
+        """The collected ops as a workload, with dependencies on left-out collectives replaced by those of the
+        collectives.
+
+        Args:
+            name: name of the workload.
+            samples: samples that all ranks together process in one iteration.
+            unit: plural noun for the samples, such as ``images``.
+            notes: sentences about assumptions.
+
+        Returns:
+            The workload.
+
+        Raises:
+            InvalidInput: the ops do not make a valid workload.
+        """
         ops = tuple(replace(op, after=self._resolve(op)) if self._skipped else op for op in self._ops)
         return Workload(
             name=name, num_ranks=self.num_ranks, ops=ops, samples=float(samples), unit=unit, notes=tuple(notes)
@@ -110,10 +164,19 @@ def _deps(after: Waits) -> tuple[Dep, ...]:
 def buckets(
     sizes: Sequence[float], cap_bytes: float = DDP_BUCKET_BYTES, *, first_bytes: float | None = None
 ) -> list[list[int]]:
-    """How DistributedDataParallel groups gradients: from the last parameter on, each until it has reached the cap.
+    """Group gradients as DistributedDataParallel does: from the last parameter on, each bucket until it reaches the
+    cap.
 
     >>> buckets([10, 10, 30, 10, 10], cap_bytes=20)
     [[4, 3], [2], [1, 0]]
+
+    Args:
+        sizes: bytes of each gradient, in the order of the forward pass.
+        cap_bytes: bytes at which a bucket is full.
+        first_bytes: bytes at which the first bucket is full; None takes `cap_bytes`.
+
+    Returns:
+        The indices of the gradients in each bucket, in the order in which buckets become full.
     """
     result: list[list[int]] = []
     held, cap = 0.0, cap_bytes if first_bytes is None else first_bytes
@@ -129,7 +192,7 @@ def buckets(
 
 
 def blocks_of_buckets(buckets_: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The same groups in the order of the forward pass.
+    """The same buckets, and the gradients in each, in the order of the forward pass.
 
     >>> blocks_of_buckets([[4, 3], [2], [1, 0]])
     [[0, 1], [2], [3, 4]]
@@ -138,28 +201,58 @@ def blocks_of_buckets(buckets_: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def numbered(name: str, count: int) -> list[str]:
-    """Names of the parts of something: just its own when there is one part only."""
+    """Names for the parts of something: the bare name if there is one part only."""
     return [name] if count == 1 else [f"{name}.{number}" for number in range(count)]
 
 
 def check_count(name: str, value: object, low: int, high: int) -> None:
-    """Refuse an option that is no whole number in range."""
+    """Check that an option is a whole number in a range.
+
+    Args:
+        name: name of the option.
+        value: its value.
+        low: smallest valid number.
+        high: largest valid number.
+
+    Raises:
+        InvalidInput: the value is no whole number or out of range.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidInput(f"{name}: must be a whole number {low}..{high}, not {value!r}")
 
 
 def check_scale(name: str, value: object, low: float, high: float) -> None:
-    """Refuse an option that is no number in range."""
+    """Check that an option is a number in a range.
+
+    Args:
+        name: name of the option.
+        value: its value.
+        low: smallest valid number.
+        high: largest valid number.
+
+    Raises:
+        InvalidInput: the value is no number or out of range.
+    """
     if not is_number(value) or not low <= value <= high:
         raise InvalidInput(f"{name}: must be a number {low:g}..{high:g}, not {value!r}")
 
 
 def check_ranks(ranks: object) -> None:
-    """Refuse a rank count out of range."""
+    """Raise `InvalidInput` for a number of ranks out of range."""
     check_count("ranks", ranks, 1, MAX_RANKS)
 
 
 def check_divides(name: str, value: int, what: str, total: int) -> None:
-    """Refuse a way to spread something that does not come out even."""
+    """Check that an option divides a total.
+
+    Args:
+        name: name of the option.
+        value: its value, >= 1.
+        what: noun for the total, for the error.
+        total: the number that must be a multiple of `value`.
+
+    Raises:
+        InvalidInput: `value` does not divide `total`.
+    """
     if total % value:
         raise InvalidInput(f"{name}: {value} does not divide {what}, which is {total}")

@@ -55,12 +55,12 @@ ID_BYTES = 8
 BUCKET_BYTES = 256 * MB
 FSDP_UNIT_BYTES = 25 * MIB
 ADAGRAD_BYTES = 20
-"""Per parameter: read parameter, gradient and state, write parameter and state."""
+"""Bytes that the update of one parameter moves: read parameter, gradient and state, write parameter and state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dlrm:
-    """One column of Table 2, with the number of tables that it leaves open."""
+    """One column of SYNDICATE's Table 2, with a number of tables, which the paper leaves open."""
 
     mflops: float
     tables: int
@@ -73,27 +73,28 @@ class Dlrm:
 
     @property
     def top_layers(self) -> int:
-        """Layers above the interaction."""
+        """The number of MLP layers above the interaction."""
         return round(self.layers * TOP_SHARE)
 
     @property
     def top_width(self) -> float:
-        """How wide they are."""
+        """The width of the layers above the interaction."""
         return self.width * TOP_WIDTH
 
     @property
     def bottom_layers(self) -> int:
-        """Layers below the interaction."""
+        """The number of MLP layers below the interaction."""
         return self.layers - self.top_layers
 
     @property
     def bottom_width(self) -> float:
-        """How wide they are, so that the average over all layers is the table's."""
+        """The width of the layers below the interaction, chosen so that the average over all layers is that of Table 2.
+        """
         return (self.layers * self.width - self.top_layers * self.top_width) / self.bottom_layers
 
     @property
     def interaction_flops(self) -> float:
-        """Forward, per sample: what the MLPs leave of the table's figure."""
+        """Operations of the interaction in one sample's forward pass: Table 2's figure minus those of the MLPs."""
         mlp = self.bottom_layers * self.bottom_width**2 + self.top_layers * self.top_width**2
         return self.mflops * 1e6 - 2 * mlp
 
@@ -117,11 +118,23 @@ def dlrm(
 ) -> Workload:
     """A recommendation model of SYNDICATE's Table 2.
 
-    `tables` scales the number of embedding tables. Without `prefetch` the trainer hands over the ids of the next batch
-    only after the backward pass of this one, as a stock input pipeline does.
-
     >>> dlrm("A2", efficiency=1.0)
     <Workload dlrm:A2: 27 ops (8 of communication) over 128 ranks, 196.3 ms of compute, 3.68GB moved>
+
+    Args:
+        variant: "A1" to "A4".
+        ranks: number of ranks, 1..16384.
+        tables: factor on the number of embedding tables, 0.001..1000.
+        efficiency: share of the roofline that kernels reach, over 0 and at most 1; None takes the device's.
+        device: one of `ACCELERATORS`.
+        prefetch: whether the ids of the next batch are sent ahead; without, the trainer submits them only after the
+            backward pass of this batch, as a stock input pipeline does.
+
+    Returns:
+        One training step.
+
+    Raises:
+        InvalidInput: an argument is unknown or out of range.
     """
     if variant not in MODELS:
         raise unknown("variant of dlrm", variant, MODELS)
@@ -143,7 +156,7 @@ class _Build:
 
     def workload(self, variant: str, *, prefetch: bool) -> Workload:
         model, steps = self.model, self.steps
-        # Two buffers for ids: those of iteration i-2 have to be used up before new ones may arrive.
+        # There are two buffers for ids: iteration i-2 must have used its ids before those of iteration i may arrive.
         ahead = [last("a2a-data-prep"), last("bwd-emb", lag=2)]
         if not prefetch:
             ahead = [last("bwd-emb", why="submit")]
@@ -178,7 +191,7 @@ class _Build:
 
 
 class _Mlp:
-    """The layers of one MLP, in blocks whose gradients travel together."""
+    """The layers of one MLP, in blocks whose gradients are sent together."""
 
     def __init__(self, build: _Build, what: str, layers: int, width: float, *, fsdp: bool) -> None:
         self.build, self.width = build, width

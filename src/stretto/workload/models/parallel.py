@@ -29,7 +29,7 @@ MODES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def check_mode(mode: str) -> str:
-    """The mode, with ``fsdp`` understood as ``zero3``."""
+    """The mode, one of `MODES`; ``fsdp`` is another name of ``zero3``."""
     mode = "zero3" if mode == "fsdp" else mode
     if mode not in MODES:
         raise unknown("mode", mode, (*MODES, "fsdp"))
@@ -37,11 +37,14 @@ def check_mode(mode: str) -> str:
 
 
 class Replicas:
-    """Emits the ops that keep the parameters of a chain of blocks in step between `members` ranks.
+    """Emits the ops that keep the parameters of a chain of blocks equal on `members` ranks.
 
-    `units` are blocks (in the order of the forward pass) whose parameters travel together: buckets, or FSDP units.
-    A model calls `enter_forward` and `enter_backward` for what its compute-op must wait for, and the `leave` functions
-    with the compute-op's name. Blocks in `resident` stay gathered from the forward to the end of the backward pass.
+    `units` are blocks (in the order of the forward pass) whose parameters are sent together: buckets, or FSDP units.
+    For each
+    block a model calls `enter_forward` (or `enter_backward`), adds its compute-op with the returned dependencies, and
+    then
+    calls `leave_forward` (or `leave_backward`) with the compute-op's name. Blocks in `resident` stay gathered from the
+    forward pass to the end of the backward pass.
     """
 
     def __init__(
@@ -76,11 +79,11 @@ class Replicas:
         self.kept = {self.unit_of[block] for block in resident} | {len(units) - 1}
         self._updated: set[int] = set()
         self._ready: dict[int, str] = {}
-        """Units whose gathered parameters are there, or on their way, and the all-gather that brings them."""
+        """The all-gather of each unit whose parameters are gathered or being gathered."""
         self._recent: list[str] = []
 
     def enter_forward(self, block: int, micro: int = 0) -> list[str]:
-        """Make a block's parameters ready for the forward pass; returns what to wait for."""
+        """Add the ops that prepare a block's parameters for the forward pass; return the names of ops to wait for."""
         unit = self.unit_of[block]
         if block == self.units[unit][0]:
             self._bring(unit, micro, "ag-fwd", first=unit == 0)
@@ -91,7 +94,7 @@ class Replicas:
         return [self.names["ag" if self.mode in ("zero1", "zero2") else "opt"][unit]]
 
     def leave_forward(self, block: int, op: str) -> None:
-        """The block's forward compute-op has been added."""
+        """Tell that the block's forward compute-op has been added under the name `op`."""
         unit = self.unit_of[block]
         if block == self.units[unit][-1]:
             self._recent.append(op)
@@ -99,7 +102,7 @@ class Replicas:
                 self._ready.pop(unit, None)
 
     def enter_backward(self, block: int, micro: int = 0) -> list[str]:
-        """The same for the backward pass."""
+        """Add the ops that prepare a block's parameters for the backward pass; return the names of ops to wait for."""
         unit = self.unit_of[block]
         if self.mode != "zero3":
             return []
@@ -110,7 +113,13 @@ class Replicas:
         return [self._ready[unit]]
 
     def leave_backward(self, block: int, op: str, micro: int = 0) -> None:
-        """The block's backward compute-op has been added: its gradients can go once the unit is complete."""
+        """Tell that the block's backward compute-op has been added; send the gradients if the block's unit is complete.
+
+        Args:
+            block: index of the block in the order of the forward pass.
+            op: name of the backward compute-op.
+            micro: index of the micro-batch.
+        """
         unit = self.unit_of[block]
         if block != self.units[unit][0]:
             return
@@ -133,7 +142,8 @@ class Replicas:
         if self.mode != "zero3" or unit in self._ready:
             return
         gathered = self.names["opt"][unit]
-        # Room for two units: the one before the last has to be done with; at a turn of passes, one more is held.
+        # Memory holds two gathered units: an all-gather waits until the unit used before the current one is finished.
+        # At the start of a pass a third unit may be held.
         held = self._recent[-2:-1] if first else self._recent[-1:]
         room = [Dep(op=op, why="submit") for op in held]
         self._ready[unit] = self._gather(self._name(verb, unit, micro), unit, [gathered, *room], verb)

@@ -57,12 +57,12 @@ MODEL_PARALLEL = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What is computed, and whose gradients come, together."""
+    """Parameters that are computed together and whose gradients are ready together."""
 
     name: str
     params: float
     flops: float
-    """Of one sample, forward."""
+    """Operations of one sample's forward pass."""
 
 
 def themis(
@@ -73,10 +73,23 @@ def themis(
     bucket_mb: float = 0.0,
     compute: float = 1.0,
 ) -> Workload:
-    """A workload of Themis: resnet152, gnmt, dlrm or transformer1t; `bucket_mb` 0 means one all-reduce at the end.
+    """A workload of the Themis paper.
 
     >>> themis("gnmt")
     <Workload themis:gnmt: 35 ops (1 of communication) over 1024 ranks, 26.49 ms of compute, 561.5MB moved>
+
+    Args:
+        variant: "resnet152", "gnmt", "dlrm" or "transformer1t".
+        ranks: number of NPUs, 1..16384; for transformer1t a multiple of 128 from 256 on.
+        batch: samples per NPU (per replica for transformer1t), 1..2^20; None takes the variant's.
+        bucket_mb: size of a gradient bucket in MB, up to 1e6; 0 means one all-reduce at the end of the backward pass.
+        compute: factor on all compute times, 0..1e6.
+
+    Returns:
+        One training step.
+
+    Raises:
+        InvalidInput: an argument is unknown or out of range.
     """
     if variant not in BATCH:
         raise unknown("variant of themis", variant, BATCH)
@@ -94,7 +107,7 @@ def themis(
         f"compute: FLOPs at 312 TFLOP/s, times {compute:g}",
     )
     work = build.steps.workload(f"themis:{variant}", samples=size * replicas, unit=UNIT[variant], notes=notes)
-    # The next iteration begins when all gradients are there: what waits for nothing waits for them.
+    # The next iteration begins when all gradients are reduced: ops without dependencies get a dependency on them.
     again = tuple(last(name) for name in build.waits if name in work.index)
     return replace(work, ops=tuple(op if op.after else replace(op, after=again) for op in work.ops))
 
@@ -103,17 +116,19 @@ class _Build:
     def __init__(self, ranks: int, batch: int, bucket_bytes: float, us_per_flop: float) -> None:
         self.steps, self.batch, self.bucket_bytes, self.us_per_flop = Steps(ranks), batch, bucket_bytes, us_per_flop
         self.waits: list[str] = []
-        """What the next iteration waits for."""
+        """Names of the ops that the next iteration waits for."""
 
     def forward(self, layers: Sequence[Layer], after: Sequence[str]) -> list[str]:
-        """The layers one after the other; returns what to wait for."""
+        """Add the forward passes of the layers, one after the other; return the names of ops to wait for."""
         waits = list(after)
         for layer in layers:
             waits = [self.steps.compute(f"fwd-{layer.name}", self._us(layer), waits, phase="forward")]
         return waits
 
     def backward(self, layers: Sequence[Layer], after: Sequence[str], what: str, *, flush: bool = True) -> list[str]:
-        """The layers in reverse, each bucket of gradients leaving as soon as it is there (with `flush`)."""
+        """Add the backward passes in reverse order; with `flush` each bucket of gradients is sent as soon as it is
+        complete.
+        """
         sizes = [layer.params * HALF for layer in layers]
         units = blocks_of_buckets(buckets(sizes, self.bucket_bytes)) if self.bucket_bytes else [range(len(layers))]
         first = {unit[0]: number for number, unit in enumerate(units)}
@@ -126,7 +141,7 @@ class _Build:
         return waits
 
     def reduce(self, name: str, nbytes: float, after: Sequence[str]) -> None:
-        """An all-reduce of gradients between everybody."""
+        """Add an all-reduce of gradients among all ranks."""
         self.steps.comm(name, "all_reduce", nbytes, after, phase="backward", encoding="fp16")
         self.waits.append(name)
 
@@ -145,7 +160,10 @@ def _gnmt(build: _Build) -> None:
 
 
 def gnmt_layers() -> list[Layer]:
-    """LSTMs and the output layer, the tables with the first; a word costs two FLOPs per parameter that it meets."""
+    """The LSTM layers and the output layer; the embedding tables belong to the first layer of each side.
+
+    A word costs two operations per parameter that it uses.
+    """
 
     def lstm(name: str, inputs: int, count: int = 1, embedding: int = 0) -> Layer:
         params = count * 4 * GNMT_WIDTH * (inputs + GNMT_WIDTH)
@@ -220,7 +238,7 @@ def _transformer(build: _Build) -> None:
             name, "reduce_scatter", params * HALF, waits, phase="backward", groups=between, encoding="fp16"
         )
         build.waits.append(name)
-    # The shards are updated, then everybody needs all parameters again.
+    # After the update of the shards, all ranks gather all parameters.
     everything = params * HALF * TRANSFORMER_LAYERS
     steps.comm(
         "ag-params", "all_gather", everything, build.waits, phase="optimizer", groups=between, encoding="fp16"

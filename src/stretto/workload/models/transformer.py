@@ -1,10 +1,13 @@
 """Transformers with tensor, pipeline, data and expert parallelism: GPT, mixtures of experts, and SYNDICATE's A5.
 
-What is assumed: matrix products, activations, parameters and gradients on the wire in FP16, Adam in FP32; the backward
-pass costs twice the forward pass, nothing is recomputed; biases, norms and the loss are too small to count. Experts get
-equal shares of the tokens. With one pipeline stage the output layer shares the matrix of the embedding, with several it
-has its own. Rank ``(stage * replicas + replica) * tensor + shard``: shards next to each other, then replicas, then
-stages.
+Assumptions: matrix products, activations, parameters and gradients on the wire are FP16, Adam is FP32; the backward
+pass
+costs twice the forward pass, nothing is recomputed; biases, norms and the loss are too small to count. Experts get
+equal
+shares of the tokens. With one pipeline stage the output layer shares the matrix of the embedding, with several it has
+its
+own. Ranks are numbered ``(stage * replicas + replica) * tensor + shard``: shards are next to each other, then replicas,
+then stages.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from .parallel import check_mode
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The model, and how it is spread."""
+    """The sizes of a transformer, and its degrees of parallelism."""
 
     layers: int
     hidden: int
@@ -30,7 +33,7 @@ class Shape:
     seq: int = 2048
     vocab: int = 51200
     batch: int = 1
-    """Sequences of one micro-batch on one replica."""
+    """The number of sequences in one micro-batch on one replica."""
     micro_batches: int = 1
     tensor: int = 1
     pipeline: int = 1
@@ -61,21 +64,21 @@ class Shape:
 
     @property
     def bucket_bytes(self) -> float:
-        """How much travels together in data parallelism."""
+        """Bytes of gradients that data parallelism sends together."""
         return self.bucket_mb * MB
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
+        """The number of tokens in one micro-batch on one replica."""
         return self.batch * self.seq
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer has experts in the place of its MLP."""
+        """Whether a layer has experts instead of its MLP."""
         return self.experts > 0 and layer % self.moe_every == self.moe_every - 1
 
     @property
     def parameters(self) -> float:
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
         moe = sum(self.is_moe(layer) for layer in range(self.layers))
         dense = 12 * self.layers - 8 * moe
         return (dense + 8 * moe * self.experts) * self.hidden**2 + self.vocab * self.hidden * min(self.pipeline, 2)
@@ -137,12 +140,35 @@ def gpt(
     efficiency: float | None = None,
     device: str = "a100",
 ) -> Workload:
-    """A GPT: what is not given is the variant's.
-
-    `batch` counts sequences of one micro-batch on one replica; `mode` is ddp, zero1, zero2, zero3 or fsdp.
+    """A GPT; an argument that is None takes the variant's value.
 
     >>> gpt("125m", ranks=8)
     <Workload gpt:125m: 42 ops (7 of communication) over 8 ranks, 95.34 ms of compute, 248.5MB moved>
+
+    Args:
+        variant: one of `GPT`: "125m", "1.3b", "6.7b", "13b", "175b", "1t".
+        ranks: number of ranks, 1..16384, a multiple of ``tensor * pipeline``.
+        layers: number of layers, a multiple of `pipeline`.
+        hidden: width of the model.
+        heads: attention heads.
+        seq: tokens of a sequence.
+        vocab: size of the vocabulary.
+        batch: sequences of one micro-batch on one replica.
+        micro_batches: micro-batches of an iteration.
+        tensor: ranks that share each layer.
+        pipeline: number of pipeline stages.
+        sequence_parallel: whether activations between the halves of a layer are sharded over the tensor-parallel ranks.
+        mode: data parallelism: "ddp", "zero1", "zero2", "zero3" or "fsdp".
+        bucket_mb: size of a gradient bucket in MB, 0.001..1e6.
+        unit_layers: layers of one FSDP unit.
+        efficiency: share of the roofline that kernels reach, over 0 and at most 1; None takes the device's.
+        device: one of `ACCELERATORS`.
+
+    Returns:
+        One training step.
+
+    Raises:
+        InvalidInput: an argument is unknown, out of range, or does not divide.
     """
     given = dict(
         layers=layers, hidden=hidden, heads=heads, seq=seq, vocab=vocab, batch=batch, micro_batches=micro_batches,
@@ -170,7 +196,31 @@ def moe(
     efficiency: float | None = None,
     device: str = "a100",
 ) -> Workload:
-    """A GPT with experts in the place of the MLP of every `moe_every`-th layer, spread over `expert_parallel` ranks."""
+    """A GPT with experts instead of the MLP in some layers; an argument that is None takes the variant's value.
+
+    Args:
+        variant: one of `MOE`: "1.3b-8e", "1.3b-64e", "6.7b-64e".
+        ranks: number of ranks, 1..16384, a multiple of ``tensor * pipeline``.
+        experts: experts of a layer, a multiple of `expert_parallel`.
+        expert_parallel: replicas that share one set of experts; must divide the number of replicas.
+        top_k: experts that each token goes to, at most `experts`.
+        moe_every: every so-many-th layer has experts.
+        layers: number of layers, a multiple of `pipeline`.
+        seq: tokens of a sequence.
+        batch: sequences of one micro-batch on one replica.
+        micro_batches: micro-batches of an iteration.
+        tensor: ranks that share each layer.
+        pipeline: number of pipeline stages.
+        mode: data parallelism: "ddp", "zero1", "zero2", "zero3" or "fsdp".
+        efficiency: share of the roofline that kernels reach, over 0 and at most 1; None takes the device's.
+        device: one of `ACCELERATORS`.
+
+    Returns:
+        One training step.
+
+    Raises:
+        InvalidInput: an argument is unknown, out of range, or does not divide.
+    """
     given = dict(
         experts=experts, expert_parallel=expert_parallel, top_k=top_k, moe_every=moe_every, layers=layers, seq=seq,
         batch=batch, micro_batches=micro_batches, tensor=tensor, pipeline=pipeline, mode=mode,
@@ -188,10 +238,26 @@ def xlmr(
     efficiency: float | None = None,
     device: str = "v100_hgx2",
 ) -> Workload:
-    """XLM-R-XL, SYNDICATE's A5: parameters sharded over all GPUs, gathered layer by layer.
+    """XLM-R-XL, SYNDICATE's A5: parameters are sharded over all GPUs and gathered layer by layer.
 
-    The paper gives no batch. One sequence of 512 tokens per GPU is the regime in which its finding holds that A5 gains
-    from overlapping all-gather with reduce-scatter in the backward pass: with more, compute hides both.
+    The paper gives no batch. It finds that A5 gains from overlapping all-gather with reduce-scatter in the backward
+    pass;
+    that holds for one sequence of 512 tokens per GPU, because with more the compute hides both.
+
+    Args:
+        variant: "xl" or "xxl".
+        ranks: number of ranks, 1..16384.
+        batch: sequences per GPU; None takes one.
+        unit_layers: layers of one FSDP unit; None takes one.
+        mode: data parallelism: "ddp", "zero1", "zero2", "zero3" or "fsdp"; None takes "zero3".
+        efficiency: share of the roofline that kernels reach, over 0 and at most 1; None takes the device's.
+        device: one of `ACCELERATORS`.
+
+    Returns:
+        One training step.
+
+    Raises:
+        InvalidInput: an argument is unknown or out of range.
     """
     given = dict(batch=batch, unit_layers=unit_layers, mode=mode)
     return _named("xlmr", XLMR, variant, given, ranks, accelerator(device, efficiency=efficiency))

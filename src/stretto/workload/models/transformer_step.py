@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from .transformer import Shape
 
 HALF = 2
-"""Bytes of FP16."""
+"""Bytes of one FP16 number."""
 ADAM_BYTES = 28
-"""Per parameter: read gradient (2), master copy and two moments (12); write these and the parameter (14)."""
+"""Bytes that Adam moves per parameter: it reads the gradient (2), a master copy and two moments (12), and writes these
+and the parameter (14)."""
 ATTENTION_KERNELS = 5
 MLP_KERNELS = 3
 
@@ -25,7 +26,7 @@ Action = tuple[str, int]
 
 
 class Step:
-    """Builds the ops of one iteration."""
+    """Builds the ops of one training iteration."""
 
     def __init__(self, shape: Shape, replicas: int, device: Accelerator) -> None:
         self.shape, self.replicas, self.device = shape, replicas, device
@@ -34,7 +35,8 @@ class Step:
         self.stages = [Stage(self, at) for at in range(shape.pipeline)]
 
     def workload(self, name: str, *, unit: str) -> Workload:
-        """The whole step: each stage in its 1F1B order, and of different stages first what comes first in time."""
+        """The whole step: each stage in its 1F1B order, and ops of different stages in the order of their start times.
+        """
         shape = self.shape
         orders = (one_f_one_b(at, shape.pipeline, shape.micro_batches) for at in range(shape.pipeline))
         queues = [list(reversed(list(order))) for order in orders]
@@ -62,10 +64,18 @@ class Step:
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """The order of a stage: as many forward passes as there are stages behind it, then one and one.
+    """The order of a stage: ``stages - stage`` forward passes, then backward and forward passes in turn.
 
     >>> " ".join(f"{what}{micro}" for what, micro in one_f_one_b(1, 3, 3))
     'F0 F1 B0 F2 B1 B2'
+
+    Args:
+        stage: index of the stage, 0..stages-1.
+        stages: number of stages.
+        micro_batches: micro-batches of an iteration, >= 1.
+
+    Returns:
+        Pairs of "F" or "B" and the index of the micro-batch.
     """
     warm = min(stages - stage, micro_batches)
     yield from (("F", micro) for micro in range(warm))
@@ -76,9 +86,9 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]
 
 
 def by_time(step: Workload) -> Workload:
-    """The same ops by when they would start if communication took no time, the order of every rank kept.
+    """The same ops sorted by when they would start if communication took no time; the order of every rank is kept.
 
-    So a stage finds what the stages beside it send it where it comes to use it, not where they were listed.
+    So a receive from a neighbor stage stands in the list where the stage uses it, not where the neighbor was listed.
     """
     end: dict[str, float] = {}
     free: dict[tuple[int, str], float] = {}
@@ -111,7 +121,10 @@ class Stage:
         self.experts = self._experts() if any(shape.is_moe(layer) for layer in self.layers) else None
 
     def _dense(self) -> Replicas:
-        """All but the experts; block 0 is the embedding of the first stage, the block after the layers the head."""
+        """All parameters but the experts; block 0 is the embedding of the first stage, the block after the layers is
+        the
+        head.
+        """
         shape = self.shape
         table = shape.vocab * shape.hidden / shape.tensor
         params = [table if self.first else 0.0]
@@ -211,7 +224,9 @@ class Stage:
         return [self._shards_reduce(self._name(f"tp-{verb}-head", None, micro), [name], phase)]
 
     def _layer(self, layer: int, micro: int, after: list[str], phase: str) -> tuple[list[str], str]:
-        """Attention and MLP (or experts), each between its collectives; returns what to wait for, and the last op."""
+        """Add attention and MLP (or experts), each between its collectives; return the ops to wait for, and the last
+        op.
+        """
         shape, (_, verb) = self.shape, _passes(phase)
         if shape.tensor == 1 and not shape.is_moe(layer):
             attention, mlp = self._attention_us(phase), self._mlp_us(phase)
@@ -257,7 +272,7 @@ class Stage:
         return self.step.device.compute_us(passes * flops, passes * nbytes, kernels=kernels)
 
     def _shards_gather(self, name: str, after: list[str], phase: str) -> list[str]:
-        """Sequence parallelism keeps activations in shards between the halves of a layer."""
+        """Gather the activations that sequence parallelism keeps in shards between the halves of a layer."""
         if not self.shape.sequence_parallel:
             return []
         return [self._shards(name, "all_gather", after, phase)]
@@ -271,7 +286,7 @@ class Stage:
         )
 
     def _exchange(self, name: str, after: list[str], phase: str) -> str:
-        """Tokens to their experts, and back, between the replicas that share a set of experts."""
+        """Send tokens to their experts, or back, between the replicas that share a set of experts."""
         shape = self.shape
         size = shape.expert_parallel * shape.tensor
         groups = tuple(
