@@ -28,9 +28,7 @@ def best_of(source: str, quick: bool) -> list[Row]:
         for entry in algorithms(kind):
             for chunks in (None, 8) if kind != "all_to_all" else (None,):
                 try:
-                    programs.append(
-                        st.algorithm(entry.name, kind, cluster.num_devices, cluster=cluster, chunks=chunks)
-                    )
+                    programs.append(st.algorithm(entry.name, kind, cluster.num_devices, cluster=cluster, chunks=chunks))
                 except st.InvalidInput:
                     continue  # not defined for this rank count
         for nbytes in SIZES:

@@ -60,7 +60,7 @@ def all_reduce(quick: bool) -> list[Row]:
                 base = base or run.total_us
                 mine.append(
                     {"case": f"{name} {nbytes / st.MB:.0f}MB", "system": system, "in_flight": in_flight,
-                     "time_us": run.total_us, "utilisation": run.utilisation, "ratio": base / run.total_us,
+                     "time_us": run.total_us, "utilisation": run.utilization, "ratio": base / run.total_us,
                      "plan_s": spent}
                 )  # fmt: skip
             best = ideal_us(dims, "all_reduce", nbytes)
@@ -92,7 +92,7 @@ def literal(quick: bool) -> list[Row]:
         for dims, nbytes in itertools.product(NETS.values(), SIZES):
             base = simulate(plan("baseline", dims, "all_reduce", nbytes)).total_us
             run = simulate(themis(dims, "all_reduce", nbytes, discipline=discipline, tracker="literal"))
-            used.append(run.utilisation)
+            used.append(run.utilization)
             ratios.append(base / run.total_us)
         system = f"themis_{discipline}"
         rows.append(
@@ -108,7 +108,7 @@ def halves(quick: bool) -> list[Row]:
     rows: list[Row] = []
     for collective, system in itertools.product(("reduce_scatter", "all_gather"), SCHEDULERS):
         used = [
-            simulate(plan(system, dims, collective, nbytes)).utilisation
+            simulate(plan(system, dims, collective, nbytes)).utilization
             for dims, nbytes in itertools.product(NETS.values(), SIZES[::3] if quick else SIZES)
         ]
         rows.append(
@@ -169,7 +169,7 @@ def sharing(quick: bool) -> list[Row]:
         for dims, nbytes in itertools.product(NETS.values(), SIZES[:1] if quick else SIZES):
             base = simulate(plan("baseline", dims, "all_reduce", nbytes), sharing="equal").total_us
             run = simulate(plan(system, dims, "all_reduce", nbytes, sharing="equal"), sharing="equal")
-            used.append(run.utilisation)
+            used.append(run.utilization)
             ratios.append(base / run.total_us)
         rows.append(
             {"case": "mean, equal sharing", "system": system, "in_flight": 16, "utilisation": float(np.mean(used)),
@@ -194,7 +194,7 @@ def today(quick: bool) -> list[Row]:
             paper = 0.977 if system == "baseline" else None
             rows.append(
                 {"case": f"today 16x{size} 1024MB", "system": system, "time_us": run.total_us,
-                 "utilisation": run.utilisation, "paper": paper}
+                 "utilisation": run.utilization, "paper": paper}
             )  # fmt: skip
     return rows
 
@@ -211,7 +211,7 @@ def fig4(quick: bool) -> list[Row]:
             for system, each in found.items():
                 rows.append(
                     {"case": f"fig4 {model} {name}", "system": system, "iteration_us": each.total_us,
-                     "utilisation": each.utilisation, "ratio": base / each.total_us, "infinite_ratio": base / computing}
+                     "utilisation": each.utilization, "ratio": base / each.total_us, "infinite_ratio": base / computing}
                 )  # fmt: skip
     used = [row["utilisation"] for row in rows if row["system"] == "baseline"]
     rows.append(
@@ -229,7 +229,7 @@ def fig9(quick: bool) -> list[Row]:
         active = run.activity(100.0)
         rows.append(
             {"case": "fig9 3d_sw_sw_sw_homo 1GB", "system": system, "time_us": run.total_us,
-             "utilisation": run.utilisation}
+             "utilisation": run.utilization}
             | {f"dim{at + 1}_active": float(row.mean()) for at, row in enumerate(active)}
         )  # fmt: skip
     return rows
@@ -249,7 +249,7 @@ def fig10(quick: bool) -> list[Row]:
                 ]
                 rows.append(
                     {"case": f"fig10 {count} chunks, {in_flight} in flight", "system": system, "in_flight": in_flight,
-                     "utilisation": float(np.mean([run.utilisation for run in runs])),
+                     "utilisation": float(np.mean([run.utilization for run in runs])),
                      "paper_utilisation": quoted.get((system, count))}
                 )  # fmt: skip
     return rows
@@ -272,7 +272,7 @@ def headers(quick: bool) -> list[Row]:
                  "paper": 0.005 if count == 64 else None}
             )  # fmt: skip
         run, _ = run_of("stretto", dressed, 100 * st.MB)
-        rows.append({"case": f"headers {name} 100MB", "system": "stretto", "utilisation": run.utilisation})
+        rows.append({"case": f"headers {name} 100MB", "system": "stretto", "utilisation": run.utilization})
     return rows
 
 
@@ -288,10 +288,10 @@ def wrong(quick: bool) -> list[Row]:
             for at, signs in enumerate(itertools.product((-error, error), repeat=len(dims))):
                 real = [replace(dim, gb_per_s=dim.gb_per_s * (1 + sign)) for dim, sign in zip(dims, signs, strict=True)]
                 for system, schedule in plans.items():
-                    means.setdefault(system, []).append(simulate(schedule, dims=real).utilisation)
+                    means.setdefault(system, []).append(simulate(schedule, dims=real).utilization)
                 if at % (8 if quick else 2) == 1:
                     again = resolve(plans["stretto"], [dim.gb_per_s for dim in real])
-                    means.setdefault("stretto, solved again", []).append(simulate(again).utilisation)
+                    means.setdefault("stretto, solved again", []).append(simulate(again).utilization)
             lost += np.mean(means["stretto"]) < np.mean(means["themis_scf"])
             for system, values in means.items():
                 used.setdefault(system, []).extend(values)
@@ -330,7 +330,7 @@ def training(quick: bool) -> list[Row]:
                         {"case": f"{model}{label} {name}", "system": system, "iteration_us": each.total_us,
                          "forward_us": each.forward_us, "backward_us": each.backward_us,
                          "exposed_data_us": each.data_parallel_us, "exposed_model_us": each.model_parallel_us,
-                         "utilisation": each.utilisation, "ratio": ratios[system][-1],
+                         "utilisation": each.utilization, "ratio": ratios[system][-1],
                          "over_ideal": each.total_us / found["ideal"].total_us - 1}
                     )  # fmt: skip
             quoted = {"themis_scf": paper, "ideal": paper_ideal}
@@ -399,7 +399,7 @@ def scale(quick: bool) -> list[Row]:
             run = simulate(replace(schedule))  # a copy: nothing that planning computed is used again
             simulated = time.perf_counter()
             rows.append(
-                {"case": f"scale {name}", "system": system, "utilisation": run.utilisation, "plan_s": planned - began,
+                {"case": f"scale {name}", "system": system, "utilisation": run.utilization, "plan_s": planned - began,
                  "simulate_ms": 1e3 * (simulated - planned), "time_us": run.total_us}
             )  # fmt: skip
     return rows

@@ -124,9 +124,7 @@ def measured(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str,
     workload = recorder.workload
     costs = RefinedCosts(simulated_costs(cluster), {}, small_us())
     plan = shared(
-        lambda: planned(
-            workload, cluster, budget_s=asked["budget_s"], costs=costs, least_gain=LEAST_GAIN
-        ).plan,
+        lambda: planned(workload, cluster, budget_s=asked["budget_s"], costs=costs, least_gain=LEAST_GAIN).plan,
         folder / "plan.json",
     )
     systems["stretto"] = Trained(build(None, 0, shape))

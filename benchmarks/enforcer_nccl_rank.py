@@ -29,7 +29,7 @@ from stretto.control.refine import RefinedCosts
 from stretto.lab import Lab
 from stretto.planner.api import planned
 from stretto.planner.costs.costs import simulated_costs
-from stretto.runtime.torch_backend.watch import Submitted, Watch
+from stretto.runtime.torch_backend.watch import SubmittedCall, Watch
 from stretto.workload import Dep, Op
 
 WARM = 3
@@ -93,9 +93,9 @@ class Seen:
     """What a step submits, and how long its stream computed before each."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Submitted, Any]] = []
+        self.calls: list[tuple[SubmittedCall, Any]] = []
 
-    def seen(self, what: Submitted, run: Callable[[], Any]) -> Any:
+    def seen(self, what: SubmittedCall, run: Callable[[], Any]) -> Any:
         """A call comes."""
         self.calls.append((what, self.mark()))
         return run()
@@ -130,9 +130,7 @@ def observed(trained: Trained) -> Workload:
             after += (Dep(op=ops[-1].name, why="wait"),)
         ops.append(Op(name=f"compute.{number}", duration_us=max(1e3 * before.elapsed_time(event), 1.0), after=after))
         given = (Dep(op=f"compute.{number}", why="submit"),)
-        ops.append(
-            Op(name=f"{what.op}.{number}", kind=what.op, nbytes=float(what.nbytes), root=what.root, after=given)
-        )
+        ops.append(Op(name=f"{what.op}.{number}", kind=what.op, nbytes=float(what.nbytes), root=what.root, after=given))
         before = event
     waits = tuple(Dep(op=op.name, why="wait") for op in ops if op.is_comm)
     ops.append(Op(name="use", duration_us=100.0, after=(Dep(op=f"compute.{len(seen.calls) - 1}"), *waits)))

@@ -107,9 +107,7 @@ def identity(workload: Workload, cluster: Cluster, channel: str) -> Plan:
     for seq, op in enumerate(workload.comm_ops):
         text = str(motif_of(op.kind, workload.groups_of(op)[0], op.nbytes, op.root))
         only = MotifPlan(motif=text, algorithm="direct", channels=(channel,), seq=seq, nbytes=op.nbytes)
-        ops.append(
-            OpPlan(op=op.name, kind=op.kind, nbytes=op.nbytes, option="whole", expression=text, motifs=(only,))
-        )
+        ops.append(OpPlan(op=op.name, kind=op.kind, nbytes=op.nbytes, option="whole", expression=text, motifs=(only,)))
     return Plan(
         name="identity", workload=workload.name, workload_digest=workload.digest, cluster=cluster.name,
         cluster_digest=cluster.digest, iteration_us=1.0, ops=tuple(ops),

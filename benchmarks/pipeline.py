@@ -17,7 +17,17 @@ from pathlib import Path
 from common import Row, run_cases
 
 from stretto.lab import Lab, unavailable
-from stretto.pipeline import Costs, StageMemory, eager_1f1b, one_f_one_b, peak_bytes, search, simulate, zb_h1, zb_h2
+from stretto.pipeline import (
+    StageCosts,
+    StageMemory,
+    eager_1f1b,
+    one_f_one_b,
+    peak_bytes,
+    search,
+    simulate,
+    zb_h1,
+    zb_h2,
+)
 from stretto.pipeline.models import CASES, SYSTEMS, build, case, evaluate
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_pipeline.py"
@@ -81,7 +91,7 @@ def searching(quick: bool) -> list[Row]:
     if not quick:
         sizes += [(8, 32, 4.0, None), (8, 32, 4.0, 10)]
     for stages, microbatches, transfer, room in sizes:
-        costs = Costs.even(stages, forward_us=10.0, transfer_us=transfer)
+        costs = StageCosts.even(stages, forward_us=10.0, transfer_us=transfer)
         cap = float("inf") if room is None else float(room)
         about = f"search {stages} stages x {microbatches}, transfer {transfer:g}, room {room or 'any'}"
         begin = time.perf_counter()
@@ -129,7 +139,7 @@ def real(quick: bool) -> list[Row]:
     half = tuple(min(found["backward_us"] for found in rank) / 2 for rank in said)
     # Two tensors of 4-byte numbers: what the first stage ends with, and the skip connection.
     wire = (2 * ROWS * WIDTH * 4 * 8 / RATE_MBIT,)
-    costs = Costs(forward_us=forward, input_us=half, weight_us=half, activation_us=wire, gradient_us=wire)
+    costs = StageCosts(forward_us=forward, input_us=half, weight_us=half, activation_us=wire, gradient_us=wire)
     # PyTorch's first stage has no input to differentiate for: its I does nothing, its W everything.
     split = replace(costs, input_us=(0.0, half[1]), weight_us=(2 * half[0], half[1]))
     plain = one_f_one_b(2, MICROBATCHES)

@@ -28,9 +28,9 @@ from stretto.planner.costs.costs import SimulatedCosts
 from stretto.planner.costs.microbench import figures
 from stretto.planner.example import figure6, random_problem
 from stretto.planner.schedule.exact import solve_exactly
-from stretto.planner.schedule.problem import Problem
+from stretto.planner.schedule.problem import PlanProblem
 from stretto.planner.schedule.retime import retime
-from stretto.planner.schedule.schedule import Schedule, Scheduler
+from stretto.planner.schedule.schedule import Scheduler, StepSchedule
 from stretto.planner.schedule.search import search
 from stretto.workload import Workload
 from stretto.workload.roofline import TYPICAL
@@ -58,13 +58,13 @@ def effort(quick: bool) -> Effort:
     return Effort(evaluations=EVALUATIONS // (10 if quick else 1), budget_s=60.0)
 
 
-def systems(problem: Problem, quick: bool, names: tuple[str, ...] = tuple(BASELINES)) -> dict[str, Schedule]:
+def systems(problem: PlanProblem, quick: bool, names: tuple[str, ...] = tuple(BASELINES)) -> dict[str, StepSchedule]:
     made = {name: baseline(name, problem, effort(quick)) for name in names}
     found = search(problem, steps=effort(quick).evaluations, start=tuple(made.values()))
     return {**made, "stretto": found.schedule}
 
 
-def rows_of(case: str, model: str, problem: Problem, made: dict[str, Schedule], bound_us: float) -> list[Row]:
+def rows_of(case: str, model: str, problem: PlanProblem, made: dict[str, StepSchedule], bound_us: float) -> list[Row]:
     reference = made["bytescheduler+"].period_us
     rows = []
     for name, schedule in made.items():

@@ -171,7 +171,11 @@ def state_dict(layers: int) -> list[Tensor]:
 
 
 GROUPS: dict[str, Callable[[bool], list[Row]]] = {
-    "single": single, "table2": table2, "ablation": ablation, "general": general, "scale": scale,
+    "single": single,
+    "table2": table2,
+    "ablation": ablation,
+    "general": general,
+    "scale": scale,
 }
 
 if __name__ == "__main__":

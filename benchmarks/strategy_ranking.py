@@ -27,7 +27,7 @@ from strategy_systems import TIMES, built_us, model_on, place, strategy_us, trie
 from stretto.errors import Infeasible
 from stretto.report.html import Section, figure_html, look, write_html
 from stretto.strategy import Strategy
-from stretto.strategy.cost import CostModel, Floats
+from stretto.strategy.cost import Floats, StrategyCostModel
 from stretto.strategy.features import Features
 from stretto.strategy.learned import Ranker, kendall_tau
 from stretto.strategy.sampler import Sampler
@@ -45,7 +45,7 @@ AFTER = (1, 5, 10, 20, 40)
 def drawn(model: str, cluster: str, seed: int) -> tuple[list[Floats], list[float]]:
     """Strategies of the guided sampler: what the learned model sees of each, and how long it takes."""
     sampler = Sampler(model_on(model, cluster), place(cluster).cluster, seed=100 + seed)
-    features = Features(CostModel(model_on(model, cluster), place(cluster).cluster))
+    features = Features(StrategyCostModel(model_on(model, cluster), place(cluster).cluster))
     vectors, times = [], []
     for number in range(HELD_OUT + LEARNED):
         strategy = sampler.sample()[1]

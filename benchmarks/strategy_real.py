@@ -32,10 +32,10 @@ from strategy_models import LABELS
 
 from stretto.cluster import Cluster
 from stretto.errors import Infeasible
-from stretto.lab import Layout, unavailable
+from stretto.lab import LabLayout, unavailable
 from stretto.strategy import ModelSpec, Strategy, build, zoo
 from stretto.strategy.clusters import paper_cluster
-from stretto.strategy.cost import CostModel
+from stretto.strategy.cost import StrategyCostModel
 from stretto.strategy.decide import ratio
 from stretto.strategy.requests import Arm, Reference
 from stretto.strategy.search import BUILT, search
@@ -84,7 +84,7 @@ def real(case: str, quick: bool) -> list[Row]:
     name, shape, uplink = CASES[case]
     label = f"{LABELS[name]} {shape}"
     hosts, ranks = SHAPES[shape]
-    cluster = Layout.of(hosts=hosts, ranks_per_host=ranks, uplinks={"eth": uplink}).cluster()
+    cluster = LabLayout.of(hosts=hosts, ranks_per_host=ranks, uplinks={"eth": uplink}).cluster()
     with Trials(command(job(case)), warmup=WARMUP, timed=LEAST_TIMED, timeout_s=TIMEOUT_S) as runs:
         model, _ = runs.describe()
         runs.timed = round(min(max(TIMED_US / runs.run(Reference()), LEAST_TIMED), MOST_TIMED))
@@ -122,11 +122,11 @@ def real(case: str, quick: bool) -> list[Row]:
         started = runs.starts
     if "found" not in rounds:
         rounds["found"] = rounds["ddp" if found.kept == Reference() else "ddp best bucket"]
-    parts = CostModel(model, cluster).components(found.best)
-    usual = CostModel(model, cluster).components(build("all_reduce", model, cluster))
+    parts = StrategyCostModel(model, cluster).components(found.best)
+    usual = StrategyCostModel(model, cluster).components(build("all_reduce", model, cluster))
     bed = paper_cluster("b7")
     papers = zoo.model(PAPER[name], device=bed.device)
-    paper = CostModel(papers, bed.cluster).components(build("all_reduce", papers, bed.cluster))
+    paper = StrategyCostModel(papers, bed.cluster).components(build("all_reduce", papers, bed.cluster))
     about = {
         "ddp": "25 MB", "ddp best bucket": f"{best_ddp.bucket_mb:g} MB", "best builder": builder,
         "found": f"{found.kept.name} kept" if found.kept is not None else kinds(found.best),

@@ -82,9 +82,7 @@ def model_on(model: str, cluster: str) -> ModelSpec:
 def strategy_us(strategy: Strategy, model: str, cluster: str, host_us: float = 0.0) -> float:
     """Link by link."""
     where = place(cluster)
-    return link_level_us(
-        strategy, model_on(model, cluster), where.cluster, slowdown=where.slowdown, host_us=host_us
-    )
+    return link_level_us(strategy, model_on(model, cluster), where.cluster, slowdown=where.slowdown, host_us=host_us)
 
 
 def tried_us(strategy: Strategy, model: str, cluster: str) -> float:

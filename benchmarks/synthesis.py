@@ -50,9 +50,17 @@ FOREST_S = {"dgx_a100:8": 724.0, "mi250:2": 63.0, "torus:10x10": 488.0}
 
 
 def case(
-    name: str, collective: Collective, cluster: st.Cluster, nbytes: float, *, peer: str = "",
-    peer_us: float | None = None, alpha: str = "pipelined", budget_s: float = BUDGET_S,
-    note: Callable[[st.Program], str] = lambda program: "", **options: Any,
+    name: str,
+    collective: Collective,
+    cluster: st.Cluster,
+    nbytes: float,
+    *,
+    peer: str = "",
+    peer_us: float | None = None,
+    alpha: str = "pipelined",
+    budget_s: float = BUDGET_S,
+    note: Callable[[st.Program], str] = lambda program: "",
+    **options: Any,
 ) -> Row:
     """One search as a row; a search that fails is a row that says why."""
     row: Row = {
@@ -120,8 +128,16 @@ def ndv2x1(quick: bool) -> list[Row]:
         except st.StrettoError as error:
             rows.append({"case": f"{name} unsplit", "system": "stretto", **about, "note": str(error)[:80]})
         rows.append(
-            case(f"{name} split", collective, cluster, nbytes, peer="taccl", peer_us=peer_us, alpha="blocking",
-                 budget_s=5.0 if quick else BUDGET_S)
+            case(
+                f"{name} split",
+                collective,
+                cluster,
+                nbytes,
+                peer="taccl",
+                peer_us=peer_us,
+                alpha="blocking",
+                budget_s=5.0 if quick else BUDGET_S,
+            )
         )
     return rows
 
@@ -142,8 +158,15 @@ def teccl(source: str, kind: str, quick: bool) -> list[Row]:
     collective = COLLECTIVES[kind](cluster.num_devices)
     pairs = list(zip(SIZES, TECCL[source, kind], strict=True))
     return [
-        case(f"{kind} {source} {format_bytes(nbytes)}", collective, cluster, nbytes, peer="te-ccl", peer_us=peer_us,
-             budget_s=3.0 if quick else BUDGET_S)
+        case(
+            f"{kind} {source} {format_bytes(nbytes)}",
+            collective,
+            cluster,
+            nbytes,
+            peer="te-ccl",
+            peer_us=peer_us,
+            budget_s=3.0 if quick else BUDGET_S,
+        )
         for nbytes, peer_us in (pairs[::4] if quick else pairs)
     ]
 
@@ -163,9 +186,15 @@ def multicast(quick: bool) -> list[Row]:
     )[: 1 if quick else None]:
         for machine in (cluster, cluster.with_multicast()):
             rows.append(
-                case(f"all_gather {machine.name} {format_bytes(nbytes)}", st.AllGather(machine.num_devices), machine,
-                     nbytes, peer="" if peer_us is None else "te-ccl", peer_us=peer_us,
-                     budget_s=3.0 if quick else BUDGET_S)
+                case(
+                    f"all_gather {machine.name} {format_bytes(nbytes)}",
+                    st.AllGather(machine.num_devices),
+                    machine,
+                    nbytes,
+                    peer="" if peer_us is None else "te-ccl",
+                    peer_us=peer_us,
+                    budget_s=3.0 if quick else BUDGET_S,
+                )
             )
     return rows
 
@@ -232,8 +261,13 @@ def alltoall(quick: bool) -> list[Row]:
     for source in sources:
         cluster = st.Cluster.load(source)
         rows.append(
-            case(f"all_to_all {source}", st.AllToAll(cluster.num_devices), cluster, 64 * st.MB,
-                 budget_s=5.0 if quick else 120.0)
+            case(
+                f"all_to_all {source}",
+                st.AllToAll(cluster.num_devices),
+                cluster,
+                64 * st.MB,
+                budget_s=5.0 if quick else 120.0,
+            )
         )
     return rows
 
@@ -248,8 +282,17 @@ def ablation(quick: bool) -> list[Row]:
 
     def sketched(name: str, cluster: st.Cluster, sketch: Sketch, nbytes: float) -> None:
         rows.append(
-            case(f"ablation {name}", st.AllGather(cluster.num_devices), cluster, nbytes, alpha="blocking",
-                 budget_s=budget_s, makers=["three_stage"], sketch=sketch, note=connections)
+            case(
+                f"ablation {name}",
+                st.AllGather(cluster.num_devices),
+                cluster,
+                nbytes,
+                alpha="blocking",
+                budget_s=budget_s,
+                makers=["three_stage"],
+                sketch=sketch,
+                note=connections,
+            )
         )
 
     for count in (1, 4, 8):
@@ -281,7 +324,7 @@ def ablation(quick: bool) -> list[Row]:
 def export(quick: bool) -> list[Row]:
     """The instruction streams of the best programs as files, read back, proved and run on data."""
     from stretto.programs.formats import SUFFIXES, load_program
-    from stretto.programs.formats.mscclpp_reader import Plan, check_plan
+    from stretto.programs.formats.mscclpp_reader import ExecutionPlan, check_plan
     from stretto.programs.interpret import check
 
     rows = []
@@ -297,7 +340,11 @@ def export(quick: bool) -> list[Row]:
         }  # fmt: skip
         try:
             found = st.synthesize(
-                collective, cluster, 16 * st.MB, lower=SUFFIXES[suffix], cache=False,
+                collective,
+                cluster,
+                16 * st.MB,
+                lower=SUFFIXES[suffix],
+                cache=False,
                 budget_s=3.0 if quick else BUDGET_S / 2,
             )
             lowering = found.lowering
@@ -311,7 +358,7 @@ def export(quick: bool) -> list[Row]:
                     again.verify()
                     check(again, fifo_depth=2, op="sum", seed=0)
                 else:
-                    assert isinstance(again, Plan)
+                    assert isinstance(again, ExecutionPlan)
                     check_plan(again)
             row |= measured(lowering.time_us, found.certificate.bound_us, seconds, "", None)
             row |= {"maker": f"{found.program.name}, {lowering.instances} instances", "note": "proved and run"}

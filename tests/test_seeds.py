@@ -16,7 +16,7 @@ from stretto.dimensions import Dim
 from stretto.dimensions import stretto as dimension_schedule
 from stretto.errors import InvalidInput
 from stretto.pipeline.search import search as search_pipeline
-from stretto.pipeline.simulation import Costs
+from stretto.pipeline.simulation import StageCosts
 from stretto.planner.api import planned
 from stretto.planner.example import figure6
 from stretto.planner.schedule.exact import solve_exactly
@@ -44,7 +44,7 @@ DOORS: dict[str, Callable[[Any], object]] = {
     "synthesize": lambda seed: st.synthesize(GATHER, RING, st.MB, seed=seed),
     **{
         name: partial(
-            lambda name, seed: import_module(f"stretto.synthesis.{name}").synthesise(
+            lambda name, seed: import_module(f"stretto.synthesis.{name}").synthesize(
                 GATHER, RING, nbytes=st.MB, seed=seed
             ),
             name,
@@ -63,7 +63,7 @@ DOORS: dict[str, Callable[[Any], object]] = {
     ),
     "sampler": lambda seed: Sampler(MODEL, 4, seed=seed),
     "strategies": lambda seed: search_strategy(MODEL, 4, lambda strategy: 1.0, seed=seed),
-    "pipeline": lambda seed: search_pipeline(Costs.even(2, forward_us=1.0), 4, seed=seed),
+    "pipeline": lambda seed: search_pipeline(StageCosts.even(2, forward_us=1.0), 4, seed=seed),
     "dimensions": lambda seed: dimension_schedule(
         [Dim(kind="ring", size=4, gb_per_s=1.0, step_us=1.0)], "all_reduce", 1e6, seed=seed
     ),

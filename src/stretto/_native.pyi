@@ -25,10 +25,7 @@ def derive_dependencies(
     src_slot: NDArray[np.int32],
     dst_slot: NDArray[np.int32],
     step: NDArray[np.int64],
-) -> tuple[
-    NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.uint8]
-]: ...
-
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.uint8]]: ...
 def check_events(
     num_locations: int,
     num_parts: int,
@@ -53,7 +50,6 @@ def check_events(
     set_ptr: NDArray[np.int64],
     set_part: NDArray[np.int32],
 ) -> tuple[list[tuple[int, int, int, int, int, int]], int, list[int], int, int, int]: ...
-
 def simulate(
     reduce: NDArray[np.bool_],
     bytes: NDArray[np.float64],
@@ -107,7 +103,6 @@ def path_lengths(
     length: NDArray[np.float64],
     sources: NDArray[np.int32],
 ) -> NDArray[np.float64]: ...
-
 def crowded_lengths(
     num_nodes: int,
     src: NDArray[np.int32],
@@ -119,7 +114,6 @@ def crowded_lengths(
     amounts: NDArray[np.float64],
     rounds: int,
 ) -> NDArray[np.float64]: ...
-
 def route_items(
     num_nodes: int,
     src: NDArray[np.int32],
@@ -139,7 +133,6 @@ def route_items(
     walk: int,
     seed: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], float]: ...
-
 def plan_messages(
     after_ptr: NDArray[np.int64],
     after: NDArray[np.int32],
@@ -152,7 +145,6 @@ def plan_messages(
     key: NDArray[np.float64],
     alpha_blocks: bool,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...
-
 def greedy_schedule(
     num_devices: int,
     hop_src: NDArray[np.int32],
@@ -178,7 +170,6 @@ def greedy_schedule(
     seed: int,
     limit_s: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], NDArray[np.int32], int]: ...
-
 def pack_forest(
     num_nodes: int,
     src: NDArray[np.int32],
@@ -200,11 +191,9 @@ def pack_forest(
     NDArray[np.int64],
     NDArray[np.int32],
 ]: ...
-
 def colour_edges(
     left: NDArray[np.int32], right: NDArray[np.int32], num_left: int, num_right: int
 ) -> NDArray[np.int32]: ...
-
 def simulate_dimensions(
     rate: NDArray[np.float64],
     chunk_ptr: NDArray[np.int64],
@@ -311,9 +300,7 @@ class ScheduleSearch:
         threads: int,
     ) -> None: ...
     def start_listed(self, choice: NDArray[np.int32], discipline: int) -> float: ...
-    def start_ordered(
-        self, choice: NDArray[np.int32], order: NDArray[np.int32], shift: NDArray[np.int32]
-    ) -> float: ...
+    def start_ordered(self, choice: NDArray[np.int32], order: NDArray[np.int32], shift: NDArray[np.int32]) -> float: ...
     def run(self, rounds: int, steps: int) -> float: ...
     def plan(self) -> tuple[float, NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]: ...
     def counts(self) -> tuple[int, int, int]: ...

@@ -34,9 +34,7 @@ def links_per_pair(count: int, parallel: int = 1) -> Cluster:
     return Cluster.build(
         "pairs",
         nodes=[Node(name=f"r{i}", host=0) for i in range(count)],
-        links=[
-            Link(src=a, dst=b, alpha_us=ALPHA, gb_per_s=GB_PER_S) for a, b in pairs for _ in range(parallel)
-        ],
+        links=[Link(src=a, dst=b, alpha_us=ALPHA, gb_per_s=GB_PER_S) for a, b in pairs for _ in range(parallel)],
     )
 
 
@@ -55,11 +53,15 @@ def hosts_on_rails(hosts: int, local: int) -> Cluster:
     """Links for every pair inside a host, and between ranks with the same local number."""
     inside = [
         Link(src=h * local + a, dst=h * local + b, alpha_us=ALPHA, gb_per_s=GB_PER_S)
-        for h in range(hosts) for a, b in product(range(local), repeat=2) if a != b
+        for h in range(hosts)
+        for a, b in product(range(local), repeat=2)
+        if a != b
     ]
     rails = [
         Link(src=g * local + a, dst=h * local + a, alpha_us=ALPHA_OUT, gb_per_s=GB_PER_S_OUT)
-        for g, h in product(range(hosts), repeat=2) if g != h for a in range(local)
+        for g, h in product(range(hosts), repeat=2)
+        if g != h
+        for a in range(local)
     ]
     nodes = [Node(name=f"h{h}r{a}", host=h) for h in range(hosts) for a in range(local)]
     return Cluster.build("rails", nodes=nodes, links=inside + rails)
@@ -149,8 +151,15 @@ def test_bruck_takes_log_n_steps_for_any_n(n: int) -> None:
 @pytest.mark.parametrize("n", [2, 5, 8])
 def test_direct_takes_one_message_on_links_of_its_own(n: int) -> None:
     for kind, share in (
-        ("all_gather", 1 / n), ("reduce_scatter", 1 / n), ("all_to_all", 1 / n), ("all_to_all_v", 1 / n),
-        ("gather", 1 / n), ("scatter", 1 / n), ("permute", 1.0), ("broadcast", 1.0), ("reduce", 1.0),
+        ("all_gather", 1 / n),
+        ("reduce_scatter", 1 / n),
+        ("all_to_all", 1 / n),
+        ("all_to_all_v", 1 / n),
+        ("gather", 1 / n),
+        ("scatter", 1 / n),
+        ("permute", 1.0),
+        ("broadcast", 1.0),
+        ("reduce", 1.0),
     ):
         assert time_us(algorithm("direct", kind, n), links_per_pair(n)) == exactly(message(share))
     one = algorithm("direct", "all_reduce", n, steps=1)

@@ -40,7 +40,9 @@ class Case(NamedTuple):
 def _plain_cases() -> list[Case]:
     return [
         Case(entry.name, kind, count)
-        for entry in algorithms() for kind in entry.collectives for count in COUNTS
+        for entry in algorithms()
+        for kind in entry.collectives
+        for count in COUNTS
         if entry.refusal(kind, count) is None
     ]
 
@@ -49,30 +51,35 @@ def _variants() -> list[Case]:
     wheel = ("all_gather", "reduce_scatter", "all_reduce")
     found = [
         Case("ring", kind, count, tuple(options.items()))
-        for kind in wheel for count in (2, 5, 8)
+        for kind in wheel
+        for count in (2, 5, 8)
         for options in (
-            {"directions": 2}, {"rings": 2}, {"rings": 3, "directions": 2},
+            {"directions": 2},
+            {"rings": 2},
+            {"rings": 3, "directions": 2},
             {"order": tuple(np.roll(np.arange(count)[::-1], 1).tolist())},
         )
     ]
     found += [Case("ring", "all_reduce", 7, (("strides", (1, 3)),))]
     found += [Case("ring", "all_gather", 4, (("order", ((0, 1, 2, 3), (2, 0, 3, 1))),))]
-    found += [
-        Case("halving_doubling", kind, count, (("largest", "far"),)) for kind in wheel for count in (6, 8)
-    ]
+    found += [Case("halving_doubling", kind, count, (("largest", "far"),)) for kind in wheel for count in (6, 8)]
     found += [
         Case("hierarchical", kind, 12, (("dims", dims), ("inside", inside)))
         for kind in wheel
         for dims, inside in (
-            ((4, 3), "ring"), ((2, 2, 3), ("halving_doubling", "direct", "ring")), ((12,), "direct"),
-            ((4, 3), ("halving_doubling", "direct")), ((1, 6, 2), "ring"),
+            ((4, 3), "ring"),
+            ((2, 2, 3), ("halving_doubling", "direct", "ring")),
+            ((12,), "direct"),
+            ((4, 3), ("halving_doubling", "direct")),
+            ((1, 6, 2), "ring"),
         )
     ]
     found += [Case("hierarchical", "all_reduce", 8, (("dims", (4, 2)), ("order", (5, 2, 7, 0, 1, 6, 3, 4))))]
     found += [Case("hierarchical", "all_gather", 8, (("dims", (4, 2)), ("order", (5, 2, 7, 0, 1, 6, 3, 4))))]
     found += [
         Case(name, "all_to_all", count, (("local", local),))
-        for name in ("two_step", "three_step") for count, local in ((6, 2), (6, 3), (8, 2), (4, 1), (4, 4))
+        for name in ("two_step", "three_step")
+        for count, local in ((6, 2), (6, 3), (8, 2), (4, 1), (4, 4))
     ]
     found += [Case("two_step", "all_to_all", 6, (("local", 3), ("order", (4, 0, 2, 1, 5, 3))))]
     found += [Case("pairwise", "all_to_all", 8, (("pattern", "shift"),))]
@@ -83,7 +90,9 @@ def _variants() -> list[Case]:
     ]
     found += [
         Case(entry.name, kind, 6, (("root", 4),))
-        for entry in algorithms() for kind in entry.collectives if kind in ROOTED
+        for entry in algorithms()
+        for kind in entry.collectives
+        if kind in ROOTED
     ]
     return found
 

@@ -55,8 +55,10 @@ def test_a_ring_sends_to_the_next_in_its_order_only() -> None:
 
 def test_rings_with_different_strides_use_different_links() -> None:
     program = algorithm("ring", "all_gather", 7, rings=3)
-    links = [set(zip(program.src[lane].tolist(), program.dst[lane].tolist(), strict=True))
-             for lane in (program.lane == i for i in range(3))]
+    links = [
+        set(zip(program.src[lane].tolist(), program.dst[lane].tolist(), strict=True))
+        for lane in (program.lane == i for i in range(3))
+    ]
     assert [len(link) for link in links] == [7, 7, 7]
     assert not links[0] & links[1] and not links[0] & links[2] and not links[1] & links[2]
 
@@ -80,7 +82,8 @@ def test_halving_doubling_sends_the_largest_messages_to_the_partner_it_is_told()
 
 def test_all_reduce_messages_are_contiguous_ranges() -> None:
     for name, options in (
-        ("halving_doubling", {"largest": "near"}), ("halving_doubling", {"largest": "far"}),
+        ("halving_doubling", {"largest": "near"}),
+        ("halving_doubling", {"largest": "far"}),
         ("hierarchical", {"dims": (4, 2, 2), "inside": ("halving_doubling", "ring", "direct")}),
     ):
         program = algorithm(name, "all_reduce", 16, **options)

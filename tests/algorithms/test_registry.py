@@ -152,8 +152,10 @@ def test_several_rings_leave_a_host_from_different_devices() -> None:
 def test_two_rings_on_one_box_share_no_more_links_than_they_must() -> None:
     cluster = Cluster.preset("fully_connected", nodes=8)
     program = algorithm("ring", "all_gather", 8, cluster=cluster, rings=3)
-    used = [set(zip(program.src[lane].tolist(), program.dst[lane].tolist(), strict=True))
-            for lane in (program.lane == i for i in range(3))]
+    used = [
+        set(zip(program.src[lane].tolist(), program.dst[lane].tolist(), strict=True))
+        for lane in (program.lane == i for i in range(3))
+    ]
     assert len(used[0] | used[1] | used[2]) == 24
 
 

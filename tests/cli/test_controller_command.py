@@ -16,7 +16,7 @@ import pytest
 from stretto.cli import run
 from stretto.control.messages import RankState, Status, encode
 from stretto.control.transport import EXCHANGE, from_environment
-from stretto.runtime.enforcer.report import Report
+from stretto.runtime.enforcer.report import EnforcerReport
 
 Run = Callable[..., str]
 
@@ -58,7 +58,7 @@ def test_status_shows_jobs_ranks_and_what_they_run(
     assert "no job has been heard of" in good("status", *arguments(address))
     link = from_environment(address)
     assert link is not None
-    report = Report(iteration=12, iteration_us=1500.0, waits_us=300.0, fell_back="gradients has another size")
+    report = EnforcerReport(iteration=12, iteration_us=1500.0, waits_us=300.0, fell_back="gradients has another size")
     for rank in range(2):
         state = RankState(job="mine", epoch=1, rank=rank, size=2, beat=1, report=report)
         link.call(EXCHANGE, encode(state), timeout_s=100.0)
@@ -82,7 +82,7 @@ def test_what_ranks_say_neither_commands_the_terminal_nor_looks_like_another_lin
     link = from_environment(address)
     assert link is not None
     hidden = "a\x1b]0;title\x07\x1b[2J\x9b\u202e\r\njob forged: 8 ranks"
-    report = Report(iteration=12, iteration_us=1500.0, waits_us=300.0, fell_back=hidden)
+    report = EnforcerReport(iteration=12, iteration_us=1500.0, waits_us=300.0, fell_back=hidden)
     state = RankState(job=hidden, epoch=1, rank=0, size=1, beat=1, report=report)
     link.call(EXCHANGE, encode(state), timeout_s=20.0)
     link.close()

@@ -110,9 +110,7 @@ def test_a_message_neither_floods_nor_commands_the_terminal(tmp_path: Path, bad:
 
 
 @pytest.mark.parametrize("kind", ["cluster", "collective", "text", "xml", "json"])
-def test_damaged_files_never_cause_a_traceback(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_files_never_cause_a_traceback(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if kind == "cluster":
         file, command = tmp_path / "c.yaml", ("cluster", "check")
         assert run(["cluster", "convert", "hgx2:2", str(file)]) == 0

@@ -57,9 +57,7 @@ def test_several_steps_that_repeat_together_are_one_iteration(ran: tuple[list[di
         ("dist.init_process_group('nccl')\ndist.barrier()", "NCCL"),
     ],
 )
-def test_a_script_that_fails_fails_as_it_would(
-    stretto: Launch, lines: str, words: str, tmp_path: Path
-) -> None:
+def test_a_script_that_fails_fails_as_it_would(stretto: Launch, lines: str, words: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"import torch.distributed as dist\n{lines}\n")
     address = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -58,9 +58,7 @@ def test_differences_are_counted(good: Run, made: Path, tmp_path: Path) -> None:
 
 def test_numbers_and_a_plan_are_written(good: Run, tmp_path: Path) -> None:
     rows, plan = tmp_path / "rows.json", tmp_path / "plan.json"
-    text = good(
-        "strategy", "simulate", "all_reduce", "ps", *ON, "--json", str(rows), "--plan", "1", "-o", str(plan)
-    )
+    text = good("strategy", "simulate", "all_reduce", "ps", *ON, "--json", str(rows), "--plan", "1", "-o", str(plan))
     assert "planned all_reduce" in text
     assert {row["system"] for row in json.loads(rows.read_text())} == {"all_reduce", "ps"}
     assert Plan.load(plan).workload == "vgg16@0.1:all_reduce"

@@ -55,8 +55,18 @@ def test_every_candidate_is_listed_on_request(good: Run, tmp_path: Path) -> None
 def test_a_size_table_is_written_as_files_and_an_index(good: Run, tmp_path: Path) -> None:
     folder = tmp_path / "tables"
     said = good(
-        "synth", "allgather", "-c", "ndv2", "--sizes", "1K..1M", "--factor", "32", "--makers",
-        "library:ring,library:bruck", "-o", str(folder),
+        "synth",
+        "allgather",
+        "-c",
+        "ndv2",
+        "--sizes",
+        "1K..1M",
+        "--factor",
+        "32",
+        "--makers",
+        "library:ring,library:bruck",
+        "-o",
+        str(folder),
     )
     assert "used for" in said
     index = json.loads((folder / "index.json").read_text())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stretto.cli import run
-from stretto.lab import Layout, unavailable
+from stretto.lab import LabLayout, unavailable
 from stretto.strategy.files import load_strategy
 
 FAKE = """
@@ -112,7 +112,7 @@ def test_what_is_found_goes_to_the_joint_planner(
     fake: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster, plan = tmp_path / "lab.yaml", tmp_path / "plan.json"
-    Layout.of(hosts=2, ranks_per_host=1, uplinks={"eth": "300mbit"}).cluster().save(cluster)
+    LabLayout.of(hosts=2, ranks_per_host=1, uplinks={"eth": "300mbit"}).cluster().save(cluster)
     options = ["--trials", "2", "--cluster", str(cluster), "--plan", str(plan), "--plan-s", "0.5"]
     assert run(["tune", *options, "-o", str(tmp_path / "best.yaml"), "--", *fake]) == 0
     said = capsys.readouterr().out

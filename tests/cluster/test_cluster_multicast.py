@@ -38,9 +38,9 @@ def test_one_host_is_repeated_with_its_switches() -> None:
     nodes = [Node(name="a"), Node(name="b"), Node(name="s", kind="switch", multicast=True)]
     links = [Link(src=i, dst=2, alpha_us=1.0, gb_per_s=1.0) for i in (0, 1)]
     box = st.Cluster.build("box", nodes=nodes, links=links)
-    from stretto.cluster.replicate import Port, replicate
+    from stretto.cluster.replicate import NicPort, replicate
 
-    two = replicate(box, 2, {2: Port(gb_per_s=1.0, alpha_us=1.0, channel="rdma")}, name="two")
+    two = replicate(box, 2, {2: NicPort(gb_per_s=1.0, alpha_us=1.0, channel="rdma")}, name="two")
     assert [node.name for node in two.nodes() if node.multicast] == ["h0.s", "h1.s"]
 
 

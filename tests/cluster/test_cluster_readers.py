@@ -22,7 +22,7 @@ def rates(cluster: Cluster, channel: str | None = None) -> dict[tuple[str, str],
     return {(names[x.src], names[x.dst]): x.gb_per_s for x in cluster.links() if channel in (None, x.channel)}
 
 
-def neighbours(cluster: Cluster, name: str) -> set[str]:
+def neighbors(cluster: Cluster, name: str) -> set[str]:
     return {b for a, b in rates(cluster) if a == name}
 
 
@@ -58,7 +58,7 @@ def test_nccl_xml_gives_the_pcie_tree_and_nvlinks_of_a_cube_mesh() -> None:
         for x, y in ((a, b), (b, a))
     }
     assert nvlink == expected
-    assert neighbours(cluster, "pci@08:00.0") == {"cpu0", "gpu2", "gpu3", "mlx5_1"}
+    assert neighbors(cluster, "pci@08:00.0") == {"cpu0", "gpu2", "gpu3", "mlx5_1"}
     pcie = rates(cluster, "pcie")
     assert pcie["gpu0", "pci@02:00.0"] == 12.0
     assert pcie["cpu0", "cpu1"] == 6.0
@@ -74,7 +74,7 @@ def test_nccl_xml_joins_all_nvswitches_and_uses_speed_and_latency_of_the_nics() 
     assert (fabric["h0.mlx5_3"].gb_per_s, fabric["h0.mlx5_3"].alpha_us) == (50.0, 1.5)
     assert fabric["h0.mlx5_3"].channel == "rdma"
     assert (fabric["h1.eth1"].gb_per_s, fabric["h1.eth1"].channel) == (3.125, "ethernet")
-    assert neighbours(cluster, "h0.nic@5a:00.0") == {"h0.cpu0", "h0.eth0", "h0.eth1"}
+    assert neighbors(cluster, "h0.nic@5a:00.0") == {"h0.cpu0", "h0.eth0", "h0.eth1"}
     assert rates(cluster)["h0.gpu0", "h0.pci@15:00.0"] == 48.0
     assert rates(cluster)["h0.cpu0", "h0.cpu1"] == 22.0
 
@@ -139,9 +139,9 @@ def test_nvidia_smi_gives_nvlinks_and_a_pcie_tree() -> None:
     assert nvlink["gpu0", "gpu1"] == 50.0
     assert nvlink["gpu3", "gpu7"] == 25.0
     assert len(nvlink) == 32
-    assert neighbours(cluster, "mlx5_0") == {"pcie0.0"}
-    assert neighbours(cluster, "pcie0.0") == {"gpu0", "gpu1", "mlx5_0", "cpu0"}
-    assert neighbours(cluster, "cpu1") == {"pcie0.2", "pcie0.3", "cpu0"}
+    assert neighbors(cluster, "mlx5_0") == {"pcie0.0"}
+    assert neighbors(cluster, "pcie0.0") == {"gpu0", "gpu1", "mlx5_0", "cpu0"}
+    assert neighbors(cluster, "cpu1") == {"pcie0.2", "pcie0.3", "cpu0"}
 
 
 def test_nvidia_smi_sees_an_nvswitch_where_direct_links_are_impossible() -> None:
@@ -158,7 +158,7 @@ def test_nvidia_smi_joins_gpus_by_cpu_affinity_where_nvlink_hides_their_pcie() -
         "GPU2\tNV4\tNV4\t X \tNV4\t16-31\t1\nGPU3\tNV4\tNV4\tNV4\t X \t16-31\t1\n"
     )
     cluster = loads(text)
-    assert neighbours(cluster, "cpu0") == {"gpu0", "gpu1", "cpu1"}
+    assert neighbors(cluster, "cpu0") == {"gpu0", "gpu1", "cpu1"}
     assert rates(cluster, "nvlink")["gpu0", "gpu3"] == 100.0
 
 
@@ -235,7 +235,7 @@ def test_taccl_known_topologies_become_presets_with_the_files_costs() -> None:
     assert rates(cluster, "rdma")["h0.nic0", "fabric"] == pytest.approx(1000 / 105)
     small = load(f"{DATA / 'taccl_dgx2_32KB.json'}:2")
     assert rates(small, "nvlink")["h0.gpu0", "h0.nvswitch"] == pytest.approx(32_000 / 0.25 / 1000)
-    assert neighbours(small, "h0.nic3") == {"h0.gpu6", "h0.gpu7", "fabric"}
+    assert neighbors(small, "h0.nic3") == {"h0.gpu6", "h0.gpu7", "fabric"}
     other = load(f"{DATA / 'taccl_dgx2_32KB.json'}:1,chunk_bytes=64000")
     assert rates(other, "nvlink")["gpu0", "nvswitch"] == pytest.approx(256.0)
 

@@ -22,7 +22,7 @@ from toy_job import ToyPlane, maximum_over, noisy, planner, toy_cluster, toy_wor
 from stretto.control.agent import Agent, exchange_over
 from stretto.control.controller import Controller
 from stretto.control.messages import Commit, Prepare, RankState, Reply
-from stretto.control.transport import Link
+from stretto.control.transport import ControllerConnection
 from stretto.errors import StrettoError
 
 FORK = multiprocessing.get_context("fork")
@@ -85,7 +85,7 @@ def train(folder: Path, rank: int, ranks: int, epoch: int, seed: int, dies_at: i
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet{epoch}", rank=rank, world_size=ranks)
     plane = ToyPlane(maximum_over(dist, torch))
     log: dict[str, int] = {}
-    link = exchange_over(Link(f"unix:{folder}/socket", token=TOKEN))
+    link = exchange_over(ControllerConnection(f"unix:{folder}/socket", token=TOKEN))
     agent = Agent(
         plane, noisy(link, seed + rank, log) if seed else link, job="toy", epoch=epoch, rank=rank, size=ranks,
         every_s=EVERY_S,

@@ -11,7 +11,7 @@ from toy_job import ToyPlane, planner, toy_cluster, toy_workload
 
 from stretto.control.agent import Agent, exchange_over
 from stretto.control.controller import Controller
-from stretto.control.transport import Link
+from stretto.control.transport import ControllerConnection
 
 FORK = multiprocessing.get_context("fork")
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
     controller = FORK.Process(target=control, args=(folder,), daemon=True)
     controller.start()
     plane = ToyPlane(lambda values: values)
-    exchange = exchange_over(Link(f"unix:{folder}/socket", token=TOKEN))
+    exchange = exchange_over(ControllerConnection(f"unix:{folder}/socket", token=TOKEN))
     agents = [Agent(plane, exchange, job="j", epoch=1, rank=rank, size=2, every_s=0.004) for rank in range(2)]
     for agent in agents:
         agent.start()

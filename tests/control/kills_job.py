@@ -40,8 +40,8 @@ from stretto import Workload
 from stretto.control.agent import Agent, Exchange, exchange_over
 from stretto.control.controller import Controller
 from stretto.control.messages import RankState, Reply, decode_captured, encode_plan
-from stretto.control.transport import Link
-from stretto.control.worker import Answer, Ask, Planning
+from stretto.control.transport import ControllerConnection
+from stretto.control.worker import Planning, PlanReply, PlanRequest
 from stretto.runtime.enforcer.enforcer import Enforcer
 from stretto.runtime.torch_backend import meeting as backend_meet
 
@@ -95,11 +95,11 @@ def iterate(rank: int, iteration: int, loss: int) -> int:
 class Replaced:
     """A planner that really plans, and another plan in the place of the one that it finds."""
 
-    def __init__(self, planning: Planning, answer: Answer) -> None:
+    def __init__(self, planning: Planning, answer: PlanReply) -> None:
         self._planning, self._answer = planning, answer
         self.cancel = planning.cancel
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> PlanReply | None:
         found = self._planning.poll()
         assert found is None or not found.error, found.error
         return None if found is None else self._answer
@@ -109,7 +109,11 @@ class RestlessController(Controller):
     """A controller that replaces every plan after some iterations by another one."""
 
     def __init__(
-        self, memory: Path, life: int, every: int = REPLAN_ITERATIONS, worker: Callable[[Ask], Planning] | None = None
+        self,
+        memory: Path,
+        life: int,
+        every: int = REPLAN_ITERATIONS,
+        worker: Callable[[PlanRequest], Planning] | None = None,
     ) -> None:
         self._every = every
         self._worker = worker
@@ -118,12 +122,12 @@ class RestlessController(Controller):
         self._number = 0
         super().__init__(memory=memory, seed=life, start=self._plan)
 
-    def _plan(self, ask: Ask) -> Planning:
+    def _plan(self, ask: PlanRequest) -> Planning:
         workload, cluster = decode_captured(ask.captured)
         plans = variant_plans(workload, cluster, 5)
         self._given += 1
         plan = plans[self._given % len(plans)]
-        answer = Answer(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0, current_us=200.0)
+        answer = PlanReply(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0, current_us=200.0)
         if self._worker is not None and self._given % REALLY == 0:
             return Replaced(self._worker(ask), answer)
         return Ready(answer)
@@ -207,7 +211,7 @@ def train(folder: Path, rank: int, ranks: int, carrier: str, timeout_s: float) -
     enforcer = Enforcer(step(ranks), every=4, cluster=cluster, carrier=carrier)
     faults = AgentFaults(folder / f"fault{rank}", folder / "healed", f"{folder}/socket")
     agent = Agent(
-        enforcer, faults.around(exchange_over(Link(f"unix:{folder}/socket", token=TOKEN))), job="kills", epoch=1,
+        enforcer, faults.around(exchange_over(ControllerConnection(f"unix:{folder}/socket", token=TOKEN))), job="kills", epoch=1,
         rank=rank, size=ranks, every_s=0.02,
     )  # fmt: skip
     faults.agent = agent

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Generic, NamedTuple, TypeVar
 
 from stretto.control.messages import PLAIN, Nothing, PlanId, Prepare, RankState, Reply
-from stretto.control.protocol import Job, RankSide, agreed, answer, captured, obey, propose, retire
+from stretto.control.protocol import ControllerSide, RankSide, agreed, answer, captured, obey, propose, retire
 
 T = TypeVar("T", bound=Hashable)
 DEAD = -1
@@ -122,7 +122,7 @@ class Model:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.rank_table: Table[Rank] = Table()
-        self.jobs: Table[Job] = Table()
+        self.jobs: Table[ControllerSide] = Table()
         self.said: Table[RankState] = Table()
         self.replies: Table[tuple[int, Reply]] = Table()
         # What each part does depends on little of the whole.
@@ -153,7 +153,7 @@ class Model:
     def first(self) -> State:
         """A job that has just begun, and a controller that has not heard of it."""
         ranks = self._fresh(0)
-        return State(ranks=ranks, job=self.jobs.number(Job.start(0, self.case.ranks)), up=self._sent(ranks))
+        return State(ranks=ranks, job=self.jobs.number(ControllerSide.start(0, self.case.ranks)), up=self._sent(ranks))
 
     def steps(self, state: State) -> Iterator[State]:
         """Everything that may happen next."""
@@ -166,7 +166,7 @@ class Model:
             yield state._replace(ranks=ranks, up=state.up | self._sent(ranks))
         if state.job == DEAD:
             for last in {state.disk, 0}:
-                yield state._replace(job=self.jobs.number(Job.start(0, self.case.ranks, last)))
+                yield state._replace(job=self.jobs.number(ControllerSide.start(0, self.case.ranks, last)))
         else:
             for number in _bits(state.up):
                 job, reply = self.hears(state.job, number)
@@ -302,7 +302,7 @@ class Model:
         """One round in which nothing goes wrong: a controller is there, every rank polls, every rank trains."""
         ranks, job = state.ranks, state.job
         if job == DEAD:
-            job = self.jobs.number(Job.start(0, self.case.ranks, state.disk))
+            job = self.jobs.number(ControllerSide.start(0, self.case.ranks, state.disk))
         for at in range(self.case.ranks):
             job, reply = self.hears(job, self.said_by(ranks[at]))
             ranks = self.told(ranks, reply) if reply is not None else ranks
@@ -372,4 +372,3 @@ def _bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
-

@@ -26,12 +26,12 @@ import stretto.torch
 from stretto.control.agent import Agent, exchange_over
 from stretto.control.controller import Controller
 from stretto.control.messages import encode_plan
-from stretto.control.transport import Link
-from stretto.control.worker import Answer, Ask
+from stretto.control.transport import ControllerConnection
+from stretto.control.worker import PlanReply, PlanRequest
 from stretto.planner.algebra.rewrites import rewrites
 from stretto.planner.plan import PLAIN, Plan
 from stretto.runtime.enforcer.enforcer import Enforcer
-from stretto.runtime.enforcer.report import Report
+from stretto.runtime.enforcer.report import EnforcerReport
 
 FORK = multiprocessing.get_context("fork")
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -60,13 +60,13 @@ class Planner:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def start(self, ask: Ask) -> Ready:
+    def start(self, ask: PlanRequest) -> Ready:
         """Plain order where that is asked for, else the slow plan, with a false promise."""
         self.asked.append("plain" if ask.plain else "again" if ask.current is not None else "first")
         found = plan(1, PLAIN) if ask.plain else plan(16, "false")
-        promise = Answer(body=encode_plan(found), hash=found.hash, iteration_us=100.0, plain_us=200.0)
+        promise = PlanReply(body=encode_plan(found), hash=found.hash, iteration_us=100.0, plain_us=200.0)
         # Asked again, it has nothing better than what runs.
-        return Ready(promise if ask.current is None or ask.plain else Answer(
+        return Ready(promise if ask.current is None or ask.plain else PlanReply(
             body=promise.body, hash=promise.hash, iteration_us=100.0, plain_us=200.0, current_us=100.0
         ))  # fmt: skip
 
@@ -81,7 +81,7 @@ class UntimedMotifs:
         self.prepare, self.commit, self.discard = enforcer.prepare, enforcer.commit, enforcer.discard
         self._enforcer = enforcer
 
-    def report(self) -> Report:
+    def report(self) -> EnforcerReport:
         """The enforcer's report without motifs."""
         return replace(self._enforcer.report(), motifs=())
 
@@ -96,7 +96,7 @@ def train(folder: Path, rank: int) -> None:
     join(folder, rank, RANKS)
     enforcer = Enforcer(STEP, every=4, cluster=CLUSTER)
     agent = Agent(
-        UntimedMotifs(enforcer), exchange_over(Link(f"unix:{folder}/socket", token=TOKEN)), job="slow", epoch=1,
+        UntimedMotifs(enforcer), exchange_over(ControllerConnection(f"unix:{folder}/socket", token=TOKEN)), job="slow", epoch=1,
         rank=rank, size=RANKS, every_s=0.02,
     )  # fmt: skip
     agent.start()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stretto.control import compare
-from stretto.control.aside import LEAD, MOST_STEPS, NOTES, RollCall, _check
+from stretto.control.aside import LEAD, MOST_STEPS, NOTES, IterationRollCall, _check
 from stretto.control.compare import MOST, MOST_ROUNDS, SETTLE, Comparison, faster
 from stretto.runtime.torch_backend.own_backend import OwnBackend
 
@@ -172,7 +172,7 @@ def test_ranks_wait_for_one_another_only_where_all_come_to_the_same_calls(seed: 
     draw = random.Random(seed)
     size = draw.randint(2, 6)
     store = c10d.HashStore()
-    rolls = [RollCall(store, rank, size) for rank in range(size)]
+    rolls = [IterationRollCall(store, rank, size) for rank in range(size)]
     calls = [[3 * step for step in range(2 * MOST_STEPS)] for _ in range(size)]
     odd = draw.choice(["", "", "calls", "absent", "all but rank 0"])
     if odd == "calls":

@@ -7,29 +7,29 @@ from dataclasses import replace
 import pytest
 from toy_job import toy_cluster, toy_plan, toy_workload
 
-from stretto.control.feedback import MOST_WINDOWS, WINDOW_ITERATIONS, WINDOWS, Question, Watch
+from stretto.control.feedback import MOST_WINDOWS, WINDOW_ITERATIONS, WINDOWS, PlanWatch, Question
 from stretto.control.refine import RefinedCosts, ratios, refined
-from stretto.control.worker import Ask, answer, plan_of
+from stretto.control.worker import PlanRequest, answer, plan_of
 from stretto.planner.costs.costs import Motion, simulated_costs
-from stretto.runtime.enforcer.report import MotifReport, Report
+from stretto.runtime.enforcer.report import EnforcerReport, MotifReport
 
 WORKLOAD, CLUSTER = toy_workload(2), toy_cluster(2)
 PLAN = toy_plan("p", WORKLOAD, CLUSTER, duration_us=100.0)
-FINE = Report(
+FINE = EnforcerReport(
     number=1, hash=PLAN.hash, committed=1, iteration_us=1000.0, plain_us=1200.0, waits_us=10.0,
     motifs=(MotifReport(op="gradients", motif=0, duration_us=105.0, wait_us=0.0),),
 )  # fmt: skip
 
 
-def watch() -> Watch:
-    return Watch(plan=PLAN, number=1, size=2)
+def watch() -> PlanWatch:
+    return PlanWatch(plan=PLAN, number=1, size=2)
 
 
-def slow(report: Report, times: float) -> Report:
+def slow(report: EnforcerReport, times: float) -> EnforcerReport:
     return replace(report, motifs=tuple(replace(m, duration_us=times * m.duration_us) for m in report.motifs))
 
 
-def windows_until(watch: Watch, report: Report, most: int = 400) -> tuple[int, Question | None]:
+def windows_until(watch: PlanWatch, report: EnforcerReport, most: int = 400) -> tuple[int, Question | None]:
     """How many windows like this it takes until something is asked."""
     start = watch._taken if watch._taken >= 0 else 0
     for number in range(most):
@@ -65,7 +65,7 @@ def test_after_a_link_was_cut_plain_order_would_be_slower_too() -> None:
     cut = replace(slow(FINE, 4.0), iteration_us=3000.0)
     _, question = windows_until(watch(), cut)
     assert question is not None and question.why == "drift"
-    learnt = Watch(plan=PLAN, number=1, size=2, plain_times=2.5)
+    learnt = PlanWatch(plan=PLAN, number=1, size=2, plain_times=2.5)
     assert windows_until(learnt, replace(FINE, iteration_us=2900.0)) == (400, None)
     _, question = windows_until(learnt, replace(FINE, iteration_us=3100.0))
     assert question is not None and question.why == "slower"
@@ -148,13 +148,13 @@ def test_the_worker_plans_and_says_what_the_current_plan_takes_now() -> None:
     from stretto.control.messages import encode_captured, encode_plan
 
     captured = encode_captured(WORKLOAD, CLUSTER)
-    first = answer(Ask(captured=captured, budget_s=0.2))
+    first = answer(PlanRequest(captured=captured, budget_s=0.2))
     plan = plan_of(first)
     plan.check(WORKLOAD, CLUSTER)
     assert 0 < first.iteration_us <= first.plain_us
     channel = CLUSTER.channels[0]
     again = answer(
-        Ask(captured=captured, budget_s=0.2, factors={channel: 10.0}, current=(encode_plan(plan), plan.hash))
+        PlanRequest(captured=captured, budget_s=0.2, factors={channel: 10.0}, current=(encode_plan(plan), plan.hash))
     )
     assert again.current_us > first.iteration_us
-    assert plan_of(answer(Ask(captured=captured, budget_s=0.2, plain=True))).name == "plain"
+    assert plan_of(answer(PlanRequest(captured=captured, budget_s=0.2, plain=True))).name == "plain"

@@ -12,27 +12,27 @@ from toy_job import Ready, toy_cluster, toy_plan, toy_workload
 from stretto.cli.run_memory import with_memory
 from stretto.control.controller import Controller
 from stretto.control.messages import JobStatus, PlanId, RankState, encode_captured, encode_plan
-from stretto.control.spans import Span, recorded_spans
+from stretto.control.spans import ReportSpan, recorded_spans
 from stretto.control.split import split
-from stretto.control.worker import Answer, Ask
+from stretto.control.worker import PlanReply, PlanRequest
 from stretto.control.worker import answer as plan_now
 from stretto.planner.plan import PLAIN
-from stretto.runtime.enforcer.report import MotifReport, Report, Timing
+from stretto.runtime.enforcer.report import EnforcerReport, MotifReport, Timing
 from stretto.workload import Dep, Op, Workload
 
 STEP, CLUSTER = toy_workload(2), toy_cluster(2)
-BAR = Span(track="compute", name="backward", start_us=0.0, duration_us=5.0, phase="backward")
+BAR = ReportSpan(track="compute", name="backward", start_us=0.0, duration_us=5.0, phase="backward")
 
 
 class Rank:
     """The only process of a job, whose step is one of two ranks: says whatever a test wants it to say."""
 
-    def __init__(self, answers: list[Answer | None]) -> None:
+    def __init__(self, answers: list[PlanReply | None]) -> None:
         self.answers = answers
         self.controller = Controller(start=self.plan)
         self.beat = 0
 
-    def plan(self, ask: Ask) -> Ready:
+    def plan(self, ask: PlanRequest) -> Ready:
         return Ready(self.answers.pop(0) if self.answers else None)
 
     def say(self, **fields: object) -> None:
@@ -57,10 +57,10 @@ class Rank:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[list[Answer | None]], Rank]]:
+def start() -> Iterator[Callable[[list[PlanReply | None]], Rank]]:
     made: list[Rank] = []
 
-    def begin(answers: list[Answer | None]) -> Rank:
+    def begin(answers: list[PlanReply | None]) -> Rank:
         made.append(Rank(answers))
         made[-1].say()
         return made[-1]
@@ -70,9 +70,9 @@ def start() -> Iterator[Callable[[list[Answer | None]], Rank]]:
         rank.controller.close()
 
 
-def answer(name: str, *, plain_us: float = 300.0) -> Answer:
+def answer(name: str, *, plain_us: float = 300.0) -> PlanReply:
     plan = toy_plan(name, STEP, CLUSTER)
-    return Answer(
+    return PlanReply(
         body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=plain_us, current_us=200.0,
         plain_spans=(BAR,), plan_spans=(BAR,),
     )  # fmt: skip
@@ -87,7 +87,7 @@ def runs(number: int, hash: str, *, at: int = 0, duration_us: float = 11.0) -> d
     from stretto.control.messages import Ballot
 
     plan = PlanId(number, hash)
-    report = Report(
+    report = EnforcerReport(
         number=number, hash=hash, iteration=at, iteration_us=100.0, plain_us=200.0, window=timing(100.0),
         own=timing(400.0), backend=timing(200.0), own_name="gloo",
         motifs=(MotifReport(op="gradients", motif=0, duration_us=duration_us, wait_us=0.0, start_us=3.0),),
@@ -96,7 +96,7 @@ def runs(number: int, hash: str, *, at: int = 0, duration_us: float = 11.0) -> d
 
 
 def test_timelines_stay_while_it_plans_again_and_when_the_step_leaves_its_plan(
-    start: Callable[[list[Answer | None]], Rank],
+    start: Callable[[list[PlanReply | None]], Rank],
 ) -> None:
     first = answer("first")
     # The second question is never answered.
@@ -116,7 +116,7 @@ def test_timelines_stay_while_it_plans_again_and_when_the_step_leaves_its_plan(
         rank.say(**runs(1, first.hash, at=at, duration_us=50.0))
         time.sleep(0.01)
     assert [m.duration_us for m in rank.status().motifs] == [50.0]
-    rank.say(report=Report(fell_back="gradients has another size"), committed=PlanId(1, first.hash), barred=1)
+    rank.say(report=EnforcerReport(fell_back="gradients has another size"), committed=PlanId(1, first.hash), barred=1)
     left = rank.status()
     assert left.plan == PlanId() and left.motifs_plan == PlanId(1, first.hash)
     assert [m.duration_us for m in left.motifs] == [50.0] and left.after == (BAR,)
@@ -124,10 +124,10 @@ def test_timelines_stay_while_it_plans_again_and_when_the_step_leaves_its_plan(
 
 
 def test_without_a_plan_there_is_what_was_recorded_and_what_was_predicted_of_it(
-    start: Callable[[list[Answer | None]], Rank],
+    start: Callable[[list[PlanReply | None]], Rank],
 ) -> None:
     rank = start([answer("no better", plain_us=101.0)])
-    said = Report(own=timing(400.0), backend=timing(500.0), own_name="gloo", on_own=True, plain_us=400.0)
+    said = EnforcerReport(own=timing(400.0), backend=timing(500.0), own_name="gloo", on_own=True, plain_us=400.0)
     seen = rank.until(lambda status: "no plan promises" in status.about, report=said)
     assert seen.recorded and seen.before == (BAR,) and not seen.motifs
     assert (seen.split.kept, seen.split.predicted_backend_us) == ("unchanged", 101.0)
@@ -135,7 +135,7 @@ def test_without_a_plan_there_is_what_was_recorded_and_what_was_predicted_of_it(
 
 
 def test_a_plan_that_is_the_applications_own_order_does_not_count_as_the_plan(
-    start: Callable[[list[Answer | None]], Rank],
+    start: Callable[[list[PlanReply | None]], Rank],
 ) -> None:
     own = answer(PLAIN)
     rank = start([own])
@@ -159,13 +159,13 @@ def test_the_recorded_step_begins_at_zero_and_keeps_its_order() -> None:
 
 
 def test_the_planner_draws_both_orders_from_zero_with_compute() -> None:
-    found = plan_now(Ask(captured=encode_captured(toy_workload(2), toy_cluster(2)), budget_s=0.2))
+    found = plan_now(PlanRequest(captured=encode_captured(toy_workload(2), toy_cluster(2)), budget_s=0.2))
     for spans, end_us in ((found.plain_spans, found.plain_us), (found.plan_spans, found.iteration_us)):
         assert {span.comm for span in spans} == {True, False}
         assert all(span.start_us >= 0 and span.start_us + span.duration_us <= end_us + 1e-6 for span in spans)
 
 
-def test_what_a_controller_has_forgotten_is_remembered(start: Callable[[list[Answer | None]], Rank]) -> None:
+def test_what_a_controller_has_forgotten_is_remembered(start: Callable[[list[PlanReply | None]], Rank]) -> None:
     first = answer("first")
     rank = start([first])
     rank.until(lambda status: "being prepared" in status.about)

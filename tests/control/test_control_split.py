@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from stretto.cli.gain import gain_line, gain_lines, verdict
-from stretto.control.split import Split, over_ranks, split
+from stretto.control.split import GainSplit, over_ranks, split
 from stretto.runtime.enforcer.report import Timing
 
 
@@ -46,11 +46,11 @@ def test_shares_are_ratios_of_medians_and_multiply(seed: int) -> None:
     if kept == "plan" and len(ways) == 3:
         assert found.gain == pytest.approx(found.backend_share * found.plan_share)
     assert all(f"median of {len(times)}," in line for line, times in zip(_figures(found), ways.values(), strict=True))
-    again = msgspec.json.decode(msgspec.json.encode(found), type=Split)
+    again = msgspec.json.decode(msgspec.json.encode(found), type=GainSplit)
     assert again == found
 
 
-def _figures(found: Split) -> list[str]:
+def _figures(found: GainSplit) -> list[str]:
     return [line for line in gain_lines(found) if "per iteration" in line]
 
 
@@ -88,19 +88,17 @@ def test_all_three_are_told_with_iterations_spread_and_predictions_of_the_same_t
         (split(own="gloo", kept="plan", unchanged=Z, backend=Y, plan=X), "nothing was gained: 0.33 times"),
         (split(own="gloo", kept="backend", unchanged=X, backend=Y), "gained: 1.50 times as fast as the unchanged job"),
         (split(kept="plan", backend=X, plan=Y, no_unchanged="why"), "is not known; the plan is 1.50 times as fast"),
-        (Split(), "what was gained over the unchanged job is not known"),
+        (GainSplit(), "what was gained over the unchanged job is not known"),
     ],
 )
-def test_that_nothing_was_gained_or_is_known_is_said_plainly(found: Split, words: str) -> None:
+def test_that_nothing_was_gained_or_is_known_is_said_plainly(found: GainSplit, words: str) -> None:
     assert words in verdict(found)
     assert gain_lines(found)[-1] == verdict(found)
 
 
 def test_a_job_that_asked_for_our_backend_has_nothing_to_be_compared_with() -> None:
     found = split(kept="plan", backend=Y, plan=Z, no_unchanged="the job asked for the backend stretto itself")
-    assert gain_lines(found)[0] == (
-        "the unchanged job was not measured: the job asked for the backend stretto itself"
-    )
+    assert gain_lines(found)[0] == ("the unchanged job was not measured: the job asked for the backend stretto itself")
     assert found.gain == 0.0 and found.plan_share == 2.0
 
 

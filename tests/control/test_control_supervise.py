@@ -13,10 +13,10 @@ from stretto.cluster import Cluster
 from stretto.control.agent import Agent
 from stretto.control.controller import Controller
 from stretto.control.messages import JobStatus, PlanId, RankState, Reply, decode, encode, encode_plan
-from stretto.control.worker import Answer, Ask
+from stretto.control.worker import PlanReply, PlanRequest
 from stretto.errors import InvalidInput, PeerLost, PlanMismatch
 from stretto.planner.plan import Plan
-from stretto.runtime.enforcer.report import MotifReport, Report
+from stretto.runtime.enforcer.report import EnforcerReport, MotifReport
 from stretto.workload import Workload
 
 RANKS = 2
@@ -69,7 +69,7 @@ class Job:
 def make() -> Iterator[Callable[..., Controller]]:
     made: list[Controller] = []
 
-    def start(planning: Callable[[Ask], Ready], memory: Path | None = None) -> Controller:
+    def start(planning: Callable[[PlanRequest], Ready], memory: Path | None = None) -> Controller:
         made.append(Controller(start=planning, memory=memory))
         return made[-1]
 
@@ -115,8 +115,8 @@ def test_a_controller_that_comes_back_to_the_same_plan_lets_it_run(make: Make) -
 
 
 def test_a_plan_that_promises_nothing_is_not_given_out(make: Make) -> None:
-    def start(ask: Ask) -> Ready:
-        return Ready(Answer(body=b"", hash="", iteration_us=98.0, plain_us=100.0))
+    def start(ask: PlanRequest) -> Ready:
+        return Ready(PlanReply(body=b"", hash="", iteration_us=98.0, plain_us=100.0))
 
     job = Job(make(start))
     job.captured(STEP, CLUSTER)
@@ -134,7 +134,7 @@ def test_a_job_that_ends_while_it_is_planned_for_is_told_so(make: Make) -> None:
 
 
 def test_an_error_of_the_planner_is_told(make: Make) -> None:
-    job = Job(make(lambda ask: Ready(Answer(error="no channels carry it"))))
+    job = Job(make(lambda ask: Ready(PlanReply(error="no channels carry it"))))
     job.captured(STEP, CLUSTER)
     job.until(lambda status: status.about == "no plan: no channels carry it", "told")
 
@@ -142,7 +142,7 @@ def test_an_error_of_the_planner_is_told(make: Make) -> None:
 def test_a_refused_plan_is_planned_again_three_times_at_most(make: Make) -> None:
     asked: list[int] = []
 
-    def start(ask: Ask) -> Ready:
+    def start(ask: PlanRequest) -> Ready:
         asked.append(ask.seed)
         return planner("a")(ask)
 
@@ -173,13 +173,13 @@ def test_a_step_that_leaves_its_plan_is_recorded_again(make: Make) -> None:
 
 
 def test_a_cut_link_leads_to_a_new_plan_with_refined_costs(make: Make) -> None:
-    asked: list[Ask] = []
+    asked: list[PlanRequest] = []
 
-    def start(ask: Ask) -> Ready:
+    def start(ask: PlanRequest) -> Ready:
         asked.append(ask)
         plan = toy_plan(f"p{len(asked)}", STEP, CLUSTER)
         return Ready(
-            Answer(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0, current_us=150.0)
+            PlanReply(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0, current_us=150.0)
         )
 
     job = Job(make(start))
@@ -187,12 +187,12 @@ def test_a_cut_link_leads_to_a_new_plan_with_refined_costs(make: Make) -> None:
     job.until(is_active, "active")
     iteration = 0
 
-    def slow(plane: ToyPlane) -> Callable[[], Report]:
-        def report() -> Report:
+    def slow(plane: ToyPlane) -> Callable[[], EnforcerReport]:
+        def report() -> EnforcerReport:
             nonlocal iteration
             iteration += 20
             motif = MotifReport(op="gradients", motif=0, duration_us=40.0, wait_us=0.0)
-            return Report(
+            return EnforcerReport(
                 number=plane._active.number, hash=plane._active.hash, iteration=iteration, iteration_us=100.0,
                 plain_us=200.0, motifs=(motif,),
             )  # fmt: skip
@@ -208,14 +208,14 @@ def test_a_cut_link_leads_to_a_new_plan_with_refined_costs(make: Make) -> None:
 
 
 def test_a_plan_that_was_slower_is_not_chosen_again_until_costs_are_others(make: Make) -> None:
-    asked: list[Ask] = []
+    asked: list[PlanRequest] = []
 
-    def start(ask: Ask) -> Ready:
+    def start(ask: PlanRequest) -> Ready:
         asked.append(ask)
         # Whatever is asked, the same plan is the best; what it promises differs, what it does not.
         plan = toy_plan("plain" if ask.plain else "p", STEP, CLUSTER, duration_us=10.0 + len(asked))
         return Ready(
-            Answer(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0, current_us=200.0)
+            PlanReply(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0, current_us=200.0)
         )
 
     job = Job(make(start))
@@ -223,11 +223,11 @@ def test_a_plan_that_was_slower_is_not_chosen_again_until_costs_are_others(make:
     job.until(is_active, "active")
     at = {"iteration": 0, "iteration_us": 300.0, "duration_us": 11.0}
 
-    def measured(plane: ToyPlane) -> Callable[[], Report]:
-        def report() -> Report:
+    def measured(plane: ToyPlane) -> Callable[[], EnforcerReport]:
+        def report() -> EnforcerReport:
             at["iteration"] += 20
             motif = MotifReport(op="gradients", motif=0, duration_us=at["duration_us"], wait_us=0.0)
-            return Report(
+            return EnforcerReport(
                 number=plane._active.number, hash=plane._active.hash, iteration=int(at["iteration"]),
                 iteration_us=at["iteration_us"], plain_us=200.0, motifs=(motif,),
             )  # fmt: skip

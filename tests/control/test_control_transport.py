@@ -14,12 +14,12 @@ import pytest
 from toy_job import planner
 
 from stretto.control.controller import Controller
-from stretto.control.messages import MAX_MESSAGE_BYTES, RankState, Reply, Status, StatusAsk, decode, encode
+from stretto.control.messages import MAX_MESSAGE_BYTES, RankState, Reply, Status, StatusRequest, decode, encode
 from stretto.control.transport import (
     EXCHANGE,
     SERVICE,
     STATUS,
-    Link,
+    ControllerConnection,
     Server,
     Tls,
     check_address,
@@ -48,8 +48,8 @@ def server(controller: Controller) -> Iterator[Server]:
     listening.close()
 
 
-def ask(link: Link) -> Status:
-    return decode(link.call(STATUS, encode(StatusAsk()), timeout_s=100.0), Status)
+def ask(link: ControllerConnection) -> Status:
+    return decode(link.call(STATUS, encode(StatusRequest()), timeout_s=100.0), Status)
 
 
 def _make(path: str) -> str:
@@ -83,7 +83,7 @@ def test_an_empty_token_is_replaced_and_a_full_disk_leaves_none(
 
 
 def test_the_right_token_is_heard(server: Server) -> None:
-    link = Link(server.address, token=TOKEN)
+    link = ControllerConnection(server.address, token=TOKEN)
     assert ask(link).jobs == ()
     state = RankState(job="j", epoch=1, rank=0, size=1)
     assert decode(link.call(EXCHANGE, encode(state), timeout_s=100.0), Reply).epoch == 1
@@ -93,15 +93,15 @@ def test_the_right_token_is_heard(server: Server) -> None:
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "0", TOKEN[:-1]])
 def test_a_wrong_token_is_refused(server: Server, token: str) -> None:
-    link = Link(server.address, token=token)
+    link = ControllerConnection(server.address, token=token)
     with pytest.raises(InvalidInput, match="token is not this controller's"):
         ask(link)
     link.close()
 
 
 def test_nonsense_with_the_right_token_is_named_and_changes_nothing(server: Server) -> None:
-    link = Link(server.address, token=TOKEN)
-    for message in (b"", b"\xff" * 100, encode(StatusAsk()), b"\x91" * 5000):
+    link = ControllerConnection(server.address, token=TOKEN)
+    for message in (b"", b"\xff" * 100, encode(StatusRequest()), b"\x91" * 5000):
         with pytest.raises(InvalidInput, match="not a RankState"):
             link.call(EXCHANGE, message, timeout_s=100.0)
     for wrong in (
@@ -118,7 +118,7 @@ def test_nonsense_with_the_right_token_is_named_and_changes_nothing(server: Serv
 
 
 def test_a_message_that_is_too_large_is_refused_on_both_sides(server: Server) -> None:
-    link = Link(server.address, token=TOKEN)
+    link = ControllerConnection(server.address, token=TOKEN)
     with pytest.raises(InvalidInput):
         link.call(EXCHANGE, bytes(MAX_MESSAGE_BYTES + 1), timeout_s=100.0)
     assert ask(link).jobs == ()
@@ -141,7 +141,7 @@ def test_garbage_on_the_socket_disturbs_nobody(server: Server) -> None:
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 16), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(5000)):
         with socket.create_connection((host, int(port)), timeout=100.0) as line:
             line.sendall(garbage)
-    link = Link(server.address, token=TOKEN)
+    link = ControllerConnection(server.address, token=TOKEN)
     assert ask(link).jobs == ()
     link.close()
 
@@ -150,14 +150,14 @@ def test_a_unix_socket_is_for_this_user_alone(controller: Controller, tmp_path: 
     path = tmp_path / "s"
     server = controller.serve(f"unix:{path}", token=TOKEN)
     assert path.stat().st_mode & 0o077 == 0
-    link = Link(f"unix:{path}", token=TOKEN)
+    link = ControllerConnection(f"unix:{path}", token=TOKEN)
     assert ask(link).jobs == ()
     link.close()
     server.close()
 
 
 def test_nobody_there_is_said_in_time(tmp_path: Path) -> None:
-    link = Link(f"unix:{tmp_path}/nobody", token=TOKEN)
+    link = ControllerConnection(f"unix:{tmp_path}/nobody", token=TOKEN)
     with pytest.raises(PeerLost, match="does not answer"):
         ask(link)
     link.close()
@@ -250,10 +250,10 @@ def test_with_certificates_only_those_that_the_authority_signed_are_heard(
     address = f"127.0.0.1:{server.address.rpartition(':')[2]}"
     rank = certificate(tmp_path, "rank", "ca")
     links = [
-        Link(address, token=TOKEN, tls=rank),
-        Link(address, token=TOKEN, tls=certificate(tmp_path, "stranger", "other")),
-        Link(address, token=TOKEN),
-        Link(address, token="wrong", tls=rank),
+        ControllerConnection(address, token=TOKEN, tls=rank),
+        ControllerConnection(address, token=TOKEN, tls=certificate(tmp_path, "stranger", "other")),
+        ControllerConnection(address, token=TOKEN),
+        ControllerConnection(address, token="wrong", tls=rank),
     ]
     assert ask(links[0]).jobs == ()
     for link in links[1:3]:

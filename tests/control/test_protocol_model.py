@@ -20,9 +20,7 @@ CASES = {
     "two ranks, one plan, a controller that dies twice": Case(ranks=2, plans=ONE, deaths=2),
     "three ranks, two plans": Case(ranks=3, plans=TWO),
     "three ranks, one plan, a controller that dies": Case(ranks=3, plans=ONE, deaths=1),
-    "a rank cannot load the first plan, the controller dies": Case(
-        ranks=2, plans=TWO, deaths=1, refusing=((0, "a"),)
-    ),
+    "a rank cannot load the first plan, the controller dies": Case(ranks=2, plans=TWO, deaths=1, refusing=((0, "a"),)),
     "a rank cannot load the last plan": Case(ranks=3, plans=TWO, refusing=((2, "b"),)),
     "a rank cannot commit what it voted for, the controller dies": Case(
         ranks=2, plans=TWO, deaths=1, failing=((1, "a"),)
@@ -65,7 +63,7 @@ def test_letting_go_of_the_running_plan_at_a_commit_would_be_noticed(monkeypatch
 
 
 def test_committing_before_all_have_voted_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def some_yes(job: protocol.Job, plan: PlanId) -> bool:
+    def some_yes(job: protocol.ControllerSide, plan: PlanId) -> bool:
         ballots = [view.ballot for view in job.heard if view.ballot is not None]
         return any(ballot.yes and ballot.plan == plan for ballot in ballots)
 

@@ -10,10 +10,10 @@ from typing import Any
 from stretto.cluster import Cluster
 from stretto.control.agent import Exchange
 from stretto.control.messages import PLAIN, PlanId, RankState, Reply, decode_captured, encode_plan
-from stretto.control.worker import Answer, Ask
+from stretto.control.worker import PlanReply, PlanRequest
 from stretto.errors import PeerLost, PlanMismatch
 from stretto.planner.plan import MotifPlan, OpPlan, Plan
-from stretto.runtime.enforcer.report import Report
+from stretto.runtime.enforcer.report import EnforcerReport
 from stretto.workload import Workload
 from stretto.workload.dag import Dep, Op
 
@@ -48,25 +48,25 @@ def toy_plan(name: str, workload: Workload, cluster: Cluster, *, duration_us: fl
 class Ready:
     """A plan that is made at once, or never."""
 
-    def __init__(self, answer: Answer | None) -> None:
+    def __init__(self, answer: PlanReply | None) -> None:
         self._answer = answer
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> PlanReply | None:
         return self._answer
 
     def cancel(self) -> None:
         pass
 
 
-def planner(name: str, *, other_model: bool = False) -> Callable[[Ask], Ready]:
+def planner(name: str, *, other_model: bool = False) -> Callable[[PlanRequest], Ready]:
     """Answers every question with a plan of that name; if asked to, one that was made for another step."""
 
-    def start(ask: Ask) -> Ready:
+    def start(ask: PlanRequest) -> Ready:
         workload, cluster = decode_captured(ask.captured)
         if other_model:
             workload = toy_workload(workload.num_ranks, nbytes=1.0)
         plan = toy_plan(f"{name}.{ask.seed}", workload, cluster)
-        return Ready(Answer(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0))
+        return Ready(PlanReply(body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=200.0))
 
     return start
 
@@ -101,9 +101,9 @@ class ToyPlane:
             assert number != self._active.number
             self._held.pop(number, None)
 
-    def report(self) -> Report:
+    def report(self) -> EnforcerReport:
         with self._lock:
-            return Report(
+            return EnforcerReport(
                 number=self._active.number, hash=self._active.hash, committed=self._committed.number,
                 iteration=len(self.ran), iteration_us=100.0 if self._active.number else 200.0, plain_us=200.0,
                 fell_back=self.fell_back,

@@ -14,7 +14,7 @@ import msgspec
 
 from stretto.control.controller import Controller
 from stretto.control.transport import make_token
-from stretto.control.worker import Answer, Worker
+from stretto.control.worker import PlanReply, Worker
 from stretto.runtime.enforcer.trial import BLOCK, ROUNDS, SETTLED, SKIP
 
 LONG = SETTLED + (ROUNDS + 1) * 2 * (BLOCK + SKIP)
@@ -23,7 +23,7 @@ LONG = SETTLED + (ROUNDS + 1) * 2 * (BLOCK + SKIP)
 class Promising(Worker):
     """The planner, with a plain order that looks three times as long as it is thought to be."""
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> PlanReply | None:
         """The answer, once there is one."""
         found = super().poll()
         if found is None:

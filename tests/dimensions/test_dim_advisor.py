@@ -19,8 +19,8 @@ def switches(*rates: float, size: int = 4) -> list[Dim]:
 def test_the_papers_three_scenarios(outer: float, verdict: str) -> None:
     advice = advise(switches(100, outer))
     assert [pair.verdict for pair in advice.pairs] == [verdict]
-    assert (advice.best_utilisation > 0.999) == (verdict != UNDER)
-    assert (advice.baseline_utilisation > 0.999) == (verdict == JUST_ENOUGH)
+    assert (advice.best_utilization > 0.999) == (verdict != UNDER)
+    assert (advice.baseline_utilization > 0.999) == (verdict == JUST_ENOUGH)
 
 
 def test_an_underprovisioned_pair_is_helped_only_by_its_outer_dimension() -> None:
@@ -35,19 +35,19 @@ def test_the_homogeneous_network_of_the_paper_wastes_750_and_794_gb_per_s_in_the
     advice = advise(dims)
     assert {pair.verdict for pair in advice.pairs} == {OVER}
     # 800 of 2400 Gb/s in the first dimension, 50 in the second, 6.25 in the third, by the paper's rule.
-    assert advice.baseline_utilisation == pytest.approx((800 + 50 + 6.25) / 2400, rel=0.01)
-    assert advice.best_utilisation == pytest.approx(1.0)
+    assert advice.baseline_utilization == pytest.approx((800 + 50 + 6.25) / 2400, rel=0.01)
+    assert advice.best_utilization == pytest.approx(1.0)
 
 
 def test_what_the_advisor_says_the_simulator_confirms() -> None:
     for name in ("themis_2d_sw_sw", "themis_4d_ring_fc_ring_sw"):
         dims = dims_of(Cluster.load(name))
         advice = advise(dims)
-        assert simulate(baseline(dims, "all_reduce", 10e9)).utilisation == pytest.approx(
-            advice.baseline_utilisation, rel=0.02
+        assert simulate(baseline(dims, "all_reduce", 10e9)).utilization == pytest.approx(
+            advice.baseline_utilization, rel=0.02
         )
-        assert simulate(stretto(dims, "all_reduce", 10e9)).utilisation == pytest.approx(
-            advice.best_utilisation, rel=0.01
+        assert simulate(stretto(dims, "all_reduce", 10e9)).utilization == pytest.approx(
+            advice.best_utilization, rel=0.01
         )
 
 
@@ -57,10 +57,10 @@ def test_the_splits_spend_the_budget_and_can_be_used(shape: list[tuple[int, floa
     dims = [Dim(kind="ring", size=size, gb_per_s=rate, step_us=0.0) for size, rate in shape]
     every = just_enough(dims, budget)
     assert sum(every.gb_per_s) == pytest.approx(budget)
-    assert every.baseline_utilisation == pytest.approx(1.0)
+    assert every.baseline_utilization == pytest.approx(1.0)
     near = nearest(dims, budget)
     assert sum(near.gb_per_s) == pytest.approx(budget)
-    assert near.best_utilisation == pytest.approx(1.0, abs=1e-5)
+    assert near.best_utilization == pytest.approx(1.0, abs=1e-5)
     for (low, high), rate in zip(advise(dims).usable, near.gb_per_s, strict=True):
         assert low - 1e-6 <= rate / budget <= high + 1e-6
 

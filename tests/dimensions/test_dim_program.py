@@ -13,7 +13,7 @@ from stretto import InvalidInput
 from stretto.cluster.grid import regular
 from stretto.cluster.model import Cluster, Dimension
 from stretto.dimensions import DimSchedule, baseline, dims_of, simulate, stretto, themis
-from stretto.dimensions.program import best_program, moves, program, quantised
+from stretto.dimensions.program import best_program, moves, program, quantized
 
 NBYTES = 64e6
 MANY = 1000
@@ -33,7 +33,7 @@ def network(*parts: str) -> Cluster:
 
 def both(cluster: Cluster, make: Make, collective: str, chunks: int, k: int) -> tuple[float, float]:
     """What the model says of a fixed order, and what the links say of it."""
-    planned = quantised(make(dims_of(cluster), collective, NBYTES, chunks=chunks))
+    planned = quantized(make(dims_of(cluster), collective, NBYTES, chunks=chunks))
     fixed = replace(simulate(planned, in_flight=k).enforced(), discipline="enforced")
     links = st.simulate(program(fixed), cluster, nbytes=NBYTES, contention="fifo", alpha="pipelined")
     return simulate(fixed, in_flight=MANY).total_us, links.total_us
@@ -74,7 +74,7 @@ def test_every_schedule_is_a_correct_program(parts: tuple[str, ...], collective:
         assert found.collective.kind == collective
         # Every device sends what the stages say, and both links of a ring carry the same.
         sent = found.transfer_bytes(NBYTES).sum() / cluster.num_devices
-        assert sent == pytest.approx(quantised(schedule, units=24).stages.wire_bytes.sum())
+        assert sent == pytest.approx(quantized(schedule, units=24).stages.wire_bytes.sum())
 
 
 @pytest.mark.parametrize("parts", [("fc:4", "sw:2"), ("sw:4", "sw:4"), ("ring:4", "sw:4"), ("ring:4", "fc:2")])
@@ -91,12 +91,12 @@ def test_on_the_links_ours_is_near_what_the_model_promises_and_beats_the_baselin
 
 def test_rounding_keeps_the_sum_and_gives_everybody_something() -> None:
     dims = dims_of(network("ring:4", "sw:2"))
-    schedule = quantised(stretto(dims, "all_reduce", NBYTES, chunks=16), units=64)
+    schedule = quantized(stretto(dims, "all_reduce", NBYTES, chunks=16), units=64)
     units = [chunk.share * 64 for chunk in schedule.chunks]
     assert sum(units) == 64
     assert all(unit >= 2 and unit % 2 == 0 for unit in units)
     with pytest.raises(InvalidInput, match="units: must be a multiple of 2 and >= 32, not 31"):
-        quantised(schedule, units=31)
+        quantized(schedule, units=31)
 
 
 def test_what_cannot_be_a_program_is_refused() -> None:
@@ -112,7 +112,7 @@ def test_what_cannot_be_a_program_is_refused() -> None:
 def test_the_moves_are_counted_before_they_are_made(collective: str) -> None:
     for parts in (("ring:5", "sw:4"), ("fc:3", "sw:2", "ring:4")):
         schedule = stretto(dims_of(network(*parts)), collective, NBYTES, chunks=6)
-        assert len(program(schedule, units=24).chunk) == moves(quantised(schedule, units=24), units=24)
+        assert len(program(schedule, units=24).chunk) == moves(quantized(schedule, units=24), units=24)
 
 
 @pytest.mark.parametrize("torus", ["torus:3x5", "torus:4x4", "torus:6x3"])

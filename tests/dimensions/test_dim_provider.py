@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import stretto as st
-from stretto.planner.algebra.recipes import Ask
+from stretto.planner.algebra.recipes import MotifRequest
 from stretto.planner.costs.costs import Motion, SimulatedCosts
 from stretto.planner.costs.providers import BALANCED, DIM_CHUNKS, DIM_UNITS, providers_for
 
 
-def ask(kind: str, count: int) -> Ask:
-    return Ask(kind=kind, group=tuple(range(count)))
+def ask(kind: str, count: int) -> MotifRequest:
+    return MotifRequest(kind=kind, group=tuple(range(count)))
 
 
 def test_a_cluster_with_dimensions_gets_it_without_any_time_for_synthesis() -> None:

@@ -55,7 +55,7 @@ def test_figure_5b_themis_needs_7_units_with_dim2_always_busy() -> None:
 
 def test_ours_keeps_both_dimensions_of_figure_5_busy_all_the_time() -> None:
     run = simulate(stretto(FIG5, "all_reduce", 256 * MB, chunks=4, in_flight=1), in_flight=1)
-    assert run.utilisation == pytest.approx(1.0)
+    assert run.utilization == pytest.approx(1.0)
     assert len({chunk.share for chunk in run.schedule.chunks}) > 1
 
 
@@ -65,7 +65,7 @@ def test_todays_platform_is_well_used_by_the_baseline() -> None:
             Dim(kind="switch", size=16, gb_per_s=1200 / 8, step_us=0.7),
             Dim(kind="switch", size=size, gb_per_s=100 / 8, step_us=1.7),
         ]
-        return simulate(baseline(dims, "all_reduce", 1024 * MB)).utilisation
+        return simulate(baseline(dims, "all_reduce", 1024 * MB)).utilization
 
     # The paper's 97.7 % is exactly what the loads say for groups of 16 x 8; its 16 x 64 is a little better.
     assert of(8) == pytest.approx(0.977, abs=0.001)
@@ -78,10 +78,10 @@ def test_the_means_of_the_paper_over_six_networks_and_four_sizes() -> None:
     for name, size in itertools.product(NETWORKS, (100, 256, 512, 1024)):
         dims = dims_of(Cluster.load(name))
         base = simulate(baseline(dims, "all_reduce", size * MB))
-        runs["baseline"].append(base.utilisation)
+        runs["baseline"].append(base.utilization)
         for discipline in ("fifo", "scf"):
             run = simulate(themis(dims, "all_reduce", size * MB, discipline=discipline))
-            runs[discipline].append(run.utilisation)
+            runs[discipline].append(run.utilization)
             speed[discipline].append(base.total_us / run.total_us)
     assert np.mean(runs["baseline"]) == pytest.approx(0.563, abs=0.005)
     assert np.mean(runs["fifo"]) == pytest.approx(0.877, abs=0.03)
@@ -94,12 +94,12 @@ def test_the_means_of_the_paper_over_six_networks_and_four_sizes() -> None:
 def test_ours_is_near_the_ideal_and_stays_ahead_when_bandwidth_is_mis_estimated(name: str) -> None:
     dims = dims_of(Cluster.load(name))
     ours, theirs = stretto(dims, "all_reduce", 100 * MB), themis(dims, "all_reduce", 100 * MB)
-    assert simulate(ours).utilisation > 0.985
+    assert simulate(ours).utilization > 0.985
     found: dict[str, list[float]] = {"ours": [], "theirs": [], "again": []}
     for signs in itertools.product((-0.1, 0.1), repeat=len(dims)):
         real = [replace(dim, gb_per_s=dim.gb_per_s * (1 + sign)) for dim, sign in zip(dims, signs, strict=True)]
-        found["ours"].append(simulate(ours, dims=real).utilisation)
-        found["theirs"].append(simulate(theirs, dims=real).utilisation)
+        found["ours"].append(simulate(ours, dims=real).utilization)
+        found["theirs"].append(simulate(theirs, dims=real).utilization)
     assert np.mean(found["ours"]) > np.mean(found["theirs"])
 
 
@@ -110,8 +110,8 @@ def test_resolving_from_measured_bandwidth_gains_back_what_was_lost() -> None:
     real = [replace(dim, gb_per_s=rate) for dim, rate in zip(dims, measured, strict=True)]
     again = resolve(planned, measured)
     assert [dim.gb_per_s for dim in again.dims] == measured
-    assert simulate(planned, dims=real).utilisation < 0.95
-    assert simulate(again).utilisation > 0.99
+    assert simulate(planned, dims=real).utilization < 0.95
+    assert simulate(again).utilization > 0.99
     with pytest.raises(InvalidInput, match="gb_per_s: 2 rates for 3 dimensions"):
         resolve(planned, [1.0, 2.0])
 
@@ -122,8 +122,8 @@ def test_the_halves_of_an_all_reduce_alone(collective: str) -> None:
     runs = {make.__name__: simulate(make(dims, collective, 256 * MB)) for make in (baseline, themis, stretto)}
     both = simulate(baseline(dims, "all_reduce", 256 * MB))
     assert runs["baseline"].total_us == pytest.approx(both.total_us / 2, rel=0.02)
-    assert runs["baseline"].utilisation < 0.5 < 0.9 < runs["themis"].utilisation <= runs["stretto"].utilisation
-    assert runs["stretto"].utilisation > 0.98
+    assert runs["baseline"].utilization < 0.5 < 0.9 < runs["themis"].utilization <= runs["stretto"].utilization
+    assert runs["stretto"].utilization > 0.98
     # The second dimension has the least latency: the first chunk is reduced there first, or gathered there last.
     first = runs["themis"].schedule.chunks[0].stages
     assert first == ((1, 0, 2) if collective == "reduce_scatter" else (2, 0, 1))
@@ -134,7 +134,7 @@ def test_the_two_readings_of_themis_differ_only_in_all_reduces_and_by_little() -
     for name, size in itertools.product(NETWORKS, (100, 1024)):
         dims = dims_of(Cluster.load(name))
         for tracker, found in used.items():
-            found.append(simulate(themis(dims, "all_reduce", size * MB, tracker=tracker)).utilisation)
+            found.append(simulate(themis(dims, "all_reduce", size * MB, tracker=tracker)).utilization)
         assert themis(dims, "all_gather", size * MB, tracker="literal") == themis(dims, "all_gather", size * MB)
     assert np.mean(used["literal"]) == pytest.approx(np.mean(used["whole"]), abs=0.015)
     assert used["literal"] != used["whole"]
@@ -170,8 +170,8 @@ def test_switches_that_reduce_make_it_faster_and_are_balanced_too() -> None:
         )
     ours = simulate(stretto(offloaded, "all_reduce", 256 * MB))
     theirs = simulate(themis(offloaded, "all_reduce", 256 * MB))
-    assert theirs.utilisation < ours.utilisation <= 1
-    assert min(ours.dim_utilisation) > 0.95
+    assert theirs.utilization < ours.utilization <= 1
+    assert min(ours.dim_utilization) > 0.95
 
 
 @settings(max_examples=25, deadline=None)

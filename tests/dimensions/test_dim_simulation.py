@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto import InvalidInput, _native
-from stretto.dimensions import Chunk, Dim, DimSchedule, baseline, simulate, stretto, themis
+from stretto.dimensions import Dim, DimChunk, DimSchedule, baseline, simulate, stretto, themis
 from stretto.dimensions.schedule import Stages
-from stretto.dimensions.simulation import Job, keys, simulate_jobs
+from stretto.dimensions.simulation import ChunkJob, keys, simulate_jobs
 
 DIMS = (
     Dim(kind="switch", size=4, gb_per_s=100, step_us=0.7),
@@ -88,7 +88,7 @@ def schedules(draw: st.DrawFn) -> DimSchedule:
         return tuple(rng.sample(range(len(dims)), len(dims))) if wanted else ()
 
     chunks = tuple(
-        Chunk(
+        DimChunk(
             share=weight / sum(weights), reduce_scatter=order(collective != "all_gather"),
             all_gather=order(collective != "reduce_scatter"),
         )
@@ -140,8 +140,8 @@ def test_an_enforced_order_never_gets_stuck_when_chunks_are_ready_in_another_ord
 
 def test_an_order_that_can_never_end_is_refused() -> None:
     ways = (
-        Chunk(share=0.5, reduce_scatter=(0, 1)),
-        Chunk(share=0.5, reduce_scatter=(1, 0)),
+        DimChunk(share=0.5, reduce_scatter=(0, 1)),
+        DimChunk(share=0.5, reduce_scatter=(1, 0)),
     )
     order = (((1, 1), (0, 0)), ((0, 1), (1, 0)))
     with pytest.raises(InvalidInput, match=r"order\[0\]\[0\]: stage 1 of chunk 1 can never begin"):
@@ -184,10 +184,14 @@ def test_jobs_wait_for_jobs_and_priorities_decide_between_them() -> None:
             latency_us=np.zeros(1),
         )  # fmt: skip
 
-    first, second, third = Job(stages=work(10)), Job(stages=work(20), after=(0,)), Job(stages=work(5, 1), after=(0, 1))
+    first, second, third = (
+        ChunkJob(stages=work(10)),
+        ChunkJob(stages=work(20), after=(0,)),
+        ChunkJob(stages=work(5, 1), after=(0, 1)),
+    )
     starts, ends, busy = simulate_jobs([1.0, 1.0], [first, second, third])
     assert (starts.tolist(), ends.tolist(), busy.tolist()) == ([0, 10, 30], [10, 30, 35], [30, 5])
-    slow, urgent = Job(stages=work(50), priority=1), Job(stages=work(20), priority=0)
+    slow, urgent = ChunkJob(stages=work(50), priority=1), ChunkJob(stages=work(20), priority=0)
     assert simulate_jobs([1.0], [slow, urgent])[1].tolist() == [70, 20]
     with pytest.raises(InvalidInput, match=r"jobs\[0\]\.after: may only name jobs before it"):
         simulate_jobs([1.0], [replace(first, after=(0,))])
@@ -231,15 +235,21 @@ def test_jobs_that_can_never_end_are_said() -> None:
         latency_us=np.zeros(1),
     )  # fmt: skip
     with pytest.raises(InvalidInput, match="stages: 1 of 1 can never end"):
-        simulate_jobs([1e-300], [Job(stages=lost)])
+        simulate_jobs([1e-300], [ChunkJob(stages=lost)])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"chunks": ()}, r"chunks: must be 1\.\.65536, not 0"),
-        ({"chunks": (Chunk(share=1.0, reduce_scatter=(0, 1, 2)),)}, r"chunks\[0\]\.all_gather: must be each of the 3"),
-        ({"chunks": (Chunk(share=0.5, reduce_scatter=(0, 1, 2), all_gather=(0, 1, 2)),)}, "must add up to 1, not 0.5"),
+        (
+            {"chunks": (DimChunk(share=1.0, reduce_scatter=(0, 1, 2)),)},
+            r"chunks\[0\]\.all_gather: must be each of the 3",
+        ),
+        (
+            {"chunks": (DimChunk(share=0.5, reduce_scatter=(0, 1, 2), all_gather=(0, 1, 2)),)},
+            "must add up to 1, not 0.5",
+        ),
         ({"discipline": "lifo"}, "unknown discipline"),
         ({"discipline": "enforced"}, "order: must not be empty"),
         ({"order": ((), (), ())}, "order: must name every stage of every chunk once"),

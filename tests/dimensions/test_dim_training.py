@@ -36,8 +36,8 @@ def test_one_all_reduce_after_everything_is_exposed_in_full() -> None:
     for each in found.values():
         assert (each.forward_us, each.backward_us, each.model_parallel_us) == (100.0, 200.0, 0.0)
         assert each.total_us == pytest.approx(300.0 + each.data_parallel_us)
-    assert found["ideal"].utilisation == pytest.approx(1.0)
-    assert found["baseline"].utilisation == pytest.approx(ideal_us(DIMS, "all_reduce", 1e7) / alone)
+    assert found["ideal"].utilization == pytest.approx(1.0)
+    assert found["baseline"].utilization == pytest.approx(ideal_us(DIMS, "all_reduce", 1e7) / alone)
 
 
 def test_what_the_backward_pass_hides_is_not_exposed() -> None:
@@ -77,7 +77,7 @@ def test_on_the_hardest_network_ours_is_near_what_no_system_can_beat(variant: st
     assert times == sorted(times)
     # DLRM's all-to-all and its gradients meet on the ring here; the bound lets them share it without any order.
     assert found["stretto"].total_us < (1.02 if variant == "dlrm" else 1.01) * found["ideal"].total_us
-    assert found["baseline"].utilisation < 0.8
+    assert found["baseline"].utilization < 0.8
 
 
 def test_the_trillion_parameter_transformer_runs_in_groups_that_end_inside_a_switch() -> None:
@@ -123,7 +123,7 @@ def test_no_system_beats_the_ideal(seed: int) -> None:
         chunks, sharing = rng.choice([8, 64]), rng.choice(["ordered", "equal"])
         found = iteration(work, dims, system, chunks=chunks, in_flight=rng.choice([1, 16, 1000]), sharing=sharing)
         assert found.total_us >= bound * (1 - 1e-6)
-        assert 0 <= found.utilisation <= 1 + 1e-9
+        assert 0 <= found.utilization <= 1 + 1e-9
 
 
 def test_urgent_work_that_cuts_in_does_not_beat_the_ideal() -> None:
@@ -149,7 +149,7 @@ def test_disjoint_groups_share_nothing_and_use_no_more_than_there_is() -> None:
     assert ideal == pytest.approx(max(2 * 0.75e8 / 100e3, 2 * 0.5e8 / 50e3))
     ours = iteration(work, DIMS, "stretto")
     assert ours.total_us == pytest.approx(ideal, rel=0.01)
-    assert 0.95 < ours.utilisation <= 1
+    assert 0.95 < ours.utilization <= 1
 
 
 def test_what_does_not_fit_is_refused() -> None:

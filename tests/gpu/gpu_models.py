@@ -22,9 +22,7 @@ class Trained:
         net = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.Tanh())))
         self.model: Any
         if how == "ddp":
-            self.model = DistributedDataParallel(
-                net, device_ids=[device.index], process_group=group, bucket_cap_mb=0.3
-            )
+            self.model = DistributedDataParallel(net, device_ids=[device.index], process_group=group, bucket_cap_mb=0.3)
         else:
             mesh = None if group is None else DeviceMesh.from_group(group, "cuda")
             for layer in layers:

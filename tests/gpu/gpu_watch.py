@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stretto.runtime.torch_backend.watch import Submitted, Watch
+from stretto.runtime.torch_backend.watch import SubmittedCall, Watch
 from stretto.workload import Dep, Op, Workload
 
 
@@ -15,9 +15,9 @@ class Seen:
     """What was submitted."""
 
     def __init__(self) -> None:
-        self.calls: list[Submitted] = []
+        self.calls: list[SubmittedCall] = []
 
-    def seen(self, what: Submitted, run: Callable[[], Any]) -> Any:
+    def seen(self, what: SubmittedCall, run: Callable[[], Any]) -> Any:
         """A call comes."""
         self.calls.append(what)
         return run()

@@ -50,13 +50,13 @@ def processes_of(lab_pid: int) -> list[int]:
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first() -> None:
     with Lab(hosts=2, ranks_per_host=2) as lab:
-        done = lab.run(shell('[ $RANK = 2 ] && exit 7; exec sleep 1000'), timeout_s=LIMIT_S)
+        done = lab.run(shell("[ $RANK = 2 ] && exit 7; exec sleep 1000"), timeout_s=LIMIT_S)
     assert done.returncodes == (-signal.SIGTERM, -signal.SIGTERM, 7, -signal.SIGTERM)
     assert (done.failed, done.exit_code, done.timed_out) == (2, 7, False)
 
 
 def test_ranks_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(job.Job.end, "__defaults__", (0.3,))
+    monkeypatch.setattr(job.LabJob.end, "__defaults__", (0.3,))
     with Lab(hosts=1, ranks_per_host=3) as lab:
         deaf = f"until [ -e {tmp_path}/0 ] && [ -e {tmp_path}/2 ]; do sleep 0.02; done"
         ends = f"if [ $RANK = 1 ]; then {deaf}; exit 3; elif [ $RANK = 2 ]; then kill -STOP $$; fi"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stretto import Cluster
 from stretto.cluster.model import NIC
 from stretto.errors import InvalidInput
-from stretto.lab import Lab, Layout
+from stretto.lab import Lab, LabLayout
 from stretto.lab.layout import MAX_BITS_PER_S, MIN_BITS_PER_S, format_rate, parse_rate
 from stretto.lab.network import burst_bytes
 
@@ -41,7 +41,7 @@ def test_rates_survive_being_written_and_read(bits: int) -> None:
 
 @pytest.mark.parametrize("order", ["host", "interleaved"])
 def test_every_rank_has_its_own_place(order: str) -> None:
-    layout = Layout.of(hosts=3, ranks_per_host=4, order=order)
+    layout = LabLayout.of(hosts=3, ranks_per_host=4, order=order)
     places = {(layout.host_of(rank), layout.local_rank(rank)) for rank in range(layout.world_size)}
     assert places == {(host, local) for host in range(3) for local in range(4)}
     assert [layout.host_of(rank) for rank in range(4)] == ([0] * 4 if order == "host" else [0, 1, 2, 0])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import Infeasible, InvalidInput
-from stretto.lab import Lab, Result, network, running, unavailable
+from stretto.lab import Lab, LabResult, network, running, unavailable
 
 pytestmark = pytest.mark.real_lab
 LIMIT_S = 480.0
@@ -80,7 +80,7 @@ else:
 """
 
 
-def python(lab: Lab, script: str, *arguments: str, **options: Any) -> Result:
+def python(lab: Lab, script: str, *arguments: str, **options: Any) -> LabResult:
     done = lab.run([sys.executable, "-c", script, *arguments], timeout_s=LIMIT_S, **options)
     assert done.exit_code == 0, done.errors
     return done

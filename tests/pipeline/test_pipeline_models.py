@@ -6,9 +6,9 @@ import pytest
 
 import stretto
 from stretto.errors import InvalidInput
-from stretto.pipeline import Costs, eager_1f1b, interleaved, one_f_one_b
+from stretto.pipeline import StageCosts, eager_1f1b, interleaved, one_f_one_b
 from stretto.pipeline.layers import balanced_cut, crossing, gpt_layers, unet_layers
-from stretto.pipeline.models import CASES, SYSTEMS, Result, build, case, evaluate
+from stretto.pipeline.models import CASES, SYSTEMS, CaseResult, build, case, evaluate
 from stretto.pipeline.workload import to_workload
 
 
@@ -39,12 +39,12 @@ def test_earlier_stages_recompute_more_and_all_fits() -> None:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, dict[str, Result]]:
+def results() -> dict[str, dict[str, CaseResult]]:
     return {name: {system: evaluate(build(what), system) for system in SYSTEMS} for name, what in CASES.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_systems_are_in_the_papers_order(results: dict[str, dict[str, Result]], name: str) -> None:
+def test_systems_are_in_the_papers_order(results: dict[str, dict[str, CaseResult]], name: str) -> None:
     mine = results[name]
     times = [mine[system].iteration_us for system in ("send_recv", "alpa", "overlap", "eager_1f1b", "stretto")]
     assert times == sorted(times, reverse=True)
@@ -54,7 +54,7 @@ def test_systems_are_in_the_papers_order(results: dict[str, dict[str, Result]], 
         assert result.bound_us <= result.iteration_us * (1 + 1e-9)
 
 
-def test_ratios_are_about_the_papers(results: dict[str, dict[str, Result]]) -> None:
+def test_ratios_are_about_the_papers(results: dict[str, dict[str, CaseResult]]) -> None:
     def ratio(name: str, slow: str, fast: str) -> float:
         return results[name][slow].iteration_us / results[name][fast].iteration_us
 
@@ -78,7 +78,7 @@ def test_unknown_models_and_systems_list_the_choices() -> None:
 
 
 def test_a_pipeline_is_planned_as_a_training_step() -> None:
-    costs = Costs.even(2, forward_us=5000.0)
+    costs = StageCosts.even(2, forward_us=5000.0)
     schedule = eager_1f1b(2, 4, delay=1)
     step = to_workload(schedule, costs, activation_bytes=[4e6], meshes=[range(4), range(4, 8)])
     assert [op.name for op in step.ops if op.ranks == (0, 1, 2, 3)] == [str(action) for action in schedule.ranks[0]]
@@ -91,9 +91,9 @@ def test_a_pipeline_is_planned_as_a_training_step() -> None:
 
 
 def test_several_stages_of_a_rank_and_reductions_are_ops_too() -> None:
-    costs = Costs.even(4, forward_us=10.0)
+    costs = StageCosts.even(4, forward_us=10.0)
     step = to_workload(interleaved(4, 4), costs, activation_bytes=[1e6] * 3)
     assert step.num_ranks == 2
     assert len(step.comm_ops) == 2 * 3 * 4
     with pytest.raises(InvalidInput, match="activation_bytes: 2 stages need 1"):
-        to_workload(one_f_one_b(2, 2), Costs.even(2), activation_bytes=[])
+        to_workload(one_f_one_b(2, 2), StageCosts.even(2), activation_bytes=[])

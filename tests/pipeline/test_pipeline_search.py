@@ -9,7 +9,7 @@ import pytest
 from stretto.errors import Infeasible, InvalidInput
 from stretto.pipeline import (
     FULL,
-    Costs,
+    StageCosts,
     StageMemory,
     check,
     eager_1f1b,
@@ -48,7 +48,7 @@ def test_only_as_much_is_recomputed_as_must_be() -> None:
 
 def test_without_a_cap_the_bound_is_met() -> None:
     for stages in (2, 3, 4):
-        costs = Costs.even(stages, forward_us=10.0, transfer_us=4.0)
+        costs = StageCosts.even(stages, forward_us=10.0, transfer_us=4.0)
         found = search(costs, 12)
         assert found.total_us == pytest.approx(found.bound_us)
         assert found.exhaustive
@@ -58,7 +58,7 @@ def test_without_a_cap_the_bound_is_met() -> None:
 
 
 def test_small_cases_are_the_best_of_all_combinations() -> None:
-    costs = Costs(
+    costs = StageCosts(
         forward_us=(9.0, 12.0), input_us=(11.0, 8.0), weight_us=(7.0, 10.0), activation_us=(13.0,), gradient_us=(6.0,)
     )
     memory = [StageMemory(activation_bytes=1.0)] * 2
@@ -78,7 +78,7 @@ def test_small_cases_are_the_best_of_all_combinations() -> None:
 
 
 def test_a_local_search_is_no_worse_than_the_known_schedules_and_keeps_the_cap() -> None:
-    costs = Costs.even(5, forward_us=10.0, transfer_us=5.0)
+    costs = StageCosts.even(5, forward_us=10.0, transfer_us=5.0)
     memory = [StageMemory(activation_bytes=1.0)] * 5
     found = search(costs, 10, memory=memory, cap_bytes=6.0, evaluations=50)
     assert max(found.peak_bytes) <= 6.0
@@ -89,17 +89,17 @@ def test_a_local_search_is_no_worse_than_the_known_schedules_and_keeps_the_cap()
 
 
 def test_more_memory_is_never_slower_and_never_used_for_nothing() -> None:
-    costs = Costs.even(3, forward_us=10.0, transfer_us=4.0)
+    costs = StageCosts.even(3, forward_us=10.0, transfer_us=4.0)
     memory = [StageMemory(activation_bytes=1.0)] * 3
     times = [search(costs, 6, memory=memory, cap_bytes=float(cap)).total_us for cap in (1, 2, 4, 6)]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
-    generous = search(Costs.even(2), 8, memory=memory[:2], cap_bytes=100.0)
+    generous = search(StageCosts.even(2), 8, memory=memory[:2], cap_bytes=100.0)
     assert max(generous.peak_bytes) <= 3.0
 
 
 def test_what_cannot_fit_is_said() -> None:
     with pytest.raises(Infeasible, match="stage 1 needs 20 GB for one micro-batch"):
-        search(Costs.even(2), 4, memory=[StageMemory(), StageMemory(fixed_bytes=2e10)], cap_bytes=1.6e10)
+        search(StageCosts.even(2), 4, memory=[StageMemory(), StageMemory(fixed_bytes=2e10)], cap_bytes=1.6e10)
     with pytest.raises(InvalidInput, match="memory: is of 1 stages"):
-        search(Costs.even(2), 4, memory=[StageMemory()])
+        search(StageCosts.even(2), 4, memory=[StageMemory()])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from stretto.errors import InvalidInput
 from stretto.pipeline import (
     MAKERS,
-    Costs,
     Schedule,
+    StageCosts,
     eager_1f1b,
     gpipe,
     lower_bound_us,
@@ -25,14 +25,14 @@ from stretto.pipeline import (
 from stretto.pipeline.drawing import draw
 
 
-def period(schedule: str, costs: Costs, transport: str = "async") -> float:
+def period(schedule: str, costs: StageCosts, transport: str = "async") -> float:
     """What one more micro-batch costs in the steady state, over an even number of them."""
     short, long = (simulate(make(schedule, costs.num_stages, n), costs, transport=transport).total_us for n in (24, 48))
     return (long - short) / 24
 
 
 def test_steady_states_of_two_even_stages_are_the_closed_forms() -> None:
-    costs = Costs.even(2, forward_us=10.0, backward_us=20.0, transfer_us=6.0)
+    costs = StageCosts.even(2, forward_us=10.0, backward_us=20.0, transfer_us=6.0)
     # Blocking pays both transfers every time, overlap half of them, eager-1F1B none.
     assert period("1f1b", costs, "blocking") == pytest.approx(42.0)
     assert period("1f1b", costs) == pytest.approx(36.0)
@@ -40,7 +40,7 @@ def test_steady_states_of_two_even_stages_are_the_closed_forms() -> None:
 
 
 def test_a_faster_last_stage_gives_time_for_communication() -> None:
-    costs = Costs(
+    costs = StageCosts(
         forward_us=(10.0, 10.0), input_us=(20.0, 10.0), weight_us=(10.0, 10.0),
         activation_us=(10.0,), gradient_us=(10.0,),
     )  # fmt: skip
@@ -51,7 +51,7 @@ def test_a_faster_last_stage_gives_time_for_communication() -> None:
 
 
 def test_with_free_transfers_1f1b_and_eager_take_the_same_time() -> None:
-    costs = Costs.even(4, forward_us=10.0)
+    costs = StageCosts.even(4, forward_us=10.0)
     expected = (8 + 3) * 30.0
     for schedule in (gpipe(4, 8), one_f_one_b(4, 8), eager_1f1b(4, 8)):
         for transport in ("async", "pair", "blocking"):
@@ -59,13 +59,13 @@ def test_with_free_transfers_1f1b_and_eager_take_the_same_time() -> None:
 
 
 def test_zero_bubble_meets_the_bound() -> None:
-    costs = Costs.even(3, forward_us=10.0, transfer_us=4.0)
+    costs = StageCosts.even(3, forward_us=10.0, transfer_us=4.0)
     assert simulate(zb_h2(3, 12), costs).total_us == pytest.approx(lower_bound_us(costs, 12))
 
 
 def test_ports_are_shared_by_both_directions_of_a_middle_stage() -> None:
     # Stage 1's way out takes activations to stage 2 and gradients to stage 0, one after the other.
-    costs = Costs(
+    costs = StageCosts(
         forward_us=(1.0,) * 3, input_us=(1.0,) * 3, weight_us=(0.0,) * 3,
         activation_us=(0.0, 50.0), gradient_us=(50.0, 0.0),
     )  # fmt: skip
@@ -77,14 +77,14 @@ def test_ports_are_shared_by_both_directions_of_a_middle_stage() -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Schedule, Costs, int]:
+def cases(draw: st.DrawFn) -> tuple[Schedule, StageCosts, int]:
     stages, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     times = st.floats(0.0, 20.0).map(lambda value: round(value, 2))
 
     def row(count: int) -> tuple[float, ...]:
         return tuple(draw(st.lists(times, min_size=count, max_size=count)))
 
-    costs = Costs(
+    costs = StageCosts(
         forward_us=row(stages), input_us=row(stages), weight_us=row(stages), activation_us=row(stages - 1),
         gradient_us=row(stages - 1), reduce_us=row(stages),
     )  # fmt: skip
@@ -96,7 +96,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs, int]:
 @settings(max_examples=80, deadline=None)
 @given(case=cases(), transport=st.sampled_from(("async", "pair", "blocking")))
 def test_nothing_beats_the_bound_and_spans_never_overlap(
-    case: tuple[Schedule, Costs, int], transport: str
+    case: tuple[Schedule, StageCosts, int], transport: str
 ) -> None:
     from stretto.pipeline import in_flight
 
@@ -111,7 +111,7 @@ def test_nothing_beats_the_bound_and_spans_never_overlap(
 
 
 def test_a_run_becomes_a_timeline_and_a_drawing() -> None:
-    run = simulate(eager_1f1b(2, 4, delay=1), Costs.even(2, forward_us=10.0, transfer_us=5.0))
+    run = simulate(eager_1f1b(2, 4, delay=1), StageCosts.even(2, forward_us=10.0, transfer_us=5.0))
     timeline = run.timeline()
     assert timeline.total_us == run.total_us
     assert timeline.num_spans == len(run.spans)
@@ -120,22 +120,22 @@ def test_a_run_becomes_a_timeline_and_a_drawing() -> None:
     assert len(lines) == 4
     assert all(mark in "".join(lines) for mark in "░▓▒→←")
     assert max(map(len, lines)) <= 90
-    assert len(draw(simulate(make("interleaved", 4, 4), Costs.even(4)), width=60)) == 2
+    assert len(draw(simulate(make("interleaved", 4, 4), StageCosts.even(4)), width=60)) == 2
 
 
 def test_wrong_costs_are_named() -> None:
     with pytest.raises(InvalidInput, match="weight_us: 1 numbers where 2 stages need 2"):
-        Costs(forward_us=(1.0, 1.0), input_us=(1.0, 1.0), weight_us=(1.0,))
+        StageCosts(forward_us=(1.0, 1.0), input_us=(1.0, 1.0), weight_us=(1.0,))
     with pytest.raises(InvalidInput, match=r"input_us\[0\]: must be a number >= 0"):
-        Costs(forward_us=(1.0,), input_us=(float("nan"),), weight_us=(1.0,))
+        StageCosts(forward_us=(1.0,), input_us=(float("nan"),), weight_us=(1.0,))
     with pytest.raises(InvalidInput, match="costs: are of 3 stages, the schedule has 2"):
-        simulate(gpipe(2, 2), Costs.even(3))
+        simulate(gpipe(2, 2), StageCosts.even(3))
     with pytest.raises(InvalidInput, match="unknown transport"):
-        simulate(gpipe(2, 2), Costs.even(2), transport="tcp")
+        simulate(gpipe(2, 2), StageCosts.even(2), transport="tcp")
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_all_schedules_do_all_work(name: str) -> None:
-    run = simulate(make(name, 4, 8), Costs.even(4, forward_us=10.0, transfer_us=1.0))
+    run = simulate(make(name, 4, 8), StageCosts.even(4, forward_us=10.0, transfer_us=1.0))
     assert sum(run.busy_us) == pytest.approx(4 * 8 * 30.0)
     assert 0.0 <= run.bubble < 1.0

@@ -8,8 +8,8 @@ import pytest
 
 from stretto.errors import InvalidInput
 from stretto.planner.baselines import BASELINES, STOCK, Effort, Systems, as_submitted, baseline, first_uses, tac_order
-from stretto.planner.schedule.problem import Option, Problem, Task
-from stretto.planner.schedule.schedule import Schedule
+from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
+from stretto.planner.schedule.schedule import StepSchedule
 from stretto.workload import Dep, Op, Workload
 
 
@@ -30,18 +30,18 @@ def option(
         expression="",
         rules=(f"segment:parts={pieces}",) if pieces > 1 else (),
         tasks=tuple(
-            Task(motif=f"m{k}", algorithm=algorithm, channels=tuple(channels.split("+")),
+            MotifTask(motif=f"m{k}", algorithm=algorithm, channels=tuple(channels.split("+")),
                  duration_us=us / pieces + launch_us, launch_us=launch_us)
             for k in range(pieces)
         ),
     )  # fmt: skip
 
 
-def problem(ops: list[Op], **options: tuple[Option, ...]) -> Problem:
-    return Problem(workload=Workload(name="by hand", num_ranks=4, ops=tuple(ops)), options=options)
+def problem(ops: list[Op], **options: tuple[Option, ...]) -> PlanProblem:
+    return PlanProblem(workload=Workload(name="by hand", num_ranks=4, ops=tuple(ops)), options=options)
 
 
-def ddp() -> Problem:
+def ddp() -> PlanProblem:
     """Two layers, data parallel: the gradients of layer 1 come first, those of layer 0 are needed first.
 
     Whole and in order: f0 2, f1 2, b1 2, g1 6, g0 3 in a circle of 15. Cut into halves of 3, g0 can go between those
@@ -54,7 +54,7 @@ def ddp() -> Problem:
     return problem(ops, g1=(option(6.0), option(6.0, 2)), g0=(option(3.0), option(3.0, 2)))
 
 
-def names(schedule: Schedule, of: Problem) -> list[str]:
+def names(schedule: StepSchedule, of: PlanProblem) -> list[str]:
     return [of.workload.ops[op].name for op, _ in schedule.order]
 
 

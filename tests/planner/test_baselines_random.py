@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from stretto.planner.baselines import BASELINES, STOCK, Effort, as_submitted, baseline
 from stretto.planner.example import random_problem
-from stretto.planner.schedule.problem import Option, Problem, Task
-from stretto.planner.schedule.schedule import Schedule, Scheduler, check_order
+from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
+from stretto.planner.schedule.schedule import Scheduler, StepSchedule, check_order
 from stretto.planner.schedule.search import search
 
 EFFORT = Effort(evaluations=60, budget_s=float("inf"))
 
 
-def some_problem(seed: int) -> Problem:
+def some_problem(seed: int) -> PlanProblem:
     """A random step where every comm-op has also a plain default, and that cut into two and four."""
     draw = Random(seed)
     found = random_problem(seed, num_comm=draw.randint(2, 5), two_places=draw.random() < 0.5)
@@ -29,7 +29,7 @@ def some_problem(seed: int) -> Problem:
             Option(
                 name=f"whole/{pieces}", expression="", rules=("segment",) if pieces > 1 else (),
                 tasks=tuple(
-                    Task(motif=f"m{k}", algorithm="ring", channels=channels, duration_us=us / pieces + 0.125)
+                    MotifTask(motif=f"m{k}", algorithm="ring", channels=channels, duration_us=us / pieces + 0.125)
                     for k in range(pieces)
                 ),
             )
@@ -39,7 +39,7 @@ def some_problem(seed: int) -> Problem:
     return replace(found, options=options)
 
 
-def systems(problem: Problem) -> dict[str, Schedule]:
+def systems(problem: PlanProblem) -> dict[str, StepSchedule]:
     return {name: baseline(name, problem, EFFORT) for name in BASELINES}
 
 

@@ -7,9 +7,9 @@ import pytest
 from stretto import Cluster, algorithm, simulate
 from stretto.cluster.presets.hgx2 import INCAST
 from stretto.errors import Infeasible, InvalidInput
-from stretto.planner.algebra.recipes import Ask, build, library, rails
+from stretto.planner.algebra.recipes import MotifRequest, build, library, rails
 from stretto.planner.costs.channels import bindings, restrict
-from stretto.planner.costs.concurrent import Part, together
+from stretto.planner.costs.concurrent import ConcurrentProgram, together
 from stretto.planner.costs.costs import CPU_LAUNCH_US, LAUNCH_US, Motion, SimulatedCosts, interpolated, launch_us
 from stretto.programs import Program
 from stretto.units import MB
@@ -87,7 +87,7 @@ def test_channels_that_cannot_carry_a_motif_are_infeasible() -> None:
 
 
 def test_a_provider_adds_algorithms() -> None:
-    def provider(ask: Ask, cluster: Cluster, nbytes: float) -> dict[str, object]:
+    def provider(ask: MotifRequest, cluster: Cluster, nbytes: float) -> dict[str, object]:
         assert cluster.channels == FAST
         return {"mine": lambda: algorithm("pairwise", ask.kind, ask.group)} if ask.kind == "all_to_all" else {}
 
@@ -104,7 +104,7 @@ def test_a_provider_adds_algorithms() -> None:
 def test_every_recipe_builds_a_program_that_verifies(kind: str) -> None:
     group = (3, 9) if kind == "send" else tuple(range(1, 15))
     for root in (0, 1):
-        ask = Ask(kind=kind, group=group, root=root)
+        ask = MotifRequest(kind=kind, group=group, root=root)
         for name in library(ask):
             build(name, ask, HGX2).verify()
 
@@ -118,7 +118,7 @@ def test_a_window_of_an_all_to_all_moves_its_share() -> None:
     program = costs.program(windows[1], 8 * MB, "direct")
     assert {(d - s) % 16 for s, d in zip(program.src.tolist(), program.dst.tolist(), strict=True)} == set(range(8, 16))
     with pytest.raises(InvalidInput, match="window"):
-        build("direct", Ask(kind="all_to_all", group=EVERYONE[0], window=(9, 8)), HGX2)
+        build("direct", MotifRequest(kind="all_to_all", group=EVERYONE[0], window=(9, 8)), HGX2)
 
 
 def test_rings_run_on_every_rail_that_a_device_can_feed() -> None:
@@ -157,7 +157,7 @@ def test_the_bound_of_the_busiest_link_is_below_every_cost() -> None:
     costs = SimulatedCosts(HGX2)
     for kind in ("all_reduce", "broadcast", "all_to_all"):
         for channels in (FAST, SLOW):
-            for name in library(Ask(kind=kind, group=tuple(range(16)))):
+            for name in library(MotifRequest(kind=kind, group=tuple(range(16)))):
                 for size in (100.0, 3 * MB, 70 * MB):
                     least = costs.at_least_us(motion(kind, channels), size, name)
                     assert 0 < least <= costs.cost(motion(kind, channels), size, name).us * (1 + 1e-9)
@@ -168,7 +168,7 @@ def test_programs_side_by_side_verify_and_contend() -> None:
 
     def time(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[Program, float]:
         parts = [
-            Part(program=ring, nbytes=4 * MB, channels=first), Part(program=direct, nbytes=8 * MB, channels=second),
+            ConcurrentProgram(program=ring, nbytes=4 * MB, channels=first), ConcurrentProgram(program=direct, nbytes=8 * MB, channels=second),
         ]  # fmt: skip
         program, nbytes = together(parts, HGX2)
         return program, simulate(program, HGX2, nbytes=nbytes).total_us

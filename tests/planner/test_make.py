@@ -11,12 +11,12 @@ import stretto
 import stretto.planner.api as module
 from stretto.cluster import Cluster
 from stretto.errors import Infeasible, InvalidInput, PlanMismatch
-from stretto.planner.api import SYSTEM, Planned, plan, planned, to_plan, to_schedule
+from stretto.planner.api import SYSTEM, PlanResult, plan, planned, to_plan, to_schedule
 from stretto.planner.baselines import BASELINES
 from stretto.planner.plan import PLAIN, Plan
-from stretto.planner.schedule.problem import Problem
-from stretto.planner.schedule.retime import Retimed
-from stretto.planner.schedule.schedule import Schedule
+from stretto.planner.schedule.problem import PlanProblem
+from stretto.planner.schedule.retime import RetimedPlan
+from stretto.planner.schedule.schedule import StepSchedule
 from stretto.workload import Dep, Op, Workload
 
 HGX2 = Cluster.preset("hgx2", nodes=1)
@@ -34,11 +34,11 @@ STEP = Workload(
 
 
 @pytest.fixture(scope="module")
-def found() -> Planned:
+def found() -> PlanResult:
     return planned(STEP, HGX2, steps=300, seed=1)
 
 
-def test_a_plan_is_compared_with_every_system_and_never_slower(found: Planned) -> None:
+def test_a_plan_is_compared_with_every_system_and_never_slower(found: PlanResult) -> None:
     made = found.plan
     assert set(made.baselines_us) == set(BASELINES)
     assert list(found.schedules) == [*BASELINES, SYSTEM]
@@ -51,13 +51,13 @@ def test_a_plan_is_compared_with_every_system_and_never_slower(found: Planned) -
     assert made.notes == ()
 
 
-def test_the_seed_and_the_steps_decide(found: Planned) -> None:
+def test_the_seed_and_the_steps_decide(found: PlanResult) -> None:
     again = planned(STEP, HGX2, steps=300, seed=1)
     assert again.plan == found.plan
     assert again.plan.hash == found.plan.hash
 
 
-def test_a_plan_says_what_its_schedule_does(found: Planned, tmp_path: Path) -> None:
+def test_a_plan_says_what_its_schedule_does(found: PlanResult, tmp_path: Path) -> None:
     made, schedule = found.plan, found.schedules[SYSTEM]
     assert [op.op for op in made.ops] == ["prep", "exchange", "gradients"]
     motifs = [motif for op in made.ops for motif in op.motifs]
@@ -72,7 +72,7 @@ def test_a_plan_says_what_its_schedule_does(found: Planned, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", [*BASELINES, SYSTEM])
-def test_a_plan_can_be_turned_back_into_its_schedule(found: Planned, name: str) -> None:
+def test_a_plan_can_be_turned_back_into_its_schedule(found: PlanResult, name: str) -> None:
     schedule = found.schedules[name]
     again = to_schedule(to_plan(name, schedule, found.problem, HGX2), found.problem)
     assert again.choice == schedule.choice
@@ -82,7 +82,7 @@ def test_a_plan_can_be_turned_back_into_its_schedule(found: Planned, name: str) 
         assert again.period_us == pytest.approx(schedule.period_us)
 
 
-def test_a_plan_whose_options_are_gone_does_not_fit(found: Planned) -> None:
+def test_a_plan_whose_options_are_gone_does_not_fit(found: PlanResult) -> None:
     made = found.plan
     for change in ({"option": "by pigeon"}, {"motifs": (replace(made.ops[0].motifs[0], channels=("air",)),)}):
         other = replace(made, ops=(replace(made.ops[0], **change), *made.ops[1:]))
@@ -93,7 +93,7 @@ def test_a_plan_whose_options_are_gone_does_not_fit(found: Planned) -> None:
 
 
 def test_a_plan_that_cannot_be_retimed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(schedule: Schedule, problem: Problem, cluster: Cluster, costs: object) -> Retimed:
+    def too_large(schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, costs: object) -> RetimedPlan:
         raise Infeasible("7 transfers are more than 6")
 
     monkeypatch.setattr(module, "retimed", too_large)
@@ -103,7 +103,7 @@ def test_a_plan_that_cannot_be_retimed_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_plan_without_a_steady_state_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "retimed", lambda *_: Retimed(period_us=5.0, iterations=32, settled=False))
+    monkeypatch.setattr(module, "retimed", lambda *_: RetimedPlan(period_us=5.0, iterations=32, settled=False))
     made = planned(STEP, HGX2, steps=10, systems=()).plan
     assert made.retimed_us == 5.0
     assert made.notes == ("re-timed: no steady state in 32 iterations, their mean is given",)
@@ -112,11 +112,11 @@ def test_a_plan_without_a_steady_state_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 def test_where_an_order_cannot_be_fed_the_fastest_that_can_is_taken() -> None:
     """On channels of their own the two do not meet, but the application submits `prep` only after `grad` is done."""
-    from stretto.planner.schedule.problem import Option, Task
+    from stretto.planner.schedule.problem import MotifTask, Option
     from stretto.planner.schedule.schedule import Scheduler
 
     def option(channel: str) -> tuple[Option, ...]:
-        task = Task(motif="m", algorithm="a", channels=(channel,), duration_us=1.0)
+        task = MotifTask(motif="m", algorithm="a", channels=(channel,), duration_us=1.0)
         return (Option(name="o", expression="", tasks=(task,)),)
 
     workload = Workload(
@@ -128,7 +128,7 @@ def test_where_an_order_cannot_be_fed_the_fastest_that_can_is_taken() -> None:
             Op(name="u", duration_us=1.0, after=(Dep(op="grad", why="wait"),)),
         ),
     )  # fmt: skip
-    scheduler = Scheduler(Problem(workload=workload, options={"prep": option("x"), "grad": option("y")}))
+    scheduler = Scheduler(PlanProblem(workload=workload, options={"prep": option("x"), "grad": option("y")}))
     order = [(1, 0), (2, 0)]
     fine, ahead = (scheduler.replay([0, 0], order, [shift, 0]) for shift in (0, 1))
     slow = replace(fine, period_us=fine.period_us + 1)
@@ -172,14 +172,14 @@ def test_progress_is_told() -> None:
     assert all(0 <= share <= 1 for _, share in heard)
 
 
-def test_the_short_form(found: Planned) -> None:
+def test_the_short_form(found: PlanResult) -> None:
     made = plan(STEP, HGX2, budget_s=0.5)
     assert made.iteration_us <= min(made.baselines_us.values()) * (1 + 1e-9)
     assert stretto.plan is plan
     assert stretto.Plan is Plan
 
 
-def test_a_plan_that_promises_too_little_is_plain_order(found: Planned) -> None:
+def test_a_plan_that_promises_too_little_is_plain_order(found: PlanResult) -> None:
     gain = 1 - found.plan.iteration_us / found.plain.period_us
     assert 0 < gain < 0.9, "there is something to gain on this step"
     kept = planned(STEP, HGX2, steps=300, seed=1, least_gain=gain + 0.05)
@@ -189,7 +189,7 @@ def test_a_plan_that_promises_too_little_is_plain_order(found: Planned) -> None:
     assert planned(STEP, HGX2, steps=300, seed=1, least_gain=gain / 2).plan.name == SYSTEM
 
 
-def test_no_plan_promises_less_than_plain_order(found: Planned) -> None:
+def test_no_plan_promises_less_than_plain_order(found: PlanResult) -> None:
     assert found.plan.iteration_us <= found.plain.period_us * (1 + 1e-9)
 
 

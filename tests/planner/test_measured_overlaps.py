@@ -10,10 +10,10 @@ from stretto import Cluster
 from stretto.errors import InvalidInput
 from stretto.planner.costs.costs import Motion, SimulatedCosts
 from stretto.planner.costs.measured import (
-    Beside,
     LayeredCosts,
     MeasuredCosts,
     Measurement,
+    OverlapPartner,
     overlaps,
     read_measurements,
     write_measurements,
@@ -24,10 +24,10 @@ from stretto.units import MB
 HGX2 = Cluster.preset("hgx2", nodes=2)
 ACROSS = tuple((a, a + 8) for a in range(8))
 FAST, SLOW = ("nvlink", "rdma"), ("pcie", "ethernet")
-EXCHANGE = Beside(collective="all_to_all", algorithm="direct", channels=SLOW, nbytes=1e6)
+EXCHANGE = OverlapPartner(collective="all_to_all", algorithm="direct", channels=SLOW, nbytes=1e6)
 
 
-def row(time_us: float, *, groups: int = 1, beside: Beside | None = None) -> Measurement:
+def row(time_us: float, *, groups: int = 1, beside: OverlapPartner | None = None) -> Measurement:
     return Measurement(
         collective="all_reduce", algorithm="ring", nranks=16, nbytes=1e6, time_us=time_us, channels=FAST,
         groups=groups, beside=beside,

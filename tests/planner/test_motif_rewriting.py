@@ -178,7 +178,8 @@ def test_a_forgotten_rank_is_noticed(made: tuple[Motif, Expr], data: st.DataObje
     original, expr = made
     path, leaf = data.draw(st.sampled_from(list(expr.walk())))
     needed = [
-        at for at, rank in enumerate(leaf.ranks)
+        at
+        for at, rank in enumerate(leaf.ranks)
         if rank != leaf.root and (leaf.kind not in ("GA", "SC") or leaf.shards[at])
     ]
     if not needed or len(leaf.ranks) < 2:
@@ -202,7 +203,7 @@ def test_segments_that_overlap_or_leave_a_gap_are_noticed(whole: Motif, parts: i
     at = data.draw(st.integers(0, len(expr.children) - 2))
     leaf = expr.children[at]
     assert isinstance(leaf, Motif)
-    (lo, hi), = leaf.spans
+    ((lo, hi),) = leaf.spans
     longer = replace(leaf, spans=((lo, hi + 1),))
     if len(whole.ranks) > 1:
         with pytest.raises(VerificationError, match="in parallel, but both write"):

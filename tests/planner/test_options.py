@@ -16,7 +16,7 @@ from stretto.planner.algebra.rewrites import rewrites
 from stretto.planner.algebra.rules import rule, unregister
 from stretto.planner.costs.costs import CPU_LAUNCH_US, LAUNCH_US, SimulatedCosts, simulated_costs
 from stretto.planner.costs.measured import LayeredCosts, MeasuredCosts, Measurement
-from stretto.planner.schedule.problem import Option, Task
+from stretto.planner.schedule.problem import MotifTask, Option
 from stretto.planner.schedule.schedule import Scheduler
 from stretto.workload import Dep, Op, Workload
 
@@ -224,8 +224,8 @@ def test_a_pattern_that_one_of_the_groups_cannot_take_is_left_out() -> None:
     assert not any(step.startswith("tree") for rules in steps for step in rules)
 
 
-def task(channel: str, us: float, *after: int) -> Task:
-    return Task(motif="m", algorithm="a", channels=(channel,), duration_us=us, after=after)
+def task(channel: str, us: float, *after: int) -> MotifTask:
+    return MotifTask(motif="m", algorithm="a", channels=(channel,), duration_us=us, after=after)
 
 
 def test_the_time_alone_is_that_of_a_pipeline_not_of_the_order_tasks_are_written_in() -> None:

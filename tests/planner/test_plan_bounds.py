@@ -8,20 +8,20 @@ from hypothesis import strategies as some
 
 from stretto.planner.example import random_problem
 from stretto.planner.schedule.bounds import least_us, lower_bound
-from stretto.planner.schedule.problem import Option, Problem, Task
+from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
 from stretto.planner.schedule.schedule import DISCIPLINES, Scheduler
 from stretto.workload import Dep, Op, Workload
 
 
-def task(channels: str, us: float, *after: int) -> Task:
-    return Task(motif="m", algorithm="a", channels=tuple(channels.split("+")), duration_us=us, after=after)
+def task(channels: str, us: float, *after: int) -> MotifTask:
+    return MotifTask(motif="m", algorithm="a", channels=tuple(channels.split("+")), duration_us=us, after=after)
 
 
-def option(*tasks: Task) -> Option:
+def option(*tasks: MotifTask) -> Option:
     return Option(name="o", expression="", tasks=tasks)
 
 
-def hidden(compute_us: float, *options: tuple[Option, ...]) -> Problem:
+def hidden(compute_us: float, *options: tuple[Option, ...]) -> PlanProblem:
     """Communication that nobody waits for before the next iteration but one."""
     names = [f"g{k}" for k in range(len(options))]
     ops = (
@@ -29,7 +29,7 @@ def hidden(compute_us: float, *options: tuple[Option, ...]) -> Problem:
         *(Op(name=name, kind="all_reduce", nbytes=1.0, after=(Dep(op="c"),)) for name in names),
     )
     workload = Workload(name="w", num_ranks=2, ops=ops)
-    return Problem(workload=workload, options=dict(zip(names, options, strict=True)))
+    return PlanProblem(workload=workload, options=dict(zip(names, options, strict=True)))
 
 
 def test_compute_binds() -> None:
@@ -38,7 +38,20 @@ def test_compute_binds() -> None:
 
 
 def test_a_circle_binds_by_its_lag() -> None:
-    bound = lower_bound(hidden(10.0, (option(task("x", 7.0, ), task("y", 7.0, 0)),)))
+    bound = lower_bound(
+        hidden(
+            10.0,
+            (
+                option(
+                    task(
+                        "x",
+                        7.0,
+                    ),
+                    task("y", 7.0, 0),
+                ),
+            ),
+        )
+    )
     assert bound.us == 12.0
     assert bound.why == "circle of waiting: c, g0"
 

@@ -10,13 +10,13 @@ from stretto.errors import Infeasible, InvalidInput
 from stretto.planner.example import figure6, random_problem
 from stretto.planner.schedule.bounds import lower_bound
 from stretto.planner.schedule.exact import solve_exactly
-from stretto.planner.schedule.problem import Option, Problem, Task
+from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
 from stretto.planner.schedule.schedule import Scheduler
 from stretto.planner.schedule.search import search
 from stretto.workload import Dep, Op, Workload
 
 
-def by_trying_all(problem: Problem) -> float:
+def by_trying_all(problem: PlanProblem) -> float:
     """Every choice, every order, every shift."""
     scheduler = Scheduler(problem)
     best = float("inf")
@@ -72,7 +72,7 @@ def test_large_problems_are_refused() -> None:
 
 def test_out_of_time_the_start_and_its_bound_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(3, num_comm=10, longest_us=6.0)
-    monkeypatch.setattr("stretto.synthesis.cp_sat.minimise", lambda task, limit_s: ("unknown", None, 0.0))
+    monkeypatch.setattr("stretto.synthesis.cp_sat.minimize", lambda task, limit_s: ("unknown", None, 0.0))
     found = solve_exactly(problem, limit_s=1e-3)
     assert found.status == "feasible"
     assert found.value_us == found.schedule.period_us
@@ -80,12 +80,12 @@ def test_out_of_time_the_start_and_its_bound_stand(monkeypatch: pytest.MonkeyPat
     assert found.gap > 0
 
 
-def corner() -> Problem:
+def corner() -> PlanProblem:
     """Four comm-ops that fill one channel without a gap at the optimum, and that single moves hardly lead to."""
 
     def option(*tasks: tuple[str, float, tuple[int, ...]]) -> Option:
         made = tuple(
-            Task(motif="m", algorithm="a", channels=tuple(channels), duration_us=us, after=after)
+            MotifTask(motif="m", algorithm="a", channels=tuple(channels), duration_us=us, after=after)
             for channels, us, after in tasks
         )
         return Option(name="o", expression="", tasks=made)
@@ -108,7 +108,7 @@ def corner() -> Problem:
         "o3": (option(("a", 4.0, ()), ("a", 7.0, ())), option(("bc", 5.0, ()), ("c", 6.0, ())),
                option(("bc", 2.0, ()), ("b", 7.0, (0,)), ("c", 1.0, (1,)))),
     }  # fmt: skip
-    return Problem(workload=Workload(name="corner", num_ranks=2, ops=ops), options=options)
+    return PlanProblem(workload=Workload(name="corner", num_ranks=2, ops=ops), options=options)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

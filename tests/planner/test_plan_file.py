@@ -12,7 +12,7 @@ import pytest
 
 from stretto.cluster import Cluster
 from stretto.errors import InvalidInput, PlanMismatch
-from stretto.planner.compare import Change, diff
+from stretto.planner.compare import PlanChange, diff
 from stretto.planner.plan import MotifPlan, OpPlan, Plan, ProgramPlan
 from stretto.workload import Dep, Op, Workload
 
@@ -172,10 +172,10 @@ def test_wrong_motifs_are_named(tmp_path: Path, edit: dict[str, Any], message: s
 def test_what_no_field_takes_is_refused_at_every_level(tmp_path: Path) -> None:
     path, value = saved(tmp_path)
     value["ops"][1]["colour"] = 1
-    assert refused(path, value).startswith("ops[1].colour: unknown field 'colour'; choose from: op, kind,")
+    assert refused(path, value).startswith("ops[1].color: unknown field 'colour'; choose from: op, kind,")
     path, value = saved(tmp_path)
     value["ops"][1]["motifs"][0]["colour"] = 1
-    assert refused(path, value).startswith("ops[1].motifs[0].colour: unknown field")
+    assert refused(path, value).startswith("ops[1].motifs[0].color: unknown field")
 
 
 def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -253,11 +253,11 @@ def test_two_plans_differ_in_what_they_decide() -> None:
         op_plan("g", motif(1, channels=("pcie",)), option="ring on pcie"), op_plan("h", motif(0), kind="all_to_all")
     )
     assert diff(old, new) == [
-        Change(op="g", what="option", before="ring on nvlink", after="ring on pcie"),
-        Change(op="g", what="motifs", before="2", after="1"),
-        Change(op="g", what="channels", before="nvlink", after="pcie"),
-        Change(op="h", what="iterations ahead", before="+1", after="0"),
-        Change(op="g", what="turn", before="first", after="after h"),
+        PlanChange(op="g", what="option", before="ring on nvlink", after="ring on pcie"),
+        PlanChange(op="g", what="motifs", before="2", after="1"),
+        PlanChange(op="g", what="channels", before="nvlink", after="pcie"),
+        PlanChange(op="h", what="iterations ahead", before="+1", after="0"),
+        PlanChange(op="g", what="turn", before="first", after="after h"),
     ]
     with pytest.raises(PlanMismatch, match="stretto is for step"):
         diff(old, replace(old, workload_digest="other"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto import Cluster, InvalidInput, Plan, Workload
-from stretto.planner.algebra.recipes import Ask, library
+from stretto.planner.algebra.recipes import MotifRequest, library
 from stretto.planner.api import planned
 from stretto.planner.plan import MAX_PROGRAM_CHARS, ProgramPlan
 from stretto.programs.formats.text import loads
@@ -37,7 +37,7 @@ def test_every_motif_runs_as_the_library_or_as_a_program_of_the_plan(plan: Plan,
     brought = {(one.algorithm, one.kind, one.channels) for one in read.programs}
     for op in read.ops:
         for motif in op.motifs:
-            known = motif.algorithm in library(Ask(kind=op.kind, group=tuple(range(9))))
+            known = motif.algorithm in library(MotifRequest(kind=op.kind, group=tuple(range(9))))
             assert known or any(name == motif.algorithm and on == motif.channels for name, _, on in brought)
     for one in read.programs:
         program = loads(one.text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.planner.reasons import length_us, overlap_us, reasons, union, wrapped
-from stretto.planner.schedule.problem import Option, Problem, Task
+from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
 from stretto.planner.schedule.schedule import Scheduler
 from stretto.workload import Dep, Op, Workload
 
@@ -14,7 +14,7 @@ def option(*tasks: tuple[str, float], name: str = "o") -> Option:
     return Option(
         name=name,
         expression="",
-        tasks=tuple(Task(motif="m", algorithm="a", channels=(channel,), duration_us=us) for channel, us in tasks),
+        tasks=tuple(MotifTask(motif="m", algorithm="a", channels=(channel,), duration_us=us) for channel, us in tasks),
     )
 
 
@@ -27,7 +27,7 @@ def comm(name: str, *after: Dep, groups: tuple[tuple[int, ...], ...] = ()) -> Op
 
 
 def said(ops: list[Op], choice: dict[str, int] | None = None, **options: tuple[Option, ...]) -> dict[str, str]:
-    problem = Problem(workload=Workload(name="w", num_ranks=4, ops=tuple(ops)), options=options)
+    problem = PlanProblem(workload=Workload(name="w", num_ranks=4, ops=tuple(ops)), options=options)
     return reasons(Scheduler(problem).schedule(choice or {}), problem)
 
 

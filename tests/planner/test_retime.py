@@ -13,9 +13,9 @@ from stretto.errors import Infeasible
 from stretto.planner.algebra.options import problem as make_problem
 from stretto.planner.costs.costs import Cost, Motion, SimulatedCosts
 from stretto.planner.schedule.merge import Transfers, transfers_of
-from stretto.planner.schedule.problem import Option, Problem, Task
-from stretto.planner.schedule.retime import Retimed, retime
-from stretto.planner.schedule.schedule import Schedule, Scheduler
+from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
+from stretto.planner.schedule.retime import RetimedPlan, retime
+from stretto.planner.schedule.schedule import Scheduler, StepSchedule
 from stretto.workload import Dep, Op, Workload
 
 HGX2 = Cluster.preset("hgx2", nodes=2)
@@ -69,7 +69,7 @@ STEPS = {
 }  # fmt: skip
 
 
-def everything(alone: Problem, cluster: Cluster, costs: SimulatedCosts) -> Mapping[tuple[int, int], Transfers]:
+def everything(alone: PlanProblem, cluster: Cluster, costs: SimulatedCosts) -> Mapping[tuple[int, int], Transfers]:
     """All motifs as transfers, whether they can meet others or not."""
     found = {}
     for number, task in module._tasks(alone).items():
@@ -80,7 +80,7 @@ def everything(alone: Problem, cluster: Cluster, costs: SimulatedCosts) -> Mappi
     return found
 
 
-def schedules(problem: Problem) -> list[Schedule]:
+def schedules(problem: PlanProblem) -> list[StepSchedule]:
     scheduler = Scheduler(problem)
     whole = [0] * len(problem.workload.comm_ops)
     return [
@@ -101,7 +101,7 @@ def test_what_meets_nobody_takes_as_long_as_planned(
     problem = make_problem(STEPS[name], cluster, costs)
     for schedule in schedules(problem):
         found = retime(schedule, problem, cluster, costs)
-        assert found == Retimed(period_us=found.period_us)
+        assert found == RetimedPlan(period_us=found.period_us)
         assert found.period_us == pytest.approx(schedule.period_us)
         with monkeypatch.context() as patched:
             patched.setattr(module, "_meeting", everything)
@@ -173,7 +173,7 @@ def test_a_link_that_is_always_wanted_sets_the_pace() -> None:
     assert found.period_us > schedule.period_us * 1.4
 
 
-def out_of_step(longer_us: float) -> tuple[Schedule, Problem, Cluster]:
+def out_of_step(longer_us: float) -> tuple[StepSchedule, PlanProblem, Cluster]:
     """Two pairs that share the trunk fairly, one of which computes longer."""
     cluster = trunk(flow_gb_per_s=10.0)
     ops = [
@@ -234,8 +234,8 @@ def test_what_is_too_large_is_said_before_it_is_built(monkeypatch: pytest.Monkey
 
 def test_motifs_with_no_more_than_a_duration_keep_it() -> None:
     workload = step(2, compute("c", 5.0, Dep(op="g", lag=1)), comm("g", "all_reduce", 1e6, Dep(op="c")))
-    task = Task(motif="m", algorithm="nccl", channels=("x",), duration_us=7.0)
-    problem = Problem(workload=workload, options={"g": (Option(name="o", expression="", tasks=(task,)),)})
+    task = MotifTask(motif="m", algorithm="nccl", channels=("x",), duration_us=7.0)
+    problem = PlanProblem(workload=workload, options={"g": (Option(name="o", expression="", tasks=(task,)),)})
     schedule = Scheduler(problem).schedule([0])
     assert retime(schedule, problem, DGX2).period_us == schedule.period_us == 12.0
 
@@ -254,4 +254,4 @@ def test_measured_motifs_keep_their_time_where_no_program_is_known() -> None:
     cluster = trunk()
     problem = make_problem(across(((0, 1), (2, 3))), cluster, Measured(cluster))
     schedule = Scheduler(problem).schedule([0, 0])
-    assert retime(schedule, problem, cluster, Measured(cluster)) == Retimed(period_us=schedule.period_us)
+    assert retime(schedule, problem, cluster, Measured(cluster)) == RetimedPlan(period_us=schedule.period_us)

@@ -11,8 +11,8 @@ from stretto.errors import Infeasible, InvalidInput
 from stretto.planner.example import figure6
 from stretto.planner.schedule.bounds import lower_bound
 from stretto.planner.schedule.exact import solve_exactly
-from stretto.planner.schedule.problem import Option, Problem, Task
-from stretto.planner.schedule.schedule import Schedule, Scheduler, check_order
+from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
+from stretto.planner.schedule.schedule import Scheduler, StepSchedule, check_order
 from stretto.workload import Dep, Op, Workload
 
 
@@ -21,16 +21,16 @@ def option(*tasks: tuple[str, float], name: str = "o", chained: bool = False) ->
         name=name,
         expression="",
         tasks=tuple(
-            Task(motif=f"m{k}", algorithm="a", channels=tuple(channels.split("+")), duration_us=us,
+            MotifTask(motif=f"m{k}", algorithm="a", channels=tuple(channels.split("+")), duration_us=us,
                  after=(k - 1,) if chained and k else ())
             for k, (channels, us) in enumerate(tasks)
         ),
     )  # fmt: skip
 
 
-def problem(ops: list[Op], **options: Option | tuple[Option, ...]) -> Problem:
+def problem(ops: list[Op], **options: Option | tuple[Option, ...]) -> PlanProblem:
     workload = Workload(name="by hand", num_ranks=4, ops=tuple(ops))
-    return Problem(workload=workload, options={k: v if isinstance(v, tuple) else (v,) for k, v in options.items()})
+    return PlanProblem(workload=workload, options={k: v if isinstance(v, tuple) else (v,) for k, v in options.items()})
 
 
 def compute(name: str, us: float, *after: Dep, stream: str = "compute", ranks: tuple[int, ...] = ()) -> Op:
@@ -41,7 +41,7 @@ def comm(name: str, *after: Dep, groups: tuple[tuple[int, ...], ...] = ()) -> Op
     return Op(name=name, kind="all_reduce", nbytes=1.0, after=after, groups=groups)
 
 
-def at(schedule: Schedule, op: int, task: int = -1) -> tuple[float, float, int]:
+def at(schedule: StepSchedule, op: int, task: int = -1) -> tuple[float, float, int]:
     row = int(np.flatnonzero((schedule.op == op) & (schedule.task == task))[0])
     return float(schedule.start_us[row]), float(schedule.end_us[row]), int(schedule.iteration[row])
 
@@ -127,7 +127,7 @@ def skewed() -> Workload:
 
 
 def test_a_compute_op_takes_each_places_own_time() -> None:
-    step = Problem(workload=skewed(), options={"g": (option(("x", 2.0)),)})
+    step = PlanProblem(workload=skewed(), options={"g": (option(("x", 2.0)),)})
     found = Scheduler(step).schedule([0])
     assert step.workload.compute_us == 12.0
     # Both arrive at g after 11; neither waits for the other before.

@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 
 from stretto.errors import Infeasible
 from stretto.planner.example import random_problem
-from stretto.planner.schedule.problem import Problem
+from stretto.planner.schedule.problem import PlanProblem
 from stretto.planner.schedule.schedule import DISCIPLINES, Scheduler, check_order
 
 Node = tuple[int, int]
@@ -26,7 +26,7 @@ At = tuple[Node, int]
 class Reference:
     """Every rule looked up when it is needed; nothing is compiled."""
 
-    def __init__(self, problem: Problem, choice: Sequence[int], serial: bool) -> None:
+    def __init__(self, problem: PlanProblem, choice: Sequence[int], serial: bool) -> None:
         self.workload = workload = problem.workload
         self.tasks: dict[Node, float] = {}
         self.held: dict[Node, set[tuple[int, str]]] = {}
@@ -127,9 +127,7 @@ class Reference:
                 moved = False
                 done = {at for at, when in end.items() if when <= now}
                 busy = {r for at, when in end.items() if when > now and at[0] in self.tasks for r in self.held[at[0]]}
-                can = [
-                    (v, i) for v, i in waiting if all(i < lag or (u, i - lag) in done for u, lag in self.needs[v])
-                ]
+                can = [(v, i) for v, i in waiting if all(i < lag or (u, i - lag) in done for u, lag in self.needs[v])]
                 for at in can:
                     since.setdefault(at, now)
                 if discipline == "fifo":
@@ -178,7 +176,7 @@ class Reference:
         return [max(end[v, i] for v in self.needs) for i in range(windows)]
 
 
-def drawn(seed: int) -> tuple[Problem, Scheduler, tuple[int, ...], Random]:
+def drawn(seed: int) -> tuple[PlanProblem, Scheduler, tuple[int, ...], Random]:
     """A random step; on two kinds of ranks some compute takes another time on each, and some ops are sends."""
     draw = Random(seed)
     problem = random_problem(seed, num_comm=draw.randint(1, 6), two_places=draw.random() < 0.5)

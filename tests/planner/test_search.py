@@ -6,11 +6,11 @@ import pytest
 
 from stretto.errors import InvalidInput
 from stretto.planner.example import figure6, random_problem
-from stretto.planner.schedule.schedule import DISCIPLINES, Schedule, Scheduler, check_order
+from stretto.planner.schedule.schedule import DISCIPLINES, Scheduler, StepSchedule, check_order
 from stretto.planner.schedule.search import MODES, Progress, search
 
 
-def same(a: Schedule, b: Schedule) -> bool:
+def same(a: StepSchedule, b: StepSchedule) -> bool:
     return (a.choice, a.order, a.shift, a.period_us) == (b.choice, b.order, b.shift, b.period_us)
 
 

@@ -22,7 +22,7 @@ from stretto.planner.plan import MotifPlan, OpPlan, Plan
 from stretto.planner.tuner_csv import (
     MAX_BYTES,
     MAX_LINE,
-    Line,
+    TunerLine,
     most_channels,
     read_tuner_csv,
     told,
@@ -194,7 +194,7 @@ def test_a_tuner_that_says_the_slower_algorithm_is_told_to_lose() -> None:
     motion = Motion(kind="all_reduce", groups=(EVERYONE,), channels=("nvlink", "rdma"))
     times = {}
     for name, algorithm in (("ring", "ring"), ("tree", "double_binary_tree")):
-        line = Line(collective="allreduce", min_bytes=0, max_bytes=MAX_BYTES, algorithm=name, protocol="simple")
+        line = TunerLine(collective="allreduce", min_bytes=0, max_bytes=MAX_BYTES, algorithm=name, protocol="simple")
         times[name] = with_tuner_alone([line], step, CLUSTER).period_us
         assert times[name] - costs.cost(motion, 1e8, algorithm).us < 200
     assert times["tree"] > times["ring"] == pytest.approx(with_tuner_alone([], step, CLUSTER).period_us)
@@ -269,9 +269,7 @@ def test_what_nccl_does_not_have_gets_the_cheaper_of_ring_and_tree() -> None:
 
 
 def test_ops_of_one_size_cannot_have_two_algorithms(tmp_path: Path) -> None:
-    plan, workload = case(
-        ("one", "all_reduce", 1e6, "ring", ()), ("two", "all_reduce", 1e6, "double_binary_tree", ())
-    )
+    plan, workload = case(("one", "all_reduce", 1e6, "ring", ()), ("two", "all_reduce", 1e6, "double_binary_tree", ()))
     left_out = write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv")
     assert left_out == ["two: NCCL cannot tell it from one, which has ring, not tree"]
     assert tuned(tmp_path / "t.csv", "allreduce", 1_000_000, 2, 16) == ("ring", "ll128")
@@ -294,7 +292,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     extra = tmp_path / "extra.csv"
     extra.write_text("# comment\n\nallreduce, 0, 10, ring, ll, 4, -1, -1, 2, 1\n")
     assert read_tuner_csv(extra) == [
-        Line(collective="allreduce", min_bytes=0, max_bytes=10, algorithm="ring", protocol="ll", channels=4)
+        TunerLine(collective="allreduce", min_bytes=0, max_bytes=10, algorithm="ring", protocol="ll", channels=4)
     ]
 
 

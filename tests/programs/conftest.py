@@ -43,9 +43,7 @@ def ring_reduce_scatter(n: int, k: int, in_place: bool) -> Made:
 
 
 def ring_all_reduce(n: int, k: int, in_place: bool) -> Made:
-    steps = [
-        (s, r, (r + 1) % n, _shard((r - s) % n, k), s < n - 1) for s in range(2 * n - 2) for r in range(n)
-    ]
+    steps = [(s, r, (r + 1) % n, _shard((r - s) % n, k), s < n - 1) for s in range(2 * n - 2) for r in range(n)]
     return AllReduce(n, chunks=n * k, in_place=in_place), steps
 
 
@@ -55,9 +53,7 @@ def direct_all_to_all(n: int, k: int, in_place: bool) -> Made:
 
 
 def shifted_all_to_all(n: int, k: int, in_place: bool) -> Made:
-    steps = [
-        (s, r, (r + s) % n, _shard(r * n + (r + s) % n, k), False) for s in range(1, n) for r in range(n)
-    ]
+    steps = [(s, r, (r + s) % n, _shard(r * n + (r + s) % n, k), False) for s in range(1, n) for r in range(n)]
     return AllToAll(n, chunks=k, in_place=in_place), steps
 
 
@@ -109,9 +105,7 @@ def binomial_broadcast(n: int, k: int, in_place: bool) -> Made:
     root, width, s = 1 % n, 1, 0
     steps: list[Step] = []
     while width < n:
-        steps += [
-            (s, (v + root) % n, (v + width + root) % n, range(k), False) for v in range(width) if v + width < n
-        ]
+        steps += [(s, (v + root) % n, (v + width + root) % n, range(k), False) for v in range(width) if v + width < n]
         width, s = 2 * width, s + 1
     return Broadcast(n, root=root, chunks=k, in_place=in_place), steps
 
@@ -138,9 +132,7 @@ def chain_scatter(n: int, k: int, in_place: bool) -> Made:
 
 def relay(n: int, k: int, in_place: bool) -> Made:
     """One send over n-2 ranks in between, which keep nothing; chunk by chunk."""
-    return Permute(n, [(0, n - 1)], chunks=k), [
-        (r + j, r, r + 1, [j], False) for r in range(n - 1) for j in range(k)
-    ]
+    return Permute(n, [(0, n - 1)], chunks=k), [(r + j, r, r + 1, [j], False) for r in range(n - 1) for j in range(k)]
 
 
 def unequal_all_to_all(n: int, k: int, in_place: bool) -> Made:

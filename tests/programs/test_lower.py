@@ -24,7 +24,7 @@ from stretto import (
 )
 from stretto.programs.interpret import check
 from stretto.programs.lower import lower
-from stretto.programs.lower_memory import Layout
+from stretto.programs.lower_memory import BufferLayout
 from stretto.programs.lowered import (
     COPY,
     INPUT,
@@ -56,9 +56,7 @@ def prove(lowered: Lowered) -> int:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("k", [1, 3])
-def test_every_program_lowers_to_streams_that_do_the_same(
-    build: Build, maker: str, k: int, in_place: bool
-) -> None:
+def test_every_program_lowers_to_streams_that_do_the_same(build: Build, maker: str, k: int, in_place: bool) -> None:
     for n in (2, 4):
         program = build(maker, n, k=k, in_place=in_place)
         assert prove(lower(program)) <= program.verify().fifo_depth
@@ -156,11 +154,11 @@ def test_in_place_exchange_needs_no_scratch_when_sends_can_go_first(build: Build
 def test_in_place_outputs_wait_in_scratch_for_inputs_that_are_still_needed() -> None:
     # Rank 1 sends its chunk for rank 0 only after it has received what goes to the same place.
     collective = replace(_swap(), in_place=True)
-    program = Program.from_steps(
-        "late", collective, src=[0, 1], dst=[1, 0], chunk=[0, 1], step=[0, 1]
-    )
+    program = Program.from_steps("late", collective, src=[0, 1], dst=[1, 0], chunk=[0, 1], step=[0, 1])
     held = program.replace(
-        after_ptr=np.array([0, 0, 1]), after=np.array([0], np.int32), gate_ptr=np.array([0, 0, 0]),
+        after_ptr=np.array([0, 0, 1]),
+        after=np.array([0], np.int32),
+        gate_ptr=np.array([0, 0, 0]),
         gate=np.zeros(0, np.int32),
     )
     lowered = lower(held)
@@ -173,20 +171,37 @@ def _swap() -> Collective:
     """Two ranks exchange one chunk, each in the place of the other."""
     one = np.ones(1, np.float64)
     return Collective(
-        kind="swap", ranks=(0, 1), num_chunks=2, chunks=1,
-        in_ptr=np.array([0, 1, 2]), in_chunk=np.array([0, 1], np.int32), in_part=np.zeros(2, np.int32),
-        out_ptr=np.array([0, 1, 2]), out_chunk=np.array([1, 0], np.int32), out_set=np.full(2, -1, np.int32),
-        chunk_share=np.repeat(one, 2), place=np.zeros(2, np.int64),
+        kind="swap",
+        ranks=(0, 1),
+        num_chunks=2,
+        chunks=1,
+        in_ptr=np.array([0, 1, 2]),
+        in_chunk=np.array([0, 1], np.int32),
+        in_part=np.zeros(2, np.int32),
+        out_ptr=np.array([0, 1, 2]),
+        out_chunk=np.array([1, 0], np.int32),
+        out_set=np.full(2, -1, np.int32),
+        chunk_share=np.repeat(one, 2),
+        place=np.zeros(2, np.int64),
     )
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_chunks_of_one_rank_can_change_places_locally(in_place: bool) -> None:
     collective = Collective(
-        kind="turn", ranks=(0,), num_chunks=3, chunks=1,
-        in_ptr=np.array([0, 3]), in_chunk=np.array([0, 1, 2], np.int32), in_part=np.zeros(3, np.int32),
-        out_ptr=np.array([0, 3]), out_chunk=np.array([2, 0, 1], np.int32), out_set=np.full(3, -1, np.int32),
-        chunk_share=np.full(3, 1 / 3), place=np.zeros(1, np.int64), in_place=in_place,
+        kind="turn",
+        ranks=(0,),
+        num_chunks=3,
+        chunks=1,
+        in_ptr=np.array([0, 3]),
+        in_chunk=np.array([0, 1, 2], np.int32),
+        in_part=np.zeros(3, np.int32),
+        out_ptr=np.array([0, 3]),
+        out_chunk=np.array([2, 0, 1], np.int32),
+        out_set=np.full(3, -1, np.int32),
+        chunk_share=np.full(3, 1 / 3),
+        place=np.zeros(1, np.int64),
+        in_place=in_place,
     )
     nothing = np.zeros(0, np.int32)
     program = Program.from_steps("turn", collective, src=nothing, dst=nothing, chunk=nothing, step=nothing)
@@ -262,8 +277,13 @@ def test_a_rank_with_many_peers_spreads_them_over_channels(build: Build) -> None
 
 def test_lanes_become_channels() -> None:
     program = Program.from_steps(
-        "lanes", AllGather(2, chunks=2), src=[0, 0, 1, 1], dst=[1, 1, 0, 0], chunk=[0, 1, 2, 3],
-        step=0, lane=[0, 1, 0, 1],
+        "lanes",
+        AllGather(2, chunks=2),
+        src=[0, 0, 1, 1],
+        dst=[1, 1, 0, 0],
+        chunk=[0, 1, 2, 3],
+        step=0,
+        lane=[0, 1, 0, 1],
     )
     lowered = lower(program)
     assert lowered.num_channels == 2
@@ -280,12 +300,12 @@ def test_lanes_become_channels() -> None:
     ],
 )
 def test_the_finer_collective_is_the_one_the_library_builds(coarse: Collective, fine: Collective) -> None:
-    assert Layout(collective=coarse, instances=4).finer() == fine
+    assert BufferLayout(collective=coarse, instances=4).finer() == fine
 
 
 def test_every_kind_can_be_made_finer(build: Build, maker: str) -> None:
     coarse = build(maker, 3 if maker == "unequal_all_to_all" else 4).collective
-    fine = Layout(collective=coarse, instances=3).finer()
+    fine = BufferLayout(collective=coarse, instances=3).finer()
     assert fine.kind == coarse.kind
     assert fine.chunk_share.sum() == pytest.approx(coarse.chunk_share.sum())
     sizes: Callable[[NDArray[np.int64]], list[int]] = lambda ptr: np.diff(ptr).tolist()  # noqa: E731

@@ -143,8 +143,13 @@ def test_names_are_escaped() -> None:
 
 def _pair(chunks: int = 1) -> Lowered:
     program = Program.from_steps(
-        "pair", AllReduce(2, chunks=chunks), src=np.repeat([0, 1], chunks), dst=np.repeat([1, 0], chunks),
-        chunk=np.tile(np.arange(chunks), 2), step=0, reduce=True,
+        "pair",
+        AllReduce(2, chunks=chunks),
+        src=np.repeat([0, 1], chunks),
+        dst=np.repeat([1, 0], chunks),
+        chunk=np.tile(np.arange(chunks), 2),
+        step=0,
+        reduce=True,
     )
     return lower(program)
 
@@ -174,9 +179,7 @@ def test_several_sends_have_no_name_in_the_new_dialect() -> None:
         ({"tb_channel": np.array([40, 40], np.int32)}, {}, "channels: 41 are more than the 32"),
     ],
 )
-def test_limits_are_enforced_on_export(
-    change: dict[str, object], options: dict[str, object], message: str
-) -> None:
+def test_limits_are_enforced_on_export(change: dict[str, object], options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         dumps(replace(_pair(), **change), **options)  # type: ignore[arg-type]
 

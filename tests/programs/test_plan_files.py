@@ -120,7 +120,7 @@ def test_a_runtime_that_caches_plans_by_name_runs_the_right_one() -> None:
         for copies in (1, 2)
     ]
     texts.append(dumps(algorithm("pairwise", "all_to_all", 4).lower()))
-    cached: dict[str, mscclpp_reader.Plan] = {}
+    cached: dict[str, mscclpp_reader.ExecutionPlan] = {}
     for text in texts:
         plan = mscclpp_reader.loads(text)
         used = cached.setdefault(plan.name, plan)
@@ -169,7 +169,7 @@ def test_every_door_uses_ports_between_hosts_and_memory_inside(tmp_path: Path) -
         for (a, b), found in kinds.items():
             assert found == ({"memory"} if a // 4 == b // 4 else {"port"}), path
         plan = load_program(path)
-        assert isinstance(plan, mscclpp_reader.Plan)
+        assert isinstance(plan, mscclpp_reader.ExecutionPlan)
         mscclpp_reader.check(plan, AllGather(8, chunks=plan.gpus[0].input_chunks), seeds=(0,))
 
 

@@ -36,9 +36,7 @@ def test_programs_survive_the_round_trip(build: Build, maker: str, in_place: boo
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
-def test_random_programs_survive_the_round_trip(
-    make_random_program: Callable[[int], Program], seed: int
-) -> None:
+def test_random_programs_survive_the_round_trip(make_random_program: Callable[[int], Program], seed: int) -> None:
     program = make_random_program(seed)
     assert loads(dumps(program)) == program
 
@@ -56,8 +54,16 @@ def test_golden_texts(build: Build, file: str, name: str, ranks: int, options: d
 
 def test_routes_lanes_and_digest_are_kept() -> None:
     program = Program.from_steps(
-        "routed", AllGather([4, 9]), src=[0, 1], dst=[1, 0], chunk=[0, 1], step=0, lane=[3, 0], route=[1, -1],
-        routes=[(5,), (0, 7, 8, 9)], routes_digest="abc",
+        "routed",
+        AllGather([4, 9]),
+        src=[0, 1],
+        dst=[1, 0],
+        chunk=[0, 1],
+        step=0,
+        lane=[3, 0],
+        route=[1, -1],
+        routes=[(5,), (0, 7, 8, 9)],
+        routes_digest="abc",
     )
     text = dumps(program)
     assert "collective all_gather devices 4,9 chunks 1" in text
@@ -75,12 +81,21 @@ def test_any_name_and_kind_is_kept(name: str, kind: str) -> None:
 def _odd() -> Collective:
     """Conditions that no constructor of the library would give."""
     return Collective(
-        kind="odd", ranks=(3, 1), num_chunks=4, chunks=1,
-        in_ptr=np.array([0, 3, 5]), in_chunk=np.array([0, 1, 2, 2, 3], np.int32),
+        kind="odd",
+        ranks=(3, 1),
+        num_chunks=4,
+        chunks=1,
+        in_ptr=np.array([0, 3, 5]),
+        in_chunk=np.array([0, 1, 2, 2, 3], np.int32),
         in_part=np.array([0, 0, 1, 0, 7], np.int32),
-        out_ptr=np.array([0, 2, 2]), out_chunk=np.array([3, 2], np.int32), out_set=np.array([0, -1], np.int32),
-        chunk_share=np.array([0.1, 0.1, 1 / 3, 0.25]), place=np.array([-1, 4]), part_sets=((7,), (0, 1, 2, 5)),
-        in_place=True, root=1,
+        out_ptr=np.array([0, 2, 2]),
+        out_chunk=np.array([3, 2], np.int32),
+        out_set=np.array([0, -1], np.int32),
+        chunk_share=np.array([0.1, 0.1, 1 / 3, 0.25]),
+        place=np.array([-1, 4]),
+        part_sets=((7,), (0, 1, 2, 5)),
+        in_place=True,
+        root=1,
     )
 
 
@@ -140,7 +155,7 @@ HEAD = "stretto-program 1\nname p\ncollective all_gather ranks 2 chunks 1\n"
         ("stretto-program 2\n", "p.txt line 1: version '2' is not known; this reads version 1"),
         ("stretto-program 1\nname x\n", "the file ends too early"),
         ("stretto-program 1\ncollective x\n", "p.txt line 2: expected 'name ...'"),
-        ("stretto-program 1\nname \"x\ncollective x\n", "p.txt line 2: not a quoted text"),
+        ('stretto-program 1\nname "x\ncollective x\n', "p.txt line 2: not a quoted text"),
         (HEAD.replace("all_gather", "all_gathr"), "p.txt line 3: collective: unknown collective 'all_gathr'; choose"),
         (HEAD.replace("ranks 2", "ranks x"), "p.txt line 3: ranks: expected a whole number, not 'x'"),
         (HEAD.replace("ranks 2", "ranks 999999999"), r"p.txt line 3: ranks: must be 1\.\."),

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.control.messages import JobStatus, MotifStatus, PlanId, Status
-from stretto.control.spans import Span
+from stretto.control.spans import ReportSpan
 from stretto.control.split import split
 from stretto.report.enforced_html import write_enforced_html
 from stretto.runtime.enforcer.report import Timing
@@ -36,8 +36,8 @@ def test_promised_and_measured_stand_beside_each_other(tmp_path: Path) -> None:
 
 
 SPANS = (
-    Span(track="compute", name="forward.1", start_us=0.0, duration_us=900.0, phase="forward"),
-    Span(track="eth", name="backward.<bucket>", start_us=950.0, duration_us=2500.0, comm=True),
+    ReportSpan(track="compute", name="forward.1", start_us=0.0, duration_us=900.0, phase="forward"),
+    ReportSpan(track="eth", name="backward.<bucket>", start_us=950.0, duration_us=2500.0, comm=True),
 )
 SPLIT = split(
     own="gloo", kept="plan", unchanged=Timing(median_us=12000.0, low_us=11000.0, high_us=13000.0, iterations=16),

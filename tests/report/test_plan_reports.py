@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from stretto.cluster import Cluster
-from stretto.planner.api import SYSTEM, Planned, planned, to_plan
+from stretto.planner.api import SYSTEM, PlanResult, planned, to_plan
 from stretto.planner.example import random_problem
 from stretto.planner.schedule.schedule import Scheduler
 from stretto.planner.schedule.search import search
@@ -39,7 +39,7 @@ STEP = Workload(
 
 
 @pytest.fixture(scope="module")
-def found() -> Planned:
+def found() -> PlanResult:
     return planned(STEP, HGX2, steps=100)
 
 
@@ -71,7 +71,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(found: Planned, tmp_path_factory: pytest.TempPathFactory) -> Page:
+def page(found: PlanResult, tmp_path_factory: pytest.TempPathFactory) -> Page:
     path = tmp_path_factory.mktemp("page") / "plan.html"
     write_plan_html(path, found, against="p3")
     return Page(path.read_text())
@@ -98,7 +98,7 @@ def test_the_page_loads_nothing_and_runs_nothing_of_the_workload(page: Page) -> 
     assert EVIL in page.text
 
 
-def test_the_page_says_what_the_plan_brings(page: Page, found: Planned) -> None:
+def test_the_page_says_what_the_plan_brings(page: Page, found: PlanResult) -> None:
     for word in ("What the plan brings", "One iteration: p3 above", "Decisions", "The search", "What was assumed"):
         assert word in page.text
     assert "times the throughput" in page.text
@@ -108,7 +108,7 @@ def test_the_page_says_what_the_plan_brings(page: Page, found: Planned) -> None:
         assert op.reason in page.text
 
 
-def test_both_timelines_hold_every_motif_inside_the_iteration(page: Page, found: Planned) -> None:
+def test_both_timelines_hold_every_motif_inside_the_iteration(page: Page, found: PlanResult) -> None:
     bars, layout = figures(page)[0]
     axes = {"y": "p3", "y2": SYSTEM}
     drawn: dict[str, float] = dict.fromkeys(axes.values(), 0.0)
@@ -131,12 +131,12 @@ def test_both_timelines_hold_every_motif_inside_the_iteration(page: Page, found:
     assert len(set(legend)) == len(legend) == 3
 
 
-def many(num_comm: int, seed: int = 2) -> Planned:
+def many(num_comm: int, seed: int = 2) -> PlanResult:
     problem = random_problem(seed, num_comm=num_comm, num_options=2, two_places=True)
     result = search(problem, steps=20)
     schedules = {"fifo": Scheduler(problem).schedule({}, discipline="fifo", serial=True), SYSTEM: result.schedule}
     plan = to_plan(SYSTEM, result.schedule, problem, HGX2)
-    return Planned(plan=plan, problem=problem, schedules=schedules, search=result, plain=schedules["fifo"])
+    return PlanResult(plan=plan, problem=problem, schedules=schedules, search=result, plain=schedules["fifo"])
 
 
 def test_many_comm_ops_are_coloured_by_kind_and_their_table_scrolls(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def printed(part: object, width: int = 100) -> str:
     return text.getvalue()
 
 
-def test_tables_show_promise_and_decisions(found: Planned) -> None:
+def test_tables_show_promise_and_decisions(found: PlanResult) -> None:
     text = printed(plan_tables(found.plan))
     for word in ("iteration", "link by link", "lower bound", "times ours", "fifo 1.", "made by", "prep", "why"):
         assert word in text
@@ -166,7 +166,7 @@ def test_tables_show_promise_and_decisions(found: Planned) -> None:
     assert "bytescheduler+" not in printed(systems_table({"fifo": found.schedules["fifo"]}))
 
 
-def test_a_plan_says_what_could_not_be_done(found: Planned) -> None:
+def test_a_plan_says_what_could_not_be_done(found: PlanResult) -> None:
     assert "not re-timed" in printed(plan_tables(replace(found.plan, retimed_us=0.0, notes=("not re-timed: large",))))
 
 
@@ -178,7 +178,7 @@ def test_long_lists_of_motifs_are_cut() -> None:
     assert "why: " in text
 
 
-def test_a_run_of_turns_does_not_read_as_a_number_of_motifs(found: Planned) -> None:
+def test_a_run_of_turns_does_not_read_as_a_number_of_motifs(found: PlanResult) -> None:
     op = found.plan.ops[0]
     motif = op.motifs[0]
     apart = replace(found.plan, ops=(replace(op, motifs=(replace(motif, seq=0), replace(motif, seq=1047))),))
@@ -186,7 +186,7 @@ def test_a_run_of_turns_does_not_read_as_a_number_of_motifs(found: Planned) -> N
     assert row.split()[:4] == ["0", "..", "1047", "2"]
 
 
-def test_the_trace_holds_before_and_after(found: Planned, tmp_path: Path) -> None:
+def test_the_trace_holds_before_and_after(found: PlanResult, tmp_path: Path) -> None:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
     shown = {"before (fifo)": found.schedules["fifo"], "after (plan)": found.schedules[SYSTEM]}

@@ -10,7 +10,7 @@ import pytest
 from stretto import Cluster, InvalidInput
 from stretto.collectives.reshard import Piece, Reshard, largest_buffer
 from stretto.resharding import Tensor, decompose, place
-from stretto.resharding.assign import ORDERS, Job, assign, jobs_of, timed
+from stretto.resharding.assign import ORDERS, HostTask, assign, jobs_of, timed
 from stretto.resharding.balance import balance
 from stretto.resharding.bundles import bundles_of
 from stretto.resharding.dense import dense_order
@@ -19,7 +19,7 @@ from stretto.resharding.hosts import Hosts
 P3 = Cluster.preset("p3_8xlarge", nodes=5)
 
 
-def jobs(src: str, dst: str) -> list[Job]:
+def jobs(src: str, dst: str) -> list[HostTask]:
     sides = place(src, dst, P3)
     tasks = decompose([Tensor(shape=(1024, 1024, 512), dtype_bytes=4, src=sides[0], dst=sides[1])])
     devices = sorted({d for side in sides for d in side.mesh.devices})
@@ -62,7 +62,7 @@ def test_depth_first_search_ends_and_never_loses_to_the_order_it_begins_with() -
 
 
 def test_tasks_start_as_early_as_their_hosts_allow() -> None:
-    work = [Job(senders=(0,), receivers=(2,), us=5.0), Job(senders=(1,), receivers=(2, 3), us=2.0)]
+    work = [HostTask(senders=(0,), receivers=(2,), us=5.0), HostTask(senders=(1,), receivers=(2, 3), us=2.0)]
     assert timed(work, [0, 1], [1, 0]).start_us == (2.0, 0.0)
 
 

@@ -74,6 +74,7 @@ def exact(hook: stretto.torch.DdpHook | None, *, steps: int = 3, **options: Any)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, **options)
     sizes: list[int] = []
     if hook is not None:
+
         def noted(state: stretto.torch.DdpHook, bucket):  # type: ignore[no-untyped-def]  # PyTorch wants types, not text
             sizes.append(bucket.buffer().nbytes)
             return stretto.torch.ddp_hook(state, bucket)

@@ -47,9 +47,7 @@ class Here:
     def join(self) -> None:
         """Make the default group."""
         store = c10d.FileStore(f"{self.folder}/store-{self.name}", RANKS)
-        dist.init_process_group(
-            "stretto", store=store, rank=self.rank, world_size=RANKS, timeout=timedelta(seconds=40)
-        )
+        dist.init_process_group("stretto", store=store, rank=self.rank, world_size=RANKS, timeout=timedelta(seconds=40))
 
     def pids(self) -> list[int]:
         """Everybody's process."""
@@ -141,6 +139,7 @@ def killed_while_joining(here: Here) -> Any:
 
 def no_descriptors_to_join(here: Here) -> Any:
     """The victim may open no more files once the executor is made."""
+
     def starved(*args: Any, **options: Any) -> Any:
         limit = len(os.listdir("/proc/self/fd")) + 3
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -226,6 +225,7 @@ def garbage(here: Here) -> Any:
 
 def wrong_token(here: Here) -> Any:
     """The victim has read another secret from the store."""
+
     def mistaken(*args: Any, **options: Any) -> Any:
         return Executor(*args, **(options | {"token": b"quite another secret"}))
 

@@ -22,7 +22,7 @@ from stretto.strategy import ModelSpec, Strategy, Sync
 from stretto.strategy.builders import BUILDERS
 from stretto.strategy.distribute import model_spec, wrap
 from stretto.strategy.distribute.session import groups_for
-from stretto.strategy.kernels import Message, Step, global_step, workload_of
+from stretto.strategy.kernels import Message, StrategyStep, global_step, workload_of
 from stretto.strategy.model import DTYPE_BYTES
 from stretto.workload import Workload
 
@@ -54,7 +54,7 @@ def executed(name: str, strategy: Strategy) -> Bytes:
     return totals(recorder.workload)
 
 
-def beside(step: Step) -> tuple[Bytes, Bytes]:
+def beside(step: StrategyStep) -> tuple[Bytes, Bytes]:
     """What travels beside gradients and parameters: exactly known, and at most."""
     exact: Bytes = {}
     most: Bytes = {}
@@ -73,7 +73,7 @@ def _add(found: Bytes, kind: str, nbytes: float) -> None:
     found[kind] = found.get(kind, 0.0) + nbytes
 
 
-def _flags(message: Message, step: Step, exact: Bytes) -> None:
+def _flags(message: Message, step: StrategyStep, exact: Bytes) -> None:
     """Whether anybody has a gradient: an element for each piece, behind each of a sharded message's equal shares.
 
     Of PowerSGD's exchanges those of its second matrix have none.
@@ -98,7 +98,7 @@ def _is_low(shape: tuple[int, ...], rank: float) -> bool:
     return len(shape) > 1 and rank * (shape[0] + math.prod(shape[1:])) < math.prod(shape)
 
 
-def _runs(message: Message, step: Step, exact: Bytes) -> None:
+def _runs(message: Message, step: StrategyStep, exact: Bytes) -> None:
     """A flag or a count for each piece in each run, and lengths where not all are known to be equal."""
     factors = message.sync.encoding[0] == "sufficient_factors"
     pushes = [exchange for exchange in message.exchanges if exchange.push]
@@ -113,7 +113,7 @@ def _runs(message: Message, step: Step, exact: Bytes) -> None:
             _add(exact, "broadcast" if told else "all_gather", lengths)
 
 
-def _rows(message: Message, step: Step, most: Bytes) -> None:
+def _rows(message: Message, step: StrategyStep, most: Bytes) -> None:
     """Lengths are told first, and each run begins with a count for each piece."""
     for exchange in message.exchanges:
         for group in exchange.groups:

@@ -15,7 +15,7 @@ from typing import Any
 from stretto.errors import InvalidInput
 from stretto.strategy import ModelSpec, NodeConfig, Strategy, Sync, Variable
 from stretto.strategy.builders import BUILDERS, build
-from stretto.strategy.representation import ALONE, ENCODERS, STALE_ENCODERS, SYNCHRONISERS
+from stretto.strategy.representation import ALONE, ENCODERS, STALE_ENCODERS, SYNCHRONIZERS
 
 AMOUNTS = {"powersgd": ("1", "2"), "topk": ("0.3", "0.05", "1")}
 FITTING = 0.85
@@ -108,7 +108,7 @@ class Drawer:
 
     def kind(self, sync: Sync, v: Variable) -> Sync:
         """Another synchroniser, with what it needs."""
-        kinds = [k for k in SYNCHRONISERS if k != "sparse_all_gather" or v.sparse or not self.fitting]
+        kinds = [k for k in SYNCHRONIZERS if k != "sparse_all_gather" or v.sparse or not self.fitting]
         kind = self.rng.choice(kinds)
         server = (self.rng.choice(self.devices),) if kind == "parameter_server" else ()
         return replace(sync, kind=kind, placement=server)
@@ -132,7 +132,7 @@ class Drawer:
         if self.fitting and v.sparse and self.rng.random() < 0.5:
             sync = replace(sync, kind="sparse_all_gather", placement=())
         if self.fitting and sync.kind == "parameter_server":
-            kinds = [k for k in SYNCHRONISERS if k != "parameter_server" and (v.sparse or k != "sparse_all_gather")]
+            kinds = [k for k in SYNCHRONIZERS if k != "parameter_server" and (v.sparse or k != "sparse_all_gather")]
             sync = replace(sync, kind=self.rng.choice(kinds), placement=())
         return replace(sync, sequence=self.order)
 
@@ -213,9 +213,7 @@ def sync_aspects() -> tuple[str, ...]:
     return tuple(field.name for field in fields(Sync))
 
 
-def draw(
-    seed: int, builder: str, aspect: str, ranks: int, spec_of: SpecOf, *, fitting: bool = False
-) -> Case:
+def draw(seed: int, builder: str, aspect: str, ranks: int, spec_of: SpecOf, *, fitting: bool = False) -> Case:
     """The case of a number.
 
     Args:
@@ -281,9 +279,7 @@ def _changed(strategy: Strategy, drawer: Drawer, chosen: Sequence[str], aspect: 
     return replace(strategy, nodes=tuple(nodes))
 
 
-def cases(
-    first: int, rounds: int, ranks: int, spec_of: SpecOf, *, every: bool = True
-) -> Iterator[Case]:
+def cases(first: int, rounds: int, ranks: int, spec_of: SpecOf, *, every: bool = True) -> Iterator[Case]:
     """So many times every builder with every aspect; where a draw is refused also one that fits.
 
     Args:

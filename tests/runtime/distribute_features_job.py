@@ -154,9 +154,7 @@ def lost(builder: str, encoder: str) -> float:
     torch.manual_seed(1)
     model: nn.Module = Uneven()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = stretto.distribute(
-        model, optimizer, build(builder, model_spec(model), DEVICES, encoder=encoder)
-    )
+    model, optimizer = stretto.distribute(model, optimizer, build(builder, model_spec(model), DEVICES, encoder=encoder))
     rest = {name: -p.detach() for name, p in model.named_parameters()}
     for step in range(5):
         loss = _uneven_loss(model, step)

@@ -159,7 +159,10 @@ def brought_along() -> Any:
                 ops.append(op_plan(op, rewrite, seqs=seqs, channels=[CHANNELS], algorithm=name))
             programs = [
                 ProgramPlan(
-                    algorithm=ops[0].motifs[0].algorithm, kind=kind, channels=CHANNELS, groups=((0, 1, 2, 3),),
+                    algorithm=ops[0].motifs[0].algorithm,
+                    kind=kind,
+                    channels=CHANNELS,
+                    groups=((0, 1, 2, 3),),
                     text=text,
                 )
                 for kind, text in texts.items()
@@ -180,9 +183,10 @@ def padded() -> Any:
     """Programs that need chunks of one size, for sizes that are no multiple of it (here: as if all did)."""
     workload = kinds_step()
     wrong = []
-    with mock.patch.object(pieces, "_rigid", lambda program: True), Enforcer(
-        workload, every=1, cluster=CLUSTER
-    ) as enforcer:
+    with (
+        mock.patch.object(pieces, "_rigid", lambda program: True),
+        Enforcer(workload, every=1, cluster=CLUSTER) as enforcer,
+    ):
         for number, plan in enumerate(variant_plans(workload, CLUSTER, most=4), 1):
             want = every_kind(number)
             enforcer.prepare(plan, workload, number)
@@ -197,19 +201,19 @@ def padded() -> Any:
 def made_texts() -> dict[str, dict[str, str]]:
     """Programs as plans bring them along, made before the ranks are forked."""
     dims = [Dim(kind="ring", size=2, gb_per_s=rate, step_us=1.0) for rate in (1.0, 2.0)]
-    synthesised = {
+    synthesized = {
         kind: dumps(
             synthesize(COLLECTIVES[kind](RANKS), CLUSTER, 1e6, budget_s=0.5, makers=("greedy", "forest")).program
         )
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
     }
     return {
-        "synthesised": synthesised,
+        "synthesised": synthesized,
         "dimensions": {
             kind: dumps(dims_program(balanced(dims, kind, 1e6, chunks=4), units=12))
             for kind in ("all_reduce", "all_gather", "reduce_scatter")
         },
-        "pieces": synthesised,
+        "pieces": synthesized,
     }
 
 

@@ -37,8 +37,9 @@ def join(
     """A group whose first ranks believe to be on another host than the last, with two networks between."""
     os.environ |= {"STRETTO_CHANNELS": "rdma=lo;eth=lo", "GLOO_SOCKET_IFNAME": "lo"}
     host = "a" if rank < ranks // 2 else "b"
-    with mock.patch.multiple(backend_meet, host_key=lambda: host), mock.patch.multiple(
-        executor_join, host_key=lambda: host
+    with (
+        mock.patch.multiple(backend_meet, host_key=lambda: host),
+        mock.patch.multiple(executor_join, host_key=lambda: host),
     ):
         dist.init_process_group(
             backend, init_method=f"file://{folder}/{name}", rank=rank, world_size=ranks, timeout=timeout

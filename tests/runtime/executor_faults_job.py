@@ -16,24 +16,24 @@ from executor_ranks import TOKEN, Rank, Scenario, main
 from stretto.algorithms import algorithm
 from stretto.errors import StrettoError
 from stretto.programs.lower import lower
-from stretto.runtime.executor.executor import Executor, Handle, Work
+from stretto.runtime.executor.executor import Executor, LoadedProgram, ProgramWork
 
 VICTIM = 2
 
 
-def arrays(handle: Handle, count: int) -> tuple[Any, Any]:
+def arrays(handle: LoadedProgram, count: int) -> tuple[Any, Any]:
     """Input and output."""
     inputs, outputs = handle.buffer_elements(count)
     return np.ones(inputs, np.float32), np.zeros(outputs, np.float32)
 
 
-def go(ex: Executor, handle: Handle, count: int, **more: Any) -> Work:
+def go(ex: Executor, handle: LoadedProgram, count: int, **more: Any) -> ProgramWork:
     """Start on fresh arrays."""
     x, y = arrays(handle, count)
     return ex.start(handle, x.ctypes.data, y.ctypes.data, count, keep=(x, y), **more)
 
 
-def outcome(work: Work) -> dict[str, Any]:
+def outcome(work: ProgramWork) -> dict[str, Any]:
     """How it ended."""
     begin = time.monotonic()
     try:
@@ -136,7 +136,7 @@ def differing(rank: Rank, host: str | None = None) -> Any:
     tree = lower(algorithm("binary_tree", "all_reduce", rank.world))
     with rank.executor(timeout_s=20, host=host) as ex:
 
-        def load(program: Any, communicator: int) -> Handle:
+        def load(program: Any, communicator: int) -> LoadedProgram:
             return ex.load(program, communicator=communicator)
 
         said["size"] = outcome(go(ex, load(reduce_, 1), 1000 + odd))

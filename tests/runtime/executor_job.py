@@ -19,7 +19,7 @@ from stretto.algorithms import algorithm, defined_for
 from stretto.collectives import COLLECTIVES
 from stretto.programs.lower import lower
 from stretto.programs.lowered import Lowered
-from stretto.runtime.executor.executor import Executor, Handle, Work
+from stretto.runtime.executor.executor import Executor, LoadedProgram, ProgramWork
 
 Array = NDArray[Any]
 
@@ -50,7 +50,7 @@ def expected(kind: str, rank: int, inputs: list[Array], root: int) -> Array:
     return inputs[(rank - 1) % world] if kind == "permute" else inputs[root]
 
 
-def buffers(handle: Handle, count: int, dtype: Any = np.float32) -> tuple[Array, Array]:
+def buffers(handle: LoadedProgram, count: int, dtype: Any = np.float32) -> tuple[Array, Array]:
     """An input and an output as the collective lays them out: apart, or two views of one piece of memory."""
     inputs, outputs = handle.buffer_elements(count)
     if not handle.lowered.collective.in_place:
@@ -61,7 +61,7 @@ def buffers(handle: Handle, count: int, dtype: Any = np.float32) -> tuple[Array,
     return memory[front + shift : front + shift + inputs], memory[front : front + outputs]
 
 
-def begin(ex: Executor, handle: Handle, x: Array, y: Array, count: int, **more: Any) -> Work:
+def begin(ex: Executor, handle: LoadedProgram, x: Array, y: Array, count: int, **more: Any) -> ProgramWork:
     """Start on arrays."""
     return ex.start(handle, x.ctypes.data, y.ctypes.data, count, keep=(x, y), **more)
 

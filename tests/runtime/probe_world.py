@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from stretto import Cluster
 from stretto.cluster import Link, Node
-from stretto.runtime.probe.meter import Flow
+from stretto.runtime.probe.meter import ProbeFlow
 from stretto.simulator.network import simulate_transfers
 
 Floats = NDArray[np.float64]
@@ -31,7 +31,7 @@ class SimulatedMeter:
         self.runs = 0
         self._draw = np.random.default_rng(seed)
 
-    def flows(self, flows: Sequence[Flow], times: int) -> Floats:
+    def flows(self, flows: Sequence[ProbeFlow], times: int) -> Floats:
         """All at once, `times` times."""
         self.runs += 1
         assert not {f.src for f in flows} & {f.dst for f in flows}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto import AllReduce, Cluster, InvalidInput
-from stretto.lab.layout import Layout
+from stretto.lab.layout import LabLayout
 from stretto.runtime.torch_backend.selection import Selector, rules
 from stretto.synthesis.table import select
 
@@ -98,7 +98,7 @@ def test_a_short_broadcast_takes_few_steps_and_a_long_one_a_pipeline() -> None:
 
 
 def test_a_group_inside_one_host_of_a_cluster_goes_straight() -> None:
-    cluster = Layout.of(hosts=2, ranks_per_host=4).cluster()
+    cluster = LabLayout.of(hosts=2, ranks_per_host=4).cluster()
     pick = Selector([4, 5, 6, 7], "bbbb", cluster=cluster).pick("all_gather", 1 << 20)
     assert pick.program.name == "direct" and pick.why == "all ranks on one host"
     assert Selector(range(8), "aaaabbbb", cluster=cluster).pick("all_gather", 1 << 20).why.endswith("on lab-2x4")

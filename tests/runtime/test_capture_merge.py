@@ -11,38 +11,52 @@ from hypothesis import strategies as st
 
 from stretto import InvalidInput
 from stretto.runtime.capture.merge import merge
-from stretto.runtime.capture.tape import Call, Iteration, Mark, RankTrace, Shape, Step, trace_of
+from stretto.runtime.capture.tape import (
+    CallShape,
+    RankRecording,
+    RecordedCall,
+    RecordedIteration,
+    ThreadStep,
+    TimedStep,
+    trace_of,
+)
 from stretto.workload import Workload
 
-SUM = Shape(kind="all_reduce", group=(0, 1), channel="0", phase="step")
+SUM = CallShape(kind="all_reduce", group=(0, 1), channel="0", phase="step")
 
 
 def one_op(
-    rank: int, submits: list[float], ends: list[float], *, shape: Shape = SUM, exact: bool = True, nbytes: int = 1000
-) -> RankTrace:
+    rank: int,
+    submits: list[float],
+    ends: list[float],
+    *,
+    shape: CallShape = SUM,
+    exact: bool = True,
+    nbytes: int = 1000,
+) -> RankRecording:
     """Iterations that compute until an op's submit (in us after their begin), wait for its end, and compute 50 us."""
     iterations = []
     for number, (submit, end) in enumerate(zip(submits, ends, strict=True)):
         begin = 10_000.0 * number
         at, done = begin + submit, begin + end
-        call = Call(
+        call = RecordedCall(
             iteration=number, number=0, shape=shape, nbytes=nbytes, workers=1, submit_us=at, end_us=done, exact=exact
         )
         marks = [
-            Mark(step=Step(what="submit", call=0), enter_us=at, leave_us=at),
-            Mark(step=Step(what="wait", call=0), enter_us=at, leave_us=done),
+            TimedStep(step=ThreadStep(what="submit", call=0), enter_us=at, leave_us=at),
+            TimedStep(step=ThreadStep(what="wait", call=0), enter_us=at, leave_us=done),
         ]
-        iterations.append(Iteration(begin_us=begin, end_us=done + 50, marks=marks, calls=[call]))
+        iterations.append(RecordedIteration(begin_us=begin, end_us=done + 50, marks=marks, calls=[call]))
     return trace_of(rank, iterations)
 
 
-def shifted(trace: RankTrace, by_us: float) -> RankTrace:
+def shifted(trace: RankRecording, by_us: float) -> RankRecording:
     """The same, as a rank sees it whose clock is ahead."""
     keys = ("enter_us", "leave_us", "begin_us", "end_us", "started_us", "ended_us")
     return replace(trace, **{key: getattr(trace, key) + by_us for key in keys})
 
 
-def together(*traces: RankTrace, offsets_us: list[float] | None = None) -> Workload:
+def together(*traces: RankRecording, offsets_us: list[float] | None = None) -> Workload:
     return merge(traces, offsets_us or [0.0] * len(traces), name="test", samples=0.0, notes=())
 
 
@@ -79,10 +93,10 @@ def test_an_end_known_from_a_wait_counts_only_where_no_rank_knows_better() -> No
 
 def test_an_op_that_queues_behind_another_is_not_under_way() -> None:
     calls = [
-        Call(iteration=0, number=at, shape=SUM, nbytes=8, workers=1, submit_us=10.0 + at, end_us=end)
+        RecordedCall(iteration=0, number=at, shape=SUM, nbytes=8, workers=1, submit_us=10.0 + at, end_us=end)
         for at, end in enumerate((100.0, 130.0))
     ]
-    iteration = Iteration(begin_us=0.0, end_us=200.0, calls=calls)
+    iteration = RecordedIteration(begin_us=0.0, end_us=200.0, calls=calls)
     assert trace_of(0, [iteration]).started_us.tolist() == [[10.0, 100.0]]
     for call in calls:
         call.workers = 2
@@ -104,7 +118,7 @@ def test_an_op_whose_end_was_never_seen_has_no_duration() -> None:
         (one_op(1, [1.0], [2.0], shape=replace(SUM, channel="other")), "rank 1 nothing"),
     ],
 )
-def test_ranks_that_do_not_agree_are_refused(other: RankTrace, said: str) -> None:
+def test_ranks_that_do_not_agree_are_refused(other: RankRecording, said: str) -> None:
     with pytest.raises(InvalidInput, match="op 0 that ranks 0, 1 submit together") as error:
         together(one_op(0, [1.0], [2.0]), other)
     assert said in str(error.value)
@@ -114,31 +128,33 @@ def test_ranks_that_do_not_agree_are_refused(other: RankTrace, said: str) -> Non
 def test_no_compute_is_lost_and_no_op_either(data: st.DataObject) -> None:
     """Random programs of submits and waits, whose gaps are compute of random length."""
     clock, total = 0.0, 0.0
-    marks: list[Mark] = []
-    calls: list[Call] = []
+    marks: list[TimedStep] = []
+    calls: list[RecordedCall] = []
     open_calls: list[int] = []
     for _ in range(data.draw(st.integers(0, 12))):
         gap = data.draw(st.sampled_from([0.0, 1.0, 19.0, 21.0, 400.0]))
         clock, total = clock + gap, total + gap
         if data.draw(st.booleans()) and open_calls:
             waited = open_calls.pop(data.draw(st.integers(0, len(open_calls) - 1)))
-            step = Step(what="wait", call=waited)
+            step = ThreadStep(what="wait", call=waited)
         else:
-            step = Step(what="submit", call=len(calls))
+            step = ThreadStep(what="submit", call=len(calls))
             open_calls.append(len(calls))
             calls.append(
-                Call(iteration=0, number=len(calls), shape=SUM, nbytes=8, workers=2, submit_us=clock, end_us=clock + 5)
+                RecordedCall(
+                    iteration=0, number=len(calls), shape=SUM, nbytes=8, workers=2, submit_us=clock, end_us=clock + 5
+                )
             )
-        marks.append(Mark(step=step, enter_us=clock, leave_us=clock + 3))
+        marks.append(TimedStep(step=step, enter_us=clock, leave_us=clock + 3))
         clock += 3
     total += 30
-    iteration = Iteration(begin_us=0.0, end_us=clock + 30, marks=marks, calls=calls)
+    iteration = RecordedIteration(begin_us=0.0, end_us=clock + 30, marks=marks, calls=calls)
     workload = together(*(trace_of(rank, [iteration]) for rank in (0, 1)))
     assert workload.compute_us == pytest.approx(total)
     assert len(workload.comm_ops) == len(calls)
 
 
-EXCHANGE = Shape(kind="all_to_all", group=(0, 1), channel="0", phase="step")
+EXCHANGE = CallShape(kind="all_to_all", group=(0, 1), channel="0", phase="step")
 
 
 def test_an_exchange_whose_ranks_differ_in_size_is_an_upper_bound_with_a_size_for_each_rank() -> None:

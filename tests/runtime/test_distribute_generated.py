@@ -17,7 +17,7 @@ from stretto.errors import InvalidInput
 from stretto.strategy import ModelSpec, NodeConfig, Strategy, Sync, Variable
 from stretto.strategy.builders import BUILDERS
 from stretto.strategy.model import DTYPE_BYTES
-from stretto.strategy.representation import ENCODERS, SYNCHRONISERS
+from stretto.strategy.representation import ENCODERS, SYNCHRONIZERS
 
 Outcomes = list[dict[str, Any]]
 AXES = 4
@@ -63,14 +63,14 @@ def wanted() -> set[str]:
     found = {f"builder {name}" for name in BUILDERS}
     found |= {f"{name} x {field}" for name in BUILDERS for field in aspects()}
     found |= {f"option {name}.{option}" for name, info in BUILDERS.items() for option in info.options}
-    found |= {f"kind {name}" for name in SYNCHRONISERS} | {f"encoder {name}" for name in ENCODERS}
+    found |= {f"kind {name}" for name in SYNCHRONIZERS} | {f"encoder {name}" for name in ENCODERS}
     found |= {f"field {name}" for name in aspects()} | {f"optimizer {name}" for name in PLAIN}
     found |= {f"loop {name}" for name in LOOPS} | {f"dtype {name}" for name in DTYPE_BYTES}
     found |= {f"cut along {axis}" for axis in range(AXES)} | {"axes cut 2", "uneven", "hosts True", "hosts False"}
     found |= {f"{kind} with sequence" for kind in ("all_reduce", "sharded", "sparse_all_gather")}
     found |= {f"{kind} with transfer" for kind in ("all_reduce", "parameter_server")}
-    found |= {f"{kind} with group" for kind in SYNCHRONISERS}
-    found |= {f"{kind} with {encoder}" for kind in SYNCHRONISERS for encoder in ENCODERS if allowed(kind, encoder)}
+    found |= {f"{kind} with group" for kind in SYNCHRONIZERS}
+    found |= {f"{kind} with {encoder}" for kind in SYNCHRONIZERS for encoder in ENCODERS if allowed(kind, encoder)}
     return found
 
 

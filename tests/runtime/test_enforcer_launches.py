@@ -34,9 +34,7 @@ def groups_step() -> Workload:
     """Ranks 0 and 1 sum twice, in between ranks 0 and 2 do."""
     given = (Dep(op="work", why="submit"),)
     pairs = {"first": ((0, 1),), "second": ((0, 1),), "third": ((0, 2),)}
-    sums = [
-        Op(name=name, kind="all_reduce", nbytes=SIZE, groups=groups, after=given) for name, groups in pairs.items()
-    ]
+    sums = [Op(name=name, kind="all_reduce", nbytes=SIZE, groups=groups, after=given) for name, groups in pairs.items()]
     return Workload(name="pairs", num_ranks=4, ops=(Op(name="work", duration_us=1.0), *sums))
 
 

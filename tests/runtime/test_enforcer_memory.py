@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from stretto.planner.algebra.motif import motif_of
-from stretto.runtime.enforcer.memory import Layout, Pool, stage
-from stretto.runtime.enforcer.parts import Part, Planned
-from stretto.runtime.enforcer.pieces import Pieces, Task
-from stretto.runtime.enforcer.planned_work import Given, PlannedWork, never
-from stretto.runtime.enforcer.sequencer import Entry, Instance, Sequencer
+from stretto.runtime.enforcer.memory import Pool, RowLayout, stage
+from stretto.runtime.enforcer.parts import RankMotif, RankOp
+from stretto.runtime.enforcer.pieces import MotifBinding, Pieces
+from stretto.runtime.enforcer.planned_work import PlannedWork, SubmittedOp, never
+from stretto.runtime.enforcer.sequencer import QueuedMotif, QueuedOp, Sequencer
 from stretto.workload import Op
 
 WHOLE = motif_of("all_reduce", (0, 1), 8.0, 0)
@@ -34,27 +34,27 @@ class _Done:
 class _Given:
     instead = None
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: QueuedOp) -> None:
         self.instance = instance
 
-    def start(self, entry: Entry) -> _Done:
+    def start(self, entry: QueuedMotif) -> _Done:
         return _Done()
 
-    def watch(self, entry: Entry) -> None: ...
+    def watch(self, entry: QueuedMotif) -> None: ...
 
-    def moved(self, entry: Entry) -> None: ...
+    def moved(self, entry: QueuedMotif) -> None: ...
 
     def over(self) -> None: ...
 
 
 class _Owner:
-    def stalled(self, instance: Instance) -> None: ...
+    def stalled(self, instance: QueuedOp) -> None: ...
 
-    def waited(self, instance: Instance, begin_us: float, end_us: float) -> None: ...
+    def waited(self, instance: QueuedOp, begin_us: float, end_us: float) -> None: ...
 
-    def spent(self, instance: Instance, motif: int, start_us: float, end_us: float) -> None: ...
+    def spent(self, instance: QueuedOp, motif: int, start_us: float, end_us: float) -> None: ...
 
-    def explain(self, instance: Instance, error: Exception) -> Exception:
+    def explain(self, instance: QueuedOp, error: Exception) -> Exception:
         return error
 
 
@@ -66,9 +66,9 @@ def no_collector() -> Iterator[None]:
 
 
 def test_an_op_that_was_waited_for_goes_at_once_though_its_work_is_remembered(no_collector: None) -> None:
-    part = Part(motif=0, leaf=WHOLE, algorithm="ring", channels=("a",), lane=0, after=(), brief=False)
+    part = RankMotif(motif=0, leaf=WHOLE, algorithm="ring", channels=("a",), lane=0, after=(), brief=False)
     op = Op(name="op", kind="all_reduce", nbytes=8.0)
-    instance = Instance(1, Planned(number=0, op=op, whole=WHOLE, parts=(part,), option="whole"), 0)
+    instance = QueuedOp(1, RankOp(number=0, op=op, whole=WHOLE, parts=(part,), option="whole"), 0)
     sequencer = Sequencer()
     sequencer.add(instance.entries.values())
     given: Any = _Given(instance)
@@ -85,11 +85,9 @@ def test_an_op_that_was_waited_for_goes_at_once_though_its_work_is_remembered(no
     assert work.get_future().wait() == []
 
 
-def _task(gives: Pieces, takes: Pieces, at: int = 0, *, in_place: bool = True) -> Layout:
-    return Layout.of(
-        Task(
-            motif=0, leaf=WHOLE, program=None, count=8, in_place=in_place, gives=gives, takes=takes, at=at
-        )
+def _task(gives: Pieces, takes: Pieces, at: int = 0, *, in_place: bool = True) -> RowLayout:
+    return RowLayout.of(
+        MotifBinding(motif=0, leaf=WHOLE, program=None, count=8, in_place=in_place, gives=gives, takes=takes, at=at)
     )
 
 
@@ -145,9 +143,9 @@ def test_memory_of_ever_new_sizes_is_not_kept_for_ever() -> None:
 
 def test_what_runs_in_plain_order_already_is_not_run_again_when_a_plan_is_left() -> None:
     op = Op(name="op", kind="all_to_all", nbytes=8.0)
-    instance = Instance(1, Planned(number=0, op=op, whole=WHOLE, parts=(), option="whole"), 0)
+    instance = QueuedOp(1, RankOp(number=0, op=op, whole=WHOLE, parts=(), option="whole"), 0)
     carrier: Any = None
     call: Any = SimpleNamespace(reduce="")
-    given = Given(_Owner(), carrier, instance, None, None, call, never)
+    given = SubmittedOp(_Owner(), carrier, instance, None, None, call, never)
     given.run_plainly()
     assert given.instead is None and instance.done and instance.error is None

@@ -12,18 +12,18 @@ from stretto.algorithms import algorithm
 from stretto.errors import PlanMismatch
 from stretto.programs import Program
 from stretto.runtime.enforcer.carrier import SLOTS
-from stretto.runtime.enforcer.memory import Layout
-from stretto.runtime.enforcer.parts import Part
-from stretto.runtime.enforcer.pieces import Programs, Task
+from stretto.runtime.enforcer.memory import RowLayout
+from stretto.runtime.enforcer.parts import RankMotif
+from stretto.runtime.enforcer.pieces import MotifBinding, Programs
 from stretto.runtime.enforcer.plans import Plans
-from stretto.runtime.enforcer.prepared import Expected
+from stretto.runtime.enforcer.prepared import ExpectedOps
 
 CLUSTER = cluster_of(1)
 STEP = step_of([("all_to_all", 2000.0, 0), ("all_reduce", 2000.0, 0)], 2)
 
 
 class _Loaded:
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
 
 
@@ -35,8 +35,8 @@ class _Carrier:
     def __init__(self) -> None:
         self.unloaded: list[int] = []
 
-    def load(self, number: int, part: Part, task: Task) -> _Loaded:
-        return _Loaded(Layout.of(task))
+    def load(self, number: int, part: RankMotif, task: MotifBinding) -> _Loaded:
+        return _Loaded(RowLayout.of(task))
 
     def unload(self, number: int) -> None:
         self.unloaded.append(number)
@@ -48,7 +48,7 @@ def _plan(first: int) -> Plan:
 
 def _plans() -> tuple[Plans, _Carrier]:
     carrier: Any = _Carrier()
-    made = Plans(carrier, rank=0, hosts=["a", "b"], cluster=CLUSTER, expected=Expected(STEP, 0))
+    made = Plans(carrier, rank=0, hosts=["a", "b"], cluster=CLUSTER, expected=ExpectedOps(STEP, 0))
     for number in (1, 2):
         made.prepare(_plan(number % 2), STEP, number)
     return made, carrier

@@ -11,9 +11,9 @@ import pytest
 
 from stretto.planner.algebra.motif import motif_of
 from stretto.runtime.enforcer import planned_work
-from stretto.runtime.enforcer.parts import Part, Planned
+from stretto.runtime.enforcer.parts import RankMotif, RankOp
 from stretto.runtime.enforcer.planned_work import PlannedWork
-from stretto.runtime.enforcer.sequencer import Entry, Instance, Sequencer
+from stretto.runtime.enforcer.sequencer import QueuedMotif, QueuedOp, Sequencer
 from stretto.workload import Op
 
 LONG_S = 3600.0
@@ -49,42 +49,42 @@ class _Given:
 
     def __init__(self) -> None:
         self.started: dict[int, _Motif] = {}
-        self.watched: list[Entry] = []
+        self.watched: list[QueuedMotif] = []
 
-    def start(self, entry: Entry) -> _Motif:
+    def start(self, entry: QueuedMotif) -> _Motif:
         return self.started.setdefault(entry.part.motif, _Motif())
 
-    def watch(self, entry: Entry) -> None:
+    def watch(self, entry: QueuedMotif) -> None:
         self.watched.append(entry)
 
-    def moved(self, entry: Entry) -> None: ...
+    def moved(self, entry: QueuedMotif) -> None: ...
 
     def over(self) -> None: ...
 
 
 class _Owner:
-    def stalled(self, instance: Instance) -> None: ...
+    def stalled(self, instance: QueuedOp) -> None: ...
 
-    def waited(self, instance: Instance, begin_us: float, end_us: float) -> None: ...
+    def waited(self, instance: QueuedOp, begin_us: float, end_us: float) -> None: ...
 
-    def spent(self, instance: Instance, motif: int, start_us: float, end_us: float) -> None: ...
+    def spent(self, instance: QueuedOp, motif: int, start_us: float, end_us: float) -> None: ...
 
-    def explain(self, instance: Instance, error: Exception) -> Exception:
+    def explain(self, instance: QueuedOp, error: Exception) -> Exception:
         return error
 
 
-def _op(number: int, *channels: str) -> Instance:
+def _op(number: int, *channels: str) -> QueuedOp:
     """An op with a motif on each of some channels."""
     whole = motif_of("all_reduce", (0, 1), 8.0, 0)
     parts = tuple(
-        Part(motif=at, leaf=whole, algorithm="ring", channels=(channel,), lane=at, after=(), brief=False)
+        RankMotif(motif=at, leaf=whole, algorithm="ring", channels=(channel,), lane=at, after=(), brief=False)
         for at, channel in enumerate(channels)
     )
     op = Op(name=f"op{number}", kind="all_reduce", nbytes=8.0)
-    return Instance(1, Planned(number=number, op=op, whole=whole, parts=parts, option="whole"), 0)
+    return QueuedOp(1, RankOp(number=number, op=op, whole=whole, parts=parts, option="whole"), 0)
 
 
-def _submitted(sequencer: Sequencer, instance: Instance) -> tuple[_Given, PlannedWork]:
+def _submitted(sequencer: Sequencer, instance: QueuedOp) -> tuple[_Given, PlannedWork]:
     given: Any = _Given()
     sequencer.submit(instance, given)
     return given, PlannedWork(_Owner(), sequencer, instance, given, [])
@@ -111,7 +111,7 @@ def wait() -> Iterator[Callable[[PlannedWork], threading.Thread]]:
         assert not thread.is_alive()
 
 
-def _lines(*instances: Instance) -> Sequencer:
+def _lines(*instances: QueuedOp) -> Sequencer:
     sequencer = Sequencer()
     sequencer.add([entry for instance in instances for entry in instance.entries.values()])
     return sequencer

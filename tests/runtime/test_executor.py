@@ -18,7 +18,7 @@ from stretto.collectives import AllReduce
 from stretto.errors import InvalidInput, StrettoError, VerificationError
 from stretto.programs.ir import Program
 from stretto.programs.lower import lower
-from stretto.programs.streams import Streams
+from stretto.programs.streams import InstructionStreams
 from stretto.runtime.executor.executor import DTYPES, Executor
 from stretto.runtime.executor.load import contents, signature
 from stretto.runtime.executor.timeline import measured_timeline
@@ -155,13 +155,13 @@ def test_only_verified_programs_are_loaded() -> None:
 
 def test_contents_follow_chunks_through_scratch() -> None:
     x = lower(algorithm("bruck", "all_to_all", 4))
-    streams = Streams.of(x)
+    streams = InstructionStreams.of(x)
     inside = contents(x, streams)
     for message, (a, b) in enumerate(zip(streams.senders, streams.receivers, strict=True)):
         assert inside.chunks[a] == inside.chunks[b], message
     assert not any(inside.complete)
     ring = lower(algorithm("ring", "all_reduce", 4))
-    assert sum(contents(ring, Streams.of(ring)).complete) == 4
+    assert sum(contents(ring, InstructionStreams.of(ring)).complete) == 4
 
 
 def test_signatures_tell_programs_apart() -> None:

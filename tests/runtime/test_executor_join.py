@@ -17,7 +17,7 @@ import pytest
 
 from stretto.errors import PeerLost
 from stretto.runtime.executor import handshake as executor_handshake
-from stretto.runtime.executor.join import Hello, Joined, join
+from stretto.runtime.executor.join import Hello, JoinedDescriptors, join
 
 TOKEN = b"a token for tests only"
 RANKS = 4
@@ -122,7 +122,7 @@ def hang_up(_: Strangers, connect: Callable[[], socket.socket]) -> None:
 
 def joined(
     strangers: Strangers | None, *, near: bool, timeout_s: float = LIMIT_S, tokens: Sequence[bytes] = (TOKEN,) * RANKS
-) -> list[Joined | PeerLost]:
+) -> list[JoinedDescriptors | PeerLost]:
     """What the ranks, each in a thread of its own, get when they join."""
     answers = [b""] * RANKS
     all_said, all_attacked = threading.Barrier(RANKS), threading.Barrier(RANKS)
@@ -130,7 +130,7 @@ def joined(
     def segment() -> int:
         return os.memfd_create("test", os.MFD_CLOEXEC)
 
-    def rank_main(rank: int) -> Joined | PeerLost:
+    def rank_main(rank: int) -> JoinedDescriptors | PeerLost:
         def exchange(mine: bytes) -> list[bytes]:
             answers[rank] = mine
             all_said.wait(LIMIT_S)
@@ -163,9 +163,9 @@ def attacked(attack: Callable[..., None], near: bool) -> Iterator[Strangers]:
         strangers.leave()
 
 
-def close(ranks: Sequence[Joined | PeerLost]) -> None:
+def close(ranks: Sequence[JoinedDescriptors | PeerLost]) -> None:
     for each in ranks:
-        assert isinstance(each, Joined)
+        assert isinstance(each, JoinedDescriptors)
         for fd in {*each.control, *each.segments, *each.bells} - {-1}:
             os.close(fd)
 
@@ -175,14 +175,14 @@ def close(ranks: Sequence[Joined | PeerLost]) -> None:
 def test_every_rank_gets_its_place_whatever_strangers_do(attack: Callable[..., None], near: bool) -> None:
     with attacked(attack, near) as strangers:
         ranks = joined(strangers, near=near)
-        assert all(isinstance(each, Joined) for each in ranks), ranks
+        assert all(isinstance(each, JoinedDescriptors) for each in ranks), ranks
         for rank, each in enumerate(ranks):
-            assert isinstance(each, Joined)
+            assert isinstance(each, JoinedDescriptors)
             for peer, fd in enumerate(each.control):
                 if peer != rank:
                     os.write(fd, f"{rank} to {peer};".encode())
         for rank, each in enumerate(ranks):
-            assert isinstance(each, Joined)
+            assert isinstance(each, JoinedDescriptors)
             for peer, fd in enumerate(each.control):
                 if peer != rank:
                     # The bytes were written to a socket of this machine before: they are there.

@@ -7,13 +7,13 @@ import pytest
 
 from stretto import Cluster, lower_bound, simulate
 from stretto.algorithms import algorithm
-from stretto.lab.layout import Layout
+from stretto.lab.layout import LabLayout
 from stretto.programs.lower import lower
-from stretto.programs.streams import Streams
+from stretto.programs.streams import InstructionStreams
 from stretto.runtime.executor.executor import far_bytes
 from stretto.runtime.torch_backend.prediction import WINDOW, predict, repeated, slices_of
 
-LAB = Layout.of(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}).cluster()
+LAB = LabLayout.of(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}).cluster()
 
 
 def test_slices_are_as_long_as_the_messages_allow() -> None:
@@ -38,7 +38,7 @@ def test_streams_repeated_for_slices_wait_inside_their_own_slice() -> None:
     lowered = lower(algorithm("direct", "all_reduce", 4))
     thrice = repeated(lowered, 3)
     assert thrice.num_instructions == 3 * lowered.num_instructions
-    once, again = Streams.of(lowered), Streams.of(thrice)
+    once, again = InstructionStreams.of(lowered), InstructionStreams.of(thrice)
     assert len(again.senders) == 3 * len(once.senders)
     waits = thrice.dep_tb >= 0
     assert waits.sum() == 3 * (lowered.dep_tb >= 0).sum()

@@ -71,9 +71,7 @@ def test_the_table_of_real_ranks_is_what_the_planner_uses(tmp_path: Path) -> Non
     assert said["left_out"] == 0
     assert {row.groups for row in rows} == {1, 2}
     costs = LayeredCosts(MeasuredCosts(CLUSTER, rows), SimulatedCosts(CLUSTER))
-    for groups, channels in zip(
-        layouts(CLUSTER), (("shm", "rdma"), ("shm",), ("rdma",), ("eth",)), strict=True
-    ):
+    for groups, channels in zip(layouts(CLUSTER), (("shm", "rdma"), ("shm",), ("rdma",), ("eth",)), strict=True):
         motion = Motion(kind="all_reduce", groups=groups, channels=channels)
         name = costs.algorithms(motion, 1e5)[0]
         assert costs.cost(motion, 1e5, name).source.startswith("measured: costs.csv")

@@ -12,7 +12,7 @@ from probe_world import SimulatedMeter, network
 
 from stretto import Cluster
 from stretto.errors import InvalidInput
-from stretto.lab import Layout
+from stretto.lab import LabLayout
 from stretto.runtime.probe.build import build
 from stretto.runtime.probe.find import at_distances, find, rounds
 from stretto.runtime.probe.fit import fit_line
@@ -118,7 +118,7 @@ def test_hosts_of_one_rank_have_no_memory_to_measure() -> None:
 
 
 def test_the_cluster_predicts_what_the_labs_own_does(tmp_path: object) -> None:
-    layout = Layout.of(hosts=2, ranks_per_host=4, uplinks={"rdma": "400mbit", "eth": "200mbit"}, order="interleaved")
+    layout = LabLayout.of(hosts=2, ranks_per_host=4, uplinks={"rdma": "400mbit", "eth": "200mbit"}, order="interleaved")
     truth = layout.cluster()
     probed = conclude(find(SimulatedMeter(truth, noise_us=1000, burst_us=1000)))
     assert probed.cluster.channels == truth.channels

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from stretto.errors import PeerLost
 from stretto.runtime.enforcer.gloo import GlooCarrier
-from stretto.runtime.torch_backend.roll_call import RollCall
+from stretto.runtime.torch_backend.roll_call import GlooRollCall
 
 
 class MemoryStore:
@@ -53,7 +53,7 @@ class Job:
 
     def fail(self, rank: int) -> None:
         time.sleep(self.pauses[rank])
-        self.said[rank] = RollCall(self.store, rank, self.size, patience_s=4.0).lost()
+        self.said[rank] = GlooRollCall(self.store, rank, self.size, patience_s=4.0).lost()
 
 
 def test_every_rank_that_fails_names_the_ranks_that_do_not_answer() -> None:
@@ -69,24 +69,24 @@ def test_every_rank_that_fails_names_the_ranks_that_do_not_answer() -> None:
         assert len(job.said) == len(job.survivors)
         assert all(text.startswith(named) for text in job.said.values()), job.said
         # A rank that fails when the others have left is told the same.
-        assert RollCall(job.store, job.survivors[0], job.size).told() == job.said[job.survivors[0]]
+        assert GlooRollCall(job.store, job.survivors[0], job.size).told() == job.said[job.survivors[0]]
 
 
 def test_a_rank_that_is_known_to_be_gone_is_named_for_ranks_that_fail_later() -> None:
     store = MemoryStore()
-    RollCall(store, 0, 3).tell("rank 2 is gone")
-    RollCall(store, 1, 3).tell("rank 0 is gone")
-    assert RollCall(store, 1, 3, patience_s=0).lost() == "rank 2 is gone"
+    GlooRollCall(store, 0, 3).tell("rank 2 is gone")
+    GlooRollCall(store, 1, 3).tell("rank 0 is gone")
+    assert GlooRollCall(store, 1, 3, patience_s=0).lost() == "rank 2 is gone"
 
 
 def test_a_rank_that_leaves_after_it_has_told_is_not_taken_for_a_lost_one() -> None:
     store = MemoryStore()
     carrier = GlooCarrier.__new__(GlooCarrier)
-    carrier._roll_call = RollCall(store, 3, 4)
+    carrier._roll_call = GlooRollCall(store, 3, 4)
 
     def find_gone(error: Exception) -> Exception:
         # While this rank looks around, rank 1 tells whom it misses and leaves.
-        RollCall(store, 1, 4).tell("rank 2 is gone")
+        GlooRollCall(store, 1, 4).tell("rank 2 is gone")
         return PeerLost("ranks 1, 2 are gone")
 
     carrier._explain = find_gone
@@ -101,6 +101,6 @@ def test_nobody_is_named_where_all_answer_or_the_store_is_gone() -> None:
     store = MemoryStore()
     for rank in range(2):
         store.set(f"here/{rank}", "")
-    assert RollCall(store, 0, 2).lost() == ""
-    assert RollCall(GoneStore(), 0, 2).lost() == ""
-    RollCall(GoneStore(), 0, 2).tell("rank 1 is gone")
+    assert GlooRollCall(store, 0, 2).lost() == ""
+    assert GlooRollCall(GoneStore(), 0, 2).lost() == ""
+    GlooRollCall(GoneStore(), 0, 2).tell("rank 1 is gone")

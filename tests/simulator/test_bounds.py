@@ -92,9 +92,7 @@ def mi250(boxes: int) -> st.Cluster:
         (10, torus, 4 * 100 / 99),
     ],
 )
-def test_all_gather_reaches_certified_optima(
-    boxes: int, build: Callable[[int], st.Cluster], gb_per_s: float
-) -> None:
+def test_all_gather_reaches_certified_optima(boxes: int, build: Callable[[int], st.Cluster], gb_per_s: float) -> None:
     machine = build(boxes)
     for collective in (st.AllGather(machine.num_devices), st.ReduceScatter(machine.num_devices)):
         bound = st.lower_bound(collective, machine, st.GB)

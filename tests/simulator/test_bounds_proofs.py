@@ -17,7 +17,7 @@ import stretto as st
 from stretto import _native
 from stretto.simulator.bounds import lower
 from stretto.simulator.bounds.demand import demand_of
-from stretto.simulator.bounds.net import Net
+from stretto.simulator.bounds.net import ArcNetwork
 
 Nodes = frozenset[int]
 RATES = some.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0])
@@ -131,7 +131,7 @@ def concurrent_us(cluster: st.Cluster, demands: dict[tuple[int, int], float]) ->
             high.append(0.0)
     for at, link in enumerate(links):
         row = np.zeros(columns)
-        row[at:-1:len(links)] = 1.0
+        row[at : -1 : len(links)] = 1.0
         rows.append(row)
         low.append(-highspy.kHighsInf)
         high.append(link.gb_per_s * 1e3)
@@ -169,14 +169,16 @@ def test_exchanges_equal_the_concurrent_flow(cluster: st.Cluster, data: some.Dat
         assert bound.bandwidth_us == pytest.approx(exact, rel=1e-6)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lower, "MAX_VARIABLES", 0)
-            net = Net.of(cluster, None)
+            net = ArcNetwork.of(cluster, None)
             loose = [p.us * nbytes for p in lower._proofs(cluster, net, demand_of(collective, cluster.num_nodes))]
         assert max(loose) <= exact * (1 + 1e-9)
         assert max(loose) >= 0.7 * exact
 
 
 def custom(
-    ranks: int, inputs: Sequence[Sequence[tuple[int, int]]], outputs: Sequence[Sequence[tuple[int, int]]],
+    ranks: int,
+    inputs: Sequence[Sequence[tuple[int, int]]],
+    outputs: Sequence[Sequence[tuple[int, int]]],
     part_sets: Sequence[tuple[int, ...]] = (),
 ) -> st.Collective:
     """A collective from (chunk, part) and (chunk, set) lists of each rank; every chunk is one whole tensor."""
@@ -195,9 +197,7 @@ def custom(
 
 def mesh(ends: Sequence[tuple[int, int]], gb_per_s: float = 1.0) -> st.Cluster:
     count = 1 + max(max(pair) for pair in ends)
-    links = [
-        st.Link(src=a, dst=b, alpha_us=1.0, gb_per_s=gb_per_s) for x, y in ends for a, b in ((x, y), (y, x))
-    ]
+    links = [st.Link(src=a, dst=b, alpha_us=1.0, gb_per_s=gb_per_s) for x, y in ends for a, b in ((x, y), (y, x))]
     return st.Cluster.build("mesh", nodes=[st.Node(name=f"d{i}") for i in range(count)], links=links)
 
 

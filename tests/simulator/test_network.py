@@ -89,7 +89,7 @@ def test_chunks_pipeline_over_hops_because_a_link_is_held_only_for_its_own_time(
     t = simulate(send(3), line(1.0, 1.0), nbytes=3000)
     assert t.total_us == pytest.approx(3 + 2)
     assert t.link_busy_us[:2].tolist() == pytest.approx([3, 3])
-    assert t.link_utilisation[:2].tolist() == pytest.approx([0.6, 0.6])
+    assert t.link_utilization[:2].tolist() == pytest.approx([0.6, 0.6])
 
 
 def test_a_slow_uplink_does_not_hold_a_fast_downlink() -> None:

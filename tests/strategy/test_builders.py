@@ -155,8 +155,6 @@ def test_shapes_that_cannot_be_cut_are_refused() -> None:
     made = build("all_reduce", SMALL["vgg16"], 2)
     name = SMALL["vgg16"].variables[0].name
     nodes = (NodeConfig(variable=name, partition=(99, 1, 1, 1)), *made.nodes[1:])
-    wrong = Strategy(
-        name="w", model=made.model, model_digest=made.model_digest, devices=made.devices, nodes=nodes
-    )
+    wrong = Strategy(name="w", model=made.model, model_digest=made.model_digest, devices=made.devices, nodes=nodes)
     with pytest.raises(InvalidInput, match=r"partition\[0\]: must be 1\.\."):
         wrong.check(SMALL["vgg16"])

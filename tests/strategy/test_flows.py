@@ -149,18 +149,14 @@ def test_a_bad_sequence_costs_more_than_a_good_one() -> None:
 
 def test_cutting_before_all_reduce_pays_where_single_flows_are_capped() -> None:
     model = zoo.model("ncf_dense", scale=0.3)
-    whole, cut = (
-        iteration_us(build(name, model, B7), model, B7) for name in ("all_reduce", "partitioned_all_reduce")
-    )
+    whole, cut = (iteration_us(build(name, model, B7), model, B7) for name in ("all_reduce", "partitioned_all_reduce"))
     assert cut < 0.8 * whole
 
 
 def test_staleness_hides_the_way_to_the_server_but_not_its_load() -> None:
     model = one_message("v", 4_000_000)
     model = replace(model, variables=(replace(model.variables[0], forward_us=3000.0, backward_us=6000.0),))
-    times = [
-        simulate_strategy(served(model, A1, ["h0.gpu0"], staleness=late), model, A1) for late in (0, 1, 4, -1)
-    ]
+    times = [simulate_strategy(served(model, A1, ["h0.gpu0"], staleness=late), model, A1) for late in (0, 1, 4, -1)]
     assert times[0].iteration_us > times[1].iteration_us >= times[2].iteration_us * (1 - 1e-9)
     assert times[3].iteration_us >= times[3].bound_us * (1 - 1e-9)
 

@@ -13,7 +13,7 @@ from stretto.errors import Infeasible, InvalidInput
 from stretto.strategy import ModelSpec, Strategy, zoo
 from stretto.strategy.builders import BUILDERS, build
 from stretto.strategy.requests import Arm, Reference
-from stretto.strategy.search import BUILT, Found, Trial, search
+from stretto.strategy.search import BUILT, StrategyResult, StrategyTrial, search
 from stretto.strategy.simulate import iteration_us
 
 MODEL = zoo.model("ncf_dense", scale=0.2)
@@ -24,7 +24,7 @@ def simulated(strategy: Strategy) -> float:
     return iteration_us(strategy, MODEL, CLUSTER)
 
 
-def found(trials: int = 12, **options: int | str | bool) -> Found:
+def found(trials: int = 12, **options: int | str | bool) -> StrategyResult:
     return search(MODEL, CLUSTER, simulated, trials=trials, **options)  # type: ignore[arg-type]
 
 
@@ -87,7 +87,7 @@ def test_strategies_that_do_not_run_are_passed_over() -> None:
             raise Infeasible("no sharding here")
         return simulated(strategy)
 
-    heard: list[Trial] = []
+    heard: list[StrategyTrial] = []
     result = search(MODEL, CLUSTER, fragile, trials=20, on_trial=heard.append)
     assert len(heard) == 20 and math.isfinite(result.best_us)
     assert all(trial.why == "no sharding here" for trial in heard if math.isinf(trial.iteration_us))

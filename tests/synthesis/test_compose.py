@@ -24,7 +24,7 @@ from stretto import (
     lower_bound,
     simulate,
 )
-from stretto.synthesis.compose import host_grid, synthesise
+from stretto.synthesis.compose import host_grid, synthesize
 
 Make = Callable[..., Collective]
 
@@ -35,7 +35,7 @@ Make = Callable[..., Collective]
 )
 def test_compositions_come_near_the_bound(make: Make, name: str, ranks: int, gap: float) -> None:
     cluster, collective = Cluster.load(name), make(ranks)
-    program = synthesise(collective, cluster, nbytes=GB, pieces=[1, 8], budget_s=10)
+    program = synthesize(collective, cluster, nbytes=GB, pieces=[1, 8], budget_s=10)
     bound = lower_bound(collective, cluster, GB).total_us
     assert program.collective.kind == collective.kind
     assert bound * (1 - 1e-9) <= simulate(program, cluster, nbytes=GB).total_us <= gap * bound
@@ -56,13 +56,13 @@ def test_any_ranks_in_equal_numbers_on_hosts_are_served(
     ranks = [host * 8 + rank for host in range(hosts) for rank in range(local)]
     seed.shuffle(ranks)  # type: ignore[attr-defined]
     cut = chunks * len(ranks) if make is AllReduce else chunks
-    program = synthesise(make(ranks, chunks=cut), cluster, nbytes=MB, pieces=[1], budget_s=1)
+    program = synthesize(make(ranks, chunks=cut), cluster, nbytes=MB, pieces=[1], budget_s=1)
     program.verify()
     assert program.collective.ranks == tuple(ranks)
 
 
 def test_each_shard_enters_a_host_once_over_its_own_rail() -> None:
-    program = synthesise(AllGather(24), Cluster.load("dgx_a100:3"), nbytes=GB, pieces=[2])
+    program = synthesize(AllGather(24), Cluster.load("dgx_a100:3"), nbytes=GB, pieces=[2])
     crossing = program.src // 8 != program.dst // 8
     assert np.array_equal(program.src[crossing] % 8, program.dst[crossing] % 8)
     rows = np.repeat(crossing, np.diff(program.chunk_ptr))
@@ -85,14 +85,14 @@ def test_the_table_of_hosts_follows_the_ranks() -> None:
 )
 def test_what_cannot_be_composed_is_refused(collective: Collective, reason: str) -> None:
     with pytest.raises(Infeasible, match=reason):
-        synthesise(collective, Cluster.load("dgx_a100:2"), nbytes=MB)
+        synthesize(collective, Cluster.load("dgx_a100:2"), nbytes=MB)
 
 
 def test_devices_without_hosts_are_refused() -> None:
     with pytest.raises(Infeasible, match="at least two hosts"):
-        synthesise(AllGather(16), Cluster.load("torus:16"), nbytes=MB)
+        synthesize(AllGather(16), Cluster.load("torus:16"), nbytes=MB)
 
 
 def test_ranks_beyond_the_cluster_are_refused() -> None:
     with pytest.raises(InvalidInput, match="device 16 does not exist"):
-        synthesise(AllGather(17), Cluster.load("dgx_a100:2"), nbytes=MB)
+        synthesize(AllGather(17), Cluster.load("dgx_a100:2"), nbytes=MB)

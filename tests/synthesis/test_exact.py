@@ -9,7 +9,7 @@ import pytest
 import stretto as st
 from stretto.collectives import Collective
 from stretto.synthesis import cp_sat
-from stretto.synthesis.exact import ExactResult, solve, synthesise
+from stretto.synthesis.exact import ExactResult, solve, synthesize
 
 MB8 = 8 * st.MB
 
@@ -120,7 +120,7 @@ def test_some_of_the_devices_and_channels() -> None:
 
 def test_same_seed_same_program() -> None:
     cluster = nvlinks()
-    one, two = (synthesise(st.AllGather(8), cluster, nbytes=MB8, alpha="blocking", seed=3) for _ in range(2))
+    one, two = (synthesize(st.AllGather(8), cluster, nbytes=MB8, alpha="blocking", seed=3) for _ in range(2))
     assert one == two
     assert one.name == "exact(slot=23us)"
 

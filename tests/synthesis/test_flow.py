@@ -81,7 +81,7 @@ def test_paths_lead_from_source_to_destination_and_messages_carry_them(cluster: 
 @settings(max_examples=12, deadline=None)
 def test_programs_are_right_and_never_below_the_bound(cluster: st.Cluster, nbytes: float, alpha: str) -> None:
     collective = st.AllToAll(cluster.num_devices)
-    program = flow.synthesise(collective, cluster, nbytes=nbytes, alpha=alpha, pieces=2, budget_s=0.4)
+    program = flow.synthesize(collective, cluster, nbytes=nbytes, alpha=alpha, pieces=2, budget_s=0.4)
     program.verify()
     took = st.simulate(program, cluster, nbytes=nbytes, alpha=alpha).total_us
     assert took >= st.lower_bound(collective, cluster, nbytes).total_us * (1 - 1e-9)
@@ -90,11 +90,11 @@ def test_programs_are_right_and_never_below_the_bound(cluster: st.Cluster, nbyte
 @given(st_.lists(st_.tuples(st_.integers(0, 9), st_.integers(0, 7)), max_size=120))
 def test_edges_of_one_colour_never_meet_and_colours_are_as_few_as_can_be(edges: list[tuple[int, int]]) -> None:
     left, right = np.array(edges, np.int32).reshape(-1, 2).T.copy()
-    colour = _native.colour_edges(left, right, 10, 8)
+    color = _native.colour_edges(left, right, 10, 8)
     for ends in (left, right):
-        assert len(set(zip(ends.tolist(), colour.tolist(), strict=True))) == len(edges)
+        assert len(set(zip(ends.tolist(), color.tolist(), strict=True))) == len(edges)
     degree = max(np.bincount(left, minlength=1).max(), np.bincount(right, minlength=1).max())
-    assert np.all(colour < degree)
+    assert np.all(color < degree)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_named_cases(name: str, nbytes: float, most_us: float) -> None:
     """The peer's times on two DGX-2, and within 1.5 % of the bound elsewhere."""
     cluster = st.Cluster.load(name)
     pieces = {"mi250": 3, "torus:16": 2}.get(name, 1)
-    program = flow.synthesise(st.AllToAll(cluster.num_devices), cluster, nbytes=nbytes, pieces=pieces, budget_s=2.0)
+    program = flow.synthesize(st.AllToAll(cluster.num_devices), cluster, nbytes=nbytes, pieces=pieces, budget_s=2.0)
     assert program.name.startswith("flow(")
     assert st.simulate(program, cluster, nbytes=nbytes).total_us <= most_us
 
@@ -122,7 +122,7 @@ def test_named_cases(name: str, nbytes: float, most_us: float) -> None:
 def test_hundred_and_twenty_eight_gpus_within_five_percent() -> None:
     cluster = st.Cluster.load("dgx2_teccl:8")
     collective = st.AllToAll(128)
-    program = flow.synthesise(collective, cluster, nbytes=1e9, pieces=1, budget_s=4.0)
+    program = flow.synthesize(collective, cluster, nbytes=1e9, pieces=1, budget_s=4.0)
     bound = st.lower_bound(collective, cluster, 1e9).total_us
     assert bound <= st.simulate(program, cluster, nbytes=1e9).total_us <= 1.05 * bound
 
@@ -140,7 +140,7 @@ def test_hundred_and_twenty_eight_gpus_within_five_percent() -> None:
 )
 def test_other_one_to_one_collectives(collective: Collective) -> None:
     cluster = st.Cluster.preset("torus", nodes=6, gb_per_s=10.0, alpha_us=0.1)
-    program = flow.synthesise(collective, cluster, nbytes=6e6, pieces=16, budget_s=1.0)
+    program = flow.synthesize(collective, cluster, nbytes=6e6, pieces=16, budget_s=1.0)
     assert program.collective.kind == collective.kind
     assert program.collective.ranks == collective.ranks
     bound = st.lower_bound(collective, cluster, 6e6).total_us
@@ -151,18 +151,18 @@ def test_ranks_without_a_way_of_their_own_are_refused() -> None:
     links = [Link(src=a, dst=b, gb_per_s=1.0, alpha_us=0.0) for a, b in ((0, 1), (1, 2), (2, 1), (1, 0))]
     line = st.Cluster.build("line", nodes=[Node(name=f"d{i}") for i in range(3)], links=links)
     with pytest.raises(Infeasible, match="no way"):
-        flow.synthesise(st.AllToAll([0, 2]), line, nbytes=1e6)
+        flow.synthesize(st.AllToAll([0, 2]), line, nbytes=1e6)
 
 
 @pytest.mark.parametrize("collective", [st.AllGather(4), st.AllReduce(4), st.Broadcast(4)], ids=lambda c: c.kind)
 def test_what_is_shared_or_summed_is_refused(collective: Collective) -> None:
     with pytest.raises(Infeasible, match="one to one only"):
-        flow.synthesise(collective, st.Cluster.preset("ring", nodes=4), nbytes=1e6)
+        flow.synthesize(collective, st.Cluster.preset("ring", nodes=4), nbytes=1e6)
 
 
 def test_nothing_to_move_is_refused() -> None:
     with pytest.raises(Infeasible, match="nothing to move"):
-        flow.synthesise(st.AllToAll(1), st.Cluster.preset("ring", nodes=4), nbytes=1e6)
+        flow.synthesize(st.AllToAll(1), st.Cluster.preset("ring", nodes=4), nbytes=1e6)
 
 
 def test_refining_keeps_the_kind_and_the_sizes() -> None:
@@ -174,14 +174,14 @@ def test_refining_keeps_the_kind_and_the_sizes() -> None:
 
 def test_same_seed_same_program() -> None:
     cluster = st.Cluster.load("ndv2:1")
-    one, two = (flow.synthesise(st.AllToAll(8), cluster, nbytes=1e6, seed=3, pieces=2) for _ in range(2))
+    one, two = (flow.synthesize(st.AllToAll(8), cluster, nbytes=1e6, seed=3, pieces=2) for _ in range(2))
     assert one == two
 
 
 def test_chunks_gather_in_few_messages_where_alpha_blocks() -> None:
     """As in the two-step algorithm, which nobody told it about."""
     cluster = st.Cluster.load("dgx2:2")
-    program = flow.synthesise(st.AllToAll(32), cluster, nbytes=1e3, alpha="blocking", pieces=1, budget_s=2.0)
+    program = flow.synthesize(st.AllToAll(32), cluster, nbytes=1e3, alpha="blocking", pieces=1, budget_s=2.0)
     two_step = st.algorithm("two_step", "all_to_all", 32, cluster=cluster)
     took, known = (st.simulate(x, cluster, nbytes=1e3, alpha="blocking").total_us for x in (program, two_step))
     assert took < known

@@ -15,7 +15,7 @@ from stretto.cluster.model import Link, Node
 from stretto.collectives import Collective
 from stretto.errors import Infeasible, InvalidInput
 from stretto.programs.interpret import check as interpret_and_check
-from stretto.synthesis.forest import forests_of, synthesise
+from stretto.synthesis.forest import forests_of, synthesize
 from stretto.synthesis.forest_trees import Forest, pack_trees
 
 
@@ -169,7 +169,7 @@ def test_height_is_bounded_when_asked_and_refused_when_impossible() -> None:
 def test_ranks_may_be_some_of_the_devices() -> None:
     cluster = st.Cluster.preset("dgx_a100", nodes=2)
     some_ranks = (1, 2, 5, 8, 11)
-    program = synthesise(st.AllGather(some_ranks), cluster, nbytes=1e8)
+    program = synthesize(st.AllGather(some_ranks), cluster, nbytes=1e8)
     bound = st.lower_bound(st.AllGather(some_ranks), cluster, nbytes=1e8)
     assert st.simulate(program, cluster, nbytes=1e8).total_us >= bound.total_us
 
@@ -184,7 +184,7 @@ COLLECTIVES: list[Callable[[int], Collective]] = [
 def test_programs_keep_the_pace_of_their_trees(name: str, make: Callable[[int], Collective]) -> None:
     cluster = st.Cluster.load(name)
     collective = make(cluster.num_devices)
-    program = synthesise(collective, cluster, nbytes=1e9, max_transfers=30_000, budget_s=600)
+    program = synthesize(collective, cluster, nbytes=1e9, max_transfers=30_000, budget_s=600)
     assert program.collective.kind == collective.kind
     assert program.name.startswith("forest(k=")
     took = st.simulate(program, cluster, nbytes=1e9).total_us
@@ -196,7 +196,7 @@ def test_programs_keep_the_pace_of_their_trees(name: str, make: Callable[[int], 
 def test_all_gather_keeps_the_pace_on_two_boxes(name: str) -> None:
     cluster = st.Cluster.load(name)
     collective = st.AllGather(cluster.num_devices)
-    program = synthesise(collective, cluster, nbytes=1e9, max_transfers=260_000, budget_s=600)
+    program = synthesize(collective, cluster, nbytes=1e9, max_transfers=260_000, budget_s=600)
     took = st.simulate(program, cluster, nbytes=1e9).total_us
     assert took <= 1.03 * st.lower_bound(collective, cluster, nbytes=1e9).total_us
 
@@ -204,12 +204,12 @@ def test_all_gather_keeps_the_pace_on_two_boxes(name: str) -> None:
 def test_progress_is_told_and_options_are_checked() -> None:
     said: list[tuple[str, float]] = []
     ring = st.Cluster.preset("ring", nodes=4)
-    synthesise(st.AllGather(4), ring, nbytes=1e6, progress=lambda text, share: said.append((text, share)))
+    synthesize(st.AllGather(4), ring, nbytes=1e6, progress=lambda text, share: said.append((text, share)))
     assert said[0] == ("packing trees", 0.0) and all(0 <= share <= 1 for _, share in said)
     with pytest.raises(InvalidInput, match="max_k: must be >= 1"):
-        synthesise(st.AllGather(4), ring, nbytes=1e6, max_k=0)
+        synthesize(st.AllGather(4), ring, nbytes=1e6, max_k=0)
     with pytest.raises(Infeasible, match="trees serve all_gather"):
-        synthesise(st.AllToAll(4), ring, nbytes=1e6)
+        synthesize(st.AllToAll(4), ring, nbytes=1e6)
 
 
 def test_a_device_that_cannot_be_reached_is_named() -> None:
@@ -222,7 +222,7 @@ def test_a_device_that_cannot_be_reached_is_named() -> None:
 
 def test_programs_can_be_lowered_and_interpreted() -> None:
     cluster = st.Cluster.load("ndv2_teccl:2")
-    program = synthesise(st.AllReduce(16), cluster, nbytes=1e6, max_transfers=2000)
+    program = synthesize(st.AllReduce(16), cluster, nbytes=1e6, max_transfers=2000)
     lowered = program.lower()
     lowered.verify()
     interpret_and_check(lowered)

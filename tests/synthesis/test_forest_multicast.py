@@ -16,7 +16,7 @@ from stretto.cluster.model import Link, Node
 from stretto.collectives import Collective
 from stretto.errors import InvalidInput
 from stretto.programs.interpret import check as interpret_and_check
-from stretto.synthesis.forest import forests_of, synthesise
+from stretto.synthesis.forest import forests_of, synthesize
 from stretto.synthesis.forest_optimum import _least_scale
 from stretto.synthesis.forest_trees import Forest, pack_trees
 
@@ -114,7 +114,7 @@ def test_multicast_is_never_slower_and_never_beats_its_bounds(cluster: st.Cluste
     assert without.throughput <= with_it.throughput <= with_it.optimum
     bound = st.lower_bound(st.AllGather(n), cluster, nbytes=1e9).algorithm_gb_per_s
     assert float(with_it.throughput * n) <= bound * (1 + 1e-9)
-    program = synthesise(st.AllGather(n), cluster, nbytes=1e6, budget_s=0.2, max_transfers=500)
+    program = synthesize(st.AllGather(n), cluster, nbytes=1e6, budget_s=0.2, max_transfers=500)
     for contention in ("fifo", "fair"):
         took = st.simulate(program, cluster, nbytes=1e6, contention=contention).total_us
         assert took >= st.lower_bound(st.AllGather(n), cluster, nbytes=1e6).total_us * (1 - 1e-9)
@@ -142,7 +142,7 @@ COLLECTIVES: list[Callable[[int], Collective]] = [
 def test_programs_are_right_and_use_what_the_cluster_offers(make: Callable[[int], Collective]) -> None:
     cluster = star(4, 10.0, 30.0)
     collective = make(4)
-    program = synthesise(collective, cluster, nbytes=1e8, max_transfers=4000)
+    program = synthesize(collective, cluster, nbytes=1e8, max_transfers=4000)
     copies = collective.kind in ("all_gather", "all_reduce", "broadcast")
     assert program.multicasts == copies and ("multicast" in program.name) == copies
     assert not program.reduce[program.cast >= 0].any()
@@ -151,7 +151,7 @@ def test_programs_are_right_and_use_what_the_cluster_offers(make: Callable[[int]
     interpret_and_check(lowered)
     took = st.simulate(program, cluster, nbytes=1e8).total_us
     plain = st.simulate(
-        synthesise(collective, cluster, nbytes=1e8, max_transfers=4000, multicast=False), cluster, nbytes=1e8
+        synthesize(collective, cluster, nbytes=1e8, max_transfers=4000, multicast=False), cluster, nbytes=1e8
     ).total_us
     assert took <= plain
     bound = st.lower_bound(collective, cluster, nbytes=1e8).total_us
@@ -160,7 +160,7 @@ def test_programs_are_right_and_use_what_the_cluster_offers(make: Callable[[int]
 
 def test_two_dgx2_reach_the_bound_to_the_last_microsecond() -> None:
     cluster = st.Cluster.load("dgx2_teccl:2+multicast")
-    program = synthesise(st.AllGather(32), cluster, nbytes=1e9, max_transfers=20_000)
+    program = synthesize(st.AllGather(32), cluster, nbytes=1e9, max_transfers=20_000)
     took = st.simulate(program, cluster, nbytes=1e9).total_us
     assert took == pytest.approx(st.lower_bound(st.AllGather(32), cluster, nbytes=1e9).total_us, rel=1e-6)
 

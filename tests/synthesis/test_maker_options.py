@@ -33,7 +33,7 @@ KINDS = {"flow": "all_to_all"}
 
 
 def synthesise_of(maker: Maker) -> Any:
-    return import_module(f"stretto.synthesis.{maker.module}").synthesise
+    return import_module(f"stretto.synthesis.{maker.module}").synthesize
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -112,9 +112,7 @@ def test_an_option_that_a_maker_does_not_have_is_an_error(name: str, capsys: pyt
         (["--set", "flow.pieces=1"], "options of flow: it does not do all_gather"),
     ],
 )
-def test_wrong_settings_are_one_line(
-    settings: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_settings_are_one_line(settings: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["synth", "allgather", "-c", "ring:4", "--no-cache", *settings]) == 2
     said = capsys.readouterr()
     assert message in said.err

@@ -19,7 +19,7 @@ from stretto.synthesis import makers as registry
 from stretto.synthesis import portfolio, select, synthesize, worker
 from stretto.synthesis.cache import Cache, directory
 from stretto.synthesis.explorer import rotations, sketch_variants, sketches, smallest
-from stretto.synthesis.makers import Maker, Problem
+from stretto.synthesis.makers import Maker, SynthesisProblem
 from stretto.synthesis.matching import same_task
 from stretto.synthesis.sketch import Sketch
 
@@ -46,7 +46,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *made: Maker) -> None:
 class Fake(Maker):
     """A maker that does what a test says."""
 
-    def run(self, task: Any, problem: Problem, budget_s: float, offer: Any, progress: Any) -> None:
+    def run(self, task: Any, problem: SynthesisProblem, budget_s: float, offer: Any, progress: Any) -> None:
         progress("working", 0.5)
         action = ACTIONS[self.name]
         made = action(problem) if callable(action) else action
@@ -55,15 +55,15 @@ class Fake(Maker):
         offer(made)
 
 
-def ring_program(problem: Problem) -> st.Program:
+def ring_program(problem: SynthesisProblem) -> st.Program:
     return st.algorithm("ring", problem.collective.kind, problem.collective.ranks)
 
 
-def other_ranks(problem: Problem) -> st.Program:
+def other_ranks(problem: SynthesisProblem) -> st.Program:
     return st.algorithm("ring", problem.collective.kind, problem.ranks - 1)
 
 
-def wrong(problem: Problem) -> st.Program:
+def wrong(problem: SynthesisProblem) -> st.Program:
     return st.Program.from_steps("wrong", st.AllGather(4), src=[0], dst=[1], chunk=[0], step=[0])
 
 
@@ -320,7 +320,7 @@ def test_large_programs_are_not_cached(ring: st.Cluster, own_cache: Path, monkey
 
 
 def test_the_key_is_the_content_not_the_object(ring: st.Cluster) -> None:
-    problem = Problem(collective=st.AllGather(4), cluster=ring, nbytes=st.MB)
+    problem = SynthesisProblem(collective=st.AllGather(4), cluster=ring, nbytes=st.MB)
     same = replace(problem, cluster=replace(ring), collective=st.AllGather(4))
     assert Cache.of(problem, {}).key == Cache.of(same, {}).key
 
@@ -421,7 +421,7 @@ def test_the_explorer_proposes_different_sketches_that_fit_the_cluster() -> None
 
 
 def test_a_given_sketch_is_the_only_one(ring: st.Cluster) -> None:
-    problem = Problem(collective=st.AllGather(4), cluster=ring, nbytes=st.MB)
+    problem = SynthesisProblem(collective=st.AllGather(4), cluster=ring, nbytes=st.MB)
     assert len(sketch_variants(problem)) > 1
     assert sketch_variants(replace(problem, sketch=Sketch())) == [("", {})]
 

@@ -18,7 +18,7 @@ import pytest
 
 import stretto as st
 from stretto.synthesis import portfolio, ray_backend, synthesize, worker
-from stretto.synthesis.makers import Problem, Task
+from stretto.synthesis.makers import MakerTask, SynthesisProblem
 from stretto.synthesis.portfolio import Attempt, Board
 
 MAKERS = ["library:ring", "library:direct", "library:bruck"]
@@ -87,8 +87,8 @@ def gone(pid: int) -> bool:
     return False
 
 
-def board_of(ring: st.Cluster, budget_s: float) -> tuple[Problem, Board]:
-    problem = Problem(collective=st.AllGather(4), cluster=ring, nbytes=st.MB)
+def board_of(ring: st.Cluster, budget_s: float) -> tuple[SynthesisProblem, Board]:
+    problem = SynthesisProblem(collective=st.AllGather(4), cluster=ring, nbytes=st.MB)
     bound = st.lower_bound(problem.collective, ring, st.MB)
     return problem, Board(bound=bound, budget_s=budget_s, began=time.monotonic())
 
@@ -112,7 +112,14 @@ def test_ray_finds_what_one_process_finds(ray: Any, ring: st.Cluster, monkeypatc
     monkeypatch.setattr(portfolio, "SMALL", 0)
     lines: list[str] = []
     beside = synthesize(
-        st.AllGather(4), ring, st.MB, makers=MAKERS, cache=False, jobs=2, backend="ray", budget_s=60.0,
+        st.AllGather(4),
+        ring,
+        st.MB,
+        makers=MAKERS,
+        cache=False,
+        jobs=2,
+        backend="ray",
+        budget_s=60.0,
         progress=lambda message, fraction: lines.append(message),
     )
     assert beside.program == alone.program
@@ -134,10 +141,10 @@ def test_both_solvers_serve_tasks_on_ray(ray: Any, ring: st.Cluster) -> None:
 def test_a_dead_ray_worker_is_a_candidate_with_a_reason(ray: Any, ring: st.Cluster, tmp_path: Path) -> None:
     problem, board = board_of(ring, 60.0)
     pid_file = tmp_path / "pids"
-    lost = Task(maker="library", label="lost", weight=1.0, options={"x": Sleeper(path=str(pid_file))})
-    good = Task(maker="library", label="good", weight=1.0, options={"algorithm": "ring"})
+    lost = MakerTask(maker="library", label="lost", weight=1.0, options={"x": Sleeper(path=str(pid_file))})
+    good = MakerTask(maker="library", label="good", weight=1.0, options={"algorithm": "ring"})
 
-    def start(request: bytes, tell: worker.Tell) -> worker.Running:
+    def start(request: bytes, tell: worker.Tell) -> worker.ActiveTask:
         far = ray_backend._RayTask(request, tell)
         if b"pids" in request:
             pid, child = numbers(pid_file)
@@ -154,10 +161,10 @@ def test_a_dead_ray_worker_is_a_candidate_with_a_reason(ray: Any, ring: st.Clust
 def test_a_late_ray_task_is_ended_with_what_it_has_started(ray: Any, ring: st.Cluster, tmp_path: Path) -> None:
     problem, board = board_of(ring, 1.0)
     pid_file = tmp_path / "pids"
-    late = Task(maker="library", label="late", weight=1.0, options={"x": Sleeper(path=str(pid_file))})
+    late = MakerTask(maker="library", label="late", weight=1.0, options={"x": Sleeper(path=str(pid_file))})
     pids: list[int] = []
 
-    def start(request: bytes, tell: worker.Tell) -> worker.Running:
+    def start(request: bytes, tell: worker.Tell) -> worker.ActiveTask:
         far = ray_backend._RayTask(request, tell)
         pids.extend(numbers(pid_file))
         return far
@@ -170,12 +177,12 @@ def test_a_late_ray_task_is_ended_with_what_it_has_started(ray: Any, ring: st.Cl
 def test_a_late_process_is_ended_with_what_it_has_started(ring: st.Cluster, tmp_path: Path) -> None:
     problem, board = board_of(ring, 1.0)
     pid_file = tmp_path / "pids"
-    late = Task(maker="library", label="late", weight=1.0, options={"x": Sleeper(path=str(pid_file))})
+    late = MakerTask(maker="library", label="late", weight=1.0, options={"x": Sleeper(path=str(pid_file))})
     pids: list[int] = []
 
     with worker.backend("processes", jobs=1) as processes:
 
-        def start(request: bytes, tell: worker.Tell) -> worker.Running:
+        def start(request: bytes, tell: worker.Tell) -> worker.ActiveTask:
             far = processes(request, tell)
             pids.extend(numbers(pid_file))
             return far

@@ -12,7 +12,7 @@ import pytest
 import stretto as st
 from stretto.cluster.presets.registry import presets
 from stretto.errors import Infeasible, InvalidInput
-from stretto.synthesis.logical import Logical, default_sketch
+from stretto.synthesis.logical import LogicalTopology, default_sketch
 from stretto.synthesis.routing import RoutingProblem
 from stretto.synthesis.sketch import Hyperedge, LinkRule, Sketch
 from stretto.synthesis.sketch_files import dumps, loads
@@ -98,20 +98,20 @@ def test_a_sketch_must_fit_the_cluster() -> None:
     one, two = st.Cluster.load("ndv2:1"), st.Cluster.load("ndv2:2")
     paper = Sketch.load(DATA / "taccl_listing1_dgx2_sk1.json")
     with pytest.raises(InvalidInput, match=r"switches\[0\].gpus: a host has GPUs 0..7, not 8"):
-        Logical.of(paper, two, st.AllGather(16))
+        LogicalTopology.of(paper, two, st.AllGather(16))
     with pytest.raises(InvalidInput, match="the sketch is for 2 hosts, ndv2:1 has 1"):
-        Logical.of(Sketch.load(DATA / "ndv2_relay.yaml"), one, st.AllGather(8))
+        LogicalTopology.of(Sketch.load(DATA / "ndv2_relay.yaml"), one, st.AllGather(8))
     with pytest.raises(InvalidInput, match=r"links.channels\[0\]: unknown channel 'bus'"):
-        Logical.of(Sketch(channels=("bus",)), one, st.AllGather(8))
+        LogicalTopology.of(Sketch(channels=("bus",)), one, st.AllGather(8))
     with pytest.raises(InvalidInput, match=r"links.drop\[0\].src\[0\]: unknown device 'gpu9'"):
-        _ = Logical.of(Sketch(drop=(LinkRule(src=("gpu9",)),)), one, st.AllGather(8)).allowed
+        _ = LogicalTopology.of(Sketch(drop=(LinkRule(src=("gpu9",)),)), one, st.AllGather(8)).allowed
     with pytest.raises(Infeasible, match="all_reduce combines chunks"):
-        Logical.of(Sketch(), one, st.AllReduce(8))
+        LogicalTopology.of(Sketch(), one, st.AllReduce(8))
 
 
 def test_the_logical_topology_has_what_the_sketch_leaves() -> None:
     cluster = st.Cluster.load("ndv2:2")
-    logical = Logical.of(Sketch.load(DATA / "ndv2_relay.yaml"), cluster, st.AllGather(16, chunks=2))
+    logical = LogicalTopology.of(Sketch.load(DATA / "ndv2_relay.yaml"), cluster, st.AllGather(16, chunks=2))
     allowed = logical.allowed
     crossing = {(int(logical.src[h]), int(logical.dst[h])) for h in np.flatnonzero(logical.crosses & allowed.any(0))}
     assert crossing == {(0, 9), (8, 1)}
@@ -124,7 +124,7 @@ def test_the_logical_topology_has_what_the_sketch_leaves() -> None:
 def test_relays_follow_the_map_of_the_sketch() -> None:
     cluster = st.Cluster.load("dgx2:2")
     for file in ("taccl_listing1_dgx2_sk1.json", "taccl_repo_dgx2_n2.json"):
-        logical = Logical.of(Sketch.load(DATA / file), cluster, st.AllGather(32))
+        logical = LogicalTopology.of(Sketch.load(DATA / file), cluster, st.AllGather(32))
         for chunk in (0, 1, 6, 20):
             leaving = np.flatnonzero(logical.crosses & (logical.host[logical.src] == chunk // 16))
             senders = {int(logical.src[h]) for h in leaving if logical.allowed[chunk, h]}
@@ -133,7 +133,7 @@ def test_relays_follow_the_map_of_the_sketch() -> None:
 
 def test_keep_leaves_only_its_links() -> None:
     ring = st.Cluster.preset("ring", nodes=4)
-    logical = Logical.of(Sketch(keep=(LinkRule(src=(0,), dst=(1,)), LinkRule(src=(1,)))), ring, st.AllGather(4))
+    logical = LogicalTopology.of(Sketch(keep=(LinkRule(src=(0,), dst=(1,)), LinkRule(src=(1,)))), ring, st.AllGather(4))
     kept = {(int(logical.src[h]), int(logical.dst[h])) for h in np.flatnonzero(logical.allowed[3])}
     assert kept == {(0, 1), (1, 0), (1, 2)}
 
@@ -161,7 +161,7 @@ def test_the_default_sketch_leaves_a_path_for_every_chunk(name: str, nodes: int)
         nodes = 4
     cluster = st.Cluster.preset(name, nodes=nodes)
     gather = st.AllGather(cluster.num_devices)
-    problem = RoutingProblem.of(Logical.of(default_sketch(cluster), cluster, gather), nbytes=st.MB)
+    problem = RoutingProblem.of(LogicalTopology.of(default_sketch(cluster), cluster, gather), nbytes=st.MB)
     targets = [len(ranks) for ranks in problem.logical.targets]
     assert targets == [cluster.num_devices - 1] * gather.num_chunks
     everything = problem.routing(np.ones(problem.num_orbits, np.bool_), by="all")

@@ -12,14 +12,14 @@ import pytest
 
 import stretto as st
 from stretto.errors import Infeasible, InvalidInput
-from stretto.synthesis.contiguity import Messages, merge
-from stretto.synthesis.logical import Logical
+from stretto.synthesis.contiguity import MessageSchedule, merge
+from stretto.synthesis.logical import LogicalTopology
 from stretto.synthesis.milp import Milp, solve
-from stretto.synthesis.ordering import VARIANTS, Tasks, justify, priorities, schedule
+from stretto.synthesis.ordering import VARIANTS, SendTasks, justify, priorities, schedule
 from stretto.synthesis.routing import RoutingProblem, build, route
 from stretto.synthesis.routing_search import search
 from stretto.synthesis.sketch import LinkRule, Sketch
-from stretto.synthesis.three_stage import ablation, bytes_of, refined, synthesise
+from stretto.synthesis.three_stage import ablation, bytes_of, refined, synthesize
 
 DATA = Path(__file__).parent / "data"
 MB = 1e6
@@ -43,14 +43,14 @@ def simulated_us(program: st.Program, cluster: st.Cluster, nbytes: float, alpha:
 def problem_on(
     cluster: st.Cluster, collective: st.Collective, sketch: Sketch, nbytes: float, alpha: str = "blocking"
 ) -> RoutingProblem:
-    return RoutingProblem.of(Logical.of(sketch, cluster, collective), nbytes=nbytes, alpha=alpha)
+    return RoutingProblem.of(LogicalTopology.of(sketch, cluster, collective), nbytes=nbytes, alpha=alpha)
 
 
 def test_all_gather_on_one_ndv2_meets_the_optimum_for_whole_and_for_split_chunks() -> None:
     cluster = nvlinks_as_taccl_counts()
-    whole = synthesise(st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=6)
+    whole = synthesize(st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=6)
     assert simulated_us(whole, cluster, 8 * MB) == pytest.approx(69.0)
-    split = synthesise(
+    split = synthesize(
         st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(input_chunkup=2), alpha="blocking", budget_s=8
     )
     assert split.collective.chunks == 2
@@ -59,13 +59,13 @@ def test_all_gather_on_one_ndv2_meets_the_optimum_for_whole_and_for_split_chunks
 
 def test_all_to_all_on_one_ndv2_meets_the_optimum() -> None:
     cluster = nvlinks_as_taccl_counts()
-    program = synthesise(st.AllToAll(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=3)
+    program = synthesize(st.AllToAll(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=3)
     assert simulated_us(program, cluster, 8 * MB) == pytest.approx(138.0)
 
 
 def test_all_gather_on_two_ndv2_beats_taccl() -> None:
     cluster = st.Cluster.load("ndv2:2")
-    program = synthesise(st.AllGather(16), cluster, nbytes=16 * MB, alpha="blocking", budget_s=3)
+    program = synthesize(st.AllGather(16), cluster, nbytes=16 * MB, alpha="blocking", budget_s=3)
     assert simulated_us(program, cluster, 16 * MB) < 945
 
 
@@ -86,8 +86,10 @@ def test_symmetric_pairs_are_one_column_and_rotate_onto_each_other() -> None:
     cluster = st.Cluster.load("dgx2:2")
     problem = problem_on(cluster, st.AllGather(32), Sketch(symmetry_offsets=((2, 16), (16, 32))), 32 * MB)
     logical = problem.logical
-    pairs = {(int(c), int(logical.src[h]), int(logical.dst[h])): int(k)
-             for c, h, k in zip(problem.chunk, problem.hop, problem.orbit, strict=True)}
+    pairs = {
+        (int(c), int(logical.src[h]), int(logical.dst[h])): int(k)
+        for c, h, k in zip(problem.chunk, problem.hop, problem.orbit, strict=True)
+    }
 
     def turn(rank: int) -> int:
         return rank // 16 * 16 + (rank % 16 + 2) % 16
@@ -126,7 +128,7 @@ def test_a_switch_policy_reaches_the_program() -> None:
     connected = {}
     for strategy in ("uc-min", "uc-max"):
         sketch = loads_switch(strategy).vary(symmetry_offsets=((1, 16),))
-        program = synthesise(st.AllGather(16), cluster, nbytes=32 * MB, budget_s=5.0, sketch=sketch, alpha="blocking")
+        program = synthesize(st.AllGather(16), cluster, nbytes=32 * MB, budget_s=5.0, sketch=sketch, alpha="blocking")
         connected[strategy] = len(set(zip(program.src.tolist(), program.dst.tolist(), strict=True)))
     assert connected["uc-max"] == 16 * 15
     assert connected["uc-min"] <= 16 * 4
@@ -135,9 +137,7 @@ def test_a_switch_policy_reaches_the_program() -> None:
 def loads_switch(strategy: str) -> Sketch:
     from stretto.synthesis.sketch import Hyperedge
 
-    return Sketch(
-        switches=(Hyperedge(gpus=tuple(range(16)), strategy=strategy),), symmetry_offsets=((1, 16),)
-    )
+    return Sketch(switches=(Hyperedge(gpus=tuple(range(16)), strategy=strategy),), symmetry_offsets=((1, 16),))
 
 
 @pytest.mark.parametrize("solver", ["highs", "cpsat"])
@@ -164,7 +164,7 @@ def test_both_solvers_prove_that_there_is_no_solution(solver: str) -> None:
 
 def test_cp_sat_routes_as_well() -> None:
     cluster = nvlinks_as_taccl_counts()
-    program = synthesise(
+    program = synthesize(
         st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=6, solver="cpsat"
     )
     assert simulated_us(program, cluster, 8 * MB) <= 92.0
@@ -175,7 +175,7 @@ def test_every_rule_gives_a_plan_that_no_link_breaks() -> None:
     problem = problem_on(cluster, st.AllGather(8), Sketch(), 8 * MB)
     routing = search(problem, seed=1)
     assert routing is not None
-    tasks = Tasks.of(problem, routing)
+    tasks = SendTasks.of(problem, routing)
     for variant in VARIANTS:
         first = schedule(tasks, priorities(tasks, variant))
         better = justify(tasks, first)
@@ -192,10 +192,10 @@ def test_every_rule_gives_a_plan_that_no_link_breaks() -> None:
 def test_small_messages_travel_together_where_alpha_takes_the_link() -> None:
     cluster = st.Cluster.preset("ring", nodes=2, gb_per_s=1.0, alpha_us=10.0)
     sketch = Sketch(input_chunkup=4)
-    program = synthesise(st.AllGather(2), cluster, nbytes=8000, sketch=sketch, alpha="blocking", budget_s=3)
+    program = synthesize(st.AllGather(2), cluster, nbytes=8000, sketch=sketch, alpha="blocking", budget_s=3)
     assert simulated_us(program, cluster, 8000) == pytest.approx(14.0)
     assert program.num_transfers == 2
-    apart = synthesise(st.AllGather(2), cluster, nbytes=8000, sketch=sketch, alpha="pipelined", budget_s=3)
+    apart = synthesize(st.AllGather(2), cluster, nbytes=8000, sketch=sketch, alpha="pipelined", budget_s=3)
     assert apart.num_transfers == 8, "where alpha only delays arrival there is nothing to save"
 
 
@@ -204,11 +204,11 @@ def test_merging_keeps_what_the_simulator_says_is_best() -> None:
     problem = problem_on(cluster, st.AllGather(4, chunks=3), Sketch(), 12000)
     routing = search(problem, seed=0)
     assert routing is not None
-    tasks = Tasks.of(problem, routing)
-    plan = Messages.single(tasks, schedule(tasks, priorities(tasks, "longest remaining first")))
+    tasks = SendTasks.of(problem, routing)
+    plan = MessageSchedule.single(tasks, schedule(tasks, priorities(tasks, "longest remaining first")))
     seen: list[float] = []
 
-    def score(tried: Messages) -> float:
+    def score(tried: MessageSchedule) -> float:
         seen.append(tried.end_us)
         return tried.end_us
 
@@ -225,7 +225,7 @@ def test_merging_keeps_what_the_simulator_says_is_best() -> None:
 )
 def test_every_collective_that_does_not_combine_is_synthesised(collective: st.Collective) -> None:
     cluster = st.Cluster.load("ndv2:1")
-    program = synthesise(collective, cluster, nbytes=8 * MB, budget_s=1)
+    program = synthesize(collective, cluster, nbytes=8 * MB, budget_s=1)
     assert program.verify() and program.name.startswith("three_stage(")
     assert program.collective == collective
     bound = st.lower_bound(collective, cluster, nbytes=8 * MB).total_us
@@ -234,27 +234,27 @@ def test_every_collective_that_does_not_combine_is_synthesised(collective: st.Co
 
 def test_ranks_may_be_some_of_the_devices() -> None:
     cluster = st.Cluster.load("dgx2:2")
-    program = synthesise(st.AllGather([3, 5, 19, 30]), cluster, nbytes=MB, sketch=Sketch(), budget_s=1)
+    program = synthesize(st.AllGather([3, 5, 19, 30]), cluster, nbytes=MB, sketch=Sketch(), budget_s=1)
     assert program.verify() and simulated_us(program, cluster, MB) > 0
 
 
 def test_without_a_sketch_roots_and_subsets_work_on_several_hosts() -> None:
     cluster = st.Cluster.load("ndv2:2")
     for collective in (st.Broadcast(16, root=5), st.AllToAll([1, 2, 9]), st.Scatter(16)):
-        program = synthesise(collective, cluster, nbytes=MB, budget_s=1)
+        program = synthesize(collective, cluster, nbytes=MB, budget_s=1)
         assert program.verify() and program.collective == collective
 
 
 def test_same_seed_same_program() -> None:
     cluster = st.Cluster.preset("ring", nodes=4, gb_per_s=1.0, alpha_us=1.0)
-    made = [synthesise(st.AllGather(4), cluster, nbytes=4000, sketch=Sketch(), budget_s=2, seed=5) for _ in range(2)]
+    made = [synthesize(st.AllGather(4), cluster, nbytes=4000, sketch=Sketch(), budget_s=2, seed=5) for _ in range(2)]
     assert made[0] == made[1]
 
 
 def test_torus_without_hosts_is_one_node_with_its_rotation() -> None:
     cluster = st.Cluster.load("torus:4x4")
     sketch = Sketch(symmetry_offsets=((1, 4), (4, 16)))
-    program = synthesise(st.AllGather(16), cluster, nbytes=16 * MB, sketch=sketch, budget_s=4)
+    program = synthesize(st.AllGather(16), cluster, nbytes=16 * MB, sketch=sketch, budget_s=4)
     bound = st.lower_bound(st.AllGather(16), cluster, nbytes=16 * MB).total_us
     assert simulated_us(program, cluster, 16 * MB, "pipelined") <= 1.5 * bound
 
@@ -265,35 +265,35 @@ def test_dropped_links_are_named_when_a_chunk_has_no_way() -> None:
     gone = Sketch(name="cut", drop=(LinkRule(dst=(names[2],), chunks=(3,)),))
     says = rf"sketch cut: no path for chunk 3 from {names[3]} to {names[2]}: links.drop\[0\] is gone"
     with pytest.raises(Infeasible, match=says):
-        synthesise(st.AllGather(4), ring, nbytes=MB, sketch=gone)
+        synthesize(st.AllGather(4), ring, nbytes=MB, sketch=gone)
 
 
 def test_relays_that_cannot_be_reached_are_named() -> None:
     cluster = st.Cluster.load("dgx2:2")
     sketch = Sketch(internode_conn={1: (0,)}, chunk_to_relay_map=(2, 1))
     with pytest.raises(Infeasible, match=r"no path for chunk 2 from h0.gpu2 to h1.gpu0: internode_conn limits"):
-        synthesise(st.AllGather(32), cluster, nbytes=MB, sketch=sketch)
+        synthesize(st.AllGather(32), cluster, nbytes=MB, sketch=sketch)
 
 
 def test_a_rotation_that_the_collective_does_not_have_is_named() -> None:
     ring = st.Cluster.preset("ring", nodes=4)
     with pytest.raises(Infeasible, match=r"symmetry_offsets\[0\]: broadcast changes with this rotation"):
-        synthesise(st.Broadcast(4), ring, nbytes=MB, sketch=Sketch(symmetry_offsets=((1, 4),)))
+        synthesize(st.Broadcast(4), ring, nbytes=MB, sketch=Sketch(symmetry_offsets=((1, 4),)))
     with pytest.raises(InvalidInput, match=r"symmetry_offsets\[0\]: groups of 3 do not divide 4 ranks"):
-        synthesise(st.AllGather(4), ring, nbytes=MB, sketch=Sketch(symmetry_offsets=((1, 3),)))
+        synthesize(st.AllGather(4), ring, nbytes=MB, sketch=Sketch(symmetry_offsets=((1, 3),)))
 
 
 def test_a_disconnected_cluster_is_named() -> None:
     nodes = [st.Node(name=f"d{i}") for i in range(3)]
     cluster = st.Cluster.build("broken", nodes=nodes, links=[st.Link(src=0, dst=1, alpha_us=1.0, gb_per_s=1.0)])
     with pytest.raises(Infeasible, match="no path for chunk 0 from d0 to d2: the cluster has no links"):
-        synthesise(st.AllGather(3), cluster, nbytes=MB)
+        synthesize(st.AllGather(3), cluster, nbytes=MB)
 
 
 def test_progress_tells_the_size_of_the_model_and_rises() -> None:
     told: list[tuple[str, float]] = []
     cluster = st.Cluster.load("ndv2:1")
-    synthesise(st.AllGather(8), cluster, nbytes=MB, budget_s=1, progress=lambda m, f: told.append((m, f)))
+    synthesize(st.AllGather(8), cluster, nbytes=MB, budget_s=1, progress=lambda m, f: told.append((m, f)))
     assert "binaries" in told[0][0]
     assert [f for _, f in told] == sorted(f for _, f in told)
 
@@ -303,7 +303,7 @@ def test_input_size_stands_in_for_bytes() -> None:
     assert bytes_of(sketch, st.AllGather(8)) == pytest.approx(8 * MB)
     assert bytes_of(sketch, st.AllToAll(8)) == pytest.approx(MB)
     with pytest.raises(InvalidInput, match="nbytes: is needed"):
-        synthesise(st.AllGather(2), st.Cluster.preset("ring", nodes=2))
+        synthesize(st.AllGather(2), st.Cluster.preset("ring", nodes=2))
 
 
 def test_refining_is_what_more_chunks_are() -> None:
@@ -316,7 +316,11 @@ def test_ablations_are_labelled() -> None:
     paper = Sketch.load(DATA / "taccl_listing1_dgx2_sk1.json")
     made = dict(ablation(paper, gpus=16, connections=(1, 8), chunks=(1, 4), strategies=("uc-max",)))
     assert list(made) == [
-        "internode_conn=1", "internode_conn=8", "input_chunkup=1", "input_chunkup=4", "switches=uc-max"
+        "internode_conn=1",
+        "internode_conn=8",
+        "input_chunkup=1",
+        "input_chunkup=4",
+        "switches=uc-max",
     ]
     assert made["input_chunkup=4"].input_chunkup == 4
 

@@ -8,7 +8,7 @@ import stretto as st
 from stretto.errors import InvalidInput
 from stretto.workload import Op, Workload, registry
 from stretto.workload.models import cnn, transformer
-from stretto.workload.models.common import Steps, buckets, last
+from stretto.workload.models.common import OpCollector, buckets, last
 from stretto.workload.models.transformer_step import one_f_one_b
 
 SMALL = {
@@ -217,7 +217,7 @@ def test_buckets_fill_from_the_last_parameter() -> None:
 
 
 def test_whoever_waits_for_a_skipped_collective_waits_for_its_reasons() -> None:
-    steps = Steps(1)
+    steps = OpCollector(1)
     steps.compute("a", 1.0, [last("sum")], phase="forward")
     steps.comm("sum", "all_reduce", 8.0, ["a", last("sum")], phase="backward")
     steps.compute("b", 1.0, ["sum"], phase="optimizer")

@@ -84,8 +84,14 @@ class Steps:
         }
 
     def add(
-        self, *, src: ArrayLike, dst: ArrayLike, step: ArrayLike, chunk: ArrayLike,
-        reduce: bool = False, lane: ArrayLike = 0,
+        self,
+        *,
+        src: ArrayLike,
+        dst: ArrayLike,
+        step: ArrayLike,
+        chunk: ArrayLike,
+        reduce: bool = False,
+        lane: ArrayLike = 0,
     ) -> None:
         """Add messages: everything broadcasts together; the last axis of `chunk` lists one message's chunks.
 
@@ -93,8 +99,10 @@ class Steps:
         """
         chunk = np.asarray(chunk, np.int32)
         ends: dict[str, NDArray[Any]] = {
-            "src": np.asarray(src, np.int32), "dst": np.asarray(dst, np.int32),
-            "step": np.asarray(step, np.int64), "lane": np.asarray(lane, np.int16),
+            "src": np.asarray(src, np.int32),
+            "dst": np.asarray(dst, np.int32),
+            "step": np.asarray(step, np.int64),
+            "lane": np.asarray(lane, np.int16),
         }
         shape = np.broadcast_shapes(chunk.shape[:-1], *(end.shape for end in ends.values()))
         width = chunk.shape[-1]
@@ -118,8 +126,15 @@ class Steps:
         if order is not None and not np.array_equal(order, np.arange(len(order))):
             src, dst, chunk = order[src], order[dst], _placed(collective, chunk, order)
         return Program.from_steps(
-            name, collective, src=src, dst=dst, chunk=chunk, step=column["step"], reduce=column["reduce"],
-            chunk_ptr=np.concatenate([[0], np.cumsum(column["width"])]), lane=column["lane"],
+            name,
+            collective,
+            src=src,
+            dst=dst,
+            chunk=chunk,
+            step=column["step"],
+            reduce=column["reduce"],
+            chunk_ptr=np.concatenate([[0], np.cumsum(column["width"])]),
+            lane=column["lane"],
         )
 
 
@@ -175,6 +190,7 @@ def label(name: str, **options: object) -> str:
     >>> label("ring", chunks=2, order=(0, 2, 1), rings=None)
     'ring(chunks=2,order=0.2.1)'
     """
+
     def text(value: object, shown: int) -> str:
         if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str):
             items = [text(v, shown) for v in value]

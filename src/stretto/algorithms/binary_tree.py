@@ -20,7 +20,12 @@ from .trees import KINDS, add_tree, depths
 
 
 def binary_tree(
-    kind: str, ranks: Ranks, *, chunks: int = 8, root: int = 0, in_place: bool = False,
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 8,
+    root: int = 0,
+    in_place: bool = False,
     order: Sequence[int] | None = None,
 ) -> Program:
     """One balanced binary tree below the root.
@@ -55,6 +60,9 @@ def _balanced(count: int) -> Ints:
 
 
 ALGORITHM = Algorithm(
-    name="binary_tree", collectives=KINDS, build=binary_tree, where="any number of ranks",
+    name="binary_tree",
+    collectives=KINDS,
+    build=binary_tree,
+    where="any number of ranks",
     summary="piece after piece down (or up) a balanced binary tree; few latencies, pipelined",
 )

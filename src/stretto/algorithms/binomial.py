@@ -23,7 +23,12 @@ KINDS = ("broadcast", "reduce", "gather", "scatter")
 
 
 def binomial(
-    kind: str, ranks: Ranks, *, chunks: int = 1, root: int = 0, in_place: bool = False,
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 1,
+    root: int = 0,
+    in_place: bool = False,
     order: Sequence[int] | None = None,
 ) -> Program:
     """Halve the distance in every round.
@@ -56,6 +61,9 @@ def binomial(
 
 
 ALGORITHM = Algorithm(
-    name="binomial", collectives=KINDS, build=binomial, where="any number of ranks",
+    name="binomial",
+    collectives=KINDS,
+    build=binomial,
+    where="any number of ranks",
     summary="the number of ranks that are served doubles every round; the least latencies",
 )

@@ -53,6 +53,9 @@ def bruck(
 
 
 ALGORITHM = Algorithm(
-    name="bruck", collectives=KINDS, build=bruck, where="any number of ranks",
+    name="bruck",
+    collectives=KINDS,
+    build=bruck,
+    where="any number of ranks",
     summary="jumps of 1, 2, 4, ... with ever more (or half of all) data; the least latencies for any n",
 )

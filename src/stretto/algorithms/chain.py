@@ -26,7 +26,12 @@ KINDS = ("broadcast", "reduce")
 
 
 def chain(
-    kind: str, ranks: Ranks, *, chunks: int = 8, root: int = 0, in_place: bool = False,
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 8,
+    root: int = 0,
+    in_place: bool = False,
     order: Sequence[int] | None = None,
 ) -> Program:
     """From rank to rank along `order`, beginning (or, for a reduce, ending) at the root.
@@ -51,6 +56,10 @@ def _from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[st
 
 
 ALGORITHM = Algorithm(
-    name="chain", collectives=KINDS, build=chain, from_cluster=_from_cluster, where="any number of ranks",
+    name="chain",
+    collectives=KINDS,
+    build=chain,
+    from_cluster=_from_cluster,
+    where="any number of ranks",
     summary="piece after piece from rank to rank; the least bytes per link, n-1 latencies",
 )

@@ -22,15 +22,30 @@ from ..programs.ir import Program
 from .base import Algorithm, Ints, Ranks, Steps, choose, devices_of, each_to_each, label, placement, unless
 
 KINDS = (
-    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_all_v",
-    "broadcast", "reduce", "gather", "scatter", "permute",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_v",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "permute",
 )
 MAX_ALL_REDUCE = 512
 
 
 def direct(
-    kind: str, ranks: Ranks, *, chunks: int = 1, root: int = 0, in_place: bool = False, steps: int = 2,
-    pairs: Sequence[tuple[int, int]] | None = None, counts: Sequence[Sequence[float]] | None = None,
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 1,
+    root: int = 0,
+    in_place: bool = False,
+    steps: int = 2,
+    pairs: Sequence[tuple[int, int]] | None = None,
+    counts: Sequence[Sequence[float]] | None = None,
 ) -> Program:
     """Straight to the destination.
 
@@ -126,7 +141,10 @@ def _refusal(kind: str, count: int) -> str | None:
 
 
 ALGORITHM = Algorithm(
-    name="direct", collectives=KINDS, build=direct, refusal=_refusal,
+    name="direct",
+    collectives=KINDS,
+    build=direct,
+    refusal=_refusal,
     where=f"any number of ranks (all_reduce: at most {MAX_ALL_REDUCE})",
     summary="straight from source to destination, all pairs at once; one latency",
 )

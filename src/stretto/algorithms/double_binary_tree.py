@@ -22,7 +22,12 @@ from .trees import KINDS, add_tree, depths
 
 
 def double_binary_tree(
-    kind: str, ranks: Ranks, *, chunks: int = 4, root: int = 0, in_place: bool = False,
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 4,
+    root: int = 0,
+    in_place: bool = False,
     order: Sequence[int] | None = None,
 ) -> Program:
     """Two trees, `chunks` pieces each.
@@ -69,6 +74,9 @@ def _in_order_parent(below: int) -> Ints:
 
 
 ALGORITHM = Algorithm(
-    name="double_binary_tree", collectives=KINDS, build=double_binary_tree, where="any number of ranks",
+    name="double_binary_tree",
+    collectives=KINDS,
+    build=double_binary_tree,
+    where="any number of ranks",
     summary="two complementary pipelined trees with half the data each; few latencies, full bandwidth",
 )

@@ -25,7 +25,12 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def halving_doubling(
-    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, largest: str = "near",
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 1,
+    in_place: bool = False,
+    largest: str = "near",
     order: Sequence[int] | None = None,
 ) -> Program:
     """Reduce-scatter by halving, all-gather by doubling, all-reduce by both.
@@ -119,6 +124,9 @@ def bit_reversed(power: int) -> Ints:
 
 
 ALGORITHM = Algorithm(
-    name="halving_doubling", collectives=KINDS, build=halving_doubling, where="any number of ranks",
+    name="halving_doubling",
+    collectives=KINDS,
+    build=halving_doubling,
+    where="any number of ranks",
     summary="exchange halves with the rank 1, 2, 4, ... away; few latencies and the least bytes",
 )

@@ -51,8 +51,14 @@ Round = tuple[Ints, Ints, Ints]
 
 
 def hierarchical(
-    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, dims: Sequence[int] | None = None,
-    inside: str | Sequence[str] = "ring", order: Sequence[int] | None = None,
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 1,
+    in_place: bool = False,
+    dims: Sequence[int] | None = None,
+    inside: str | Sequence[str] = "ring",
+    order: Sequence[int] | None = None,
 ) -> Program:
     """Dimension by dimension; `inside` names the algorithm for all dimensions or for each.
 
@@ -72,8 +78,11 @@ def hierarchical(
     pieces = chunks * n if kind == "all_reduce" else chunks
     collective = COLLECTIVES[kind](devices, chunks=pieces, in_place=in_place)
     name = label(
-        "hierarchical", chunks=unless(1, chunks), dims="x".join(map(str, sizes)),
-        inside=unless("ring", inside), order=order,
+        "hierarchical",
+        chunks=unless(1, chunks),
+        dims="x".join(map(str, sizes)),
+        inside=unless("ring", inside),
+        order=order,
     )
     return steps.program(name, collective, placement(n, order))
 
@@ -93,8 +102,16 @@ def phases(
 
 
 def _add_stage(
-    steps: Steps, sizes: Sequence[int], weights: Sequence[Ints], piece: Ints, dim: int, rounds: list[Round],
-    first: int, every: int, *, reduce: bool,
+    steps: Steps,
+    sizes: Sequence[int],
+    weights: Sequence[Ints],
+    piece: Ints,
+    dim: int,
+    rounds: list[Round],
+    first: int,
+    every: int,
+    *,
+    reduce: bool,
 ) -> None:
     """One dimension's exchange, in all lines of ranks along it at once; each piece `every` steps later."""
     strides = [math.prod(sizes[:d]) for d in range(len(sizes))]
@@ -108,8 +125,11 @@ def _add_stage(
         mine = (weights[dim][blocks][:, :, None] + free).reshape(len(src), 1, -1)
         chunk = piece[:, None, None, None] + fixed[:, None] + mine
         steps.add(
-            src=src[:, None] * strides[dim] + line, dst=dst[:, None] * strides[dim] + line,
-            step=first + at + later, chunk=chunk, reduce=reduce,
+            src=src[:, None] * strides[dim] + line,
+            dst=dst[:, None] * strides[dim] + line,
+            step=first + at + later,
+            chunk=chunk,
+            reduce=reduce,
         )
 
 
@@ -130,9 +150,7 @@ def _all_gather_rounds(scheme: str, size: int) -> list[Round]:
     return [(dst, src, blocks) for src, dst, blocks in reversed(_reduce_scatter_rounds(scheme, size))]
 
 
-def _numbering(
-    kind: str, n: int, sizes: Sequence[int], schemes: Sequence[str], chunks: int
-) -> tuple[list[Ints], Ints]:
+def _numbering(kind: str, n: int, sizes: Sequence[int], schemes: Sequence[str], chunks: int) -> tuple[list[Ints], Ints]:
     """What each coordinate, and each piece, adds to the number of a chunk."""
     if kind != "all_reduce":
         strides = [math.prod(sizes[:d]) for d in range(len(sizes))]
@@ -216,7 +234,10 @@ def _host_aligned(cluster: Cluster, devices: tuple[int, ...], order: Sequence[in
 
 
 ALGORITHM = Algorithm(
-    name="hierarchical", collectives=KINDS, build=hierarchical, from_cluster=_from_cluster,
+    name="hierarchical",
+    collectives=KINDS,
+    build=hierarchical,
+    from_cluster=_from_cluster,
     refusal=lambda kind, count: composite_refusal("hierarchical", count),
     where="ranks = product of dims (default: two factors > 1)",
     summary="dimension by dimension, inner first: slow outer dimensions carry only a share, on every rail",

@@ -103,9 +103,7 @@ def _by_host(cluster: Cluster, devices: tuple[int, ...]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _host_by_host(
-    cluster: Cluster, devices: tuple[int, ...], share: NDArray[np.float64], turn: float
-) -> list[int]:
+def _host_by_host(cluster: Cluster, devices: tuple[int, ...], share: NDArray[np.float64], turn: float) -> list[int]:
     order: list[int] = []
     for group in _by_host(cluster, devices):
         inner = share[np.ix_(group, group)]

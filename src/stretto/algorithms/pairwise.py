@@ -23,7 +23,12 @@ KINDS = ("all_to_all",)
 
 
 def pairwise(
-    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, pattern: str | None = None,
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 1,
+    in_place: bool = False,
+    pattern: str | None = None,
     order: Sequence[int] | None = None,
 ) -> Program:
     """One partner per round; `pattern` is "xor" (powers of two) or "shift".
@@ -54,12 +59,13 @@ def pairwise(
     waits[1:] = 1
     last = ((turn[:-1] - 1) * chunks + chunks - 1) * n + sender[:-1]
     after = np.broadcast_to(last, (max(n - 2, 0), chunks, n))
-    return program.replace(
-        after_ptr=np.concatenate([[0], np.cumsum(waits)]), after=after.ravel().astype(np.int32)
-    )
+    return program.replace(after_ptr=np.concatenate([[0], np.cumsum(waits)]), after=after.ravel().astype(np.int32))
 
 
 ALGORITHM = Algorithm(
-    name="pairwise", collectives=KINDS, build=pairwise, where="any number of ranks",
+    name="pairwise",
+    collectives=KINDS,
+    build=pairwise,
+    where="any number of ranks",
     summary="n-1 rounds with one partner each; no port serves two messages at a time",
 )

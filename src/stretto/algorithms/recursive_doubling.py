@@ -77,7 +77,10 @@ def _refusal(kind: str, count: int) -> str | None:
 
 
 ALGORITHM = Algorithm(
-    name="recursive_doubling", collectives=KINDS, build=recursive_doubling, refusal=_refusal,
+    name="recursive_doubling",
+    collectives=KINDS,
+    build=recursive_doubling,
+    refusal=_refusal,
     where="any number of ranks (all_reduce), powers of two (all_gather)",
     summary="exchange everything with the rank 1, 2, 4, ... away; the least latencies",
 )

@@ -17,8 +17,19 @@ if TYPE_CHECKING:
     from ..cluster import Cluster
 
 NAMES = (
-    "ring", "recursive_doubling", "halving_doubling", "double_binary_tree", "binary_tree", "binomial",
-    "chain", "bruck", "direct", "pairwise", "two_step", "three_step", "hierarchical",
+    "ring",
+    "recursive_doubling",
+    "halving_doubling",
+    "double_binary_tree",
+    "binary_tree",
+    "binomial",
+    "chain",
+    "bruck",
+    "direct",
+    "pairwise",
+    "two_step",
+    "three_step",
+    "hierarchical",
 )
 """Each is a module of this package that holds an `ALGORITHM`."""
 
@@ -56,8 +67,15 @@ def defined_for(collective: str, count: int) -> list[str]:
 
 
 def algorithm(
-    name: str, collective: str, ranks: int | Sequence[int], *, cluster: Cluster | None = None,
-    chunks: int | None = None, root: int | None = None, in_place: bool = False, **options: Any,
+    name: str,
+    collective: str,
+    ranks: int | Sequence[int],
+    *,
+    cluster: Cluster | None = None,
+    chunks: int | None = None,
+    root: int | None = None,
+    in_place: bool = False,
+    **options: Any,
 ) -> Program:
     """Build a program by name.
 

@@ -33,8 +33,15 @@ MAX_SEARCHED_RINGS = 256
 
 
 def ring(
-    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, directions: int = 1, rings: int = 1,
-    strides: Sequence[int] | None = None, order: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 1,
+    in_place: bool = False,
+    directions: int = 1,
+    rings: int = 1,
+    strides: Sequence[int] | None = None,
+    order: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> Program:
     """A ring program. `order` names the ranks along the ring, or along each ring, if it is a list of lists.
 
@@ -62,14 +69,25 @@ def ring(
     pieces = n * per_shard if kind == "all_reduce" else per_shard
     collective = COLLECTIVES[kind](devices, chunks=pieces, in_place=in_place)
     name = label(
-        "ring", chunks=unless(1, chunks), directions=unless(1, directions), rings=unless(1, len(orders)),
-        strides=strides, order=None if order is None else orders[0],
+        "ring",
+        chunks=unless(1, chunks),
+        directions=unless(1, directions),
+        rings=unless(1, len(orders)),
+        strides=strides,
+        order=None if order is None else orders[0],
     )
     return steps.program(name, collective)
 
 
 def _phase(
-    steps: Steps, orders: Ints, hops: int, chunks: int, halves: int, directions: int, start: int, *,
+    steps: Steps,
+    orders: Ints,
+    hops: int,
+    chunks: int,
+    halves: int,
+    directions: int,
+    start: int,
+    *,
     reduce: bool,
 ) -> None:
     rings, n = orders.shape
@@ -88,7 +106,11 @@ def _phase(
         owner = orders[which, (position + distance) % n]
         chunk = (owner * (rings * chunks * halves) + first)[..., None] + part
         steps.add(
-            src=src, dst=dst, chunk=chunk, step=(start + hop) * chunks + piece, reduce=reduce,
+            src=src,
+            dst=dst,
+            chunk=chunk,
+            step=(start + hop) * chunks + piece,
+            reduce=reduce,
             lane=which * directions + turn,
         )
 
@@ -107,7 +129,10 @@ def _phase(
 
 
 def _orders(
-    n: int, rings: int, strides: Sequence[int] | None, order: Sequence[int] | Sequence[Sequence[int]] | None,
+    n: int,
+    rings: int,
+    strides: Sequence[int] | None,
+    order: Sequence[int] | Sequence[Sequence[int]] | None,
     directions: int,
 ) -> Ints:
     if rings < 1:
@@ -149,6 +174,10 @@ def _from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[st
 
 
 ALGORITHM = Algorithm(
-    name="ring", collectives=KINDS, build=ring, from_cluster=_from_cluster, where="any number of ranks",
+    name="ring",
+    collectives=KINDS,
+    build=ring,
+    from_cluster=_from_cluster,
+    where="any number of ranks",
     summary="each rank sends to its neighbour; the least bytes per link, n-1 latencies",
 )

@@ -25,7 +25,12 @@ KINDS = ("all_to_all",)
 
 
 def three_step(
-    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, local: int | None = None,
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 1,
+    in_place: bool = False,
+    local: int | None = None,
     order: Sequence[int] | None = None,
 ) -> Program:
     """Gather, exchange, scatter; `local` ranks share a host (default: a near-square cut).
@@ -76,7 +81,10 @@ def three_step(
 
 
 ALGORITHM = Algorithm(
-    name="three_step", collectives=KINDS, build=three_step, from_cluster=from_cluster,
+    name="three_step",
+    collectives=KINDS,
+    build=three_step,
+    from_cluster=from_cluster,
     refusal=lambda kind, count: composite_refusal("three_step", count),
     where="ranks = local x hosts, both > 1",
     summary="gather inside the host, one message per pair of hosts, scatter",

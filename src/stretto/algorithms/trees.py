@@ -15,7 +15,7 @@ def add_tree(
     """Add one tree: node v (not the root) hears from ``parent[v]`` in round ``when[v]``.
 
     Rounds order what could happen at once; piece j follows j rounds behind the first. An all-reduce flows
-    up, and each piece turns around at the root. """
+    up, and each piece turns around at the root."""
     node = np.flatnonzero(parent >= 0)
     piece = np.arange(chunks)[:, None]
     chunk = (first_chunk + piece)[..., None]

@@ -28,7 +28,12 @@ KINDS = ("all_to_all",)
 
 
 def two_step(
-    kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, local: int | None = None,
+    kind: str,
+    ranks: Ranks,
+    *,
+    chunks: int = 1,
+    in_place: bool = False,
+    local: int | None = None,
     order: Sequence[int] | None = None,
 ) -> Program:
     """Inside the host, then between hosts; `local` ranks share a host (default: a near-square cut).
@@ -64,7 +69,10 @@ def from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[str
 
 
 ALGORITHM = Algorithm(
-    name="two_step", collectives=KINDS, build=two_step, from_cluster=from_cluster,
+    name="two_step",
+    collectives=KINDS,
+    build=two_step,
+    from_cluster=from_cluster,
     refusal=lambda kind, count: composite_refusal("two_step", count),
     where="ranks = local x hosts, both > 1",
     summary="inside the host to the right rail, then one message per other host",

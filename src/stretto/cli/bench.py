@@ -13,14 +13,17 @@ from .common import out, progress
 from .outputs import OutputFiles, output
 
 if TYPE_CHECKING:
-    from ..runtime.probe.bench import Benched
+    from ..runtime.probe.bench import BenchResult
 
 
 def bench(
     target: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", metavar="FILE.csv", callback=output(".csv", only_rank_0=True),
+            "--output",
+            "-o",
+            metavar="FILE.csv",
+            callback=output(".csv", only_rank_0=True),
             help="Where rank 0 writes the table.",
         ),
     ],
@@ -72,14 +75,15 @@ def bench(
     if rank == 0:
         files = OutputFiles()
         files.write(
-            target, lambda path: write_measurements(path, done.measurements),
+            target,
+            lambda path: write_measurements(path, done.measurements),
             f"{len(done.measurements)} measurements in {done.seconds:.0f} s",
         )
         _tell(done)
         files.tell()
 
 
-def _tell(done: Benched) -> None:
+def _tell(done: BenchResult) -> None:
     """The fastest of every motif, and how much overlapped pairs slow each other."""
     from rich.table import Table
 

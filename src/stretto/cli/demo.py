@@ -140,7 +140,7 @@ class _Tour:
                 plan = self.path(f"{kind}.json", f"{kind} for MSCCL++")
                 save_program(streams, plan, hosts=hosts)
                 written = load_program(plan)
-                assert isinstance(written, mscclpp_reader.Plan)
+                assert isinstance(written, mscclpp_reader.ExecutionPlan)
                 mscclpp_reader.check(written, program.collective, seeds=(0,))
                 self.console.print(
                     f"{kind}: text {same}, XML proved (FIFO depth {proof.fifo_depth}), JSON executed, right"
@@ -151,14 +151,14 @@ class _Tour:
         from ..report.plots import sweep_plot
         from ..report.sweep import parse_sizes
         from ..report.tables import sweep_table
-        from .simulate import Job
+        from .simulate import SimulationSetup
 
         with self.step("Every all-reduce of the library, simulated, against the lower bound"):
             ranks = cluster.num_devices
             programs = {
                 name: algorithm(name, "all_reduce", ranks, cluster=cluster) for name in defined_for("all_reduce", ranks)
             }
-            job = Job(cluster=cluster)
+            job = SimulationSetup(cluster=cluster)
             sweep, fastest = job.sweep(programs, parse_sizes(SWEEP), {})
             self.console.print(sweep_plot(sweep, width=plot_width(self.console)))
             self.console.print(sweep_table(sweep, width=self.console.width))

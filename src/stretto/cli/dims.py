@@ -14,7 +14,7 @@ from .outputs import HTML, OutputFiles, output
 
 if TYPE_CHECKING:
     from ..dimensions import Dim, DimRun, DimSchedule
-    from ..dimensions.advisor import Split
+    from ..dimensions.advisor import BandwidthSplit
 
 ALL = "baseline,themis_fifo,themis_scf,stretto"
 GIGABITS = 8
@@ -67,9 +67,7 @@ Systems = Annotated[str, typer.Option("--schedulers", "-s", metavar="NAME,NAME",
 Rows = Annotated[
     Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Also write the numbers.")
 ]
-Html = Annotated[
-    Path | None, typer.Option(metavar="FILE.html", callback=output(*HTML), help="Write an HTML report.")
-]
+Html = Annotated[Path | None, typer.Option(metavar="FILE.html", callback=output(*HTML), help="Write an HTML report.")]
 
 
 @app.command()
@@ -156,8 +154,8 @@ def compare(
             for name in SCHEDULERS:
                 planned = _plan(name, dims, collective, size, chunks, in_flight, sharing)
                 run = simulate(planned, in_flight=in_flight, sharing=sharing)
-                cells.append(f"{format_us(run.total_us)} {100 * run.utilisation:5.1f} %")
-                found.append({"nbytes": size, "system": name, "time_us": run.total_us, "utilisation": run.utilisation})
+                cells.append(f"{format_us(run.total_us)} {100 * run.utilization:5.1f} %")
+                found.append({"nbytes": size, "system": name, "time_us": run.total_us, "utilisation": run.utilization})
             best = ideal_us(dims, collective, size)
             found.append({"nbytes": size, "system": "ideal", "time_us": best, "utilisation": 1.0})
             table.add_row(short_bytes(size), *cells, format_us(best))
@@ -200,9 +198,7 @@ def plot(
     ]
     files = OutputFiles()
     title = f"{collective} on {cluster}"
-    files.write(
-        html, lambda path: write_html(path, title=title, sections=[activity_section(runs, window_us=window)])
-    )
+    files.write(html, lambda path: write_html(path, title=title, sections=[activity_section(runs, window_us=window)]))
     console = out()
     console.print(_about(cluster, collective, chunks, in_flight, sharing), markup=False, soft_wrap=True)
     console.print(activity_plot(runs, width=plot_width(console)))
@@ -249,7 +245,7 @@ def sweep(
             advance(str(number))
             for name in names:
                 planned = _plan(name, dims, collective, size, number, in_flight, sharing)
-                series[name].append(simulate(planned, in_flight=in_flight, sharing=sharing).utilisation)
+                series[name].append(simulate(planned, in_flight=in_flight, sharing=sharing).utilization)
             table.add_row(str(number), *(f"{100 * series[name][-1]:.2f} %" for name in names))
     found = [
         {"chunks": number, "system": name, "utilisation": value}
@@ -262,9 +258,7 @@ def sweep(
     files.write(rows, lambda path: write_json(path, {"rows": found}))
     files.write(
         html,
-        lambda path: write_html(
-            path, title=title, sections=[sweep_section("Number of chunks", numbers, series, note)]
-        ),
+        lambda path: write_html(path, title=title, sections=[sweep_section("Number of chunks", numbers, series, note)]),
     )
     console = out()
     console.print(_about(cluster, collective, None, in_flight, sharing), markup=False, soft_wrap=True)
@@ -313,7 +307,7 @@ def train(
     for each in found:
         times = (each.total_us, each.forward_us, each.backward_us, each.data_parallel_us, each.model_parallel_us)
         speed = found[0].total_us / each.total_us
-        used = "-" if each.system == "ideal" else f"{100 * each.utilisation:.1f} %"
+        used = "-" if each.system == "ideal" else f"{100 * each.utilization:.1f} %"
         table.add_row(each.system, *map(format_us, times), f"{speed:.3f}", used)
     files = OutputFiles()
     files.write(rows, lambda path: write_json(path, {"rows": [asdict(each) for each in found]}))
@@ -361,8 +355,8 @@ def advise(
     splits = () if budget is None else _splits(dims, budget)
     console = out()
     console.print(
-        f"the baseline can use {100 * advice.baseline_utilisation:.1f} % of all bandwidth, "
-        f"the best possible schedule {100 * advice.best_utilisation:.1f} %"
+        f"the baseline can use {100 * advice.baseline_utilization:.1f} % of all bandwidth, "
+        f"the best possible schedule {100 * advice.best_utilization:.1f} %"
     )
     pairs = Table("pair", "outer sends, of inner's time", "the outer one is", box=None, pad_edge=False)
     for pair in advice.pairs:
@@ -391,12 +385,12 @@ def advise(
     table.add_column("best uses", justify="right")
     for title, split in splits:
         rates = (f"{rate * GIGABITS:.4g}" for rate in split.gb_per_s)
-        used = (f"{100 * share:.1f} %" for share in (split.baseline_utilisation, split.best_utilisation))
+        used = (f"{100 * share:.1f} %" for share in (split.baseline_utilization, split.best_utilization))
         table.add_row(title, *rates, *used)
     console.print(table)
 
 
-def _splits(dims: tuple[Dim, ...], gigabits: float) -> tuple[tuple[str, Split], ...]:
+def _splits(dims: tuple[Dim, ...], gigabits: float) -> tuple[tuple[str, BandwidthSplit], ...]:
     from ..dimensions import advisor
 
     if not 0 < gigabits <= MOST_GIGABITS:
@@ -496,8 +490,6 @@ def _dims_table(run: DimRun) -> Any:
         name = f"dim{at + 1} {dim.kind} of {dim.size}{', reduces' if dim.in_network else ''}"
         table.add_row(
             name, f"{dim.gb_per_s * GIGABITS:g}", format_us(dim.latency_us), format_us(float(run.busy_us[at])),
-            f"{100 * run.dim_utilisation[at]:.1f} %",
+            f"{100 * run.dim_utilization[at]:.1f} %",
         )  # fmt: skip
     return table
-
-

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from ..units import format_us
 
 if TYPE_CHECKING:
-    from ..control.split import Split
+    from ..control.split import GainSplit
     from ..runtime.enforcer.report import Timing
 
 NOTICEABLE = 1.005
 """A smaller gain is none: it rounds to 1.00x."""
 
 
-def gain_line(split: Split) -> str:
+def gain_line(split: GainSplit) -> str:
     """The three figures on one line, as far as they are known.
 
     Args:
@@ -36,7 +36,7 @@ def gain_line(split: Split) -> str:
     return " -> ".join(parts) + (" per iteration" if parts else "")
 
 
-def gain_lines(split: Split) -> list[str]:
+def gain_lines(split: GainSplit) -> list[str]:
     """The three figures, a line each, with their spread and what was predicted of them; then what came of it.
 
     Args:
@@ -58,7 +58,7 @@ def gain_lines(split: Split) -> list[str]:
     return [*lines, verdict(split)]
 
 
-def verdict(split: Split) -> str:
+def verdict(split: GainSplit) -> str:
     """What was gained over the unchanged job, or that nothing was, in one sentence."""
     runs = {"unchanged": f"the job runs on {split.own}, as without us", "backend": "our backend in plain order runs"}
     now = runs.get(split.kept, "the plan runs")

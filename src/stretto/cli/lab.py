@@ -13,7 +13,7 @@ from .common import out, wrote
 from .outputs import YAML, output
 
 if TYPE_CHECKING:
-    from ..lab import Lab, Result
+    from ..lab import Lab, LabResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -147,7 +147,7 @@ def _print_line(rank: int, stream: str, line: str) -> None:
     print(f"[{rank}] {line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
 
 
-def _tell(lab: Lab, done: Result, timeout: float | None, quiet: bool) -> None:
+def _tell(lab: Lab, done: LabResult, timeout: float | None, quiet: bool) -> None:
     """How it ended, where that was not well."""
     if done.failed is None and not done.timed_out:
         return

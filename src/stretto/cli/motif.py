@@ -67,7 +67,8 @@ def show(
     program: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", callback=output(*PROGRAM),
+            metavar="FILE",
+            callback=output(*PROGRAM),
             help="Write the whole as a program (.txt, .xml or .json); an MSCCL++ plan (.json) is for one host.",
         ),
     ] = None,
@@ -122,7 +123,8 @@ def show(
     console.print(
         f"proved: {count} motif{'s' * (count > 1)}, {proved.num_transfers} transfers, "
         f"{proved.collective.num_chunks} chunks: {whole}",
-        markup=False, soft_wrap=True,
+        markup=False,
+        soft_wrap=True,
     )
     files.tell()
 

@@ -12,7 +12,7 @@ from .common import out, plot_width, progress, write_json
 from .outputs import YAML, OutputFiles, output
 
 if TYPE_CHECKING:
-    from ..pipeline import Costs, Run, Schedule
+    from ..pipeline import PipelineRun, Schedule, StageCosts
 
 ALL = "gpipe,1f1b,eager_1f1b,zb_h1,zb_h2"
 MOST_STAGES = 64
@@ -261,14 +261,14 @@ def _numbers(option: str, text: str, count: int) -> tuple[float, ...]:
     return values
 
 
-def _costs(stages: int, forward: str, backward: str, transfer: str) -> Costs:
-    from ..pipeline import Costs
+def _costs(stages: int, forward: str, backward: str, transfer: str) -> StageCosts:
+    from ..pipeline import StageCosts
 
     ahead = _numbers("--forward", forward, stages)
     back = _numbers("--backward", backward, stages) if backward else tuple(2 * value for value in ahead)
     half = tuple(value / 2 for value in back)
     between = _numbers("--transfer", transfer, stages - 1)
-    return Costs(forward_us=ahead, input_us=half, weight_us=half, activation_us=between, gradient_us=between)
+    return StageCosts(forward_us=ahead, input_us=half, weight_us=half, activation_us=between, gradient_us=between)
 
 
 def _size(option: str, text: str) -> float:
@@ -284,7 +284,7 @@ def _list(values: tuple[int, ...]) -> str:
     return ",".join(map(str, values))
 
 
-def _draw(console: Any, run: Run) -> None:
+def _draw(console: Any, run: PipelineRun) -> None:
     from ..pipeline.drawing import LEGEND, draw
 
     console.print()

@@ -17,7 +17,7 @@ from .outputs import HTML, TRACE, OutputFiles, output
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
-    from ..planner.api import Planned
+    from ..planner.api import PlanResult
     from ..planner.costs.costs import CostModel
     from ..workload import Workload
 
@@ -58,7 +58,8 @@ def plan(
     tuner: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.csv", callback=output(".csv", ".conf"),
+            metavar="FILE.csv",
+            callback=output(".csv", ".conf"),
             help="Write what NCCL can express, for its tuner plugin.",
         ),
     ] = None,
@@ -70,7 +71,7 @@ def plan(
             "nranks=8,algorithm=ring,channels=nvlink+rdma. Else simulated.",
         ),
     ] = None,
-    synthesise: Annotated[
+    synthesize: Annotated[
         float,
         typer.Option(
             metavar="SECONDS", help="Also offer algorithms made for this cluster, so long for each; 0: library only."
@@ -128,7 +129,7 @@ def plan(
     with _progress() as tell:
         found = planned(
             step, machine, budget_s=budget, steps=steps, seed=seed, costs=model,
-            synthesis_s=synthesise, retime=retime,
+            synthesis_s=synthesize, retime=retime,
             progress=tell,
         )  # fmt: skip
     files = OutputFiles()
@@ -153,7 +154,7 @@ def plan(
     files.tell()
 
 
-def _tuner_alone(found: Planned, cluster: Cluster, costs: CostModel | None) -> str:
+def _tuner_alone(found: PlanResult, cluster: Cluster, costs: CostModel | None) -> str:
     """What of the plan NCCL would gain by itself, with the table of ``--tuner``."""
     from ..planner.tuner_csv import tuner_lines
     from ..planner.tuner_gain import with_tuner_alone
@@ -168,9 +169,7 @@ def _tuner_alone(found: Planned, cluster: Cluster, costs: CostModel | None) -> s
     )
 
 
-def _write_tuner(
-    found: Planned, workload: Workload, cluster: Cluster, path: Path, costs: CostModel | None
-) -> str:
+def _write_tuner(found: PlanResult, workload: Workload, cluster: Cluster, path: Path, costs: CostModel | None) -> str:
     """Write the tuner's table, and say how many things it leaves out."""
     from ..planner.tuner_csv import write_tuner_csv
 

@@ -17,7 +17,10 @@ def probe(
     target: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", metavar="FILE.yaml", callback=output(*YAML, only_rank_0=True),
+            "--output",
+            "-o",
+            metavar="FILE.yaml",
+            callback=output(*YAML, only_rank_0=True),
             help="Where rank 0 writes the cluster.",
         ),
     ],

@@ -17,21 +17,17 @@ if TYPE_CHECKING:
 
     from ..collectives import Collective
     from ..programs import Lowered, Program
-    from ..programs.formats.mscclpp_reader import Plan
+    from ..programs.formats.mscclpp_reader import ExecutionPlan
 
 app = typer.Typer(
     no_args_is_help=True,
     help="Prove, show, convert and run program files: our text form, MSCCL XML, MSCCL++ JSON.",
 )
 
-File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="Text form (.txt, .prog), MSCCL XML or MSCCL++ JSON.")
-]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="Text form (.txt, .prog), MSCCL XML or MSCCL++ JSON.")]
 InPlace = Annotated[
     bool | None,
-    typer.Option(
-        "--in-place/--out-of-place", help="Whether input and output share memory; default: as the file says."
-    ),
+    typer.Option("--in-place/--out-of-place", help="Whether input and output share memory; default: as the file says."),
 ]
 CollectiveFile = Annotated[
     Path | None,
@@ -260,7 +256,7 @@ def run(
     say(f"{file}: {result}")
 
 
-def _load(path: Path, in_place: bool | None, collective: Path | None) -> Program | Lowered | Plan:
+def _load(path: Path, in_place: bool | None, collective: Path | None) -> Program | Lowered | ExecutionPlan:
     from ..errors import InvalidInput
     from ..programs import Lowered, Program
     from ..programs.formats import load_program
@@ -281,7 +277,7 @@ def _load_collective(path: Path) -> Collective:
     return load_collective(path)
 
 
-def _prove(path: Path, loaded: Program | Lowered | Plan) -> str:
+def _prove(path: Path, loaded: Program | Lowered | ExecutionPlan) -> str:
     """Verify, and say in one line what was proved."""
     from ..errors import VerificationError
     from ..programs import Lowered, Program
@@ -337,7 +333,7 @@ def _show_streams(lowered: Lowered, rank: int | None) -> None:
         console.print(table)
 
 
-def _show_plan(plan: Plan, rank: int | None) -> None:
+def _show_plan(plan: ExecutionPlan, rank: int | None) -> None:
     console = out()
     say(repr(plan)[1:-1])
     for gpu in plan.gpus:

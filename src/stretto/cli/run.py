@@ -16,12 +16,12 @@ from ..errors import InvalidInput
 from .common import say
 from .gain import gain_lines
 from .outputs import HTML, output
-from .run_memory import Memory, with_memory
+from .run_memory import StatusWatcher, with_memory
 from .status import state, write_report
 
 if TYPE_CHECKING:
     from ..control.messages import JobStatus, Status
-    from ..control.transport import Link
+    from ..control.transport import ControllerConnection
 
 CANNOT_RUN, NOT_FOUND = 126, 127
 """What a shell says."""
@@ -63,7 +63,7 @@ def run(
         given = (controller, token_file)
         _other(*given)
         name = _job_name(command)
-        memory = Memory(lambda: _other(*given), name)
+        memory = StatusWatcher(lambda: _other(*given), name)
         memory.start()
         code = _run(command, controller, token_file.absolute(), name)
         _tell_of_other(*memory.last_words(), report)
@@ -146,7 +146,7 @@ def _in_foreground() -> bool:
         return False
 
 
-def _other(address: str, token_file: Path) -> Link:
+def _other(address: str, token_file: Path) -> ControllerConnection:
     """The way to a controller that is not ours; what is wrong with it is said before the job starts."""
     from ..control.transport import from_environment
 

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..control.messages import JobStatus
-    from ..control.transport import Link
+    from ..control.transport import ControllerConnection
 
 EVERY_S = 2.0
 
 
-class Memory:
+class StatusWatcher:
     """Asks a controller for one job again and again, in a thread, between `start` and `last_words`."""
 
-    def __init__(self, link: Callable[[], Link], job: str, every_s: float = EVERY_S) -> None:
+    def __init__(self, link: Callable[[], ControllerConnection], job: str, every_s: float = EVERY_S) -> None:
         self._link, self._job, self._every_s = link, job, every_s
         self._best: JobStatus | None = None
         self._heard_at = 0.0

@@ -110,7 +110,7 @@ def simulate(
     from ..report.sweep import parse_sizes
 
     sizes = parse_sizes(nbytes, factor=factor)
-    job = Job(
+    job = SimulationSetup(
         cluster=Cluster.load(cluster),
         contention=contention,
         alpha=alpha,
@@ -143,7 +143,7 @@ def _save_program(program: Runnable, cluster: Cluster, path: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SimulationSetup:
     """The cluster and how to simulate on it."""
 
     cluster: Cluster
@@ -307,7 +307,7 @@ def _read(path: str, collective: str | None) -> Runnable:
     return program
 
 
-def _print_one(console: Console, job: Job, program: Runnable, timeline: Timeline, nbytes: int) -> None:
+def _print_one(console: Console, job: SimulationSetup, program: Runnable, timeline: Timeline, nbytes: int) -> None:
     from ..report.plots import busy_plot
     from ..report.tables import timeline_tables
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..control.messages import JobStatus, RankStatus, Status
-    from ..control.transport import Link
+    from ..control.transport import ControllerConnection
 
 ASK_S = 5.0
 
@@ -85,13 +85,13 @@ def status(
     files.tell()
 
 
-def ask(link: Link) -> Status:
+def ask(link: ControllerConnection) -> Status:
     """The answer of the controller at the other end."""
-    from ..control.messages import Status, StatusAsk, decode, encode
+    from ..control.messages import Status, StatusRequest, decode, encode
     from ..control.transport import STATUS
 
     try:
-        return decode(link.call(STATUS, encode(StatusAsk()), timeout_s=ASK_S), Status)
+        return decode(link.call(STATUS, encode(StatusRequest()), timeout_s=ASK_S), Status)
     finally:
         link.close()
 

@@ -37,7 +37,10 @@ def synth(
     target: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE|DIR", callback=output(*PROGRAM, folder=True),
+            "--output",
+            "-o",
+            metavar="FILE|DIR",
+            callback=output(*PROGRAM, folder=True),
             help="Write the program (.txt, .xml for MSCCL, .json for MSCCL++) with its certificate beside it; "
             "with --sizes a folder.",
         ),
@@ -171,9 +174,7 @@ def synth(
     files.tell()
 
 
-def _check_target(
-    target: Path | None, form: str | None, limits: dict[str, int], *, table: bool
-) -> tuple[str, str]:
+def _check_target(target: Path | None, form: str | None, limits: dict[str, int], *, table: bool) -> tuple[str, str]:
     """The ending of the files to write and the format to lower for; a wrong path is refused before the search."""
     from ..errors import InvalidInput, unknown
     from ..programs.formats import SUFFIXES
@@ -242,7 +243,10 @@ def _live(budget_s: float) -> Iterator[Callable[[str, float], None]]:
 
     console = progress_console()
     bar = Progress(
-        TextColumn("{task.fields[left]}"), BarColumn(bar_width=20), TextColumn("{task.description}"), console=console,
+        TextColumn("{task.fields[left]}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.description}"),
+        console=console,
         transient=True,
     )
     began = time.monotonic()
@@ -278,7 +282,10 @@ def _print_candidates(console: Console, found: Synthesis, show_all: bool) -> Non
         took = candidate.time_us or 0.0
         chosen = (candidate.name, candidate.maker) == (certificate.program, certificate.maker)
         table.add_row(
-            Text(candidate.name), format_us(took), _gap(took, certificate.bound_us), f"{candidate.seconds:.2f} s",
+            Text(candidate.name),
+            format_us(took),
+            _gap(took, certificate.bound_us),
+            f"{candidate.seconds:.2f} s",
             Text(f"{candidate.maker} (too long for a file)" if candidate.reason else candidate.maker),
             style="bold" if chosen else "dim" if candidate.reason else "",
         )
@@ -328,8 +335,13 @@ def _print_selection(console: Console, table: Selection) -> None:
         low, high = int(row["min_bytes"]), int(row["max_bytes"])
         used = f"{format_bytes(low) if low else '0'}..{format_bytes(high) if high else ''}"
         view.add_row(
-            format_bytes(row["nbytes"]), format_us(row["time_us"]), format_us(row["bound_us"]),
-            _gap(row["time_us"], row["bound_us"]), used, Text(row["program"]), Text(row["maker"]),
+            format_bytes(row["nbytes"]),
+            format_us(row["time_us"]),
+            format_us(row["bound_us"]),
+            _gap(row["time_us"], row["bound_us"]),
+            used,
+            Text(row["program"]),
+            Text(row["maker"]),
         )
     console.print(view)
 

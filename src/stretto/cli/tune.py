@@ -19,7 +19,7 @@ from .outputs import YAML, OutputFiles, output
 if TYPE_CHECKING:
     from ..cluster import Cluster
     from ..strategy import ModelSpec
-    from ..strategy.search import Bench, Found, Trial
+    from ..strategy.search import Bench, StrategyResult, StrategyTrial
     from ..strategy.trials import Trials
 
 SHOWN = 8
@@ -63,7 +63,8 @@ def tune(
     plan: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.json", callback=output(".json"),
+            metavar="FILE.json",
+            callback=output(".json"),
             help="Write what the joint planner makes of what was found; needs --cluster.",
         ),
     ] = None,
@@ -144,7 +145,7 @@ def tune(
 def _searched(
     runs: Trials, command: list[str], *, trials: int, cluster: Cluster | None, method: str, lossy: bool,
     staleness: int, seed: int, backend: str, ray_address: str | None, jobs: int, rounds: int, ddp: bool,
-) -> tuple[ModelSpec, Found]:  # fmt: skip
+) -> tuple[ModelSpec, StrategyResult]:  # fmt: skip
     from ..strategy.requests import Reference
     from ..strategy.resources import resources
     from ..strategy.search import search
@@ -158,7 +159,7 @@ def _searched(
             raise InvalidInput(f"--cluster: {cluster.name} has {count} devices, the job {len(there.devices)} ranks")
         out().print(f"{model!r}, {len(there.devices)} ranks on {len(there.by_host)} hosts", markup=False)
 
-        def searched(bench: Bench) -> Found:
+        def searched(bench: Bench) -> StrategyResult:
             return search(
                 model, cluster or there, bench, trials=trials, seed=seed, method=method, lossy=lossy,
                 staleness=staleness, references=references, confirm=rounds, on_start=advance,
@@ -176,7 +177,7 @@ def _searched(
             return model, searched(bench)
 
 
-def _show(found: Found) -> None:
+def _show(found: StrategyResult) -> None:
     from rich.table import Table
 
     table = Table("what", "iteration", "in turn", "rounds", box=None)
@@ -219,7 +220,7 @@ def _show(found: Found) -> None:
 
 
 def _plan(
-    files: OutputFiles, found: Found, model: ModelSpec, cluster: Cluster, path: Path, budget_s: float
+    files: OutputFiles, found: StrategyResult, model: ModelSpec, cluster: Cluster, path: Path, budget_s: float
 ) -> str:
     """Plan the strategy that was found, write the plan, and say what it promises."""
     from ..strategy.simulate import plan_strategy
@@ -235,7 +236,7 @@ def _plan(
     )
 
 
-def _row(trial: Trial) -> dict[str, object]:
+def _row(trial: StrategyTrial) -> dict[str, object]:
     from ..strategy.files import strategy_text
 
     return {

@@ -109,7 +109,8 @@ def convert(
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", callback=output(*YAML, folder=True),
+            metavar="OUT",
+            callback=output(*YAML, folder=True),
             help="A file: .yaml, .yml or .json; or a directory for Chakra traces.",
         ),
     ],

@@ -14,7 +14,7 @@ from xml.etree.ElementTree import Element
 from ..errors import InvalidInput
 from ..files import parse_xml
 from .model import Cluster, Link, Node
-from .replicate import Port, replicate
+from .replicate import NicPort, replicate
 from .wiring import ETHERNET_ALPHA_US, NVLINK_ALPHA_US, PCIE_ALPHA_US, RDMA_ALPHA_US
 
 # Usable Gb/s of a PCIe lane by its GT/s.
@@ -66,7 +66,7 @@ class _Gpu:
 class _Box:
     nodes: list[Node] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
-    ports: dict[str, Port] = field(default_factory=dict)
+    ports: dict[str, NicPort] = field(default_factory=dict)
     hosts: dict[str, int] = field(default_factory=dict)
     cpus: dict[int, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
     bus: dict[tuple[int, str], int] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class _Box:
             self.duplex(nic, parent, rate, "pcie", 0.0, 0.0)
             rdma = title.lower().startswith(_RDMA_NAMES)
             latency = _float(net, path, "latency")
-            self.ports[self.nodes[nic].name] = Port(
+            self.ports[self.nodes[nic].name] = NicPort(
                 gb_per_s=_net_gb_per_s(net, path),
                 alpha_us=latency or (RDMA_ALPHA_US if rdma else ETHERNET_ALPHA_US),
                 channel="rdma" if rdma else "ethernet",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidInput, unknown
 from .model import Cluster
-from .replicate import Port, replicate
+from .replicate import NicPort, replicate
 from .wiring import (
     NVLINK_ALPHA_US,
     PCIE3_GB_PER_S,
@@ -79,7 +79,7 @@ def read(
     ]
     if nodes > 1:
         notes.append(f"assumed: {nic_gb_per_s:g} GB/s and {RDMA_ALPHA_US:g} us per NIC; one switch joins the hosts")
-    port = Port(gb_per_s=nic_gb_per_s, alpha_us=RDMA_ALPHA_US, channel="rdma")
+    port = NicPort(gb_per_s=nic_gb_per_s, alpha_us=RDMA_ALPHA_US, channel="rdma")
     return replicate(
         wiring.cluster(name, notes=notes),
         nodes,

@@ -13,7 +13,7 @@ from .wiring import MAX_DEVICES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Port:
+class NicPort:
     """The link of a NIC to the switch between the hosts; the latency is paid on the way to the switch only."""
 
     gb_per_s: float
@@ -21,7 +21,9 @@ class Port:
     channel: str
 
 
-def replicate(box: Cluster, nodes: int, ports: Mapping[int, Port], *, name: str, notes: Iterable[str] = ()) -> Cluster:
+def replicate(
+    box: Cluster, nodes: int, ports: Mapping[int, NicPort], *, name: str, notes: Iterable[str] = ()
+) -> Cluster:
     """Copy a host and join the copies' NICs by one switch.
 
     Args:

@@ -18,7 +18,7 @@ from ..files import convert
 from ..units import MB, parse_bytes
 from .model import Cluster
 from .presets.ndv2 import cube_mesh
-from .replicate import Port, replicate
+from .replicate import NicPort, replicate
 from .wiring import PCIE3_GB_PER_S, Wiring, numbered
 
 MAX_GPUS = 1024
@@ -63,7 +63,7 @@ def read(data: Any, name: str, nodes: int = 1, chunk_bytes: float = 0.0) -> Clus
         notes += _known(wiring, form, size)
     else:
         raise InvalidInput("$.node_betas_list: is missing (or give links and betas)")
-    ports: dict[int, Port] = {}
+    ports: dict[int, NicPort] = {}
     if nodes > 1 and form.nics_per_node > 0:
         ports = _nics(wiring, form, size)
         notes.append("assumed: GPUs share NICs evenly, over PCIe that is no bottleneck; one switch joins the hosts")
@@ -82,7 +82,7 @@ def _chunk_bytes(name: str, given: float) -> tuple[float, list[str]]:
     return float(size), [f"costs are taken per chunk of {size} bytes ({source}); {note}"]
 
 
-def _nics(wiring: Wiring, form: _File, size: float) -> dict[int, Port]:
+def _nics(wiring: Wiring, form: _File, size: float) -> dict[int, NicPort]:
     _check(form.remote_alpha, "$.remote_alpha", least=0.0)
     _check(form.remote_beta, "$.remote_beta")
     rate = size / form.remote_beta / 1000
@@ -91,7 +91,7 @@ def _nics(wiring: Wiring, form: _File, size: float) -> dict[int, Port]:
     pcie = max(PCIE3_GB_PER_S, rate)
     sharing = nics[np.arange(gpus) * count // gpus]
     wiring.duplex(wiring.devices, sharing, gb_per_s=pcie, alpha_us=0.0, channel="pcie")
-    return {int(nic): Port(gb_per_s=rate, alpha_us=form.remote_alpha, channel="rdma") for nic in nics}
+    return {int(nic): NicPort(gb_per_s=rate, alpha_us=form.remote_alpha, channel="rdma") for nic in nics}
 
 
 def _known(wiring: Wiring, form: _File, size: float) -> list[str]:

@@ -18,6 +18,20 @@ from .library import (
 )
 
 __all__ = [
-    "ALL_PARTS", "COLLECTIVES", "ROOTED", "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Collective",
-    "Gather", "Permute", "Reduce", "ReduceScatter", "Scatter", "load_collective", "save_collective",
+    "ALL_PARTS",
+    "COLLECTIVES",
+    "ROOTED",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "AllToAllV",
+    "Broadcast",
+    "Collective",
+    "Gather",
+    "Permute",
+    "Reduce",
+    "ReduceScatter",
+    "Scatter",
+    "load_collective",
+    "save_collective",
 ]

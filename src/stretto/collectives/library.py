@@ -291,9 +291,7 @@ def Scatter(ranks: Ranks, *, root: int = 0, chunks: int = 1, in_place: bool = Fa
     )
 
 
-def Permute(
-    ranks: Ranks, pairs: Sequence[tuple[int, int]], *, chunks: int = 1, in_place: bool = False
-) -> Collective:
+def Permute(ranks: Ranks, pairs: Sequence[tuple[int, int]], *, chunks: int = 1, in_place: bool = False) -> Collective:
     """Send and receive: for each pair (src, dst), rank dst ends with the tensor of rank src. ``[(0, 1)]`` is one send.
 
     Args:

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from ..cluster import Cluster
 from ..errors import StrettoError
-from ..runtime.enforcer.report import DataPlane, Report, Timing
+from ..runtime.enforcer.report import DataPlane, EnforcerReport, Timing
 from ..workload import Workload
 from .messages import (
     PLAIN,
-    Captured,
+    CapturedStep,
     PlanId,
     Prepare,
     Profile,
@@ -29,7 +29,7 @@ from .messages import (
     encode_captured,
 )
 from .protocol import RankSide, captured, obey, retire
-from .transport import EXCHANGE, Link
+from .transport import EXCHANGE, ControllerConnection
 
 LOG = logging.getLogger("stretto.control")
 EVERY_S = 0.5
@@ -43,7 +43,7 @@ Exchange = Callable[[RankState, float], Reply]
 """Called with a rank's state and a time limit in seconds."""
 
 
-def exchange_over(link: Link) -> Exchange:
+def exchange_over(link: ControllerConnection) -> Exchange:
     """The exchange with the controller at the other end of a link."""
 
     def exchange(state: RankState, timeout_s: float) -> Reply:
@@ -68,7 +68,7 @@ class Agent:
         self._workload: Workload | None = None
         self._cluster: Cluster | None = None
         self._motif_us = 0.0
-        self._body: Captured | None = None
+        self._body: CapturedStep | None = None
         self._wanted = False
         self._beat = 0
         self._active = PLAIN
@@ -77,7 +77,7 @@ class Agent:
         self._plain_us = 0.0
         self._profile = ""
         self._complaint = ""
-        self._compared = Report()
+        self._compared = EnforcerReport()
         """What was measured without a plan: only these fields of it count."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="stretto-agent", daemon=True)
@@ -121,7 +121,7 @@ class Agent:
             on_own: Whether that one, not ours, runs without a plan.
             no_own: Why `own` is not known.
         """
-        self._compared = Report(own=own, backend=backend, own_name=own_name, on_own=on_own, no_own=no_own)
+        self._compared = EnforcerReport(own=own, backend=backend, own_name=own_name, on_own=on_own, no_own=no_own)
 
     def turn(self, *, leaving: bool = False) -> None:
         """Ask once, and do what the answer says; raises `StrettoError` when there is none."""
@@ -149,7 +149,7 @@ class Agent:
             captured=self._captured() if self._wanted else None, leaving=leaving,
         )  # fmt: skip
 
-    def _told(self, report: Report) -> Report:
+    def _told(self, report: EnforcerReport) -> EnforcerReport:
         """The data plane's report, with what was measured before it began."""
         if report.own is not None and report.backend is not None:
             # Measured beside the plan, and so better to compare it with than what was before it.
@@ -163,7 +163,7 @@ class Agent:
             plain_us=base.median_us if base is not None else self._plain_us or report.plain_us,
         )  # fmt: skip
 
-    def _see(self, report: Report) -> None:
+    def _see(self, report: EnforcerReport) -> None:
         """Which plan runs; and whether one was given up since the last look, even if it never was seen running."""
         active = PlanId(report.number, report.hash)
         left = report.number < self._active.number or report.fell_back != self._fell_back
@@ -175,7 +175,7 @@ class Agent:
             self._plain_us = report.iteration_us
         self._active, self._fell_back = active, report.fell_back
 
-    def _captured(self) -> Captured | None:
+    def _captured(self) -> CapturedStep | None:
         if self._body is None and self._workload is not None and self._cluster is not None:
             self._body = encode_captured(self._workload, self._cluster, self._motif_us)
         return self._body

@@ -24,7 +24,7 @@ _SMALL = 1 << 40
 """Notes are added up modulo this, so that the store's numbers do not overflow."""
 
 
-class Aside:
+class SideGroup:
     """All ranks of a job make one, at the same point; every method but `agreed` waits for all of them.
 
     `store` is a `c10d.Store` of its own. Ranks wait for one another as long as in any collective of the job, its
@@ -85,7 +85,7 @@ class Aside:
         return self._group.allreduce([values], options)
 
 
-class RollCall:
+class IterationRollCall:
     """Whether all ranks come to the ends of iterations at all, and at the same calls: found out without waiting.
 
     A job may step an optimizer on one rank only, or twice as often: who waited for the others there would wait for

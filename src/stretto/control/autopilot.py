@@ -24,7 +24,7 @@ from ..runtime.torch_backend.current import SERVES, Current
 from ..runtime.torch_backend.own_backend import OwnBackend, on_ours
 from ..units import format_us
 from .agent import Agent, exchange_over
-from .aside import Aside, RollCall
+from .aside import IterationRollCall, SideGroup
 from .compare import Comparison
 from .marks import LOOK, MOST, USER, Marks, common, period_of
 from .transport import from_environment
@@ -122,8 +122,8 @@ class Autopilot:
             store.set("epoch", str(time.time_ns() // 1000))
         self._epoch = int(store.get("epoch"))
         world: Any = dist.group.WORLD
-        self._aside = Aside(c10d.PrefixStore("aside", store), self.rank, self.size, world.timeout)
-        self._roll: RollCall | None = RollCall(c10d.PrefixStore("roll", store), self.rank, self.size)
+        self._aside = SideGroup(c10d.PrefixStore("aside", store), self.rank, self.size, world.timeout)
+        self._roll: IterationRollCall | None = IterationRollCall(c10d.PrefixStore("roll", store), self.rank, self.size)
         self._comparison: Comparison | None = None
         self._workload: Workload | None = None
         self._misses = 0
@@ -275,7 +275,7 @@ class Autopilot:
         elif self._steps == self._begin_at or self._asked_again():
             self._record()
 
-    def _call_roll(self, roll: RollCall) -> None:
+    def _call_roll(self, roll: IterationRollCall) -> None:
         """The first iterations, in which connections, buckets and caches are made: do all ranks come to their ends?"""
         found = roll.begin_at(self._steps, self._engines())
         if found is None:

@@ -17,7 +17,7 @@ from ..runtime.torch_backend.own_backend import OwnBackend
 
 if TYPE_CHECKING:
     from ..runtime.torch_backend.engine import Engine
-    from .aside import Aside
+    from .aside import SideGroup
 
 Side = Literal["own", "ours"]
 ROUNDS, MOST_ROUNDS = 2, 3
@@ -51,7 +51,7 @@ def faster(some: Sequence[float], others: Sequence[float]) -> bool:
 class Comparison:
     """One rank's part. Begins on the job's own backend; `iteration` is called at the end of every iteration."""
 
-    def __init__(self, aside: Aside, engines: Callable[[], Iterable[Engine]]) -> None:
+    def __init__(self, aside: SideGroup, engines: Callable[[], Iterable[Engine]]) -> None:
         self._aside, self._engines = aside, engines
         self._blocks: list[Side] = ["own", "ours"] * ROUNDS
         self._times: dict[Side, list[float]] = {"own": [], "ours": []}

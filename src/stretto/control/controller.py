@@ -27,14 +27,14 @@ from .messages import (
     RankState,
     Reply,
     Status,
-    StatusAsk,
+    StatusRequest,
     decode,
     encode,
 )
 from .protocol import answer
-from .supervise import Supervised
+from .supervise import SupervisedJob
 from .transport import EXCHANGE, STATUS, Server, Tls
-from .worker import Ask, Planning, Worker
+from .worker import Planning, PlanRequest, Worker
 
 LOG = logging.getLogger("stretto.control")
 TICK_S = 0.2
@@ -57,12 +57,12 @@ class Controller:
 
     def __init__(
         self, *, memory: Path | None = None, budget_s: float = BUDGET_S, seed: int = 0,
-        start: Callable[[Ask], Planning] = Worker,
+        start: Callable[[PlanRequest], Planning] = Worker,
     ) -> None:  # fmt: skip
         self._memory = memory
         self._last = _read(memory) if memory is not None else 0
         self._budget_s, self._seed, self._start = budget_s, seed, start
-        self._jobs: dict[str, Supervised] = {}
+        self._jobs: dict[str, SupervisedJob] = {}
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="stretto-planning", daemon=True)
@@ -114,19 +114,19 @@ class Controller:
         return encode(self.exchange(decode(message, RankState)))
 
     def _on_status(self, message: bytes) -> bytes:
-        ask = decode(message, StatusAsk)
+        ask = decode(message, StatusRequest)
         if ask.protocol != PROTOCOL:
             raise InvalidInput(f"protocol: this controller speaks version {PROTOCOL}, not {ask.protocol}")
         return encode(self.status())
 
-    def _job(self, state: RankState) -> Supervised:
+    def _job(self, state: RankState) -> SupervisedJob:
         if state.job not in self._jobs:
             if len(self._jobs) >= MAX_JOBS:
                 oldest = min(self._jobs, key=lambda name: self._jobs[name].heard_at)
                 if time.monotonic() - self._jobs[oldest].heard_at < FORGET_S and not self._jobs[oldest].left:
                     raise InvalidInput(f"job: this controller has {MAX_JOBS} running jobs already")
                 self._jobs.pop(oldest).cancel()
-            self._jobs[state.job] = Supervised(
+            self._jobs[state.job] = SupervisedJob(
                 state.job, state.epoch, state.size, last=self._last, budget_s=self._budget_s, seed=self._seed,
                 start=self._start,
             )  # fmt: skip

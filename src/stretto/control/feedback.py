@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Literal
 
 from ..planner.plan import Plan
-from ..runtime.enforcer.report import Report
+from ..runtime.enforcer.report import EnforcerReport
 from .refine import Factors, ratios, refined
 
 WINDOW_ITERATIONS = 20
@@ -42,7 +42,7 @@ class Question:
 
 
 @dataclass(kw_only=True)
-class Watch:
+class PlanWatch:
     """Looks at one plan while it is active; `factors` are those it was made with."""
 
     plan: Plan
@@ -56,12 +56,12 @@ class Watch:
     """How many times longer plain order takes by what was learnt since it was measured."""
     only_drift: bool = False
     """Whether nothing but other costs can ask: for the application's own order, which stays until there are some."""
-    _reports: dict[int, Report] = field(default_factory=dict)
+    _reports: dict[int, EnforcerReport] = field(default_factory=dict)
     _taken: int = -1
     _rows: dict[Why, int] = field(default_factory=dict)
     _learnt: Factors = field(default_factory=dict)
 
-    def hear(self, rank: int, report: Report) -> Question | None:
+    def hear(self, rank: int, report: EnforcerReport) -> Question | None:
         """Take in a report; a question once enough windows in a row ask it."""
         if report.number != self.number:
             return None
@@ -88,7 +88,7 @@ class Watch:
         self.patience = min(2 * self.patience, MOST_WINDOWS)
         self._rows.clear()
 
-    def _window(self, reports: list[Report]) -> Question | None:
+    def _window(self, reports: list[EnforcerReport]) -> Question | None:
         iteration_us = fmean(report.iteration_us for report in reports)
         plain_us = self.plain_times * fmean(report.plain_us for report in reports)
         waits_us = fmean(report.waits_us for report in reports)

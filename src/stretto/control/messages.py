@@ -16,11 +16,11 @@ from ..cluster import files as cluster_files
 from ..errors import InvalidInput, PlanMismatch
 from ..files import convert, parse_json, typed
 from ..planner.plan import Plan
-from ..runtime.enforcer.report import Report
+from ..runtime.enforcer.report import EnforcerReport
 from ..workload import Workload
 from ..workload import files as workload_files
-from .spans import Span
-from .split import Split
+from .spans import ReportSpan
+from .split import GainSplit
 
 MAX_MESSAGE_BYTES = 32 << 20
 """Of one message; a captured step of a large model is a few megabytes."""
@@ -60,7 +60,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
 MAX_MOTIF_US = 1e6
 
 
-class Captured(msgspec.Struct, frozen=True, kw_only=True):
+class CapturedStep(msgspec.Struct, frozen=True, kw_only=True):
     """The training step and the cluster, as the job's rank 0 knows them."""
 
     workload: Text
@@ -86,8 +86,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     active: PlanId = PLAIN
     barred: Number = 0
     """No plan up to this number will be switched to again: the training step left it."""
-    report: Report | None = None
-    captured: Captured | None = None
+    report: EnforcerReport | None = None
+    captured: CapturedStep | None = None
     leaving: bool = False
     """The last word of a rank that ends normally."""
 
@@ -134,7 +134,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """This controller has not seen the captured step (it may have been started again): send it next time."""
 
 
-class StatusAsk(msgspec.Struct, frozen=True, kw_only=True):
+class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What `stretto status` asks."""
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
@@ -194,13 +194,13 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of the active plan, or of the last one that was."""
     motifs_plan: PlanId = PLAIN
     """Whose motifs these are."""
-    split: Split = Split()
+    split: GainSplit = GainSplit()
     """What was gained over the unchanged job, and by what."""
-    recorded: tuple[Span, ...] = ()
+    recorded: tuple[ReportSpan, ...] = ()
     """The step as it was recorded, of rank 0."""
-    before: tuple[Span, ...] = ()
+    before: tuple[ReportSpan, ...] = ()
     """The same in plain order on our backend, as it is predicted."""
-    after: tuple[Span, ...] = ()
+    after: tuple[ReportSpan, ...] = ()
     """The same under the plan of `motifs`, as it is predicted."""
     about_recorded: str = ""
     """The workload in words, with its digest."""
@@ -248,15 +248,15 @@ def decode_plan(body: bytes, expected: str) -> Plan:
     return plan
 
 
-def encode_captured(workload: Workload, cluster: Cluster, motif_us: float = 0.0) -> Captured:
+def encode_captured(workload: Workload, cluster: Cluster, motif_us: float = 0.0) -> CapturedStep:
     """What rank 0 sends once."""
-    return Captured(
+    return CapturedStep(
         workload=workload_files.dumps(workload, json=True), cluster=yaml_form.dumps(cluster, json=True),
         motif_us=min(motif_us, MAX_MOTIF_US),
     )  # fmt: skip
 
 
-def decode_captured(captured: Captured) -> tuple[Workload, Cluster]:
+def decode_captured(captured: CapturedStep) -> tuple[Workload, Cluster]:
     """Checked as files from outside are."""
     return (
         workload_files.loads(captured.workload, where="workload"),

@@ -1,6 +1,6 @@
 """The two-phase commit as two pure state machines: no time, no input or output; docs/protocol.md tells the story.
 
-A rank holds its `RankSide`, the controller a `Job` for each running job. `answer` is what a controller does with a
+A rank holds its `RankSide`, the controller a `ControllerSide` for each running job. `answer` is what a controller does with a
 rank's message, `obey` what a rank does with the reply. The real processes and the exhaustive model of the tests run
 this same code.
 
@@ -128,7 +128,7 @@ def _without_ballot(rank: RankSide, why: str, plane: Plane) -> RankSide:
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class RankView:
     """What a controller remembers of a rank."""
 
     beat: int
@@ -140,11 +140,11 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ControllerSide:
     """A controller's half, for one start of one job. Only `last` should outlive it, and even that may be lost."""
 
     epoch: int
-    ranks: tuple[View | None, ...]
+    ranks: tuple[RankView | None, ...]
     proposal: PlanId | None = None
     digest: str = ""
     """Of the step that the proposal was made for."""
@@ -154,12 +154,12 @@ class Job:
     """The digest of a step that is to be recorded again."""
 
     @staticmethod
-    def start(epoch: int, size: int, last: int = 0) -> Job:
+    def start(epoch: int, size: int, last: int = 0) -> ControllerSide:
         """A job of which nothing has been heard."""
-        return Job(epoch=epoch, ranks=(None,) * size, last=last)
+        return ControllerSide(epoch=epoch, ranks=(None,) * size, last=last)
 
     @property
-    def heard(self) -> tuple[View, ...]:
+    def heard(self) -> tuple[RankView, ...]:
         """The ranks that have been heard."""
         return tuple(view for view in self.ranks if view is not None)
 
@@ -191,7 +191,7 @@ class Job:
         return self.phase in ("idle", "refused", "active") or (self.phase == "committed" and given_up)
 
 
-def propose(job: Job, hash: str, digest: str) -> Job:
+def propose(job: ControllerSide, hash: str, digest: str) -> ControllerSide:
     """Give out a plan under the next number. `last` of the result must be on disk before anybody hears of it."""
     if not job.may_propose:
         raise InvalidInput(f"propose: the job is {job.phase}, so no new plan may be given out")
@@ -199,24 +199,24 @@ def propose(job: Job, hash: str, digest: str) -> Job:
     return replace(job, proposal=PlanId(number, hash), digest=digest, last=number, profile="")
 
 
-def ask_profile(job: Job) -> Job:
+def ask_profile(job: ControllerSide) -> ControllerSide:
     """Have the step recorded again: this one fits no more."""
     return replace(job, profile=job.heard[0].digest if job.complete else "")
 
 
-def answer(job: Job, state: RankState) -> tuple[Job, Order]:
+def answer(job: ControllerSide, state: RankState) -> tuple[ControllerSide, Order]:
     """Take in a rank's state and say what it should do.
 
     Old news, and messages of a job's earlier start, change nothing.
     """
     if state.epoch > job.epoch:
-        job = Job.start(state.epoch, state.size, job.last)
+        job = ControllerSide.start(state.epoch, state.size, job.last)
     if state.epoch < job.epoch or state.size != len(job.ranks) or state.rank >= state.size:
         return job, Nothing()
     known = job.ranks[state.rank]
     if known is not None and state.beat < known.beat:
         return job, Nothing()
-    view = View(
+    view = RankView(
         beat=state.beat, digest=state.digest, ballot=state.ballot, committed=state.committed, active=state.active,
         barred=state.barred,
     )  # fmt: skip
@@ -227,7 +227,7 @@ def answer(job: Job, state: RankState) -> tuple[Job, Order]:
     return job, _order(job, view)
 
 
-def _adopt(job: Job) -> Job:
+def _adopt(job: ControllerSide) -> ControllerSide:
     """A controller that was started again finishes what the one before it had all votes for."""
     if job.proposal is not None or any(view is None for view in job.ranks):
         return job
@@ -237,7 +237,7 @@ def _adopt(job: Job) -> Job:
     return replace(job, proposal=first.plan, digest=job.heard[0].digest)
 
 
-def _order(job: Job, view: View) -> Order:
+def _order(job: ControllerSide, view: RankView) -> Order:
     plan = job.proposal
     if job.profile and view.digest == job.profile:
         return Profile(digest=job.profile)
@@ -254,14 +254,14 @@ def _order(job: Job, view: View) -> Order:
     return Nothing()
 
 
-def _all_yes(job: Job, plan: PlanId) -> bool:
+def _all_yes(job: ControllerSide, plan: PlanId) -> bool:
     return all(
         view is not None and view.ballot is not None and view.ballot.yes and view.ballot.plan == plan
         for view in job.ranks
     )
 
 
-def _refused(job: Job, plan: PlanId) -> bool:
+def _refused(job: ControllerSide, plan: PlanId) -> bool:
     """Somebody said no, or has gone on to another plan of that number or above (of a controller that is gone)."""
     ballots = [view.ballot for view in job.heard if view.ballot is not None]
     yes = Ballot(plan=plan, yes=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..planner.costs.costs import Bounding, Cost, CostModel, Motion
 from ..planner.plan import Plan
-from ..runtime.enforcer.report import Report
+from ..runtime.enforcer.report import EnforcerReport
 
 LEAST, MOST = 1 / 64, 64.0
 """What is further off than this is not a slow link."""
@@ -64,7 +64,7 @@ class RefinedCosts:
         return max((value for key, value in self._factors.items() if key & held), default=1.0)
 
 
-def ratios(plan: Plan, reports: Iterable[Report], motif_us: float = 0.0) -> dict[str, float]:
+def ratios(plan: Plan, reports: Iterable[EnforcerReport], motif_us: float = 0.0) -> dict[str, float]:
     """Measured over predicted time, by channels, both without the `motif_us` that any motif costs.
 
     A motif seems long to a rank that came early, so that of all ranks the shortest time counts. Motifs that are, and

@@ -10,8 +10,8 @@ from ..planner.reasons import wrapped
 from ..workload import Workload
 
 if TYPE_CHECKING:
-    from ..planner.schedule.problem import Problem
-    from ..planner.schedule.schedule import Schedule
+    from ..planner.schedule.problem import PlanProblem
+    from ..planner.schedule.schedule import StepSchedule
 
 MAX_SPANS = 2000
 """Of one timeline; what comes later is left out."""
@@ -19,7 +19,7 @@ CALLS = "communication"
 """The track of comm-ops of which nobody knows yet where they run."""
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class ReportSpan(msgspec.Struct, frozen=True, kw_only=True):
     """One bar: compute on a stream, or communication on a channel; times count from the begin of an iteration."""
 
     track: str
@@ -31,7 +31,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     comm: bool = False
 
 
-def recorded_spans(workload: Workload) -> tuple[Span, ...]:
+def recorded_spans(workload: Workload) -> tuple[ReportSpan, ...]:
     """The step of the first rank with its recorded durations, everything as early as it may begin."""
     place = 0
     ends: dict[str, float] = {}
@@ -49,19 +49,19 @@ def recorded_spans(workload: Workload) -> tuple[Span, ...]:
         ends[op.name] = start_us + us
         track, phase = (CALLS, "") if op.is_comm else (op.stream, op.phase)
         spans.append(
-            Span(track=track, name=op.name, start_us=start_us, duration_us=us, phase=phase, comm=op.is_comm)
+            ReportSpan(track=track, name=op.name, start_us=start_us, duration_us=us, phase=phase, comm=op.is_comm)
         )
     return tuple(spans[:MAX_SPANS])
 
 
-def schedule_spans(schedule: Schedule, problem: Problem) -> tuple[Span, ...]:
+def schedule_spans(schedule: StepSchedule, problem: PlanProblem) -> tuple[ReportSpan, ...]:
     """One steady iteration of the first rank, as a schedule predicts it."""
     workload, place = problem.workload, 0
     chosen = {
         workload.index[op.name]: problem.options[op.name][k]
         for op, k in zip(workload.comm_ops, schedule.choice, strict=True)
     }
-    spans: list[Span] = []
+    spans: list[ReportSpan] = []
     for op, part, at, start, end in zip(
         schedule.op.tolist(), schedule.task.tolist(), schedule.place.tolist(), schedule.start_us.tolist(),
         schedule.end_us.tolist(), strict=True,
@@ -71,7 +71,7 @@ def schedule_spans(schedule: Schedule, problem: Problem) -> tuple[Span, ...]:
         about = workload.ops[op]
         tracks = (about.stream,) if part < 0 else chosen[op].tasks[part].channels
         spans += [
-            Span(
+            ReportSpan(
                 track=track, name=about.name, start_us=a, duration_us=b - a, phase="" if part >= 0 else about.phase,
                 comm=part >= 0,
             )

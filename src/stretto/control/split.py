@@ -10,7 +10,7 @@ import msgspec
 from ..runtime.enforcer.report import Timing
 
 
-class Split(msgspec.Struct, frozen=True, kw_only=True):
+class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
     """Three ways of running the same training step, as they were measured in this job.
 
     `unchanged` is the job as it was before anything was switched, on its own backend; `backend` is the same order of
@@ -40,8 +40,8 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 def split(
     *, own: str = "", unchanged: Timing | None = None, backend: Timing | None = None, plan: Timing | None = None,
     no_unchanged: str = "", predicted_backend_us: float = 0.0, predicted_plan_us: float = 0.0, kept: str = "",
-) -> Split:  # fmt: skip
-    """The three figures with their ratios; arguments are the fields of `Split`.
+) -> GainSplit:  # fmt: skip
+    """The three figures with their ratios; arguments are the fields of `GainSplit`.
 
     >>> each = (Timing(median_us=us, low_us=us, high_us=us, iterations=8) for us in (300.0, 200.0, 100.0))
     >>> found = split(own="gloo", kept="plan", **dict(zip(("unchanged", "backend", "plan"), each)))
@@ -49,7 +49,7 @@ def split(
     (1.5, 2.0, 3.0)
     """
     now = {"unchanged": unchanged, "backend": backend, "plan": plan}.get(kept)
-    return Split(
+    return GainSplit(
         own=own, unchanged=unchanged, backend=backend, plan=plan, no_unchanged=no_unchanged,
         predicted_backend_us=predicted_backend_us, predicted_plan_us=predicted_plan_us, kept=kept,
         backend_share=_times(unchanged, backend), plan_share=_times(backend, plan), gain=_times(unchanged, now),

@@ -12,12 +12,12 @@ from statistics import fmean
 from ..errors import StrettoError
 from ..planner.plan import PLAIN as OWN
 from ..planner.plan import Plan
-from ..runtime.enforcer.report import Report, Timing
+from ..runtime.enforcer.report import EnforcerReport, Timing
 from ..units import format_us
-from .feedback import LEAST_GAIN, MOST_WINDOWS, WINDOWS, Question, Watch
+from .feedback import LEAST_GAIN, MOST_WINDOWS, WINDOWS, PlanWatch, Question
 from .messages import (
     PLAIN,
-    Captured,
+    CapturedStep,
     JobStatus,
     MotifStatus,
     PlanId,
@@ -25,11 +25,11 @@ from .messages import (
     RankStatus,
     decode_captured,
 )
-from .protocol import Job, ask_profile, propose
+from .protocol import ControllerSide, ask_profile, propose
 from .refine import Factors, alike
-from .spans import Span, recorded_spans
-from .split import Split, over_ranks, split
-from .worker import Answer, Ask, Planning, plan_of
+from .spans import ReportSpan, recorded_spans
+from .split import GainSplit, over_ranks, split
+from .worker import Planning, PlanReply, PlanRequest, plan_of
 
 LOG = logging.getLogger("stretto.control")
 WAITING = "waiting for ranks"
@@ -51,15 +51,15 @@ def shape(plan: Plan) -> str:
     return hashlib.sha256(repr(does).encode()).hexdigest()
 
 
-class Supervised:
+class SupervisedJob:
     """A job: the protocol's half of it (`job`), its captured step, the plan it has and the one that is being made."""
 
     def __init__(
         self, name: str, epoch: int, size: int, *, last: int, budget_s: float, seed: int,
-        start: Callable[[Ask], Planning],
+        start: Callable[[PlanRequest], Planning],
     ) -> None:  # fmt: skip
         self.name = name
-        self.job = Job.start(epoch, size, last)
+        self.job = ControllerSide.start(epoch, size, last)
         self.heard_at = time.monotonic()
         self._budget_s, self._seed, self._start = budget_s, seed, start
         self._planning: Planning | None = None
@@ -69,13 +69,13 @@ class Supervised:
         """A job that was started again has nothing of what was known."""
         self.cancel()
         self.about = WAITING
-        self._captured: Captured | None = None
+        self._captured: CapturedStep | None = None
         self._digest = ""
         self._planned_for = ""
         self._question: Question | None = None
-        self._asked: Ask | None = None
+        self._asked: PlanRequest | None = None
         self._plan: Plan | None = None
-        self._answer: Answer | None = None
+        self._answer: PlanReply | None = None
         self._promised: dict[str, tuple[str, float]] = {}
         self._ready = False
         self._refused_number = 0
@@ -83,15 +83,15 @@ class Supervised:
         self._plain_then_us = 0.0
         """What was predicted of plain order when it was measured."""
         self._plain_times = 1.0
-        self._watch: Watch | None = None
+        self._watch: PlanWatch | None = None
         self._refuted: dict[str, Factors] = {}
         """Plans that were slower than plain order, by their shape, and what was known of the links then."""
-        self._recorded: tuple[Span, ...] = ()
-        self._before: tuple[Span, ...] = ()
+        self._recorded: tuple[ReportSpan, ...] = ()
+        self._before: tuple[ReportSpan, ...] = ()
         self._about_recorded = ""
-        self._shown: dict[str, tuple[Plan, tuple[Span, ...]]] = {}
+        self._shown: dict[str, tuple[Plan, tuple[ReportSpan, ...]]] = {}
         """Plans that were given out, by their hashes, with their predicted timelines."""
-        self._last_motifs: tuple[PlanId, Report] | None = None
+        self._last_motifs: tuple[PlanId, EnforcerReport] | None = None
         """The last report of rank 0 under a plan: what is shown when none runs."""
         self._windows: dict[int, tuple[int, Timing]] = {}
         """By rank, the number of the last plan that was active, and what iterations took under it."""
@@ -173,7 +173,7 @@ class Supervised:
             assert self._captured is not None
             # The application's own order is there because a plan was slower; only other links are a reason to look for
             # a third.
-            self._watch = Watch(
+            self._watch = PlanWatch(
                 plan=self._plan, number=number, size=len(self.job.ranks), factors=self._factors, patience=patience,
                 motif_us=self._captured.motif_us, plain_times=self._plain_times, only_drift=own,
             )  # fmt: skip
@@ -190,7 +190,7 @@ class Supervised:
             self._planning.cancel()
             self._planning = None
 
-    def _take(self, captured: Captured, digest: str) -> None:
+    def _take(self, captured: CapturedStep, digest: str) -> None:
         try:
             workload, _ = decode_captured(captured)
         except StrettoError as error:
@@ -209,14 +209,14 @@ class Supervised:
         assert self._captured is not None
         current = (self._answer.body, self._answer.hash) if self._answer is not None and factors is not None else None
         budget_s = self._budget_s * (1.0 if factors is None else AGAIN_SHARE)
-        self._asked = Ask(
+        self._asked = PlanRequest(
             captured=self._captured, budget_s=budget_s, seed=self._seed + self._replans + self._refusals,
             factors=dict(self._factors if factors is None else factors), current=current, plain=plain,
         )  # fmt: skip
         self._planning = self._start(self._asked)
         self.about = about
 
-    def _consider(self, answer: Answer) -> None:
+    def _consider(self, answer: PlanReply) -> None:
         """Give it out only where it promises enough; a plan for a step that is no more is dropped."""
         asked, question, self._question = self._asked, self._question, None
         assert asked is not None
@@ -354,9 +354,9 @@ class Supervised:
             **mean,
         )  # fmt: skip
 
-    def _split(self, active: PlanId, plan_name: str, reports: list[Report]) -> Split:
+    def _split(self, active: PlanId, plan_name: str, reports: list[EnforcerReport]) -> GainSplit:
         """The unchanged job, our backend and the plan, each as it was measured."""
-        first = reports[0] if reports else Report()
+        first = reports[0] if reports else EnforcerReport()
         newest = max((number for number, _ in self._windows.values()), default=0)
         windows = [self._windows.get(rank, (0, None)) for rank in range(len(self.job.ranks))]
         plan = over_ranks([timing if number == newest else None for number, timing in windows])
@@ -373,7 +373,7 @@ class Supervised:
             kept="plan" if active.number and plan_name != OWN else "unchanged" if first.on_own else "backend",
         )  # fmt: skip
 
-    def _motifs(self, shown: PlanId, report: Report | None) -> tuple[MotifStatus, ...]:
+    def _motifs(self, shown: PlanId, report: EnforcerReport | None) -> tuple[MotifStatus, ...]:
         """What was promised of a plan, beside what is measured."""
         if shown.hash not in self._shown:
             return ()

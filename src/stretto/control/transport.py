@@ -150,9 +150,7 @@ def _write_token(path: Path) -> None:
 class Server:
     """Listens from the start until `close`; `address` is where, with the port that was given for port 0."""
 
-    def __init__(
-        self, address: str, handlers: Mapping[str, Handler], *, token: str, tls: Tls | None = None
-    ) -> None:
+    def __init__(self, address: str, handlers: Mapping[str, Handler], *, token: str, tls: Tls | None = None) -> None:
         grpc = _grpc()
         check_address(address)
         if tls is None and not is_local(address):
@@ -203,7 +201,7 @@ class Server:
         self._server.stop(0.5).wait(5.0)
 
 
-class Link:
+class ControllerConnection:
     """The way to a controller; the connection is made at the first call, and again after each loss."""
 
     def __init__(self, address: str, *, token: str, tls: Tls | None = None) -> None:
@@ -260,7 +258,7 @@ class Link:
         return grpc.secure_channel(self.address, credentials, options=options)
 
 
-def from_environment(environment: Mapping[str, str] = os.environ) -> Link | None:
+def from_environment(environment: Mapping[str, str] = os.environ) -> ControllerConnection | None:
     """The way to the controller that STRETTO_CONTROLLER names; None when it names none."""
     address = environment.get("STRETTO_CONTROLLER", "")
     if not address:
@@ -270,7 +268,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Link | None
         raise InvalidInput("STRETTO_TOKEN_FILE: must name the file with the controller's token")
     names = ("STRETTO_TLS_CERT", "STRETTO_TLS_KEY", "STRETTO_TLS_CA")
     files = [environment.get(name, "") for name in names]
-    return Link(
+    return ControllerConnection(
         address,
         token=read_token(Path(token)),
         tls=tls_of(files[0], files[1], files[2], environment.get("STRETTO_TLS_NAME", ""), names),

@@ -21,9 +21,9 @@ from ..errors import InvalidInput, StrettoError
 from ..files import typed
 from ..planner.api import SYSTEM, planned, to_plan, to_schedule
 from ..planner.plan import PLAIN, Plan
-from .messages import MAX_MESSAGE_BYTES, Captured, decode_captured, decode_plan, encode_plan
+from .messages import MAX_MESSAGE_BYTES, CapturedStep, decode_captured, decode_plan, encode_plan
 from .refine import RefinedCosts
-from .spans import Span, schedule_spans
+from .spans import ReportSpan, schedule_spans
 
 NICENESS = 19
 PARENT_S = 0.5
@@ -32,10 +32,10 @@ SPARE_S = 120.0
 """How long beyond its budget a planner may take before it is given up."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to plan; with `current` (a plan and its hash) also what that one now takes."""
 
-    captured: Captured
+    captured: CapturedStep
     budget_s: float
     seed: int = 0
     factors: dict[str, float] = {}
@@ -44,7 +44,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """Not the best plan but the order of the application."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
     """A plan, and what it promises beside plain order and the current plan (0: not known); or why there is none."""
 
     body: bytes = b""
@@ -53,23 +53,23 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     plain_us: float = 0.0
     current_us: float = 0.0
     error: str = ""
-    plain_spans: tuple[Span, ...] = ()
+    plain_spans: tuple[ReportSpan, ...] = ()
     """Plain order as it is predicted."""
-    plan_spans: tuple[Span, ...] = ()
+    plan_spans: tuple[ReportSpan, ...] = ()
     """The same of the plan."""
 
 
 class Planning(Protocol):
     """A plan in the making."""
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> PlanReply | None:
         """The answer, once there is one."""
 
     def cancel(self) -> None:
         """Nobody wants it any more."""
 
 
-def answer(ask: Ask) -> Answer:
+def answer(ask: PlanRequest) -> PlanReply:
     """Plan here and now."""
     from ..planner.costs.costs import simulated_costs
 
@@ -84,14 +84,14 @@ def answer(ask: Ask) -> Answer:
         except StrettoError:
             # The options have changed under the current plan; it cannot be compared, only measured.
             current_us = 0.0
-    return Answer(
+    return PlanReply(
         body=encode_plan(plan), hash=plan.hash, iteration_us=plan.iteration_us, plain_us=made.plain.period_us,
         current_us=current_us, plain_spans=schedule_spans(made.plain, made.problem),
         plan_spans=schedule_spans(made.plain if ask.plain else made.schedules[SYSTEM], made.problem),
     )  # fmt: skip
 
 
-def plan_of(answer: Answer) -> Plan:
+def plan_of(answer: PlanReply) -> Plan:
     """The plan in an answer."""
     return decode_plan(answer.body, answer.hash)
 
@@ -99,7 +99,7 @@ def plan_of(answer: Answer) -> Plan:
 class Worker:
     """`answer` in another process."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: PlanRequest) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="stretto-plan-")
         self._deadline = time.monotonic() + ask.budget_s + SPARE_S
         folder = Path(self._folder.name)
@@ -115,20 +115,20 @@ class Worker:
             start_new_session=True,
         )
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> PlanReply | None:
         """The answer, once there is one."""
         code = self._process.poll()
         if code is None and time.monotonic() < self._deadline:
             return None
         if code is None:
             self.cancel()
-            return Answer(error="the planner took too long")
+            return PlanReply(error="the planner took too long")
         path = Path(self._folder.name) / "answer"
         if code == 0 and path.is_file() and path.stat().st_size <= MAX_MESSAGE_BYTES:
-            found = msgspec.msgpack.decode(path.read_bytes(), type=typed(Answer))
+            found = msgspec.msgpack.decode(path.read_bytes(), type=typed(PlanReply))
         else:
             last = (Path(self._folder.name) / "errors").read_bytes()[-300:].decode(errors="replace").splitlines()
-            found = Answer(error=f"the planner ended with code {code}: {last[-1] if last else ''}")
+            found = PlanReply(error=f"the planner ended with code {code}: {last[-1] if last else ''}")
         self._folder.cleanup()
         return found
 
@@ -144,12 +144,12 @@ def main(folder: Path, controller: int) -> None:
     os.nice(NICENESS)
     threading.Thread(target=_end_with, args=(controller, folder), daemon=True).start()
     try:
-        ask = msgspec.msgpack.decode((folder / "ask").read_bytes(), type=typed(Ask))
+        ask = msgspec.msgpack.decode((folder / "ask").read_bytes(), type=typed(PlanRequest))
         found = answer(ask)
     except (StrettoError, msgspec.DecodeError) as error:
-        found = Answer(error=str(error))
+        found = PlanReply(error=str(error))
     if len(found.body) > MAX_MESSAGE_BYTES:
-        found = Answer(error=str(InvalidInput(f"the plan has {len(found.body)} bytes, too many to send")))
+        found = PlanReply(error=str(InvalidInput(f"the plan has {len(found.body)} bytes, too many to send")))
     part = folder / "part"
     part.write_bytes(msgspec.msgpack.encode(found))
     part.rename(folder / "answer")

@@ -2,11 +2,11 @@
 
 from .balance import best_us, resolve, stretto
 from .model import Dim, dims_of, ideal_us, split
-from .schedule import Chunk, DimSchedule
+from .schedule import DimChunk, DimSchedule
 from .schedulers import baseline, themis
 from .simulation import DimRun, simulate
 
 __all__ = [
-    "Chunk", "Dim", "DimRun", "DimSchedule", "baseline", "best_us", "dims_of", "ideal_us", "resolve", "simulate",
+    "DimChunk", "Dim", "DimRun", "DimSchedule", "baseline", "best_us", "dims_of", "ideal_us", "resolve", "simulate",
     "split", "stretto", "themis",
 ]  # fmt: skip

@@ -64,8 +64,8 @@ class Advice:
 
     dims: tuple[Dim, ...]
     pairs: tuple[Pair, ...]
-    baseline_utilisation: float
-    best_utilisation: float
+    baseline_utilization: float
+    best_utilization: float
     """No order of any chunk can use more."""
     increments: tuple[Increment, ...]
     usable: tuple[tuple[float, float], ...]
@@ -73,12 +73,12 @@ class Advice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class BandwidthSplit:
     """A total bandwidth per device spread over the dimensions."""
 
     gb_per_s: tuple[float, ...]
-    baseline_utilisation: float
-    best_utilisation: float
+    baseline_utilization: float
+    best_utilization: float
 
 
 def advise(dims: Sequence[Dim], *, increment: float = 0.1) -> Advice:
@@ -86,7 +86,7 @@ def advise(dims: Sequence[Dim], *, increment: float = 0.1) -> Advice:
 
     >>> dims = [Dim(kind="switch", size=4, gb_per_s=g, step_us=0) for g in (100, 50)]
     >>> advice = advise(dims)
-    >>> advice.pairs[0].verdict, round(advice.baseline_utilisation, 3), round(advice.best_utilisation, 3)
+    >>> advice.pairs[0].verdict, round(advice.baseline_utilization, 3), round(advice.best_utilization, 3)
     ('over-provisioned', 0.833, 1.0)
     """
     dims = _checked(dims)
@@ -110,12 +110,12 @@ def advise(dims: Sequence[Dim], *, increment: float = 0.1) -> Advice:
         for at, after in enumerate(map(_times, grown))
     )  # fmt: skip
     return Advice(
-        dims=dims, pairs=pairs, baseline_utilisation=before[2] / before[0], best_utilisation=before[2] / before[1],
+        dims=dims, pairs=pairs, baseline_utilization=before[2] / before[0], best_utilization=before[2] / before[1],
         increments=increments, usable=tuple(_usable(dims)),
     )  # fmt: skip
 
 
-def just_enough(dims: Sequence[Dim], gb_per_s: float) -> Split:
+def just_enough(dims: Sequence[Dim], gb_per_s: float) -> BandwidthSplit:
     """The split of a total that every scheduler uses fully, even the baseline.
 
     >>> dims = [Dim(kind="switch", size=size, gb_per_s=1, step_us=0) for size in (16, 8, 8)]
@@ -127,7 +127,7 @@ def just_enough(dims: Sequence[Dim], gb_per_s: float) -> Split:
     return _split(dims, sent / sent.sum() * _total(gb_per_s))
 
 
-def nearest(dims: Sequence[Dim], gb_per_s: float) -> Split:
+def nearest(dims: Sequence[Dim], gb_per_s: float) -> BandwidthSplit:
     """The split of a total that is nearest to today's proportions and that some schedule uses fully."""
     dims = _checked(dims)
     total = _total(gb_per_s)
@@ -148,11 +148,13 @@ def nearest(dims: Sequence[Dim], gb_per_s: float) -> Split:
     return _split(dims, found.values[: len(ways)] @ shares * total)
 
 
-def _split(dims: tuple[Dim, ...], rates: Sequence[float]) -> Split:
+def _split(dims: tuple[Dim, ...], rates: Sequence[float]) -> BandwidthSplit:
     given = tuple(float(rate) for rate in rates)
     there = tuple(replace(dim, gb_per_s=rate) for dim, rate in zip(dims, given, strict=True))
     baseline, best, ideal = _times(there)
-    return Split(gb_per_s=given, baseline_utilisation=ideal / baseline, best_utilisation=min(1.0, ideal / best))
+    return BandwidthSplit(
+        gb_per_s=given, baseline_utilization=ideal / baseline, best_utilization=min(1.0, ideal / best)
+    )
 
 
 def _times(dims: tuple[Dim, ...]) -> tuple[float, float, float]:

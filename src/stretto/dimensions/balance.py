@@ -19,7 +19,7 @@ from ..errors import InvalidInput
 from ..synthesis.milp import Milp, solve
 from ..units import check_seed
 from .model import STEADY_CHUNKS, Dim, check_dims, order_loads
-from .schedule import Chunk, DimSchedule
+from .schedule import DimChunk, DimSchedule
 from .schedulers import CHUNKS, baseline, check_request, themis, way
 from .simulation import IN_FLIGHT, DimRun, simulate
 
@@ -70,9 +70,9 @@ def stretto(
             found = min(map(run, tried), key=lambda each: each.total_us)
             in_vain = 0 if found.total_us < best.total_us * (1 - 1e-4) else in_vain + 1
             best = min(best, found, key=lambda each: each.total_us)
-            if best.utilisation >= GOOD_ENOUGH or in_vain >= PATIENCE:
+            if best.utilization >= GOOD_ENOUGH or in_vain >= PATIENCE:
                 break
-        if best.utilisation >= POOR:
+        if best.utilization >= POOR:
             break
     return replace(best.schedule, name="stretto")
 
@@ -178,7 +178,7 @@ def _balanced(
         ]
 
 
-def _pieces(shares: dict[Order, float], collective: str, chunks: int) -> Iterator[tuple[tuple[Chunk, ...], str]]:
+def _pieces(shares: dict[Order, float], collective: str, chunks: int) -> Iterator[tuple[tuple[DimChunk, ...], str]]:
     blocks = _cut(shares, collective, chunks)
     # Each order's chunks are spread evenly over the whole: chunk i of n comes at (i + 1/2) / n.
     at = [((i + 0.5) / len(row), number, chunk) for number, row in enumerate(blocks) for i, chunk in enumerate(row)]
@@ -191,12 +191,13 @@ def _pieces(shares: dict[Order, float], collective: str, chunks: int) -> Iterato
         # a chunk does not have to go straight back to the dimension that it has just been through.
         half = len(spread) // 2
         for others in (spread[::-1], spread[half:] + spread[:half]):
-            yield tuple(
-                replace(chunk, all_gather=other.all_gather) for chunk, other in zip(spread, others, strict=True)
-            ), "johnson"
+            yield (
+                tuple(replace(chunk, all_gather=other.all_gather) for chunk, other in zip(spread, others, strict=True)),
+                "johnson",
+            )
 
 
-def _cut(shares: dict[Order, float], collective: str, chunks: int) -> list[list[Chunk]]:
+def _cut(shares: dict[Order, float], collective: str, chunks: int) -> list[list[DimChunk]]:
     """Chunks in proportion to the shares (at least one of each order); their sizes make up for the rounding."""
     orders = sorted(shares, key=lambda order: -shares[order])[:chunks]
     total = sum(shares[order] for order in orders)

@@ -24,7 +24,7 @@ from msgspec import Meta
 from ..errors import InvalidInput
 from ..files import convert, parse_json, plain, read_text, write_file
 from .model import MAX_DIMS, Dim
-from .schedule import MAX_CHUNKS, Chunk, DimSchedule
+from .schedule import MAX_CHUNKS, DimChunk, DimSchedule
 
 VERSION = 1
 
@@ -99,9 +99,10 @@ def digest(schedule: DimSchedule) -> str:
     return hashlib.sha256(msgspec.json.encode(data, order="sorted")).hexdigest()[:16]
 
 
-def _chunks(data: _File) -> list[Chunk]:
+def _chunks(data: _File) -> list[DimChunk]:
     ways = [
-        Chunk(share=w.share, reduce_scatter=tuple(w.reduce_scatter), all_gather=tuple(w.all_gather)) for w in data.ways
+        DimChunk(share=w.share, reduce_scatter=tuple(w.reduce_scatter), all_gather=tuple(w.all_gather))
+        for w in data.ways
     ]
     return [ways[number] for number in data.chunks]
 

@@ -31,7 +31,7 @@ MAX_MOVES = 1 << 24
 """Pieces that all devices send together: beyond, the one-representative model is what to use."""
 
 
-def quantised(schedule: DimSchedule, *, units: int = UNITS) -> DimSchedule:
+def quantized(schedule: DimSchedule, *, units: int = UNITS) -> DimSchedule:
     """The same with shares that are multiples of ``1 / units`` (even ones, where a ring needs two halves)."""
     least = 2 if any(dim.kind == "ring" and dim.size > 2 for dim in schedule.dims) else 1
     parts = units // least
@@ -44,8 +44,7 @@ def quantised(schedule: DimSchedule, *, units: int = UNITS) -> DimSchedule:
         behind = np.where((counts > 1) | (step > 0), step * (wanted - counts), -np.inf)
         counts[int(np.argmax(behind))] += step
     chunks = [
-        replace(chunk, share=int(count) * least / units)
-        for chunk, count in zip(schedule.chunks, counts, strict=True)
+        replace(chunk, share=int(count) * least / units) for chunk, count in zip(schedule.chunks, counts, strict=True)
     ]
     return replace(schedule, chunks=tuple(chunks))
 
@@ -65,7 +64,7 @@ def program(schedule: DimSchedule, *, units: int = UNITS, in_place: bool = False
     """
     if any(dim.in_network for dim in schedule.dims):
         raise InvalidInput("dims: a Program cannot say yet that switches reduce; without in_network it can")
-    schedule = quantised(schedule, units=units)
+    schedule = quantized(schedule, units=units)
     sizes = [dim.size for dim in schedule.dims]
     count = math.prod(sizes)
     if (made := moves(schedule, units=units)) > MAX_MOVES:
@@ -86,7 +85,7 @@ def best_program(schedule: DimSchedule, cluster: Cluster, *, units: int = UNITS)
     with different numbers of them in flight are tried. So are, for an all-gather, the best reduce-scatter with time
     running backwards (and the other way round), and for an all-reduce the best of both one after the other.
     """
-    schedule = quantised(replace(schedule, order=()), units=units)
+    schedule = quantized(replace(schedule, order=()), units=units)
     if schedule.collective == "all_reduce":
         halves = [_either(_half(schedule, kind), cluster, units)[0] for kind in (RS, AG)]
         joined = _joined(halves[0], halves[1], units)

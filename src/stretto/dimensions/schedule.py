@@ -18,7 +18,7 @@ MAX_CHUNKS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class DimChunk:
     """A share of the data and its way: the dimensions of its reduce-scatter stages, then of its all-gather stages."""
 
     share: float
@@ -46,7 +46,7 @@ class DimSchedule:
     dims: tuple[Dim, ...]
     collective: str
     nbytes: float
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[DimChunk, ...]
     discipline: str = "fifo"
     order: tuple[tuple[tuple[int, int], ...], ...] = field(default=())
 
@@ -111,7 +111,7 @@ class Stages:
 
 
 def _stages(schedule: DimSchedule) -> Stages:
-    known: dict[Chunk, tuple[list[float], list[float]]] = {}
+    known: dict[DimChunk, tuple[list[float], list[float]]] = {}
     dims = schedule.dims
     count = math.prod(d.size for d in dims)
     dim: list[int] = []
@@ -161,7 +161,7 @@ def _validate(s: DimSchedule) -> None:
 def _check_chunks(s: DimSchedule) -> None:
     everywhere = list(range(len(s.dims)))
     wanted = {RS: s.collective != AG, AG: s.collective != RS}
-    good: set[Chunk] = set()
+    good: set[DimChunk] = set()
     for at, chunk in enumerate(s.chunks):
         if chunk in good:
             continue

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import InvalidInput, unknown
 from .model import AG, COLLECTIVES, RS, Dim, check_dims, order_loads
-from .schedule import MAX_CHUNKS, Chunk, DimSchedule
+from .schedule import MAX_CHUNKS, DimChunk, DimSchedule
 
 CHUNKS = 64
 TRACKERS = {"whole": (1, 2), "literal": (2, 1)}
@@ -61,9 +61,9 @@ def themis(
     )  # fmt: skip
 
 
-def way(collective: str, order: tuple[int, ...], share: float, back: tuple[int, ...] | None = None) -> Chunk:
+def way(collective: str, order: tuple[int, ...], share: float, back: tuple[int, ...] | None = None) -> DimChunk:
     """A chunk that is reduced in this order and gathered in the reverse (or in the reverse of `back`)."""
-    return Chunk(
+    return DimChunk(
         share=share,
         reduce_scatter=order if collective != AG else (),
         all_gather=(order if back is None else back)[::-1] if collective != RS else (),

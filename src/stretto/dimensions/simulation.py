@@ -35,12 +35,12 @@ class DimRun:
     sharing: str
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """Of all bandwidth of all dimensions, the share that was used, 0..1."""
         return ideal_us(self.dims, self.schedule.collective, self.schedule.nbytes) / self.total_us
 
     @property
-    def dim_utilisation(self) -> Floats:
+    def dim_utilization(self) -> Floats:
         """The share of the time that each dimension was sending."""
         return self.busy_us / self.total_us
 
@@ -73,7 +73,7 @@ class DimRun:
         from ..units import format_us
 
         return (
-            f"<DimRun {self.schedule.name}: {format_us(self.total_us)}, {100 * self.utilisation:.1f} % of all "
+            f"<DimRun {self.schedule.name}: {format_us(self.total_us)}, {100 * self.utilization:.1f} % of all "
             f"bandwidth ({self.in_flight} in flight, {self.sharing})>"
         )
 
@@ -119,7 +119,7 @@ def simulate(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Job:
+class ChunkJob:
     """Chunks that begin together, once all jobs numbered in `after` are over; a lower `priority` goes first."""
 
     stages: Stages
@@ -130,7 +130,7 @@ class Job:
 
 
 def simulate_jobs(
-    rates: Sequence[float], jobs: Sequence[Job], *, in_flight: int = IN_FLIGHT, sharing: str = "ordered"
+    rates: Sequence[float], jobs: Sequence[ChunkJob], *, in_flight: int = IN_FLIGHT, sharing: str = "ordered"
 ) -> tuple[Floats, Floats, Floats]:
     """When each job began to hold a slot and ended (both 0 for one without chunks), and how long each dimension sent.
 

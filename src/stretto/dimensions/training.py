@@ -18,7 +18,7 @@ from .ideal import Need, relaxed
 from .model import COLLECTIVES, Dim, Part, check_dims, split
 from .schedule import Stages
 from .schedulers import CHUNKS
-from .simulation import IN_FLIGHT, Floats, Job, keys, simulate_jobs
+from .simulation import IN_FLIGHT, ChunkJob, Floats, keys, simulate_jobs
 from .systems import SCHEDULERS, plan
 
 SYSTEMS = (*SCHEDULERS, "ideal")
@@ -34,7 +34,7 @@ LEAST_LEFT = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Iteration:
+class IterationTime:
     """Where the time of one iteration goes."""
 
     system: str
@@ -45,7 +45,7 @@ class Iteration:
     """Exposed: compute waits for gradients or parameters."""
     model_parallel_us: float
     """Exposed: compute waits for activations or embeddings."""
-    utilisation: float
+    utilization: float
     """Of the bandwidth of each dimension while a collective over it is pending, the share that was used; ideal: 1."""
 
     @property
@@ -62,7 +62,7 @@ def iteration(
     chunks: int = CHUNKS,
     in_flight: int = IN_FLIGHT,
     sharing: str = "ordered",
-) -> Iteration:
+) -> IterationTime:
     """Simulate one iteration from its begin until nothing is left to do.
 
     ``ideal`` is a bound that no system can beat (see `ideal`): bandwidth without latency, shared at will.
@@ -88,12 +88,12 @@ def iteration(
             run = _run(ops, waits, network, _around(ops, waits, network, run))
             best = min(best, run, key=lambda each: each.total_us)
     found = _account(system, ops, waits, best.starts, best.ends, best.total_us, None)
-    return replace(found, utilisation=_used(ops, waits, best, network))
+    return replace(found, utilization=_used(ops, waits, best, network))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Run:
-    jobs: list[Job]
+    jobs: list[ChunkJob]
     starts: Floats
     ends: Floats
     busy: Floats
@@ -152,7 +152,7 @@ def _waits(ops: Sequence[Op]) -> list[tuple[int, ...]]:
     return waits
 
 
-def _ideal(ops: Sequence[Op], waits: Sequence[tuple[int, ...]], network: _Network) -> Iteration:
+def _ideal(ops: Sequence[Op], waits: Sequence[tuple[int, ...]], network: _Network) -> IterationTime:
     needs = [
         Need(after=after, kind=op.kind, nbytes=op.nbytes, parts=network.parts(op))
         if op.is_comm
@@ -185,12 +185,12 @@ class _Network:
         self.rates = [dim.bytes_per_us for dim in dims] + [1.0] * len(streams)
         self.streams = {stream: len(dims) + at for at, stream in enumerate(streams)}
         self.spans: dict[tuple[tuple[int, ...], ...], tuple[Part, ...]] = {}
-        self.planned: dict[tuple[str, float, tuple[Part, ...]], Job] = {}
+        self.planned: dict[tuple[str, float, tuple[Part, ...]], ChunkJob] = {}
 
-    def job(self, op: Op, at: int, parts: tuple[Part, ...]) -> Job:
+    def job(self, op: Op, at: int, parts: tuple[Part, ...]) -> ChunkJob:
         """The op as chunks on dimensions, planned for `parts`; compute is one chunk on a dimension of its own."""
         if not op.is_comm:
-            return Job(stages=_one(self.streams[op.stream], op.duration_us))
+            return ChunkJob(stages=_one(self.streams[op.stream], op.duration_us))
         key = op.kind, op.nbytes, parts
         if key not in self.planned:
             self.planned[key] = self._plan(*key)
@@ -218,16 +218,16 @@ class _Network:
             f"{op.name}.groups: must be all ranks in groups of neighbours, or those with the same place in such groups"
         )
 
-    def _plan(self, kind: str, nbytes: float, parts: tuple[Part, ...]) -> Job:
+    def _plan(self, kind: str, nbytes: float, parts: tuple[Part, ...]) -> ChunkJob:
         if kind == "all_to_all":
-            return Job(stages=_all_to_all(parts, nbytes, self.chunks))
+            return ChunkJob(stages=_all_to_all(parts, nbytes, self.chunks))
         schedule = plan(
             self.system, [dim for _, dim in parts], kind, nbytes, chunks=self.chunks, in_flight=self.in_flight,
             sharing=self.sharing,
         )  # fmt: skip
         numbers = np.array([at for at, _ in parts], np.int32)
         stages = replace(schedule.stages, dim=numbers[schedule.stages.dim])
-        return Job(stages=stages, keys=None if schedule.discipline == "fifo" else keys(schedule))
+        return ChunkJob(stages=stages, keys=None if schedule.discipline == "fifo" else keys(schedule))
 
 
 def _one(dim: int, nbytes: float) -> Stages:
@@ -253,7 +253,7 @@ def _all_to_all(parts: Sequence[Part], nbytes: float, chunks: int) -> Stages:
 def _account(
     system: str, ops: Sequence[Op], waits: Sequence[tuple[int, ...]], starts: Floats, ends: Floats, total: float,
     last: int | None,
-) -> Iteration:  # fmt: skip
+) -> IterationTime:  # fmt: skip
     """Where the time goes; `last` is whom compute waits for in the end, where it is not who ends last."""
     exposed = {True: 0.0, False: 0.0}
     spent: dict[str, float] = {}
@@ -271,10 +271,10 @@ def _account(
         spent[op.phase] = spent.get(op.phase, 0.0) + op.duration_us
         clock = max(clock, float(ends[at]))
     wait(total, range(len(ops)) if last is None else [last])
-    return Iteration(
+    return IterationTime(
         system=system, total_us=total, forward_us=spent.get("forward", 0.0),
         backward_us=sum(time for phase, time in spent.items() if phase != "forward"),
-        data_parallel_us=exposed[True], model_parallel_us=exposed[False], utilisation=1.0,
+        data_parallel_us=exposed[True], model_parallel_us=exposed[False], utilization=1.0,
     )  # fmt: skip
 
 

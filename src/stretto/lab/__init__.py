@@ -5,12 +5,22 @@ A third party that wants to run ranks on a lab needs `Lab` alone: ``with Lab(...
 gives the command prefix for launchers that start ranks by themselves.
 """
 
-from .job import Job, Result
+from .job import LabJob, LabResult
 from .lab import Lab
-from .layout import ORDERS, SHAPERS, Channel, Layout
+from .layout import ORDERS, SHAPERS, LabChannel, LabLayout
 from .network import unavailable
-from .processes import Running, clean, running
+from .processes import LabProcesses, clean, running
 
 __all__ = [
-    "Channel", "Job", "Lab", "Layout", "ORDERS", "Result", "Running", "SHAPERS", "clean", "running", "unavailable",
+    "LabChannel",
+    "LabJob",
+    "Lab",
+    "LabLayout",
+    "ORDERS",
+    "LabResult",
+    "LabProcesses",
+    "SHAPERS",
+    "clean",
+    "running",
+    "unavailable",
 ]

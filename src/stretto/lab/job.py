@@ -26,7 +26,7 @@ OnLine = Callable[[int, str, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class LabResult:
     """How a run ended. `outputs` and `errors` hold the last 4 MiB that each rank wrote to stdout and stderr.
 
     Return codes are those of `subprocess`: a negative code is the signal that killed the rank. `failed` is the rank
@@ -49,7 +49,7 @@ class Result:
         return TIMED_OUT if self.timed_out else 0
 
 
-class Job:
+class LabJob:
     """The running ranks of one run, started in rank order by the constructor.
 
     `wait` reads their output. Until `wait` is called, a rank that writes more than a pipe holds is blocked. Call
@@ -93,7 +93,7 @@ class Job:
         if rank in self._running:
             _signal(self._ranks[rank], number)
 
-    def wait(self, timeout_s: float | None = None, *, keep_going: bool = False) -> Result:
+    def wait(self, timeout_s: float | None = None, *, keep_going: bool = False) -> LabResult:
         """Wait until all ranks have ended.
 
         A failing rank, the timeout or an exception such as Ctrl-C ends the ranks that still run. With `keep_going` a
@@ -112,7 +112,7 @@ class Job:
         except BaseException:
             self.end()
             raise
-        return Result(
+        return LabResult(
             returncodes=tuple(rank.process.returncode for rank in self._ranks),
             outputs=tuple(rank.streams["stdout"].text for rank in self._ranks),
             errors=tuple(rank.streams["stderr"].text for rank in self._ranks),

@@ -11,9 +11,9 @@ from typing import Self
 
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
-from .job import Job, OnLine, Result
-from .layout import Layout, parse_rate
-from .network import Network, tool
+from .job import LabJob, LabResult, OnLine
+from .layout import LabLayout, parse_rate
+from .network import LabNetwork, tool
 from .processes import ABOUT, LAB, new_name
 
 FIRST_PORT = 29500
@@ -51,11 +51,11 @@ class Lab:
         order: str = "host",
         shaper: str = "tbf",
     ) -> None:
-        self.layout = Layout.of(
+        self.layout = LabLayout.of(
             hosts=hosts, ranks_per_host=ranks_per_host, uplinks=uplinks, order=order, shaper=shaper
         )
-        self._network: Network | None = None
-        self._jobs: list[Job] = []
+        self._network: LabNetwork | None = None
+        self._jobs: list[LabJob] = []
         self._runs = 0
         self.name = ""
 
@@ -63,7 +63,7 @@ class Lab:
         if self._network is not None:
             raise InvalidInput("lab: is open already")
         self.name = new_name()
-        self._network = Network(self.layout, {LAB: self.name, ABOUT: self.layout.summary})
+        self._network = LabNetwork(self.layout, {LAB: self.name, ABOUT: self.layout.summary})
         return self
 
     def __exit__(
@@ -137,7 +137,7 @@ class Lab:
         *,
         env: Mapping[str, str] | None = None,
         on_line: OnLine | None = None,
-    ) -> Job:
+    ) -> LabJob:
         """Start a command once per rank, with the environment variables that torchrun would set; do not wait for it.
 
         Ranks die with the thread that started them.
@@ -165,7 +165,7 @@ class Lab:
         # nsenter changes credentials, and the kernel then drops the parent-death signal: setpriv asks for it again.
         here = [tool("setpriv"), "--pdeathsig=KILL", "--", "env", f"--chdir={Path.cwd()}", "--", *command]
         ranks = range(self.layout.world_size)
-        job = Job(
+        job = LabJob(
             [[*network.enter(self.host_of(rank)), *here] for rank in ranks],
             [
                 {**environment, LAB: self.name, **self.layout.environment(rank, port=port), **(env or {})}
@@ -184,7 +184,7 @@ class Lab:
         timeout_s: float | None = None,
         keep_going: bool = False,
         on_line: OnLine | None = None,
-    ) -> Result:
+    ) -> LabResult:
         """Start a command once per rank and wait until all ranks have ended.
 
         Args:
@@ -211,7 +211,7 @@ class Lab:
             raise InvalidInput(f"host: must be 0..{self.layout.hosts - 1}, not {host}")
 
     @property
-    def _open(self) -> Network:
+    def _open(self) -> LabNetwork:
         if self._network is None:
             raise InvalidInput("lab: is not open; use 'with Lab(...) as lab'")
         return self._network

@@ -70,7 +70,7 @@ def wire_bytes(payload: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Channel:
+class LabChannel:
     """One network that joins all hosts; `bits_per_s[host]` is the rate of that host's uplink in each direction.
 
     Inside every host the network interface has the channel's name.
@@ -86,7 +86,7 @@ class Channel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class LabLayout:
     """Which rank runs on which host, and which channels join the hosts.
 
     >>> layout = Layout.of(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}, order="interleaved")
@@ -100,7 +100,7 @@ class Layout:
     ranks_per_host: int
     order: str
     shaper: str
-    channels: tuple[Channel, ...]
+    channels: tuple[LabChannel, ...]
 
     @classmethod
     def of(
@@ -111,7 +111,7 @@ class Layout:
         uplinks: Mapping[str, str] | None = None,
         order: str = "host",
         shaper: str = "tbf",
-    ) -> Layout:
+    ) -> LabLayout:
         """A checked layout.
 
         Args:
@@ -231,7 +231,7 @@ def _short(rates: tuple[int, ...]) -> tuple[int, ...]:
     return rates[:1] if len(set(rates)) == 1 else rates
 
 
-def _channel(name: str, index: int, text: str, hosts: int) -> Channel:
+def _channel(name: str, index: int, text: str, hosts: int) -> LabChannel:
     if not re.fullmatch("[a-z][a-z0-9_]{0,11}", name) or name in ("lo", "shm"):
         raise InvalidInput(f"uplink {name!r}: a channel's name has up to 12 of a-z, 0-9 and _, and is not lo or shm")
     try:
@@ -240,4 +240,4 @@ def _channel(name: str, index: int, text: str, hosts: int) -> Channel:
         raise InvalidInput(f"uplink {name}: {error}") from None
     if len(rates) not in (1, hosts):
         raise InvalidInput(f"uplink {name}: has {len(rates)} rates; give one for all hosts, or one for each of {hosts}")
-    return Channel(name=name, index=index, bits_per_s=rates * hosts if len(rates) == 1 else rates)
+    return LabChannel(name=name, index=index, bits_per_s=rates * hosts if len(rates) == 1 else rates)

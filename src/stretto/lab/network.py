@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Iterable, Iterator
 
 from ..errors import Infeasible
-from .layout import MTU, Channel, Layout
+from .layout import MTU, LabChannel, LabLayout
 from .processes import ROLE
 
 TOOLS = {
@@ -82,10 +82,10 @@ def queue_bytes(bits_per_s: int) -> int:
     return max(LEAST_QUEUE_BYTES, round(bits_per_s / 8 * QUEUE_S))
 
 
-class Network:
+class LabNetwork:
     """The namespaces of one lab, from construction to `close`."""
 
-    def __init__(self, layout: Layout, environment: dict[str, str]) -> None:
+    def __init__(self, layout: LabLayout, environment: dict[str, str]) -> None:
         self._rootless = _rootless()
         self._environment = environment
         self._keepers: list[subprocess.Popen[bytes]] = []
@@ -110,7 +110,7 @@ class Network:
         """The beginning of a command line that runs the command after it on a host."""
         return [*self._enter(self._keepers[1 + host]), "--mount", "--uts", "--ipc", "--"]
 
-    def reshape(self, layout: Layout, channel: Channel, host: int, bits_per_s: int) -> None:
+    def reshape(self, layout: LabLayout, channel: LabChannel, host: int, bits_per_s: int) -> None:
         """Change the rate at both ends of a host's uplink while jobs run.
 
         Args:
@@ -140,14 +140,13 @@ class Network:
                 keeper.kill()
                 keeper.wait()
 
-    def _build(self, layout: Layout) -> None:
+    def _build(self, layout: LabLayout) -> None:
         user = ["--user", "--map-root-user"] if self._rootless else []
         switch = self._keep("switch", [tool("unshare"), *user, "--net"], KEEP)
         into = [tool("nsenter"), f"--target={switch.pid}", "--user", "--preserve-credentials"] if self._rootless else []
         apart = [*into, tool("unshare"), "--net", "--mount", "--uts", "--ipc"]
         hosts = [
-            self._keep(f"h{host}", apart, HOST + KEEP, f"h{host}", layout.names_file())
-            for host in range(layout.hosts)
+            self._keep(f"h{host}", apart, HOST + KEEP, f"h{host}", layout.names_file()) for host in range(layout.hosts)
         ]
         self._batch(switch, "ip", _switch_links(layout, [host.pid for host in hosts]))
         ports = [(c, at, _port(c, at)) for c in layout.channels for at in range(layout.hosts)]
@@ -189,17 +188,17 @@ def unavailable() -> str | None:
     The function builds and closes a lab of one rank to find out.
     """
     try:
-        Network(Layout.of(hosts=1, ranks_per_host=1), {}).close()
+        LabNetwork(LabLayout.of(hosts=1, ranks_per_host=1), {}).close()
     except Infeasible as error:
         return str(error)
     return None
 
 
-def _port(channel: Channel, host: int) -> str:
+def _port(channel: LabChannel, host: int) -> str:
     return f"p{channel.index}h{host}"
 
 
-def _switch_links(layout: Layout, pids: list[int]) -> Iterator[str]:
+def _switch_links(layout: LabLayout, pids: list[int]) -> Iterator[str]:
     for channel in layout.channels:
         bridge = f"br{channel.index}"
         yield f"link add name {bridge} mtu {MTU} type bridge mcast_snooping 0"
@@ -212,14 +211,14 @@ def _switch_links(layout: Layout, pids: list[int]) -> Iterator[str]:
             yield f"link set dev {port} master {bridge} up"
 
 
-def _host_links(layout: Layout, host: int) -> Iterator[str]:
+def _host_links(layout: LabLayout, host: int) -> Iterator[str]:
     yield "link set dev lo up"
     for channel in layout.channels:
         yield f"addr add {channel.address(host)}/24 dev {channel.name}"
         yield f"link set dev {channel.name} up"
 
 
-def _shape(layout: Layout, links: Iterable[tuple[Channel, int, str]]) -> Iterator[str]:
+def _shape(layout: LabLayout, links: Iterable[tuple[LabChannel, int, str]]) -> Iterator[str]:
     """Commands that shape both ends of an uplink: the host's end limits its sends, the switch's end its receives."""
     for channel, host, device in links:
         yield from _shape_link(layout.shaper, device, channel.bits_per_s[host], "add")

@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class LabProcesses:
     """A lab, or what is left of a dead one.
 
     `pid` is the process that made the lab and `alive` whether that process still runs; `keepers` maps the name of a
@@ -47,7 +47,7 @@ def new_name() -> str:
     return f"{pid}-{_started(pid)}-{next(_numbers)}"
 
 
-def running() -> list[Running]:
+def running() -> list[LabProcesses]:
     """All labs of which this user can see at least one process, sorted by name."""
     found: dict[str, list[tuple[int, dict[str, str]]]] = {}
     for pid, environment in _members():
@@ -59,12 +59,12 @@ def running() -> list[Running]:
         about = next((env[ABOUT] for _, env in members if ABOUT in env), "")
         pids = tuple(member for member, _ in members)
         labs.append(
-            Running(name=name, pid=pid, alive=_started(pid) == started, about=about, keepers=keepers, pids=pids)
+            LabProcesses(name=name, pid=pid, alive=_started(pid) == started, about=about, keepers=keepers, pids=pids)
         )
     return labs
 
 
-def clean(*, everything: bool = False) -> list[Running]:
+def clean(*, everything: bool = False) -> list[LabProcesses]:
     """Kill the processes of dead labs, or of all labs with `everything`; return the labs that were killed.
 
     Namespaces, interfaces and shapers go with the last process.

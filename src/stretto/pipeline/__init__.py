@@ -3,16 +3,38 @@ models.
 """
 
 from .actions import Action
-from .check import Proof, check, in_flight
+from .check import ScheduleProof, check, in_flight
 from .lowering import STYLES, with_comms
 from .makers import FULL, MAKERS, eager_1f1b, gpipe, interleaved, make, one_f_one_b, paced, zb_h1, zb_h2
 from .memory import StageMemory, peak_bytes
 from .schedule import Schedule
-from .search import Found, search
-from .simulation import Costs, Run, lower_bound_us, simulate
+from .search import PipelineResult, search
+from .simulation import PipelineRun, StageCosts, lower_bound_us, simulate
 
 __all__ = [
-    "Action", "Costs", "FULL", "Found", "MAKERS", "Proof", "Run", "STYLES", "Schedule", "StageMemory", "check",
-    "eager_1f1b", "gpipe", "in_flight", "interleaved", "lower_bound_us", "make", "one_f_one_b", "paced", "peak_bytes",
-    "search", "simulate", "with_comms", "zb_h1", "zb_h2",
+    "Action",
+    "StageCosts",
+    "FULL",
+    "PipelineResult",
+    "MAKERS",
+    "ScheduleProof",
+    "PipelineRun",
+    "STYLES",
+    "Schedule",
+    "StageMemory",
+    "check",
+    "eager_1f1b",
+    "gpipe",
+    "in_flight",
+    "interleaved",
+    "lower_bound_us",
+    "make",
+    "one_f_one_b",
+    "paced",
+    "peak_bytes",
+    "search",
+    "simulate",
+    "with_comms",
+    "zb_h1",
+    "zb_h2",
 ]

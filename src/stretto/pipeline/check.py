@@ -17,7 +17,7 @@ from .schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof:
+class ScheduleProof:
     """The properties that `check` has proved."""
 
     transports: tuple[str, ...]
@@ -26,7 +26,7 @@ class Proof:
     """The largest number of micro-batches whose activations each stage holds at once."""
 
 
-def check(schedule: Schedule, *, transport: str | None = None) -> Proof:
+def check(schedule: Schedule, *, transport: str | None = None) -> ScheduleProof:
     """Prove a schedule; raises `VerificationError` with the rank and the action that are wrong.
 
     A schedule with communication actions must be free of deadlock over `transport`, or over at least one of
@@ -45,7 +45,7 @@ def check(schedule: Schedule, *, transport: str | None = None) -> Proof:
         if transport is not None:
             raise InvalidInput(f"{schedule.name}: no communication is written out; use with_comms first")
         ticks(schedule.compute_only())
-        return Proof(transports=(), in_flight=in_flight(schedule))
+        return ScheduleProof(transports=(), in_flight=in_flight(schedule))
     _matched(schedule)
     alive, errors = [], []
     for name in TRANSPORTS if transport is None else (transport,):
@@ -56,7 +56,7 @@ def check(schedule: Schedule, *, transport: str | None = None) -> Proof:
             errors.append(error)
     if not alive:
         raise errors[0]
-    return Proof(transports=tuple(alive), in_flight=in_flight(schedule))
+    return ScheduleProof(transports=tuple(alive), in_flight=in_flight(schedule))
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .actions import SENDS
-from .simulation import Run
+from .simulation import PipelineRun
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -18,7 +18,7 @@ STYLE = {
 LEGEND = "░ forward  ▓ backward (input)  ▒ weights  → activations  ← gradients"
 
 
-def draw(run: Run, *, width: int = 100, until_us: float | None = None) -> list[Text]:
+def draw(run: PipelineRun, *, width: int = 100, until_us: float | None = None) -> list[Text]:
     """Draw a run as lines of text, colored where the terminal can.
 
     Each box shows the number of its micro-batch, or ``stage:micro-batch`` where a rank holds several stages.

@@ -23,7 +23,7 @@ TRANSPORTS = ("async", "pair", "blocking")
 Duration = Callable[[Action], float]
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """One action with its times; a transfer has one span, that of its send, on the sender's rank."""
 
     rank: int
@@ -40,7 +40,7 @@ class _Engine:
         self.at = [0] * ranks
         self.busy = [False] * ranks
         self.done: set[Action] = set()
-        self.spans: list[Span] = []
+        self.spans: list[ActionSpan] = []
         self.events: list[tuple[float, int, int, Action]] = []
         self.issued: set[Action] = set()
         self.ready: deque[Action] = deque()
@@ -49,7 +49,7 @@ class _Engine:
         self.pairs: dict[tuple[int, int], deque[Action]] = {}
         self.now = 0.0
 
-    def run(self) -> list[Span]:
+    def run(self) -> list[ActionSpan]:
         for rank in range(len(self.rows)):
             self.advance(rank)
         self.start_transfers()
@@ -73,7 +73,7 @@ class _Engine:
 
     def begin(self, rank: int, action: Action) -> None:
         end = self.now + self.duration(action)
-        self.spans.append(Span(rank, action, self.now, end))
+        self.spans.append(ActionSpan(rank, action, self.now, end))
         heappush(self.events, (end, len(self.spans), rank, action))
 
     def advance(self, rank: int) -> None:
@@ -148,7 +148,7 @@ class _Engine:
             self.pairs[into, rank].popleft()
 
 
-def execute(schedule: Schedule, duration: Duration, transport: str = "async") -> list[Span]:
+def execute(schedule: Schedule, duration: Duration, transport: str = "async") -> list[ActionSpan]:
     """Simulate a schedule that has its communication written out.
 
     Args:

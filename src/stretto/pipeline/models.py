@@ -21,7 +21,7 @@ from .makers import eager_1f1b, eager_warmup, one_f_one_b
 from .memory import LayerMemory, StageMemory, peak_bytes, recomputed
 from .schedule import Schedule
 from .search import search
-from .simulation import Costs, Run, lower_bound_us, simulate
+from .simulation import PipelineRun, StageCosts, lower_bound_us, simulate
 
 EFFICIENCY = 0.7
 """The share of either roof that kernels reach, for both models and all layers: the only constant that was chosen with
@@ -35,7 +35,7 @@ STAGES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PaperCase:
     """One row of the paper's Table 3."""
 
     name: str
@@ -71,23 +71,23 @@ class Case:
         """Operations of one sample's forward pass."""
         return sum(layer.flops for layer in self.layers)
 
-    def with_batches(self, microbatches: int) -> Case:
+    def with_batches(self, microbatches: int) -> PaperCase:
         """This case with another number of micro-batches of the same size."""
         return replace(self, batch=self.microbatch * microbatches, microbatches=microbatches)
 
 
-CASES: dict[str, Case] = {
+CASES: dict[str, PaperCase] = {
     case.name: case
     for case in (
-        Case(
+        PaperCase(
             name="gpt_222", layers=tuple(gpt_layers()), dtype="fp16", dtype_bytes=2, batch=1024, microbatches=64,
             data=2, tensor=2,
         ),
-        Case(
+        PaperCase(
             name="gpt_412", layers=tuple(gpt_layers()), dtype="fp16", dtype_bytes=2, batch=1024, microbatches=64,
             data=4, tensor=1,
         ),
-        Case(
+        PaperCase(
             name="utrans", layers=tuple(unet_layers()), dtype="fp32", dtype_bytes=4, batch=2048, microbatches=32,
             data=4, tensor=1, sharded_weights=True,
         ),
@@ -95,7 +95,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def case(name: str) -> Case:
+def case(name: str) -> PaperCase:
     """One of the paper's cases by name."""
     if name not in CASES:
         raise unknown("model", name, CASES)
@@ -103,18 +103,18 @@ def case(name: str) -> Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Built:
+class TimedCase:
     """A case with its stages timed and fitted into memory; the strategy of its transfers is still to be chosen."""
 
-    case: Case
-    costs: Costs
+    case: PaperCase
+    costs: StageCosts
     """The stages' times, with transfers between stages that take no time."""
     memory: tuple[StageMemory, ...]
     recomputed: tuple[tuple[str, ...], ...]
     """The layers of each stage that are recomputed."""
 
 
-def build(what: Case, *, efficiency: float = EFFICIENCY, in_flight: Sequence[int] | None = None) -> Built:
+def build(what: PaperCase, *, efficiency: float = EFFICIENCY, in_flight: Sequence[int] | None = None) -> TimedCase:
     """Time the stages of a case and choose the layers that are recomputed.
 
     Args:
@@ -149,10 +149,10 @@ def build(what: Case, *, efficiency: float = EFFICIENCY, in_flight: Sequence[int
         inputs.append(repeated + sum(back for _, back, _ in each))
         weights.append(sum(late for _, _, late in each))
         reduce.append(_reduce_us(layers, what))
-    costs = Costs(
+    costs = StageCosts(
         forward_us=tuple(forward), input_us=tuple(inputs), weight_us=tuple(weights), reduce_us=tuple(reduce)
     )
-    return Built(case=what, costs=costs, memory=tuple(memories), recomputed=tuple(names))
+    return TimedCase(case=what, costs=costs, memory=tuple(memories), recomputed=tuple(names))
 
 
 def _elements(shape: Sequence[int]) -> float:
@@ -162,7 +162,7 @@ def _elements(shape: Sequence[int]) -> float:
     return size
 
 
-def _layer_us(layer: ModelLayer, what: Case, samples: float, device: Accelerator) -> tuple[float, float, float]:
+def _layer_us(layer: ModelLayer, what: PaperCase, samples: float, device: Accelerator) -> tuple[float, float, float]:
     """Microseconds of a layer's forward, input gradient and weight gradient on one device."""
     part = samples / what.tensor
     product_us = device.compute_us(layer.flops * part, 0.0, what.dtype, kernels=layer.kernels // 2)
@@ -175,7 +175,7 @@ def _layer_us(layer: ModelLayer, what: Case, samples: float, device: Accelerator
     return ahead, product_us + 2 * other_us + sum_us + gather_us, product_us + gather_us
 
 
-def _gathered_elements(layer: ModelLayer, what: Case) -> float:
+def _gathered_elements(layer: ModelLayer, what: PaperCase) -> float:
     """Elements that the devices of a stage gather for a layer with sharded weights: the weights, or if fewer the
     activations.
 
@@ -185,13 +185,13 @@ def _gathered_elements(layer: ModelLayer, what: Case) -> float:
     return min(layer.parameters, (layer.input_elements + _elements(layer.output)) * what.microbatch)
 
 
-def _layer_memory(layer: ModelLayer, what: Case, samples: float) -> LayerMemory:
+def _layer_memory(layer: ModelLayer, what: PaperCase, samples: float) -> LayerMemory:
     saved = layer.saved_elements * samples * what.dtype_bytes / what.tensor
     kept = layer.input_elements * samples * what.dtype_bytes
     return LayerMemory(all_bytes=max(saved, kept), input_bytes=kept)
 
 
-def _fixed_bytes(layers: Sequence[ModelLayer], what: Case) -> float:
+def _fixed_bytes(layers: Sequence[ModelLayer], what: PaperCase) -> float:
     """Table 1's 14 bytes per parameter in 16 bit (2 and Adam's 12), 12 in 32 bit (4 and Adam's 8), and the gradient.
 
     Adam's state is shared by the data-parallel devices, as Alpa does; with sharded weights so is all the rest.
@@ -202,7 +202,7 @@ def _fixed_bytes(layers: Sequence[ModelLayer], what: Case) -> float:
     return parameters * (state / what.data + rest / (what.data if what.sharded_weights else 1))
 
 
-def _reduce_us(layers: Sequence[ModelLayer], what: Case) -> float:
+def _reduce_us(layers: Sequence[ModelLayer], what: PaperCase) -> float:
     """Microseconds to sum the gradients over the data-parallel devices once.
 
     With sharded weights the time is 0, because every backward has already summed them.
@@ -254,12 +254,12 @@ SYSTEMS = (*STRATEGY, "upper_bound")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class CaseResult:
     """The outcome of one system on one case."""
 
     case: str
     system: str
-    run: Run
+    run: PipelineRun
     iteration_us: float
     tflops: float
     """Throughput of all GPUs together; recomputation does not count."""
@@ -268,7 +268,7 @@ class Result:
     """A lower bound on the time of any order of this work with this system's transfers."""
 
 
-def evaluate(built: Built, system: str) -> Result:
+def evaluate(built: TimedCase, system: str) -> CaseResult:
     """Simulate one iteration under one of `SYSTEMS`."""
     if system not in SYSTEMS:
         raise unknown("system", system, SYSTEMS)
@@ -293,7 +293,7 @@ def evaluate(built: Built, system: str) -> Result:
         )
     run = simulate(schedule, costs, transport=transport)
     flops = 3 * what.forward_flops * what.batch
-    return Result(
+    return CaseResult(
         case=what.name,
         system=system,
         run=run,

@@ -21,7 +21,7 @@ from ..units import check_seed
 from .makers import FULL, eager_warmup, paced
 from .memory import StageMemory, peak_bytes
 from .schedule import Schedule, check_counts
-from .simulation import Costs, lower_bound_us, simulate
+from .simulation import StageCosts, lower_bound_us, simulate
 
 EXACT_CHOICES = 3000
 EVALUATIONS = 1000
@@ -34,7 +34,7 @@ Choice = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class PipelineResult:
     """The schedule that the search chose, with its time, memory and bound."""
 
     schedule: Schedule
@@ -55,7 +55,7 @@ class Found:
 
 
 def search(
-    costs: Costs,
+    costs: StageCosts,
     microbatches: int,
     *,
     memory: Sequence[StageMemory] | None = None,
@@ -65,7 +65,7 @@ def search(
     evaluations: int = EVALUATIONS,
     seed: int = 0,
     on_step: Callable[[int], None] | None = None,
-) -> Found:
+) -> PipelineResult:
     """Choose warm-ups and delays for the least time under a memory cap per device.
 
     >>> found = search(Costs.even(2, forward_us=10.0, transfer_us=6.0), 8)
@@ -125,7 +125,7 @@ def search(
         raise Infeasible("cap_bytes: no schedule fits")
     (warmup, delay), total = state.best, state.time
     schedule = paced(stages, microbatches, warmup=warmup, delay=delay, name="searched")
-    return Found(
+    return PipelineResult(
         schedule=schedule,
         total_us=total,
         bound_us=state.bound,
@@ -140,7 +140,7 @@ def search(
 class _State:
     def __init__(
         self,
-        costs: Costs,
+        costs: StageCosts,
         microbatches: int,
         memory: tuple[StageMemory, ...],
         cap: float,

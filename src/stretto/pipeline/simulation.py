@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InvalidInput
 from .actions import COMPUTE, SEND_F, SENDS, Action
-from .engine import Span, execute
+from .engine import ActionSpan, execute
 from .lowering import with_comms
 from .schedule import Schedule
 
@@ -22,7 +22,7 @@ STYLE_OF = {"async": "ahead", "pair": "mirrored", "blocking": "blocking"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class StageCosts:
     """Microseconds of one micro-batch at every stage, and between a stage and the next.
 
     A whole backward costs `input_us` + `weight_us`; recomputation belongs to `input_us`. `activation_us[s]` is the
@@ -58,7 +58,7 @@ class Costs:
     @classmethod
     def even(
         cls, stages: int, *, forward_us: float = 1.0, backward_us: float | None = None, transfer_us: float = 0.0
-    ) -> Costs:
+    ) -> StageCosts:
         """The same costs for all stages.
 
         Args:
@@ -85,7 +85,7 @@ class Costs:
         """The number of stages that the costs describe."""
         return len(self.forward_us)
 
-    def free(self) -> Costs:
+    def free(self) -> StageCosts:
         """These costs with transfers that take no time: the paper's hypothetical upper bound."""
         none = (0.0,) * (self.num_stages - 1)
         return replace(self, activation_us=none, gradient_us=none)
@@ -112,12 +112,12 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Run:
+class PipelineRun:
     """A simulated schedule: every action with its times."""
 
     schedule: Schedule
     transport: str
-    spans: tuple[Span, ...]
+    spans: tuple[ActionSpan, ...]
 
     @cached_property
     def total_us(self) -> float:
@@ -165,7 +165,7 @@ class Run:
         return f"<Run {self.schedule.name} ({self.transport}): {format_us(self.total_us)}, bubble {self.bubble:.1%}>"
 
 
-def simulate(schedule: Schedule, costs: Costs, *, transport: str = "async") -> Run:
+def simulate(schedule: Schedule, costs: StageCosts, *, transport: str = "async") -> PipelineRun:
     """Simulate a schedule; communication is added in the transport's style if the schedule has none.
 
     >>> from stretto.pipeline import eager_1f1b, one_f_one_b
@@ -193,10 +193,10 @@ def simulate(schedule: Schedule, costs: Costs, *, transport: str = "async") -> R
     if not schedule.has_comms:
         written = with_comms(schedule, STYLE_OF.get(transport, "ahead"))
     spans = execute(written, costs.of, transport)
-    return Run(schedule=written, transport=transport, spans=tuple(spans))
+    return PipelineRun(schedule=written, transport=transport, spans=tuple(spans))
 
 
-def lower_bound_us(costs: Costs, microbatches: int, *, in_flight: Sequence[int] | None = None) -> float:
+def lower_bound_us(costs: StageCosts, microbatches: int, *, in_flight: Sequence[int] | None = None) -> float:
     """A lower bound on the time of every schedule with one stage per rank: the largest of three arguments.
 
     1. A stage cannot begin before the first activation arrives, must do all its work, and its last gradient has to

@@ -22,12 +22,12 @@ from .actions import (
 )
 from .lowering import producer_of
 from .schedule import Schedule
-from .simulation import Costs, simulate
+from .simulation import StageCosts, simulate
 
 
 def to_workload(
     schedule: Schedule,
-    costs: Costs,
+    costs: StageCosts,
     *,
     activation_bytes: Sequence[float],
     gradient_bytes: Sequence[float] | None = None,
@@ -62,8 +62,10 @@ def to_workload(
     back = tuple(gradient_bytes) if gradient_bytes is not None else there
     if len(there) != edges or len(back) != edges:
         raise InvalidInput(f"activation_bytes: {schedule.num_stages} stages need {edges} numbers, not {len(there)}")
-    groups = tuple(tuple(mesh) for mesh in meshes) if meshes is not None else tuple(
-        (rank,) for rank in range(len(schedule.ranks))
+    groups = (
+        tuple(tuple(mesh) for mesh in meshes)
+        if meshes is not None
+        else tuple((rank,) for rank in range(len(schedule.ranks)))
     )
     if len(groups) != len(schedule.ranks) or not all(groups):
         raise InvalidInput(f"meshes: {len(schedule.ranks)} ranks need as many meshes, each with devices")

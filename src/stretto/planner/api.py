@@ -18,9 +18,9 @@ from .costs.costs import CostModel, SimulatedCosts, simulated_costs
 from .costs.providers import providers_for
 from .plan import MAX_PROGRAM_CHARS, PLAIN, MotifPlan, OpPlan, Plan, ProgramPlan
 from .reasons import reasons
-from .schedule.problem import Problem
+from .schedule.problem import PlanProblem
 from .schedule.retime import retime as retimed
-from .schedule.schedule import Schedule, Scheduler, check_order
+from .schedule.schedule import Scheduler, StepSchedule, check_order
 from .schedule.search import Progress as Searching
 from .schedule.search import SearchResult, search
 
@@ -37,14 +37,14 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Planned:
+class PlanResult:
     """A plan with what led to it: the problem, the search, and the schedule of every system."""
 
     plan: Plan
-    problem: Problem
-    schedules: dict[str, Schedule]
+    problem: PlanProblem
+    schedules: dict[str, StepSchedule]
     search: SearchResult
-    plain: Schedule
+    plain: StepSchedule
     """What our backend does without a plan."""
 
 
@@ -66,7 +66,7 @@ def planned(
     retime: bool = True,
     least_gain: float = 0.0,
     progress: Progress | None = None,
-) -> Planned:
+) -> PlanResult:
     """Cost the options, run every system over them, and search from the best of all.
 
     With `steps` the result depends on the seed alone; with a time budget only the number of steps varies. With
@@ -100,7 +100,7 @@ def planned(
     effort = Effort(budget_s=(1 - SEARCH_SHARE) * budget_s / shares, seed=seed)
     if steps is not None:
         effort = replace(effort, evaluations=steps, budget_s=float("inf"))
-    schedules: dict[str, Schedule] = {}
+    schedules: dict[str, StepSchedule] = {}
     for number, name in enumerate(systems):
         tell(name, number / len(systems))
         schedules[name] = compared.schedule(name, effort)
@@ -129,12 +129,12 @@ def planned(
     if retime:
         tell("re-timing link by link", 0.0)
         made = with_retiming(made, best, problem, cluster, model)
-    return Planned(plan=made, problem=problem, schedules=schedules, search=found, plain=usual)
+    return PlanResult(plan=made, problem=problem, schedules=schedules, search=found, plain=usual)
 
 
 def _enforceable(
-    workload: Workload, found: Schedule, others: dict[str, Schedule]
-) -> tuple[Schedule, tuple[str, ...]]:
+    workload: Workload, found: StepSchedule, others: dict[str, StepSchedule]
+) -> tuple[StepSchedule, tuple[str, ...]]:
     """The fastest order that the application can feed, and a note where that is not the one that was found."""
     why = ""
     for schedule in sorted([found, *others.values()], key=lambda s: (s.period_us, s is not found)):
@@ -147,7 +147,7 @@ def _enforceable(
     raise Infeasible(why)
 
 
-def with_retiming(plan: Plan, schedule: Schedule, problem: Problem, cluster: Cluster, costs: CostModel) -> Plan:
+def with_retiming(plan: Plan, schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, costs: CostModel) -> Plan:
     """The plan with its link-level iteration time, or with a note that says why there is none."""
     try:
         found = retimed(schedule, problem, cluster, costs)
@@ -159,7 +159,7 @@ def with_retiming(plan: Plan, schedule: Schedule, problem: Problem, cluster: Clu
     return replace(plan, retimed_us=found.period_us, notes=notes)
 
 
-def with_programs(plan: Plan, schedule: Schedule, problem: Problem, costs: CostModel) -> Plan:
+def with_programs(plan: Plan, schedule: StepSchedule, problem: PlanProblem, costs: CostModel) -> Plan:
     """The plan with the programs that only its maker knows; a note says which are too large to be handed on.
 
     An enforcer runs the library's usual algorithm instead of those.
@@ -191,7 +191,7 @@ def with_programs(plan: Plan, schedule: Schedule, problem: Problem, costs: CostM
     return replace(plan, programs=programs, notes=(*plan.notes, *notes))
 
 
-def to_plan(name: str, schedule: Schedule, problem: Problem, cluster: Cluster) -> Plan:
+def to_plan(name: str, schedule: StepSchedule, problem: PlanProblem, cluster: Cluster) -> Plan:
     """A schedule written down as a plan."""
     workload = problem.workload
     position = {task: at for at, task in enumerate(schedule.order)}
@@ -226,7 +226,7 @@ def to_plan(name: str, schedule: Schedule, problem: Problem, cluster: Cluster) -
     )  # fmt: skip
 
 
-def to_schedule(plan: Plan, problem: Problem) -> Schedule:
+def to_schedule(plan: Plan, problem: PlanProblem) -> StepSchedule:
     """The schedule that a plan stands for, over the options of its problem; its times are those of the problem."""
     workload = problem.workload
     plan.check(workload)

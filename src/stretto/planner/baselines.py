@@ -35,8 +35,8 @@ from ..errors import unknown
 from ..workload import Dep, Op, Workload
 from ..workload.ordering import in_order
 from .algebra.nodes import Nodes, nodes_of
-from .schedule.problem import Problem
-from .schedule.schedule import Schedule, Scheduler
+from .schedule.problem import PlanProblem
+from .schedule.schedule import Scheduler, StepSchedule
 from .schedule.search import search
 
 P3_SLICE_BYTES = 50_000 * 4
@@ -54,7 +54,7 @@ class Effort:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class OrderRule:
     """How ready motifs are ordered."""
 
     discipline: str
@@ -62,7 +62,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Run:
+class BaselineRun:
     """One system at work: the step as it sees it, and what it may spend."""
 
     scheduler: Scheduler
@@ -71,7 +71,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> PlanProblem:
         """The step with its options."""
         return self.scheduler.problem
 
@@ -81,7 +81,7 @@ class Run:
         return time.monotonic() < self.begun + self.effort.budget_s
 
 
-Baseline = Callable[[Run], Schedule]
+Baseline = Callable[[BaselineRun], StepSchedule]
 BASELINES: dict[str, Baseline] = {}
 STOCK = ("fifo", "tictac", "p3", "bytescheduler+", "hand_optimised", "s_exec")
 """The systems that know only what has been submitted."""
@@ -98,7 +98,7 @@ def _register(name: str) -> Callable[[Baseline], Baseline]:
 class Systems:
     """Every system on one problem, which is compiled only twice: as it is, and as stock systems see it."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanProblem) -> None:
         self.problem = problem
         self.notes: list[str] = []
         """What a system had to leave out."""
@@ -113,16 +113,18 @@ class Systems:
         """The step as it is submitted."""
         return Scheduler(replace(self.problem, workload=as_submitted(self.problem.workload)))
 
-    def schedule(self, name: str, effort: Effort | None = None) -> Schedule:
+    def schedule(self, name: str, effort: Effort | None = None) -> StepSchedule:
         """The schedule that a system would run, over the same options and costs."""
         if name not in BASELINES:
             raise unknown("baseline", name, BASELINES)
         begun = time.monotonic()
         scheduler = self.stock if name in STOCK else self.own
-        return BASELINES[name](Run(scheduler=scheduler, effort=effort or Effort(), begun=begun, notes=self.notes))
+        return BASELINES[name](
+            BaselineRun(scheduler=scheduler, effort=effort or Effort(), begun=begun, notes=self.notes)
+        )
 
 
-def baseline(name: str, problem: Problem, effort: Effort | None = None) -> Schedule:
+def baseline(name: str, problem: PlanProblem, effort: Effort | None = None) -> StepSchedule:
     """The schedule of one system; `Systems` compiles a problem once for all."""
     return Systems(problem).schedule(name, effort)
 
@@ -158,7 +160,7 @@ def as_submitted(workload: Workload) -> Workload:
     return replace(workload, ops=tuple(ops[at] for at in range(len(ops))))
 
 
-def plain(scheduler: Scheduler) -> Schedule:
+def plain(scheduler: Scheduler) -> StepSchedule:
     """What our backend does without a plan: whole collectives as they come, by what is fastest on the usual channels.
 
     No system to be compared with, but what a plan has to beat to be worth its while.
@@ -172,23 +174,21 @@ def plain(scheduler: Scheduler) -> Schedule:
 
 
 @_register("fifo")
-def fifo(run: Run) -> Schedule:
+def fifo(run: BaselineRun) -> StepSchedule:
     """PyTorch as it is: whole collectives, in the order of submission."""
     return run.scheduler.schedule(_defaults(run.problem), discipline="fifo", serial=True)
 
 
 @_register("tictac")
-def tictac(run: Run) -> Schedule:
+def tictac(run: BaselineRun) -> StepSchedule:
     """TicTac's TAC order of whole tensors: what lets the most compute start, for the least communication, first."""
     order, note = _tac(run.problem, run.scheduler.nodes, lambda: run.in_time)
     run.notes.extend([note] if note else [])
-    return run.scheduler.schedule(
-        _defaults(run.problem), discipline="priority", priority=_by_rank(order), serial=True
-    )
+    return run.scheduler.schedule(_defaults(run.problem), discipline="priority", priority=_by_rank(order), serial=True)
 
 
 @_register("p3")
-def p3(run: Run) -> Schedule:
+def p3(run: BaselineRun) -> StepSchedule:
     """P3: slices as near to 50,000 parameters as 1 to 16 pieces come; those that are needed first have priority."""
     problem = run.problem
     choice = {}
@@ -201,13 +201,13 @@ def p3(run: Run) -> Schedule:
 
 
 @_register("bytescheduler+")
-def bytescheduler(run: Run) -> Schedule:
+def bytescheduler(run: BaselineRun) -> StepSchedule:
     """ByteScheduler with a segmentation oracle: the most recently submitted first, cut so that this works best."""
-    return _oracle(run, Rule(discipline="lifo"))
+    return _oracle(run, OrderRule(discipline="lifo"))
 
 
 @_register("hand_optimised")
-def hand_optimised(run: Run) -> Schedule:
+def hand_optimised(run: BaselineRun) -> StepSchedule:
     """The order a person would write, with the oracle, and for each comm-op the option that is fastest alone.
 
     All-to-alls first (the embeddings wait for them), then what gathers parameters, then gradients, latest first; or
@@ -224,23 +224,23 @@ def hand_optimised(run: Run) -> Schedule:
         home = set(options[0].tasks[0].channels)
         stays = [at for at, option in enumerate(options) if all(home.issuperset(t.channels) for t in option.tasks)]
         fastest[name] = min(stays, key=lambda at, o=options: o[at].total_us)  # type: ignore[misc]
-    lifo = Rule(discipline="lifo")
+    lifo = OrderRule(discipline="lifo")
     start = dict(zip((op.name for op in workload.comm_ops), _oracle(run, lifo).choice, strict=True))
     schedules = [
-        _oracle(run, Rule(discipline="priority", priority=_by_rank(names)), also=fastest),
+        _oracle(run, OrderRule(discipline="priority", priority=_by_rank(names)), also=fastest),
         _oracle(run, lifo, also=fastest, start=start),
     ]
     return min(schedules, key=lambda schedule: schedule.period_us)
 
 
 @_register("s_sched")
-def s_sched(run: Run) -> Schedule:
+def s_sched(run: BaselineRun) -> StepSchedule:
     """SYNDICATE without execution planning: default options, cut by the oracle, critical path first."""
-    return _oracle(run, Rule(discipline="critical_path"))
+    return _oracle(run, OrderRule(discipline="critical_path"))
 
 
 @_register("s_exec")
-def s_exec(run: Run) -> Schedule:
+def s_exec(run: BaselineRun) -> StepSchedule:
     """SYNDICATE without scheduling: every option is searched, but all run in the order of submission."""
     scheduler, whole = run.scheduler, fifo(run)
     found = [
@@ -252,12 +252,12 @@ def s_exec(run: Run) -> Schedule:
 
 
 @_register("syndicate")
-def syndicate(run: Run) -> Schedule:
+def syndicate(run: BaselineRun) -> StepSchedule:
     """The paper's search: Metropolis-Hastings over the options, critical path first."""
     return _chain(run, "critical_path")
 
 
-def _chain(run: Run, discipline: str) -> Schedule:
+def _chain(run: BaselineRun, discipline: str) -> StepSchedule:
     """SYNDICATE's own search: as many steps as wanted, or as the time allows."""
     scheduler, effort = run.scheduler, run.effort
     scheduler.bound()
@@ -269,7 +269,7 @@ def _chain(run: Run, discipline: str) -> Schedule:
     return search(scheduler, mode="syndicate", discipline=discipline, steps=steps, seed=effort.seed).schedule
 
 
-def tac_order(problem: Problem) -> list[str]:
+def tac_order(problem: PlanProblem) -> list[str]:
     """The order of TicTac's timing-aware heuristic over the comm-ops of one iteration.
 
     An op's P is the compute that could start if it alone arrived, its M its own time (an op that waits for others has
@@ -279,7 +279,7 @@ def tac_order(problem: Problem) -> list[str]:
     return _tac(problem, nodes_of(problem.workload), lambda: True)[0]
 
 
-def _tac(problem: Problem, nodes: Nodes, in_time: Callable[[], bool]) -> tuple[list[str], str]:
+def _tac(problem: PlanProblem, nodes: Nodes, in_time: Callable[[], bool]) -> tuple[list[str], str]:
     """`tac_order`; what there was no time or room for comes by first use, and a note says so."""
     names = [op.name for op in problem.workload.comm_ops]
     picked: list[int] = []
@@ -404,7 +404,7 @@ def first_uses(workload: Workload) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _defaults(problem: Problem) -> dict[str, int]:
+def _defaults(problem: PlanProblem) -> dict[str, int]:
     return {op.name: 0 for op in problem.workload.comm_ops}
 
 
@@ -412,7 +412,7 @@ def _by_rank(names: Sequence[str]) -> dict[str, float]:
     return {name: float(at) for at, name in enumerate(names)}
 
 
-def _pieces(problem: Problem, op: Op) -> dict[int, int]:
+def _pieces(problem: PlanProblem, op: Op) -> dict[int, int]:
     """The options that only cut the default one into segments, with the number of segments."""
     default = problem.options[op.name][0]
     found = {0: len(default.tasks)}
@@ -429,9 +429,9 @@ def _pieces(problem: Problem, op: Op) -> dict[int, int]:
 
 
 def _oracle(
-    run: Run, rule: Rule, *,
+    run: BaselineRun, rule: OrderRule, *,
     also: Mapping[str, int] | None = None, start: Mapping[str, int] | None = None,
-) -> Schedule:  # fmt: skip
+) -> StepSchedule:  # fmt: skip
     """The best cut of every comm-op: one op at a time to a local optimum, all at one size, then from random starts.
 
     `also` holds one more option per op that may be taken, `start` a choice to begin with.

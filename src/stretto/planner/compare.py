@@ -10,7 +10,7 @@ from .plan import OpPlan, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class PlanChange:
     """One decision that two plans make differently; empty where a plan does not have the op."""
 
     op: str
@@ -19,7 +19,7 @@ class Change:
     after: str
 
 
-def diff(before: Plan, after: Plan) -> list[Change]:
+def diff(before: Plan, after: Plan) -> list[PlanChange]:
     """Every decision that changed; plans of different workloads cannot be compared."""
     if before.workload_digest != after.workload_digest:
         raise PlanMismatch(
@@ -32,18 +32,20 @@ def diff(before: Plan, after: Plan) -> list[Change]:
         for what, of in DECISIONS.items():
             was, now = (of(plan[name]) if name in plan else "" for plan in (old, new))
             if was != now:
-                changes.append(Change(op=name, what=what, before=was, after=now))
+                changes.append(PlanChange(op=name, what=what, before=was, after=now))
     return changes + _moved(before, after)
 
 
-def _moved(before: Plan, after: Plan) -> list[Change]:
+def _moved(before: Plan, after: Plan) -> list[PlanChange]:
     """The fewest comm-ops that would have to change places: those outside the longest run of turns in common."""
     turns = [[op.op for op in plan.by_turn] for plan in (before, after)]
     common = [name for name in turns[0] if name in set(turns[1])]
     place = {name: at for at, name in enumerate(turns[1])}
     kept = _longest_rising([place[name] for name in common])
     moved = [name for name in common if place[name] not in kept]
-    return [Change(op=name, what="turn", before=_after(name, turns[0]), after=_after(name, turns[1])) for name in moved]
+    return [
+        PlanChange(op=name, what="turn", before=_after(name, turns[0]), after=_after(name, turns[1])) for name in moved
+    ]
 
 
 def _after(name: str, turns: list[str]) -> str:

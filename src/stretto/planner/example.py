@@ -5,13 +5,13 @@ from __future__ import annotations
 from random import Random
 
 from ..workload import Dep, Op, Workload
-from .schedule.problem import Option, Problem, Task
+from .schedule.problem import MotifTask, Option, PlanProblem
 
 FAST = ("nvlink", "rdma")
 SLOW = ("pcie", "ethernet")
 
 
-def figure6() -> Problem:
+def figure6() -> PlanProblem:
     """Four collectives of one iteration: all-reduces b, c, d and, submitted last, an all-to-all a.
 
     The paper prints the totals 11 and 9.5 and no durations: these were chosen so that its totals come out.
@@ -44,18 +44,23 @@ def figure6() -> Problem:
     )
     reduce = (_option("AR", "ring", FAST, 2.0), _option("AR", "tree", FAST, 2.5))
     exchange = (_option("A2A", "pairwise", FAST, 2.0), _option("A2A", "pairwise", SLOW, 6.5))
-    return Problem(workload=workload, options={"a": exchange, **dict.fromkeys("bcd", reduce)}, costs="example")
+    return PlanProblem(workload=workload, options={"a": exchange, **dict.fromkeys("bcd", reduce)}, costs="example")
 
 
 def _option(motif: str, algorithm: str, channels: tuple[str, ...], duration_us: float) -> Option:
-    task = Task(motif=motif, algorithm=algorithm, channels=channels, duration_us=duration_us)
+    task = MotifTask(motif=motif, algorithm=algorithm, channels=channels, duration_us=duration_us)
     return Option(name=f"{algorithm}@{'+'.join(channels)}", expression=motif, tasks=(task,))
 
 
 def random_problem(
-    seed: int, *, num_comm: int = 6, num_options: int = 3, num_tasks: int = 2, longest_us: float = 3.0,
+    seed: int,
+    *,
+    num_comm: int = 6,
+    num_options: int = 3,
+    num_tasks: int = 2,
+    longest_us: float = 3.0,
     two_places: bool = False,
-) -> Problem:
+) -> PlanProblem:
     """A small training step with made-up durations (multiples of a half), to measure searches by.
 
     Communication follows some compute-op and is awaited by a later one of the same iteration, or in the next.
@@ -86,7 +91,7 @@ def random_problem(
         ops.append(Op(name=f"compute{at}", duration_us=draw.randrange(1, 9) / 2, ranks=where, after=tuple(after[at])))
         ops += [op for source, op in comm if source == at]
     options = {op.name: _random_options(draw, num_options, num_tasks, longest_us) for _, op in comm}
-    return Problem(
+    return PlanProblem(
         workload=Workload(name=f"random{seed}", num_ranks=ranks, ops=tuple(ops)), options=options, costs="random"
     )
 
@@ -95,7 +100,7 @@ def _random_options(draw: Random, num_options: int, num_tasks: int, longest_us: 
     found = []
     for number in range(draw.randint(1, num_options)):
         tasks = tuple(
-            Task(
+            MotifTask(
                 motif=f"m{at}",
                 algorithm="any",
                 channels=draw.choice((("x",), ("y",), ("z",), ("x", "y"), ("y", "z"))),

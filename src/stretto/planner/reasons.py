@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from .schedule.problem import Option, Problem
-from .schedule.schedule import Schedule
+from .schedule.problem import Option, PlanProblem
+from .schedule.schedule import StepSchedule
 
 MAX_NAMED = 3
 LEAST_OVERLAP = 0.05
@@ -15,7 +15,7 @@ LEAST_OVERLAP = 0.05
 Span = tuple[float, float]
 
 
-def reasons(schedule: Schedule, problem: Problem) -> dict[str, str]:
+def reasons(schedule: StepSchedule, problem: PlanProblem) -> dict[str, str]:
     """For each comm-op: what differs from its default, what it costs, and what it overlaps with."""
     workload = problem.workload
     places = workload.op_places

@@ -65,7 +65,7 @@ LL128_UP_TO_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class TunerLine:
     """One line of the table."""
 
     collective: str
@@ -86,7 +86,7 @@ class Line:
 
 def tuner_lines(
     plan: Plan, workload: Workload, cluster: Cluster, costs: CostModel | None = None
-) -> tuple[list[Line], list[str]]:
+) -> tuple[list[TunerLine], list[str]]:
     """The table, and one sentence for all of a plan that NCCL cannot be told.
 
     An all-reduce that the plan moves in a way that NCCL does not have gets the cheaper of ring and tree, by `costs`
@@ -130,7 +130,7 @@ def tuner_lines(
             known, first = sizes.setdefault(round(op.nbytes), (algorithm, op.op))
             if known != algorithm:
                 left_out.append(f"{op.op}: NCCL cannot tell it from {first}, which has {known}, not {algorithm}")
-    lines: list[Line] = []
+    lines: list[TunerLine] = []
     for (collective, nodes, ranks), sizes in planned.items():
         every = sorted(sizes)
         borders = [isqrt(low * high) for low, high in pairwise(every)]
@@ -156,14 +156,12 @@ def most_channels(cluster: Cluster, group: Iterable[int], channels: Sequence[str
     """
     held = [cluster.channels.index(name) for name in channels if name in cluster.channels]
     counted = np.isin(cluster.link_channel, held)
-    rates = np.bincount(
-        cluster.link_src[counted], weights=cluster.link_gb_per_s[counted], minlength=cluster.num_nodes
-    )
+    rates = np.bincount(cluster.link_src[counted], weights=cluster.link_gb_per_s[counted], minlength=cluster.num_nodes)
     rate = max((float(rates[rank]) for rank in group), default=0.0)
     return min(max(ceil(rate / CHANNEL_GB_PER_S), LEAST_CHANNELS), MOST_CHANNELS)
 
 
-def told(lines: Iterable[Line], collective: str, nbytes: float, nodes: int, ranks: int) -> Line | None:
+def told(lines: Iterable[TunerLine], collective: str, nbytes: float, nodes: int, ranks: int) -> TunerLine | None:
     """The line that NCCL's example plugin would take for a call, if NCCL can run all that lines name."""
     for line in lines:
         fits = line.min_bytes <= nbytes <= line.max_bytes and line.nodes in (-1, nodes) and line.ranks in (-1, ranks)
@@ -174,19 +172,19 @@ def told(lines: Iterable[Line], collective: str, nbytes: float, nodes: int, rank
 
 def _covering(
     collective: str, nodes: int, ranks: int, parts: Iterable[tuple[int, int, str]], most: int
-) -> list[Line]:
+) -> list[TunerLine]:
     """Lines for (from, to, algorithm), cut where protocol or number of channels change.
 
     Where NCCL cannot run a low-latency protocol it goes on to the next line that fits, so Simple stands behind it.
     """
     cuts = {LL_UP_TO_BYTES, LL128_UP_TO_BYTES}
     cuts |= {CHANNEL_BYTES << doubled for doubled in range(1, most.bit_length()) if 1 << doubled < most}
-    preferred: list[Line] = []
+    preferred: list[TunerLine] = []
     for first, last, algorithm in parts:
         ends = sorted(cut for cut in cuts if first <= cut < last)
         for low, high in zip([first, *(end + 1 for end in ends)], [*ends, last], strict=True):
             preferred.append(
-                Line(
+                TunerLine(
                     collective=collective, min_bytes=low, max_bytes=high, algorithm=algorithm,
                     protocol=_protocol(high), channels=min(most, max(LEAST_CHANNELS, high // CHANNEL_BYTES)),
                     nodes=nodes, ranks=ranks,
@@ -196,9 +194,9 @@ def _covering(
     return [*_joined(preferred), *_joined(behind)]
 
 
-def _joined(lines: Iterable[Line]) -> list[Line]:
+def _joined(lines: Iterable[TunerLine]) -> list[TunerLine]:
     """The same table with neighbouring ranges of equal lines as one."""
-    found: list[Line] = []
+    found: list[TunerLine] = []
     for line in lines:
         before = found[-1] if found else line
         joins = before is not line and before.max_bytes + 1 == line.min_bytes
@@ -229,7 +227,7 @@ def _comment(text: str) -> str:
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in f"# {text}")[:MAX_LINE]
 
 
-def read_tuner_csv(path: str | Path) -> list[Line]:
+def read_tuner_csv(path: str | Path) -> list[TunerLine]:
     """Read such a table back, by its own rules, independent of what wrote it.
 
     Channels, nodes and ranks are at least 1, or -1: any number of nodes and ranks, and for channels what the plugin
@@ -260,7 +258,7 @@ def read_tuner_csv(path: str | Path) -> list[Line]:
         if 0 < ranks < nodes:
             raise InvalidInput(f"{where}: nRanks: {ranks} ranks cannot be on {nodes} nodes")
         lines.append(
-            Line(
+            TunerLine(
                 collective=cells[0], min_bytes=low, max_bytes=high, algorithm=cells[3], protocol=cells[4],
                 channels=channels, nodes=nodes, ranks=ranks,
             )

@@ -10,14 +10,14 @@ from .algebra.options import Menu
 from .algebra.rewrites import rewrites
 from .baselines import Systems
 from .costs.costs import CostModel, simulated_costs
-from .schedule.problem import Option, Problem
-from .schedule.schedule import Schedule
-from .tuner_csv import COLLECTIVES, NCCL_NAMES, Line, shape_of, told
+from .schedule.problem import Option, PlanProblem
+from .schedule.schedule import StepSchedule
+from .tuner_csv import COLLECTIVES, NCCL_NAMES, TunerLine, shape_of, told
 
 
 def with_tuner_alone(
-    lines: Sequence[Line], problem: Problem, cluster: Cluster, costs: CostModel | None = None
-) -> Schedule:
+    lines: Sequence[TunerLine], problem: PlanProblem, cluster: Cluster, costs: CostModel | None = None
+) -> StepSchedule:
     """The step as PyTorch and NCCL run it with a tuner's table and nothing else of a plan.
 
     Args:

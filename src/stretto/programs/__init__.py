@@ -3,6 +3,6 @@
 from .ir import Program
 from .lowered import Lowered
 from .symmetry import SymmetricProgram
-from .verify import Report
+from .verify import VerificationReport
 
-__all__ = ["Lowered", "Program", "Report", "SymmetricProgram"]
+__all__ = ["Lowered", "Program", "VerificationReport", "SymmetricProgram"]

@@ -68,15 +68,11 @@ def interpret(
     return machine.outputs()
 
 
-def check(
-    lowered: Lowered, *, fifo_depth: int = 2, op: str = "sum", seed: int = 0, chunk_elements: int = 3
-) -> None:
+def check(lowered: Lowered, *, fifo_depth: int = 2, op: str = "sum", seed: int = 0, chunk_elements: int = 3) -> None:
     """Run on random data and compare with what the collective asks; the error names rank and position."""
     c = lowered.collective
     inputs = random_inputs(c, op=op, seed=seed, chunk_elements=chunk_elements)
-    outputs = interpret(
-        lowered, inputs, fifo_depth=fifo_depth, op=op, seed=seed, chunk_elements=chunk_elements
-    )
+    outputs = interpret(lowered, inputs, fifo_depth=fifo_depth, op=op, seed=seed, chunk_elements=chunk_elements)
     for rank, (got, want) in enumerate(zip(outputs, expected_outputs(c, inputs, op=op), strict=True)):
         for position, (a, b) in enumerate(zip(got, want, strict=True)):
             if not np.array_equal(np.broadcast_to(a, b.shape), b):
@@ -196,8 +192,7 @@ class _Machine:
         for (src, dst, channel), left in self.fifo.items():
             if left:
                 raise VerificationError(
-                    f"{x.name}: {len(left)} messages from rank {src} to {dst} on channel {channel} "
-                    "are never received"
+                    f"{x.name}: {len(left)} messages from rank {src} to {dst} on channel {channel} are never received"
                 )
 
     def step(self, tb: int, k: int) -> None:

@@ -16,7 +16,7 @@ from ..errors import InvalidInput
 
 if TYPE_CHECKING:
     from .lowered import Lowered
-    from .verify import Report
+    from .verify import VerificationReport
 
 MAX_TRANSFERS = 1 << 28
 
@@ -117,11 +117,24 @@ class Program:
         number, (src_slot, dst_slot) = slot_numbers(collective.num_ranks, collective.num_chunks, ranks_and_chunks)
         after_ptr, after, gate_ptr, gate, _ = _native.derive_dependencies(
             collective.num_ranks * collective.num_chunks if number is None else len(number),
-            columns["reduce"], ptr, src_slot, dst_slot, steps,
+            columns["reduce"],
+            ptr,
+            src_slot,
+            dst_slot,
+            steps,
         )
         return cls(
-            name=name, collective=collective, chunk_ptr=ptr, chunk=chunks, after_ptr=after_ptr, after=after,
-            gate_ptr=gate_ptr, gate=gate, routes=tuple(routes), routes_digest=routes_digest, **columns,
+            name=name,
+            collective=collective,
+            chunk_ptr=ptr,
+            chunk=chunks,
+            after_ptr=after_ptr,
+            after=after,
+            gate_ptr=gate_ptr,
+            gate=gate,
+            routes=tuple(routes),
+            routes_digest=routes_digest,
+            **columns,
         )
 
     @property
@@ -165,12 +178,12 @@ class Program:
         summed: NDArray[np.float64] = np.add.reduceat(sizes, self.chunk_ptr[:-1])
         return summed
 
-    def verify(self) -> Report:
+    def verify(self) -> VerificationReport:
         """Prove that the program does what its collective asks; raises `VerificationError` if not."""
         return self._report
 
     @cached_property
-    def _report(self) -> Report:
+    def _report(self) -> VerificationReport:
         from .verify import verify
 
         return verify(self)

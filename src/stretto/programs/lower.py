@@ -21,7 +21,7 @@ from .lower_emit import (
     split_messages,
     wait_for_each_other,
 )
-from .lower_memory import BUFFER, Layout, assign_memory
+from .lower_memory import BUFFER, BufferLayout, assign_memory
 from .lower_order import event_order
 from .lowered import NOP, SCRATCH, Lowered
 
@@ -55,21 +55,19 @@ def lower(
         raise InvalidInput(f"fifo_depth: must be 1 or 2, not {fifo_depth}")
     program.verify()
     program = _sorted_chunks(program)
-    layout = Layout(collective=program.collective, instances=instances)
+    layout = BufferLayout(collective=program.collective, instances=instances)
     # Cutting transfers that are not one piece of memory can close a circle; each try gives up a little more.
     tries = dict.fromkeys([(fuse, reuse_scratch, False), (fuse, False, False), (False, False, False)])
     ladder = [(depth, *rung) for depth in range(fifo_depth, 3) for rung in tries]
     for depth, fuses, reuses, staged in [*ladder, (2, fuse, False, True), (2, False, False, True)]:
-        lowered = _attempt(
-            program, layout, depth=depth, fuse=fuses, reuse=reuses, staged=staged, protocol=protocol
-        )
+        lowered = _attempt(program, layout, depth=depth, fuse=fuses, reuse=reuses, staged=staged, protocol=protocol)
         if lowered is not None:
             return lowered
     raise Infeasible(f"{program.name}: its messages cannot be ordered with FIFOs of depth 2")
 
 
 def _attempt(
-    program: Program, layout: Layout, *, depth: int, fuse: bool, reuse: bool, staged: bool, protocol: str
+    program: Program, layout: BufferLayout, *, depth: int, fuse: bool, reuse: bool, staged: bool, protocol: str
 ) -> Lowered | None:
     """One try; None when the events wait for each other in a circle."""
     position = event_order(program, depth)
@@ -110,7 +108,7 @@ def _sorted_chunks(program: Program) -> Program:
 
 def _arrays(
     name: str,
-    layout: Layout,
+    layout: BufferLayout,
     scratch: NDArray[np.int64],
     *,
     rank: NDArray[np.int64],
@@ -164,9 +162,7 @@ def _arrays(
     of = np.repeat(which, length)
     op, src, dst, src_rank, dst_rank, count, dep_block, dep_step = table[row].T
 
-    def placed(
-        place: NDArray[np.int64], owner: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
+    def placed(place: NDArray[np.int64], owner: NDArray[np.int64]) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
         real = op != NOP
         buffer = np.where(real, place // BUFFER, 0)
         shift = np.where(buffer == SCRATCH, scratch[owner], layout.block) * of

@@ -95,9 +95,7 @@ class Blocks:
     """Received, added, sent on and never stored (rrs)."""
 
 
-def assign_blocks(
-    program: Program, position: NDArray[np.int64], history: History, *, depth: int, fuse: bool
-) -> Blocks:
+def assign_blocks(program: Program, position: NDArray[np.int64], history: History, *, depth: int, fuse: bool) -> Blocks:
     """Pair receive and send connections of a lane so that most forwards stay inside one threadblock."""
     connection, first = connections(program)
     forward = _forwards(program, history)
@@ -236,9 +234,7 @@ def _fuse(
     return fused
 
 
-def _queue_predecessors(
-    connection: NDArray[np.int64], depth: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _queue_predecessors(connection: NDArray[np.int64], depth: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each transfer, the one before it on its connection, and the one that must have left the FIFO."""
     order = np.argsort(connection, kind="stable")
     result = []

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .ir import Program
 from .lower_blocks import Blocks
-from .lower_memory import Memory
+from .lower_memory import PlaceAssignment
 from .lower_order import Edges, fifo_edges, linear_order
 from .lowered import (
     COPY,
@@ -29,7 +29,7 @@ RANK = 1 << 43
 
 @dataclass(kw_only=True, slots=True)
 class Instruction:
-    """One instruction before it has a step number. Places are those of `Memory`; -1: none."""
+    """One instruction before it has a step number. Places are those of `PlaceAssignment`; -1: none."""
 
     block: int
     op: int
@@ -49,7 +49,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Messages:
+class MessageRuns:
     """Runs of rows that lie in one piece on both sides; each is one send and one receive."""
 
     transfer: NDArray[np.int64]
@@ -59,7 +59,7 @@ class Messages:
     """The message that the same instruction sends on, or -1."""
 
 
-def split_messages(program: Program, blocks: Blocks, memory: Memory) -> Messages:
+def split_messages(program: Program, blocks: Blocks, memory: PlaceAssignment) -> MessageRuns:
     """Cut every transfer where its places are not neighbours; a fused chain is cut alike all along."""
     rows = len(program.chunk)
     owner = np.repeat(np.arange(program.num_transfers), np.diff(program.chunk_ptr))
@@ -79,7 +79,7 @@ def split_messages(program: Program, blocks: Blocks, memory: Memory) -> Messages
     transfer = owner[start]
     first = np.searchsorted(transfer, np.arange(program.num_transfers))
     send = blocks.fused_send[transfer]
-    return Messages(
+    return MessageRuns(
         transfer=transfer,
         row=start,
         count=np.diff(np.append(start, rows)),
@@ -104,8 +104,8 @@ def _chain_heads(fused: NDArray[np.int64]) -> NDArray[np.int64]:
 def message_order(
     program: Program,
     blocks: Blocks,
-    memory: Memory,
-    messages: Messages,
+    memory: PlaceAssignment,
+    messages: MessageRuns,
     position: NDArray[np.int64],
     depth: int,
 ) -> NDArray[np.int64] | None:
@@ -142,7 +142,7 @@ Touch = tuple[int, int, int, int]
 """(node, first place read or -1, first place written or -1, how many)"""
 
 
-def _touches(program: Program, memory: Memory, messages: Messages) -> list[Touch]:
+def _touches(program: Program, memory: PlaceAssignment, messages: MessageRuns) -> list[Touch]:
     """What each send (m) and receive (num_messages + m) does to memory, with places told apart by rank."""
     num, t = len(messages.transfer), messages.transfer
     here, there = program.dst[t].astype(np.int64) * RANK, program.src[t].astype(np.int64) * RANK
@@ -187,7 +187,7 @@ def hazards(sequence: Iterable[Touch]) -> Iterable[tuple[int, list[int]]]:
 
 
 def instructions(
-    program: Program, blocks: Blocks, memory: Memory, messages: Messages, position: NDArray[np.int64]
+    program: Program, blocks: Blocks, memory: PlaceAssignment, messages: MessageRuns, position: NDArray[np.int64]
 ) -> list[Instruction]:
     """Sends, receives and their fused forms, at the positions of `message_order`."""
     t, num = messages.transfer, len(messages.transfer)
@@ -202,16 +202,32 @@ def instructions(
     for m in range(num):
         here, there, base = dst[m], src[m], dst[m] * RANK
         if m not in fused:
-            result.append(Instruction(
-                block=send_block[m], op=SEND, src=read[m], dst=write[m] if write[m] >= 0 else operand[m],
-                src_rank=there, dst_rank=here, count=count[m], position=2 * at[m],
-                reads=there * RANK + read[m], sends=transfer[m],
-            ))
+            result.append(
+                Instruction(
+                    block=send_block[m],
+                    op=SEND,
+                    src=read[m],
+                    dst=write[m] if write[m] >= 0 else operand[m],
+                    src_rank=there,
+                    dst_rank=here,
+                    count=count[m],
+                    position=2 * at[m],
+                    reads=there * RANK + read[m],
+                    sends=transfer[m],
+                )
+            )
         on = forwarded[m]
         step = Instruction(
-            block=recv_block[m], op=RECV, src=operand[m], dst=write[m], src_rank=here, dst_rank=here,
-            count=count[m], position=2 * at[num + m],
-            sends=-1 if on < 0 else transfer[on], receives=transfer[m],
+            block=recv_block[m],
+            op=RECV,
+            src=operand[m],
+            dst=write[m],
+            src_rank=here,
+            dst_rank=here,
+            count=count[m],
+            position=2 * at[num + m],
+            sends=-1 if on < 0 else transfer[on],
+            receives=transfer[m],
         )
         if reduces[m]:
             step.op = RECV_REDUCE_COPY if on < 0 else RECV_REDUCE_COPY_SEND
@@ -320,10 +336,20 @@ def add_copies(
         for i in cells:
             touched[base + source + i] = max(touched.get(base + source + i, -1), position)
             touched[base + target + i] = written[base + target + i] = position
-        result.append(Instruction(
-            block=block, op=COPY, src=source, dst=target, src_rank=rank, dst_rank=rank, count=count,
-            position=position, reads=base + source, writes=base + target,
-        ))
+        result.append(
+            Instruction(
+                block=block,
+                op=COPY,
+                src=source,
+                dst=target,
+                src_rank=rank,
+                dst_rank=rank,
+                count=count,
+                position=position,
+                reads=base + source,
+                writes=base + target,
+            )
+        )
     return sorted(result, key=lambda s: s.position), ranks
 
 

@@ -25,7 +25,7 @@ BUFFER = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class BufferLayout:
     """Buffer positions as places, for the first of `instances` copies of the program.
 
     Every block of `block` positions is followed by those of the other instances, so instance i is found
@@ -142,7 +142,7 @@ def _run(cells: dict[int, int] | dict[int, None], count: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class PlaceAssignment:
     """The places each row (transfer, chunk) reads and writes, and the local copies that are needed."""
 
     read: NDArray[np.int64]
@@ -161,11 +161,11 @@ def assign_memory(
     position: NDArray[np.int64],
     history: History,
     blocks: Blocks,
-    layout: Layout,
+    layout: BufferLayout,
     *,
     reuse: bool,
     staged: bool,
-) -> Memory:
+) -> PlaceAssignment:
     """Walk the linear order and give every version of every slot its place.
 
     With `staged`, no output is written where another chunk's input is read, even if that is over by then.
@@ -252,7 +252,7 @@ def assign_memory(
                 release(rank, write[row], block)
 
     copies = _late_copies(c, start, home, where, written, delayed, scratch)
-    return Memory(
+    return PlaceAssignment(
         read=np.array(read, np.int64),
         operand=np.array(operand, np.int64),
         write=np.array(write, np.int64),

@@ -13,7 +13,7 @@ from ..collectives.conditions import MAX_ENTRIES
 from ..errors import InvalidInput
 
 if TYPE_CHECKING:
-    from .verify import Report
+    from .verify import VerificationReport
 
 OPS = ("nop", "s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re")
 NOP, SEND, RECV, RECV_COPY_SEND, RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND, COPY, REDUCE = range(9)
@@ -95,7 +95,7 @@ class Lowered:
         """Channels are numbered 0..num_channels-1."""
         return int(self.tb_channel.max(initial=0)) + 1
 
-    def verify(self) -> Report:
+    def verify(self) -> VerificationReport:
         """Prove that the streams do what the collective asks; raises `VerificationError` if not."""
         from .verify import verify_lowered
 

@@ -17,7 +17,7 @@ Edges = tuple[NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streams:
+class InstructionStreams:
     """Per instruction: its threadblock (global number), rank and step, what it receives, sends and waits for."""
 
     tb: Ints
@@ -35,7 +35,7 @@ class Streams:
     event: Callable[[int], str]
 
     @classmethod
-    def of(cls, x: Lowered) -> Streams:
+    def of(cls, x: Lowered) -> InstructionStreams:
         """Raises `VerificationError` where sends and receives do not match or a dependency leads nowhere."""
         sizes = np.diff(x.tb_ptr)
         tb = np.repeat(np.arange(len(x.tb_rank)), sizes)
@@ -73,7 +73,7 @@ class Streams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class BufferMap:
     """Where buffers of a lowered program lie: in place, input and output share one region."""
 
     base: NDArray[np.int64]  # [rank, buffer] -> location of offset 0
@@ -81,7 +81,7 @@ class Memory:
     end: NDArray[np.int64]
 
     @classmethod
-    def of(cls, x: Lowered) -> Memory:
+    def of(cls, x: Lowered) -> BufferMap:
         """The memory of every rank."""
         c = x.collective
         inputs, outputs = np.diff(c.in_ptr), np.diff(c.out_ptr)

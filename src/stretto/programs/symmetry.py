@@ -20,7 +20,7 @@ from ..collectives import AllGather, AllReduce, Broadcast, Collective, Reduce, R
 from ..collectives.conditions import MAX_ENTRIES, MAX_RANKS
 from ..errors import InvalidInput, VerificationError, unknown
 from .ir import Program, check_table, column
-from .verify import Report, fifo_depth
+from .verify import VerificationReport, fifo_depth
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -200,7 +200,7 @@ class SymmetricProgram:
         flat[new_ptr[waiting[:, None] * ranks + np.arange(ranks)] + at[:, None]] = members
         return new_ptr, flat
 
-    def verify(self) -> Report:
+    def verify(self) -> VerificationReport:
         """Prove it by the chunks that belong to rank 0 (the others are translations of them) and by the orbits' order.
 
         An all-gather is right when rank 0's shard is broadcast, a reduce-scatter when it is reduced to rank 0. A
@@ -209,13 +209,13 @@ class SymmetricProgram:
         return self._report
 
     @cached_property
-    def _report(self) -> Report:
+    def _report(self) -> VerificationReport:
         depth = fifo_depth(self.after_ptr, self.after, self.gate_ptr, self.gate, self.gate_reads,
                            self.dst.astype(np.int64) * (int(self.lane.max(initial=0)) + 1) + self.lane)  # fmt: skip
         if depth == 0:
             raise VerificationError(f"{self.name}: deadlock: its orbits of transfers wait for one another in a circle")
         report = self.seen_by_rank_zero().verify()
-        return Report(subject=self.name, fifo_depth=depth, warnings=report.warnings)
+        return VerificationReport(subject=self.name, fifo_depth=depth, warnings=report.warnings)
 
     def seen_by_rank_zero(self) -> Program:
         """The transfers that touch rank 0's chunks, as a program of their own (each moves one chunk)."""

@@ -18,13 +18,13 @@ from ..collectives import ALL_PARTS, Collective
 from ..errors import VerificationError
 from .ir import Program, slot_numbers
 from .lowered import BUFFERS, INPUT, NOP, OUTPUT, READS_SRC, REDUCE, WRITES_DST, Lowered
-from .streams import Memory, Streams, group_ends, row_numbers, rows_from_edges
+from .streams import BufferMap, InstructionStreams, group_ends, row_numbers, rows_from_edges
 
 UNDEFINED, TWICE, MIXED, RACE_READ, RACE_WRITE, MISSING, WRONG = range(7)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class VerificationReport:
     """What was proved."""
 
     subject: str
@@ -33,7 +33,7 @@ class Report:
     warnings: tuple[str, ...] = ()
 
 
-def verify(program: Program) -> Report:
+def verify(program: Program) -> VerificationReport:
     """Prove a program right, or raise `VerificationError` naming rank, chunk and transfer.
 
     >>> from stretto import AllGather
@@ -111,10 +111,10 @@ def verify(program: Program) -> Report:
     )
 
 
-def verify_lowered(lowered: Lowered) -> Report:
+def verify_lowered(lowered: Lowered) -> VerificationReport:
     """Prove instruction streams right, or raise `VerificationError` naming rank, threadblock and step."""
     x, c = lowered, lowered.collective
-    streams, memory = Streams.of(x), Memory.of(x)
+    streams, memory = InstructionStreams.of(x), BufferMap.of(x)
     count = np.where(x.op == NOP, 0, x.count)
     item_ptr = np.concatenate([[0], np.cumsum(count)])
 
@@ -293,7 +293,7 @@ def _run(
     event: Callable[[int], str],
     location: Callable[[int], tuple[int, str]],
     **events: Any,
-) -> Report:
+) -> VerificationReport:
     post_set, set_ptr, set_part = _part_rows(c)
     errors, num_errors, cycle, depth, redundant, redundant_event = _native.check_events(
         num_parts=c.num_parts,
@@ -335,7 +335,7 @@ def _run(
         warnings.append("deadlocks with FIFO depth 1; needs 2")
     if redundant:
         warnings.append(f"{redundant} copies bring what is already there, the last one {event(redundant_event)}")
-    return Report(subject=name, fifo_depth=depth, warnings=tuple(warnings))
+    return VerificationReport(subject=name, fifo_depth=depth, warnings=tuple(warnings))
 
 
 def _contiguous(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,24 +58,24 @@ class Canvas:
         self.classes, of_link = link_classes(self.cluster)
         self.of_link = of_link.tolist()
         self._fastest = max((c.gb_per_s for c in self.classes), default=1.0)
-        self._colours = {}
+        self._colors = {}
         spare = 0
         for channel in self.cluster.channels:
             if channel not in CHANNELS:
                 spare += 1
-            self._colours[channel] = CHANNELS.get(channel, OTHERS[(spare - 1) % len(OTHERS)])
+            self._colors[channel] = CHANNELS.get(channel, OTHERS[(spare - 1) % len(OTHERS)])
 
     def stroke(self, kind: LinkClass) -> tuple[str, float]:
         """Colour and width of a link class."""
-        return self._colours[kind.channel], 0.9 + 3.9 * kind.gb_per_s / self._fastest
+        return self._colors[kind.channel], 0.9 + 3.9 * kind.gb_per_s / self._fastest
 
     def path(self, d: str, kind: LinkClass, *, dashed: bool = False, arrow: bool = False) -> None:
         """A link along an SVG path."""
-        colour, width = self.stroke(kind)
+        color, width = self.stroke(kind)
         extra = ' stroke-dasharray="3 4"' if dashed else ""
         extra += ' marker-end="url(#tip)"' if arrow else ""
         self.lines.append(
-            f'<path d="{d}" fill="none" stroke="{colour}" stroke-width="{width:.2f}" '
+            f'<path d="{d}" fill="none" stroke="{color}" stroke-width="{width:.2f}" '
             f'stroke-opacity="0.75" stroke-linecap="round"{extra}/>'
         )
 
@@ -101,7 +101,7 @@ class Canvas:
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="9" '
             f'fill="{FILL["host"]}" stroke="{EDGE["host"]}" stroke-width="1.2"/>',
         )
-        self.text(x + 12, y + 18, title, size=12, anchor="start", colour=FAINT)
+        self.text(x + 12, y + 18, title, size=12, anchor="start", color=FAINT)
         self.reach(x + w, y + h)
 
     def text(
@@ -112,14 +112,14 @@ class Canvas:
         *,
         size: float = 11,
         anchor: str = "middle",
-        colour: str = INK,
+        color: str = INK,
         bold: bool = False,
     ) -> None:
         """Words at (x, y)."""
         weight = ' font-weight="600"' if bold else ""
         self.words.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.1f}" text-anchor="{anchor}" '
-            f'fill="{colour}"{weight}>{html.escape(text)}</text>'
+            f'fill="{color}"{weight}>{html.escape(text)}</text>'
         )
 
     def reach(self, x: float, y: float) -> None:
@@ -133,9 +133,9 @@ class Canvas:
         legend: list[str] = []
         rows = [*self.classes[:24]]
         for kind in rows:
-            colour, width = self.stroke(kind)
+            color, width = self.stroke(kind)
             legend.append(
-                f'<path d="M0 {y - 4:.1f}h44" stroke="{colour}" stroke-width="{width:.2f}"/>'
+                f'<path d="M0 {y - 4:.1f}h44" stroke="{color}" stroke-width="{width:.2f}"/>'
                 f'<text x="56" y="{y:.1f}" font-size="12" fill="{INK}">'
                 f"{html.escape(f'{kind.label}{capped(kind)}')}"
                 f'<tspan fill="{FAINT}">  {kind.count} links</tspan></text>'

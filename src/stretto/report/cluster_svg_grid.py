@@ -115,7 +115,7 @@ def draw_dimensions(canvas: Canvas) -> None:
         for row, (text, size, bold) in enumerate(facts):
             canvas.text(x + PANEL / 2, PANEL + 42 + 17 * row, text, size=size, bold=bold)
         if at:
-            canvas.text(x - 22, PANEL / 2 + 36, "x", size=24, colour=FAINT)
+            canvas.text(x - 22, PANEL / 2 + 36, "x", size=24, color=FAINT)
     strides = np.cumprod([1, *(d.size for d in cluster.dimensions)])[:-1].tolist()
     formula = " + ".join(f"{s}*c{k}" if s > 1 else f"c{k}" for k, s in enumerate(strides))
     canvas.remarks.append(f"device at (c0, c1, ...): {formula}; every device takes part in one group of each dimension")

@@ -51,7 +51,7 @@ def draw(canvas: Canvas) -> None:
     if hidden:
         canvas.frame(x, top, 150, tall + 46, "")
         canvas.text(x + 75, top + tall / 2 + 10, f"+ {hidden} hosts", size=15, bold=True)
-        canvas.text(x + 75, top + tall / 2 + 30, "like these", size=12, colour=FAINT)
+        canvas.text(x + 75, top + tall / 2 + 30, "like these", size=12, color=FAINT)
         x += 150 + 28
     wide = x - 28
     for at, node in enumerate(fabric):
@@ -142,10 +142,10 @@ class _Host:
         for level in sorted(self.rows):
             row = self.rows[level]
             if level:
-                row.sort(key=lambda n: (self._centre(n), n))
+                row.sort(key=lambda n: (self._center(n), n))
             pitch = self.width / len(row)
             even = level == 0 or cluster.node_host[row[0]] < 0
-            wanted = [left + pitch * (at + 0.5) if even else self._centre(n) for at, n in enumerate(row)]
+            wanted = [left + pitch * (at + 0.5) if even else self._center(n) for at, n in enumerate(row)]
             for node, x in zip(row, _spread(wanted, left, left + self.width), strict=True):
                 host = int(cluster.node_host[node])
                 self.spot[node] = _Spot(x=x, y=ground - level * LEVEL, host=host, level=level)
@@ -155,7 +155,7 @@ class _Host:
             kind = KINDS[cluster.node_kind[node]]
             canvas.box(at.x, at.y, at.w, BOX_H, kind, local_name(cluster, node))
 
-    def _centre(self, node: int) -> float:
+    def _center(self, node: int) -> float:
         """Above the middle of what is already placed and linked with it."""
         found = [self.spot[other].x for other in self.near[node] if other in self.spot]
         return sum(found) / len(found) if found else 0.0
@@ -223,7 +223,7 @@ def draw_summary(canvas: Canvas) -> None:
         names = ranges(cluster.node_names[n] for n in nodes[:2000].tolist())
         canvas.box(240, y, 420, 50, "device" if level == 0 else "switch")
         canvas.text(240, y - 2, f"{len(nodes)} x {kinds}", size=15, bold=True)
-        canvas.text(240, y + 16, names if len(names) < 60 else f"{names[:56]} ...", size=11, colour=FAINT)
+        canvas.text(240, y + 16, names if len(names) < 60 else f"{names[:56]} ...", size=11, color=FAINT)
         for other in range(level, -1, -1):
             between = (rank[cluster.link_src] == level) & (rank[cluster.link_dst] == other)
             if not between.any() or other == level:
@@ -232,5 +232,5 @@ def draw_summary(canvas: Canvas) -> None:
             for row, kind in enumerate(kinds_used[:3]):
                 x = 160 + 70 * row
                 canvas.line(x, y + 25, x, 30 + (top - other) * 110.0 - 25, canvas.classes[kind])
-            canvas.text(460, y + 58, f"{int(between.sum())} links each way", size=11, anchor="start", colour=FAINT)
+            canvas.text(460, y + 58, f"{int(between.sum())} links each way", size=11, anchor="start", color=FAINT)
     canvas.reach(620, 30 + top * 110.0 + 30)

@@ -9,10 +9,10 @@ from rich.style import Style
 from rich.text import Text
 
 from ..dimensions.simulation import DimRun
-from ..dimensions.training import Iteration
+from ..dimensions.training import IterationTime
 from ..units import format_us
 from .html import Section
-from .style import BOUND, colour
+from .style import BOUND, color
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -34,12 +34,12 @@ def activity_plot(runs: Sequence[DimRun], *, width: int = 80) -> Text:
     text = Text()
     for run in runs:
         text.append(f"{run.schedule.name}", style="bold")
-        text.append(f"  {format_us(run.total_us)}, {100 * run.utilisation:.1f} % of all bandwidth\n")
+        text.append(f"  {format_us(run.total_us)}, {100 * run.utilization:.1f} % of all bandwidth\n")
         shares = run.activity(longest / columns)
         for at, row in enumerate(shares):
             text.append(f"{f'dim{at + 1}':<{_LABEL}}")
             bar = "".join(_SHADES[min(len(_SHADES) - 1, round(share * (len(_SHADES) - 1)))] for share in row)
-            text.append(f"{bar:<{columns}}", style=Style(color=colour(at)))
+            text.append(f"{bar:<{columns}}", style=Style(color=color(at)))
             text.append(f" {100 * run.busy_us[at] / run.total_us:5.1f} %\n")
     return text.append(f"{'':<{_LABEL}}0{format_us(longest):>{columns - 1}}\n")
 
@@ -53,7 +53,7 @@ def activity_section(runs: Sequence[DimRun], *, window_us: float = 100.0) -> Sec
         cols=1,
         shared_xaxes=True,
         subplot_titles=[
-            f"{run.schedule.name}: {format_us(run.total_us)}, {100 * run.utilisation:.1f} %" for run in runs
+            f"{run.schedule.name}: {format_us(run.total_us)}, {100 * run.utilization:.1f} %" for run in runs
         ],
         vertical_spacing=0.4 / (4 * len(runs)),
     )
@@ -67,7 +67,7 @@ def activity_section(runs: Sequence[DimRun], *, window_us: float = 100.0) -> Sec
                 name=f"dim{at + 1}",
                 legendgroup=str(at),
                 showlegend=row == 0,
-                line={"color": colour(at), "width": 2},
+                line={"color": color(at), "width": 2},
             )
     figure.update_yaxes(title_text="% active", range=[0, 105], gridcolor="#eee")
     figure.update_xaxes(title_text="us", row=len(runs), col=1)
@@ -88,7 +88,7 @@ def sweep_section(title: str, counts: Sequence[int], series: Mapping[str, Sequen
     for at, (name, values) in enumerate(series.items()):
         figure.add_scatter(
             x=list(counts), y=[100 * value for value in values], name=name, mode="lines+markers",
-            line={"color": colour(at), "width": 2},
+            line={"color": color(at), "width": 2},
         )  # fmt: skip
     figure.update_xaxes(type="log", title_text="chunks", tickvals=list(counts), gridcolor="#eee")
     figure.update_yaxes(title_text="% of all bandwidth", range=[0, 102], gridcolor="#eee")
@@ -96,7 +96,7 @@ def sweep_section(title: str, counts: Sequence[int], series: Mapping[str, Sequen
     return Section(heading=title, note=note, body=_body(figure))
 
 
-def iteration_section(title: str, found: Sequence[Iteration], note: str) -> Section:
+def iteration_section(title: str, found: Sequence[IterationTime], note: str) -> Section:
     """Forward, backward and exposed communication, stacked, one bar per system (Fig. 12)."""
     from plotly.graph_objects import Figure
 
@@ -110,7 +110,7 @@ def iteration_section(title: str, found: Sequence[Iteration], note: str) -> Sect
     for at, (name, values) in enumerate(parts.items()):
         figure.add_bar(
             orientation="h", y=[each.system for each in found], x=[value / 1e3 for value in values], name=name,
-            marker={"color": BOUND if name == "backward" else colour(at)},
+            marker={"color": BOUND if name == "backward" else color(at)},
         )  # fmt: skip
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title_text="ms", gridcolor="#eee")

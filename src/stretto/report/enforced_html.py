@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..units import format_us
 from .html import Section, figure_html, look, write_html
-from .style import colour, short_bytes
+from .style import color, short_bytes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from ..control.messages import JobStatus, MotifStatus, Status
-    from ..control.spans import Span
+    from ..control.spans import ReportSpan
     from ..runtime.enforcer.report import Timing
 
 _MAX_MOTIFS = 3000
@@ -135,7 +135,7 @@ def _rows(job: JobStatus, motifs: Sequence[MotifStatus]) -> list[_Row]:
     return rows
 
 
-def _bar(span: Span) -> _Bar:
+def _bar(span: ReportSpan) -> _Bar:
     group = span.name if span.comm else span.phase or "compute"
     text = f"{span.name}: {format_us(span.duration_us)} from {format_us(span.start_us)}"
     return _Bar(span.track, group, span.start_us, span.duration_us, text, span.comm)
@@ -158,9 +158,9 @@ def _figure(rows: Sequence[_Row]) -> Figure:
     drawn = [bar for row in rows for bar in row.bars]
     tracks = list(dict.fromkeys(bar.track for bar in sorted(drawn, key=lambda bar: bar.comm)))
     groups = list(dict.fromkeys(bar.group for bar in drawn))
-    coloured = list(dict.fromkeys(bar.group for bar in drawn if bar.comm))
+    colored = list(dict.fromkeys(bar.group for bar in drawn if bar.comm))
     tint = {group: _COMPUTE.get(group, _OTHER) for group in groups}
-    tint |= {group: colour(at) for at, group in enumerate(coloured)}
+    tint |= {group: color(at) for at, group in enumerate(colored)}
     row_height, gap, top, bottom = 26, 60, 40, 110
     inner = len(rows) * row_height * max(len(tracks), 2) + gap * (len(rows) - 1)
     figure: Figure = make_subplots(

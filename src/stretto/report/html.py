@@ -13,7 +13,7 @@ import numpy as np
 from ..files import write_file
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
-from .style import BOUND, colour, short_bytes
+from .style import BOUND, color, short_bytes
 from .sweep import Sweep, rates
 from .tracks import busy_share, tracks
 
@@ -137,7 +137,7 @@ def _sweep_figure(sweep: Sweep) -> Figure:
         horizontal_spacing=0.08,
         row_heights=[0.55, 0.45],
     )
-    series = [(name, sweep.time_us[name], colour(at), "solid") for at, name in enumerate(sweep.by_speed)]
+    series = [(name, sweep.time_us[name], color(at), "solid") for at, name in enumerate(sweep.by_speed)]
     for name, times, tint, dash in [*series, ("lower bound", sweep.bound_us, BOUND, "dash")]:
         speed = rates(sweep.sizes, times)
         ratio = [t / b if b > 0 else 1.0 for t, b in zip(times, sweep.bound_us, strict=True)]
@@ -207,7 +207,7 @@ def _bars(timeline: Timeline) -> Figure:
             hovertext=hover,
             hoverinfo="text+y",
             marker={
-                "color": [colour(k) for k in timeline.stream[spans].tolist()],
+                "color": [color(k) for k in timeline.stream[spans].tolist()],
                 "line": {
                     "color": np.where(critical[spans], "#222", "#fff").tolist(),
                     "width": np.where(critical[spans], 1.5, 0.5).tolist(),
@@ -238,7 +238,7 @@ def _heat(timeline: Timeline) -> Figure:
             y=labels,
             zmin=0,
             zmax=1,
-            colorscale=[[0, "#ffffff"], [1, colour(0)]],
+            colorscale=[[0, "#ffffff"], [1, color(0)]],
             colorbar={"title": "busy"},
         )
     )

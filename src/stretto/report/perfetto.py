@@ -94,7 +94,7 @@ def _write_about(timeline: Timeline, shown: Tracks, file: IO[bytes]) -> None:
     _counter(builder, 2, about, "in flight, all ranks", "GB/s", [*points, (round(timeline.total_us * 1e3), 0.0)])
     busiest = np.argsort(-timeline.link_busy_us, kind="stable")[:_MAX_LINKS].tolist()
     for index in busiest:
-        share = 100 * float(timeline.link_utilisation[index])
+        share = 100 * float(timeline.link_utilization[index])
         if share > 0:
             ends = [(0, share), (round(timeline.total_us * 1e3), 0.0)]
             _counter(builder, 3 + index, about, f"{timeline.link_names[index]} busy, average", "%", ends)

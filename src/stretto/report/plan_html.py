@@ -8,13 +8,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..planner.api import SYSTEM, Planned
+from ..planner.api import SYSTEM, PlanResult
 from ..planner.reasons import wrapped
-from ..planner.schedule.problem import Problem
-from ..planner.schedule.schedule import Schedule
+from ..planner.schedule.problem import PlanProblem
+from ..planner.schedule.schedule import StepSchedule
 from ..units import format_us
 from .html import Section, figure_html, look, write_html
-from .style import BOUND, PALETTE, colour, short_bytes
+from .style import BOUND, PALETTE, color, short_bytes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -42,7 +42,7 @@ class _Bar:
     text: str
 
 
-def write_plan_html(path: str | Path, found: Planned, *, against: str = "fifo") -> None:
+def write_plan_html(path: str | Path, found: PlanResult, *, against: str = "fifo") -> None:
     """Write the page; `against` is the system shown above ours."""
     plan = found.plan
     sections = [
@@ -60,7 +60,7 @@ def write_plan_html(path: str | Path, found: Planned, *, against: str = "fifo") 
     write_html(path, title=f"{plan.workload} on {plan.cluster}", sections=sections)
 
 
-def _headline(found: Planned, against: str) -> str:
+def _headline(found: PlanResult, against: str) -> str:
     plan = found.plan
     before, after = found.schedules[against], found.schedules[SYSTEM]
     text = (
@@ -77,11 +77,11 @@ def _headline(found: Planned, against: str) -> str:
     return text
 
 
-def _idle(schedule: Schedule) -> str:
+def _idle(schedule: StepSchedule) -> str:
     return f"{100 * float(schedule.compute_idle.max(initial=0.0)):.1f} %"
 
 
-def _systems(found: Planned) -> str:
+def _systems(found: PlanResult) -> str:
     reference = found.schedules.get("bytescheduler+")
     best = min(schedule.period_us for schedule in found.schedules.values())
     rows = [
@@ -100,7 +100,7 @@ def _systems(found: Planned) -> str:
     return _table(head, rows, bold=bold)
 
 
-def _decisions(found: Planned) -> str:
+def _decisions(found: PlanResult) -> str:
     rows = [
         (
             op.op,
@@ -132,12 +132,12 @@ def _table(
     return f"<div style='max-height:{_TABLE_HEIGHT}px;overflow-y:auto'>{body}</div>" if len(rows) > _MAX_ROWS else body
 
 
-def _notes(found: Planned) -> str:
+def _notes(found: PlanResult) -> str:
     lines = [f"Costs: {found.plan.costs}.", *found.plan.notes, *found.problem.workload.notes, *found.problem.notes]
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _timelines(problem: Problem, schedules: Mapping[str, Schedule]) -> Section:
+def _timelines(problem: PlanProblem, schedules: Mapping[str, StepSchedule]) -> Section:
     from plotly.subplots import make_subplots
 
     bars = {name: _bars(problem, schedule) for name, schedule in schedules.items()}
@@ -189,21 +189,21 @@ def _timelines(problem: Problem, schedules: Mapping[str, Schedule]) -> Section:
     return Section(heading=f"One iteration: {before} above, the plan below", note=note, body=figure_html(figure))
 
 
-def _tints(problem: Problem) -> dict[str, str]:
+def _tints(problem: PlanProblem) -> dict[str, str]:
     """The colour of each group; with more comm-ops than colours, kinds of comm-ops are the groups."""
     workload = problem.workload
     tints = {_compute_group(op.phase): _COMPUTE.get(op.phase, _OTHER) for op in workload.ops if not op.is_comm}
     named = [op.name for op in workload.comm_ops]
     if len(named) > len(PALETTE):
         named = list(dict.fromkeys(op.kind for op in workload.comm_ops))
-    return tints | {name: colour(at) for at, name in enumerate(named)}
+    return tints | {name: color(at) for at, name in enumerate(named)}
 
 
 def _compute_group(phase: str) -> str:
     return phase or "compute"
 
 
-def _bars(problem: Problem, schedule: Schedule) -> list[_Bar]:
+def _bars(problem: PlanProblem, schedule: StepSchedule) -> list[_Bar]:
     """Everything of one iteration at the places that are shown, by start."""
     workload = problem.workload
     by_kind = len(workload.comm_ops) > len(PALETTE)
@@ -236,14 +236,14 @@ def _bars(problem: Problem, schedule: Schedule) -> list[_Bar]:
     return bars
 
 
-def _curve(found: Planned) -> Figure:
+def _curve(found: PlanResult) -> Figure:
     from plotly.graph_objects import Figure
 
     points = found.search.curve
     figure = Figure()
     figure.add_scatter(
         x=[p[0] for p in points], y=[p[2] / _US_PER_MS for p in points], mode="lines+markers",
-        line={"shape": "hv", "color": colour(0)}, name="best so far",
+        line={"shape": "hv", "color": color(0)}, name="best so far",
         hovertext=[f"{p[1]:,} evaluations: {format_us(p[2])}" for p in points], hoverinfo="text",
     )  # fmt: skip
     figure.add_scatter(

@@ -10,13 +10,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..planner.compare import Change
+from ..planner.compare import PlanChange
 from ..planner.plan import OpPlan, Plan
 from ..units import format_us
 from .style import short_bytes
 
 if TYPE_CHECKING:
-    from ..planner.schedule.schedule import Schedule
+    from ..planner.schedule.schedule import StepSchedule
 
 _SHOWN_MOTIFS = 24
 
@@ -26,7 +26,7 @@ def plan_tables(plan: Plan) -> Group:
     return Group(*(Padding(part, (0, 0, 1, 0), expand=False) for part in (_promise(plan), _ops(plan))))
 
 
-def systems_table(schedules: Mapping[str, Schedule], *, reference: str = "bytescheduler+") -> Table:
+def systems_table(schedules: Mapping[str, StepSchedule], *, reference: str = "bytescheduler+") -> Table:
     """Every system's iteration time, its throughput relative to one of them, idle compute, exposed communication."""
     table = Table(box=None, pad_edge=False)
     for name, justify in (("system", "left"), ("iteration", "right"), ("throughput", "right"), ("idle", "right"),
@@ -70,7 +70,7 @@ def motif_table(op: OpPlan) -> Group:
     return Group(*parts)
 
 
-def changes_table(changes: Sequence[Change], before: str, after: str) -> Table:
+def changes_table(changes: Sequence[PlanChange], before: str, after: str) -> Table:
     """What two plans decide differently."""
     table = Table(box=None, pad_edge=False)
     for name in ("comm-op", "decision", before, after):

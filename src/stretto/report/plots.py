@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..simulator import Timeline
 from ..units import format_us
-from .style import BOUND, colour, mark, short_bytes
+from .style import BOUND, color, mark, short_bytes
 from .sweep import Sweep
 from .tracks import busy_share
 
@@ -42,10 +42,10 @@ def sweep_plot(sweep: Sweep, *, width: int = 80, height: int = 20) -> Text:
             ticks[round(y(tick)) // 4] = f"{tick:g}x"
     canvas.curve([0, canvas.columns * 2 - 1], [y(1), y(1)], BOUND, dash=3)
     for number in reversed(range(len(names))):
-        canvas.curve(x, [y(v) for v in ratios[number]], colour(number))
+        canvas.curve(x, [y(v) for v in ratios[number]], color(number))
     for at in range(len(x)):
         for number in sorted(range(len(names)), key=lambda number: -ratios[number][at]):
-            canvas.letter(x[at], y(ratios[number][at]), mark(number), colour(number))
+            canvas.letter(x[at], y(ratios[number][at]), mark(number), color(number))
     text = Text(f"{sweep.collective} on {sweep.cluster}: time, as a multiple of the lower bound\n")
     for row, line in enumerate(canvas.lines()):
         text.append(f"{ticks.get(row, ''):>{_LABEL}}{'┤' if row in ticks else '│'}", style="dim")
@@ -71,7 +71,7 @@ def busy_plot(timeline: Timeline, *, width: int = 80, max_rows: int = 16) -> Tex
         if len(label) > 13:
             label = f"{first}-{last}"
         text.append(f"{label:<13.13} ", style="dim")
-        text.append("".join(_SHADES[min(4, math.ceil(s * 4))] for s in shares) + "\n", style=colour(0))
+        text.append("".join(_SHADES[min(4, math.ceil(s * 4))] for s in shares) + "\n", style=color(0))
     end = format_us(timeline.total_us)
     text.append(" " * 14 + "0" + end.rjust(columns - 1) + "\n", style="dim")
     return text.append(" " * 14 + "░ sending up to a quarter of the slot ... █ nearly all of it\n", style="dim")
@@ -83,30 +83,30 @@ class _Canvas:
     def __init__(self, columns: int, rows: int) -> None:
         self.columns, self.rows = columns, rows
         self._dots = [[0] * columns for _ in range(rows)]
-        self._colours = [[""] * columns for _ in range(rows)]
+        self._colors = [[""] * columns for _ in range(rows)]
         self._letters: dict[tuple[int, int], str] = {}
 
-    def curve(self, xs: Sequence[float], ys: Sequence[float], colour: str, *, dash: int = 1) -> None:
+    def curve(self, xs: Sequence[float], ys: Sequence[float], color: str, *, dash: int = 1) -> None:
         """Straight pieces through the points; with `dash` only every dash-th dot."""
         for x in range(round(xs[0]), round(xs[-1]) + 1, dash):
-            self._dot(x, float(np.interp(x, xs, ys)), colour)
+            self._dot(x, float(np.interp(x, xs, ys)), color)
             if dash == 1:
                 # A steep piece needs the dots between this column and the next.
                 here, there = np.interp([x, min(x + 1, xs[-1])], xs, ys)
                 for y in range(round(min(here, there)) + 1, round(max(here, there))):
-                    self._dot(x, y, colour)
+                    self._dot(x, y, color)
 
-    def _dot(self, x: int, y: float, colour: str) -> None:
+    def _dot(self, x: int, y: float, color: str) -> None:
         row, column = round(y) // 4, x // 2
         if 0 <= row < self.rows and 0 <= column < self.columns:
             self._dots[row][column] |= _BRAILLE[round(y) % 4][x % 2]
-            self._colours[row][column] = colour
+            self._colors[row][column] = color
 
-    def letter(self, x: float, y: float, letter: str, colour: str) -> None:
+    def letter(self, x: float, y: float, letter: str, color: str) -> None:
         """A letter instead of the dots of a cell."""
         row, column = min(round(y) // 4, self.rows - 1), min(round(x) // 2, self.columns - 1)
         self._letters[row, column] = letter
-        self._colours[row][column] = colour
+        self._colors[row][column] = color
 
     def lines(self) -> list[Text]:
         """The rows, top first."""
@@ -116,7 +116,7 @@ class _Canvas:
             for column in range(self.columns):
                 dots = self._dots[row][column]
                 letter = self._letters.get((row, column))
-                style = Style(color=self._colours[row][column] or None, bold=letter is not None)
+                style = Style(color=self._colors[row][column] or None, bold=letter is not None)
                 line.append(letter or (chr(0x2800 + dots) if dots else " "), style=style)
             result.append(line)
         return result
@@ -144,7 +144,7 @@ def _size_axis(sizes: Sequence[int], x: Sequence[float], columns: int) -> str:
 def _legend(names: Sequence[str], width: int) -> Text:
     text = Text()
     used = width
-    entries = [(mark(i), name, colour(i)) for i, name in enumerate(names)] + [("⠒", "lower bound", BOUND)]
+    entries = [(mark(i), name, color(i)) for i, name in enumerate(names)] + [("⠒", "lower bound", BOUND)]
     for letter, name, tint in entries:
         if used + len(name) + 5 > width:
             text.append(("\n" if text else "") + " " * (_LABEL + 1))

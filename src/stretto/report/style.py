@@ -22,7 +22,7 @@ BOUND = "#808080"
 MARKS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def colour(index: int) -> str:
+def color(index: int) -> str:
     """The colour of the index-th series."""
     return PALETTE[index % len(PALETTE)]
 

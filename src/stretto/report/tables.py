@@ -99,7 +99,7 @@ def _channels(timeline: Timeline, cluster: Cluster) -> Table:
     for index, channel in enumerate(cluster.channels):
         here = cluster.link_channel == index
         used = here & (timeline.link_bytes > 0)
-        busy = timeline.link_utilisation[used]
+        busy = timeline.link_utilization[used]
         table.add_row(
             Text(channel),
             f"{np.count_nonzero(used)} of {np.count_nonzero(here)}",
@@ -119,7 +119,7 @@ def _links(timeline: Timeline) -> Table:
     for index in order[: min(_BUSIEST, used)].tolist():
         table.add_row(
             Text(timeline.link_names[index]),
-            f"{100 * timeline.link_utilisation[index]:.1f} %",
+            f"{100 * timeline.link_utilization[index]:.1f} %",
             format_bytes(float(timeline.link_bytes[index])),
         )
     if used > _BUSIEST:

@@ -1,11 +1,23 @@
 """Tensors between meshes: unit tasks, who sends them and when, one verified program."""
 
 from .placing import Side, place
-from .plan import SYSTEMS, Placed, Region, ReshardPlan, plan_reshard, plan_tensors
+from .plan import SYSTEMS, BufferRegion, ReshardPlan, ScheduledBundle, plan_reshard, plan_tensors
 from .spec import Layout, Mesh, Spec
 from .tasks import Tensor, UnitTask, decompose
 
 __all__ = [
-    "SYSTEMS", "Layout", "Mesh", "Placed", "Region", "ReshardPlan", "Side", "Spec", "Tensor", "UnitTask", "decompose",
-    "place", "plan_reshard", "plan_tensors",
+    "SYSTEMS",
+    "Layout",
+    "Mesh",
+    "ScheduledBundle",
+    "BufferRegion",
+    "ReshardPlan",
+    "Side",
+    "Spec",
+    "Tensor",
+    "UnitTask",
+    "decompose",
+    "place",
+    "plan_reshard",
+    "plan_tensors",
 ]

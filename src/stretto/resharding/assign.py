@@ -25,7 +25,7 @@ GREEDY_TRIES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class HostTask:
     """A unit task at host level: who could send it, who receives it, how long it takes."""
 
     senders: tuple[int, ...]
@@ -43,17 +43,17 @@ class Assignment:
     total_us: float
 
 
-def jobs_of(bundles: Sequence[Bundle], hosts: Hosts) -> list[Job]:
+def jobs_of(bundles: Sequence[Bundle], hosts: Hosts) -> list[HostTask]:
     """The tasks at host level; hosts that hold a task serve their own devices."""
     jobs = []
     for b in bundles:
         senders = tuple(hosts.groups(b.holders[0]))
         receivers = tuple(g for g in hosts.groups(b.missing) if g not in senders)
-        jobs.append(Job(senders=senders, receivers=receivers, us=b.nbytes / hosts.slowest if receivers else 0.0))
+        jobs.append(HostTask(senders=senders, receivers=receivers, us=b.nbytes / hosts.slowest if receivers else 0.0))
     return jobs
 
 
-def timed(jobs: Sequence[Job], sender: Sequence[int], order: Sequence[int]) -> Assignment:
+def timed(jobs: Sequence[HostTask], sender: Sequence[int], order: Sequence[int]) -> Assignment:
     """Every task as early as those before it on its hosts allow."""
     free: dict[int, float] = defaultdict(float)
     start = [0.0] * len(jobs)
@@ -66,12 +66,12 @@ def timed(jobs: Sequence[Job], sender: Sequence[int], order: Sequence[int]) -> A
     return Assignment(sender=tuple(sender), order=tuple(order), start_us=tuple(start), total_us=total)
 
 
-def naive(jobs: Sequence[Job], seed: int = 0) -> Assignment:
+def naive(jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
     """The first holder sends, tasks as they come."""
     return timed(jobs, [job.senders[0] for job in jobs], range(len(jobs)))
 
 
-def balanced_in_order(jobs: Sequence[Job], seed: int = 0) -> Assignment:
+def balanced_in_order(jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
     """The least loaded holder sends the next task, tasks as they come: what the all-gather baselines do."""
     load: dict[int, float] = defaultdict(float)
     sender = []
@@ -81,7 +81,7 @@ def balanced_in_order(jobs: Sequence[Job], seed: int = 0) -> Assignment:
     return timed(jobs, sender, range(len(jobs)))
 
 
-def load_balance_only(jobs: Sequence[Job], seed: int = 0) -> Assignment:
+def load_balance_only(jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
     """Longest tasks first, each to its least loaded holder (Eq. 4); sent in that order."""
     load: dict[int, float] = defaultdict(float)
     order = sorted(range(len(jobs)), key=lambda j: (-jobs[j].us, j))
@@ -92,7 +92,7 @@ def load_balance_only(jobs: Sequence[Job], seed: int = 0) -> Assignment:
     return timed(jobs, sender, order)
 
 
-def depth_first(jobs: Sequence[Job], seed: int = 0, *, steps: int = DFS_STEPS) -> Assignment:
+def depth_first(jobs: Sequence[HostTask], seed: int = 0, *, steps: int = DFS_STEPS) -> Assignment:
     """Search over orders and senders; branches that cannot beat the best so far are cut, and it ends after `steps`."""
     count = len(jobs)
     best_us, best_sender, best_order = math.inf, tuple[int, ...](), tuple[int, ...]()
@@ -147,7 +147,7 @@ def depth_first(jobs: Sequence[Job], seed: int = 0, *, steps: int = DFS_STEPS) -
     return timed(jobs, best_sender, best_order)
 
 
-def greedy(jobs: Sequence[Job], seed: int = 0, *, tries: int = GREEDY_TRIES) -> Assignment:
+def greedy(jobs: Sequence[HostTask], seed: int = 0, *, tries: int = GREEDY_TRIES) -> Assignment:
     """Again and again the largest set of tasks that share no host, out of some that random orders give."""
     draw = random.Random(seed)
     left = [j for j, job in enumerate(jobs) if job.receivers]
@@ -189,7 +189,7 @@ def greedy(jobs: Sequence[Job], seed: int = 0, *, tries: int = GREEDY_TRIES) -> 
     return timed(jobs, sender, order)
 
 
-def ensemble(jobs: Sequence[Job], seed: int = 0) -> Assignment:
+def ensemble(jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
     """The paper's choice: the better of depth-first search and randomised greedy."""
     found = [greedy(jobs, seed)]
     if len(jobs) <= DFS_TASKS:
@@ -197,7 +197,7 @@ def ensemble(jobs: Sequence[Job], seed: int = 0) -> Assignment:
     return min(found, key=lambda a: a.total_us)
 
 
-ORDERS: dict[str, Callable[[Sequence[Job], int], Assignment]] = {
+ORDERS: dict[str, Callable[[Sequence[HostTask], int], Assignment]] = {
     "naive": naive,
     "in_order": balanced_in_order,
     "load_balance_only": load_balance_only,
@@ -207,7 +207,7 @@ ORDERS: dict[str, Callable[[Sequence[Job], int], Assignment]] = {
 }
 
 
-def assign(name: str, jobs: Sequence[Job], seed: int = 0) -> Assignment:
+def assign(name: str, jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
     """Senders and order by one of `ORDERS`."""
     check_seed(seed)
     if name not in ORDERS:

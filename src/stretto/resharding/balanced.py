@@ -35,7 +35,7 @@ MAX_TRIED_HOPS = 200_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Made:
+class BalancedProgram:
     """A program, and what it came from."""
 
     bundles: list[Bundle]
@@ -47,7 +47,7 @@ class Made:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Hops:
+class ChunkHops:
     """All hops of all chunks, as columns."""
 
     src: list[int]
@@ -77,10 +77,10 @@ class Hops:
 
 def best_program(
     whole: Sequence[Bundle], cluster: Cluster, hosts: Hosts, rank: dict[int, int], *, nbytes: int, bound_us: float
-) -> Made:
+) -> BalancedProgram:
     """The best of some ways, each simulated with both kinds of contention."""
     contentions = ("fair",) if default_contention(cluster) == "fair" else ("fair", "fifo")
-    best: Made | None = None
+    best: BalancedProgram | None = None
     tried = 0
     for way in _ways(whole, hosts, bound_us):
         shares, busiest_us = sender_shares(whole, hosts, relay=way.relay)
@@ -100,7 +100,7 @@ def best_program(
             lines = [simulate(program, cluster, nbytes=nbytes, contention=how) for how in contentions]
             worst = max(lines, key=lambda line: line.total_us)
             if best is None or worst.total_us < best.worst_us * (1 - 1e-9):
-                best = Made(
+                best = BalancedProgram(
                     bundles=bundles, program=program, model_us=float(planned[1].max(initial=0.0)),
                     how=f"{way}{', ' * bool(pace)}{pace}", worst_us=worst.total_us,
                 )  # fmt: skip
@@ -113,7 +113,7 @@ def best_program(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class BalanceOptions:
     """What is tried: to how many hosts a host passes on, whether devices lend their ports, what goes first."""
 
     fan: int
@@ -126,7 +126,7 @@ class Way:
         return f"fan {self.fan}, {ring}, {self.urgency.replace('_', ' ')}{lent}"
 
 
-def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[Way]:
+def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[BalanceOptions]:
     """Chains first; trees where latency counts, up to a sender that serves everybody itself."""
     depth = max(len(hosts.groups(b.missing)) for b in bundles)
     fans = {1}
@@ -135,13 +135,13 @@ def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[
     relays = (False, True) if hosts.several_ports else (False,)
     rings = (True, False) if depth > 1 else (True,)
     return (
-        Way(fan=fan, relay=relay, ring=ring, urgency=urgency)
+        BalanceOptions(fan=fan, relay=relay, ring=ring, urgency=urgency)
         for fan, relay, ring, urgency in product(sorted(fans), relays, rings, URGENCIES)
     )
 
 
 def _arrivals(
-    hops: Hops, order: NDArray[np.intp], planned: NDArray[np.float64], end_us: NDArray[np.float64]
+    hops: ChunkHops, order: NDArray[np.intp], planned: NDArray[np.float64], end_us: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """When each hop could begin in the simulation: what is passed on is so in the order in which it comes."""
     ended = np.empty(len(order))
@@ -153,15 +153,15 @@ def _arrivals(
     return np.array(when)
 
 
-def _program(hops: Hops, order: NDArray[np.intp], rank: dict[int, int], collective: Collective) -> Program:
+def _program(hops: ChunkHops, order: NDArray[np.intp], rank: dict[int, int], collective: Collective) -> Program:
     moves = Moves(rank)
     for j in order.tolist():
         moves.add(hops.src[j], hops.dst[j], hops.chunk[j], reduce=hops.reduce[j], lane=hops.lane[j])
     return moves.program("reshard_stretto", collective)
 
 
-def _hops(bundles: Sequence[Bundle], router: Router, hosts: Hosts, rank: dict[int, int]) -> Hops:
-    h = Hops(
+def _hops(bundles: Sequence[Bundle], router: Router, hosts: Hosts, rank: dict[int, int]) -> ChunkHops:
+    h = ChunkHops(
         src=[], dst=[], chunk=[], reduce=[], parent=[], out_port=[], in_port=[], duration_us=[], done=[], rest=[],
         lane=[], progress=[], step=[],
     )  # fmt: skip

@@ -33,7 +33,7 @@ MAX_BOUND_BUNDLES, MAX_BOUND_DEVICES = 4096, 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Region:
+class BufferRegion:
     """Part of a device's buffer: a box of a tensor in row-major order, at `offset` bytes."""
 
     tensor: int
@@ -43,7 +43,7 @@ class Region:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class ScheduledBundle:
     """One row of the schedule: a bundle, the devices it starts from, and when (simulated)."""
 
     bundle: int
@@ -94,7 +94,7 @@ class ReshardPlan:
         return simulate(self.program, self.cluster, nbytes=self.nbytes, contention=contention)
 
     @cached_property
-    def schedule(self) -> tuple[Placed, ...]:
+    def schedule(self) -> tuple[ScheduledBundle, ...]:
         """Which bundle is sent from where and when, by start."""
         if self.program is None or self.timeline is None:
             return ()
@@ -107,7 +107,7 @@ class ReshardPlan:
             held = {d for alike in bundle.holders for d in alike}
             senders = {self.devices[r] for r in np.unique(self.program.src[mine]).tolist()} & held
             rows.append(
-                Placed(
+                ScheduledBundle(
                     bundle=number,
                     senders=tuple(sorted(senders)),
                     start_us=float(self.timeline.start_us[mine].min()),
@@ -116,22 +116,22 @@ class ReshardPlan:
             )
         return tuple(sorted(rows, key=lambda row: (row.start_us, row.bundle)))
 
-    def inputs(self, device: int) -> list[Region]:
+    def inputs(self, device: int) -> list[BufferRegion]:
         """What a device's input buffer holds, in order: pack this before running the program."""
         return self._regions(lambda b: any(device in alike for alike in b.holders))
 
-    def outputs(self, device: int) -> list[Region]:
+    def outputs(self, device: int) -> list[BufferRegion]:
         """What a device's output buffer holds, in order: unpack this afterwards."""
         return self._regions(lambda b: device in b.receivers)
 
-    def _regions(self, mine: Callable[[Bundle], bool]) -> list[Region]:
-        found: list[Region] = []
+    def _regions(self, mine: Callable[[Bundle], bool]) -> list[BufferRegion]:
+        found: list[BufferRegion] = []
         offset = 0
         for b in self.bundles:
             if mine(b):
                 for t in b.tasks:
                     task = self.tasks[t]
-                    found.append(Region(tensor=task.tensor, box=task.box, offset=offset, nbytes=task.nbytes))
+                    found.append(BufferRegion(tensor=task.tensor, box=task.box, offset=offset, nbytes=task.nbytes))
                     offset += task.nbytes
         return found
 

@@ -18,13 +18,13 @@ from ..programs.lowered import (
     WRITES_DST,
     Lowered,
 )
-from ..programs.streams import Streams
+from ..programs.streams import InstructionStreams
 
 REDUCING = (RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Messages:
+class MessageGraph:
     """The messages of a lowered program as transfers that depend on one another.
 
     A message starts when the instructions before it (in its threadblock, or waited for) have got their messages; it
@@ -47,9 +47,9 @@ class Messages:
     """What the receiving instruction does, per message."""
 
     @classmethod
-    def of(cls, x: Lowered) -> Messages:
+    def of(cls, x: Lowered) -> MessageGraph:
         """The messages of a lowered program (verify it first)."""
-        streams = Streams.of(x)
+        streams = InstructionStreams.of(x)
         # Threadblocks run side by side: what is early in its stream goes first where several are ready.
         order = np.argsort(streams.step[streams.senders], kind="stable")
         senders, receivers = streams.senders[order], streams.receivers[order]
@@ -92,7 +92,7 @@ class Messages:
         return self.count.astype(np.float64) * (float(share[0]) * nbytes)
 
 
-def _received_before(streams: Streams, pop: NDArray[np.int64]) -> list[frozenset[int]]:
+def _received_before(streams: InstructionStreams, pop: NDArray[np.int64]) -> list[frozenset[int]]:
     """For each instruction, the messages that must have come in before it may run (only the last ones of a chain)."""
     count = len(pop)
     before: list[list[int]] = [[] for _ in range(count)]

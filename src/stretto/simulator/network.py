@@ -16,7 +16,7 @@ from ..errors import InvalidInput, unknown
 from ..programs import Lowered, Program, SymmetricProgram
 from ..programs.ir import check_table
 from ..units import MB, format_bytes
-from .messages import Messages
+from .messages import MessageGraph
 from .timeline import Timeline
 
 CONTENTION = ("fifo", "fair")
@@ -56,7 +56,7 @@ def simulate(
         raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
     contention = _physics(cluster, contention, alpha)
     program.verify()
-    moves = Messages.of(program) if isinstance(program, Lowered) else program
+    moves = MessageGraph.of(program) if isinstance(program, Lowered) else program
     links = np.arange(cluster.num_links)
     if isinstance(moves, SymmetricProgram):
         orbit, links = link_orbits(cluster, moves.sizes)
@@ -278,7 +278,7 @@ def _check_casts(
 
 
 def routes_of(
-    program: Program | Messages, cluster: Cluster, channels: Iterable[str] | None = None
+    program: Program | MessageGraph, cluster: Cluster, channels: Iterable[str] | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
     """Each transfer's connection, and its route as an index into ``(ptr, links)``.
 
@@ -293,7 +293,7 @@ def routes_of(
         raise InvalidInput(f"routes: program {program.name} was routed on another cluster than {cluster.name}")
     device = np.array(c.ranks, np.int32)
     connection, ptr, links = _routes(device[program.dst], program.lane, cluster, channels, src=device[program.src])
-    if isinstance(program, Messages) or not program.routes:
+    if isinstance(program, MessageGraph) or not program.routes:
         return connection, connection, ptr, links
     _check_routes(program, cluster)
     own = np.array([link for route in program.routes for link in route], np.int32)
@@ -379,9 +379,9 @@ def _streams(dst: NDArray[np.int32], lane: NDArray[np.integer]) -> tuple[tuple[s
     return tuple(f"to {v // lanes}" + (f" lane {v % lanes}" if lanes > 1 else "") for v in values), stream
 
 
-def _names(program: Program | SymmetricProgram | Messages) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+def _names(program: Program | SymmetricProgram | MessageGraph) -> tuple[tuple[str, ...], NDArray[np.int32]]:
     """Names such as ``c3``, ``+c3`` (reduced) and ``c3 and 2 more``."""
-    if isinstance(program, Messages):
+    if isinstance(program, MessageGraph):
         number = {label: i for i, label in enumerate(dict.fromkeys(program.labels))}
         return tuple(number), np.array([number[label] for label in program.labels], np.int32)
     more = np.diff(program.chunk_ptr) - 1

@@ -39,7 +39,7 @@ class Timeline:
         return len(self.rank)
 
     @cached_property
-    def link_utilisation(self) -> NDArray[np.float64]:
+    def link_utilization(self) -> NDArray[np.float64]:
         """The share of the total time each link spent sending, 0..1."""
         return self.link_busy_us / self.total_us if self.total_us > 0 else np.zeros_like(self.link_busy_us)
 
@@ -47,6 +47,6 @@ class Timeline:
         from ..units import format_us
 
         used = self.link_bytes > 0
-        busy = f", used links {100 * self.link_utilisation[used].mean():.1f} % busy" if used.any() else ""
+        busy = f", used links {100 * self.link_utilization[used].mean():.1f} % busy" if used.any() else ""
         facts = ", ".join(f"{key} {value}" for key, value in self.facts)
         return f"<Timeline {format_us(self.total_us)}: {self.num_spans} spans{busy}{f' ({facts})' if facts else ''}>"

@@ -1,15 +1,34 @@
 """How each parameter of a model is synchronised: represented, built, simulated and searched."""
 
 from .builders import BUILDERS, build
-from .compare import Change, diff, explain
+from .compare import StrategyChange, diff, explain
 from .files import load_model, load_strategy, save_model, save_strategy
 from .kernels import global_step, local_step, to_workload
 from .model import ModelSpec, Variable
-from .representation import NodeConfig, Part, Strategy, Sync
-from .simulate import Simulated, iteration_us, plan_strategy, simulate_strategy
+from .representation import NodeConfig, Strategy, Sync, VariablePart
+from .simulate import SimulatedStrategy, iteration_us, plan_strategy, simulate_strategy
 
 __all__ = [
-    "BUILDERS", "Change", "ModelSpec", "NodeConfig", "Part", "Simulated", "Strategy", "Sync", "Variable", "build",
-    "diff", "explain", "global_step", "iteration_us", "load_model", "load_strategy", "local_step", "plan_strategy",
-    "save_model", "save_strategy", "simulate_strategy", "to_workload",
+    "BUILDERS",
+    "StrategyChange",
+    "ModelSpec",
+    "NodeConfig",
+    "VariablePart",
+    "SimulatedStrategy",
+    "Strategy",
+    "Sync",
+    "Variable",
+    "build",
+    "diff",
+    "explain",
+    "global_step",
+    "iteration_us",
+    "load_model",
+    "load_strategy",
+    "local_step",
+    "plan_strategy",
+    "save_model",
+    "save_strategy",
+    "simulate_strategy",
+    "to_workload",
 ]

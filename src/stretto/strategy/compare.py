@@ -14,7 +14,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class StrategyChange:
     """One decision that two strategies make differently; `part` is -1 where it concerns the whole variable."""
 
     variable: str
@@ -24,7 +24,7 @@ class Change:
     after: str
 
 
-def diff(before: Strategy, after: Strategy) -> list[Change]:
+def diff(before: Strategy, after: Strategy) -> list[StrategyChange]:
     """Every decision that changed; strategies of different models cannot be compared."""
     if before.model_digest != after.model_digest:
         raise InvalidInput(
@@ -39,7 +39,7 @@ def diff(before: Strategy, after: Strategy) -> list[Change]:
     return changes
 
 
-def _node(old: NodeConfig, new: NodeConfig) -> Iterator[Change]:
+def _node(old: NodeConfig, new: NodeConfig) -> Iterator[StrategyChange]:
     if _cut(old) != _cut(new):
         yield _change(old.variable, -1, "partition", _cut(old), _cut(new))
         if bool(old.parts) or bool(new.parts):
@@ -63,8 +63,8 @@ def _kinds(node: NodeConfig) -> str:
     return _counted([sync.kind for sync in node.parts or (node.sync,)])
 
 
-def _change(variable: str, part: int, what: str, before: object, after: object) -> Change:
-    return Change(variable=variable, part=part, what=what, before=_said(before), after=_said(after))
+def _change(variable: str, part: int, what: str, before: object, after: object) -> StrategyChange:
+    return StrategyChange(variable=variable, part=part, what=what, before=_said(before), after=_said(after))
 
 
 def _said(value: object) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import Cluster
-from .kernels import Exchange, Message, global_step
+from .kernels import Message, StepExchange, global_step
 from .kernels.compressor import MEMORY_GB_PER_S
 from .kernels.workload import UPDATE_PASSES
 from .model import ModelSpec
@@ -70,7 +70,7 @@ class Components:
 NAMES = ("uplink_us", "device_us", "serial_us", "exposed_us", "latency_us", "update_us")
 
 
-class CostModel:
+class StrategyCostModel:
     """What strategies cost for one model on one cluster (or on devices known by name)."""
 
     def __init__(self, model: ModelSpec, where: Where) -> None:
@@ -135,7 +135,7 @@ class CostModel:
         """How long an iteration takes, roughly: good for saying which of two strategies is faster."""
         return self.components(strategy).estimate_us
 
-    def _way(self, exchange: Exchange, group: tuple[int, ...], ranks: tuple[int, ...]) -> _Way:
+    def _way(self, exchange: StepExchange, group: tuple[int, ...], ranks: tuple[int, ...]) -> _Way:
         """What a byte of an exchange costs in one group."""
         key = (exchange.kind, group, exchange.root)
         if key not in self._ways:
@@ -175,7 +175,7 @@ def _ways(kind: str, group: tuple[int, ...], root: int) -> list[tuple[int, int, 
     return [(a, b, share) if inward else (b, a, share) for a, b in others]
 
 
-def _steps(exchange: Exchange) -> int:
+def _steps(exchange: StepExchange) -> int:
     widest = max(map(len, exchange.groups))
     if exchange.kind == "all_reduce":
         return 2 * (widest - 1)
@@ -205,4 +205,4 @@ def _flow_gb_per_s(where: Where) -> float:
     return float(where.link_flow_gb_per_s.min()) if isinstance(where, Cluster) and where.num_links else np.inf
 
 
-__all__ = ["NAMES", "THETA", "Components", "CostModel"]
+__all__ = ["NAMES", "THETA", "Components", "StrategyCostModel"]

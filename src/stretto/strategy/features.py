@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cost import NAMES, CostModel, Floats
-from .representation import SYNCHRONISERS, Strategy
+from .cost import NAMES, Floats, StrategyCostModel
+from .representation import SYNCHRONIZERS, Strategy
 
 LARGEST = 6
 """Variables that are looked at one by one: those with the largest gradients."""
@@ -25,16 +25,16 @@ class Features:
     True
     """
 
-    def __init__(self, model: CostModel) -> None:
+    def __init__(self, model: StrategyCostModel) -> None:
         self.cost = model
         variables = model.model.variables
         self._total = max(sum(v.gradient_bytes for v in variables), 1)
         self._largest = [v.name for v in sorted(variables, key=lambda v: -v.gradient_bytes)[:LARGEST]]
         self._host = dict(zip(model.there.devices, model.there.hosts, strict=True))
         self._hosts = [model.there.hosts[ranks[0]] for ranks in model.there.by_host]
-        each = [f"{name}.{what}" for name in self._largest for what in (*SYNCHRONISERS, "parts")]
+        each = [f"{name}.{what}" for name in self._largest for what in (*SYNCHRONIZERS, "parts")]
         self.names = (
-            "estimate", *NAMES, *(f"share.{kind}" for kind in SYNCHRONISERS), "cut", "two_level", "ordered", "encoded",
+            "estimate", *NAMES, *(f"share.{kind}" for kind in SYNCHRONIZERS), "cut", "two_level", "ordered", "encoded",
             "stale", "messages", "largest_message", "last_message", "busiest_server",
             *(f"served.{at}" for at in range(len(self._hosts))), *each,
         )  # fmt: skip
@@ -43,7 +43,7 @@ class Features:
         """Times as logarithms, everything else as shares of the gradient's bytes."""
         parts = self.cost.components(strategy)
         times = [np.log1p(value) for value in (parts.estimate_us, *parts.six)]
-        share = dict.fromkeys(SYNCHRONISERS, 0.0)
+        share = dict.fromkeys(SYNCHRONIZERS, 0.0)
         served = dict.fromkeys(self._hosts, 0.0)
         servers: dict[str, float] = {}
         messages: dict[object, float] = {}
@@ -70,7 +70,7 @@ class Features:
         for name in self._largest:
             node = strategy.node(name)
             kinds = [one.kind for one in (node.parts or (node.sync,))]
-            own += [kinds.count(kind) / len(kinds) for kind in SYNCHRONISERS] + [np.log2(len(kinds)) / 4]
+            own += [kinds.count(kind) / len(kinds) for kind in SYNCHRONIZERS] + [np.log2(len(kinds)) / 4]
         return np.array(
             [*times, *share.values(), cut, level, ordered, encoded, stale, np.log(len(messages)),
              max(messages.values()), last, max(servers.values(), default=0.0), *served.values(), *own]

@@ -26,7 +26,7 @@ from ..cluster import Cluster
 from ..errors import Infeasible
 from ..planner.algebra.nodes import nodes_of
 from ..planner.algebra.options import STOCK_ALGORITHMS
-from ..planner.algebra.recipes import Ask
+from ..planner.algebra.recipes import MotifRequest
 from ..planner.costs.channels import bindings_for
 from ..planner.costs.costs import GRID_RATIO, Motion, SimulatedCosts, launch_us
 from ..planner.schedule.merge import Merge, transfers_of
@@ -50,7 +50,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Flow:
+class MessageFlow:
     """A message alone: how long it takes, the bytes that it puts on each link, and which others it follows.
 
     `queue` names its connections; with `in_order` they serve messages as the program lists them.
@@ -74,13 +74,13 @@ class FlowCosts:
         self.costs = SimulatedCosts(cluster, providers=[_as_listed])
         self._loads: dict[tuple[Motion, str], Floats] = {}
         self._channels: dict[tuple[tuple[int, ...], ...], tuple[tuple[str, ...], float]] = {}
-        self._flows: dict[tuple[object, ...], Flow] = {}
+        self._flows: dict[tuple[object, ...], MessageFlow] = {}
         self._beside: dict[tuple[Motion, str, int, int], float] = {}
 
     def flow(
         self, kind: str, groups: tuple[tuple[int, ...], ...], nbytes: float, *, root: int, how: str, lane: int,
         more_us: float = 0.0,
-    ) -> Flow:  # fmt: skip
+    ) -> MessageFlow:  # fmt: skip
         """The flow of one exchange; `how` is ``stock`` (the library's best), ``direct`` or ``as_listed``.
 
         It takes `more_us` longer to issue than a library does.
@@ -95,7 +95,7 @@ class FlowCosts:
     def _flow(
         self, kind: str, groups: tuple[tuple[int, ...], ...], nbytes: float, root: int, how: str, lane: int,
         more_us: float,
-    ) -> Flow:  # fmt: skip
+    ) -> MessageFlow:  # fmt: skip
         if groups not in self._channels:
             binding = bindings_for(self.cluster, groups)[0]
             self._channels[groups] = binding.channels, launch_us(binding)
@@ -112,12 +112,12 @@ class FlowCosts:
         if best is None:
             raise Infeasible(f"{kind} over {len(groups[0])} ranks: no algorithm of {', '.join(names)}")
         queue: Hashable = (kind, groups, root) if lane < 0 else (lane, groups)
-        return Flow(
+        return MessageFlow(
             us=launch + best[0], load=self._load(motion, best[1], nbytes), queue=queue, in_order=lane >= 0,
             motion=motion, algorithm=best[1], nbytes=nbytes, launch_us=launch,
         )  # fmt: skip
 
-    def beside_others(self, flow: Flow, count: int) -> float:
+    def beside_others(self, flow: MessageFlow, count: int) -> float:
         """The pace of each of so many collectives that are the same and run at the same time, link by link."""
         size = max(round(math.log(max(flow.nbytes, 1.0), GRID_RATIO)), 1)
         key = (flow.motion, flow.algorithm, size, count)
@@ -146,7 +146,7 @@ class FlowCosts:
         return self._loads[key] * nbytes
 
 
-def _as_listed(ask: Ask, cluster: Cluster, nbytes: float) -> dict[str, Callable[[], Program]]:
+def _as_listed(ask: MotifRequest, cluster: Cluster, nbytes: float) -> dict[str, Callable[[], Program]]:
     if ask.kind not in ("all_reduce", "all_gather", "reduce_scatter"):
         return {}
     return {AS_LISTED: lambda: algorithm("ring", ask.kind, ask.group)}
@@ -159,7 +159,7 @@ def flow_costs(cluster: Cluster) -> FlowCosts:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ran:
+class FlowResult:
     """The steady state: time of an iteration, and of one iteration what each link carried."""
 
     period_us: float
@@ -169,7 +169,7 @@ class Ran:
     """While at least one message was under way."""
 
 
-def run(workload: Workload, flows: Mapping[str, Flow], cluster: Cluster) -> Ran:
+def run(workload: Workload, flows: Mapping[str, MessageFlow], cluster: Cluster) -> FlowResult:
     """Iterations until two of them take the same time."""
     lag = max((dep.lag for op in workload.ops for dep in op.after), default=1)
     engine = _Engine(workload, flows, cluster)
@@ -181,11 +181,11 @@ def run(workload: Workload, flows: Mapping[str, Flow], cluster: Cluster) -> Ran:
             break
     period_us = float(steps[-1] if settled else steps[len(steps) // 2 :].mean())
     load = sum((flow.load for flow in flows.values()), np.zeros(cluster.num_links))
-    return Ran(period_us=period_us, settled=settled, link_bytes=load, comm_us=comm_us / iterations)
+    return FlowResult(period_us=period_us, settled=settled, link_bytes=load, comm_us=comm_us / iterations)
 
 
 class _Engine:
-    def __init__(self, workload: Workload, flows: Mapping[str, Flow], cluster: Cluster) -> None:
+    def __init__(self, workload: Workload, flows: Mapping[str, MessageFlow], cluster: Cluster) -> None:
         nodes = nodes_of(workload)
         self._us = nodes.us
         self._waits = nodes.all_waits()
@@ -282,7 +282,7 @@ class _Engine:
 class _Paces:
     """The pace of each flow of a set that is under way together, remembered."""
 
-    def __init__(self, flows: list[Flow], used: NDArray[np.intp], capacity: Floats, costs: FlowCosts) -> None:
+    def __init__(self, flows: list[MessageFlow], used: NDArray[np.intp], capacity: Floats, costs: FlowCosts) -> None:
         self._share, self._capacity = np.array([flow.load[used] / flow.us for flow in flows]), capacity
         self._flows, self._costs = flows, costs
         self._known: dict[tuple[int, ...], Floats] = {}

@@ -15,7 +15,7 @@ from itertools import accumulate, product
 from ..errors import InvalidInput, unknown
 from .model import ModelSpec, Variable
 
-SYNCHRONISERS = ("all_reduce", "parameter_server", "sparse_all_gather", "sharded")
+SYNCHRONIZERS = ("all_reduce", "parameter_server", "sparse_all_gather", "sharded")
 """``parameter_server`` is (Reduce, Broadcast); ``sharded`` is (ReduceScatter, AllGather), as in ZeRO."""
 ENCODERS = ("none", "float16", "bfloat16", "powersgd", "topk", "onebit", "sufficient_factors")
 WITH_AMOUNT: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -72,7 +72,7 @@ class Sync:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class VariablePart:
     """A piece of a variable: where it begins on each axis, and its shape."""
 
     index: int
@@ -97,7 +97,7 @@ class NodeConfig:
     sync: Sync = field(default_factory=Sync)
     parts: tuple[Sync, ...] = ()
 
-    def cut(self, variable: Variable) -> tuple[Part, ...]:
+    def cut(self, variable: Variable) -> tuple[VariablePart, ...]:
         """The parts of a variable; raises `InvalidInput` where it cannot be cut so.
 
         >>> node = NodeConfig(variable="w", partition=((3, 1), 1))
@@ -106,7 +106,7 @@ class NodeConfig:
         """
         shape = variable.shape
         if not self.partition:
-            return (Part(index=0, start=(0,) * len(shape), shape=shape),)
+            return (VariablePart(index=0, start=(0,) * len(shape), shape=shape),)
         if len(self.partition) != len(shape):
             raise InvalidInput(f"{self.variable}.partition: must have {len(shape)} entries, not {len(self.partition)}")
         axes = [self._sizes(axis, self.partition[axis], size) for axis, size in enumerate(shape)]
@@ -114,7 +114,7 @@ class NodeConfig:
             raise InvalidInput(f"{self.variable}.partition: at most {MAX_PARTS} parts")
         spans = [list(zip(accumulate(sizes, initial=0), sizes, strict=False)) for sizes in axes]
         return tuple(
-            Part(index=at, start=tuple(start for start, _ in cell), shape=tuple(size for _, size in cell))
+            VariablePart(index=at, start=tuple(start for start, _ in cell), shape=tuple(size for _, size in cell))
             for at, cell in enumerate(product(*spans))
         )
 
@@ -128,7 +128,7 @@ class NodeConfig:
             raise InvalidInput(f"{where}: sizes {list(cut)} must be > 0 and add up to {size}")
         return list(cut)
 
-    def syncs(self, variable: Variable) -> Iterator[tuple[Part, Sync]]:
+    def syncs(self, variable: Variable) -> Iterator[tuple[VariablePart, Sync]]:
         """Each part and how it is synchronised."""
         parts = self.cut(variable)
         if self.parts and len(self.parts) != len(parts):
@@ -163,8 +163,8 @@ class Strategy:
                 self._check(sync, f"{node.variable}.{'sync' if at == 0 else f'parts[{at - 1}]'}")
 
     def _check(self, sync: Sync, where: str) -> None:
-        if sync.kind not in SYNCHRONISERS:
-            raise InvalidInput(f"{where}.kind: {unknown('synchroniser', sync.kind, SYNCHRONISERS)}")
+        if sync.kind not in SYNCHRONIZERS:
+            raise InvalidInput(f"{where}.kind: {unknown('synchroniser', sync.kind, SYNCHRONIZERS)}")
         for key in ("placement", "transfer", "sequence"):
             names = getattr(sync, key)
             for name in names:

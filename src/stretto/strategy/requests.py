@@ -51,7 +51,7 @@ class _Arm(msgspec.Struct, kw_only=True):
     ddp_mb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
 
 
-class Request(msgspec.Struct, kw_only=True):
+class TrialRequest(msgspec.Struct, kw_only=True):
     """Measure these, one after the other, in so many rounds; each for some iterations to warm up and some timed."""
 
     arms: Annotated[list[_Arm], Meta(max_length=MAX_ARMS)] = []
@@ -67,7 +67,7 @@ class Request(msgspec.Struct, kw_only=True):
         return read_strategy(one.strategy, as_json=True) if one.strategy else Reference(bucket_mb=one.ddp_mb)
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class TrialReply(msgspec.Struct, kw_only=True):
     """The slowest rank's median of every arm in every round (microseconds), or why there is none."""
 
     ranks: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
@@ -75,16 +75,16 @@ class Answer(msgspec.Struct, kw_only=True):
     why: Annotated[list[str], Meta(max_length=MAX_ARMS)]
 
 
-def request(arms: Sequence[Arm], *, rounds: int, warmup: int, timed: int, enough_us: float = 0.0) -> Request:
+def request(arms: Sequence[Arm], *, rounds: int, warmup: int, timed: int, enough_us: float = 0.0) -> TrialRequest:
     """Ask for measurements."""
     asked = [
         _Arm(ddp_mb=arm.bucket_mb) if isinstance(arm, Reference) else _Arm(strategy=strategy_text(arm, as_json=True))
         for arm in arms
     ]
-    return Request(arms=asked, rounds=rounds, warmup=warmup, timed=timed, enough_us=enough_us)
+    return TrialRequest(arms=asked, rounds=rounds, warmup=warmup, timed=timed, enough_us=enough_us)
 
 
-def leave(found: Request | Answer, path: Path) -> None:
+def leave(found: TrialRequest | TrialReply, path: Path) -> None:
     """Write a file whole or not at all: somebody is looking for it."""
     beside = path.with_name(f".{path.name}.part")
     # An arm is a strategy or a bucket size: the other field is left out.
@@ -92,17 +92,26 @@ def leave(found: Request | Answer, path: Path) -> None:
     beside.replace(path)
 
 
-def read_request(path: Path) -> Request:
+def read_request(path: Path) -> TrialRequest:
     """What is asked."""
-    return convert(parse_json(read_text(path, max_bytes=MAX_BYTES), where="request"), Request, where="request")
+    return convert(parse_json(read_text(path, max_bytes=MAX_BYTES), where="request"), TrialRequest, where="request")
 
 
-def read_answer(path: Path) -> Answer:
+def read_answer(path: Path) -> TrialReply:
     """What was found."""
-    return convert(parse_json(read_text(path, max_bytes=MAX_BYTES), where="answer"), Answer, where="answer")
+    return convert(parse_json(read_text(path, max_bytes=MAX_BYTES), where="answer"), TrialReply, where="answer")
 
 
 __all__ = [
-    "DDP_BUCKET_MB", "MAX_ITERATIONS", "MODEL_FILE", "Answer", "Arm", "Reference", "Request", "leave", "read_answer",
-    "read_request", "request",
+    "DDP_BUCKET_MB",
+    "MAX_ITERATIONS",
+    "MODEL_FILE",
+    "TrialReply",
+    "Arm",
+    "Reference",
+    "TrialRequest",
+    "leave",
+    "read_answer",
+    "read_request",
+    "request",
 ]

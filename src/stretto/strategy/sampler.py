@@ -35,7 +35,7 @@ CLASSES = ("small", "large", "sparse")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class VariableChoice:
     """What was drawn for one variable: how it is synchronised, in how many parts along which axis, in which form."""
 
     kind: str = "all_reduce"
@@ -48,7 +48,7 @@ class Choice:
 class Recipe:
     """What was drawn for a strategy: a choice per variable, and what holds for all."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[VariableChoice, ...]
     servers: tuple[str, ...]
     groups: int
     server_groups: int
@@ -91,10 +91,10 @@ class Sampler:
         """One strategy. Variables of a class (small, large, sparse) are mostly alike: independent draws for hundreds
         of variables would all be the same mixture."""
         rng = self._rng
-        choices: list[Choice] = [Choice()] * len(self.model.variables)
+        choices: list[VariableChoice] = [VariableChoice()] * len(self.model.variables)
         for members in self._members.values():
             stray = rng.choice(STRAYS)
-            common: Choice | None = None
+            common: VariableChoice | None = None
             for at in members:
                 variable = self.model.variables[at]
                 if common is None:
@@ -176,7 +176,7 @@ class Sampler:
         made.check(self.model)
         return made
 
-    def _sync(self, choice: Choice, recipe: Recipe) -> Sync:
+    def _sync(self, choice: VariableChoice, recipe: Recipe) -> Sync:
         """A piece before it is placed or grouped."""
         if choice.kind == "parameter_server":
             first = recipe.servers[:1]
@@ -190,9 +190,7 @@ class Sampler:
             sequence = tuple(self.there.devices[rank] for ranks in self.there.by_host for rank in ranks)
         return Sync(kind=choice.kind, transfer=transfer, sequence=sequence, encoder=choice.encoder)
 
-    def _place(
-        self, pieces: Sequence[tuple[float, int, int]], recipe: Recipe, syncs: Sequence[list[Sync]]
-    ) -> None:
+    def _place(self, pieces: Sequence[tuple[float, int, int]], recipe: Recipe, syncs: Sequence[list[Sync]]) -> None:
         """Constraint 2: the largest piece first, each to the server that is then done soonest; merged per server."""
         host_of = dict(zip(self.there.devices, self.there.hosts, strict=True))
         first_hosts = [self.there.hosts[ranks[0]] for ranks in self.there.by_host]
@@ -237,7 +235,7 @@ class Sampler:
             return "sparse"
         return "small" if variable.gradient_bytes < self._small or not variable.shape else "large"
 
-    def _choice(self, variable: Variable) -> Choice:
+    def _choice(self, variable: Variable) -> VariableChoice:
         rng = self._rng
         kind = rng.choice(SPARSE_KINDS if variable.sparse else DENSE_KINDS)
         count = rng.choice((1, 1, 2, len(self.there.by_host), len(self.there.devices), 2 * len(self.there.by_host)))
@@ -246,9 +244,9 @@ class Sampler:
         if not variable.sparse and kind != "sharded":
             exact = ("none", "sufficient_factors") if by_factors(variable) else ("none",)
             encoder = rng.choice((*exact, *LOSSY) if self._lossy else exact)
-        return self._fitting(Choice(kind=kind, parts=count, axis=axis, encoder=encoder), variable)
+        return self._fitting(VariableChoice(kind=kind, parts=count, axis=axis, encoder=encoder), variable)
 
-    def _fitting(self, choice: Choice, variable: Variable) -> Choice:
+    def _fitting(self, choice: VariableChoice, variable: Variable) -> VariableChoice:
         """Constraint 1, and what the variable's shape and gradient allow of a choice."""
         nbytes = variable.gradient_bytes
         parts, axis, encoder = choice.parts, choice.axis, choice.encoder
@@ -285,4 +283,4 @@ def by_factors(variable: Variable) -> bool:
     return variable.factors * sum(variable.shape) < variable.elements
 
 
-__all__ = ["LOSSY", "Choice", "Recipe", "Sampler"]
+__all__ = ["LOSSY", "VariableChoice", "Recipe", "Sampler"]

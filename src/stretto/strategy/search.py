@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import Infeasible, InvalidInput, unknown
 from ..units import MB, MIB, check_seed
 from .builders import build
-from .cost import CostModel, Floats
+from .cost import Floats, StrategyCostModel
 from .decide import Decision, decide
 from .features import Features
 from .learned import NOISE, Ranker, fidelity
@@ -32,7 +32,7 @@ METHODS = ("learned", "random")
 """``random`` is the guided sampler alone, as in the paper's comparison."""
 CANDIDATES = 96
 PER_ROUND = 4
-NEIGHBOURS = 0.5
+NEIGHBORS = 0.5
 """The share of candidates that are neighbours of what was good, once there are trials."""
 FOLDS = 5
 MOST_REJECTED = 0.75
@@ -100,7 +100,7 @@ class _Alone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class StrategyTrial:
     """One run: what was tried, in which round, what the models expected, how long an iteration took."""
 
     number: int
@@ -116,14 +116,14 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class StrategyResult:
     """What a search found."""
 
     best: Strategy
     best_us: float
     usual_us: float
     """Of all-reduce in DDP's buckets, carried out as a strategy."""
-    trials: tuple[Trial, ...]
+    trials: tuple[StrategyTrial, ...]
     levels: tuple[float, ...]
     """The share of candidates that the fidelity level rejected in each round."""
     references: tuple[tuple[Reference, float], ...] = ()
@@ -153,9 +153,9 @@ class Found:
 def search(
     model: ModelSpec, where: Where, run: Try | Bench, *, trials: int = 20, seed: int = 0, method: str = "learned",
     lossy: bool = False, staleness: int = 0, references: Sequence[Reference] = (), confirm: int = CONFIRM,
-    with_builders: bool = True, on_trial: Callable[[Trial], None] | None = None,
+    with_builders: bool = True, on_trial: Callable[[StrategyTrial], None] | None = None,
     on_start: Callable[[str], None] | None = None,
-) -> Found:  # fmt: skip
+) -> StrategyResult:  # fmt: skip
     """The best strategy found in so many trials.
 
     `run` tries one strategy, or is a `Bench`, which can also measure `references` and several strategies at once. They
@@ -190,14 +190,14 @@ class _Candidate:
 class _Search:
     def __init__(
         self, model: ModelSpec, where: Where, bench: Bench, *, trials: int, seed: int, method: str, sampler: Sampler,
-        references: Sequence[Reference], on_trial: Callable[[Trial], None] | None,
+        references: Sequence[Reference], on_trial: Callable[[StrategyTrial], None] | None,
         on_start: Callable[[str], None] | None, confirm: int, with_builders: bool,
     ) -> None:  # fmt: skip
         self._model = model
         self._bench = bench
         self._budget = trials
         self._sampler = sampler
-        self._features = Features(CostModel(model, where))
+        self._features = Features(StrategyCostModel(model, where))
         self._there = resources(where)
         self._ranker = Ranker()
         self._rng = random.Random(seed + 1)
@@ -209,11 +209,11 @@ class _Search:
         self._builders = with_builders and self._learns
         self._references = list(references)
         self._reference_us: list[float] = []
-        self._trials: list[Trial] = []
+        self._trials: list[StrategyTrial] = []
         self._levels: list[float] = []
         self._seen: set[tuple[object, ...]] = set()
 
-    def found(self) -> Found:
+    def found(self) -> StrategyResult:
         for reference in self._references:
             self._on_start(reference.name)
             (time_us,) = self._bench.run_all([reference])
@@ -245,7 +245,7 @@ class _Search:
                 found.append(candidate)
         return found
 
-    def _decided(self, ran: list[Trial]) -> Found:
+    def _decided(self, ran: list[StrategyTrial]) -> StrategyResult:
         """The best few against what would be used without them."""
         usual = self._trials[0]
         known = [at for at, time_us in enumerate(self._reference_us) if math.isfinite(time_us)]
@@ -257,7 +257,7 @@ class _Search:
             best = [usual, *(trial for trial in best if trial is not usual)]
         references = list(range(len(entered))) or ([0] if best[0] is usual else [])
         entered += [(trial.origin, trial.strategy) for trial in best]
-        base = Found(
+        base = StrategyResult(
             best=self._named(ran[0].strategy), best_us=ran[0].iteration_us, usual_us=usual.iteration_us,
             trials=tuple(self._trials), levels=tuple(self._levels), finalists=tuple(entered),
             references=tuple(zip(self._references, self._reference_us, strict=True)),
@@ -298,7 +298,7 @@ class _Search:
         for _ in range(4 * wanted):
             if len(found) >= wanted:
                 break
-            if self._learns and good and self._rng.random() < NEIGHBOURS:
+            if self._learns and good and self._rng.random() < NEIGHBORS:
                 recipe = self._rng.choice(good).recipe
                 assert recipe is not None
                 recipe, strategy = self._sampler.change(recipe)
@@ -394,7 +394,7 @@ class _Search:
                 self._on_start(candidate.origin)
             results += self._bench.run_all([candidate.strategy for candidate in now])
         for candidate, score, result in zip(chosen, scores, results, strict=True):
-            trial = Trial(
+            trial = StrategyTrial(
                 number=len(self._trials), strategy=candidate.strategy, recipe=candidate.recipe,
                 vector=candidate.vector, origin=candidate.origin,
                 estimate_us=self._features.cost.estimate_us(candidate.strategy), score=float(score),
@@ -409,4 +409,4 @@ class _Search:
             self._ranker.fit([t.vector for t in known], [t.iteration_us for t in known])
 
 
-__all__ = ["BUILT", "METHODS", "Bench", "Found", "Trial", "search"]
+__all__ = ["BUILT", "METHODS", "Bench", "StrategyResult", "StrategyTrial", "search"]

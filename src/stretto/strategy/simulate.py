@@ -9,17 +9,17 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..errors import InvalidInput
-from ..planner.api import Planned, planned
+from ..planner.api import PlanResult, planned
 from ..workload import Workload
-from .flows import AS_LISTED, DIRECT, Flow, flow_costs, run
-from .kernels import Step, global_step, workload_of
+from .flows import AS_LISTED, DIRECT, MessageFlow, flow_costs, run
+from .kernels import StrategyStep, global_step, workload_of
 from .kernels.workload import exchange_name
 from .model import ModelSpec
 from .representation import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
+class SimulatedStrategy:
     """One iteration in the steady state."""
 
     iteration_us: float
@@ -43,7 +43,7 @@ class Simulated:
 
 def simulate_strategy(
     strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = (), host_us: float = 0.0
-) -> Simulated:
+) -> SimulatedStrategy:
     """Run a strategy's step on a cluster until iterations take the same time.
 
     With `slowdown` each rank computes so many times as long as the model says. Every message takes
@@ -61,7 +61,7 @@ def simulate_strategy(
     ran = run(workload, flows, cluster)
     busy_us = ran.link_bytes / (cluster.link_gb_per_s * 1e3)
     at = int(np.argmax(busy_us)) if len(busy_us) else -1
-    return Simulated(
+    return SimulatedStrategy(
         iteration_us=ran.period_us, compute_us=workload.compute_us, comm_us=ran.comm_us,
         bound_us=max(workload.compute_us, float(busy_us.max(initial=0.0))),
         busiest_link=cluster.link_name(at) if flows else "", busiest_us=float(busy_us.max(initial=0.0)),
@@ -69,9 +69,7 @@ def simulate_strategy(
     )  # fmt: skip
 
 
-def iteration_us(
-    strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = ()
-) -> float:
+def iteration_us(strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = ()) -> float:
     """How long an iteration takes; see `simulate_strategy`."""
     return simulate_strategy(strategy, model, cluster, slowdown=slowdown).iteration_us
 
@@ -79,7 +77,7 @@ def iteration_us(
 def plan_strategy(
     strategy: Strategy, model: ModelSpec, cluster: Cluster, *, budget_s: float = 30.0, steps: int | None = None,
     seed: int = 0, slowdown: Sequence[float] = (), systems: tuple[str, ...] = ("fifo",),
-) -> Planned:  # fmt: skip
+) -> PlanResult:  # fmt: skip
     """The strategy handed to the joint planner: pieces, order, channels and algorithms of its messages together."""
     _, workload = prepared(strategy, model, cluster, slowdown)
     return planned(workload, cluster, budget_s=budget_s, steps=steps, seed=seed, systems=systems, retime=False)
@@ -87,7 +85,7 @@ def plan_strategy(
 
 def prepared(
     strategy: Strategy, model: ModelSpec, cluster: Cluster, slowdown: Sequence[float] = ()
-) -> tuple[Step, Workload]:
+) -> tuple[StrategyStep, Workload]:
     """The step that a strategy makes on a cluster, and its workload."""
     step = global_step(strategy, model, cluster)
     if step.ranks != tuple(range(step.num_ranks)):
@@ -95,7 +93,7 @@ def prepared(
     return step, workload_of(step, slowdown=slowdown)
 
 
-def flows_of(step: Step, cluster: Cluster, host_us: float = 0.0) -> dict[str, Flow]:
+def flows_of(step: StrategyStep, cluster: Cluster, host_us: float = 0.0) -> dict[str, MessageFlow]:
     """The messages of a step by the names of their comm-ops."""
     if not 0 <= host_us < 1e9:
         raise InvalidInput(f"host_us: must be 0 or more, not {host_us:g}")

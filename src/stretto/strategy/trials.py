@@ -28,7 +28,7 @@ from ..files import convert, parse_json, read_text
 from .files import load_model
 from .model import ModelSpec
 from .representation import Strategy
-from .requests import MAX_ITERATIONS, MODEL_FILE, Arm, Request, leave, read_answer, request
+from .requests import MAX_ITERATIONS, MODEL_FILE, Arm, TrialRequest, leave, read_answer, request
 from .resources import MAX_DEVICES, Resources
 
 TRIAL = "STRETTO_TRIAL"
@@ -49,7 +49,7 @@ Times = list[float]
 """A time for each round, in microseconds."""
 
 
-class Running(Protocol):
+class TrialJob(Protocol):
     """A job that was started."""
 
     def ended(self) -> str | None:
@@ -59,7 +59,7 @@ class Running(Protocol):
         """End it with everything that it has started; its last words."""
 
 
-Start = Callable[[Mapping[str, str]], Running]
+Start = Callable[[Mapping[str, str]], TrialJob]
 """Starts the job with these variables added to its environment."""
 
 
@@ -87,7 +87,7 @@ class Trials:
         self.starts = 0
         """How often the job was started."""
         self._start = start
-        self._job: Running | None = None
+        self._job: TrialJob | None = None
         self._place: Path | None = None
         self._asked = 0
         self._least_us = 0.0
@@ -202,7 +202,7 @@ class Trials:
             if job is not None and place is not None:
                 if job.ended() is None:
                     with contextlib.suppress(OSError):
-                        leave(Request(), place / f"{self._asked}.json")
+                        leave(TrialRequest(), place / f"{self._asked}.json")
                 said = job.end()
         finally:
             if place is not None:
@@ -280,4 +280,4 @@ def _tail(file: int) -> str:
     return (error or " | ".join(lines[-TAIL_LINES:]))[:TAIL_CHARACTERS] or "nothing was said"
 
 
-__all__ = ["TIMED", "WARMUP", "Running", "Start", "Times", "Trials", "command", "named"]
+__all__ = ["TIMED", "WARMUP", "TrialJob", "Start", "Times", "Trials", "command", "named"]

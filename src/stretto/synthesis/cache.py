@@ -29,7 +29,7 @@ from .certificate import Synthesis
 from .matching import same_task
 
 if TYPE_CHECKING:
-    from .makers import Problem
+    from .makers import SynthesisProblem
 
 VARIABLE = "STRETTO_CACHE"
 ROOMS = ("algorithms", "programs", "simulator", "synthesis")
@@ -57,7 +57,7 @@ class Cache:
     folder: Path
 
     @classmethod
-    def of(cls, problem: Problem, options: Mapping[str, Any]) -> Cache:
+    def of(cls, problem: SynthesisProblem, options: Mapping[str, Any]) -> Cache:
         """Where the result of this search belongs."""
         sketch = problem.sketch
         asked = {
@@ -85,7 +85,7 @@ class Cache:
         """The certificate, and the checksum of the program's file."""
         return self.folder / f"{self.key}.json"
 
-    def load(self, problem: Problem) -> Synthesis | None:
+    def load(self, problem: SynthesisProblem) -> Synthesis | None:
         """The result, proved and simulated anew; None if there is none that can be trusted."""
         if not self.certificate_file.exists():
             return None
@@ -95,7 +95,7 @@ class Cache:
             log.warning("cache entry ignored: %s", error)
             return None
 
-    def _read(self, problem: Problem) -> Synthesis:
+    def _read(self, problem: SynthesisProblem) -> Synthesis:
         where = str(self.certificate_file)
         data = parse_json(read_text(self.certificate_file), where=where)
         if not isinstance(data, dict) or not isinstance(data.get("result"), str):
@@ -108,7 +108,7 @@ class Cache:
         self._check(program, problem, certificate.time_us)
         return Synthesis(program=program, certificate=certificate, candidates=candidates, cached=True)
 
-    def _check(self, program: Program, problem: Problem, time_us: float) -> None:
+    def _check(self, program: Program, problem: SynthesisProblem, time_us: float) -> None:
         program.verify()
         if not same_task(program.collective, problem.collective):
             raise InvalidInput(f"{self.program_file}: does {program.collective!r}, not {problem.collective!r}")

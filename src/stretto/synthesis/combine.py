@@ -87,14 +87,10 @@ def refine(program: Program, factor: int, *, split: bool = True) -> Program:
     else:
         chunk = (program.chunk[:, None] * factor + piece).ravel()
         ptr = ptr * factor
-    return _assemble(
-        program.name, like(collective, chunks=collective.chunks * factor), [program], order, ptr, chunk
-    )
+    return _assemble(program.name, like(collective, chunks=collective.chunks * factor), [program], order, ptr, chunk)
 
 
-def inverse(
-    program: Program, cluster: Cluster, *, nbytes: float = DEFAULT_BYTES, alpha: str = "pipelined"
-) -> Program:
+def inverse(program: Program, cluster: Cluster, *, nbytes: float = DEFAULT_BYTES, alpha: str = "pipelined") -> Program:
     """The program run backwards: what was copied out is now summed (or collected) along the same ways.
 
     All-gather becomes reduce-scatter, broadcast becomes reduce, gather and scatter (and the ways back) each other,
@@ -301,7 +297,7 @@ def _joined(halves: list[Program], cluster: Cluster, nbytes: float, alpha: str) 
     yield joined(late, apart)
     if plain.num_transfers > MAX_RANKED:
         return
-    work = Work.of(plain, cluster, nbytes, alpha)
+    work = TransferJobs.of(plain, cluster, nbytes, alpha)
     begun = np.arange(len(late)) >= first.num_transfers
     tail = work.remaining_us()
     # What has farthest to go; the first half before the second; the second before the first; whatever is ready.
@@ -322,7 +318,7 @@ def _kept(program: Program, order: Order) -> Order:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
+class TransferJobs:
     """A program's transfers as jobs: what each waits for, the links it needs and for how long."""
 
     waits: list[int]
@@ -332,7 +328,7 @@ class Work:
     arrives_us: list[float]
 
     @classmethod
-    def of(cls, program: Program, cluster: Cluster, nbytes: float, alpha: str) -> Work:
+    def of(cls, program: Program, cluster: Cluster, nbytes: float, alpha: str) -> TransferJobs:
         """The jobs of a program on a cluster."""
         _, route, ptr, link = routes_of(program, cluster)
         follows: list[list[int]] = [[] for _ in range(program.num_transfers)]

@@ -40,7 +40,7 @@ Ints = NDArray[np.int64]
 Progress = Callable[[str, float], None]
 
 
-def synthesise(
+def synthesize(
     collective: Collective,
     cluster: Cluster,
     *,
@@ -54,7 +54,7 @@ def synthesise(
     """The best composition for ranks that lie in equal numbers on several hosts.
 
     >>> from stretto import GB
-    >>> synthesise(AllGather(16), Cluster.load("dgx_a100:2"), nbytes=GB, pieces=[1]).name
+    >>> synthesize(AllGather(16), Cluster.load("dgx_a100:2"), nbytes=GB, pieces=[1]).name
     'compose(inside=ring,between=direct)'
     """
     check_seed(seed)
@@ -64,7 +64,7 @@ def synthesise(
     if max(collective.ranks) >= cluster.num_devices:
         raise InvalidInput(f"ranks: device {max(collective.ranks)} does not exist in {cluster.name}")
     grid = host_grid(collective, cluster)
-    search = Search(
+    search = CompositionSearch(
         cluster=cluster, nbytes=nbytes, alpha=alpha, seed=seed, pieces=pieces, deadline=deadline,
         tell=progress or (lambda message, fraction: None),
     )  # fmt: skip
@@ -107,7 +107,7 @@ def host_grid(collective: Collective, cluster: Cluster) -> Ints:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class LevelAlgorithm:
     """An algorithm inside one host, or between hosts: its ranks are local numbers, or hosts."""
 
     name: str
@@ -115,21 +115,21 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trial:
+class CompositionTrial:
     """What one composition took."""
 
     us: float
     connections: int
     chunks: int
-    inside: Part
-    between: Part
+    inside: LevelAlgorithm
+    between: LevelAlgorithm
 
     def program(self, collective: Collective, grid: Ints) -> Program:
         """The composition itself."""
         return composed(like(collective, chunks=self.chunks), grid, self.inside, self.between)
 
 
-def plainest(trials: Sequence[Trial]) -> Trial:
+def plainest(trials: Sequence[CompositionTrial]) -> CompositionTrial:
     """Of those that are about as fast as the fastest, the one with the fewest connections.
 
     Connections share ports in an order that only the plan knows; the fewer there are, the nearer a runtime, which runs
@@ -140,7 +140,7 @@ def plainest(trials: Sequence[Trial]) -> Trial:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Search:
+class CompositionSearch:
     """Where and for what the parts are compared."""
 
     cluster: Cluster
@@ -155,14 +155,14 @@ class Search:
         """The plainest of about the fastest."""
         return plainest(self.trials(collective, grid)).program(collective, grid)
 
-    def trials(self, collective: Collective, grid: Ints) -> list[Trial]:
+    def trials(self, collective: Collective, grid: Ints) -> list[CompositionTrial]:
         """All parts in the coarsest cut, then the two best ways inside a host, and the plainest, in finer ones."""
         cuts = list(_cuts(collective, self.pieces))
         chosen = [*product(*self.parts(collective, grid))]
-        tried: list[Trial] = []
+        tried: list[CompositionTrial] = []
         for at, count in enumerate(cuts):
             finer = like(collective, chunks=collective.chunks * count)
-            now: list[Trial] = []
+            now: list[CompositionTrial] = []
             for inside, between in chosen:
                 if tried and time.monotonic() > self.deadline:
                     break
@@ -170,7 +170,7 @@ class Search:
                 run = simulate(program, self.cluster, nbytes=self.nbytes, contention="fifo", alpha=self.alpha)
                 self.tell(f"{program.name}: {run.total_us:.6g} us", (at + 1) / len(cuts))
                 pairs = np.unique(program.src.astype(np.int64) * program.collective.num_ranks + program.dst)
-                trial = Trial(
+                trial = CompositionTrial(
                     us=run.total_us, connections=len(pairs), chunks=finer.chunks, inside=inside, between=between
                 )
                 now.append(trial)
@@ -180,26 +180,28 @@ class Search:
             chosen = [(t.inside, t.between) for t in dict.fromkeys([*ways[:2], *map(plainest, [now] if now else [])])]
         return tried
 
-    def parts(self, collective: Collective, grid: Ints) -> tuple[list[Part], list[Part]]:
+    def parts(self, collective: Collective, grid: Ints) -> tuple[list[LevelAlgorithm], list[LevelAlgorithm]]:
         """What may run inside a host, and between hosts."""
         hosts, local = grid.shape
         devices = [collective.ranks[rank] for rank in grid[0].tolist()]
-        inside = [Part(name="direct", program=algorithm("direct", collective.kind, devices))]
-        between = [Part(name="direct", program=algorithm("direct", collective.kind, hosts))]
+        inside = [LevelAlgorithm(name="direct", program=algorithm("direct", collective.kind, devices))]
+        between = [LevelAlgorithm(name="direct", program=algorithm("direct", collective.kind, hosts))]
         make = AllToAll if collective.kind == "all_to_all" else AllGather
         with suppress(Infeasible):  # a host whose devices only meet outside: the other ways serve
-            made = greedy.synthesise(
+            made = greedy.synthesize(
                 make(devices), self.cluster, nbytes=self.nbytes / hosts, budget_s=INSIDE_S, seed=self.seed,
                 alpha=self.alpha, pieces=[1],
             )  # fmt: skip
-            inside.append(Part(name="greedy", program=made))
+            inside.append(LevelAlgorithm(name="greedy", program=made))
         if collective.kind == "all_gather":
-            inside.append(Part(name="ring", program=algorithm("ring", "all_gather", devices, cluster=self.cluster)))
-            between.append(Part(name="ring", program=algorithm("ring", "all_gather", hosts)))
+            inside.append(
+                LevelAlgorithm(name="ring", program=algorithm("ring", "all_gather", devices, cluster=self.cluster))
+            )
+            between.append(LevelAlgorithm(name="ring", program=algorithm("ring", "all_gather", hosts)))
             for parts, count in ((inside, local), (between, hosts)):
                 if is_power_of_two(count):
                     program = algorithm("recursive_doubling", "all_gather", count)
-                    parts.append(Part(name="recursive_doubling", program=program))
+                    parts.append(LevelAlgorithm(name="recursive_doubling", program=program))
         return inside, between
 
 
@@ -212,7 +214,7 @@ def _cuts(collective: Collective, pieces: Sequence[int] | None) -> Iterator[int]
             yield count
 
 
-def composed(collective: Collective, grid: Ints, inside: Part, between: Part) -> Program:
+def composed(collective: Collective, grid: Ints, inside: LevelAlgorithm, between: LevelAlgorithm) -> Program:
     """One program from both parts, verified; `grid` says which rank has which host and local number."""
     steps = Steps()
     build = _to_rails if collective.kind == "all_to_all" else _from_rails

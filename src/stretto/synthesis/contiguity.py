@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import Infeasible
 from .milp import Milp, solve
-from .ordering import Tasks
+from .ordering import SendTasks
 
 MAX_MERGED = 6
 RUNS = (2, 3, 4, 6)
@@ -29,15 +29,15 @@ WORTH_US = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Messages:
+class MessageSchedule:
     """A plan: message m starts at ``start_us[m]`` and carries the sends ``sends[m]``, all over one hop."""
 
-    tasks: Tasks
+    tasks: SendTasks
     start_us: NDArray[np.float64]
     sends: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def single(cls, tasks: Tasks, start_us: NDArray[np.float64]) -> Messages:
+    def single(cls, tasks: SendTasks, start_us: NDArray[np.float64]) -> MessageSchedule:
         """Every send for itself."""
         return cls(tasks=tasks, start_us=start_us, sends=tuple((t,) for t in range(tasks.count)))
 
@@ -54,7 +54,7 @@ class Messages:
         """When everything has arrived, by plan."""
         return float(self.ends_us.max(initial=0.0))
 
-    def joined(self, pairs: set[tuple[int, int]]) -> Messages | None:
+    def joined(self, pairs: set[tuple[int, int]]) -> MessageSchedule | None:
         """The plan in which these neighbours on a hop go together; None if they would wait in a circle."""
         following = dict(pairs)
         later = set(following.values())
@@ -66,10 +66,10 @@ class Messages:
                     group.append(following[group[-1]])
                 groups.append(tuple(group))
         start = _replan(self.tasks, groups, [max(float(self.start_us[t]) for t in group) for group in groups])
-        return None if start is None else Messages(tasks=self.tasks, start_us=start, sends=tuple(groups))
+        return None if start is None else MessageSchedule(tasks=self.tasks, start_us=start, sends=tuple(groups))
 
 
-def _replan(tasks: Tasks, groups: list[tuple[int, ...]], wanted: list[float]) -> NDArray[np.float64] | None:
+def _replan(tasks: SendTasks, groups: list[tuple[int, ...]], wanted: list[float]) -> NDArray[np.float64] | None:
     """Start times of messages in the wanted order, each after what brings its chunks."""
     alpha = tasks.problem.logical.hops.alpha_us
     owner = {t: m for m, group in enumerate(groups) for t in group}
@@ -101,27 +101,27 @@ def _replan(tasks: Tasks, groups: list[tuple[int, ...]], wanted: list[float]) ->
     return start if done == len(groups) else None
 
 
-def neighbours(plan: Messages) -> list[tuple[int, int]]:
+def neighbors(plan: MessageSchedule) -> list[tuple[int, int]]:
     """Sends that follow one another on a hop, where alpha is worth saving."""
     tasks = plan.tasks
     by_hop: dict[int, list[int]] = {}
     for t in np.argsort(plan.start_us, kind="stable").tolist():
         by_hop.setdefault(tasks.hop[t], []).append(t)
     alpha = tasks.problem.logical.hops.alpha_us
-    return [
-        pair
-        for hop, sends in by_hop.items()
-        if alpha[hop] > WORTH_US
-        for pair in pairwise(sends)
-    ]
+    return [pair for hop, sends in by_hop.items() if alpha[hop] > WORTH_US for pair in pairwise(sends)]
 
 
 def merge(
-    plan: Messages, score: Callable[[Messages], float], *, limit_s: float, seed: int = 0, solver: str = "highs"
-) -> tuple[Messages, float]:
+    plan: MessageSchedule,
+    score: Callable[[MessageSchedule], float],
+    *,
+    limit_s: float,
+    seed: int = 0,
+    solver: str = "highs",
+) -> tuple[MessageSchedule, float]:
     """The best plan found, by what `score` (the simulator) says, and its time."""
     best, best_us = plan, score(plan)
-    candidates = neighbours(plan)
+    candidates = neighbors(plan)
     if not plan.tasks.problem.blocking or not candidates:
         return best, best_us
     end = time.monotonic() + limit_s
@@ -145,7 +145,7 @@ def merge(
 
 
 def _moves(
-    plan: Messages, candidates: list[tuple[int, int]], rng: np.random.Generator
+    plan: MessageSchedule, candidates: list[tuple[int, int]], rng: np.random.Generator
 ) -> Iterator[tuple[set[tuple[int, int]], set[tuple[int, int]]]]:
     """Pairs to part and pairs to join: runs of a length on all hops of one alpha, on one hop, then single pairs."""
     alpha = plan.tasks.problem.logical.hops.alpha_us
@@ -176,7 +176,7 @@ def _longest(pairs: set[tuple[int, int]]) -> int:
 
 
 def _exact(
-    plan: Messages, candidates: Sequence[tuple[int, int]], *, limit_s: float, seed: int, solver: str
+    plan: MessageSchedule, candidates: Sequence[tuple[int, int]], *, limit_s: float, seed: int, solver: str
 ) -> set[tuple[int, int]]:
     """Which neighbours travel together when the order on every link stays as planned: the least time (appendix B.3)."""
     tasks = plan.tasks
@@ -217,7 +217,12 @@ def _exact(
 
 
 def _in_order(
-    plan: Messages, model: Milp, start: list[int], end: list[int], together: dict[tuple[int, int], int], horizon: float
+    plan: MessageSchedule,
+    model: Milp,
+    start: list[int],
+    end: list[int],
+    together: dict[tuple[int, int], int],
+    horizon: float,
 ) -> None:
     """A physical link serves its sends in the order of the plan, one after the other unless they go together."""
     served: dict[int, list[int]] = {}

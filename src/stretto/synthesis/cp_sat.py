@@ -25,7 +25,7 @@ def available() -> bool:
     return find_spec("ortools") is not None
 
 
-def minimise(task: dict[str, Any], *, limit_s: float) -> tuple[str, list[int] | None, float]:
+def minimize(task: dict[str, Any], *, limit_s: float) -> tuple[str, list[int] | None, float]:
     """``optimal``, ``feasible``, ``infeasible`` or ``unknown``; the values; a bound on the cost.
 
     The task has integer `lower`, `upper`, `cost` per column, `rows` of (lower or null, upper or null, columns,
@@ -53,7 +53,7 @@ def decide(count: int, rows: Sequence[Row], *, limit_s: float, seed: int) -> tup
         for first, second, bound, equal in rows
     ]
     task = {"lower": [0] * count, "upper": [1] * count, "cost": [0] * count, "rows": limits, "hint": None, "gap": 0.0}
-    status, values, _ = minimise({**task, "seed": seed}, limit_s=limit_s)
+    status, values, _ = minimize({**task, "seed": seed}, limit_s=limit_s)
     return "feasible" if status == "optimal" else status, None if values is None else [v == 1 for v in values]
 
 

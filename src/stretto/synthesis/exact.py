@@ -21,8 +21,8 @@ from ..simulator import lower_bound, simulate
 from ..units import check_seed
 from . import cp_sat
 from .combine import INVERSE, all_reduce_from, inverse, like, reversed_cluster
-from .exact_grid import Move, Net, label
-from .exact_models import Flow, Model, Reduced, Spread
+from .exact_grid import HopNetwork, Move, label
+from .exact_models import AllReduceModel, CopyModel, SingleDestination, SlotModel
 
 SOLVERS = ("auto", "cp-sat", "highs")
 INVERTED = ("reduce_scatter", "reduce")
@@ -51,7 +51,7 @@ class ExactResult:
         return max(0.0, self.time_us / self.proved_bound_us - 1) if self.proved_bound_us > 0 else 0.0
 
 
-def synthesise(
+def synthesize(
     collective: Collective,
     cluster: Cluster,
     *,
@@ -130,20 +130,20 @@ class _Search:
 
     def spread(self, collective: Collective, cluster: Cluster) -> ExactResult:
         """Any collective in which chunks are only copied."""
-        net = Net.of(collective, cluster, nbytes=self.nbytes, alpha=self.alpha, channels=self.channels)
+        net = HopNetwork.of(collective, cluster, nbytes=self.nbytes, alpha=self.alpha, channels=self.channels)
         down, up = net.grids
         exact = up is down
-        plain = Spread(collective, net, down)
+        plain = CopyModel(collective, net, down)
         least = plain.least_slots()
         bound = lower_bound(collective, cluster, self.nbytes, channels=self.channels).total_us
-        kind = Flow if plain.single() else Spread
+        kind = SingleDestination if plain.single() else CopyModel
         # On an exact grid a bound between two slots counts as the next one.
         known = math.ceil(bound / down.slot_us - 1e-6) if exact else math.floor(bound / down.slot_us + 1e-6)
         first = max(least, known)
         proved, moves = self.climb(partial(kind, collective, net, down), first, 1.0 if exact else 0.4)
         bound = max(bound, proved * down.slot_us)
         if not exact:
-            first = max(Spread(collective, net, up).least_slots(), math.ceil(bound / up.slot_us - 1e-6))
+            first = max(CopyModel(collective, net, up).least_slots(), math.ceil(bound / up.slot_us - 1e-6))
             _, moves = self.climb(partial(kind, collective, net, up), first, 1.0)
         if moves is None:
             raise SearchTimeout(f"exact: no schedule found in {self.budget_s:g} s; at least {bound:g} us are needed")
@@ -153,14 +153,14 @@ class _Search:
         n = collective.num_ranks
         if collective.num_chunks % n:
             raise Infeasible(f"chunks: exact all-reduce needs a multiple of {n} chunks, not {collective.num_chunks}")
-        net = Net.of(collective, cluster, nbytes=self.nbytes, alpha=self.alpha, channels=self.channels)
+        net = HopNetwork.of(collective, cluster, nbytes=self.nbytes, alpha=self.alpha, channels=self.channels)
         down, up = net.grids
-        counted = Reduced(collective, net, down).least_slots() * down.slot_us
+        counted = AllReduceModel(collective, net, down).least_slots() * down.slot_us
         bound = max(lower_bound(collective, cluster, self.nbytes, channels=self.channels).total_us, counted)
         found = self.two_halves(collective, cluster)
         first = math.ceil(bound / up.slot_us - 1e-6)
         last = math.ceil(self.time_us(found[0], cluster) / up.slot_us - 1e-6) - 1 if found else None
-        _, moves = self.climb(partial(Reduced, collective, net, up), first, 1.0, last)
+        _, moves = self.climb(partial(AllReduceModel, collective, net, up), first, 1.0, last)
         if moves is not None:
             found += net.programs(collective, up, moves)
         if not found:
@@ -186,7 +186,7 @@ class _Search:
         return _Search(**(values | {"ends_at": time.monotonic() + share * self.left_s()}))
 
     def climb(
-        self, build: Callable[[int, bool], Model], first: int, share: float, last: int | None = None
+        self, build: Callable[[int, bool], SlotModel], first: int, share: float, last: int | None = None
     ) -> tuple[int, list[Move] | None]:
         """The least horizon not proved too short, and the first schedule found from there on."""
         limit = time.monotonic() + share * self.left_s()

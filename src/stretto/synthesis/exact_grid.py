@@ -41,7 +41,7 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Net:
+class HopNetwork:
     """The hops among a collective's ranks, with their ends as ranks."""
 
     cluster: Cluster
@@ -55,7 +55,7 @@ class Net:
     @classmethod
     def of(
         cls, collective: Collective, cluster: Cluster, *, nbytes: float, alpha: str, channels: tuple[str, ...] | None
-    ) -> Net:
+    ) -> HopNetwork:
         """The net for chunks of the size they have when the collective moves `nbytes`."""
         shares = np.unique(np.round(collective.chunk_share, 15))
         if len(shares) > 1:

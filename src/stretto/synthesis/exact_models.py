@@ -17,20 +17,20 @@ from ..collectives import Collective
 from ..errors import Infeasible
 from ..highs import highspy as load_highspy
 from . import cp_sat
-from .exact_grid import Grid, Move, Net
+from .exact_grid import Grid, HopNetwork, Move
 
 MAX_VARIABLES = 60_000
 
 
 @dataclass(eq=False)
-class Model(ABC):
+class SlotModel(ABC):
     """Binary variables "stage j of hop h begins to send chunk c in slot t", and rows over them.
 
     Rows are ``sum(positive) - sum(negative) <= bound``, or equal to it.
     """
 
     collective: Collective
-    net: Net
+    net: HopNetwork
     grid: Grid
     slots: int = 0
     rigid: bool = False
@@ -132,7 +132,7 @@ class HopVariables:
     arrivals: list[tuple[int, int]]
 
 
-class Spread(Model):
+class CopyModel(SlotModel):
     """Chunks are copied from whoever has them to whoever wants them; any rank may relay."""
 
     def wants(self) -> tuple[list[set[int]], list[set[int]]]:
@@ -214,7 +214,7 @@ class Spread(Model):
         return kept[::-1]
 
 
-class Flow(Spread):
+class SingleDestination(CopyModel):
     """Every chunk goes to one rank only. Chunks for the same rank are interchangeable on the way, so variables say
     "something for rank d", and chunks are told apart afterwards."""
 
@@ -280,7 +280,7 @@ class Flow(Spread):
         return kept
 
 
-class Reduced(Model):
+class AllReduceModel(SlotModel):
     """All-reduce: chunk c is reduced to rank ``c // (chunks per rank)`` along a tree, and from there sent to all."""
 
     def least_slots(self) -> int:
@@ -343,11 +343,11 @@ class Reduced(Model):
                     self.at_most(late + [v for s, v in go if s <= t], [], 1)
 
 
-def _solve_cp_sat(model: Model, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
+def _solve_cp_sat(model: SlotModel, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
     return cp_sat.decide(len(model.keys), model.rows, limit_s=limit_s, seed=seed)
 
 
-def _solve_highs(model: Model, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
+def _solve_highs(model: SlotModel, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
     highspy = load_highspy()
 
     count = len(model.keys)

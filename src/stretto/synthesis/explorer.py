@@ -15,7 +15,7 @@ from ..programs.ir import take_rows
 
 if TYPE_CHECKING:
     from .hops import Hops
-    from .makers import Problem
+    from .makers import SynthesisProblem
     from .sketch import Sketch
 
 MAX_DEVICES = 256
@@ -23,7 +23,7 @@ LATENCY_BYTES = 64_000
 """Below so many bytes per rank more chunks only add messages."""
 
 
-def sketch_variants(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
+def sketch_variants(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
     """The sketches to try for a problem, each with a label: the one that was given, or what the cluster suggests."""
     if problem.sketch is not None:
         return [("", {})]

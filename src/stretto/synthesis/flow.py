@@ -23,7 +23,7 @@ from ..errors import Infeasible
 from ..programs import Program
 from ..simulator import lower_bound, simulate
 from ..units import check_seed
-from .flow_order import Messages, Plan, Planner, messages_of
+from .flow_order import MessageOrder, Planner, RoutedMessages, messages_of
 from .flow_routes import Paths, Traffic, gather, refined, route, traffic_of
 
 PIECES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -85,7 +85,7 @@ class _Search:
         return us
 
 
-def synthesise(
+def synthesize(
     collective: Collective,
     cluster: Cluster,
     *,
@@ -104,7 +104,7 @@ def synthesise(
 
     >>> from stretto import AllToAll
     >>> ring = Cluster.preset("ring", nodes=5, gb_per_s=10.0, alpha_us=0.0)
-    >>> program = synthesise(AllToAll(5), ring, nbytes=5e6)
+    >>> program = synthesize(AllToAll(5), ring, nbytes=5e6)
     >>> simulate(program, ring, nbytes=5e6).total_us
     300.0
     >>> lower_bound(AllToAll(5), ring, nbytes=5e6).reason
@@ -182,11 +182,11 @@ def _gatherings(problem: _Problem, cut: int) -> Iterator[tuple[str, Paths]]:
             yield f"k={cut * p.collective.chunks},gather={turns},load={load:g}", paths
 
 
-def _try_orders(search: _Search, messages: Messages, label: str) -> None:
+def _try_orders(search: _Search, messages: RoutedMessages, label: str) -> None:
     planner = Planner(messages, blocking=search.problem.alpha == "blocking")
-    best: tuple[float, Plan] | None = None
+    best: tuple[float, MessageOrder] | None = None
 
-    def tried(plan: Plan, how: str = "", slack_us: float | None = None) -> bool:
+    def tried(plan: MessageOrder, how: str = "", slack_us: float | None = None) -> bool:
         nonlocal best
         us = search.offer(messages.program(f"flow({label},{plan.rule}{how})", plan, slack_us=slack_us))
         if best is None or us < best[0]:

@@ -21,7 +21,7 @@ MAX_STAGES = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class MessageOrder:
     """When each message starts and ends, and the rule that says so."""
 
     rule: str
@@ -35,7 +35,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Messages:
+class RoutedMessages:
     """Message m goes from rank ``src[m]`` to ``dst[m]`` over ``routes[route[m]]`` with the chunks
     ``chunk[chunk_ptr[m]:chunk_ptr[m+1]]``, once the messages ``after[after_ptr[m]:after_ptr[m+1]]`` have arrived.
     """
@@ -52,7 +52,7 @@ class Messages:
     after_ptr: Ints
     after: Nodes
 
-    def program(self, name: str, plan: Plan, *, slack_us: float | None = None) -> Program:
+    def program(self, name: str, plan: MessageOrder, *, slack_us: float | None = None) -> Program:
         """The program that sends them in the order of a plan.
 
         A link serves whoever asks first, so what a rank has from the start overtakes what it is to relay. With
@@ -79,7 +79,7 @@ class Messages:
 
 def messages_of(
     collective: Collective, cluster: Cluster, traffic: Traffic, paths: Paths, *, nbytes: float, merge: str | None = None
-) -> Messages:
+) -> RoutedMessages:
     """One message per chunk and hop; a hop ends at the next rank on the path.
 
     Chunks that take the same hop share a message where the paths say so, or with `merge`: those that are as many hops
@@ -114,7 +114,7 @@ def messages_of(
     needs = np.flatnonzero(before >= 0)
     pairs = np.unique(group[needs].astype(np.int64) * len(counts) + group[before[needs]])
     waiter, waited = np.divmod(pairs, len(counts))
-    return Messages(
+    return RoutedMessages(
         cluster=cluster,
         collective=collective,
         src=rank_of[cluster.link_src[links[begins[head]]]],
@@ -132,21 +132,21 @@ def messages_of(
 class Planner:
     """Plans for messages: links serve by priority, which the program's order then brings about as far as it can."""
 
-    def __init__(self, messages: Messages, *, blocking: bool) -> None:
+    def __init__(self, messages: RoutedMessages, *, blocking: bool) -> None:
         self._forth, self._back = _Network(messages, blocking, False), _Network(messages, blocking, True)
         turn = (messages.dst - messages.src) % messages.collective.num_ranks
         place = np.argsort(np.argsort(turn, kind="stable"), kind="stable")
         self._spread = 1e-6 * place / max(1, len(place))
 
-    def rules(self) -> Iterator[Plan]:
+    def rules(self) -> Iterator[MessageOrder]:
         """First plans: by turns in which nobody meets, who has most ahead first, who has busy links ahead first."""
-        colours = self._forth.colours(self._back)
-        if colours is not None:
-            yield self._plan("colour", colours)
+        colors = self._forth.colors(self._back)
+        if colors is not None:
+            yield self._plan("colour", colors)
         yield self._plan("far", -self._forth.remaining())
         yield self._plan("crowd", -self._forth.remaining(self._forth.crowd()))
 
-    def turn(self, plan: Plan, shake: Floats | None = None) -> Plan:
+    def turn(self, plan: MessageOrder, shake: Floats | None = None) -> MessageOrder:
         """A plan from another: what ends last there starts first in the reverse traffic, and so back again.
 
         This tightens both ends of a plan; with `shake` (times to be added) it leads to others.
@@ -154,18 +154,18 @@ class Planner:
         end = plan.end_us if shake is None else plan.end_us + shake
         _, back = self._back.times(-end)
         start, end = self._forth.times(-back)
-        return Plan(rule=plan.rule, start_us=start, end_us=end)
+        return MessageOrder(rule=plan.rule, start_us=start, end_us=end)
 
-    def _plan(self, rule: str, key: Floats) -> Plan:
+    def _plan(self, rule: str, key: Floats) -> MessageOrder:
         scale = float(np.abs(key).max(initial=0.0)) or 1.0
         start, end = self._forth.times(key / scale + self._spread)
-        return Plan(rule=rule, start_us=start, end_us=end)
+        return MessageOrder(rule=rule, start_us=start, end_us=end)
 
 
 class _Network:
     """Messages as arrays for the planner; reversed, every path is run through from its end."""
 
-    def __init__(self, messages: Messages, blocking: bool, reverse: bool) -> None:
+    def __init__(self, messages: RoutedMessages, blocking: bool, reverse: bool) -> None:
         m, cluster = messages, messages.cluster
         self.blocking = blocking
         self.count = len(m.src)
@@ -205,7 +205,7 @@ class _Network:
         busy: Floats = moved / self.rate + self.blocking * self.alpha_us * np.bincount(links, minlength=len(self.rate))
         return busy
 
-    def colours(self, back: _Network) -> Floats | None:
+    def colors(self, back: _Network) -> Floats | None:
         """Turns in which no two messages meet on a busy link, where most messages pass two of these.
 
         Turns whose messages wait for others come late, those whose messages are waited for come early; a message
@@ -226,13 +226,11 @@ class _Network:
         edges, left, right = edges[order], links[first][order], links[last][order]
         # A message over one busy link meets others only there.
         right = np.where(left == right, len(crowd) + np.arange(len(right)), right)
-        colour = _native.colour_edges(
-            left.astype(np.int32), right.astype(np.int32), len(crowd), len(crowd) + len(right)
-        )
-        late = np.bincount(colour, (behind - ahead)[edges]) / np.bincount(colour)
+        color = _native.colour_edges(left.astype(np.int32), right.astype(np.int32), len(crowd), len(crowd) + len(right))
+        late = np.bincount(color, (behind - ahead)[edges]) / np.bincount(color)
         turn = np.argsort(np.argsort(late, kind="stable"), kind="stable")
         key = np.full(self.count, np.inf)
-        key[edges] = turn[colour]
+        key[edges] = turn[color]
         for network in (self, back):
             waiter = np.repeat(np.arange(self.count), np.diff(network.after_ptr))
             for _ in range(MAX_STAGES):

@@ -62,14 +62,20 @@ def forests_of(
     most = max(1, MAX_TRANSFERS // 4 // edges) if max_k is None else max_k
     return tuple(
         pack_trees(
-            cluster, collective.ranks, roots, reverse=reverse, max_k=most, max_height=max_height, multiple=multiple,
+            cluster,
+            collective.ranks,
+            roots,
+            reverse=reverse,
+            max_k=most,
+            max_height=max_height,
+            multiple=multiple,
             multicast=copies,
         )
         for reverse in _KINDS[collective.kind]
     )
 
 
-def synthesise(
+def synthesize(
     collective: Collective,
     cluster: Cluster,
     *,
@@ -98,6 +104,7 @@ def synthesise(
 
     if collective.num_ranks == 1:
         raise Infeasible("forest: one rank has nothing to send")
+
     def timed(forests: tuple[Forest, ...], pieces: int, pace: Pace) -> tuple[float, Program]:
         made = _build(collective, forests, pieces, pace)
         return simulate(made, cluster, nbytes=nbytes, alpha=alpha).total_us, made

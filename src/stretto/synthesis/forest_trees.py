@@ -222,7 +222,13 @@ def _pack(graph: Graph, max_k: int, max_height: int, multiple: int) -> tuple[int
 
     def packed() -> _Packed:
         return _native.pack_forest(
-            graph.cluster.num_nodes, graph.src, graph.dst, capacity, graph.terminals, graph.weight * k, max_height,
+            graph.cluster.num_nodes,
+            graph.src,
+            graph.dst,
+            capacity,
+            graph.terminals,
+            graph.weight * k,
+            max_height,
             graph.cluster.num_devices,
         )
 

@@ -53,7 +53,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def synthesise(
+def synthesize(
     collective: Collective,
     cluster: Cluster,
     *,
@@ -71,13 +71,15 @@ def synthesise(
 
     >>> from stretto import AllGather, MB
     >>> torus = Cluster.preset("torus", nodes=16, alpha_us=0.0, gb_per_s=1.0)
-    >>> program = synthesise(AllGather(16), torus, nbytes=16 * MB, pieces=[1])
+    >>> program = synthesize(AllGather(16), torus, nbytes=16 * MB, pieces=[1])
     >>> program.num_transfers, simulate(program, torus, nbytes=16 * MB).total_us
     (240, 4000.0)
     """
     check_seed(seed)
     deadline = time.monotonic() + budget_s
-    search = Search(nbytes=nbytes, seed=seed, alpha=alpha, pieces=pieces, symmetric=symmetric, tell=progress or _quiet)
+    search = GreedySearch(
+        nbytes=nbytes, seed=seed, alpha=alpha, pieces=pieces, symmetric=symmetric, tell=progress or _quiet
+    )
     if max(collective.ranks) >= cluster.num_devices:
         raise InvalidInput(f"ranks: device {max(collective.ranks)} does not exist in {cluster.name}")
     if collective.num_ranks == 1:
@@ -96,7 +98,7 @@ def _quiet(message: str, fraction: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Search:
+class GreedySearch:
     """What every run of a synthesis shares."""
 
     nbytes: float
@@ -128,7 +130,7 @@ class Search:
             finer = collective if count == 1 else like(collective, chunks=collective.chunks * count)
             until = began + 0.6 * left / (len(cuts) - at)
             # The rest is for turning the plan into a program, proving and timing it.
-            plans = _plans(Demand.of(finer, view, self.nbytes), ways, self.seed, until, began + PLANNING * left)
+            plans = _plans(LocalDemand.of(finer, view, self.nbytes), ways, self.seed, until, began + PLANNING * left)
             if not plans:
                 break
             for plan in plans[: FINALISTS if finer.num_chunks * finer.num_ranks <= MAX_MOVES // 4 else 1]:
@@ -171,7 +173,7 @@ def _cuts(collective: Collective, pieces: Sequence[int] | None) -> Iterator[int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Demand:
+class LocalDemand:
     """Who holds what, and who wants it, as the local devices of a quotient see it."""
 
     nbytes: Floats
@@ -183,7 +185,7 @@ class Demand:
     back: NDArray[np.int32]
 
     @classmethod
-    def of(cls, collective: Collective, view: Quotient, nbytes: float) -> Demand:
+    def of(cls, collective: Collective, view: Quotient, nbytes: float) -> LocalDemand:
         """The demand of a collective that copies: everything to all, or each chunk to one rank."""
         chunks, ranks = collective.num_chunks, collective.num_ranks
         holder = np.repeat(np.arange(ranks), np.diff(collective.in_ptr))
@@ -226,7 +228,7 @@ def _translated(collective: Collective, view: Quotient, by: int, sign: int = 1) 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Way:
+class GreedyOptions:
     """One way to decide: which hops, and by which rules."""
 
     view: Quotient
@@ -239,22 +241,22 @@ class Way:
     """A slow link stays idle when the faster ones will bring everything sooner."""
 
 
-def _ways(view: Quotient, *, blocking: bool, mirrored: bool) -> list[Way]:
+def _ways(view: Quotient, *, blocking: bool, mirrored: bool) -> list[GreedyOptions]:
     views = [*filter(None, (_without_shared(view), _without_slowest(view))), view]
     taken = (True,) if blocking else (False, True) if view.alpha_us.any() else (False,)
     patient = (False,) if len(np.unique(view.rate)) == 1 else (True, False)
     once = (True, False) if view.crosses.any() else (False,)
     return [
-        Way(view=v, blocking=b, mirrored=mirrored, once=o, patient=p)
+        GreedyOptions(view=v, blocking=b, mirrored=mirrored, once=o, patient=p)
         for o in once for b in taken for p in patient for v in views
     ]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class HopSchedule:
     """When which hop carries which chunk (as the receiver names it)."""
 
-    way: Way
+    way: GreedyOptions
     start_us: Floats
     arrive_us: Floats
     hop: NDArray[np.int32]
@@ -266,14 +268,14 @@ class Plan:
         return float(self.arrive_us.max(initial=0.0))
 
 
-def _plans(demand: Demand, ways: list[Way], seed: int, until: float, last: float) -> list[Plan]:
+def _plans(demand: LocalDemand, ways: list[GreedyOptions], seed: int, until: float, last: float) -> list[HopSchedule]:
     """Plans made in every way and with several seeds, the shortest first; none is begun after `until`, and one that is
     not done at `last` is given up, so that there may be none.
     """
     usual = float(demand.nbytes.mean())
     far = {id(way.view): way.view.distances(usual) if len(demand.goal) else np.zeros(0) for way in ways}
     goal_us = min(_counting_us(demand, way) for way in ways)
-    found: list[Plan] = []
+    found: list[HopSchedule] = []
     for at in range(RESTARTS * len(ways)):
         way = ways[at % len(ways)]
         plan = _plan(demand, way, far[id(way.view)], seed + at, max(last - time.monotonic(), LEAST_S))
@@ -286,7 +288,7 @@ def _plans(demand: Demand, ways: list[Way], seed: int, until: float, last: float
     return found
 
 
-def _plan(demand: Demand, way: Way, distance: Floats, seed: int, limit_s: float) -> Plan | None:
+def _plan(demand: LocalDemand, way: GreedyOptions, distance: Floats, seed: int, limit_s: float) -> HopSchedule | None:
     view = way.view
     start, arrive, hop, chunk, missing = _native.greedy_schedule(
         num_devices=view.local, hop_src=view.src, hop_dst=view.dst, link_ptr=view.link_ptr, link=view.link,
@@ -299,7 +301,7 @@ def _plan(demand: Demand, way: Way, distance: Floats, seed: int, limit_s: float)
         return None
     if missing:
         raise Infeasible(f"greedy: no hops lead to {missing} of the places where chunks are wanted")
-    return Plan(way=way, start_us=start, arrive_us=arrive, hop=hop, chunk=chunk)
+    return HopSchedule(way=way, start_us=start, arrive_us=arrive, hop=hop, chunk=chunk)
 
 
 def _without_shared(view: Quotient) -> Quotient | None:
@@ -328,7 +330,7 @@ def _without_slowest(view: Quotient) -> Quotient | None:
     return kept if joins_all(*kept.ends(), view.local * view.copies) else None
 
 
-def _counting_us(demand: Demand, way: Way) -> float:
+def _counting_us(demand: LocalDemand, way: GreedyOptions) -> float:
     """When the links into each device could at the earliest have brought all it lacks, were they never idle."""
     if len(demand.goal):
         return 0.0
@@ -346,7 +348,7 @@ def _counting_us(demand: Demand, way: Way) -> float:
 
 
 def _program(
-    name: str, plan: Plan, collective: Collective, hops: Hops, cluster: Cluster, backwards: str = ""
+    name: str, plan: HopSchedule, collective: Collective, hops: Hops, cluster: Cluster, backwards: str = ""
 ) -> Program:
     """The plan with all copies of each transfer, in order of start; backwards it is its mirror image, with sums."""
     view = plan.way.view

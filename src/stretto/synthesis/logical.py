@@ -42,7 +42,7 @@ def default_sketch(cluster: Cluster, collective: Collective | None = None) -> Sk
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Logical:
+class LogicalTopology:
     """What a sketch leaves: hops between *ranks*, and which of them each chunk may take."""
 
     sketch: Sketch
@@ -59,7 +59,7 @@ class Logical:
     """Ranks that hold each chunk at the start, and those that want it and do not have it."""
 
     @classmethod
-    def of(cls, sketch: Sketch, cluster: Cluster, collective: Collective) -> Logical:
+    def of(cls, sketch: Sketch, cluster: Cluster, collective: Collective) -> LogicalTopology:
         """Apply a sketch; raises `InvalidInput` where it does not fit the cluster."""
         if collective.combining:
             raise Infeasible(f"three_stage: {collective.kind} combines chunks; synthesise what it is derived from")

@@ -16,8 +16,8 @@ from ..simulator import simulate
 from .certificate import Candidate, Lowering
 
 if TYPE_CHECKING:
-    from .makers import Problem
-    from .portfolio import Made
+    from .makers import SynthesisProblem
+    from .portfolio import ProvedProgram
 
 FORMATS = ("msccl", "mscclpp")
 """Formats that programs can be lowered for."""
@@ -30,12 +30,12 @@ HOPELESS = 2.0
 
 
 def search_lowering(
-    programs: Sequence[Made],
-    problem: Problem,
+    programs: Sequence[ProvedProgram],
+    problem: SynthesisProblem,
     *,
     budget_s: float,
     report: Callable[[str], None] = lambda message: None,
-) -> tuple[Made, Lowering]:
+) -> tuple[ProvedProgram, Lowering]:
     """Lower programs (fastest first) in several ways, simulate the streams as threadblocks would run them.
 
     Returns the program whose streams are fastest, and these. First the programs of every maker are lowered, from coarse
@@ -67,19 +67,19 @@ def search_lowering(
 
 @dataclass(kw_only=True)
 class _Search:
-    problem: Problem
+    problem: SynthesisProblem
     report: Callable[[str], None]
     deadline: float
-    best: tuple[Made, Lowering] | None = None
+    best: tuple[ProvedProgram, Lowering] | None = None
     tried: list[Candidate] = field(default_factory=list)
-    growing: list[tuple[float, Made, int]] = field(default_factory=list)
+    growing: list[tuple[float, ProvedProgram, int]] = field(default_factory=list)
     """Streams that more instances may make faster: time, program, instances."""
 
     def over(self) -> bool:
         """Whether the time is spent; something is always found first."""
         return self.best is not None and time.monotonic() > self.deadline
 
-    def lower(self, made: Made, instances: int, *, depth: int = 2, better_than: float = float("inf")) -> bool:
+    def lower(self, made: ProvedProgram, instances: int, *, depth: int = 2, better_than: float = float("inf")) -> bool:
         """One way to lower one program, and whether it can be; FIFO depth 2 lets more instructions be fused."""
         name = f"{made.program.name} instances={instances} fifo_depth={depth}"
         self.report(f"lowering {name}")
@@ -106,16 +106,16 @@ class _Search:
         return True
 
 
-def _by_maker(programs: Sequence[Made]) -> list[list[Made]]:
+def _by_maker(programs: Sequence[ProvedProgram]) -> list[list[ProvedProgram]]:
     """The programs of every maker, coarse ones first and none that is hopeless; the cheapest makers come first."""
-    groups: dict[str, list[Made]] = {}
+    groups: dict[str, list[ProvedProgram]] = {}
     for made in sorted(programs, key=lambda made: len(made.program.chunk)):
         if made.time_us <= HOPELESS * programs[0].time_us:
             groups.setdefault(made.maker, []).append(made)
     return sorted(groups.values(), key=lambda group: len(group[-1].program.chunk))
 
 
-def _check_fits(lowered: Lowered, problem: Problem) -> None:
+def _check_fits(lowered: Lowered, problem: SynthesisProblem) -> None:
     """Refuse streams that no runtime of the wanted format would take, on the hosts where they are to run."""
     from ..programs.formats import msccl_xml, mscclpp_json
 

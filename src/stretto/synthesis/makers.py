@@ -32,7 +32,7 @@ PATIENCE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class SynthesisProblem:
     """What is to be made, and under which physics it is judged."""
 
     collective: Collective
@@ -57,7 +57,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class MakerTask:
     """One call of one maker."""
 
     maker: str
@@ -69,7 +69,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Maker:
-    """A module of this package with ``synthesise(collective, cluster, *, nbytes, budget_s, seed, progress, ...)``.
+    """A module of this package with ``synthesize(collective, cluster, *, nbytes, budget_s, seed, progress, ...)``.
 
     It also takes, by name, the fields of the problem that `reads` lists, and those of its own `options` that the user
     gave. Nothing else is passed, and nothing is left out.
@@ -86,7 +86,7 @@ class Maker:
     """The fields of the problem that it takes beside collective, cluster, size and seed."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What can be set for this maker alone: names, and their types for msgspec."""
-    variants: Callable[[Problem], Iterable[tuple[str, dict[str, Any]]]] = lambda problem: [("", {})]
+    variants: Callable[[SynthesisProblem], Iterable[tuple[str, dict[str, Any]]]] = lambda problem: [("", {})]
     """Labels and options of the calls worth making."""
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Maker:
                 raise InvalidInput(f"{error}, not {value!r}") from None
         return found
 
-    def tasks(self, problem: Problem) -> list[Task]:
+    def tasks(self, problem: SynthesisProblem) -> list[MakerTask]:
         """The calls for a problem; raises `Infeasible` with the reason when there are none."""
         kind = problem.collective.kind
         if kind not in self.collectives:
@@ -126,7 +126,7 @@ class Maker:
             raise Infeasible(f"is for up to {self.max_ranks} ranks, not {problem.ranks}")
         listed = list(self.variants(problem))
         return [
-            Task(
+            MakerTask(
                 maker=self.name,
                 label=f"{self.name}:{label}" if label else self.name,
                 weight=self.weight / len(listed),
@@ -135,15 +135,22 @@ class Maker:
             for label, options in listed
         ]
 
-    def run(self, task: Task, problem: Problem, budget_s: float, offer: Offer, progress: Progress) -> None:
+    def run(
+        self, task: MakerTask, problem: SynthesisProblem, budget_s: float, offer: Offer, progress: Progress
+    ) -> None:
         """Make the program and offer it."""
-        synthesise = import_module(f".{self.module}", __package__).synthesise
+        synthesize = import_module(f".{self.module}", __package__).synthesize
         options = {name: getattr(problem, name) for name in self.reads}
 
         def make(collective: Collective, cluster: Cluster, share: float) -> Program:
-            made: Program = synthesise(
-                collective, cluster, nbytes=problem.nbytes, budget_s=share * budget_s, seed=problem.seed,
-                progress=progress, **(options | dict(task.options)),
+            made: Program = synthesize(
+                collective,
+                cluster,
+                nbytes=problem.nbytes,
+                budget_s=share * budget_s,
+                seed=problem.seed,
+                progress=progress,
+                **(options | dict(task.options)),
             )
             return made
 
@@ -153,7 +160,7 @@ class Maker:
             offer(_combined(make, problem))
 
 
-def _combined(make: Callable[[Collective, Cluster, float], Program], problem: Problem) -> Program:
+def _combined(make: Callable[[Collective, Cluster, float], Program], problem: SynthesisProblem) -> Program:
     """A reduction from what its maker can do: an all-gather or broadcast, run backwards; an all-reduce from both."""
     from .combine import INVERSE, all_reduce_from, inverse, like, reversed_cluster
 
@@ -179,19 +186,25 @@ def _is_text(value: Any) -> bool:
 class Library(Maker):
     """The algorithms everybody knows, each with as many chunks as the size is worth."""
 
-    def tasks(self, problem: Problem) -> list[Task]:
+    def tasks(self, problem: SynthesisProblem) -> list[MakerTask]:
         """One task per algorithm that serves the collective."""
         kind = problem.collective.kind
         found = algorithms(kind) if kind in COLLECTIVES else []
         if not found:
             raise Infeasible(f"has no algorithm for {kind}")
         return [
-            Task(maker=self.name, label=f"{self.name}:{one.name}", weight=self.weight / len(found),
-                 options={"algorithm": one.name})
+            MakerTask(
+                maker=self.name,
+                label=f"{self.name}:{one.name}",
+                weight=self.weight / len(found),
+                options={"algorithm": one.name},
+            )
             for one in found
         ]
 
-    def run(self, task: Task, problem: Problem, budget_s: float, offer: Offer, progress: Progress) -> None:
+    def run(
+        self, task: MakerTask, problem: SynthesisProblem, budget_s: float, offer: Offer, progress: Progress
+    ) -> None:
         """Double the number of chunks for as long as that helps."""
         name: str = task.options["algorithm"]
         began, best, worse = time.monotonic(), float("inf"), 0
@@ -200,8 +213,13 @@ class Library(Maker):
         chunks = entry(name).chunks
         while worse < PATIENCE:
             program = algorithm(
-                name, collective.kind, collective.ranks, cluster=problem.cluster, chunks=chunks,
-                in_place=collective.in_place, **options,
+                name,
+                collective.kind,
+                collective.ranks,
+                cluster=problem.cluster,
+                chunks=chunks,
+                in_place=collective.in_place,
+                **options,
             )
             progress(program.name, 0.0)
             took = offer(program)
@@ -223,26 +241,50 @@ def makers() -> dict[str, Maker]:
         Library(name=LIBRARY, module="", collectives=everything, weight=1.0),
         Maker(name="compose", module="compose", collectives=everything, weight=2.0, options={"pieces": list[Count]}),
         Maker(
-            name="greedy", module="greedy", collectives=everything, weight=2.0,
+            name="greedy",
+            module="greedy",
+            collectives=everything,
+            weight=2.0,
             options={"pieces": list[Count], "symmetric": bool},
         ),
         Maker(
-            name="flow", module="flow", collectives=("all_to_all", "all_to_all_v"), weight=2.0, max_ranks=512,
-            reads=("alpha", "contention"), options={"pieces": Count},
+            name="flow",
+            module="flow",
+            collectives=("all_to_all", "all_to_all_v"),
+            weight=2.0,
+            max_ranks=512,
+            reads=("alpha", "contention"),
+            options={"pieces": Count},
         ),
         Maker(
-            name="forest", module="forest", collectives=trees, weight=2.0, max_ranks=512,
+            name="forest",
+            module="forest",
+            collectives=trees,
+            weight=2.0,
+            max_ranks=512,
             options={"max_k": Count, "max_height": Count, "max_transfers": Count, "multicast": bool},
         ),
         Maker(
-            name="exact", module="exact", collectives=everything, weight=2.0, max_ranks=12,
+            name="exact",
+            module="exact",
+            collectives=everything,
+            weight=2.0,
+            max_ranks=12,
             options={"solver": Literal["auto", "highs", "cp-sat"], "channels": list[str]},
         ),
         Maker(
-            name="three_stage", module="three_stage", collectives=(*gathering, "all_to_all"), weight=4.0,
-            max_ranks=64, reduces=False, reads=("alpha", "sketch"), variants=sketch_variants,
+            name="three_stage",
+            module="three_stage",
+            collectives=(*gathering, "all_to_all"),
+            weight=4.0,
+            max_ranks=64,
+            reduces=False,
+            reads=("alpha", "sketch"),
+            variants=sketch_variants,
             options={
-                "solver": Literal["highs", "cpsat"], "solutions": Count, "detour": Annotated[float, Meta(ge=0, le=99)],
+                "solver": Literal["highs", "cpsat"],
+                "solutions": Count,
+                "detour": Annotated[float, Meta(ge=0, le=99)],
             },
         ),
     ]
@@ -277,8 +319,8 @@ def check_options(given: MakerOptions, wanted: Sequence[str] | None) -> dict[str
 
 
 def plan_tasks(
-    problem: Problem, wanted: Sequence[str] | None, options: MakerOptions | None = None
-) -> tuple[list[Task], dict[str, str]]:
+    problem: SynthesisProblem, wanted: Sequence[str] | None, options: MakerOptions | None = None
+) -> tuple[list[MakerTask], dict[str, str]]:
     """The tasks for a problem, and why some makers have none.
 
     Args:
@@ -298,7 +340,7 @@ def plan_tasks(
         if name.partition(":")[0] not in known:
             raise unknown("maker", name, known)
     own = options or {}
-    tasks: list[Task] = []
+    tasks: list[MakerTask] = []
     refused: dict[str, str] = {}
     for name, maker in known.items():
         mine = [a for a in asked if a.partition(":")[0] == name]
@@ -324,7 +366,7 @@ def plan_tasks(
     return tasks, refused
 
 
-def _check_sketch(problem: Problem, at_work: set[str], refused: Mapping[str, str]) -> None:
+def _check_sketch(problem: SynthesisProblem, at_work: set[str], refused: Mapping[str, str]) -> None:
     """Refuse a sketch that nobody would follow."""
     followers = [name for name, maker in makers().items() if "sketch" in maker.reads]
     if problem.sketch is None or at_work & set(followers):

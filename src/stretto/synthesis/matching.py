@@ -46,8 +46,7 @@ def same_task(a: Collective, b: Collective) -> bool:
     if np.any(shift[last] - shift[first] > CLOSE):
         return False
     return all(
-        _adds_up(c, chunk, length[first])
-        for c, chunk in zip((a, b), np.divmod(pair[first], b.num_chunks), strict=True)
+        _adds_up(c, chunk, length[first]) for c, chunk in zip((a, b), np.divmod(pair[first], b.num_chunks), strict=True)
     )
 
 

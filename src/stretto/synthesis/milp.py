@@ -48,7 +48,7 @@ class Milp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solved:
+class MilpSolution:
     """What a solver found: the values of the columns (None: nothing yet), a proved bound, and whether they meet."""
 
     values: NDArray[np.float64] | None
@@ -57,9 +57,14 @@ class Solved:
 
 
 def solve(
-    model: Milp, *, solver: str = "highs", limit_s: float, seed: int = 0, gap: float = 1e-4,
+    model: Milp,
+    *,
+    solver: str = "highs",
+    limit_s: float,
+    seed: int = 0,
+    gap: float = 1e-4,
     start: Sequence[float] | None = None,
-) -> Solved:
+) -> MilpSolution:
     """The best solution inside the time limit; raises `Infeasible` where there is provably none."""
     if solver == "highs":
         return _highs(model, limit_s, seed, gap, start)
@@ -68,12 +73,15 @@ def solve(
     raise unknown("solver", solver, SOLVERS)
 
 
-def _highs(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> Solved:
+def _highs(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> MilpSolution:
     highspy = load_highspy()
 
     h = highspy.Highs()
     for key, value in {
-        "output_flag": False, "threads": 1, "random_seed": seed % (1 << 31), "time_limit": max(limit_s, 0.05),
+        "output_flag": False,
+        "threads": 1,
+        "random_seed": seed % (1 << 31),
+        "time_limit": max(limit_s, 0.05),
         "mip_rel_gap": gap,
     }.items():
         h.setOptionValue(key, value)
@@ -102,10 +110,10 @@ def _highs(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[f
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = np.array(h.getSolution().col_value) if found else None
     bound = info.mip_dual_bound if any(model.integer) else info.objective_function_value
-    return Solved(values=values, bound=float(bound), optimal=status == highspy.HighsModelStatus.kOptimal)
+    return MilpSolution(values=values, bound=float(bound), optimal=status == highspy.HighsModelStatus.kOptimal)
 
 
-def _cpsat(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> Solved:
+def _cpsat(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> MilpSolution:
     if not cp_sat.available():
         raise InvalidInput("solver: cpsat needs OR-Tools; install stretto[solvers]")
     largest = max((u for u, whole in zip(model.upper, model.integer, strict=True) if not whole), default=1.0)
@@ -136,8 +144,8 @@ def _cpsat(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[f
         "gap": gap,
         "seed": seed,
     }
-    status, values, bound = cp_sat.minimise(task, limit_s=max(limit_s, 0.05))
+    status, values, bound = cp_sat.minimize(task, limit_s=max(limit_s, 0.05))
     if status == "infeasible":
         raise Infeasible("the model has no solution")
     found = None if values is None else np.array(values) * np.array(unit)
-    return Solved(values=found, bound=bound / factor, optimal=status == "optimal")
+    return MilpSolution(values=found, bound=bound / factor, optimal=status == "optimal")

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from .routing import Routing, RoutingProblem
 
-Key = Callable[["Tasks"], NDArray[np.float64]]
+Key = Callable[["SendTasks"], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Tasks:
+class SendTasks:
     """A routing as single sends: task t moves ``chunk[t]`` over ``hop[t]`` after task ``before[t]`` (-1: at once)."""
 
     problem: RoutingProblem
@@ -24,7 +24,7 @@ class Tasks:
     hop: list[int]
     before: list[int]
     us: list[float]
-    travelled_us: NDArray[np.float64]
+    traveled_us: NDArray[np.float64]
     """How long the chunk has been on its way before this send, at least."""
     remaining_us: NDArray[np.float64]
     """How long it still takes from the start of this send to the last target behind it, at least."""
@@ -32,7 +32,7 @@ class Tasks:
     """The physical links a send takes, and for how long."""
 
     @classmethod
-    def of(cls, problem: RoutingProblem, routing: Routing) -> Tasks:
+    def of(cls, problem: RoutingProblem, routing: Routing) -> SendTasks:
         """The sends of a routing, each after the one that brings its chunk."""
         src, dst = problem.logical.src_list, problem.logical.dst_list
         chunk: list[int] = []
@@ -47,17 +47,24 @@ class Tasks:
                 hop.append(way)
         sends = [problem.send(c, w) for c, w in zip(chunk, hop, strict=True)]
         us = [alone for alone, _ in sends]
-        travelled, remaining = [0.0] * len(us), list(us)
+        traveled, remaining = [0.0] * len(us), list(us)
         for t, b in enumerate(before):
             if b >= 0:
-                travelled[t] = travelled[b] + us[b]
+                traveled[t] = traveled[b] + us[b]
         for t in range(len(us) - 1, -1, -1):
             if before[t] >= 0:
                 remaining[before[t]] = max(remaining[before[t]], us[before[t]] + remaining[t])
         busy = [links for _, links in sends]
         return cls(
-            problem=problem, routing=routing, chunk=chunk, hop=hop, before=before, us=us, busy=busy,
-            travelled_us=np.array(travelled), remaining_us=np.array(remaining),
+            problem=problem,
+            routing=routing,
+            chunk=chunk,
+            hop=hop,
+            before=before,
+            us=us,
+            busy=busy,
+            traveled_us=np.array(traveled),
+            remaining_us=np.array(remaining),
         )
 
     def end_us(self, start: NDArray[np.float64]) -> float:
@@ -70,7 +77,7 @@ class Tasks:
         return len(self.hop)
 
 
-def schedule(tasks: Tasks, priority: NDArray[np.float64]) -> NDArray[np.float64]:
+def schedule(tasks: SendTasks, priority: NDArray[np.float64]) -> NDArray[np.float64]:
     """Start times: always the send that can start first; of those that start together, the lowest value."""
     free = [0.0] * tasks.problem.logical.hops.cluster.num_links
     start = np.zeros(tasks.count)
@@ -101,7 +108,7 @@ def schedule(tasks: Tasks, priority: NDArray[np.float64]) -> NDArray[np.float64]
     return start
 
 
-def backwards(tasks: Tasks, priority: NDArray[np.float64]) -> NDArray[np.float64]:
+def backwards(tasks: SendTasks, priority: NDArray[np.float64]) -> NDArray[np.float64]:
     """As `schedule`, but from the end: every send as late as it can be. The result is a priority, not a time."""
     free = [0.0] * tasks.problem.logical.hops.cluster.num_links
     waiting = [0] * tasks.count
@@ -134,16 +141,16 @@ def backwards(tasks: Tasks, priority: NDArray[np.float64]) -> NDArray[np.float64
 
 
 VARIANTS: dict[str, Key] = {
-    "longest remaining first": lambda t: -t.remaining_us + 1e-3 * t.travelled_us,
-    "shortest travelled first": lambda t: t.travelled_us - 1e-3 * t.remaining_us,
-    "longest way first": lambda t: -(t.travelled_us + t.remaining_us),
+    "longest remaining first": lambda t: -t.remaining_us + 1e-3 * t.traveled_us,
+    "shortest travelled first": lambda t: t.traveled_us - 1e-3 * t.remaining_us,
+    "longest way first": lambda t: -(t.traveled_us + t.remaining_us),
     "backwards, shortest remaining first": lambda t: backwards(t, t.remaining_us),
-    "backwards, longest travelled first": lambda t: backwards(t, -t.travelled_us),
+    "backwards, longest travelled first": lambda t: backwards(t, -t.traveled_us),
 }
 """The rules of the paper; the ones that go backwards suit switches."""
 
 
-def justify(tasks: Tasks, start: NDArray[np.float64], *, rounds: int = 6) -> NDArray[np.float64]:
+def justify(tasks: SendTasks, start: NDArray[np.float64], *, rounds: int = 6) -> NDArray[np.float64]:
     """Push everything to the end in the order of the plan, then to the front again, for as long as it helps."""
     best, end = start, tasks.end_us(start)
     for _ in range(rounds):
@@ -155,7 +162,7 @@ def justify(tasks: Tasks, start: NDArray[np.float64], *, rounds: int = 6) -> NDA
     return best
 
 
-def priorities(tasks: Tasks, variant: str) -> NDArray[np.float64]:
+def priorities(tasks: SendTasks, variant: str) -> NDArray[np.float64]:
     """A variant's priorities; where the sketch says so, relays send what is their own to other hosts first."""
     found = VARIANTS[variant](tasks)
     logical = tasks.problem.logical

@@ -21,7 +21,7 @@ from ..units import check_seed, format_us
 from .cache import Cache
 from .certificate import Candidate, Certificate, Synthesis, versions
 from .lowering import FORMATS, search_lowering, too_long
-from .makers import LIBRARY, MakerOptions, Problem, Progress, Task, check_options, makers, plan_tasks
+from .makers import LIBRARY, MakerOptions, MakerTask, Progress, SynthesisProblem, check_options, makers, plan_tasks
 from .matching import same_task
 
 CLOSE_ENOUGH = 1e-3
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Made:
+class ProvedProgram:
     """A program that was proved and simulated."""
 
     maker: str
@@ -57,12 +57,12 @@ class Attempt:
     """What one task came to: all its candidates, and the best programs, fastest first."""
 
     candidates: list[Candidate] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
+    made: list[ProvedProgram] = field(default_factory=list)
     crashed: bool = False
     """Whether it ended by a bug, or for want of memory or a package: the same search may come to more another time."""
 
     @classmethod
-    def without(cls, task: Task, reason: str, *, crashed: bool = False) -> Attempt:
+    def without(cls, task: MakerTask, reason: str, *, crashed: bool = False) -> Attempt:
         """A task that made nothing."""
         return cls(candidates=[Candidate(maker=task.label, reason=reason)], crashed=crashed)
 
@@ -76,7 +76,7 @@ class Board:
     began: float
     progress: Progress | None = None
     candidates: list[Candidate] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
+    made: list[ProvedProgram] = field(default_factory=list)
     crashed: bool = False
     """Whether any task has crashed: then the result is not kept."""
 
@@ -86,7 +86,7 @@ class Board:
         return self.began + self.budget_s - time.monotonic()
 
     @property
-    def best(self) -> Made | None:
+    def best(self) -> ProvedProgram | None:
         """The fastest so far."""
         return self.made[0] if self.made else None
 
@@ -121,7 +121,7 @@ class Board:
                 so_far = f"best {format_us(self.best.time_us)}, {100 * gap:.1f} % above the bound, {self.best.maker}; "
             self.progress(so_far + message, min(1.0, 1 - self.left_s / self.budget_s))
 
-    def reporter(self, task: Task) -> Progress:
+    def reporter(self, task: MakerTask) -> Progress:
         """What a task's maker calls to say how far it is."""
         return lambda message, fraction: self.report(f"{task.label}: {message}")
 
@@ -174,7 +174,9 @@ def synthesize(
     problem = replace(problem, lower=form)
     own = check_options(maker_options or {}, makers)
     options = {
-        "budget_s": float(budget_s), "makers": None if makers is None else sorted(makers), "maker_options": own,
+        "budget_s": float(budget_s),
+        "makers": None if makers is None else sorted(makers),
+        "maker_options": own,
     }
     store = Cache.of(problem, options) if cache else None
     found = store.load(problem) if store else None
@@ -184,14 +186,19 @@ def synthesize(
         if store and not crashed:
             store.save(found)
     elif lower:
-        made = Made(maker=found.certificate.maker, program=found.program, time_us=found.time_us, seconds=0.0)
+        made = ProvedProgram(maker=found.certificate.maker, program=found.program, time_us=found.time_us, seconds=0.0)
         found = replace(found, lowering=search_lowering([made], problem, budget_s=LOWERING * budget_s)[1])
     return replace(found, hosts=problem.hosts)
 
 
 def _search(
-    problem: Problem, budget_s: float, jobs: int, planned: tuple[list[Task], dict[str, str]],
-    progress: Progress | None, backend: str, ray_address: str | None,
+    problem: SynthesisProblem,
+    budget_s: float,
+    jobs: int,
+    planned: tuple[list[MakerTask], dict[str, str]],
+    progress: Progress | None,
+    backend: str,
+    ray_address: str | None,
 ) -> tuple[Synthesis, bool]:
     """The best of what all makers came to, and whether one of them crashed."""
     from . import worker
@@ -251,7 +258,7 @@ def _search(
     return found, board.crashed
 
 
-def attempt(task: Task, problem: Problem, budget_s: float, progress: Progress) -> Attempt:
+def attempt(task: MakerTask, problem: SynthesisProblem, budget_s: float, progress: Progress) -> Attempt:
     """Run one task; whatever goes wrong with it becomes the reason of a candidate without a time."""
     began = time.monotonic()
     result = Attempt()
@@ -269,7 +276,7 @@ def attempt(task: Task, problem: Problem, budget_s: float, progress: Progress) -
         result.candidates.append(
             Candidate(maker=task.label, name=program.name, time_us=took, seconds=round(seconds, 4), reason=unfit)
         )
-        made = Made(maker=task.label, program=program, time_us=took, seconds=seconds)
+        made = ProvedProgram(maker=task.label, program=program, time_us=took, seconds=seconds)
         if not unfit:
             result.made = sorted([*result.made, made], key=lambda made: made.time_us)[:keep]
         return took
@@ -287,13 +294,11 @@ def attempt(task: Task, problem: Problem, budget_s: float, progress: Progress) -
         if result.crashed and not isinstance(error, ImportError | MemoryError):
             log.warning("maker %s failed: %s (the result is not kept)", task.label, reason)
             log.debug("maker %s failed", task.label, exc_info=True)
-        result.candidates.append(
-            Candidate(maker=task.label, reason=reason, seconds=round(time.monotonic() - began, 4))
-        )
+        result.candidates.append(Candidate(maker=task.label, reason=reason, seconds=round(time.monotonic() - began, 4)))
     return result
 
 
-def _in_turn(problem: Problem, tasks: Sequence[Task], board: Board, *, later: float) -> None:
+def _in_turn(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board, *, later: float) -> None:
     """One task after the other in this process; each is told its share of the time that is left."""
     for at, task in enumerate(tasks):
         why = board.enough()
@@ -311,7 +316,7 @@ def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return (*timed, *(c for c in candidates if c.time_us is None))
 
 
-def _why_nothing(problem: Problem, candidates: Sequence[Candidate]) -> str:
+def _why_nothing(problem: SynthesisProblem, candidates: Sequence[Candidate]) -> str:
     pair = problem.cluster.unreachable() if not problem.cluster.devices_forward else None
     names = problem.cluster.node_names
     hint = f"; no route from {names[pair[0]]} to {names[pair[1]]}" if pair else ""
@@ -320,9 +325,16 @@ def _why_nothing(problem: Problem, candidates: Sequence[Candidate]) -> str:
 
 
 def _checked(
-    collective: Collective, cluster: Cluster, nbytes: float, sketch: Any, alpha: str, contention: str | None,
-    seed: int, budget_s: float, jobs: int,
-) -> Problem:
+    collective: Collective,
+    cluster: Cluster,
+    nbytes: float,
+    sketch: Any,
+    alpha: str,
+    contention: str | None,
+    seed: int,
+    budget_s: float,
+    jobs: int,
+) -> SynthesisProblem:
     if alpha not in ALPHA:
         raise unknown("alpha mode", alpha, ALPHA)
     if contention is not None and contention not in CONTENTION:
@@ -337,7 +349,12 @@ def _checked(
     if max(collective.ranks) >= cluster.num_devices:
         has = f"{cluster.name} has {cluster.num_devices} devices"
         raise InvalidInput(f"ranks: device {max(collective.ranks)} does not exist; {has}")
-    return Problem(
-        collective=collective, cluster=cluster, nbytes=nbytes, alpha=alpha, contention=contention, seed=seed,
+    return SynthesisProblem(
+        collective=collective,
+        cluster=cluster,
+        nbytes=nbytes,
+        alpha=alpha,
+        contention=contention,
+        seed=seed,
         sketch=sketch,
     )

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ..programs import Program
 from . import pacing
-from .contiguity import Messages
-from .ordering import Tasks, justify, schedule
+from .contiguity import MessageSchedule
+from .ordering import SendTasks, justify, schedule
 from .routing import Routing, RoutingProblem
 from .routing_search import Trees
 
@@ -29,12 +29,12 @@ class Judge(Protocol):
 
     best_us: float
 
-    def see(self, plan: Messages) -> float:
+    def see(self, plan: MessageSchedule) -> float:
         """The simulated time of a plan."""
         ...
 
 
-def paced(program: Program, plan: Messages) -> Program:
+def paced(program: Program, plan: MessageSchedule) -> Program:
     """The program in which a send also waits for the last arrival at its sender that the plan has before it.
 
     Links serve in order of request, so a send whose data is there too early would overtake a more urgent one that
@@ -45,7 +45,7 @@ def paced(program: Program, plan: Messages) -> Program:
 
 
 def improve(
-    judge: Judge, plan: Messages, routings: Sequence[Routing], *, limit_s: float, seed: int, bound_us: float
+    judge: Judge, plan: MessageSchedule, routings: Sequence[Routing], *, limit_s: float, seed: int, bound_us: float
 ) -> None:
     """Simulated annealing over ways and priorities until the time is up or the bound is met."""
     problem = plan.tasks.problem
@@ -70,7 +70,7 @@ class _Walk:
         self.problem, self.reroute, self.reorder = problem, reroute, reorder
         self.rng = np.random.default_rng(seed)
         self.trees = Trees(problem, hops, seed)
-        self.tasks = Tasks.of(problem, self.trees.routing())
+        self.tasks = SendTasks.of(problem, self.trees.routing())
         self.noise: dict[tuple[int, int], float] = {}
         self.scale = float(np.mean(self.tasks.us)) if self.tasks.us else 1.0
 
@@ -80,13 +80,13 @@ class _Walk:
         for t, value in enumerate(wanted.tolist()):
             self.noise[self.tasks.chunk[t], self.tasks.hop[t]] = value
 
-    def plan(self, tasks: Tasks) -> NDArray[np.float64]:
+    def plan(self, tasks: SendTasks) -> NDArray[np.float64]:
         """Longest remaining first, each send a little earlier or later than that."""
         noise = self.noise
         shift = [noise.get(key, 0.0) for key in zip(tasks.chunk, tasks.hop, strict=True)]
         return schedule(tasks, np.array(shift) - tasks.remaining_us)
 
-    def cost(self, tasks: Tasks, start: NDArray[np.float64]) -> float:
+    def cost(self, tasks: SendTasks, start: NDArray[np.float64]) -> float:
         """How much comes later than the target, and by how much."""
         late = (start + np.array(tasks.us) - self.target_us) / self.scale
         return float(np.maximum(late, 0.0).sum())
@@ -96,7 +96,7 @@ class _Walk:
         self.target_us = max(bound_us, 0.97 * judge.best_us)
         start = self.plan(self.tasks)
         now = best = self.cost(self.tasks, start)
-        judge.see(Messages.single(self.tasks, start))
+        judge.see(MessageSchedule.single(self.tasks, start))
         idle, heat = 0, 0.3
         while idle < PATIENCE and time.monotonic() < end and judge.best_us > bound_us * CLOSE:
             idle, heat = idle + 1, max(heat * 0.999, 0.002)
@@ -104,7 +104,7 @@ class _Walk:
             changed = self.reroute and self.rng.random() < (0.6 if self.reorder else 1.0)
             if changed and not self.trees.move():
                 continue
-            tasks = Tasks.of(self.problem, self.trees.routing()) if changed else self.tasks
+            tasks = SendTasks.of(self.problem, self.trees.routing()) if changed else self.tasks
             if not changed:
                 for t in self.rng.integers(tasks.count, size=int(self.rng.integers(1, 4))).tolist():
                     key = (tasks.chunk[t], tasks.hop[t])
@@ -117,8 +117,8 @@ class _Walk:
                 if cost < best * (1 - 1e-9):
                     best, idle = cost, 0
                     if tasks.end_us(start) < judge.best_us * (1 - 1e-9):
-                        judge.see(Messages.single(tasks, start))
-                        judge.see(Messages.single(tasks, justify(tasks, start)))
+                        judge.see(MessageSchedule.single(tasks, start))
+                        judge.see(MessageSchedule.single(tasks, justify(tasks, start)))
                         return
                 continue
             if changed:

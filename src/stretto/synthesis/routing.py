@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Infeasible, InvalidInput
-from .logical import Logical
+from .logical import LogicalTopology
 from .milp import Milp, solve
 
 MAX_TABLE = 1 << 24
@@ -44,7 +44,7 @@ class Routing:
 class RoutingProblem:
     """The pairs that may be chosen, and what they cost."""
 
-    logical: Logical
+    logical: LogicalTopology
     chunk_bytes: NDArray[np.float64]
     blocking: bool
     chunk: NDArray[np.int32]
@@ -58,7 +58,9 @@ class RoutingProblem:
     """Per chunk: how long its way may take when nothing else moves."""
 
     @classmethod
-    def of(cls, logical: Logical, *, nbytes: float, alpha: str = "pipelined", detour: float = 0.5) -> RoutingProblem:
+    def of(
+        cls, logical: LogicalTopology, *, nbytes: float, alpha: str = "pipelined", detour: float = 0.5
+    ) -> RoutingProblem:
         """The sparse pairs: on paths that take at most `detour` longer than the shortest (alone on the network)."""
         c = logical.collective
         if c.num_chunks * max(logical.hops.num_hops, c.num_ranks) > MAX_TABLE:
@@ -87,8 +89,14 @@ class RoutingProblem:
         chunk, hop = np.nonzero(keep)
         orbit, alive = _orbits(logical, chunk, hop, keep)
         problem = cls(
-            logical=logical, chunk_bytes=size, blocking=alpha == "blocking", chunk=chunk[alive].astype(np.int32),
-            hop=hop[alive].astype(np.int32), orbit=orbit, reach_us=reach, limit_us=limit,
+            logical=logical,
+            chunk_bytes=size,
+            blocking=alpha == "blocking",
+            chunk=chunk[alive].astype(np.int32),
+            hop=hop[alive].astype(np.int32),
+            orbit=orbit,
+            reach_us=reach,
+            limit_us=limit,
         )
         if problem.num_orbits > MAX_COLUMNS:
             raise Infeasible(f"routing: {problem.num_orbits} binaries is too large for this synthesiser")
@@ -338,7 +346,11 @@ def route(
         # held and random pairs are preferred.
         try:
             solved = solve(
-                model, solver=solver, limit_s=left * 0.6, seed=seed + attempt, gap=gap if attempt < 2 else 0.05,
+                model,
+                solver=solver,
+                limit_s=left * 0.6,
+                seed=seed + attempt,
+                gap=gap if attempt < 2 else 0.05,
                 start=None if attempt == 1 else start,
             )
         except Infeasible:
@@ -510,13 +522,13 @@ def _difference(a: dict[int, float], b: dict[int, float]) -> dict[int, float]:
     return terms
 
 
-def _hop_us(logical: Logical, size: NDArray[np.float64]) -> NDArray[np.float64]:
+def _hop_us(logical: LogicalTopology, size: NDArray[np.float64]) -> NDArray[np.float64]:
     h = logical.hops
     table: NDArray[np.float64] = h.alpha_us[None, :] + size[:, None] / (h.gb_per_s[None, :] * 1e3)
     return table
 
 
-def _receive_us(logical: Logical, size: NDArray[np.float64]) -> float:
+def _receive_us(logical: LogicalTopology, size: NDArray[np.float64]) -> float:
     """How long some rank takes to receive what it wants over all its links together, at least."""
     wanted = np.zeros(logical.collective.num_ranks)
     for c, ranks in enumerate(logical.targets):
@@ -528,7 +540,7 @@ def _receive_us(logical: Logical, size: NDArray[np.float64]) -> float:
     return float(np.max(wanted / np.maximum(rate, 1e-12), where=rate > 0, initial=0.0))
 
 
-def _returns(logical: Logical) -> NDArray[np.bool_]:
+def _returns(logical: LogicalTopology) -> NDArray[np.bool_]:
     """Hops back into a host that has the chunk already, where ways inside it exist."""
     table = np.zeros_like(logical.allowed)
     if not logical.crosses.any() or logical.crosses.all():
@@ -540,8 +552,12 @@ def _returns(logical: Logical) -> NDArray[np.bool_]:
 
 
 def _distances(
-    src: NDArray[np.int32], dst: NDArray[np.int32], cost: NDArray[np.float64], allowed: NDArray[np.bool_],
-    starts: Sequence[Sequence[int]], ranks: int,
+    src: NDArray[np.int32],
+    dst: NDArray[np.int32],
+    cost: NDArray[np.float64],
+    allowed: NDArray[np.bool_],
+    starts: Sequence[Sequence[int]],
+    ranks: int,
 ) -> NDArray[np.float64]:
     """[chunk, rank]: the shortest way from any of the chunk's starts."""
     table = np.full((len(starts), ranks), np.inf)
@@ -557,7 +573,7 @@ def _distances(
     return table
 
 
-def _require_paths(logical: Logical, reach: NDArray[np.float64], because: str | None = None) -> None:
+def _require_paths(logical: LogicalTopology, reach: NDArray[np.float64], because: str | None = None) -> None:
     """Raise `Infeasible` for the first chunk without a way, naming the limit that takes it."""
     for c, targets in enumerate(logical.targets):
         for target in targets:
@@ -569,7 +585,7 @@ def _require_paths(logical: Logical, reach: NDArray[np.float64], because: str | 
             raise Infeasible(f"sketch {logical.sketch.name}: no path for chunk {c} from {a} to {b}: {why}")
 
 
-def _culprit(logical: Logical, c: int, target: int) -> str:
+def _culprit(logical: LogicalTopology, c: int, target: int) -> str:
     """The first limit without which the chunk would have a way; with none of them, the cluster has none."""
     one = np.ones((1, logical.hops.num_hops))
     ranks = logical.collective.num_ranks
@@ -595,7 +611,7 @@ def _culprit(logical: Logical, c: int, target: int) -> str:
 
 
 def _orbits(
-    logical: Logical, chunk: NDArray[np.intp], hop: NDArray[np.intp], keep: NDArray[np.bool_]
+    logical: LogicalTopology, chunk: NDArray[np.intp], hop: NDArray[np.intp], keep: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     """Number pairs by orbit under the sketch's rotations; pairs whose rotation is not there are dropped."""
     number = np.full(keep.shape, -1, np.int64)
@@ -633,7 +649,7 @@ def _orbits(
     return orbit.astype(np.int32), alive
 
 
-def _rotation(logical: Logical, at: int, offset: int, group: int) -> NDArray[np.int64]:
+def _rotation(logical: LogicalTopology, at: int, offset: int, group: int) -> NDArray[np.int64]:
     count = logical.collective.num_ranks
     if count % group:
         raise InvalidInput(f"symmetry_offsets[{at}]: groups of {group} do not divide {count} ranks")
@@ -641,7 +657,7 @@ def _rotation(logical: Logical, at: int, offset: int, group: int) -> NDArray[np.
     return rank // group * group + (rank % group + offset) % group
 
 
-def _rotated_chunks(logical: Logical, rank: NDArray[np.int64], at: int) -> NDArray[np.int64]:
+def _rotated_chunks(logical: LogicalTopology, rank: NDArray[np.int64], at: int) -> NDArray[np.int64]:
     """The chunk that starts and ends where the rotation puts a chunk's start and end; equal ones in order."""
     c = logical.collective
     numbered: dict[tuple[frozenset[int], frozenset[int]], list[int]] = {}

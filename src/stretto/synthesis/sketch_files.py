@@ -210,9 +210,7 @@ def _theirs(data: dict[str, Any], name: str) -> Sketch:
         internode_conn=_connections(outer.internode_conn, "$.internode_sketch.internode_conn"),
         beta_split=_by_gpu(outer.beta_split, "$.internode_sketch.beta_split"),
         chunk_to_relay_map=outer.chunk_to_relay_map,
-        gpus_to_sender=_lists_by_gpu(
-            outer.gpus_to_sender_rev_map or {}, "$.internode_sketch.gpus_to_sender_rev_map"
-        ),
+        gpus_to_sender=_lists_by_gpu(outer.gpus_to_sender_rev_map or {}, "$.internode_sketch.gpus_to_sender_rev_map"),
         own_first=outer.enforce_ordering,
         symmetry_offsets=tuple(form.symmetry_offsets),
         input_chunkup=hyper.input_chunkup,

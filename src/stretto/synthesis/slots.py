@@ -8,9 +8,9 @@ import time
 import numpy as np
 
 from ..errors import Infeasible
-from .contiguity import Messages
+from .contiguity import MessageSchedule
 from .milp import Milp, solve
-from .ordering import Tasks
+from .ordering import SendTasks
 from .routing import Routing, RoutingProblem
 
 MAX_BINARIES = 6000
@@ -32,7 +32,7 @@ def slot_us(problem: RoutingProblem) -> float:
 
 def on_grid(
     problem: RoutingProblem, *, bound_us: float, best_us: float, limit_s: float, seed: int = 0, solver: str = "highs"
-) -> Messages | None:
+) -> MessageSchedule | None:
     """The plan with the fewest slots that beats `best_us`, or None: none exists, it is too large, or time is up."""
     if not problem.num_orbits:
         return None
@@ -57,7 +57,7 @@ def on_grid(
 
 def _solve(
     problem: RoutingProblem, slot: float, slots: int, limit_s: float, seed: int, solver: str
-) -> Messages | None:
+) -> MessageSchedule | None:
     """Whether everything arrives in so many slots."""
     logical = problem.logical
     src, dst = logical.src_list, logical.dst_list
@@ -102,17 +102,22 @@ def _solve(
 
 def _plan(
     problem: RoutingProblem, routing: Routing | None, starts: dict[int, int], slot: float
-) -> Messages | None:
+) -> MessageSchedule | None:
     if routing is None:
         return None
-    tasks = Tasks.of(problem, routing)
+    tasks = SendTasks.of(problem, routing)
     pair = {(int(c), int(h)): p for p, (c, h) in enumerate(zip(problem.chunk, problem.hop, strict=True))}
     when = [starts[int(problem.orbit[pair[key]])] * slot for key in zip(tasks.chunk, tasks.hop, strict=True)]
-    return Messages.single(tasks, np.array(when))
+    return MessageSchedule.single(tasks, np.array(when))
 
 
 def _after_arrival(
-    model: Milp, column: dict[tuple[int, int], int], pair: int, coming: list[int], orbit: list[int], took: list[int],
+    model: Milp,
+    column: dict[tuple[int, int], int],
+    pair: int,
+    coming: list[int],
+    orbit: list[int],
+    took: list[int],
     slots: int,
 ) -> None:
     """What has been sent from a rank by slot t had arrived there by then."""

@@ -28,7 +28,7 @@ MAX_SIZES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SizeChoice:
     """For `min_bytes` to `max_bytes` (0: without limit) use the program of `synthesis`, which was made for one of them.
 
     ``points`` are the sizes that were simulated, each with (nbytes, time_us, bound_us).
@@ -51,7 +51,7 @@ class Selection:
 
     collective: str
     cluster: str
-    choices: tuple[Choice, ...]
+    choices: tuple[SizeChoice, ...]
 
     def best(self, nbytes: float) -> Program:
         """The program for a size."""
@@ -96,8 +96,11 @@ class Selection:
         for name, choice in zip(names, self.choices, strict=True):
             is_text = SUFFIXES[suffix] == "text"
             save_program(
-                choice.program if is_text else choice.synthesis.runnable, folder / name, hosts=choice.synthesis.hosts,
-                min_bytes=choice.min_bytes, max_bytes=choice.max_bytes,
+                choice.program if is_text else choice.synthesis.runnable,
+                folder / name,
+                hosts=choice.synthesis.hosts,
+                min_bytes=choice.min_bytes,
+                max_bytes=choice.max_bytes,
             )
         rows = [
             {"file": name, **row}
@@ -140,6 +143,7 @@ def select(
         raise InvalidInput(f"sizes: must be 1..{MAX_SIZES} different ones, not {len(ordered)}")
     found: list[Synthesis] = []
     for at, nbytes in enumerate(ordered):
+
         def step(message: str, fraction: float, at: int = at) -> None:
             if progress is not None:
                 progress(message, (at + fraction) / len(ordered))
@@ -168,7 +172,7 @@ def select(
         collective=collective.kind,
         cluster=cluster.name,
         choices=tuple(
-            Choice(synthesis=s, min_bytes=low, max_bytes=high, points=tuple(points))
+            SizeChoice(synthesis=s, min_bytes=low, max_bytes=high, points=tuple(points))
             for (s, points), low, high in zip(chosen, lows, highs, strict=True)
         ),
     )

@@ -15,9 +15,9 @@ from ..errors import Infeasible, InvalidInput
 from ..programs import Program
 from ..simulator import simulate
 from ..units import check_seed
-from .contiguity import Messages, merge
-from .logical import Logical, default_sketch
-from .ordering import VARIANTS, Tasks, justify, priorities, schedule
+from .contiguity import MessageSchedule, merge
+from .logical import LogicalTopology, default_sketch
+from .ordering import VARIANTS, SendTasks, justify, priorities, schedule
 from .refine import CLOSE, improve, paced
 from .routing import Routing, RoutingProblem, route
 from .schedule import program_from_schedule
@@ -32,7 +32,7 @@ POLICY_WORTH = 0.97
 """With a policy, a routing that does not know it must be this much faster to be taken."""
 
 
-def synthesise(
+def synthesize(
     collective: Collective,
     cluster: Cluster,
     *,
@@ -53,7 +53,7 @@ def synthesise(
 
     >>> from stretto import AllGather, Cluster, simulate
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=1.0, alpha_us=0.0)
-    >>> program = synthesise(AllGather(4), ring, nbytes=4e6, budget_s=2.0)
+    >>> program = synthesize(AllGather(4), ring, nbytes=4e6, budget_s=2.0)
     >>> simulate(program, ring, nbytes=4e6).total_us
     2000.0
     """
@@ -63,13 +63,18 @@ def synthesise(
     chosen = default_sketch(cluster, collective) if sketch is None else sketch
     fine = refined(collective, math.lcm(collective.chunks, chosen.input_chunkup) // collective.chunks)
     size = bytes_of(chosen, fine) if nbytes is None else nbytes
-    logical = Logical.of(chosen, cluster, fine)
+    logical = LogicalTopology.of(chosen, cluster, fine)
     problem = RoutingProblem.of(logical, nbytes=size, alpha=alpha, detour=detour)
     name = f"three_stage({chosen.name}, chunks={fine.chunks})"
     judge = _Judge(problem, name, size, alpha)
     share = 0.55 if problem.num_orbits > LARGE else 0.4
     routings = route(
-        problem, limit_s=budget_s * share, seed=seed, solver=solver, solutions=solutions, rate=_rated(problem),
+        problem,
+        limit_s=budget_s * share,
+        seed=seed,
+        solver=solver,
+        solutions=solutions,
+        rate=_rated(problem),
         progress=lambda message, fraction: tell(message, 0.4 * fraction),
     )
     if not routings:
@@ -80,14 +85,14 @@ def synthesise(
     for at, routing in enumerate(routings):
         if policies and routing.by == "search" and rated(routing) > POLICY_WORTH * judge.best_us:
             continue
-        tasks = Tasks.of(problem, routing)
+        tasks = SendTasks.of(problem, routing)
         if tasks.count > MAX_TRANSFERS:
             raise Infeasible(f"routing: {tasks.count} transfers is too large for this synthesiser")
         for variant in VARIANTS:
             plan = schedule(tasks, priorities(tasks, variant))
-            judge.see(Messages.single(tasks, plan))
+            judge.see(MessageSchedule.single(tasks, plan))
             if not chosen.own_first:
-                judge.see(Messages.single(tasks, justify(tasks, plan)))
+                judge.see(MessageSchedule.single(tasks, justify(tasks, plan)))
             if time.monotonic() - began > budget_s * 0.75:
                 break
         tell(f"ordering {at}: {judge.best_us:.6g} us", 0.4 + 0.2 * (at + 1) / len(routings))
@@ -117,7 +122,7 @@ def _rated(problem: RoutingProblem) -> Callable[[Routing], float]:
     """A routing's time by the first rule of ordering."""
 
     def rate(routing: Routing) -> float:
-        tasks = Tasks.of(problem, routing)
+        tasks = SendTasks.of(problem, routing)
         return tasks.end_us(schedule(tasks, priorities(tasks, "longest remaining first")))
 
     return rate
@@ -130,7 +135,7 @@ class _Judge:
         self.problem, self.name, self.nbytes, self.alpha = problem, name, nbytes, alpha
         self.best_us = math.inf
 
-    def see(self, plan: Messages) -> float:
+    def see(self, plan: MessageSchedule) -> float:
         """The simulated time of a plan, as it is and with its sends paced by what arrives."""
         program = self.program_of(plan)
         us = self._time(program, plan)
@@ -138,7 +143,7 @@ class _Judge:
             us = min(us, self._time(paced(program, plan), plan))
         return us
 
-    def _time(self, program: Program, plan: Messages) -> float:
+    def _time(self, program: Program, plan: MessageSchedule) -> float:
         us = simulate(program, self.cluster, nbytes=self.nbytes, alpha=self.alpha).total_us
         if us < self.best_us:
             self.best_us, self.plan, self.program = us, plan, program
@@ -149,7 +154,7 @@ class _Judge:
         """Where it runs."""
         return self.problem.logical.hops.cluster
 
-    def program_of(self, plan: Messages) -> Program:
+    def program_of(self, plan: MessageSchedule) -> Program:
         """The plan as a program: its order is the plan's order."""
         logical, tasks = self.problem.logical, plan.tasks
         hop = [tasks.hop[sends[0]] for sends in plan.sends]
@@ -180,11 +185,21 @@ def refined(collective: Collective, pieces: int) -> Collective:
         return (chunks[:, None] * pieces + np.arange(pieces, dtype=np.int32)).ravel().astype(np.int32)
 
     return Collective(
-        kind=c.kind, ranks=c.ranks, num_chunks=c.num_chunks * pieces, chunks=c.chunks * pieces,
-        in_ptr=c.in_ptr * pieces, in_chunk=cut(c.in_chunk), in_part=np.repeat(c.in_part, pieces),
-        out_ptr=c.out_ptr * pieces, out_chunk=cut(c.out_chunk), out_set=np.repeat(c.out_set, pieces),
-        chunk_share=np.repeat(c.chunk_share / pieces, pieces), place=c.place * pieces, part_sets=c.part_sets,
-        in_place=c.in_place, root=c.root,
+        kind=c.kind,
+        ranks=c.ranks,
+        num_chunks=c.num_chunks * pieces,
+        chunks=c.chunks * pieces,
+        in_ptr=c.in_ptr * pieces,
+        in_chunk=cut(c.in_chunk),
+        in_part=np.repeat(c.in_part, pieces),
+        out_ptr=c.out_ptr * pieces,
+        out_chunk=cut(c.out_chunk),
+        out_set=np.repeat(c.out_set, pieces),
+        chunk_share=np.repeat(c.chunk_share / pieces, pieces),
+        place=c.place * pieces,
+        part_sets=c.part_sets,
+        in_place=c.in_place,
+        root=c.root,
     )
 
 

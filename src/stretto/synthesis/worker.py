@@ -23,7 +23,7 @@ from typing import Protocol
 
 from ..errors import InvalidInput, unknown
 from ..programs import Program
-from .makers import Problem, Task
+from .makers import MakerTask, SynthesisProblem
 from .portfolio import LEAST_S, Attempt, Board, attempt
 
 BACKENDS = ("processes", "ray")
@@ -36,7 +36,7 @@ Tell = Callable[[Message], None]
 Inbox = queue.Queue[tuple[int, Message]]
 
 
-class Running(Protocol):
+class ActiveTask(Protocol):
     """A task that was started somewhere."""
 
     def end(self) -> None:
@@ -46,7 +46,7 @@ class Running(Protocol):
         """Why it came to nothing, once it has said so."""
 
 
-Start = Callable[[bytes, Tell], Running]
+Start = Callable[[bytes, Tell], ActiveTask]
 """Start a task (as bytes for `work`) somewhere; its messages go to the second argument, from any thread."""
 
 
@@ -75,10 +75,10 @@ def check_backend(name: str, address: str | None) -> None:
         raise InvalidInput(f"ray_address: is for the backend ray, not {name}")
 
 
-def run_tasks(problem: Problem, tasks: Sequence[Task], board: Board, *, jobs: int, start: Start) -> None:
+def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board, *, jobs: int, start: Start) -> None:
     """Run the tasks, `jobs` at a time."""
     waiting = list(tasks)
-    running: dict[int, tuple[Task, Running]] = {}
+    running: dict[int, tuple[MakerTask, ActiveTask]] = {}
     inbox: Inbox = queue.Queue()
     payload = pickle.dumps(replace(problem, cluster=replace(problem.cluster), collective=replace(problem.collective)))
     started = 0
@@ -107,7 +107,7 @@ def _deliver(inbox: Inbox, number: int, message: Message) -> None:
     inbox.put((number, message))
 
 
-def _collect(running: dict[int, tuple[Task, Running]], inbox: Inbox, board: Board) -> None:
+def _collect(running: dict[int, tuple[MakerTask, ActiveTask]], inbox: Inbox, board: Board) -> None:
     """Wait for one message; end what is late, and everything once the bound is reached."""
     with contextlib.suppress(queue.Empty):
         number, message = inbox.get(timeout=0.1)
@@ -169,7 +169,7 @@ class _Process:
 def work(request: bytes, tell: Callable[[str], None]) -> Attempt:
     """What a worker does with a request, wherever it runs."""
     payload, task, budget_s = pickle.loads(request)
-    problem: Problem = pickle.loads(payload)
+    problem: SynthesisProblem = pickle.loads(payload)
     result = attempt(task, problem, budget_s, lambda message, fraction: tell(message))
     result.made = [replace(made, program=_plain(made.program)) for made in result.made]
     return result

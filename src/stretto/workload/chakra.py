@@ -12,7 +12,7 @@ from ..errors import InvalidInput, unknown
 from ..files import parse_json, read_text
 from . import chakra_own
 from .chakra_join import joined_ops
-from .chakra_node import Node, optional_number, required_number, text
+from .chakra_node import ChakraNode, optional_number, required_number, text
 from .chakra_proto import COLLECTIVE, COMM_TYPES, GROUPS_FILE, NODE_TYPES, RECV, SEND, attributes, decode
 from .chakra_write import write
 from .dag import MAX_RANKS, Workload
@@ -94,12 +94,12 @@ def _talks_to(nodes: Sequence[Any]) -> int:
 
 def _node(
     message: Any, rank: int, world: int, named: Mapping[str, tuple[int, ...]], dims: Sequence[int], where: str
-) -> Node:
+) -> ChakraNode:
     if message.type not in NODE_TYPES:
         choices = [f"{number} {name}" for number, name in NODE_TYPES.items()]
         raise InvalidInput(f"{where}: {unknown('node type', message.type, choices)}")
     attr = attributes(message)
-    node = Node(
+    node = ChakraNode(
         id=message.id, name=message.name or f"node{message.id}", type=message.type, data=list(message.data_deps),
         control=list(message.ctrl_deps), duration_us=float(message.duration_micros), attr=attr, where=where,
     )  # fmt: skip

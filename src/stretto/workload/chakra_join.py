@@ -13,7 +13,7 @@ from graphlib import CycleError
 from pathlib import Path
 
 from ..errors import InvalidInput
-from .chakra_node import Node
+from .chakra_node import ChakraNode
 from .chakra_proto import COLLECTIVE, PART, RECV, SEND
 from .dag import COMPUTE, Dep, Op, Why
 from .ordering import few, in_order
@@ -30,11 +30,11 @@ class _Merged:
     """One op under construction: its node on each rank, and its place in the files."""
 
     place: tuple[int, int]
-    nodes: dict[int, Node] = field(default_factory=dict)
+    nodes: dict[int, ChakraNode] = field(default_factory=dict)
     name: str = ""
 
     @property
-    def first(self) -> Node:
+    def first(self) -> ChakraNode:
         return next(iter(self.nodes.values()))
 
     @property
@@ -46,7 +46,7 @@ _Table = dict[tuple[int, int], _Merged]
 """The op of each (rank, node id)."""
 
 
-def joined_ops(ranks: list[list[Node]], files: list[Path], world: int, notes: list[str]) -> tuple[Op, ...]:
+def joined_ops(ranks: list[list[ChakraNode]], files: list[Path], world: int, notes: list[str]) -> tuple[Op, ...]:
     """The ops of a job.
 
     Args:
@@ -84,9 +84,8 @@ def joined_ops(ranks: list[list[Node]], files: list[Path], world: int, notes: li
     return tuple(out)
 
 
-def _merge(ranks: list[list[Node]], files: list[Path]) -> _Table:
-    """The op of each (rank, node id): ranks with equal nodes share compute-ops, the ranks of a group share collectives.
-    """
+def _merge(ranks: list[list[ChakraNode]], files: list[Path]) -> _Table:
+    """The op of each (rank, node id): ranks with equal nodes share compute-ops, the ranks of a group share collectives."""
     kinds: dict[object, int] = {}
     classes = []
     for nodes in ranks:
@@ -113,7 +112,7 @@ def _merge(ranks: list[list[Node]], files: list[Path]) -> _Table:
     return out
 
 
-def _check_waits(nodes: list[Node], file: Path) -> None:
+def _check_waits(nodes: list[ChakraNode], file: Path) -> None:
     """Raise `InvalidInput` for a node that waits for a node that does not exist, or for itself."""
     by_id = {node.id: node for node in nodes}
     for node in nodes:
@@ -123,7 +122,7 @@ def _check_waits(nodes: list[Node], file: Path) -> None:
     _sorted({node.id: {*node.data, *node.control} for node in nodes}, by_id)
 
 
-def _apart(ranks: list[list[Node]], classes: list[int]) -> dict[tuple[int, int], bool]:
+def _apart(ranks: list[list[ChakraNode]], classes: list[int]) -> dict[tuple[int, int], bool]:
     """Which collectives of equal ranks can be one op: their groups are disjoint and have no other ranks."""
     groups: dict[tuple[int, int], set[tuple[int, ...]]] = defaultdict(set)
     for rank, nodes in enumerate(ranks):
@@ -137,7 +136,7 @@ def _apart(ranks: list[list[Node]], classes: list[int]) -> dict[tuple[int, int],
     return out
 
 
-def _tagged_alike(ranks: list[list[Node]]) -> set[tuple[int, ...]]:
+def _tagged_alike(ranks: list[list[ChakraNode]]) -> set[tuple[int, ...]]:
     """The pairs of ranks whose sends and receives carry the same tags, so that tags can match them."""
     tags: dict[tuple[int, ...], dict[int, Counter[int]]] = defaultdict(lambda: {SEND: Counter(), RECV: Counter()})
     for nodes in ranks:
@@ -168,7 +167,7 @@ def _dependencies(merged: _Table, every: list[_Merged]) -> dict[int, dict[tuple[
     return after
 
 
-def _control(node: Node, other: Node) -> Why:
+def _control(node: ChakraNode, other: ChakraNode) -> Why:
     """The meaning of a control dependency in a file that Stretto did not write, guessed from the kinds of the two
     nodes.
     """
@@ -204,7 +203,7 @@ def _ends_with(op: _Merged, merged: _Table, rank: int, known: dict[tuple[int, in
     return known[rank, id(op)]
 
 
-def _sorted(needs: dict[int, set[int]], nodes: dict[int, Node]) -> list[int]:
+def _sorted(needs: dict[int, set[int]], nodes: dict[int, ChakraNode]) -> list[int]:
     try:
         return in_order(needs)
     except CycleError as error:
@@ -231,7 +230,7 @@ def _op(op: _Merged, deps: tuple[Dep, ...], world: int, num_files: int) -> Op:
     )  # fmt: skip
 
 
-def _stream(node: Node) -> str:
+def _stream(node: ChakraNode) -> str:
     stream = node.attr.get("stream", _STREAMS.get(node.type))
     if stream is None:
         return "host" if node.attr.get("is_cpu_op") is True else COMPUTE

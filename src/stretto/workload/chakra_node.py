@@ -13,7 +13,7 @@ MAX_NUMBER = 1 << 59
 
 
 @dataclass(kw_only=True)
-class Node:
+class ChakraNode:
     """A node of one rank's file; `group` is the ranks of its collective, or the sender and the receiver."""
 
     id: int

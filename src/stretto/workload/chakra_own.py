@@ -1,5 +1,4 @@
-"""Reads Chakra traces that Stretto itself has written: attributes named ``stretto_*`` give back exactly the same ops.
-"""
+"""Reads Chakra traces that Stretto itself has written: attributes named ``stretto_*`` give back exactly the same ops."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput
-from .chakra_node import Node, number_or, optional_number, text
+from .chakra_node import ChakraNode, number_or, optional_number, text
 from .chakra_proto import OURS, RANKS, SAMPLES, UNIT
 from .dag import COMPUTE, WHYS, Dep, Op, Workload
 
@@ -54,7 +53,7 @@ def _about(attr: dict[str, Any], where: str) -> About:
     )
 
 
-def workload(about: About, ranks: Sequence[Sequence[Node]], files: Sequence[Path], notes: list[str]) -> Workload:
+def workload(about: About, ranks: Sequence[Sequence[ChakraNode]], files: Sequence[Path], notes: list[str]) -> Workload:
     """The workload that was written.
 
     Args:
@@ -69,7 +68,7 @@ def workload(about: About, ranks: Sequence[Sequence[Node]], files: Sequence[Path
     Raises:
         InvalidInput: a node is there twice, or waits for a node that does not exist.
     """
-    nodes: dict[int, dict[int, Node]] = defaultdict(dict)
+    nodes: dict[int, dict[int, ChakraNode]] = defaultdict(dict)
     for rank, each in enumerate(ranks):
         for node in each:
             if rank in nodes[node.id]:
@@ -83,7 +82,7 @@ def workload(about: About, ranks: Sequence[Sequence[Node]], files: Sequence[Path
     )  # fmt: skip
 
 
-def _op(nodes: dict[int, Node], names: dict[int, str], num_ranks: int) -> Op:
+def _op(nodes: dict[int, ChakraNode], names: dict[int, str], num_ranks: int) -> Op:
     first = next(iter(nodes.values()))
     attr, where = first.attr, first.where
     same = {
@@ -123,7 +122,7 @@ def _op(nodes: dict[int, Node], names: dict[int, str], num_ranks: int) -> Op:
     )
 
 
-def _groups(nodes: dict[int, Node]) -> tuple[tuple[int, ...], ...]:
+def _groups(nodes: dict[int, ChakraNode]) -> tuple[tuple[int, ...], ...]:
     """The groups in the order in which they were written; an empty tuple stands for one group of all ranks."""
     if not any("stretto_group" in node.attr for node in nodes.values()):
         return ()
@@ -131,7 +130,7 @@ def _groups(nodes: dict[int, Node]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(places, key=lambda group: (places[group], group)))
 
 
-def _after(nodes: dict[int, Node], names: dict[int, str]) -> tuple[Dep, ...]:
+def _after(nodes: dict[int, ChakraNode], names: dict[int, str]) -> tuple[Dep, ...]:
     """The dependencies of an op; each rank's file has those on ops in which that rank takes part."""
     found: dict[int, Dep] = {}
     for node in nodes.values():

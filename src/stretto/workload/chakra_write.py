@@ -42,10 +42,7 @@ def write(workload: Workload, directory: str | Path) -> list[Path]:
                 what = f"{dep.op!r} is on other ranks; in Chakra only communication joins ranks"
                 raise InvalidInput(f"op {op.name}.after[{number}]: {what}")
     folder = usable_path(directory)
-    names = {
-        group: str(number)
-        for number, group in enumerate(dict.fromkeys(_communicators(workload)), start=1)
-    }
+    names = {group: str(number) for number, group in enumerate(dict.fromkeys(_communicators(workload)), start=1)}
     about = {OURS: workload.name, RANKS: workload.num_ranks, SAMPLES: float(workload.samples), UNIT: workload.unit}
     stem = "".join(c if c.isalnum() or c in "-_" else "_" for c in workload.name) or "workload"
     try:

@@ -12,11 +12,11 @@ from statistics import median
 from ..errors import InvalidInput
 from . import kineto_cpu, kineto_gpu
 from .dag import Dep, Op, Workload
-from .kineto_blocks import Block, RankClass, bounds, build
+from .kineto_blocks import RankClass, StreamBlock, bounds, build
 from .kineto_events import Events, decode
 from .kineto_ops import CommOp, comm_ops
-from .kineto_rank import RankTrace, merged
-from .kineto_steps import Step, steps_of
+from .kineto_rank import KinetoRank, merged
+from .kineto_steps import TraceStep, steps_of
 from .ordering import few, in_order
 from .trace_files import rank_files
 
@@ -34,7 +34,7 @@ def read(path: str | Path, *, peers: Sequence[str | Path] = ()) -> Workload:
     note says so. ``docs/traces.md`` lists what is read and what is assumed.
     """
     files = rank_files(path, peers, ENDINGS)
-    traces: dict[int, RankTrace] = {}
+    traces: dict[int, KinetoRank] = {}
     for at, file in enumerate(files):
         trace = _rank_trace(decode(file), at)
         if trace.rank in traces:
@@ -43,7 +43,7 @@ def read(path: str | Path, *, peers: Sequence[str | Path] = ()) -> Workload:
     return _workload(Path(path), dict(sorted(traces.items())))
 
 
-def _rank_trace(about: Events, fallback_rank: int) -> RankTrace:
+def _rank_trace(about: Events, fallback_rank: int) -> KinetoRank:
     """Sort the events of one file into calls, work and steps."""
     rank = fallback_rank if about.rank is None else about.rank
     steps: dict[int, tuple[float, float]] = {}
@@ -58,7 +58,7 @@ def _rank_trace(about: Events, fallback_rank: int) -> RankTrace:
         elif found := _STEP.fullmatch(event.name):
             steps.setdefault(int(found[1]), (event.ts, event.end))
     gpu = any(event.cat == "kernel" for event in about.events)
-    trace = RankTrace(
+    trace = KinetoRank(
         where=about.where, rank=rank, world=about.world or 0, host=about.host, base_ns=about.base_ns, gpu=gpu, calls=[],
         works=[], steps=dict(sorted(steps.items())), backward=merged(backward), update=merged(update),
     )  # fmt: skip
@@ -77,7 +77,7 @@ def _rank_trace(about: Events, fallback_rank: int) -> RankTrace:
     return trace
 
 
-def _workload(path: Path, traces: dict[int, RankTrace]) -> Workload:
+def _workload(path: Path, traces: dict[int, KinetoRank]) -> Workload:
     worlds = {trace.world for trace in traces.values()}
     world = max(worlds)
     if any(trace.world != world for trace in traces.values() if trace.calls):
@@ -114,7 +114,7 @@ def _job(path: Path) -> str:
     return re.sub(r"[._-]?(rank)?[._-]?\d+$", "", name) or name or "trace"
 
 
-def _classes(traces: dict[int, RankTrace], steps: dict[int, dict[int, Step]]) -> list[RankClass]:
+def _classes(traces: dict[int, KinetoRank], steps: dict[int, dict[int, TraceStep]]) -> list[RankClass]:
     """Ranks grouped by the shape of their iterations, in the order of their first rank."""
     ranks: dict[object, list[int]] = {}
     for rank, found in steps.items():
@@ -158,8 +158,7 @@ def _order(classes: list[RankClass], comms: list[CommOp], world: int, *, spread:
 
 
 def _sorted(ops: list[Op]) -> tuple[Op, ...]:
-    """Ops in an order in which each follows its dependencies; times of ranks that do different things cannot give one.
-    """
+    """Ops in an order in which each follows its dependencies; times of ranks that do different things cannot give one."""
     needs: dict[str, list[str]] = {}
     last: dict[tuple[str, tuple[int, ...]], str] = {}
     for op in ops:
@@ -194,7 +193,12 @@ def _comm(comm: CommOp, classes: list[RankClass], by_call: dict[tuple[int, int, 
 
 
 def _compute(
-    block: Block, number: int, classes: list[RankClass], by_call: dict[tuple[int, int, int], CommOp], *, spread: bool
+    block: StreamBlock,
+    number: int,
+    classes: list[RankClass],
+    by_call: dict[tuple[int, int, int], CommOp],
+    *,
+    spread: bool,
 ) -> Op:
     these = classes[number]
     deps: dict[Dep, None] = {}

@@ -14,8 +14,8 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import median, median_high
 
-from .kineto_rank import Call, RankTrace, inside
-from .kineto_steps import Cut, Lane, Step
+from .kineto_rank import KinetoRank, TraceCall, inside
+from .kineto_steps import Cut, StreamLane, TraceStep
 
 _SLACK_US = 1.0
 """Microseconds to which the clocks of a GPU's streams agree."""
@@ -25,7 +25,7 @@ ALIKE = 0.1
 
 
 @dataclass(kw_only=True)
-class Block:
+class StreamBlock:
     """The work of one stream between two cuts, with its median duration on each rank.
 
     `waits` are the calls, by position, that the block's start waited for; `lagged` are such calls of the previous
@@ -37,17 +37,17 @@ class Block:
     end: Cut
     waits: list[int] = field(default_factory=list)
     lagged: list[int] = field(default_factory=list)
-    after: list[tuple[Block, int]] = field(default_factory=list)
+    after: list[tuple[StreamBlock, int]] = field(default_factory=list)
     times: dict[int, float] = field(default_factory=dict)
     name: str = ""
     phase: str = ""
 
 
 @dataclass(kw_only=True)
-class Needs:
+class CallNeeds:
     """What a call waited for: the last block before it (of the previous iteration if `lag` is 1), and earlier calls."""
 
-    block: Block | None = None
+    block: StreamBlock | None = None
     lag: int = 0
     calls: list[int] = field(default_factory=list)
 
@@ -56,13 +56,13 @@ class Needs:
 class RankClass:
     """Ranks whose iterations have the same shape, and the blocks that their work falls into."""
 
-    traces: dict[int, RankTrace]
-    steps: dict[int, dict[int, Step]]
-    blocks: list[Block] = field(default_factory=list)
-    needs: list[Needs] = field(default_factory=list)
+    traces: dict[int, KinetoRank]
+    steps: dict[int, dict[int, TraceStep]]
+    blocks: list[StreamBlock] = field(default_factory=list)
+    needs: list[CallNeeds] = field(default_factory=list)
 
     @cached_property
-    def samples(self) -> list[Step]:
+    def samples(self) -> list[TraceStep]:
         """Every iteration of every rank."""
         return [step for steps in self.steps.values() for step in steps.values()]
 
@@ -109,10 +109,10 @@ def build(these: RankClass) -> None:
     for stream, cut in [*after, *waits, *((s, c) for edge in crossings for s, c in (edge[:2], edge[2:]))]:
         if stream in cuts:
             cuts[stream].add(cut)
-    by_stream: dict[str, list[Block]] = {}
+    by_stream: dict[str, list[StreamBlock]] = {}
     for stream in sorted(cuts, key=lambda stream: (stream != these.main, stream)):
         edges = sorted(cuts[stream])
-        found = [Block(stream=stream, begin=a, end=b) for a, b in pairwise(edges)]
+        found = [StreamBlock(stream=stream, begin=a, end=b) for a, b in pairwise(edges)]
         by_stream[stream] = [
             block for block in found if any(bounds(step.lane(stream), block) is not None for step in these.samples)
         ]
@@ -137,7 +137,7 @@ def build(these: RankClass) -> None:
     _name(these)
 
 
-def _duration(these: RankClass, step: Step, block: Block) -> float:
+def _duration(these: RankClass, step: TraceStep, block: StreamBlock) -> float:
     """The duration of a block in one sample.
 
     On the main stream pauses count, because they are kernel launches and Python, which no plan of the communication
@@ -163,13 +163,13 @@ def _duration(these: RankClass, step: Step, block: Block) -> float:
     return _mark(these, step, lane, high - 1) - min(start, max(ready, default=start))
 
 
-def bounds(lane: Lane, block: Block) -> tuple[int, int] | None:
+def bounds(lane: StreamLane, block: StreamBlock) -> tuple[int, int] | None:
     """First and last index of the works of a lane that fall into a block; None if there are none."""
     low, high = lane.index(block.begin), lane.index(block.end)
     return (low, high) if low < high else None
 
 
-def _mark(these: RankClass, step: Step, lane: Lane, index: int) -> float:
+def _mark(these: RankClass, step: TraceStep, lane: StreamLane, index: int) -> float:
     """The time until which a stream was busy with a work; a CPU is busy until it has made the calls that follow the
     work.
     """
@@ -197,9 +197,8 @@ def _gives(these: RankClass, at: int) -> str:
     return max(sorted(last), key=lambda stream: last[stream], default=these.main)
 
 
-def _sync(these: RankClass, step: Step, call: Call, at: int) -> tuple[str, float] | None:
-    """The last wait of a call's stream for a compute stream before the call: that stream, and the time it waits up to.
-    """
+def _sync(these: RankClass, step: TraceStep, call: TraceCall, at: int) -> tuple[str, float] | None:
+    """The last wait of a call's stream for a compute stream before the call: that stream, and the time it waits up to."""
     syncs = these.traces[step.rank].syncs_of.get(call.stream, [])
     earlier = next((other.submit for other in reversed(step.calls[:at]) if other.stream == call.stream), float("-inf"))
     for index in range(bisect_right(syncs, call.submit, key=lambda sync: sync.at) - 1, -1, -1):
@@ -210,7 +209,7 @@ def _sync(these: RankClass, step: Step, call: Call, at: int) -> tuple[str, float
     return None
 
 
-def _after(these: RankClass, step: Step, at: int, stream: str) -> Cut:
+def _after(these: RankClass, step: TraceStep, at: int, stream: str) -> Cut:
     given = (at + 1, 0)
     if not these.gpu:
         return given
@@ -230,7 +229,7 @@ def _waits(these: RankClass, at: int) -> str:
     return call.stream if call.stream in these.samples[0].lanes else these.main
 
 
-def _wait(these: RankClass, step: Step, at: int, stream: str) -> Cut:
+def _wait(these: RankClass, step: TraceStep, at: int, stream: str) -> Cut:
     lane, call = step.lane(stream), step.calls[at]
     given = (at + 1, 0)
     if call.stream == stream:
@@ -256,7 +255,7 @@ def _crossings(these: RankClass) -> list[tuple[str, Cut, str, Cut]]:
     return out
 
 
-def _bind_wait(blocks: list[Block], at: int, cut: Cut) -> None:
+def _bind_wait(blocks: list[StreamBlock], at: int, cut: Cut) -> None:
     later = [block for block in blocks if block.begin >= cut]
     if later:
         later[0].waits.append(at)
@@ -266,15 +265,15 @@ def _bind_wait(blocks: list[Block], at: int, cut: Cut) -> None:
 
 def _needs(
     these: RankClass,
-    by_stream: dict[str, list[Block]],
+    by_stream: dict[str, list[StreamBlock]],
     after: list[tuple[str, Cut]],
     waits: list[tuple[str, Cut]],
     at: int,
-) -> Needs:
+) -> CallNeeds:
     stream, cut = after[at]
     blocks = by_stream.get(stream, [])
     earlier = [block for block in blocks if block.end <= cut]
-    needs = Needs()
+    needs = CallNeeds()
     if earlier:
         needs.block = earlier[-1]
     else:
@@ -290,7 +289,7 @@ def _needs(
     return needs
 
 
-def _ended(these: RankClass, block: Block, at: int) -> bool:
+def _ended(these: RankClass, block: StreamBlock, at: int) -> bool:
     """Whether a block of the previous iteration had ended when a call began, in every sample that shows both."""
     for step in these.samples:
         before = these.steps[step.rank].get(step.number - 1)

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from ..errors import InvalidInput
-from .kineto_events import ELEMENT_BYTES, Event, Events, Message, args_of, count, sized
-from .kineto_rank import HOST, KINDS, Call, RankTrace, Work, backward_end, inside, kind_of
+from .kineto_events import ELEMENT_BYTES, CallPayload, Event, Events, args_of, count, sized
+from .kineto_rank import HOST, KINDS, KinetoRank, TraceCall, TraceWork, backward_end, inside, kind_of
 
 _ROOT_AT = {"broadcast_": 2, "reduce_": 3, "gather_": 3, "scatter_": 3, "send": 2, "recv_": 2}
 """The position of the root, or of the peer, among the arguments of a c10d call."""
@@ -20,7 +20,7 @@ _WHOLE = ("all_gather", "reduce_scatter", "gather", "scatter")
 """Collectives in which one buffer has a part per rank: if only the other is recorded, it counts once per rank."""
 
 
-def fill(trace: RankTrace, about: Events) -> None:
+def fill(trace: KinetoRank, about: Events) -> None:
     """Add the calls and the work of a CPU trace."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     weight: dict[Any, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
@@ -44,7 +44,7 @@ def fill(trace: RankTrace, about: Events) -> None:
     calls = [event for event in events if event.name.startswith("c10d::")]
     labels: dict[str, int] = {}
     for event in _leaves(events):
-        trace.works.append(Work(event.ts, event.ts, event.end, HOST, labels.setdefault(event.name, len(labels))))
+        trace.works.append(TraceWork(event.ts, event.ts, event.end, HOST, labels.setdefault(event.name, len(labels))))
     ddp = any(event.name == "DistributedDataParallel.forward" for event in events)
     _pair(trace, about, calls, sorted(spans, key=lambda event: event.ts), ddp=ddp)
 
@@ -65,7 +65,7 @@ def _leaves(events: list[Event]) -> list[Event]:
     return out
 
 
-def _pair(trace: RankTrace, about: Events, calls: list[Event], spans: list[Event], *, ddp: bool) -> None:
+def _pair(trace: KinetoRank, about: Events, calls: list[Event], spans: list[Event], *, ddp: bool) -> None:
     """Match each call with the first free span after it of the same name and shape: gloo serves calls in order."""
     groups = {group for group in about.groups.values() if len(group) > 1}
     if not groups and about.world and about.world > 1:
@@ -105,8 +105,8 @@ def _pair(trace: RankTrace, about: Events, calls: list[Event], spans: list[Event
         if kind in ("send", "recv"):
             peer = group[root]
             group, root, kind = ((peer, trace.rank) if receives else (trace.rank, peer)), 0, "send"
-        call = Call(
-            message=Message(kind, sized(largest, width, where), group, root), submit=event.ts, start=span.ts,
+        call = TraceCall(
+            message=CallPayload(kind, sized(largest, width, where), group, root), submit=event.ts, start=span.ts,
             end=span.end, stream="gloo", receives=receives,
         )  # fmt: skip
         if name in ("send", "recv_") or (len(concrete) > 1 and concrete[-2] == "False"):

@@ -103,7 +103,7 @@ class Events:
     groups: dict[str, tuple[int, ...]]
 
 
-class Message(NamedTuple):
+class CallPayload(NamedTuple):
     """The data that one communication call moves, in the terms of `Op`."""
 
     kind: str

@@ -1,5 +1,4 @@
-"""Reads traces of jobs that compute on GPUs: kernels by stream; NCCL kernels get the description that the CPU recorded.
-"""
+"""Reads traces of jobs that compute on GPUs: kernels by stream; NCCL kernels get the description that the CPU recorded."""
 
 from __future__ import annotations
 
@@ -7,13 +6,13 @@ from bisect import bisect_left
 from collections import defaultdict
 
 from ..errors import InvalidInput
-from .kineto_events import Args, Event, Events, Message, args_of, count, element_bytes, group_of, sized
-from .kineto_rank import Call, RankTrace, Sync, Work, backward_end, inside, kind_of
+from .kineto_events import Args, CallPayload, Event, Events, args_of, count, element_bytes, group_of, sized
+from .kineto_rank import KinetoRank, StreamWait, TraceCall, TraceWork, backward_end, inside, kind_of
 
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def fill(trace: RankTrace, about: Events) -> None:
+def fill(trace: KinetoRank, about: Events) -> None:
     """Add the calls and the work of a GPU trace, and the waits that the CPU or CUDA's own events show."""
     launched: dict[object, float] = {}
     described: dict[object, Args] = {}
@@ -28,14 +27,14 @@ def fill(trace: RankTrace, about: Events) -> None:
             elif args.collective is not None:
                 described[args.external_id] = args
     labels: dict[str, int] = {}
-    together: dict[object, Call] = {}
+    together: dict[object, TraceCall] = {}
     alone = 0
     for number, event in enumerate(about.events):
         args = args_of(event)
         if event.cat == "cuda_sync" and args.wait_on_stream is not None:
             if args.correlation in launched and args.wait_on_record in launched:
                 at, recorded = launched[args.correlation], launched[args.wait_on_record]
-                trace.syncs.append(Sync(at, str(args.stream), recorded, str(args.wait_on_stream)))
+                trace.syncs.append(StreamWait(at, str(args.stream), recorded, str(args.wait_on_stream)))
             continue
         if event.cat not in _GPU:
             continue
@@ -43,7 +42,7 @@ def fill(trace: RankTrace, about: Events) -> None:
         submit = min(launched.get(args.correlation, event.ts), event.ts)
         if not _is_nccl(event, args):
             label = labels.setdefault(event.name, len(labels))
-            trace.works.append(Work(submit, event.ts, event.end, stream, label))
+            trace.works.append(TraceWork(submit, event.ts, event.end, stream, label))
             continue
         where = f"{about.where}: event {number} ({event.name.partition('(')[0]})"
         known = args if args.collective is not None else described.get(args.external_id, args)
@@ -56,7 +55,7 @@ def fill(trace: RankTrace, about: Events) -> None:
         if earlier is not None and earlier.message == message:
             earlier.start, earlier.end = min(earlier.start, event.ts), max(earlier.end, event.end)
             continue
-        call = Call(
+        call = TraceCall(
             message=message, submit=submit, start=event.ts, end=event.end, stream=stream, seq=seq, receives=receives,
             wait_at=waited.get((str(known.group_name), seq)) if seq is not None else None,
         )  # fmt: skip
@@ -76,7 +75,7 @@ def _is_nccl(event: Event, args: Args) -> bool:
     return event.cat == "kernel" and (named or args.collective is not None)
 
 
-def _nccl_message(args: Args, about: Events, rank: int, where: str) -> tuple[Message | None, bool]:
+def _nccl_message(args: Args, about: Events, rank: int, where: str) -> tuple[CallPayload | None, bool]:
     if args.collective is None:
         raise InvalidInput(f"{where}: no Collective name; record on PyTorch 2.2 or newer, with CPU activity too")
     kind = kind_of(args.collective, f"{where}.Collective name")
@@ -96,16 +95,16 @@ def _nccl_message(args: Args, about: Events, rank: int, where: str) -> tuple[Mes
             peer = group[at]
         peer = count(peer, f"{where}.{'Dst' if kind == 'send' else 'Src'} Rank")
         pair = (rank, peer) if kind == "send" else (peer, rank)
-        return Message("send", nbytes, pair, 0), kind == "recv"
+        return CallPayload("send", nbytes, pair, 0), kind == "recv"
     root = args.rank if isinstance(args.rank, int) and 0 <= args.rank < len(group) else 0
     rooted = kind in ("broadcast", "reduce", "gather", "scatter")
     # PyTorch calls an all-to-all with splits all_to_allv.
-    return Message(kind, nbytes, group, root if rooted else 0, splits=args.collective == "all_to_allv"), False
+    return CallPayload(kind, nbytes, group, root if rooted else 0, splits=args.collective == "all_to_allv"), False
 
 
-def _bind_waits(trace: RankTrace) -> None:
+def _bind_waits(trace: KinetoRank) -> None:
     """Find the collectives that compute streams waited for, and when, where CUDA recorded its event waits."""
-    calls_of: dict[str, list[Call]] = defaultdict(list)
+    calls_of: dict[str, list[TraceCall]] = defaultdict(list)
     for call in sorted(trace.calls, key=lambda call: call.submit):
         calls_of[call.stream].append(call)
     for sync in sorted(trace.syncs):

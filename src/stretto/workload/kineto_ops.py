@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from ..errors import InvalidInput
 from .kineto_blocks import RankClass
-from .kineto_rank import Call
+from .kineto_rank import TraceCall
 
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Collectives that end at about the same time on every rank; the clocks of different hosts are aligned by them."""
@@ -102,9 +102,9 @@ def _by_position(these: RankClass, traced: set[int]) -> list[bool]:
     return out
 
 
-def _calls(op: CommOp, classes: list[RankClass]) -> dict[tuple[int, tuple[int, ...]], dict[int, Call]]:
+def _calls(op: CommOp, classes: list[RankClass]) -> dict[tuple[int, tuple[int, ...]], dict[int, TraceCall]]:
     """The calls of an op by step and group, then by rank."""
-    out: dict[tuple[int, tuple[int, ...]], dict[int, Call]] = defaultdict(dict)
+    out: dict[tuple[int, tuple[int, ...]], dict[int, TraceCall]] = defaultdict(dict)
     for number, rank, position in op.users:
         for step in classes[number].steps[rank].values():
             call = step.calls[position]

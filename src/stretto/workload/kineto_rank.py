@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import InvalidInput, unknown
-from .kineto_events import Message
+from .kineto_events import CallPayload
 
 HOST = "host"
 """The stream of compute-ops that run on the CPU."""
@@ -27,7 +27,7 @@ KINDS = {
 """The profiler's names of collectives, without underscores, and the kind of `Op` for each."""
 
 
-class Work(NamedTuple):
+class TraceWork(NamedTuple):
     """A piece of compute: submitted to its stream at `submit`, running from `start` to `end`; times are in us."""
 
     submit: float
@@ -37,7 +37,7 @@ class Work(NamedTuple):
     label: int
 
 
-class Sync(NamedTuple):
+class StreamWait(NamedTuple):
     """A wait: `stream`, from time `at` on, waits for the work that was submitted to `source` before time `recorded`."""
 
     at: float
@@ -47,13 +47,13 @@ class Sync(NamedTuple):
 
 
 @dataclass(kw_only=True, slots=True)
-class Call:
+class TraceCall:
     """One communication call of one rank; times are in us.
 
     `wait_at` is when the application waited for the call and `wait_stream` on which stream, where the trace shows it.
     """
 
-    message: Message
+    message: CallPayload
     submit: float
     start: float
     end: float
@@ -65,7 +65,7 @@ class Call:
 
 
 @dataclass(kw_only=True)
-class RankTrace:
+class KinetoRank:
     """The part of one rank's trace file that is used."""
 
     where: str
@@ -74,18 +74,18 @@ class RankTrace:
     host: str
     base_ns: int
     gpu: bool
-    calls: list[Call]
-    works: list[Work]
+    calls: list[TraceCall]
+    works: list[TraceWork]
     steps: dict[int, tuple[float, float]]
     backward: list[tuple[float, float]]
     update: list[tuple[float, float]]
-    syncs: list[Sync] = field(default_factory=list)
+    syncs: list[StreamWait] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @cached_property
-    def syncs_of(self) -> dict[str, list[Sync]]:
+    def syncs_of(self) -> dict[str, list[StreamWait]]:
         """The waits of each stream, in order."""
-        out: dict[str, list[Sync]] = {}
+        out: dict[str, list[StreamWait]] = {}
         for sync in sorted(self.syncs):
             out.setdefault(sync.stream, []).append(sync)
         return out
@@ -116,9 +116,8 @@ def inside(spans: list[tuple[float, float]], at: float) -> bool:
     return found >= 0 and at <= spans[found][1]
 
 
-def backward_end(trace: RankTrace, at: float) -> float | None:
-    """The end of the step's last backward op, at which DDP waits for all its buckets; None if no backward op follows.
-    """
+def backward_end(trace: KinetoRank, at: float) -> float | None:
+    """The end of the step's last backward op, at which DDP waits for all its buckets; None if no backward op follows."""
     until = min((start for start, _ in trace.steps.values() if start > at), default=float("inf"))
     last = bisect_left(trace.backward, (until, 0.0)) - 1
     return trace.backward[last][1] if last >= 0 and trace.backward[last][1] >= at else None

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from .kineto_rank import Call, RankTrace, Work
+from .kineto_rank import KinetoRank, TraceCall, TraceWork
 
 Cut = tuple[int, int]
 """A place in a stream's order: before work number `cut[1]` of the works that were submitted after `cut[0]` calls."""
@@ -15,10 +15,10 @@ Shape = tuple[tuple[str, int, bool], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
+class StreamLane:
     """The works of one stream in one iteration, in order; `segments[i]` is the number of calls made before work i."""
 
-    works: list[Work]
+    works: list[TraceWork]
     segments: list[int]
 
     @cached_property
@@ -46,17 +46,17 @@ class Lane:
         return self.segments[index], index - bisect_left(self.segments, self.segments[index])
 
 
-_EMPTY = Lane(works=[], segments=[])
+_EMPTY = StreamLane(works=[], segments=[])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TraceStep:
     """One iteration of one rank."""
 
     rank: int
     number: int
-    calls: list[Call]
-    lanes: dict[str, Lane]
+    calls: list[TraceCall]
+    lanes: dict[str, StreamLane]
 
     @property
     def shape(self) -> Shape:
@@ -68,12 +68,12 @@ class Step:
         """The cut after the last work."""
         return len(self.calls) + 1, 0
 
-    def lane(self, stream: str) -> Lane:
+    def lane(self, stream: str) -> StreamLane:
         """The works of a stream in this iteration; an empty lane if there are none."""
         return self.lanes.get(stream, _EMPTY)
 
 
-def steps_of(trace: RankTrace, notes: list[str]) -> dict[int, Step]:
+def steps_of(trace: KinetoRank, notes: list[str]) -> dict[int, TraceStep]:
     """The iterations of a rank by number that have the most common shape; a note says how many others were left out."""
     windows = _windows(trace, notes)
     steps = {number: _step(trace, number, low, high) for number, (low, high) in windows.items()}
@@ -88,7 +88,7 @@ def steps_of(trace: RankTrace, notes: list[str]) -> dict[int, Step]:
     return kept
 
 
-def _windows(trace: RankTrace, notes: list[str]) -> dict[int, tuple[float, float]]:
+def _windows(trace: KinetoRank, notes: list[str]) -> dict[int, tuple[float, float]]:
     """Begin and end of each iteration on the CPU."""
     if trace.steps:
         starts = [start for start, _ in trace.steps.values()]
@@ -131,16 +131,16 @@ def _period(items: list[tuple[int, object]]) -> int:
     return period if items and 2 * period <= len(items) else 0
 
 
-def _step(trace: RankTrace, number: int, low: float, high: float) -> Step:
+def _step(trace: KinetoRank, number: int, low: float, high: float) -> TraceStep:
     submits = [call.submit for call in trace.calls]
     calls = trace.calls[bisect_left(submits, low) : bisect_left(submits, high)]
     inner = [call.submit for call in calls]
     first = bisect_left(trace.works, low, key=lambda work: work.submit)
     last = bisect_left(trace.works, high, key=lambda work: work.submit)
-    works: dict[str, list[Work]] = defaultdict(list)
+    works: dict[str, list[TraceWork]] = defaultdict(list)
     segments: dict[str, list[int]] = defaultdict(list)
     for work in trace.works[first:last]:
         works[work.stream].append(work)
         segments[work.stream].append(bisect_right(inner, work.submit))
-    lanes = {stream: Lane(works=works[stream], segments=segments[stream]) for stream in works}
-    return Step(rank=trace.rank, number=number, calls=calls, lanes=lanes)
+    lanes = {stream: StreamLane(works=works[stream], segments=segments[stream]) for stream in works}
+    return TraceStep(rank=trace.rank, number=number, calls=calls, lanes=lanes)

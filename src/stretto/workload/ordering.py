@@ -35,6 +35,7 @@ def in_order(needs: Mapping[K, Iterable[K]]) -> list[K]:
             heappush(ready, position[free])
     return out
 
+
 def few(names: Sequence[str]) -> list[str]:
     """Names for a message: where there are many, the first and the last of them.
 

@@ -28,7 +28,7 @@ from .models import cnn, dlrm, themis, transformer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelFamily:
     """One family of models: its name, its builder, the names of its variants, and one line that describes it."""
 
     name: str
@@ -48,11 +48,11 @@ class Model:
         return str(inspect.signature(self.build).parameters["variant"].default)
 
 
-MODELS: dict[str, Model] = {}
+MODELS: dict[str, ModelFamily] = {}
 
 
 def _register(name: str, build: Callable[..., Workload], variants: Iterable[str], what: str) -> None:
-    MODELS[name] = Model(name=name, build=build, variants=tuple(variants), what=what)
+    MODELS[name] = ModelFamily(name=name, build=build, variants=tuple(variants), what=what)
 
 
 _register("dlrm", dlrm.dlrm, dlrm.MODELS, "recommendation: sharded tables, replicated MLPs (SYNDICATE A1 to A4)")
@@ -64,7 +64,7 @@ _register("resnet", cnn.resnet, cnn.RESNET_BLOCKS, "ResNet, data parallel")
 _register("themis", themis.themis, themis.BATCH, "ResNet-152, GNMT, DLRM and Transformer-1T as Themis has them")
 
 
-def model(name: str) -> Model:
+def model(name: str) -> ModelFamily:
     """The registered family of models with this name."""
     if name not in MODELS:
         raise unknown("model", name, MODELS)
@@ -83,13 +83,13 @@ def from_spec(spec: str) -> Workload:
     return _build(chosen, variant if colon else chosen.default, _options(chosen, tail))
 
 
-def _build(chosen: Model, variant: str, options: Mapping[str, Any]) -> Workload:
+def _build(chosen: ModelFamily, variant: str, options: Mapping[str, Any]) -> Workload:
     if variant not in chosen.variants:
         raise unknown(f"variant of {chosen.name}", variant, chosen.variants)
     return chosen.build(variant, **options)
 
 
-def _options(chosen: Model, items: Iterable[str]) -> dict[str, Any]:
+def _options(chosen: ModelFamily, items: Iterable[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for item in items:
         key, equals, text = (part.strip() for part in item.partition("="))

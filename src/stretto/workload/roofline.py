@@ -75,9 +75,7 @@ ACCELERATORS: dict[str, Accelerator] = {
             hbm_gb_per_s=3350.0,
         ),
         # Themis 5.1: "roofline FP16 performance from the total FLOPS" of an A100, taken at its word.
-        Accelerator(
-            name="themis_npu", tflops={"fp16": 312.0}, hbm_gb_per_s=2039.0, efficiency=1.0, launch_us=0.0
-        ),
+        Accelerator(name="themis_npu", tflops={"fp16": 312.0}, hbm_gb_per_s=2039.0, efficiency=1.0, launch_us=0.0),
     )
 }
 

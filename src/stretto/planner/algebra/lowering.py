@@ -21,7 +21,7 @@ from ...programs.ir import Program
 from ...programs.streams import row_numbers, rows_from_edges
 from .motif import Expr, Motif, Par, Path
 from .payload import Refinement, moved
-from .shapes import Ints, Shape, default_algorithm, shape_of
+from .shapes import Ints, ProgramShape, default_algorithm, shape_of
 
 __all__ = ["Binding", "Leaf", "check", "default_algorithm", "leaf_programs", "lower"]
 
@@ -146,9 +146,7 @@ class _Lowered:
         slots = [np.repeat(end, rows).astype(np.int64) * chunks + p.chunk for end in (p.src, p.dst)]
         first = np.argsort(leaf, kind="stable")
         ends = np.searchsorted(leaf[first], np.arange(len(self.leaves) + 1))
-        touched = [
-            tuple(np.unique(slot[first[a:b]]) for slot in slots) for a, b in pairwise(ends.tolist())
-        ]
+        touched = [tuple(np.unique(slot[first[a:b]]) for slot in slots) for a, b in pairwise(ends.tolist())]
         self._races(expr, [*touched], 0)
 
     def _races(self, expr: Expr, touched: list[tuple[Ints, ...]], number: int) -> tuple[Ints, Ints, int]:
@@ -189,8 +187,10 @@ class _Lowered:
         p = self.program
         process = p.collective.ranks[rank]
         writer, second = find(one, p.dst), find(other, p.src if verb == "read" else p.dst)
-        both = f"both write {self._place(chunk)} of P_{process}" if verb == "write" else (
-            f"the second reads {self._place(chunk)} of P_{process}, which the first writes"
+        both = (
+            f"both write {self._place(chunk)} of P_{process}"
+            if verb == "write"
+            else (f"the second reads {self._place(chunk)} of P_{process}, which the first writes")
         )
         raise VerificationError(f"{writer} and {second} are in parallel, but {both}")
 
@@ -229,7 +229,7 @@ class _Lowered:
         return f"T_{r.processes[0][row]}[{r.processes[1][column]}, {span}]"
 
 
-def _begin(expr: Expr, shapes: Sequence[Shape], step: int, begins: list[int]) -> int:
+def _begin(expr: Expr, shapes: Sequence[ProgramShape], step: int, begins: list[int]) -> int:
     """Appends the step at which each motif begins; returns the step behind the expression."""
     if isinstance(expr, Motif):
         begins.append(step)
@@ -241,7 +241,11 @@ def _begin(expr: Expr, shapes: Sequence[Shape], step: int, begins: list[int]) ->
 
 
 def _program(
-    original: Motif, leaves: Sequence[Motif], shapes: Sequence[Shape], begins: Sequence[int], refinement: Refinement
+    original: Motif,
+    leaves: Sequence[Motif],
+    shapes: Sequence[ProgramShape],
+    begins: Sequence[int],
+    refinement: Refinement,
 ) -> tuple[Program, Ints]:
     position = {rank: at for at, rank in enumerate(original.ranks)}
     columns: dict[str, list[NDArray[Any]]] = {
@@ -256,9 +260,14 @@ def _program(
         ptr, chunk, kept = moved(shape, refinement.rows(leaf, shape))
         at = np.array([position[rank] for rank in leaf.ranks], np.int32)
         for key, values in (
-            ("src", at[program.src[kept]]), ("dst", at[program.dst[kept]]), ("reduce", program.reduce[kept]),
-            ("lane", program.lane[kept]), ("step", shape.step[kept] + begins[number]), ("chunk", chunk),
-            ("width", np.diff(ptr)), ("leaf", np.full(len(kept), number)),
+            ("src", at[program.src[kept]]),
+            ("dst", at[program.dst[kept]]),
+            ("reduce", program.reduce[kept]),
+            ("lane", program.lane[kept]),
+            ("step", shape.step[kept] + begins[number]),
+            ("chunk", chunk),
+            ("width", np.diff(ptr)),
+            ("leaf", np.full(len(kept), number)),
             ("route", np.where(program.route[kept] < 0, -1, program.route[kept] + len(routes))),
             ("cast", np.where(program.cast[kept] < 0, -1, program.cast[kept] + casts)),
         ):
@@ -275,9 +284,11 @@ def _program(
     place = np.empty(count, np.int64)
     place[order] = np.arange(count)
     built = Program.from_steps(
-        "motifs" if len(leaves) > 1 else shapes[0].program.name, refinement.collective(),
+        "motifs" if len(leaves) > 1 else shapes[0].program.name,
+        refinement.collective(),
         chunk_ptr=np.concatenate([[0], np.cumsum(column["width"])]),
-        routes=tuple(routes), routes_digest=next(iter(digests), ""),
+        routes=tuple(routes),
+        routes_digest=next(iter(digests), ""),
         **{key: column[key] for key in ("src", "dst", "reduce", "lane", "route", "step", "chunk", "cast")},
     )
     waiting = [(place[before], place[behind]) for behind, before in paced if len(before)]
@@ -287,7 +298,7 @@ def _program(
     return built, column["leaf"][order]
 
 
-def _kept_waits(shape: Shape, kept: Ints, offset: int) -> tuple[Ints, Ints]:
+def _kept_waits(shape: ProgramShape, kept: Ints, offset: int) -> tuple[Ints, Ints]:
     """The waits that pace a program, between those transfers that are left; what waits for one left out waits for
     what that one waited for."""
     behind, before = shape.paced

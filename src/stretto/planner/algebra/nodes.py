@@ -154,4 +154,3 @@ def communicator(op: Op) -> tuple[bool, tuple[tuple[int, ...], ...]]:
 def is_queued(op: Op) -> bool:
     """Whether a stack that runs one collective at a time counts this op: sends have connections of their own."""
     return op.is_comm and op.kind != "send"
-

@@ -136,9 +136,7 @@ class _Writer:
         holders: Items = [] if m.held == alone else ["_{", *self.groups(m.held), "}"]
         targets = self.numbers(m.ranks) if m.bound == alone else self.groups(m.bound)
         if not m.whole:
-            window: Items = [
-                "(i+", _Number(first), ")%", _Number(count), ":(i+", _Number(last), ")%", _Number(count)
-            ]
+            window: Items = ["(i+", _Number(first), ")%", _Number(count), ":(i+", _Number(last), ")%", _Number(count)]
             targets = window if m.bound == alone else [*window, " of ", *targets]
         return [*holders, "[", *targets, ", ", *self.spans(m.spans), "]"]
 

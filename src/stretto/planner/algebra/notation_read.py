@@ -197,7 +197,12 @@ class _Reader:
         return motif
 
     def build(
-        self, kind: str, ranks: tuple[int, ...], root: int, held: list[list[Entry]], targets: list[list[Entry]],
+        self,
+        kind: str,
+        ranks: tuple[int, ...],
+        root: int,
+        held: list[list[Entry]],
+        targets: list[list[Entry]],
         window: tuple[int, int, int] | None,
     ) -> Motif:
         try:
@@ -213,8 +218,12 @@ class _Reader:
             if window is not None and window[2] != len(ranks):
                 self.fail(f"AA: its window counts modulo {window[2]}, but it has {len(ranks)} ranks")
             return Motif(
-                kind=kind, ranks=ranks, spans=spans, window=window[:2] if window else (0, 0),
-                held=self.groups(held, ranks), bound=self.groups(targets, ranks),
+                kind=kind,
+                ranks=ranks,
+                spans=spans,
+                window=window[:2] if window else (0, 0),
+                held=self.groups(held, ranks),
+                bound=self.groups(targets, ranks),
             )
         except InvalidInput as error:
             message = str(error)

@@ -12,8 +12,8 @@ from ...workload import Op, Workload
 from ..costs.channels import Binding, bindings_for
 from ..costs.costs import Bounding, Cost, CostModel, Motion, launch_us, simulated_costs
 from ..costs.measured import NCCL, LayeredCosts, MeasuredCosts
-from ..schedule.problem import Option, Problem, Task
-from .rewrites import Groups, Rewrite, Stage, rewrites
+from ..schedule.problem import MotifTask, Option, PlanProblem
+from .rewrites import Groups, MotifStage, Rewrite, rewrites
 
 SLOWEST = 20.0
 """An option that takes this many times as long as the fastest is left out: nothing hides it."""
@@ -28,7 +28,7 @@ STOCK_ALGORITHMS = {
 """What NCCL has for each collective; its rings broadcast as pipelined chains. All others are sends, straight on."""
 
 
-def problem(workload: Workload, cluster: Cluster, costs: CostModel | None = None) -> Problem:
+def problem(workload: Workload, cluster: Cluster, costs: CostModel | None = None) -> PlanProblem:
     """What there is to decide: the options of every comm-op of a workload that runs on a cluster's devices."""
     if workload.num_ranks > cluster.num_devices:
         raise InvalidInput(f"{workload.name}: {workload.num_ranks} ranks do not fit on {cluster.num_devices} devices")
@@ -42,7 +42,7 @@ def problem(workload: Workload, cluster: Cluster, costs: CostModel | None = None
             made[key] = options(op, workload, cluster, model, menu=menu)
         found[op.name] = made[key]
     how, notes = _sources(list(made.values()), cluster, model)
-    return Problem(workload=workload, options=found, costs=how, notes=(*cluster.notes, *notes))
+    return PlanProblem(workload=workload, options=found, costs=how, notes=(*cluster.notes, *notes))
 
 
 def options(
@@ -132,7 +132,7 @@ class Menu:
                 continue
         return min((option for option in made if option is not None), key=lambda one: one.total_us, default=None)
 
-    def like(self, task: Task, rewrite: Rewrite) -> Option | None:
+    def like(self, task: MotifTask, rewrite: Rewrite) -> Option | None:
         """A rewrite that only cuts the payload, moved just as the default option moves the whole."""
         if len(rewrite.steps) != 1 or rewrite.segments == 1:
             return None
@@ -159,7 +159,7 @@ class Menu:
         last = rewrite.segments - share
         return self._option(rewrite, [second if stage.segment >= last else first for stage in rewrite.stages])
 
-    def _offered(self, stages: Sequence[Stage]) -> tuple[Binding, ...]:
+    def _offered(self, stages: Sequence[MotifStage]) -> tuple[Binding, ...]:
         """The bindings that serve each of some stages."""
         found: tuple[Binding, ...] | None = None
         for groups in dict.fromkeys(stage.groups for stage in stages):
@@ -170,7 +170,7 @@ class Menu:
         return found or ()
 
     @staticmethod
-    def _motion(stage: Stage, binding: Binding) -> Motion:
+    def _motion(stage: MotifStage, binding: Binding) -> Motion:
         return Motion(kind=stage.kind, groups=stage.groups, channels=binding.channels, window=stage.window)
 
     def _option(self, rewrite: Rewrite, held: Sequence[Binding], algorithm: str | None = None) -> Option | None:
@@ -190,7 +190,7 @@ class Menu:
                 known[key] = motion, name, cost, launch_us(binding, cost)
             motion, name, cost, launch = known[key]
             tasks.append(
-                Task(
+                MotifTask(
                     motif=stage.motif, algorithm=name, channels=binding.channels, duration_us=launch + cost.us,
                     nbytes=stage.nbytes, launch_us=launch, after=stage.after, source=cost.source, motion=motion,
                 )
@@ -227,7 +227,7 @@ class Menu:
         return least
 
 
-def _name(rewrite: Rewrite, tasks: Sequence[Task]) -> str:
+def _name(rewrite: Rewrite, tasks: Sequence[MotifTask]) -> str:
     """Such as ``ring/4 segments on nvlink+rdma`` or ``hierarchical(ring,direct) on nvlink, rdma``."""
     algorithms = ",".join(dict.fromkeys(task.algorithm for task in tasks))
     pattern = next((step.partition(":")[0] for step in rewrite.steps if not step.startswith("segment")), "")

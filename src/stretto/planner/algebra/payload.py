@@ -14,7 +14,7 @@ from ...collectives.conditions import from_buffers
 from ...errors import InvalidInput, VerificationError
 from ...programs.ir import take_rows
 from .motif import ROOTED, SHARDED, Groups, Motif
-from .shapes import Ints, Shape
+from .shapes import Ints, ProgramShape
 from .spans import Span, Spans, cut, cut_sizes, measure
 
 Rows = tuple[Ints, NDArray[np.int32]]
@@ -36,7 +36,7 @@ class Refinement:
     """The processes that rows and columns of `pairs` stand for, in order."""
 
     @classmethod
-    def of(cls, original: Motif, leaves: Sequence[Motif], shapes: Sequence[Shape]) -> Refinement:
+    def of(cls, original: Motif, leaves: Sequence[Motif], shapes: Sequence[ProgramShape]) -> Refinement:
         """The refinement, once every leaf is known to stay inside the original."""
         spans: list[Span] = [*original.spans, *chain.from_iterable(original.shards)]
         for leaf, shape in zip(leaves, shapes, strict=True):
@@ -75,7 +75,7 @@ class Refinement:
         chunk = self.number[np.repeat(low - end[:-1], high - low) + np.arange(end[-1])]
         return end[np.cumsum([0, *map(len, sets)])], chunk.astype(np.int32)
 
-    def rows(self, leaf: Motif, shape: Shape) -> Rows:
+    def rows(self, leaf: Motif, shape: ProgramShape) -> Rows:
         """Which chunks each chunk of a leaf's algorithm stands for."""
         pieces, which = _pieces(leaf, shape)
         ptr, chunk = self.chunks(pieces)
@@ -84,7 +84,7 @@ class Refinement:
         ptr, chunk = take_rows(ptr, chunk, which)
         return self._block_rows(leaf, shape, ptr, chunk) if leaf.kind == "AA" else (ptr, chunk)
 
-    def _block_rows(self, leaf: Motif, shape: Shape, ptr: Ints, chunk: NDArray[np.int32]) -> Rows:
+    def _block_rows(self, leaf: Motif, shape: ProgramShape, ptr: Ints, chunk: NDArray[np.int32]) -> Rows:
         """The same for an all-to-all: the chunks of every block from what one holds to what is bound for the other."""
         n = len(leaf.ranks)
         src, dst = np.divmod(shape.share_of, n)
@@ -143,8 +143,14 @@ class Refinement:
             "SD": ([everything, nothing], [nothing, everything]),
         }[m.kind]  # fmt: skip
         return from_buffers(
-            kind, m.ranks, chunks=1 if m.kind in SHARDED else total, num_chunks=total, share=self.sizes / m.nbytes,
-            inputs=lambda r: before[r], outputs=lambda r: behind[r], root=root,
+            kind,
+            m.ranks,
+            chunks=1 if m.kind in SHARDED else total,
+            num_chunks=total,
+            share=self.sizes / m.nbytes,
+            inputs=lambda r: before[r],
+            outputs=lambda r: behind[r],
+            root=root,
         )
 
     def _all_to_all(self, even: bool) -> Collective:
@@ -170,13 +176,17 @@ class Refinement:
             return np.asarray((pairs[:, None] * self.per_pair + np.arange(self.per_pair)).ravel())
 
         return from_buffers(
-            "all_to_all_v", m.ranks, chunks=1, num_chunks=self.num_chunks,
+            "all_to_all_v",
+            m.ranks,
+            chunks=1,
+            num_chunks=self.num_chunks,
             share=np.tile(self.sizes / m.nbytes, self.num_chunks // self.per_pair),
-            inputs=lambda r: chunks_at(0, r), outputs=lambda r: chunks_at(1, r),
+            inputs=lambda r: chunks_at(0, r),
+            outputs=lambda r: chunks_at(1, r),
         )
 
 
-def moved(shape: Shape, rows: Rows) -> tuple[Ints, NDArray[np.int32], Ints]:
+def moved(shape: ProgramShape, rows: Rows) -> tuple[Ints, NDArray[np.int32], Ints]:
     """The transfers of a leaf in refined chunks: their chunks as a CSR table, and which of them move anything."""
     program = shape.program
     entry_ptr, chunk = take_rows(rows[0], rows[1], program.chunk.astype(np.intp))
@@ -185,7 +195,7 @@ def moved(shape: Shape, rows: Rows) -> tuple[Ints, NDArray[np.int32], Ints]:
     return np.concatenate([[0], np.cumsum(width[kept])]), chunk, kept
 
 
-def _pieces(leaf: Motif, shape: Shape) -> tuple[list[Spans], NDArray[np.intp]]:
+def _pieces(leaf: Motif, shape: ProgramShape) -> tuple[list[Spans], NDArray[np.intp]]:
     """Pieces of a leaf's payload, and which of them each chunk of its algorithm stands for.
 
     Shares (shards, blocks, or all of it) are cut as the algorithm cuts its own; all blocks of an all-to-all alike.

@@ -31,7 +31,7 @@ FINE = {"chain": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class MotifRequest:
     """One motif to be moved: the collective, over one group; `nbytes` as the group's collective counts them."""
 
     kind: str
@@ -40,11 +40,11 @@ class Ask:
     window: Window | None = None
 
 
-Provider = Callable[[Ask, Cluster, float], "dict[str, Callable[[], Program]]"]
+Provider = Callable[[MotifRequest, Cluster, float], "dict[str, Callable[[], Program]]"]
 """More ways to move a motif of that size on a cluster, by name (synthesised or multi-dimensional ones, say)."""
 
 
-def library(ask: Ask) -> list[str]:
+def library(ask: MotifRequest) -> list[str]:
     """The recipes of the algorithm library for a motif.
 
     >>> library(Ask(kind="broadcast", group=(0, 1, 2)))[4:]
@@ -66,7 +66,7 @@ def _named(kind: str, count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def build(recipe: str, ask: Ask, cluster: Cluster, *, in_place: bool = False) -> Program:
+def build(recipe: str, ask: MotifRequest, cluster: Cluster, *, in_place: bool = False) -> Program:
     """The program of a recipe on (a part of) a cluster; raises `InvalidInput` where it is not defined.
 
     In place several chains are one: programs side by side are put together from ones that are not.
@@ -89,7 +89,7 @@ def build(recipe: str, ask: Ask, cluster: Cluster, *, in_place: bool = False) ->
     return algorithm(name, ask.kind, ask.group, cluster=cluster, **options)
 
 
-def _side_by_side(parts: Sequence[Program], ask: Ask) -> Program:
+def _side_by_side(parts: Sequence[Program], ask: MotifRequest) -> Program:
     """Programs of one collective, each for its share of the payload and on connections of its own."""
     whole = motif_of(ask.kind, ask.group, len(parts) * max(p.collective.num_chunks for p in parts), ask.root)
     bound = {at: p.replace(lane=np.full(p.num_transfers, at, np.int16)) for at, p in enumerate(parts)}

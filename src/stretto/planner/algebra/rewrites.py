@@ -30,7 +30,7 @@ Steps = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class MotifStage:
     """Leaves of an expression that run at the same time on different ranks: one task. `after` are earlier stages."""
 
     motif: str
@@ -49,7 +49,7 @@ class Rewrite:
 
     steps: Steps
     exprs: tuple[Expr, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[MotifStage, ...]
     segments: int = 1
 
     @cached_property
@@ -154,8 +154,8 @@ def _chosen(patterns: Sequence[Rewrite]) -> list[Rewrite]:
 
 
 def _merged(
-    each: Sequence[list[Stage] | None], cluster: Cluster, scopes: dict[Groups, Scope]
-) -> tuple[Stage, ...] | None:
+    each: Sequence[list[MotifStage] | None], cluster: Cluster, scopes: dict[Groups, Scope]
+) -> tuple[MotifStage, ...] | None:
     """The stages of all sorts drawn together; None where they differ in more than their ranks."""
     first = each[0]
     if first is None or len(each) == 1:
@@ -176,13 +176,13 @@ def _merged(
 
 def _stages(
     expr: Expr, segments: int, sort: _Sort, cluster: Cluster, scopes: dict[Groups, Scope]
-) -> list[Stage] | None:
+) -> list[MotifStage] | None:
     """One sort's stages, or None where shares are so uneven that no cost would be right."""
     if any(_uneven(leaf) for leaf in expr.leaves):
         return None
     place = {rank: at for at, rank in enumerate(sort.whole.ranks)}
     known: dict[Groups, Groups] = {}
-    made: list[Stage] = []
+    made: list[MotifStage] = []
 
     def members(leaves: Sequence[Motif]) -> Groups:
         """The same positions of every group; one object for all stages of the same ranks."""
@@ -201,7 +201,7 @@ def _stages(
             more = f" (and {len(leaves) - 1} like it)" if len(leaves) > 1 else ""
             window = (first.window[0], first.window[1] - first.window[0]) if first.kind == "AA" else None
             made.append(
-                Stage(
+                MotifStage(
                     motif=f"{first}{more}", kind=first.collective_kind, groups=groups,
                     nbytes=float(max(leaf.nbytes for leaf in leaves)), after=before,
                     window=None if first.kind != "AA" or (first.whole and not sort.splits) else window,

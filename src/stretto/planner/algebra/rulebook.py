@@ -63,9 +63,7 @@ def _on_hosts(motif: Motif, hosts: Groups) -> Iterator[dict[str, Any]]:
 
 
 @rule("hierarchical", kinds=["AR", "AG", "RS", "AA", "BC", "RE"], choices=_on_hosts)
-def hierarchical(
-    motif: Motif, *, local: int | None = None, groups: Sequence[Sequence[int]] | None = None
-) -> Expr:
+def hierarchical(motif: Motif, *, local: int | None = None, groups: Sequence[Sequence[int]] | None = None) -> Expr:
     """P: inside groups (hosts) of ranks and across them, with one rail per local position.
 
     Groups are `local` consecutive ranks, or given by their ranks. All-reduce: reduce-scatter inside, all-reduces
@@ -90,9 +88,7 @@ def hierarchical(
         return seq([around[0], _all(across), around[1]])
     own = dict(zip(motif.ranks, motif.shards, strict=True))
     number = {rank: position for host in hosts for position, rank in enumerate(host)}
-    by_rail = [
-        {rank: own[rank] if number[rank] == at else () for rank in rail} for at, rail in enumerate(rails)
-    ]
+    by_rail = [{rank: own[rank] if number[rank] == at else () for rank in rail} for at, rail in enumerate(rails)]
     through = [joined(chain.from_iterable(shards.values())) for shards in by_rail]
     across = [_sharded(motif, list(shards.values()), tuple(shards)) for shards in by_rail]
     inside = _inside(motif, motif.kind, hosts, through)
@@ -129,9 +125,7 @@ def spline(motif: Motif, *, n: int | None = None, parts: int | None = None) -> E
     if motif.kind in ("BC", "RE"):
         return (par if motif.kind == "BC" else seq)(replace(motif, ranks=ranks) for ranks in members)
     own = dict(zip(motif.ranks, motif.shards, strict=True))
-    rows = [
-        [own[rank] if rank != motif.root or at == 0 else () for rank in ranks] for at, ranks in enumerate(members)
-    ]
+    rows = [[own[rank] if rank != motif.root or at == 0 else () for rank in ranks] for at, ranks in enumerate(members)]
     return par(_sharded(motif, row, ranks) for row, ranks in zip(rows, members, strict=True))
 
 
@@ -168,9 +162,7 @@ def _inside(motif: Motif, kind: str, hosts: Groups, through: Sequence[Spans]) ->
     """A reduce-scatter or all-gather in each host, after or before which each rank has what its rails carry."""
     found = []
     for host in hosts:
-        shards = tuple(
-            joined(chain.from_iterable(through[position :: len(host)])) for position in range(len(host))
-        )
+        shards = tuple(joined(chain.from_iterable(through[position :: len(host)])) for position in range(len(host)))
         found.append(Motif(kind=kind, ranks=host, shards=shards) if any(shards) else None)
     return _all(found)
 
@@ -185,7 +177,10 @@ def _two_step(motif: Motif, hosts: Groups, rails: Sequence[tuple[int, ...]]) -> 
     for_rail = [tuple(chain.from_iterable(rail)) for rail in ends]
     inside = [
         replace(
-            motif, ranks=host, window=(0, 0), held=tuple(held[rank] for rank in host),
+            motif,
+            ranks=host,
+            window=(0, 0),
+            held=tuple(held[rank] for rank in host),
             bound=tuple(tuple(chain.from_iterable(for_rail[at :: len(host)])) for at in range(len(host))),
         )
         for host in hosts
@@ -204,10 +199,9 @@ def _through_leaders(motif: Motif, groups: Groups) -> Expr:
     middle = replace(motif, ranks=leaders)
 
     def each(kind: str) -> Expr | None:
-        return _all([
-            replace(motif, kind=kind, ranks=group, root=leader)
-            for group, leader in zip(groups, leaders, strict=True)
-        ])
+        return _all(
+            [replace(motif, kind=kind, ranks=group, root=leader) for group, leader in zip(groups, leaders, strict=True)]
+        )
 
     return seq([each("RE") if motif.kind != "BC" else None, middle, each("BC") if motif.kind != "RE" else None])
 

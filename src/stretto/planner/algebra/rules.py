@@ -22,7 +22,7 @@ Choices = Callable[[Motif, Groups], Iterable[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class RewriteRule:
     """One rule: the kinds it rewrites, and the function that does it."""
 
     name: str
@@ -58,7 +58,7 @@ class Rule:
             raise InvalidInput(f"{self.name}: {error}") from None
 
 
-_RULES: dict[str, Rule] = {}
+_RULES: dict[str, RewriteRule] = {}
 
 
 def rule(
@@ -88,7 +88,7 @@ def rule(
 
     def register(build: Callable[..., Expr]) -> Callable[..., Expr]:
         summary = (inspect.getdoc(build) or "").split("\n")[0]
-        _RULES[name] = Rule(name=name, kinds=served, summary=summary, build=build, choices=choices)
+        _RULES[name] = RewriteRule(name=name, kinds=served, summary=summary, build=build, choices=choices)
         return build
 
     return register
@@ -100,7 +100,7 @@ def unregister(name: str) -> None:
     del _RULES[name]
 
 
-def rules(kind: str | None = None) -> list[Rule]:
+def rules(kind: str | None = None) -> list[RewriteRule]:
     """All rules, or those that rewrite a kind of motif.
 
     >>> [rule.name for rule in rules("BC")]
@@ -113,7 +113,7 @@ def rules(kind: str | None = None) -> list[Rule]:
     return [found for found in _RULES.values() if kind is None or kind in found.kinds]
 
 
-def entry(name: str) -> Rule:
+def entry(name: str) -> RewriteRule:
     """The rule with this name."""
     known = {found.name: found for found in rules()}
     if name not in known:
@@ -154,14 +154,14 @@ def rewrite_all(expr: Expr, name: str, **parameters: Any) -> Expr:
     return _everywhere(expr, found, parameters)
 
 
-def _everywhere(expr: Expr, found: Rule, parameters: Mapping[str, Any]) -> Expr:
+def _everywhere(expr: Expr, found: RewriteRule, parameters: Mapping[str, Any]) -> Expr:
     if isinstance(expr, Motif):
         return found(expr, **parameters) if expr.kind in found.kinds else expr
     return type(expr)(tuple(_everywhere(child, found, parameters) for child in expr.children))  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class RewriteStep:
     """One rewriting as it is written on a command line: ``tree:4@1`` or ``segment:size=256`` (everywhere)."""
 
     rule: str
@@ -175,7 +175,7 @@ class Step:
         return apply(expr, self.rule, at=self.at, **self.parameters)
 
 
-def parse_step(text: str) -> Step:
+def parse_step(text: str) -> RewriteStep:
     """A step from ``rule``, ``rule:value,key=value`` and an optional ``@path`` such as ``@0.1`` (``@`` is the top).
 
     >>> parse_step("segment:4@0.1")
@@ -200,7 +200,7 @@ def parse_step(text: str) -> Step:
     if at and not re.fullmatch(r"(\d{1,6}(\.\d{1,6}){0,99})?", path, re.ASCII):
         raise InvalidInput(f"step {text!r}: a path is positions such as @0.1, not {path!r}")
     where = tuple(int(position) for position in path.split(".")) if path else ()
-    return Step(rule=name, parameters=parameters, at=where if at else None)
+    return RewriteStep(rule=name, parameters=parameters, at=where if at else None)
 
 
 def variants(motif: Motif, hosts: Sequence[Sequence[int]] = ()) -> Iterator[tuple[str, Expr]]:

@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ProgramShape:
     """A program with what composing needs to know about it."""
 
     program: Program
@@ -45,7 +45,7 @@ def default_algorithm(motif: Motif) -> str:
     return DEFAULTS[motif.kind] if DEFAULTS[motif.kind] in known else known[0]
 
 
-def shape_of(motif: Motif, binding: str | Program | None) -> Shape:
+def shape_of(motif: Motif, binding: str | Program | None) -> ProgramShape:
     """The shape of a motif's algorithm: the default one, one by name, or a program of the motif's own collective."""
     count = len(motif.ranks)
     root = motif.ranks.index(motif.root) if motif.kind in ROOTED else None
@@ -62,17 +62,23 @@ def shape_of(motif: Motif, binding: str | Program | None) -> Shape:
 
 
 @lru_cache(maxsize=512)
-def _named(name: str, code: str, count: int, root: int | None) -> Shape:
+def _named(name: str, code: str, count: int, root: int | None) -> ProgramShape:
     if code == "SD":
         return _shape(code, algorithm(name, "permute", 2, pairs=[(0, 1)]))
     return _shape(code, algorithm(name, KINDS[code], count, root=root))
 
 
-def _shape(code: str, program: Program) -> Shape:
+def _shape(code: str, program: Program) -> ProgramShape:
     step = _steps(program)
     again = Program.from_steps(
-        program.name, program.collective, src=program.src, dst=program.dst, chunk=program.chunk,
-        chunk_ptr=program.chunk_ptr, step=step, reduce=program.reduce,
+        program.name,
+        program.collective,
+        src=program.src,
+        dst=program.dst,
+        chunk=program.chunk,
+        chunk_ptr=program.chunk_ptr,
+        step=step,
+        reduce=program.reduce,
     )
     # Sorting by step moves a transfer only where the program's own order is not one of steps.
     place = np.empty(len(step), np.int64)
@@ -81,7 +87,7 @@ def _shape(code: str, program: Program) -> Shape:
     waits = place[row_numbers(program.after_ptr)] * count + place[program.after]
     derived = row_numbers(again.after_ptr).astype(np.int64) * count + again.after
     extra = np.flatnonzero(~np.isin(waits, derived))
-    return Shape(
+    return ProgramShape(
         program=program,
         step=step,
         num_steps=int(step.max(initial=-1)) + 1,
@@ -102,9 +108,9 @@ def _steps(program: Program) -> Ints:
     gated = row_numbers(p.gate_ptr).astype(np.int64)
     connection = (p.src.astype(np.int64) * p.collective.num_ranks + p.dst) * p.num_lanes + p.lane
     order = np.argsort(connection, kind="stable")
-    neighbours = np.flatnonzero(np.diff(connection[order]) == 0)
-    before = np.concatenate([p.after, p.gate[~reads], p.gate[reads], order[neighbours]]).astype(np.int64)
-    behind = np.concatenate([row_numbers(p.after_ptr), gated[~reads], gated[reads], order[neighbours + 1]])
+    neighbors = np.flatnonzero(np.diff(connection[order]) == 0)
+    before = np.concatenate([p.after, p.gate[~reads], p.gate[reads], order[neighbors]]).astype(np.int64)
+    behind = np.concatenate([row_numbers(p.after_ptr), gated[~reads], gated[reads], order[neighbors + 1]])
     wait = np.ones(len(before), np.int64)
     wait[len(p.after) + int(np.count_nonzero(~reads)) :] = 0
     if not len(before):

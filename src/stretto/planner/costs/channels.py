@@ -188,9 +188,7 @@ def _usual(cluster: Cluster, groups: Sequence[Sequence[int]]) -> Binding:
                 _, links = cluster.route_table(a, b, a.astype(np.int64) + b)
                 used |= {cluster.channels[at] for at in np.unique(cluster.link_channel[links])}
     held = _ordered(cluster, inside | across)
-    return Binding(
-        name="+".join(held), channels=held, intra=_ordered(cluster, inside), inter=_ordered(cluster, across)
-    )
+    return Binding(name="+".join(held), channels=held, intra=_ordered(cluster, inside), inter=_ordered(cluster, across))
 
 
 def _intra_fabrics(cluster: Cluster) -> list[tuple[str, ...]]:

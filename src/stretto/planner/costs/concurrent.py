@@ -16,7 +16,7 @@ from ...programs import Program
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ConcurrentProgram:
     """One of the programs: how much it moves, and the channels its routes keep to (None: any)."""
 
     program: Program
@@ -24,7 +24,7 @@ class Part:
     channels: tuple[str, ...] | None = None
 
 
-def together(parts: Sequence[Part], cluster: Cluster) -> tuple[Program, float]:
+def together(parts: Sequence[ConcurrentProgram], cluster: Cluster) -> tuple[Program, float]:
     """All parts side by side as one program, and the number of bytes to simulate it with.
 
     Parts may share ranks; each keeps its own chunks, connections and channels. The result verifies as all of their
@@ -69,7 +69,7 @@ def together(parts: Sequence[Part], cluster: Cluster) -> tuple[Program, float]:
     return program, whole
 
 
-def _routed(part: Part, cluster: Cluster) -> tuple[NDArray[np.int32], tuple[tuple[int, ...], ...]]:
+def _routed(part: ConcurrentProgram, cluster: Cluster) -> tuple[NDArray[np.int32], tuple[tuple[int, ...], ...]]:
     p = part.program
     if part.channels is None:
         return p.route, p.routes
@@ -84,7 +84,7 @@ def _routed(part: Part, cluster: Cluster) -> tuple[NDArray[np.int32], tuple[tupl
 
 
 def _collective(
-    parts: Sequence[Part], ranks: Sequence[NDArray[np.int32]], chunks: Sequence[int], devices: tuple[int, ...],
+    parts: Sequence[ConcurrentProgram], ranks: Sequence[NDArray[np.int32]], chunks: Sequence[int], devices: tuple[int, ...],
     whole: float,
 ) -> Collective:  # fmt: skip
     each = [part.program.collective for part in parts]

@@ -15,9 +15,9 @@ from ...cluster import Cluster
 from ...errors import Infeasible, InvalidInput
 from ...programs import Program
 from ...simulator.network import default_contention, routes_of, simulate_transfers
-from ..algebra.recipes import Ask, Provider, build, library
+from ..algebra.recipes import MotifRequest, Provider, build, library
 from .channels import Binding, default_binding, require_connected, restrict
-from .concurrent import Part, together
+from .concurrent import ConcurrentProgram, together
 
 GRID_BYTES = 1024
 GRID_RATIO = 4
@@ -61,9 +61,9 @@ class Motion:
         """Remembered: tables are asked for the same motion thousands of times, and groups are long."""
         return self._hash
 
-    def ask(self, at: int = 0) -> Ask:
+    def ask(self, at: int = 0) -> MotifRequest:
         """The same for one of the groups."""
-        return Ask(kind=self.kind, group=self.groups[at], root=self.root, window=self.window)
+        return MotifRequest(kind=self.kind, group=self.groups[at], root=self.root, window=self.window)
 
 
 class CostModel(Protocol):
@@ -237,7 +237,7 @@ class SimulatedCosts:
         together_used = np.concatenate([run.links for run in made])
         if len(np.unique(together_used)) == len(together_used):
             return tuple({(self._shape(run.program), self._sort(part, run.links)): run for run in made}.values())
-        one, _ = together([Part(program=run.program, nbytes=nbytes) for run in made], part)
+        one, _ = together([ConcurrentProgram(program=run.program, nbytes=nbytes) for run in made], part)
         return (self._run(one, part),)
 
     @staticmethod
@@ -286,9 +286,7 @@ def _layout(cluster: Cluster, group: tuple[int, ...]) -> tuple[tuple[int, int], 
     number = {value: at for at, value in enumerate(dict.fromkeys(host.tolist()))}
     first = {value: int(np.flatnonzero(all_hosts == value)[0]) for value in number}
     direct = bool(np.any((cluster.node_kind[cluster.link_src] == 0) & (cluster.node_kind[cluster.link_dst] == 0)))
-    return tuple(
-        (number[h], rank - first[h] if direct else 0) for rank, h in zip(group, host.tolist(), strict=True)
-    )
+    return tuple((number[h], rank - first[h] if direct else 0) for rank, h in zip(group, host.tolist(), strict=True))
 
 
 def launch_us(binding: Binding, cost: Cost | None = None) -> float:

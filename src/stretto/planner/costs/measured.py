@@ -38,7 +38,7 @@ STRAIGHT = ("direct", NCCL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class OverlapPartner:
     """The other half of an overlapped pair.
 
     >>> str(Beside(collective="all_to_all", algorithm="direct", channels=("shm", "eth"), nbytes=1048576))
@@ -79,7 +79,7 @@ class Measurement:
     channels: tuple[str, ...] = ()
     groups: int = 1
     """So many groups of `nranks` each did the same at once."""
-    beside: Beside | None = None
+    beside: OverlapPartner | None = None
     """What ran at the same time on the same ranks."""
     file: str = ""
 
@@ -351,14 +351,14 @@ def _kind(text: str, where: str) -> str:
     return kind
 
 
-def _beside(text: str, where: str) -> Beside | None:
+def _beside(text: str, where: str) -> OverlapPartner | None:
     if not text:
         return None
     parts = text.split("/")
     if len(parts) != 4 or not parts[1]:
         raise InvalidInput(f"{where}: must be COLLECTIVE/ALGORITHM/CHANNELS/BYTES, not {text[:80]!r}")
     kind, algorithm, channels, nbytes = parts
-    return Beside(
+    return OverlapPartner(
         collective=_kind(kind, where), algorithm=algorithm, channels=_channels(channels),
         nbytes=_positive(nbytes, where),
     )  # fmt: skip

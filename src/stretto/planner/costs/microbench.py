@@ -12,7 +12,7 @@ from ...errors import Infeasible, InvalidInput
 from ...simulator import simulate
 from ...units import KB, MB, format_bytes, format_us
 from .channels import Binding, bindings_for
-from .concurrent import Part, together
+from .concurrent import ConcurrentProgram, together
 from .costs import CostModel, Motion, SimulatedCosts, launch_us
 from .measured import LayeredCosts, MeasuredCosts
 
@@ -214,7 +214,7 @@ def _at_once(costs: CostModel, binding: Binding, reduce_bytes: float, exchange_b
     """Both on the same links at the same time, contending for them (by simulation)."""
     simulated = costs if isinstance(costs, SimulatedCosts) else SimulatedCosts(costs.cluster)
     parts = [
-        Part(program=simulated.program(_motion(costs, kind, binding), nbytes, name), nbytes=nbytes)
+        ConcurrentProgram(program=simulated.program(_motion(costs, kind, binding), nbytes, name), nbytes=nbytes)
         for kind, name, nbytes in (("all_reduce", "ring", reduce_bytes), ("all_to_all", "direct", exchange_bytes))
     ]
     program, nbytes = together(parts, costs.cluster)

@@ -15,9 +15,9 @@ from ...errors import Infeasible, InvalidInput, SearchTimeout
 from ...programs import Program
 from ...synthesis import synthesize
 from ...units import MB
-from ..algebra.recipes import Ask, Provider
+from ..algebra.recipes import MotifRequest, Provider
 
-SYNTHESISED = "synthesised"
+SYNTHESIZED = "synthesised"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
 MAKERS = ("forest", "flow", "greedy", "compose", "exact")
 """Who may synthesise: the library is offered anyway."""
@@ -30,15 +30,15 @@ MAX_DIM_MOVES = 1 << 21
 BALANCED = f"dimensions:{DIM_CHUNKS}"
 
 
-def synthesised(*, budget_s: float = 5.0, seed: int = 0) -> Provider:
+def synthesized(*, budget_s: float = 5.0, seed: int = 0) -> Provider:
     """A provider that synthesises one program per collective, group and set of links, at the first size asked for.
 
     The program is then timed at every size like any other, so that a plan takes it only where it pays. Its name says
     nothing of that first size: a provider of its own for each plan makes it the same again.
     """
-    made: dict[tuple[Ask, str], Program | None] = {}
+    made: dict[tuple[MotifRequest, str], Program | None] = {}
 
-    def offer(ask: Ask, cluster: Cluster, nbytes: float) -> Mapping[str, Callable[[], Program]]:
+    def offer(ask: MotifRequest, cluster: Cluster, nbytes: float) -> Mapping[str, Callable[[], Program]]:
         if ask.kind not in KINDS or ask.window is not None:
             return {}
         key = (ask, cluster.digest)
@@ -50,7 +50,7 @@ def synthesised(*, budget_s: float = 5.0, seed: int = 0) -> Provider:
             except (Infeasible, SearchTimeout, InvalidInput):
                 made[key] = None
         found = made[key]
-        return {} if found is None else {SYNTHESISED: lambda: found}
+        return {} if found is None else {SYNTHESIZED: lambda: found}
 
     return lambda ask, cluster, nbytes: dict(offer(ask, cluster, nbytes))
 
@@ -73,7 +73,7 @@ def dimensional(cluster: Cluster) -> Provider:
             programs[kind, part.digest] = best_program(schedule, part, units=DIM_UNITS)[0]
         return programs[kind, part.digest]
 
-    def offer(ask: Ask, part: Cluster, nbytes: float) -> dict[str, Callable[[], Program]]:
+    def offer(ask: MotifRequest, part: Cluster, nbytes: float) -> dict[str, Callable[[], Program]]:
         whole = ask.group == tuple(range(count)) and part.num_links == cluster.num_links
         if not whole or ask.window is not None or ask.kind not in DIM_KINDS or not _writable(dims, ask.kind):
             return {}
@@ -94,10 +94,10 @@ def providers_for(cluster: Cluster, *, synthesis_s: float = 0.0, seed: int = 0) 
     """The providers that make sense on a cluster: its dimensions where it has some; synthesis with a time for it."""
     found: list[Provider] = [dimensional(cluster)] if any(d.size > 1 for d in cluster.dimensions) else []
     if synthesis_s > 0:
-        found.append(synthesised(budget_s=synthesis_s, seed=seed))
+        found.append(synthesized(budget_s=synthesis_s, seed=seed))
     return tuple(found)
 
 
-def _collective(ask: Ask) -> Collective:
+def _collective(ask: MotifRequest) -> Collective:
     make = COLLECTIVES[ask.kind]
     return make(ask.group, root=ask.root) if ask.kind in ("broadcast", "reduce") else make(ask.group)

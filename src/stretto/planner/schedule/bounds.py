@@ -21,7 +21,7 @@ from ... import _native
 from ...workload import Op
 from ...workload.ordering import few
 from ..algebra.nodes import Nodes, is_queued, nodes_of
-from .problem import Option, Problem
+from .problem import Option, PlanProblem
 
 MAX_LP_TERMS = 200_000
 MAX_CHANNELS = 256
@@ -31,7 +31,7 @@ MAX_FROM = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bound:
+class PeriodBound:
     """A proved lower bound on the period, the argument that gives it, and what the others give."""
 
     us: float
@@ -39,7 +39,7 @@ class Bound:
     arguments: dict[str, float] = field(default_factory=dict)
 
 
-def lower_bound(problem: Problem, *, serial: bool = False) -> Bound:
+def lower_bound(problem: PlanProblem, *, serial: bool = False) -> PeriodBound:
     """The largest of the bounds, for any options, orders and shifts.
 
     >>> from .example import figure6
@@ -60,7 +60,7 @@ def lower_bound(problem: Problem, *, serial: bool = False) -> Bound:
         f"channel load between {between} and the next": between_us,
     }
     why = max(found, key=lambda name: found[name])
-    return Bound(us=found[why], why=why, arguments=found)
+    return PeriodBound(us=found[why], why=why, arguments=found)
 
 
 def least_us(option: Option) -> float:
@@ -74,7 +74,7 @@ def least_us(option: Option) -> float:
     return max(*ends, *load.values())
 
 
-def _fastest(problem: Problem, nodes: Nodes) -> list[float]:
+def _fastest(problem: PlanProblem, nodes: Nodes) -> list[float]:
     """Per node, the least time that it takes."""
     known: dict[int, float] = {}
     found = []
@@ -88,7 +88,7 @@ def _fastest(problem: Problem, nodes: Nodes) -> list[float]:
     return found
 
 
-def _circles(problem: Problem, nodes: Nodes, fastest: list[float]) -> tuple[float, list[str]]:
+def _circles(problem: PlanProblem, nodes: Nodes, fastest: list[float]) -> tuple[float, list[str]]:
     """The largest ratio of duration to lag, every comm-op as fast as it can be and on channels of its own."""
     workload = problem.workload
     count = len(nodes.op)
@@ -131,7 +131,7 @@ class _Loads:
         return float(self.least(price).sum())
 
 
-def _loads(problem: Problem, serial: bool) -> _Loads:
+def _loads(problem: PlanProblem, serial: bool) -> _Loads:
     workload = problem.workload
     known: dict[tuple[int, tuple[int, ...], bool], int] = {}
     of_op: list[int] = []
@@ -195,7 +195,7 @@ def _prices(loads: _Loads) -> list[NDArray[np.float64]]:
 
 
 def _between(
-    problem: Problem, nodes: Nodes, fastest: list[float], loads: _Loads, prices: list[NDArray[np.float64]]
+    problem: PlanProblem, nodes: Nodes, fastest: list[float], loads: _Loads, prices: list[NDArray[np.float64]]
 ) -> tuple[float, str]:
     """The longest wait from a compute-op to its next iteration, counting the load that has to fit between."""
     compute = [node for node, place in enumerate(nodes.place) if place >= 0]

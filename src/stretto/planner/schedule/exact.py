@@ -19,8 +19,8 @@ from ...errors import InvalidInput
 from ...synthesis import cp_sat
 from ...units import check_seed
 from ..algebra.nodes import is_queued
-from .problem import Problem, Task
-from .schedule import Schedule, Scheduler
+from .problem import MotifTask, PlanProblem
+from .schedule import Scheduler, StepSchedule
 
 MAX_COMM_OPS = 12
 MAX_PAIRS = 20_000
@@ -33,7 +33,7 @@ STEPS = 1 << 16
 class Exact:
     """The best plan found, and a bound that nothing inside the limits of this module can beat."""
 
-    schedule: Schedule
+    schedule: StepSchedule
     value_us: float
     bound_us: float
     status: str
@@ -46,7 +46,11 @@ class Exact:
 
 
 def solve_exactly(
-    problem: Problem | Scheduler, *, limit_s: float = 60.0, seed: int = 0, start: Schedule | None = None,
+    problem: PlanProblem | Scheduler,
+    *,
+    limit_s: float = 60.0,
+    seed: int = 0,
+    start: StepSchedule | None = None,
     serial: bool = False,
 ) -> Exact:
     """The optimum of a problem with at most 12 comm-ops; `start` is a plan to begin with, a list schedule when None.
@@ -71,7 +75,7 @@ def solve_exactly(
     if start.period_us <= below * (1 + 1e-9):
         return Exact(schedule=start, value_us=start.period_us, bound_us=below, status="optimal")
     model = _Model(scheduler, start, below, serial)
-    status, values, bound = cp_sat.minimise(model.task(seed), limit_s=limit_s)
+    status, values, bound = cp_sat.minimize(model.task(seed), limit_s=limit_s)
     if status == "infeasible":  # nothing is better than the start, whose own steps are its period rounded up
         bound, values, status = float(model.upper), None, "optimal"
     elif status == "unknown":  # out of time: what was known before stands
@@ -86,9 +90,9 @@ def solve_exactly(
 
 
 class _Model:
-    """Columns and rows for `cp_sat.minimise`."""
+    """Columns and rows for `cp_sat.minimize`."""
 
-    def __init__(self, scheduler: Scheduler, start: Schedule, below_us: float, serial: bool) -> None:
+    def __init__(self, scheduler: Scheduler, start: StepSchedule, below_us: float, serial: bool) -> None:
         self.scheduler, self.serial = scheduler, serial
         self.step_us = _step_us(scheduler.problem, start.period_us)
         self.upper = -int(-start.period_us / self.step_us // 1) + 1
@@ -108,7 +112,7 @@ class _Model:
             "seed": seed,
         }  # fmt: skip
 
-    def schedule(self, values: Sequence[int]) -> Schedule:
+    def schedule(self, values: Sequence[int]) -> StepSchedule:
         """The order that the times give; its true period."""
         period = values[self.period]
         anchor = values[self.anchor]
@@ -182,7 +186,7 @@ class _Model:
     def _channels(self) -> None:
         problem, places = self.scheduler.problem, self.scheduler.problem.workload.op_places
         queued = [self.serial and is_queued(op) for op in problem.workload.ops]
-        tasks: list[tuple[int, int, int, Task]] = []
+        tasks: list[tuple[int, int, int, MotifTask]] = []
         for op, chosen in self.chosen.items():
             options = problem.options[problem.workload.ops[op].name]
             for k, column in enumerate(chosen):
@@ -223,7 +227,7 @@ class _Model:
         self.rows.append((None, 1, ways, [1] * len(ways)))
 
 
-def _step_us(problem: Problem, period_us: float) -> float:
+def _step_us(problem: PlanProblem, period_us: float) -> float:
     """A step that divides every duration, where there is one (leaving room for fractions); else a small one."""
     lengths = [us for each_us in problem.workload.op_durations_us for us in each_us]
     lengths += [task.duration_us for options in problem.options.values() for o in options for task in o.tasks]

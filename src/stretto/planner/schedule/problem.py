@@ -12,7 +12,7 @@ from ..costs.costs import Motion
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class MotifTask:
     """A motif bound to its physical plan: once started it holds its channels for `duration_us`.
 
     `channels` are names of the cluster's link channels (``("nvlink", "rdma")``); two tasks may run at the same time
@@ -41,7 +41,7 @@ class Option:
 
     name: str
     expression: str
-    tasks: tuple[Task, ...]
+    tasks: tuple[MotifTask, ...]
     rules: tuple[str, ...] = ()
 
     @cached_property
@@ -62,7 +62,7 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PlanProblem:
     """A workload, and the options of each of its comm-ops by name; the first option is the default one."""
 
     workload: Workload
@@ -79,7 +79,7 @@ class Problem:
             raise InvalidInput(f"options: {min(extra)!r} is not a comm-op of {self.workload.name}")
 
 
-def _makespan_us(tasks: tuple[Task, ...]) -> float:
+def _makespan_us(tasks: tuple[MotifTask, ...]) -> float:
     """List scheduling: whenever a task ends, those that may start do, the one with the longest way to go first.
 
     Where the order in which tasks are written already takes no longer than the busiest channel, that is the answer.
@@ -119,7 +119,7 @@ def _makespan_us(tasks: tuple[Task, ...]) -> float:
     return min(now, written)
 
 
-def _as_written_us(tasks: tuple[Task, ...]) -> tuple[float, float]:
+def _as_written_us(tasks: tuple[MotifTask, ...]) -> tuple[float, float]:
     """The time where each channel serves tasks in the order they are written, and the time of the busiest channel."""
     ends: list[float] = []
     free: dict[str, float] = {}

@@ -23,8 +23,8 @@ from ...workload.ordering import in_order
 from ..algebra.nodes import is_queued, nodes_of
 from ..costs.costs import CostModel, Motion, SimulatedCosts, simulated_costs
 from .merge import Merge, Transfers, contention_on, transfers_of
-from .problem import Option, Problem, Task
-from .schedule import Schedule, Scheduler
+from .problem import MotifTask, Option, PlanProblem
+from .schedule import Scheduler, StepSchedule
 
 FIRST_ITERATIONS = 4
 MAX_ITERATIONS = 32
@@ -38,7 +38,7 @@ TaskId = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retimed:
+class RetimedPlan:
     """The steady-state iteration time, and how it was found."""
 
     period_us: float
@@ -51,7 +51,9 @@ class Retimed:
     """Whether iterations came to take the same time; else the period is the mean over the later half of them."""
 
 
-def retime(schedule: Schedule, problem: Problem, cluster: Cluster, costs: CostModel | None = None) -> Retimed:
+def retime(
+    schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, costs: CostModel | None = None
+) -> RetimedPlan:
     """Simulate a schedule link by link; raises `Infeasible` where what contends is too large for that.
 
     `costs` is the model that the problem was costed with (by default the simulator's): a measured motif keeps its
@@ -63,11 +65,11 @@ def retime(schedule: Schedule, problem: Problem, cluster: Cluster, costs: CostMo
     if not meeting:
         first = [0] * len(schedule.choice)
         again = Scheduler(alone).replay(first, schedule.order, schedule.shift, serial=schedule.serial)
-        return Retimed(period_us=again.period_us)
+        return RetimedPlan(period_us=again.period_us)
     return _Unrolled(schedule, alone, cluster, meeting).run()
 
 
-def _exact(schedule: Schedule, problem: Problem, model: CostModel) -> Problem:
+def _exact(schedule: StepSchedule, problem: PlanProblem, model: CostModel) -> PlanProblem:
     """The chosen options alone, each motif with the cost of its very size."""
     options: dict[str, tuple[Option, ...]] = {}
     for op, chosen in zip(problem.workload.comm_ops, schedule.choice, strict=True):
@@ -85,7 +87,7 @@ def _exact(schedule: Schedule, problem: Problem, model: CostModel) -> Problem:
     return replace(problem, options=options)
 
 
-def _tasks(problem: Problem) -> dict[TaskId, Task]:
+def _tasks(problem: PlanProblem) -> dict[TaskId, MotifTask]:
     workload = problem.workload
     return {
         (workload.index[op.name], at): task
@@ -94,7 +96,7 @@ def _tasks(problem: Problem) -> dict[TaskId, Task]:
     }
 
 
-def _meeting(alone: Problem, cluster: Cluster, costs: SimulatedCosts) -> dict[TaskId, Transfers]:
+def _meeting(alone: PlanProblem, cluster: Cluster, costs: SimulatedCosts) -> dict[TaskId, Transfers]:
     """The motifs that can meet another on a link, as transfers."""
     places = [frozenset(where) for where in alone.workload.op_places]
     sorts: dict[tuple[frozenset[int], Motion, float, str], list[TaskId]] = {}
@@ -122,7 +124,7 @@ class _Unrolled:
     """Some iterations of a schedule as one set of transfers."""
 
     def __init__(
-        self, schedule: Schedule, alone: Problem, cluster: Cluster, meeting: Mapping[TaskId, Transfers]
+        self, schedule: StepSchedule, alone: PlanProblem, cluster: Cluster, meeting: Mapping[TaskId, Transfers]
     ) -> None:
         self._schedule, self._workload, self._cluster, self._meeting = schedule, alone.workload, cluster, meeting
         self._tasks = _tasks(alone)
@@ -133,7 +135,7 @@ class _Unrolled:
         self._needs = self._nodes.all_waits()
         self._contention = contention_on(cluster, meeting.values())
 
-    def run(self) -> Retimed:
+    def run(self) -> RetimedPlan:
         """More and more iterations, until one takes as long as the one before it."""
         tail = max(1, *self._schedule.shift)
         per_iteration = sum(moves.count for moves in self._meeting.values()) + 2 * len(self._tasks)
@@ -150,7 +152,7 @@ class _Unrolled:
             settled = bool(abs(steps[-1] - steps[-2]) <= SETTLED * steps[-1])
             if settled or iterations == most:
                 later = steps[len(steps) // 2 :]
-                return Retimed(
+                return RetimedPlan(
                     period_us=float(steps[-1] if settled else later.mean()), meeting=len(self._meeting),
                     transfers=transfers, iterations=iterations, contention=self._contention, settled=settled,
                 )  # fmt: skip
@@ -184,10 +186,7 @@ class _Unrolled:
         for iteration in range(iterations):
             for at, before in enumerate(self._needs):
                 needs = [
-                    node
-                    for other, lag in before
-                    if iteration >= lag
-                    for node in self._parts(iteration - lag, other)
+                    node for other, lag in before if iteration >= lag for node in self._parts(iteration - lag, other)
                 ]
                 for node in self._parts(iteration, at):
                     inner = self._tasks[self._nodes.op[at], node[2]].after if node[2] >= 0 else ()

@@ -23,10 +23,10 @@ from ...errors import Infeasible, InvalidInput, unknown
 from ...simulator.timeline import Timeline
 from ...workload import Workload
 from ..algebra.nodes import Nodes, communicator, is_queued, nodes_of
-from .problem import Option, Problem
+from .problem import Option, PlanProblem
 
 if TYPE_CHECKING:
-    from .bounds import Bound
+    from .bounds import PeriodBound
 
 DISCIPLINES = ("critical_path", "lifo", "priority", "fifo")
 """In the order of the native module's numbers."""
@@ -42,7 +42,7 @@ Priority = Mapping[str, float] | Sequence[float]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Schedule:
+class StepSchedule:
     """A plan's order and its steady state.
 
     ``order[k]`` is a task as (position of its op in the workload, position in the option); ``shift[k]`` and ``seq[k]``
@@ -73,7 +73,7 @@ class Schedule:
     critical: tuple[tuple[int, int], ...]
     """The circle of ops and tasks that sets the period; empty when it is a compute stream's own load."""
 
-    def timeline(self, problem: Problem) -> Timeline:
+    def timeline(self, problem: PlanProblem) -> Timeline:
         """One steady-state window: compute streams and channels of every place, shown at the place's first rank."""
         from .view import timeline
 
@@ -91,7 +91,7 @@ class Schedule:
 class Scheduler:
     """A problem compiled once, so that a schedule of it costs microseconds."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanProblem) -> None:
         self.problem = problem
         workload = problem.workload
         self._comm = [at for at, op in enumerate(workload.ops) if op.is_comm]
@@ -99,9 +99,9 @@ class Scheduler:
         self.nodes = nodes_of(workload)
         self._comm_nodes = [node for node, place in enumerate(self.nodes.place) if place < 0]
         self.native = _compile(problem, self.nodes)
-        self._bounds: dict[bool, Bound] = {}
+        self._bounds: dict[bool, PeriodBound] = {}
 
-    def bound(self, serial: bool = False) -> Bound:
+    def bound(self, serial: bool = False) -> PeriodBound:
         """What no plan can beat; worked out once."""
         from .bounds import lower_bound
 
@@ -135,16 +135,26 @@ class Scheduler:
         return tuple((op, task) for op, count in zip(self._comm, counts, strict=True) for task in range(count))
 
     def evaluate(
-        self, choice: Choice, *, discipline: str = "critical_path", priority: Priority | None = None,
-        serial: bool = False, iterations: int = ITERATIONS,
+        self,
+        choice: Choice,
+        *,
+        discipline: str = "critical_path",
+        priority: Priority | None = None,
+        serial: bool = False,
+        iterations: int = ITERATIONS,
     ) -> float:
         """The period alone, as `schedule` finds it."""
         return self.native.evaluate(*self._arguments(choice, discipline, priority, serial, iterations))
 
     def schedule(
-        self, choice: Choice, *, discipline: str = "critical_path", priority: Priority | None = None,
-        serial: bool = False, iterations: int = ITERATIONS,
-    ) -> Schedule:
+        self,
+        choice: Choice,
+        *,
+        discipline: str = "critical_path",
+        priority: Priority | None = None,
+        serial: bool = False,
+        iterations: int = ITERATIONS,
+    ) -> StepSchedule:
         """List scheduling over some iterations, and the steady state of the middle one's order.
 
         Disciplines: ``critical_path`` (the task with the longest path to the end first), ``lifo`` (the last submitted
@@ -160,7 +170,7 @@ class Scheduler:
 
     def replay(
         self, choice: Choice, order: Sequence[tuple[int, int]], shift: Sequence[int], *, serial: bool = False
-    ) -> Schedule:
+    ) -> StepSchedule:
         """The steady state of a given periodic order; raises `Infeasible` where it can never be carried out."""
         choice = self.choice(choice)
         tasks = self.tasks(choice)
@@ -180,15 +190,29 @@ class Scheduler:
         if len(circle):
             raise Infeasible(self._deadlock(circle, behind))
         return self._view(
-            choice, tuple(order), tuple(shift), serial, period, float(ends[0]), op_start, task_start,
+            choice,
+            tuple(order),
+            tuple(shift),
+            serial,
+            period,
+            float(ends[0]),
+            op_start,
+            task_start,
             tuple(zip((self.nodes.op[node] for node in critical_op), critical_task.tolist(), strict=True)),
         )
 
     def _view(
-        self, choice: tuple[int, ...], order: tuple[tuple[int, int], ...], shift: tuple[int, ...], serial: bool,
-        period: float, first_us: float, op_start: NDArray[np.float64], task_start: NDArray[np.float64],
+        self,
+        choice: tuple[int, ...],
+        order: tuple[tuple[int, int], ...],
+        shift: tuple[int, ...],
+        serial: bool,
+        period: float,
+        first_us: float,
+        op_start: NDArray[np.float64],
+        task_start: NDArray[np.float64],
         critical: tuple[tuple[int, int], ...],
-    ) -> Schedule:
+    ) -> StepSchedule:
         workload = self.problem.workload
         nodes = self.nodes
         compute = [node for node, place in enumerate(nodes.place) if place >= 0]
@@ -209,13 +233,13 @@ class Scheduler:
         at = {(int(o), int(t)): float(s) for o, t, s in zip(ops, parts, start, strict=True)}
         channels = {(op, t): set(chosen[op].tasks[t].channels) for op, t in tasks}
         idle, exposed = _shares(workload, ops, places, start, end, period)
-        return Schedule(
+        return StepSchedule(
             choice=choice, order=order, shift=shift, seq=_sequence(order, at, channels, period), serial=serial,
             period_us=period, first_us=first_us, op=ops, task=parts, place=places, iteration=(-window).astype(np.int32),
             start_us=start, end_us=end, compute_idle=idle, exposed_us=exposed, critical=critical,
         )  # fmt: skip
 
-    def _sorted(self, found: Schedule) -> Schedule:
+    def _sorted(self, found: StepSchedule) -> StepSchedule:
         """The same order on every channel, cut where the window begins and listed by start."""
         place = {task: k for k, task in enumerate(found.order)}
         listed = [
@@ -270,7 +294,7 @@ class Scheduler:
         return f"order: {late!r} is behind {early!r} on a channel, but {early!r} waits for {late!r}"
 
 
-def check_order(workload: Workload, schedule: Schedule) -> None:
+def check_order(workload: Workload, schedule: StepSchedule) -> None:
     """Refuse an order that the application cannot feed when every task starts strictly in the order of the plan."""
     check_sequence(workload, schedule.order, schedule.shift)
 
@@ -317,8 +341,10 @@ def check_sequence(workload: Workload, sequence: Sequence[tuple[int, int]], shif
 
 
 def _sequence(
-    order: Sequence[tuple[int, int]], start: Mapping[tuple[int, int], float],
-    channels: Mapping[tuple[int, int], set[str]], period: float,
+    order: Sequence[tuple[int, int]],
+    start: Mapping[tuple[int, int], float],
+    channels: Mapping[tuple[int, int], set[str]],
+    period: float,
 ) -> tuple[int, ...]:
     numbers: list[int] = []
     taken: set[str] = set()
@@ -333,8 +359,12 @@ def _sequence(
 
 
 def _shares(
-    workload: Workload, op: NDArray[np.int32], place: NDArray[np.int32], start: NDArray[np.float64],
-    end: NDArray[np.float64], period: float,
+    workload: Workload,
+    op: NDArray[np.int32],
+    place: NDArray[np.int32],
+    start: NDArray[np.float64],
+    end: NDArray[np.float64],
+    period: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Per place: the share of the period without compute, and how long of that there is communication."""
     num_places = len(workload.places)
@@ -368,7 +398,7 @@ def _rows(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.
 class _Sets:
     """Options by what they load: ops with the same options at the same places share one set."""
 
-    def __init__(self, problem: Problem, nodes: Nodes) -> None:
+    def __init__(self, problem: PlanProblem, nodes: Nodes) -> None:
         workload = problem.workload
         self.options: list[tuple[Option, ...]] = []
         self.places: list[tuple[int, ...]] = []
@@ -388,7 +418,7 @@ class _Sets:
                 self.queued.append(queued)
 
 
-def _compile(problem: Problem, nodes: Nodes) -> _native.ScheduleProblem:
+def _compile(problem: PlanProblem, nodes: Nodes) -> _native.ScheduleProblem:
     workload = problem.workload
     sets = _Sets(problem, nodes)
     channels = sorted({c for options in sets.options for o in options for t in o.tasks for c in t.channels})

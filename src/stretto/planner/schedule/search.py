@@ -19,9 +19,9 @@ import numpy as np
 from ... import _native
 from ...errors import Infeasible, InvalidInput, unknown
 from ...units import check_seed
-from .bounds import Bound
-from .problem import Problem
-from .schedule import DISCIPLINES, ITERATIONS, Schedule, Scheduler
+from .bounds import PeriodBound
+from .problem import PlanProblem
+from .schedule import DISCIPLINES, ITERATIONS, Scheduler, StepSchedule
 
 MODES = ("stretto", "syndicate")
 CHAINS = 6
@@ -55,8 +55,8 @@ class Progress:
 class SearchResult:
     """The best plan, and how it was found."""
 
-    schedule: Schedule
-    bound: Bound
+    schedule: StepSchedule
+    bound: PeriodBound
     curve: tuple[tuple[float, int, float], ...]
     """(elapsed_s, evaluations, best_us), a point for each improvement, and the end."""
     start_us: float
@@ -70,13 +70,13 @@ class SearchResult:
 
 
 def search(
-    problem: Problem | Scheduler,
+    problem: PlanProblem | Scheduler,
     *,
     budget_s: float = 30.0,
     steps: int | None = None,
     seed: int = 0,
     mode: str = "stretto",
-    start: Sequence[Schedule] = (),
+    start: Sequence[StepSchedule] = (),
     discipline: str = "critical_path",
     serial: bool = False,
     chains: int = CHAINS,
@@ -152,8 +152,12 @@ def search(
 
 
 def _start(
-    run: _native.ScheduleSearch, scheduler: Scheduler, joint: bool, discipline: str, serial: bool,
-    start: Sequence[Schedule],
+    run: _native.ScheduleSearch,
+    scheduler: Scheduler,
+    joint: bool,
+    discipline: str,
+    serial: bool,
+    start: Sequence[StepSchedule],
 ) -> None:
     greedy = scheduler._native_choice(scheduler.greedy)
     run.start_listed(greedy, DISCIPLINES.index(discipline))
@@ -176,7 +180,7 @@ def _start(
         run.start_ordered(scheduler._native_choice(scheduler.choice(plan.choice)), order, shift)
 
 
-def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, joint: bool) -> Schedule:
+def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, joint: bool) -> StepSchedule:
     _, chosen, order, shift = run.plan()
     choice = tuple(chosen[scheduler._comm_nodes].tolist())
     tasks = scheduler.tasks(choice)
@@ -185,7 +189,7 @@ def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, j
     return _tidy(scheduler, found) if joint else found
 
 
-def _tidy(scheduler: Scheduler, plan: Schedule) -> Schedule:
+def _tidy(scheduler: Scheduler, plan: StepSchedule) -> StepSchedule:
     """Op by op the simplest option that costs nothing: a plan should be elaborate only where that pays."""
     options = [scheduler.problem.options[op.name] for op in scheduler.problem.workload.comm_ops]
     if sum(len(of_op) for of_op in options) > MAX_TIDY:
@@ -215,7 +219,13 @@ def _round_steps(scheduler: Scheduler, most: int) -> int:
 
 
 def _stop(
-    best: float, bound: Bound, done: int, steps: int | None, elapsed: float, budget_s: float, improved_at: float,
+    best: float,
+    bound: PeriodBound,
+    done: int,
+    steps: int | None,
+    elapsed: float,
+    budget_s: float,
+    improved_at: float,
     joint: bool,
 ) -> str:
     if best <= bound.us * (1 + 1e-9):

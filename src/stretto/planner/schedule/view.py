@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...simulator.timeline import Timeline
-from .problem import Problem
+from .problem import PlanProblem
 
 if TYPE_CHECKING:
-    from .schedule import Schedule
+    from .schedule import StepSchedule
 
 
-def timeline(schedule: Schedule, problem: Problem) -> Timeline:
+def timeline(schedule: StepSchedule, problem: PlanProblem) -> Timeline:
     """One steady-state window: a span for each place of an op and each channel of a task."""
     workload = problem.workload
     chosen = {

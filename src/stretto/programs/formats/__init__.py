@@ -13,7 +13,7 @@ from ..ir import Program
 from ..lowered import Lowered
 
 if TYPE_CHECKING:
-    from .mscclpp_reader import Plan
+    from .mscclpp_reader import ExecutionPlan
 
 SUFFIXES = {".txt": "text", ".prog": "text", ".xml": "msccl", ".json": "mscclpp"}
 """The format that a file name's ending asks for."""
@@ -46,7 +46,7 @@ def sniff(text: str) -> str:
 
 def load_program(
     path: str | Path, *, collective: Collective | None = None, in_place: bool | None = None
-) -> Program | Lowered | Plan:
+) -> Program | Lowered | ExecutionPlan:
     """Read a program file: a `Program` (text), a `Lowered` (MSCCL XML) or an MSCCL++ plan (JSON).
 
     `collective` and `in_place` settle what an MSCCL file leaves open; see `msccl_xml.loads`.
@@ -61,7 +61,7 @@ def load_program(
 
 def _parse(
     text: str, where: str, collective: Collective | None, in_place: bool | None
-) -> Program | Lowered | Plan:
+) -> Program | Lowered | ExecutionPlan:
     kind = sniff(text)
     if collective is not None and kind != "msccl":
         raise InvalidInput("collective: only an MSCCL file leaves this open")

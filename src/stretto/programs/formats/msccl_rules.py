@@ -30,4 +30,3 @@ NEW_NAMES = NAMES | {
     "scatter": "scatter",
 }
 OLD_NAMES = NAMES | {"reduce_scatter": "reduce_scatter"}
-

@@ -29,7 +29,7 @@ from .msccl_rules import (
     PROTOCOLS,
 )
 from .msccl_xml_read import loads
-from .named import Named, name_of
+from .named import NamedCollective, name_of
 from .sizes import size_range
 
 __all__ = ["DIALECTS", "dumps", "loads"]
@@ -81,13 +81,10 @@ def dumps(
     ptr, send, recv, channel = (a.tolist() for a in (x.tb_ptr, x.tb_send, x.tb_recv, x.tb_channel))
     for rank in range(c.num_ranks):
         lines.append(
-            f'  <gpu id="{rank}" i_chunks="{inputs[rank]}" o_chunks="{outputs[rank]}" '
-            f's_chunks="{x.scratch[rank]}">'
+            f'  <gpu id="{rank}" i_chunks="{inputs[rank]}" o_chunks="{outputs[rank]}" s_chunks="{x.scratch[rank]}">'
         )
         for b in range(first[rank], first[rank + 1]):
-            lines.append(
-                f'    <tb id="{b - first[rank]}" send="{send[b]}" recv="{recv[b]}" chan="{channel[b]}">'
-            )
+            lines.append(f'    <tb id="{b - first[rank]}" send="{send[b]}" recv="{recv[b]}" chan="{channel[b]}">')
             rows = zip(*(column[ptr[b] : ptr[b + 1]] for column in columns), strict=True)
             for s, (op, sb, so, db, do, count, dep, step, flag) in enumerate(rows):
                 if op == NOP:
@@ -123,7 +120,7 @@ def _spelling(c: Collective, dialect: str) -> str:
     )
 
 
-def _is_send(named: Named) -> bool:
+def _is_send(named: NamedCollective) -> bool:
     return named.kind == "permute" and len(named.pairs) == 1
 
 

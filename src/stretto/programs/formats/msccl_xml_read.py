@@ -36,7 +36,7 @@ from .msccl_rules import (
     OLD_NAMES,
     PROTOCOLS,
 )
-from .named import MAX_ENTRIES, Named, entries_for
+from .named import MAX_ENTRIES, NamedCollective, entries_for
 
 MAX_INT = (1 << 31) - 1
 KINDS = {spelling: kind for names in (OLD_NAMES, NEW_NAMES) for kind, spelling in names.items()}
@@ -102,9 +102,7 @@ def loads(
     _check_bounds(gpus)
     _check_connections(gpus)
     if collective is None:
-        collective = _collective(
-            root, num_gpus, num_chunks, gpus, _aliased(root, dialect, in_place), entries_for(text)
-        )
+        collective = _collective(root, num_gpus, num_chunks, gpus, _aliased(root, dialect, in_place), entries_for(text))
     elif collective.num_ranks != num_gpus:
         raise InvalidInput(f"algo ngpus: is {num_gpus}, but the collective has {collective.num_ranks} ranks")
     else:
@@ -126,16 +124,16 @@ def _aliased(root: Element, dialect: str, in_place: bool | None) -> bool:
     return in_place
 
 
-def _collective(
-    root: Element, n: int, chunks: int, gpus: list[_Gpu], in_place: bool, entries: int
-) -> Collective:
+def _collective(root: Element, n: int, chunks: int, gpus: list[_Gpu], in_place: bool, entries: int) -> Collective:
     """The collective that the file claims to implement, refused where it has more than so many buffer positions."""
     coll = _text(root, "coll", "algo")
     if coll == "custom":
         raise InvalidInput("algo coll: custom does not say what must be true afterwards; give the collective")
     if coll in ("send", "recv"):
         source, target = _only(gpus, INPUT, coll), _only(gpus, OUTPUT, coll)
-        return Named(kind="permute", ranks=tuple(range(n)), chunks=chunks, pairs=((source, target),)).build(entries)
+        return NamedCollective(kind="permute", ranks=tuple(range(n)), chunks=chunks, pairs=((source, target),)).build(
+            entries
+        )
     if coll not in KINDS:
         raise unknown("algo coll", coll, sorted({*KINDS, "custom", "send", "recv"}))
     kind = KINDS[coll]
@@ -151,7 +149,7 @@ def _collective(
                 "algo coll: alltoallv with unequal buffers does not say who sends what; give the collective"
             )
         counts = tuple((1.0,) * n for _ in range(n))
-    return Named(
+    return NamedCollective(
         kind=kind,
         ranks=tuple(range(n)),
         chunks=chunks,
@@ -248,8 +246,7 @@ def _check_connections(gpus: list[_Gpu]) -> None:
                 other = owners.setdefault((end, peer, b.channel), b.id)
                 if peer >= 0 and other != b.id:
                     raise InvalidInput(
-                        f"gpu {gpu.id} tb {b.id} {end}: tb {other} already owns peer {peer} "
-                        f"on channel {b.channel}"
+                        f"gpu {gpu.id} tb {b.id} {end}: tb {other} already owns peer {peer} on channel {b.channel}"
                     )
             for s, row in enumerate(b.rows):
                 for moves, peer, table, key in (
@@ -279,9 +276,7 @@ def _check_wait(gpu: _Gpu, block: _Block, s: int, row: tuple[int, ...]) -> None:
         raise InvalidInput(f"{block.where(s)}: waits for its own step {step}")
 
 
-def _check_fifo(
-    key: tuple[int, int, int], sent: Sequence[tuple[int, str]], got: Sequence[tuple[int, str]]
-) -> None:
+def _check_fifo(key: tuple[int, int, int], sent: Sequence[tuple[int, str]], got: Sequence[tuple[int, str]]) -> None:
     name = f"connection {key[0]}->{key[1]} on channel {key[2]}"
     for j, ((a, sender), (b, receiver)) in enumerate(zip(sent, got, strict=False)):
         if a != b:
@@ -348,9 +343,7 @@ def _lowered(name: str, collective: Collective, protocol: str, gpus: list[_Gpu])
     )
 
 
-def _dense(
-    parent: Element, tag: str, where: str, *, key: str = "id", ignored: tuple[str, ...] = ()
-) -> list[Element]:
+def _dense(parent: Element, tag: str, where: str, *, key: str = "id", ignored: tuple[str, ...] = ()) -> list[Element]:
     """The children, sorted by their number, which must be 0, 1, 2, ..."""
     children = []
     for child in parent:

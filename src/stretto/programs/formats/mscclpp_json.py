@@ -22,7 +22,7 @@ from ...collectives import Collective
 from ...errors import InvalidInput, unknown
 from .. import lowered as lo
 from ..lowered import Lowered
-from .mscclpp_streams import Connection, Span, Step, Streams
+from .mscclpp_streams import BufferSpan, Connection, MscclppStreams, PlanInstruction
 from .named import name_of
 from .sizes import size_range
 
@@ -89,7 +89,7 @@ def dumps(
     if lowered.protocol != "Simple":
         log.info("%s: written for protocol Simple, not %s", lowered.name, lowered.protocol)
     lowered.verify()
-    streams = Streams(lowered, hosts)
+    streams = MscclppStreams(lowered, hosts)
     scratch = streams.plan_connections(fifo_depth, zero_copy)
     gpus = []
     for rank in range(ranks):
@@ -145,9 +145,9 @@ class _Op:
     kind: str = ""
     channels: list[Connection] = field(default_factory=list)
     semaphores: list[int] = field(default_factory=list)
-    src: list[Span] = field(default_factory=list)
-    dst: list[Span] = field(default_factory=list)
-    remote: tuple[Connection, Span] | None = None
+    src: list[BufferSpan] = field(default_factory=list)
+    dst: list[BufferSpan] = field(default_factory=list)
+    remote: tuple[Connection, BufferSpan] | None = None
     """A destination on the peer, after those of `dst`."""
 
 
@@ -163,7 +163,7 @@ class _Block:
         # All since the threads last met: how many have waited, what was used and whether it was written, and
         # which thread used a counter (of a channel, of a semaphore), for two must not do so side by side.
         self._waiters = 0
-        self._touched: list[tuple[Span, bool]] = []
+        self._touched: list[tuple[BufferSpan, bool]] = []
         self._users: dict[tuple[str, Connection | int], int] = {}
 
     def wait(self, channel: Connection) -> None:
@@ -185,20 +185,22 @@ class _Block:
         """Tell another threadblock that everything so far is done."""
         self._tell(_Op("sem_release", semaphores=[semaphore]), ("release", semaphore))
 
-    def copy(self, src: Span, dst: Span) -> None:
+    def copy(self, src: BufferSpan, dst: BufferSpan) -> None:
         """dst := src."""
         self._move(_Op("copy", src=[src], dst=[dst]))
 
-    def reduce(self, src: list[Span], dst: Span, remote: tuple[Connection, Span] | None = None) -> None:
+    def reduce(
+        self, src: list[BufferSpan], dst: BufferSpan, remote: tuple[Connection, BufferSpan] | None = None
+    ) -> None:
         """dst := sum of src, and put that to the peer as well."""
         kind = remote[0].kind if remote else ""
         self._move(_Op("res" if remote else "re", kind=kind, src=src, dst=[dst], remote=remote))
 
-    def put(self, channel: Connection, src: Span, target: Span) -> None:
+    def put(self, channel: Connection, src: BufferSpan, target: BufferSpan) -> None:
         """Write to the peer with this block's threads."""
         self._move(_Op("put", kind=channel.kind, src=[src], remote=(channel, target)))
 
-    def put_by_port(self, channel: Connection, src: Span, target: Span) -> None:
+    def put_by_port(self, channel: Connection, src: BufferSpan, target: BufferSpan) -> None:
         """Let the port write to the peer and then signal; it reads the source some time later."""
         unfinished = any(written and span.overlaps(src) for span, written in self._touched)
         self._meet(self._waiters > 1 or unfinished)
@@ -257,7 +259,7 @@ class _Block:
         return thread
 
 
-def _emit(streams: Streams, rank: int) -> tuple[list[_Block], int]:
+def _emit(streams: MscclppStreams, rank: int) -> tuple[list[_Block], int]:
     """The threadblocks of one rank, and how many semaphores they use."""
     semaphores: dict[tuple[int, int], int] = {}
     for steps in streams.blocks[rank]:
@@ -290,7 +292,7 @@ def _emit(streams: Streams, rank: int) -> tuple[list[_Block], int]:
     return pieces or [_Block([_Op("nop")])], count
 
 
-def _translate(step: Step, block: _Block) -> None:
+def _translate(step: PlanInstruction, block: _Block) -> None:
     """The operations of one instruction, between waiting for its dependency and telling its dependents."""
     if step.incoming:
         block.wait(step.incoming[0])
@@ -301,7 +303,7 @@ def _translate(step: Step, block: _Block) -> None:
     stores = bool(lo.WRITES_DST[step.op])
     parts = [step.src, got] if adds else [step.dst, step.src] if step.op == lo.REDUCE else [got]
 
-    def make(place: Span) -> None:
+    def make(place: BufferSpan) -> None:
         if len(parts) > 1:
             block.reduce(parts, place)
         elif got != place:
@@ -328,7 +330,7 @@ def _translate(step: Step, block: _Block) -> None:
     block.signal([channel])
 
 
-def _render(streams: Streams, rank: int, blocks: list[_Block], semaphores: int, scratch: int) -> dict[str, Any]:
+def _render(streams: MscclppStreams, rank: int, blocks: list[_Block], semaphores: int, scratch: int) -> dict[str, Any]:
     c = streams.collective
     # Channels pair up by order: the k-th from a to b with the k-th from b to a, so both ends sort alike.
     touching = [x for _, x in sorted(streams.connections.items()) if rank in (x.src, x.dst)]

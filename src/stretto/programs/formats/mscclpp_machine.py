@@ -35,7 +35,7 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Action:
+class ResolvedOp:
     """An operation with every number resolved: rows of memory, ends of channels, semaphores."""
 
     name: str
@@ -64,7 +64,7 @@ class End:
 class Image:
     """A plan ready to run."""
 
-    blocks: tuple[tuple[int, int, tuple[Action, ...]], ...]
+    blocks: tuple[tuple[int, int, tuple[ResolvedOp, ...]], ...]
     """(rank, number on the rank, actions)."""
     ends: tuple[End, ...]
     semaphores: tuple[int, ...]
@@ -100,7 +100,7 @@ class _Lane:
 class _Block:
     rank: int
     name: str
-    actions: tuple[Action, ...]
+    actions: tuple[ResolvedOp, ...]
     lanes: list[_Lane] = field(default_factory=list)
     met: int = 0
     """Threads that stand at the nop or barrier, or have reached the end."""
@@ -113,7 +113,7 @@ class _Port:
     tid: int
     end: int
     clock: Clock
-    queue: deque[tuple[Action | None, int, Clock]] = field(default_factory=deque)
+    queue: deque[tuple[ResolvedOp | None, int, Clock]] = field(default_factory=deque)
     pushed: int = 0
     served: int = 0
 
@@ -222,7 +222,9 @@ class Machine:
             self._tell(lane, action)
         elif action.ends:
             if lane.number < len(action.ends):
-                part = Action(name="put", src=(action.src[lane.number],), dst=(action.dst[lane.number],), op=action.op)
+                part = ResolvedOp(
+                    name="put", src=(action.src[lane.number],), dst=(action.dst[lane.number],), op=action.op
+                )
                 self._use(lane, action, "signal on channel", action.ends[lane.number])
                 self._ask(lane, action.ends[lane.number], part)
                 if action.name == "pws":
@@ -234,7 +236,7 @@ class Machine:
         lane.pc += 1
         return True
 
-    def _meet(self, lane: _Lane, action: Action) -> bool:
+    def _meet(self, lane: _Lane, action: ResolvedOp) -> bool:
         block = lane.block
         block.met += 1
         if block.met < len(block.lanes):
@@ -257,7 +259,7 @@ class Machine:
                 self._ready.append(m)
         return True
 
-    def _passes(self, lane: _Lane, action: Action) -> bool:
+    def _passes(self, lane: _Lane, action: ResolvedOp) -> bool:
         """Whether a thread gets through a wait; if not, it sleeps until there is news."""
         if lane.number >= max(len(action.ends), len(action.semaphores)):
             return True
@@ -294,7 +296,7 @@ class Machine:
             np.maximum(lane.clock, known, out=lane.clock)
         return True
 
-    def _use(self, lane: _Lane, action: Action, what: str, at: int) -> None:
+    def _use(self, lane: _Lane, action: ResolvedOp, what: str, at: int) -> None:
         """Two threads that count on the same counter side by side may lose a count."""
         tid, time, op = self._users.get((what, at), (lane.tid, 0, 0))
         if time > lane.clock[tid]:
@@ -304,7 +306,7 @@ class Machine:
             raise VerificationError(f"race to {what} {which}: {first} and {second} are not ordered")
         self._users[what, at] = lane.tid, int(lane.clock[lane.tid]), action.op
 
-    def _tell(self, lane: _Lane, action: Action) -> None:
+    def _tell(self, lane: _Lane, action: ResolvedOp) -> None:
         if lane.number < len(action.semaphores):
             at = action.semaphores[lane.number]
             self._semaphores[at].append(lane.clock.copy())
@@ -319,7 +321,7 @@ class Machine:
                 # A relaxed signal orders only what was done before the launch.
                 self._arrive(end, before if action.name == "rlxsignal" else lane.clock.copy(), before)
 
-    def _ask(self, lane: _Lane, end: int, put: Action | None) -> None:
+    def _ask(self, lane: _Lane, end: int, put: ResolvedOp | None) -> None:
         """Let a port do a put, or signal."""
         port = self._ports[end]
         port.queue.append((put, lane.block.rank, lane.clock.copy()))
@@ -349,7 +351,7 @@ class Machine:
     def _wake(self, what: str, at: int) -> None:
         self._ready += self._asleep.pop((what, at), [])
 
-    def _move(self, tid: int, clock: Clock, action: Action, columns: NDArray[np.intp]) -> None:
+    def _move(self, tid: int, clock: Clock, action: ResolvedOp, columns: NDArray[np.intp]) -> None:
         """Read, add up and write: many sources go to every destination, or each source to its own."""
         if action.name in ("copy", "put", "get"):
             for src, dst in zip(action.src, action.dst, strict=True):

@@ -20,7 +20,7 @@ from ...collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective
 from ...errors import InvalidInput, VerificationError, unknown
 from ...files import convert, parse_json
 from ...units import check_seed
-from .mscclpp_machine import Action, Data, End, Image, Machine, Rows
+from .mscclpp_machine import Data, End, Image, Machine, ResolvedOp, Rows
 from .named import entries_for
 
 MAX_RANKS = 1024
@@ -76,7 +76,7 @@ Kind = Literal["memory", "port"]
 Buffer = Literal["i", "o", "s"]
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ChunkRange(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Consecutive chunks of a buffer of this rank (`type`), or of a peer (`buffer_id`)."""
 
     index: Index
@@ -85,7 +85,7 @@ class Part(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True
     buffer_id: Index | None = None
 
 
-Parts = Annotated[tuple[Part, ...], Meta(max_length=10)]
+Parts = Annotated[tuple[ChunkRange, ...], Meta(max_length=10)]
 
 
 class Operation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -163,7 +163,7 @@ class Gpu(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
         return [peer for c in self.channels if c.channel_type == kind for peer in c.connected_to]
 
 
-class Plan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ExecutionPlan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """An execution plan; `root` is ours (the format has no place for it) and ignored by the executor."""
 
     name: str
@@ -184,11 +184,11 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True
         return f"<Plan {self.name}: {self.collective} over {len(self.gpus)} ranks, {ops} operations>"
 
 
-def loads(text: str, *, where: str = "plan") -> Plan:
+def loads(text: str, *, where: str = "plan") -> ExecutionPlan:
     """Read a plan and check everything that can be checked without running it; raises `InvalidInput`."""
     data = parse_json(text, where=where)
     _check_names(data, where)
-    plan = convert(data, Plan, where=where)
+    plan = convert(data, ExecutionPlan, where=where)
     total = sum(gpu.input_chunks + gpu.output_chunks + gpu.scratch_chunks for gpu in plan.gpus)
     if total > entries_for(text):
         raise InvalidInput(f"{where}: gpus: {total} chunks in all are too many for a plan of this size")
@@ -226,7 +226,7 @@ def _check_names(data: object, where: str) -> None:
                     raise InvalidInput(f"{at}.tbg_info: threadblock groups cannot be run here")
 
 
-def resolve(plan: Plan) -> Image:
+def resolve(plan: ExecutionPlan) -> Image:
     """Turn every number of a plan into what it stands for, or say which one stands for nothing."""
     ranks = len(plan.gpus)
     for r, gpu in enumerate(plan.gpus):
@@ -257,7 +257,7 @@ def resolve(plan: Plan) -> Image:
     return Image(blocks=tuple(blocks), ends=ends, semaphores=semaphores, rows=rows, buffers=buffers)
 
 
-def _lay_out(plan: Plan) -> tuple[tuple[dict[str, Rows], ...], int]:
+def _lay_out(plan: ExecutionPlan) -> tuple[tuple[dict[str, Rows], ...], int]:
     """Rows for every buffer; in place, the smaller of input and output is a part of the other."""
     total = sum(g.input_chunks + g.output_chunks + g.scratch_chunks for g in plan.gpus)
     if total > MAX_TOTAL_CHUNKS:
@@ -284,7 +284,7 @@ def _lay_out(plan: Plan) -> tuple[tuple[dict[str, Rows], ...], int]:
     return tuple(buffers), at
 
 
-def _pair(plan: Plan) -> tuple[tuple[End, ...], dict[tuple[int, str, int], int]]:
+def _pair(plan: ExecutionPlan) -> tuple[tuple[End, ...], dict[tuple[int, str, int], int]]:
     """The ends of all channels: the k-th from a to b belongs to the k-th from b to a of the same type."""
     number: dict[tuple[int, str, int], int] = {}
     named: dict[tuple[int, int, str, int], int] = {}
@@ -307,7 +307,7 @@ def _pair(plan: Plan) -> tuple[tuple[End, ...], dict[tuple[int, str, int], int]]
 class _Scope:
     """What the numbers in the operations of one threadblock mean."""
 
-    plan: Plan
+    plan: ExecutionPlan
     rank: int
     block: int
     buffers: tuple[dict[str, Rows], ...]
@@ -315,7 +315,7 @@ class _Scope:
     number: dict[tuple[int, str, int], int]
     first_semaphore: int
 
-    def actions(self, k: int, op: Operation) -> tuple[Action, ...]:
+    def actions(self, k: int, op: Operation) -> tuple[ResolvedOp, ...]:
         """One operation as the machine does it (`pwsf` is two)."""
         where = f"gpus[{self.rank}].threadblocks[{self.block}].ops[{k}]"
         gpu = self.plan.gpus[self.rank]
@@ -337,7 +337,7 @@ class _Scope:
                 raise InvalidInput(f"{where}.semaphore_ids: must be of the {len(gpu.semaphores)} there are, not {bad}")
         if op.name == "barrier" and (op.barrier_id is None or not 1 <= op.num_threadblocks <= len(gpu.threadblocks)):
             raise InvalidInput(f"{where}: barrier needs barrier_id and num_threadblocks 1..{len(gpu.threadblocks)}")
-        action = Action(
+        action = ResolvedOp(
             name="pws" if op.name == "pwsf" else op.name,
             src=src,
             dst=dst,
@@ -347,7 +347,7 @@ class _Scope:
             blocks=op.num_threadblocks,
             op=k,
         )
-        return (action, Action(name="flush", ends=ends, op=k)) if op.name == "pwsf" else (action,)
+        return (action, ResolvedOp(name="flush", ends=ends, op=k)) if op.name == "pwsf" else (action,)
 
     def _ends(self, where: str, op: Operation) -> tuple[int, ...]:
         tb = self.plan.gpus[self.rank].threadblocks[self.block]
@@ -361,7 +361,7 @@ class _Scope:
             raise InvalidInput(f"{where}.channel_ids: must be one or more different channels")
         return tuple(ends)
 
-    def _remote(self, op: Operation, part: Part) -> RemoteBuffer | None:
+    def _remote(self, op: Operation, part: ChunkRange) -> RemoteBuffer | None:
         gpu = self.plan.gpus[self.rank]
         refs = gpu.threadblocks[self.block].remote_buffer_refs
         mine = [b for r in refs if r.access_channel_type == op.channel_type for b in r.remote_buffer_ids]
@@ -370,11 +370,11 @@ class _Scope:
         found = gpu.remote_buffers[mine[part.buffer_id]]
         return found if op.channel_type in found.access_channel_types else None
 
-    def _peer(self, op: Operation, part: Part) -> int:
+    def _peer(self, op: Operation, part: ChunkRange) -> int:
         remote = self._remote(op, part)
         return self.rank if remote is None else remote.rank
 
-    def _rows(self, where: str, op: Operation, part: Part) -> Rows:
+    def _rows(self, where: str, op: Operation, part: ChunkRange) -> Rows:
         if (part.type is None) == (part.buffer_id is None):
             raise InvalidInput(f"{where}: needs either type or buffer_id")
         rank, buffer = self.rank, part.type
@@ -427,7 +427,7 @@ class Outcome:
         return f"{self.plan}: right and free of races in {runs} of {launches} ({size})"
 
 
-def collective_of(plan: Plan) -> Collective:
+def collective_of(plan: ExecutionPlan) -> Collective:
     """The collective a plan claims to be, from its name and chunk counts."""
     if plan.collective not in COLLECTIVES:
         raise unknown("collective", plan.collective, COLLECTIVES)
@@ -452,7 +452,7 @@ def collective_of(plan: Plan) -> Collective:
     return AllReduce(ranks, chunks=n_in, in_place=plan.inplace)
 
 
-def execute(plan: Plan, inputs: Sequence[Data], *, seed: int = 0) -> list[Data]:
+def execute(plan: ExecutionPlan, inputs: Sequence[Data], *, seed: int = 0) -> list[Data]:
     """Each rank's output from each rank's input, arrays of (chunks, elements), in one interleaving.
 
     Raises `VerificationError` for a race, a deadlock, or a launch that leaves signals behind.
@@ -467,7 +467,9 @@ def execute(plan: Plan, inputs: Sequence[Data], *, seed: int = 0) -> list[Data]:
     return Machine(resolve(plan), elements=elements, seed=seed).run([inputs])[0]
 
 
-def check(plan: Plan, collective: Collective, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 2) -> Outcome:
+def check(
+    plan: ExecutionPlan, collective: Collective, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 2
+) -> Outcome:
     """Run a plan on random data and compare with what a collective demands; raises `VerificationError`.
 
     The launches follow each other without the ranks waiting for one another, as in a training loop.
@@ -496,12 +498,14 @@ def check(plan: Plan, collective: Collective, *, seeds: Sequence[int] = (0, 1, 2
     )
 
 
-def check_plan(plan: Plan, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 2) -> Outcome:
+def check_plan(plan: ExecutionPlan, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 2) -> Outcome:
     """Run a plan and compare with the collective it names itself; raises `VerificationError`."""
     return check(plan, collective_of(plan), seeds=seeds, launches=launches)
 
 
-def _case(plan: Plan, collective: Collective, elements: int, rng: np.random.Generator) -> tuple[list[Data], list[Data]]:
+def _case(
+    plan: ExecutionPlan, collective: Collective, elements: int, rng: np.random.Generator
+) -> tuple[list[Data], list[Data]]:
     """Random inputs (whole numbers, so that sums are exact in any order) and the outputs they ask for."""
     c = collective
     values = rng.integers(1, 1 << 30, (len(c.in_chunk), elements)).astype(np.float64)

@@ -17,14 +17,14 @@ from ..lowered import Lowered
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BufferSpan:
     """Consecutive chunks of one of a rank's buffers."""
 
     buffer: str
     at: int
     count: int
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: BufferSpan) -> bool:
         """Whether both hold a chunk in common.
 
         >>> Span("o", 0, 2).overlaps(Span("o", 1, 1)), Span("o", 0, 2).overlaps(Span("i", 1, 1))
@@ -34,11 +34,11 @@ class Span:
         return self.buffer == other.buffer and not apart
 
 
-NOWHERE = Span("s", 0, 0)
+NOWHERE = BufferSpan("s", 0, 0)
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class PlanInstruction:
     """One instruction; its places under the canonical names of the rank's memory."""
 
     rank: int
@@ -46,8 +46,8 @@ class Step:
     at: int
     op: int
     count: int
-    src: Span = NOWHERE
-    dst: Span = NOWHERE
+    src: BufferSpan = NOWHERE
+    dst: BufferSpan = NOWHERE
     dep: tuple[int, int] | None = None
     incoming: tuple[Connection, int] | None = None
     outgoing: tuple[Connection, int] | None = None
@@ -64,11 +64,11 @@ class Step:
         return f"rank {self.rank} threadblock {self.block} step {self.at}"
 
     @property
-    def sent(self) -> Span:
+    def sent(self) -> BufferSpan:
         """Where the sent data lies once the step is done (`rrs` stores it nowhere)."""
         return self.dst if lo.WRITES_DST[self.op] else self.src
 
-    def accesses(self) -> Iterator[tuple[Span, bool]]:
+    def accesses(self) -> Iterator[tuple[BufferSpan, bool]]:
         """The places it touches, and whether it writes them."""
         if lo.READS_SRC[self.op]:
             yield self.src, False
@@ -89,8 +89,8 @@ class Connection:
     dst: int
     channel: int
     port: bool
-    sends: list[Step] = field(default_factory=list)
-    receives: list[Step] = field(default_factory=list)
+    sends: list[PlanInstruction] = field(default_factory=list)
+    receives: list[PlanInstruction] = field(default_factory=list)
     free: list[int | None] = field(default_factory=list)
     """The point from which the place of each message may be written; None: through a slot."""
     points: list[int] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Connection:
     def plan(self, fifo_depth: int) -> None:
         """Give each message its slot, if it needs one, and the point it waits for."""
         self.points, self.slot_of = [], []
-        through_slots: list[Step] = []
+        through_slots: list[PlanInstruction] = []
         for receive, free in zip(self.receives, self.free, strict=True):
             point = -1
             if free is not None:
@@ -144,28 +144,28 @@ class Connection:
         last = 2 * self.receives[-1].at + 2
         return sorted({p for p in self.points if p >= 0}) + [last] * self.acknowledged
 
-    def target(self, j: int) -> Span:
+    def target(self, j: int) -> BufferSpan:
         """Where on the receiver message j is put."""
         return self.receives[j].dst if self.slot_of[j] < 0 else self._slot(self.in_base, j)
 
-    def bounce_slot(self, j: int) -> Span:
+    def bounce_slot(self, j: int) -> BufferSpan:
         """Where on the sender the copy of message j waits for its port."""
         return self._slot(self.out_base, j)
 
-    def _slot(self, base: int, j: int) -> Span:
-        return Span("s", base + self.slot_of[j] * self.slot_size, self.sends[j].count)
+    def _slot(self, base: int, j: int) -> BufferSpan:
+        return BufferSpan("s", base + self.slot_of[j] * self.slot_size, self.sends[j].count)
 
 
-Touching = dict[tuple[str, int], list[tuple[Step, bool]]]
+Touching = dict[tuple[str, int], list[tuple[PlanInstruction, bool]]]
 
 
-class Streams:
+class MscclppStreams:
     """The verified instruction streams of all ranks, with what the translation works out about them."""
 
     def __init__(self, lowered: Lowered, hosts: Sequence[int] | None) -> None:
         self.collective = lowered.collective
         self.scratch = [int(s) for s in lowered.scratch]
-        self.blocks: list[list[list[Step]]] = [[] for _ in range(self.collective.num_ranks)]
+        self.blocks: list[list[list[PlanInstruction]]] = [[] for _ in range(self.collective.num_ranks)]
         self.connections: dict[tuple[int, int, int], Connection] = {}
         self._hosts = hosts
         for b in range(len(lowered.tb_rank)):
@@ -175,11 +175,11 @@ class Streams:
 
     def _read_block(self, lowered: Lowered, b: int) -> None:
         rank, channel = int(lowered.tb_rank[b]), int(lowered.tb_channel[b])
-        mine: list[Step] = []
+        mine: list[PlanInstruction] = []
         self.blocks[rank].append(mine)
         for k in range(int(lowered.tb_ptr[b]), int(lowered.tb_ptr[b + 1])):
             op = int(lowered.op[k])
-            step = Step(rank, len(self.blocks[rank]) - 1, len(mine), op, int(lowered.count[k]))
+            step = PlanInstruction(rank, len(self.blocks[rank]) - 1, len(mine), op, int(lowered.count[k]))
             mine.append(step)
             if lowered.dep_tb[k] >= 0:
                 step.dep = int(lowered.dep_tb[k]), int(lowered.dep_step[k])
@@ -202,16 +202,16 @@ class Streams:
         port = self._hosts is not None and self._hosts[src] != self._hosts[dst]
         return self.connections.setdefault((src, dst, channel), Connection(src, dst, channel, port))
 
-    def _span(self, step: Step, buffer: int, at: int) -> Span:
+    def _span(self, step: PlanInstruction, buffer: int, at: int) -> BufferSpan:
         """A place; in place, under the one of its two names that every rank addresses alike."""
         if self.collective.in_place and buffer != lo.SCRATCH:
             shift = int(self.collective.place[step.rank])
             if self.collective.kind == "all_gather":
-                return Span("o", at + shift if buffer == lo.INPUT else at, step.count)
-            return Span("i", at - shift if buffer == lo.OUTPUT else at, step.count)
-        return Span(lo.BUFFERS[buffer], at, step.count)
+                return BufferSpan("o", at + shift if buffer == lo.INPUT else at, step.count)
+            return BufferSpan("i", at - shift if buffer == lo.OUTPUT else at, step.count)
+        return BufferSpan(lo.BUFFERS[buffer], at, step.count)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[PlanInstruction]:
         """All steps, rank by rank."""
         return (step for blocks in self.blocks for steps in blocks for step in steps)
 
@@ -284,7 +284,7 @@ class Streams:
                         free.append(t)
         return left
 
-    def _waits(self) -> Iterator[tuple[Step, Step]]:
+    def _waits(self) -> Iterator[tuple[PlanInstruction, PlanInstruction]]:
         """Every pair (a, b) where step b waits until step a is done."""
         for blocks in self.blocks:
             for steps in blocks:
@@ -302,7 +302,7 @@ class Streams:
                     yield blocks[gate.dep[0]][gate.dep[1]], send
 
 
-def _order(blocks: list[list[Step]]) -> None:
+def _order(blocks: list[list[PlanInstruction]]) -> None:
     """Find what each step of a rank knows to be done, and which dependencies it takes to know that."""
     clock = [[0] * len(blocks) for _ in blocks]
     after: list[list[list[int]]] = [[] for _ in blocks]
@@ -326,7 +326,7 @@ def _order(blocks: list[list[Step]]) -> None:
                 moved = True
 
 
-def _overwritten_later(send: Step, touching: Touching) -> bool:
+def _overwritten_later(send: PlanInstruction, touching: Touching) -> bool:
     """Whether anything may write to what is sent, and is not surely done with that before."""
     return any(
         writes and other is not send and send.before[other.block] <= other.at
@@ -335,7 +335,7 @@ def _overwritten_later(send: Step, touching: Touching) -> bool:
     )
 
 
-def _free_point(receive: Step, stream: list[Step], touching: Touching) -> int | None:
+def _free_point(receive: PlanInstruction, stream: list[PlanInstruction], touching: Touching) -> int | None:
     """The point from which only the sender touches where a message belongs; None if that is not certain."""
     if receive.op not in (lo.RECV, lo.RECV_COPY_SEND):
         return None
@@ -350,7 +350,7 @@ def _free_point(receive: Step, stream: list[Step], touching: Touching) -> int | 
     return _earliest(need, stream, receive)
 
 
-def _earliest(need: list[int], stream: list[Step], receive: Step) -> int:
+def _earliest(need: list[int], stream: list[PlanInstruction], receive: PlanInstruction) -> int:
     """The first point of the stream at which so many steps of each threadblock are known to be done."""
     known = [0] * len(need)
     for q in range(receive.at + 1):

@@ -27,7 +27,7 @@ def entries_for(text: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Named:
+class NamedCollective:
     """What a collective of the library is made from."""
 
     kind: str
@@ -62,7 +62,7 @@ class Named:
         return COLLECTIVES[self.kind](self.ranks, **options)
 
 
-def name_of(collective: Collective) -> Named | None:
+def name_of(collective: Collective) -> NamedCollective | None:
     """How the library would build exactly this collective, or None if it cannot."""
     c = collective
     if c.kind not in COLLECTIVES:
@@ -80,7 +80,7 @@ def name_of(collective: Collective) -> Named | None:
             for (a, b), share in zip(pairs, size, strict=True):
                 counts[a][b] = share
             pairs = []
-    named = Named(
+    named = NamedCollective(
         kind=c.kind,
         ranks=c.ranks,
         chunks=c.chunks,

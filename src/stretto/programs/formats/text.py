@@ -29,7 +29,7 @@ from ...collectives import ALL_PARTS, Collective
 from ...collectives.conditions import MAX_RANKS
 from ...errors import InvalidInput, unknown
 from ..ir import Program
-from .named import Named, entries_for, name_of
+from .named import NamedCollective, entries_for, name_of
 
 HEADER = "stretto-program"
 VERSION = 1
@@ -64,7 +64,9 @@ def dumps(program: Program) -> str:
     chunks, after, gate = (
         [values[a:b] for a, b in pairwise(ptr.tolist())]
         for ptr, values in (
-            (p.chunk_ptr, p.chunk.tolist()), (p.after_ptr, p.after.tolist()), (p.gate_ptr, p.gate.tolist())
+            (p.chunk_ptr, p.chunk.tolist()),
+            (p.after_ptr, p.after.tolist()),
+            (p.gate_ptr, p.gate.tolist()),
         )
     )
     for t in range(p.num_transfers):
@@ -188,7 +190,7 @@ class _Reader:
                 return self.explicit(words.removeprefix("explicit "))
             kind, _, rest = words.partition(" ")
             options = self.options(rest)
-            named = Named(
+            named = NamedCollective(
                 kind=kind,
                 ranks=self.ranks(options),
                 chunks=self.integer(options, "chunks"),

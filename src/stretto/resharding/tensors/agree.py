@@ -39,7 +39,7 @@ class _At(msgspec.Struct, frozen=True, kw_only=True):
     card: Card
 
 
-class Agreement:
+class ReshardAgreement:
     """One rank's end. `cards` are those of the job's ranks where they are known, to notice who is gone."""
 
     def __init__(self, store: Any, rank: int, cards: Sequence[Card] = ()) -> None:

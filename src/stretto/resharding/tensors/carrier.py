@@ -14,12 +14,12 @@ from ...cluster import Cluster
 from ...errors import InvalidInput, StrettoError
 from ...programs.lower import lower
 from ...programs.lowered import Lowered
-from ...runtime.executor.executor import Executor, Handle
+from ...runtime.executor.executor import Executor, LoadedProgram
 from ...runtime.executor.forks import check_world
 from ...runtime.torch_backend.backend import StrettoGroup
 from ...simulator import simulate
 from .. import ReshardPlan
-from .agree import Agreement
+from .agree import ReshardAgreement
 
 MESSAGE_BYTES = 256 << 10
 """Chunks of a plan are sent whole up to this size; larger ones in slices, one behind the other."""
@@ -34,13 +34,13 @@ class Current:
     """What belongs to the process group that there is now; another one starts afresh."""
 
     world: Any = None
-    agreement: Agreement | None = None
-    carriers: dict[tuple[int, ...], Carrier]
+    agreement: ReshardAgreement | None = None
+    carriers: dict[tuple[int, ...], ReshardGroup]
     made: dict[str, int]
     """How often a group of the same ranks was made."""
 
 
-def agreement() -> Agreement:
+def agreement() -> ReshardAgreement:
     """This rank's end of the agreements of the job."""
     if not dist.is_initialized():
         raise InvalidInput("torch.distributed: call init_process_group first")
@@ -49,12 +49,12 @@ def agreement() -> Agreement:
     if Current.world is not world or Current.agreement is None:
         store = c10d.PrefixStore("stretto/resharding", dist.distributed_c10d._get_default_store())
         cards = world.cards if isinstance(world, StrettoGroup) else ()
-        Current.world, Current.agreement = world, Agreement(store, dist.get_rank(), cards)
+        Current.world, Current.agreement = world, ReshardAgreement(store, dist.get_rank(), cards)
         Current.carriers, Current.made = {}, {}
     return Current.agreement
 
 
-class Carrier:
+class ReshardGroup:
     """A process group of its own over some ranks of the job, all of which make it together."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ class Carrier:
         """Why the executor does not move the bytes; empty where it does."""
 
     @classmethod
-    def shared(cls, ranks: Sequence[int]) -> Carrier:
+    def shared(cls, ranks: Sequence[int]) -> ReshardGroup:
         """The one of these ranks, made when it is needed first."""
         agreement()
         key = tuple(ranks)
@@ -94,14 +94,12 @@ class Carrier:
         """This rank's device."""
         return self.device[self.rank]
 
-    def load(self, program: Lowered) -> Handle:
+    def load(self, program: Lowered) -> LoadedProgram:
         """A program of all ranks of this carrier, ready to run."""
         assert self.executor is not None
         engine = self.group.engine
         ranks = [engine.job.rank_of[r] for r in engine.selector.devices]
-        return self.executor.load(
-            program, ranks=ranks, communicator=engine.communicator, message_bytes=MESSAGE_BYTES
-        )
+        return self.executor.load(program, ranks=ranks, communicator=engine.communicator, message_bytes=MESSAGE_BYTES)
 
     def close(self) -> None:
         """End the group."""
@@ -114,16 +112,16 @@ class Carrier:
 class Mover:
     """Moves the bytes of one plan between packed buffers."""
 
-    carrier: Carrier
+    carrier: ReshardGroup
     plan: ReshardPlan
-    handle: Handle | None
+    handle: LoadedProgram | None
     """None where messages are sent one by one."""
     dtype: torch.dtype
     op: str
     """Of the pending reduction; empty where bytes are only moved."""
 
     @classmethod
-    def of(cls, carrier: Carrier, plan: ReshardPlan, dtype: torch.dtype, op: str, device: str) -> Mover:
+    def of(cls, carrier: ReshardGroup, plan: ReshardPlan, dtype: torch.dtype, op: str, device: str) -> Mover:
         """The executor's, if it can; all ranks decide alike."""
         handle = None
         if carrier.executor is not None and device == "cpu" and plan.program is not None:

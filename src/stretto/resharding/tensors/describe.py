@@ -17,7 +17,7 @@ from ...errors import InvalidInput
 from .. import Layout, Mesh, Spec
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
+class PlacedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor on a mesh of the job's ranks."""
 
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.shape} {self.dtype} on {mesh} as {','.join(self.placements)}"
 
 
-def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, placements: Sequence[Any]) -> Placed:
+def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, placements: Sequence[Any]) -> PlacedTensor:
     """The description of a tensor with this mesh and these placements; raises `InvalidInput` where they do not fit."""
     for name, given, kind in (("shape", shape, Sequence), ("dtype", dtype, torch.dtype), ("mesh", mesh, DeviceMesh)):
         if not isinstance(given, kind):
@@ -75,7 +75,7 @@ def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, place
             raise InvalidInput(
                 f"{what}: mesh {grid.tolist()} is permuted: ranks must rise along every axis, and do not along {axis}"
             )
-    found = Placed(
+    found = PlacedTensor(
         shape=tuple(int(n) for n in shape),
         dtype=str(dtype).removeprefix("torch."),
         mesh_shape=tuple(int(n) for n in grid.shape),
@@ -90,12 +90,12 @@ def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, place
     return found
 
 
-def placed_tensor(what: str, tensor: torch.Tensor, rank: int) -> Placed:
+def placed_tensor(what: str, tensor: torch.Tensor, rank: int) -> PlacedTensor:
     """The description of a tensor: a DTensor, or a plain one, which is a whole of its own on its rank."""
     if isinstance(tensor, DTensor):
         found = placed(what, tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements)
     elif isinstance(tensor, torch.Tensor):
-        found = Placed(
+        found = PlacedTensor(
             shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), mesh_shape=(1,), ranks=(rank,),
             placements=("R",), device=tensor.device.type,
         )  # fmt: skip

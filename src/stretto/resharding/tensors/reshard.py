@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from .describe import Placed
+    from .describe import PlacedTensor
     from .transfer import Transfer
 
 MAX_PLANS = 64
@@ -99,7 +99,7 @@ def reshard(
 
 def _sides(
     tensor: Any, mesh: Any, placements: Any, shape: Any, dtype: Any, src_mesh: Any, src_placements: Any
-) -> tuple[Placed, Placed]:
+) -> tuple[PlacedTensor, PlacedTensor]:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
@@ -141,11 +141,11 @@ def _ranks_of(tensor: Any, mesh: Any, src_mesh: Any) -> list[int]:
     return sorted({int(rank) for grid in grids for rank in grid})
 
 
-def _transfer(src: Placed, dst: Placed, ranks: Sequence[int]) -> Transfer:
-    from .carrier import Carrier
+def _transfer(src: PlacedTensor, dst: PlacedTensor, ranks: Sequence[int]) -> Transfer:
+    from .carrier import ReshardGroup
     from .transfer import Move, Transfer
 
-    carrier = Carrier.shared(ranks)
+    carrier = ReshardGroup.shared(ranks)
     key = f"{src} to {dst}"
     held = _plans.get(key)
     if held is None or held[0] is not carrier:
@@ -157,7 +157,12 @@ def _transfer(src: Placed, dst: Placed, ranks: Sequence[int]) -> Transfer:
 
 
 def _run(
-    transfer: Transfer, tensor: DTensor | None, dst: Placed, mesh: DeviceMesh, placements: Sequence[Any], later: bool
+    transfer: Transfer,
+    tensor: DTensor | None,
+    dst: PlacedTensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    later: bool,
 ) -> DTensor | Resharding:
     import torch
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ...errors import InvalidInput, StrettoError
 from ...files import typed
-from .carrier import Carrier, Current, agreement
-from .describe import Placed, like, local_of, placed_tensor
+from .carrier import Current, ReshardGroup, agreement
+from .describe import PlacedTensor, like, local_of, placed_tensor
 from .transfer import Move, Transfer
 
 Dict = Mapping[str, torch.Tensor]
@@ -22,12 +22,12 @@ MAX_TENSORS = 1 << 16
 class _Sides(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank gives: its tensors of both sides, and the limit."""
 
-    source: dict[str, Placed]
-    target: dict[str, Placed]
+    source: dict[str, PlacedTensor]
+    target: dict[str, PlacedTensor]
     staging_bytes: int
 
 
-class State:
+class ReshardState:
     """One rank's end; all ranks make it together."""
 
     def __init__(self, source: Dict | None, target: Dict | None, ranks: Any, staging_bytes: int) -> None:
@@ -56,7 +56,7 @@ class State:
         name = f"weights {','.join(map(str, self.ranks))}"
         number = Current.made[name] = Current.made.get(name, 0) + 1
         self.name = f"{name} {number}"
-        self._carrier = Carrier(self.ranks)
+        self._carrier = ReshardGroup(self.ranks)
         why = ""
         try:
             self.transfer = Transfer(self._carrier, moves, staging_bytes=staging_bytes, keep=True)
@@ -130,7 +130,7 @@ def _ranks(ranks: Any) -> tuple[list[int], str]:
     return found, ""
 
 
-def _described(side: str, tensors: Dict | None, rank: int) -> dict[str, Placed]:
+def _described(side: str, tensors: Dict | None, rank: int) -> dict[str, PlacedTensor]:
     if tensors is not None and not isinstance(tensors, Mapping):
         raise InvalidInput(f"{side}: must be a dict of tensors, not {type(tensors).__name__}")
     if len(tensors or ()) > MAX_TENSORS:
@@ -140,7 +140,7 @@ def _described(side: str, tensors: Dict | None, rank: int) -> dict[str, Placed]:
     return {name: where for name, where in found.items() if rank in where.ranks}
 
 
-def _same(given: dict[str, Placed], planned: dict[str, Placed]) -> None:
+def _same(given: dict[str, PlacedTensor], planned: dict[str, PlacedTensor]) -> None:
     for name in (*planned, *given):
         if given.get(name) != planned.get(name):
             said = [str(x) if x else "nothing" for x in (given.get(name), planned.get(name))]
@@ -162,7 +162,7 @@ def _moves(everyone: dict[int, _Sides]) -> list[Move]:
         if len(ways) > 1:
             said = " and ".join(str(where) for where in list(ways)[:2])
             raise InvalidInput(f"source[{name!r}]: lies in two ways, {said}")
-        (src, meshes), = ways.items()
+        ((src, meshes),) = ways.items()
         for dst, theirs in targets[name].items():
             if src.shape != dst.shape:
                 raise InvalidInput(f"{name!r}: source has shape {src.shape}, target {dst.shape}")
@@ -179,9 +179,11 @@ def _moves(everyone: dict[int, _Sides]) -> list[Move]:
     return found
 
 
-def _layouts(side: str, given: dict[int, dict[str, Placed]]) -> dict[str, dict[Placed, list[tuple[int, ...]]]]:
+def _layouts(
+    side: str, given: dict[int, dict[str, PlacedTensor]]
+) -> dict[str, dict[PlacedTensor, list[tuple[int, ...]]]]:
     """By name, the ways in which a tensor lies, each with the meshes that have it so (a copy on each)."""
-    found: dict[str, dict[Placed, list[tuple[int, ...]]]] = {}
+    found: dict[str, dict[PlacedTensor, list[tuple[int, ...]]]] = {}
     for rank, tensors in given.items():
         for name, where in tensors.items():
             for peer in where.ranks:
@@ -196,7 +198,7 @@ def _layouts(side: str, given: dict[int, dict[str, Placed]]) -> dict[str, dict[P
     return found
 
 
-def _kind(where: Placed) -> tuple[Any, ...]:
+def _kind(where: PlacedTensor) -> tuple[Any, ...]:
     return where.shape, where.dtype, where.mesh_shape, where.placements, where.device
 
 

@@ -12,8 +12,8 @@ from ...errors import InvalidInput
 from ...runtime.torch_backend.engine import REDUCED
 from .. import Layout, ReshardPlan, Tensor, UnitTask, decompose, plan_tensors
 from ..tasks import Box
-from .carrier import Carrier, Check, Mover
-from .describe import Placed, dtype_of
+from .carrier import Check, Mover, ReshardGroup
+from .describe import PlacedTensor, dtype_of
 from .rounds import rounds_of
 
 OPS = {"product": "prod"}
@@ -27,8 +27,8 @@ class Move:
     """One tensor: where it lies and where it is wanted, each on one mesh or on several alike."""
 
     name: str
-    src: Placed
-    dst: Placed
+    src: PlacedTensor
+    dst: PlacedTensor
     src_meshes: tuple[tuple[int, ...], ...] = ()
     dst_meshes: tuple[tuple[int, ...], ...] = ()
 
@@ -68,7 +68,7 @@ class Transfer:
     """
 
     def __init__(
-        self, carrier: Carrier, moves: Sequence[Move], *, staging_bytes: int | None = None, keep: bool = False
+        self, carrier: ReshardGroup, moves: Sequence[Move], *, staging_bytes: int | None = None, keep: bool = False
     ) -> None:
         self.carrier, self.moves = carrier, tuple(moves)
         self._keep = keep

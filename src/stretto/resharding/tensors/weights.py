@@ -13,7 +13,7 @@ from ...errors import InvalidInput, StrettoError
 if TYPE_CHECKING:
     import torch
 
-    from .state import Dict, State
+    from .state import Dict, ReshardState
 
 STAGING_BYTES = 256 << 20
 READERS_S = 60.0
@@ -68,7 +68,7 @@ class WeightSync:
         ranks: Any = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        from .state import State
+        from .state import ReshardState
 
         self._lock = threading.Condition()
         self._updating = threading.Lock()
@@ -76,7 +76,7 @@ class WeightSync:
         self._versions: list[int | None] = [0, None]
         self._readers = [0, 0]
         self._broken: StrettoError | None = None
-        self._state: State = State(source, target, ranks, staging_bytes)
+        self._state: ReshardState = ReshardState(source, target, ranks, staging_bytes)
 
     @property
     def version(self) -> int:
@@ -175,5 +175,3 @@ class WeightSync:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..torch_backend.watch import Submitted, Watch
-from .tape import FIRST_PHASE, Call, Iteration, Mark, Shape, Step
+from ..torch_backend.watch import SubmittedCall, Watch
+from .tape import FIRST_PHASE, CallShape, RecordedCall, RecordedIteration, ThreadStep, TimedStep
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -68,7 +68,7 @@ def now_us() -> float:
 class RecordedWork(dist.Work):
     """A `Work` that tells when the application waits for it, and is the original in all else."""
 
-    def __init__(self, hooks: Hooks, inner: dist.Work, call: Call) -> None:
+    def __init__(self, hooks: Hooks, inner: dist.Work, call: RecordedCall) -> None:
         super().__init__()
         self.hooks = hooks
         self.inner: dist.Work | None = inner
@@ -125,13 +125,13 @@ class Hooks:
         self.refusal = ""
         self.phase = FIRST_PHASE
         self.number = 0
-        self.iteration = Iteration(begin_us=now_us())
+        self.iteration = RecordedIteration(begin_us=now_us())
         self._depth = 0
         self._inside = False
         """Whether a call that was seen is being handed on to a wrapped backend."""
-        self._by_future: list[Call] = []
-        self._by_ddp: list[Call] = []
-        self._futures: dict[int, tuple[Any, Call]] = {}
+        self._by_future: list[RecordedCall] = []
+        self._by_ddp: list[RecordedCall] = []
+        self._futures: dict[int, tuple[Any, RecordedCall]] = {}
         self._without_future = {"send", "recv"}
         self._groups: dict[str, tuple[tuple[int, ...], int]] = {}
         self._undo: list[Callable[[], object]] = []
@@ -180,7 +180,7 @@ class Hooks:
         self._futures.clear()
         _release()
 
-    def cut(self) -> Iteration:
+    def cut(self) -> RecordedIteration:
         """End the iteration here."""
         ended = self.iteration
         ended.end_us = now_us()
@@ -191,7 +191,7 @@ class Hooks:
         self._futures.clear()
         self.number += 1
         self.phase = FIRST_PHASE
-        self.iteration = Iteration(begin_us=now_us())
+        self.iteration = RecordedIteration(begin_us=now_us())
         return ended
 
     def enter(self, phase: str) -> None:
@@ -199,9 +199,9 @@ class Hooks:
         if self.active and phase != self.phase and threading.get_ident() == self.thread:
             self.phase = phase
             at = now_us()
-            self.iteration.marks.append(Mark(step=Step(what="phase", phase=phase), enter_us=at, leave_us=at))
+            self.iteration.marks.append(TimedStep(step=ThreadStep(what="phase", phase=phase), enter_us=at, leave_us=at))
 
-    def waited(self, call: Call, entered_us: float, left_us: float) -> None:
+    def waited(self, call: RecordedCall, entered_us: float, left_us: float) -> None:
         """Note that the application waited for an op, if it is the first time."""
         if call.waited:
             return
@@ -210,13 +210,13 @@ class Hooks:
             call.end_us = left_us
         if self.active:
             marks = self.iteration.marks
-            if call.blocking and marks and marks[-1].step == Step(what="submit", call=call.number):
+            if call.blocking and marks and marks[-1].step == ThreadStep(what="submit", call=call.number):
                 # The application is still inside the call that submitted.
                 entered_us = marks[-1].leave_us
-            step = Step(what="wait", call=call.number, lag=self.number - call.iteration)
-            marks.append(Mark(step=step, enter_us=entered_us, leave_us=left_us))
+            step = ThreadStep(what="wait", call=call.number, lag=self.number - call.iteration)
+            marks.append(TimedStep(step=step, enter_us=entered_us, leave_us=left_us))
 
-    def future_taken(self, call: Call, future: Any) -> None:
+    def future_taken(self, call: RecordedCall, future: Any) -> None:
         """Note that somebody will wait for the op by its future: DDP, in a callback after the backward pass."""
         if not self.active or call.waited:
             return
@@ -235,19 +235,19 @@ class Hooks:
         for call in self._by_ddp:
             if not call.waited:
                 call.waited = True
-                step = Step(what="wait", call=call.number, lag=self.number - call.iteration)
-                self.iteration.marks.append(Mark(step=step, enter_us=at, leave_us=at, ends_with=call))
+                step = ThreadStep(what="wait", call=call.number, lag=self.number - call.iteration)
+                self.iteration.marks.append(TimedStep(step=step, enter_us=at, leave_us=at, ends_with=call))
         self._by_ddp.clear()
 
-    def _wait_at_submit(self, iteration: Iteration, call: Call) -> None:
+    def _wait_at_submit(self, iteration: RecordedIteration, call: RecordedCall) -> None:
         if call.waited or call.iteration != self.number:
             return
         call.waited = True
-        submit = Step(what="submit", call=call.number)
+        submit = ThreadStep(what="submit", call=call.number)
         at = next(i for i, mark in enumerate(iteration.marks) if mark.step == submit)
-        step = Step(what="wait", call=call.number)
+        step = ThreadStep(what="wait", call=call.number)
         left_us = iteration.marks[at].leave_us
-        iteration.marks.insert(at + 1, Mark(step=step, enter_us=left_us, leave_us=left_us))
+        iteration.marks.insert(at + 1, TimedStep(step=step, enter_us=left_us, leave_us=left_us))
 
     def _patch(self, owner: Any, name: str, new: Any) -> None:
         old = getattr(owner, name)
@@ -306,14 +306,14 @@ class Hooks:
 
         return kernel
 
-    def seen(self, what: Submitted, run: Callable[[], dist.Work]) -> dist.Work:
+    def seen(self, what: SubmittedCall, run: Callable[[], dist.Work]) -> dist.Work:
         """A call of a group that is written in Python, past which PyTorch's dispatcher does not go."""
         entered_us = now_us()
         if not self.active or len(what.ranks) < 2 or what.device != "cpu" or threading.get_ident() != self.thread:
             self._refuse(what.op, what.device, len(what.ranks))
             return run()
         kind = "send" if what.op in ("send", "recv") else "all_reduce" if what.op == "barrier" else what.op
-        shape = Shape(
+        shape = CallShape(
             kind=kind, group=what.ranks, channel=what.channel, root=what.root, phase=self.phase,
             label="barrier" if what.op == "barrier" else "",
         )  # fmt: skip
@@ -329,12 +329,12 @@ class Hooks:
         )  # fmt: skip
 
     def _submitted(
-        self, shape: Shape, inner: dist.Work, times_us: tuple[float, float, float], *, nbytes: int, workers: int,
+        self, shape: CallShape, inner: dist.Work, times_us: tuple[float, float, float], *, nbytes: int, workers: int,
         blocking: bool, name: str, splits: bool,
     ) -> RecordedWork:  # fmt: skip
         """Note what was submitted, and watch what came back."""
         entered_us, submitted_us, returned_us = times_us
-        call = Call(
+        call = RecordedCall(
             iteration=self.number,
             number=len(self.iteration.calls),
             shape=shape,
@@ -345,7 +345,7 @@ class Hooks:
             submit_us=submitted_us,
         )
         self.iteration.calls.append(call)
-        mark = Mark(step=Step(what="submit", call=call.number), enter_us=entered_us, leave_us=entered_us)
+        mark = TimedStep(step=ThreadStep(what="submit", call=call.number), enter_us=entered_us, leave_us=entered_us)
         self.iteration.marks.append(mark)
         self._note_end(name, inner, call)
         _release()
@@ -365,7 +365,7 @@ class Hooks:
                 f"{name} moves {device} tensors: record a torch.profiler trace of the job and load that instead"
             )
 
-    def _shape(self, name: str, tensor: torch.Tensor, given: dict[str, Any]) -> Shape | None:
+    def _shape(self, name: str, tensor: torch.Tensor, given: dict[str, Any]) -> CallShape | None:
         """What is being submitted; None when it is not recorded."""
         if not self.active or self._inside:
             return None
@@ -382,7 +382,7 @@ class Hooks:
             me, peer = dist.get_rank(), group[given["dst" if name == "send" else "src"]]
             group = (me, peer) if name == "send" else (peer, me)
             channel = f"{channel}:{given['tag']}"
-        return Shape(
+        return CallShape(
             kind=KINDS[name],
             group=group,
             channel=channel,
@@ -401,7 +401,7 @@ class Hooks:
             self._groups[name] = (tuple(dist.get_process_group_ranks(group)), getattr(options, "_threads", 1))
         return self._groups[name]
 
-    def _note_end(self, name: str, inner: dist.Work, call: Call) -> None:
+    def _note_end(self, name: str, inner: dist.Work, call: RecordedCall) -> None:
         if name not in self._without_future:
             try:
                 future = inner.get_future()

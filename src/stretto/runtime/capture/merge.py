@@ -17,7 +17,7 @@ import numpy as np
 
 from ...errors import InvalidInput
 from ...workload.dag import Dep, Op, Why, Workload
-from .tape import FIRST_PHASE, VARYING, Floats, RankTrace, Shape
+from .tape import FIRST_PHASE, VARYING, CallShape, Floats, RankRecording
 
 MIN_BLOCK_US = 20.0
 """A shorter compute-op is the cost of the calls themselves; its time goes to the next one."""
@@ -29,7 +29,7 @@ NOISE_SHARE = 0.1
 class _Node:
     """An op being built."""
 
-    shape: Shape | None = None
+    shape: CallShape | None = None
     phase: str = ""
     at_us: float = 0.0
     after: dict[tuple[int, int], Why] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class _Node:
 class _Match:
     """One op of one group: which call it is on each of its ranks."""
 
-    shape: Shape
+    shape: CallShape
     calls: dict[int, int]
     nbytes: int
     at_most: bool
@@ -59,7 +59,7 @@ class _Match:
 
 
 def merge(
-    traces: Sequence[RankTrace], offsets_us: Sequence[float], *, name: str, samples: float, notes: tuple[str, ...]
+    traces: Sequence[RankRecording], offsets_us: Sequence[float], *, name: str, samples: float, notes: tuple[str, ...]
 ) -> Workload:
     """The workload; the same on every rank that merges the same traces."""
     classes = _classes(traces)
@@ -88,7 +88,7 @@ def merge(
     )
 
 
-def _classes(traces: Sequence[RankTrace]) -> list[tuple[int, ...]]:
+def _classes(traces: Sequence[RankRecording]) -> list[tuple[int, ...]]:
     found: dict[Hashable, list[int]] = {}
     for trace in traces:
         calls = tuple(
@@ -99,11 +99,11 @@ def _classes(traces: Sequence[RankTrace]) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
-def _sends(call: Shape, rank: int) -> bool:
+def _sends(call: CallShape, rank: int) -> bool:
     return call.kind == "send" and call.group[0] == rank
 
 
-def _matches(traces: Sequence[RankTrace]) -> list[_Match]:
+def _matches(traces: Sequence[RankRecording]) -> list[_Match]:
     """Each op of each group, with its call on every rank; refuses groups whose ranks do not agree."""
     queues: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
@@ -166,7 +166,7 @@ def _together(matches: Iterable[_Match], class_of: dict[int, int]) -> list[list[
     return found
 
 
-def _comm(together: list[_Match], traces: Sequence[RankTrace], offsets_us: Sequence[float]) -> _Node:
+def _comm(together: list[_Match], traces: Sequence[RankRecording], offsets_us: Sequence[float]) -> _Node:
     """A comm-op: it moves data from the moment its last rank is there, and the others wait until then."""
     first = together[0]
     transfers, waits, submits = [], [], []
@@ -195,13 +195,13 @@ def _comm(together: list[_Match], traces: Sequence[RankTrace], offsets_us: Seque
     )
 
 
-def _begin(traces: Sequence[RankTrace], offsets_us: Sequence[float]) -> Floats:
+def _begin(traces: Sequence[RankRecording], offsets_us: Sequence[float]) -> Floats:
     return traces[0].begin_us + offsets_us[0]
 
 
 def _walk(
     ranks: tuple[int, ...],
-    traces: Sequence[RankTrace],
+    traces: Sequence[RankRecording],
     offsets_us: Sequence[float],
     nodes: list[_Node],
     node_of: dict[tuple[int, int], int],
@@ -243,7 +243,7 @@ def _walk(
 
 
 def _blocks(
-    ranks: tuple[int, ...], traces: Sequence[RankTrace], offsets_us: Sequence[float], nodes: list[_Node]
+    ranks: tuple[int, ...], traces: Sequence[RankRecording], offsets_us: Sequence[float], nodes: list[_Node]
 ) -> dict[int, int]:
     """Add a compute-op for each gap between steps that is long enough; where each stands in the program."""
     trace = traces[ranks[0]]
@@ -281,7 +281,7 @@ def _block(ranks: tuple[int, ...], times: Floats, *, phase: str, at_us: float) -
     )
 
 
-def _disorder(traces: Sequence[RankTrace], nodes: list[_Node], node_of: dict[tuple[int, int], int]) -> str:
+def _disorder(traces: Sequence[RankRecording], nodes: list[_Node], node_of: dict[tuple[int, int], int]) -> str:
     """Which collectives two ranks submit in different orders; empty when none."""
     programs = [
         [node_of[trace.rank, at] for at, call in enumerate(trace.calls) if call.kind != "send"] for trace in traces

@@ -12,7 +12,7 @@ from ...errors import InvalidInput, StrettoError
 from ...units import format_us
 from ...workload import Workload
 from .merge import merge
-from .tape import Iteration, RankTrace, trace_of
+from .tape import RankRecording, RecordedIteration, trace_of
 
 if TYPE_CHECKING:
     from .clock import Offset
@@ -63,7 +63,7 @@ class Recorder:
         self.done = False
         """Whether enough iterations are recorded."""
         self._seen = 0
-        self._tape: list[Iteration] = []
+        self._tape: list[RecordedIteration] = []
         self._hooks: Hooks | None = None
         self._offsets: list[Offset] = []
         self._workload: Workload | None = None
@@ -127,7 +127,7 @@ class Recorder:
     def _finish(self, hooks: Hooks) -> None:
         import torch.distributed as dist
 
-        mine: RankTrace | str
+        mine: RankRecording | str
         try:
             if hooks.refusal:
                 raise InvalidInput(f"capture: {hooks.refusal}")
@@ -139,12 +139,12 @@ class Recorder:
         except StrettoError as error:
             # Every rank must get to the exchange below, or the others would wait for it forever.
             mine = str(error)
-        gathered: list[RankTrace | str] = [""] * dist.get_world_size()
+        gathered: list[RankRecording | str] = [""] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
         wrong = next((part for part in gathered if isinstance(part, str)), None)
         if wrong is not None:
             raise InvalidInput(wrong)
-        traces = [part for part in gathered if isinstance(part, RankTrace)]
+        traces = [part for part in gathered if isinstance(part, RankRecording)]
         self._iteration_us = max(float(np.median(trace.end_us - trace.begin_us)) for trace in traces)
         self._overhead_us = max(trace.overhead_us for trace in traces)
         self._workload = merge(
@@ -164,7 +164,7 @@ class Recorder:
         # process group that ended meanwhile would wait for them with that lock held.
         time.sleep(LET_GO_S)
 
-    def _notes(self, traces: list[RankTrace]) -> tuple[str, ...]:
+    def _notes(self, traces: list[RankRecording]) -> tuple[str, ...]:
         notes = [
             f"captured from a running job: medians of {self.iterations} iterations after {self.skip}",
             f"an iteration took {format_us(self._iteration_us)} on the slowest rank, of which recording took "

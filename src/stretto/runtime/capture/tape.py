@@ -22,7 +22,7 @@ FIRST_PHASE = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class CallShape:
     """What a submitted op is, apart from its size: the same in every iteration.
 
     `group` holds global ranks (for a send the sender and the receiver), `channel` the library's name of the group
@@ -42,7 +42,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ThreadStep:
     """One thing the application's thread did: it submitted, or waited for, the op `call`, or entered a phase.
 
     `lag` counts iterations back: a wait with lag 1 is for an op that was submitted in the iteration before.
@@ -55,12 +55,12 @@ class Step:
 
 
 @dataclass(kw_only=True, eq=False)
-class Call:
+class RecordedCall:
     """A submitted op while it is under way; times in microseconds of this rank's clock, NaN while unknown."""
 
     iteration: int
     number: int
-    shape: Shape
+    shape: CallShape
     nbytes: int
     splits: bool = False
     """Whether it is an all-to-all whose pieces may differ."""
@@ -76,33 +76,33 @@ class Call:
 
 
 @dataclass(kw_only=True)
-class Mark:
-    """A `Step` with the times it was entered and left; a wait that is left with its op has `leave_us` NaN."""
+class TimedStep:
+    """A `ThreadStep` with the times it was entered and left; a wait that is left with its op has `leave_us` NaN."""
 
-    step: Step
+    step: ThreadStep
     enter_us: float
     leave_us: float
-    ends_with: Call | None = None
+    ends_with: RecordedCall | None = None
 
 
 @dataclass(kw_only=True)
-class Iteration:
+class RecordedIteration:
     """One iteration on one rank."""
 
     begin_us: float
     end_us: float = float("nan")
-    marks: list[Mark] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    marks: list[TimedStep] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     overhead_us: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankTrace:
+class RankRecording:
     """The recorded iterations of one rank, all with the same program; times are arrays (iteration, step or call)."""
 
     rank: int
-    calls: tuple[Shape, ...]
-    steps: tuple[Step, ...]
+    calls: tuple[CallShape, ...]
+    steps: tuple[ThreadStep, ...]
     enter_us: Floats
     leave_us: Floats
     begin_us: Floats
@@ -124,7 +124,7 @@ class RankTrace:
         return own
 
 
-def trace_of(rank: int, iterations: Sequence[Iteration]) -> RankTrace:
+def trace_of(rank: int, iterations: Sequence[RecordedIteration]) -> RankRecording:
     """One program and its times; refuses iterations that do not all do the same in the same order."""
     first = iterations[0]
     calls = tuple(call.shape for call in first.calls)
@@ -136,7 +136,7 @@ def trace_of(rank: int, iterations: Sequence[Iteration]) -> RankTrace:
         if shape.kind not in VARYING and len(set(nbytes[:, at])) > 1:
             sizes = sorted(set(nbytes[:, at].tolist()))
             raise InvalidInput(f"rank {rank}: op {at} ({shape}) has {sizes[0]} to {sizes[-1]} bytes")
-    return RankTrace(
+    return RankRecording(
         rank=rank,
         calls=calls,
         steps=steps,
@@ -153,7 +153,7 @@ def trace_of(rank: int, iterations: Sequence[Iteration]) -> RankTrace:
     )
 
 
-def _same_program(rank: int, number: int, first: Iteration, other: Iteration) -> None:
+def _same_program(rank: int, number: int, first: RecordedIteration, other: RecordedIteration) -> None:
     where = f"rank {rank}: recorded iteration {number} does not do the same as the first"
     for at, (a, b) in enumerate(zip(first.calls, other.calls, strict=False)):
         if a.shape != b.shape:
@@ -172,7 +172,7 @@ def _same_program(rank: int, number: int, first: Iteration, other: Iteration) ->
         raise InvalidInput(f"{where}: step {at} is {there} there, {here} here")
 
 
-def _say(step: Step, iteration: Iteration) -> str:
+def _say(step: ThreadStep, iteration: RecordedIteration) -> str:
     if step.what == "phase":
         return f"the start of {step.phase}"
     name = str(iteration.calls[step.call].shape) if step.call < len(iteration.calls) else ""
@@ -180,13 +180,13 @@ def _say(step: Step, iteration: Iteration) -> str:
     return f"{'the submit of' if step.what == 'submit' else 'the wait for'} op {step.call} ({name}){before}"
 
 
-def _left(mark: Mark) -> float:
+def _left(mark: TimedStep) -> float:
     if mark.ends_with is None:
         return mark.leave_us
     return float(np.nanmax([mark.enter_us, mark.ends_with.end_us]))
 
 
-def _started(iterations: Sequence[Iteration]) -> Floats:
+def _started(iterations: Sequence[RecordedIteration]) -> Floats:
     """A library runs the ops of a channel in order, a few at a time: one starts when submitted and a place is free."""
     free: dict[str, list[float]] = {}
     rows: list[list[float]] = []

@@ -10,12 +10,14 @@ from torch._C import _distributed_c10d as c10d
 from ...planner.algebra.motif import ROOTED, SHARDED, Motif
 from ...planner.algebra.spans import measure
 from ..torch_backend.buffers import REDUCTIONS
-from .memory import Staged, View
+from .memory import StagedBuffers, View
 
 OPERATIONS: dict[str, Any] = {name: op for op, name in REDUCTIONS.items()}
 
 
-def run(group: Any, leaf: Motif, me: int, staged: Staged, op: str, *, nothing: torch.Tensor, in_place: bool) -> None:
+def run(
+    group: Any, leaf: Motif, me: int, staged: StagedBuffers, op: str, *, nothing: torch.Tensor, in_place: bool
+) -> None:
     """One motif, waited for as the library waits: gloo blocks the thread, NCCL the current stream.
 
     `nothing` is a tensor of no elements on the right device. With `in_place` the library scatters a sum into the

@@ -14,11 +14,11 @@ import torch
 from ...errors import PlanMismatch
 from ...programs import Lowered, Program
 from ...programs.lower import lower
-from ..executor.executor import DTYPES, Executor, Handle
-from .memory import Layout, Staged
-from .parts import Part
-from .pieces import Task
-from .sequencer import Entry, Started
+from ..executor.executor import DTYPES, Executor, LoadedProgram
+from .memory import RowLayout, StagedBuffers
+from .parts import RankMotif
+from .pieces import MotifBinding
+from .sequencer import ActiveMotif, QueuedMotif
 
 SLOTS = 6
 """Plans that follow each other use different communicators, so that one can run out while the next begins."""
@@ -29,16 +29,16 @@ RESERVED = SLOTS * LANES + 1
 TICK_S = 0.25
 LATE_S = 0.002
 
-Ended = Callable[[Entry], None]
+Ended = Callable[[QueuedMotif], None]
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Loaded(Protocol):
+class LoadedMotif(Protocol):
     """A task made ready for one carrier."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """Its memory."""
 
 
@@ -50,16 +50,18 @@ class Carrier(Protocol):
     averages: bool
     """Whether a reduction can be an average."""
 
-    def load(self, number: int, part: Part, task: Task) -> Loaded:
+    def load(self, number: int, part: RankMotif, task: MotifBinding) -> LoadedMotif:
         """Make a task ready."""
 
-    def start(self, loaded: Loaded, staged: Staged, dtype: str, op: str, entry: Entry, *, blocking: bool) -> Started:
+    def start(
+        self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+    ) -> ActiveMotif:
         """Run it; with `blocking` the caller waits at once. The end of a `watched` entry is reported."""
 
-    def watch(self, entry: Entry) -> None:
+    def watch(self, entry: QueuedMotif) -> None:
         """Report the end of an entry that was started without."""
 
-    def agree(self, values: Sequence[int]) -> Agreement:
+    def agree(self, values: Sequence[int]) -> PendingMaximum:
         """Begin to take the maximum of each value over all ranks; all ranks call it in the same order."""
 
     def unload(self, number: int) -> None:
@@ -69,19 +71,19 @@ class Carrier(Protocol):
         """End its threads."""
 
 
-class Agreement(Protocol):
+class PendingMaximum(Protocol):
     """A maximum under way."""
 
     def wait(self) -> list[int]:
         """The values, once all ranks have given theirs."""
 
 
-class ExecutorLoaded:
+class ExecutorMotif:
     """A program as the executor has it."""
 
     __slots__ = ("handle", "layout")
 
-    def __init__(self, handle: Handle, layout: Layout) -> None:
+    def __init__(self, handle: LoadedProgram, layout: RowLayout) -> None:
         self.handle, self.layout = handle, layout
 
 
@@ -99,16 +101,16 @@ class ExecutorCarrier:
         self._base = generation << 16
         self._networks, self._first = networks, first
         # Both by the ids of programs, which are theirs alone while they are kept here.
-        self._handles: dict[tuple[int, int, int], tuple[Program, Handle]] = {}
+        self._handles: dict[tuple[int, int, int], tuple[Program, LoadedProgram]] = {}
         self._lowered: dict[int, tuple[Program, Lowered]] = {}
-        self._running: dict[int, Entry] = {}
-        self._late: SimpleQueue[Entry | None] = SimpleQueue()
+        self._running: dict[int, QueuedMotif] = {}
+        self._late: SimpleQueue[QueuedMotif | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._fence: Handle | None = None
+        self._fence: LoadedProgram | None = None
 
-    def load(self, number: int, part: Part, task: Task) -> ExecutorLoaded:
+    def load(self, number: int, part: RankMotif, task: MotifBinding) -> ExecutorMotif:
         """Make a task ready; a program that many motifs run is loaded once for each lane."""
         assert task.program is not None
         if part.lane >= LANES:
@@ -124,7 +126,7 @@ class ExecutorCarrier:
             )  # fmt: skip
             found = task.program, handle
             _keep(self._handles, key, found)
-        return ExecutorLoaded(found[1], Layout.of(task))
+        return ExecutorMotif(found[1], RowLayout.of(task))
 
     def _lower(self, program: Program) -> Lowered:
         """Plans share programs, so each is lowered once."""
@@ -135,10 +137,10 @@ class ExecutorCarrier:
         return found[1]
 
     def start(
-        self, loaded: Loaded, staged: Staged, dtype: str, op: str, entry: Entry, *, blocking: bool
-    ) -> Started:
+        self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+    ) -> ActiveMotif:
         """Run it; its end is reported by a thread that sleeps in C++."""
-        assert isinstance(loaded, ExecutorLoaded)
+        assert isinstance(loaded, ExecutorMotif)
         if loaded.layout.task.exchange is not None:
             return self._start_exchange(loaded, staged, entry, blocking)
         size = DTYPES[dtype]
@@ -146,8 +148,8 @@ class ExecutorCarrier:
         return self._start(loaded, ends[0], ends[1], dtype, op, entry, blocking, staged)
 
     def start_on(
-        self, loaded: ExecutorLoaded, tensor: torch.Tensor, dtype: str, op: str, entry: Entry, *, blocking: bool
-    ) -> Started:
+        self, loaded: ExecutorMotif, tensor: torch.Tensor, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+    ) -> ActiveMotif:
         """The same for a motif that works in place on a tensor without gaps."""
         assert loaded.layout.place is not None
         _, read, _, written, _ = loaded.layout.place
@@ -155,9 +157,9 @@ class ExecutorCarrier:
         return self._start(loaded, begin + read * size, begin + written * size, dtype, op, entry, blocking, tensor)
 
     def _start(
-        self, loaded: ExecutorLoaded, read: int, written: int, dtype: str, op: str, entry: Entry, blocking: bool,
+        self, loaded: ExecutorMotif, read: int, written: int, dtype: str, op: str, entry: QueuedMotif, blocking: bool,
         keep: object,
-    ) -> Started:  # fmt: skip
+    ) -> ActiveMotif:  # fmt: skip
         count = loaded.layout.task.count
         if not entry.watched:
             return self._executor.start(
@@ -172,7 +174,9 @@ class ExecutorCarrier:
             self._running[work.id] = entry
         return work
 
-    def _start_exchange(self, loaded: ExecutorLoaded, staged: Staged, entry: Entry, blocking: bool) -> Started:
+    def _start_exchange(
+        self, loaded: ExecutorMotif, staged: StagedBuffers, entry: QueuedMotif, blocking: bool
+    ) -> ActiveMotif:
         """An all-to-all with splits: its pieces are wherever they are in the op's input and output."""
         gives, takes = _extents(loaded, staged)
         if not entry.watched:
@@ -188,13 +192,13 @@ class ExecutorCarrier:
             self._running[work.id] = entry
         return work
 
-    def watch(self, entry: Entry) -> None:
+    def watch(self, entry: QueuedMotif) -> None:
         """A second thread waits for those that were started without a report."""
         if self._thread is None:
             self._begin()
         self._late.put(entry)
 
-    def agree(self, values: Sequence[int]) -> Agreement:
+    def agree(self, values: Sequence[int]) -> PendingMaximum:
         """On a communicator of its own."""
         from ...algorithms import algorithm
 
@@ -224,7 +228,7 @@ class ExecutorCarrier:
         threading.Thread(target=self._wait_late, name="stretto-enforcer-late", daemon=True).start()
 
     def _wait_late(self) -> None:
-        waiting: list[Entry] = []
+        waiting: list[QueuedMotif] = []
         while True:
             while not waiting or not self._late.empty():
                 entry = self._late.get()
@@ -252,7 +256,7 @@ class ExecutorCarrier:
                 self._ended(entry)
 
 
-def _extents(loaded: ExecutorLoaded, staged: Staged) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _extents(loaded: ExecutorMotif, staged: StagedBuffers) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """(address, bytes) of what goes to, and comes from, each rank in the motif's window."""
     task = loaded.layout.task
     assert task.exchange is not None
@@ -282,14 +286,12 @@ def _keep(known: dict[K, V], key: K, value: V) -> None:
 
 
 class _Agreement:
-    def __init__(self, executor: Executor, handle: Handle, values: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, executor: Executor, handle: LoadedProgram, values: Sequence[int], timeout_s: float) -> None:
         import numpy as np
 
         self._values = np.array(values, np.int64)
         at = self._values.ctypes.data
-        self._work = executor.start(
-            handle, at, at, len(values), "int64", "max", timeout_s=timeout_s, keep=self._values
-        )
+        self._work = executor.start(handle, at, at, len(values), "int64", "max", timeout_s=timeout_s, keep=self._values)
 
     def wait(self) -> list[int]:
         self._work.wait()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInput, unknown
-from ..torch_backend.buffers import Call
+from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import Engine, channels_of
 from ..torch_backend.recording import LEDGER
 from .carrier import RESERVED, Carrier, ExecutorCarrier
@@ -22,7 +22,7 @@ CARRIERS = ("auto", "executor", "gloo", "nccl")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class OwnedCarrier:
     """A carrier, and how to give back what it was given."""
 
     carrier: Carrier
@@ -43,7 +43,7 @@ def chosen(name: str, engine: Engine) -> str:
 
 def make(
     name: str, engine: Engine, sequencer: Sequencer, *, generation: int, hopeless: Hopeless, explain: Explain
-) -> Made:
+) -> OwnedCarrier:
     """The carrier of a `chosen` name; all ranks make it at the same point.
 
     Args:
@@ -62,13 +62,13 @@ def make(
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     if name == "nccl":
-        return Made(
+        return OwnedCarrier(
             carrier=NcclCarrier(
                 rank=rank, size=size, timeout_s=engine.timeout_s, hopeless=hopeless, failed=sequencer.fail
             )
         )
     if name == "gloo":
-        return Made(
+        return OwnedCarrier(
             carrier=GlooCarrier(
                 sequencer.ended, rank=rank, size=size, timeout_s=engine.timeout_s, explain=explain
             )
@@ -85,10 +85,10 @@ def make(
         job.executor, sequencer.ended, networks=list(channels_of(os.environ)), first=first,
         timeout_s=engine.timeout_s, generation=generation,
     )  # fmt: skip
-    return Made(carrier=carrier, undo=lambda: setattr(job, "max_communicators", first + RESERVED))
+    return OwnedCarrier(carrier=carrier, undo=lambda: setattr(job, "max_communicators", first + RESERVED))
 
 
-def refusal(carrier: Carrier, engine: Engine, call: Call) -> str:
+def refusal(carrier: Carrier, engine: Engine, call: CollectiveCall) -> str:
     """Why a call is left to the wrapped backend; only of what is the same on all ranks."""
     if isinstance(carrier, NcclCarrier):
         return carrier.refusal(call, engine.size)

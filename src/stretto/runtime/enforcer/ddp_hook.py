@@ -18,7 +18,7 @@ from ...errors import InvalidInput, unknown
 from ...planner.plan import Plan
 from ...workload import Workload
 from ..torch_backend.backend import CPU, CUDA, StrettoGroup
-from ..torch_backend.buffers import Call
+from ..torch_backend.buffers import CollectiveCall
 from .carriers import CARRIERS
 from .enforcer import Enforcer
 
@@ -87,7 +87,7 @@ class DdpHook:
             group is self.ours
             and self.enforcer is None
             and gradients.dtype in WIDE
-            and not group.engine.refusal(Call.of("all_reduce", [gradients], reduce=dist.ReduceOp.AVG))
+            and not group.engine.refusal(CollectiveCall.of("all_reduce", [gradients], reduce=dist.ReduceOp.AVG))
         )
         if not fused:
             gradients.div_(group.size())

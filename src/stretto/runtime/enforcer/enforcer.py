@@ -23,25 +23,25 @@ from ...errors import InvalidInput, PlanMismatch
 from ...planner.plan import PLAIN, Plan
 from ...workload import Workload
 from ..executor.forks import Home, check_world
-from ..torch_backend.buffers import Call, lay_out
+from ..torch_backend.buffers import CollectiveCall, lay_out
 from ..torch_backend.current import Current
 from ..torch_backend.own_backend import OwnBackend
 from ..torch_backend.work import GroupWork
 from .announce import Announcements, Place, Stray
-from .carrier import Agreement, ExecutorCarrier
+from .carrier import ExecutorCarrier, PendingMaximum
 from .carriers import chosen, make, refusal
 from .fast_path import whole_of
-from .measured import Measured
+from .measured import MeasuredWindow
 from .nccl import NcclCarrier
-from .planned_work import Given, PlannedWork, never
+from .planned_work import PlannedWork, SubmittedOp, never
 from .plans import Plans
-from .prepared import Bound, Expected, Prepared
-from .queued import QueuedGiven, QueuedWork
-from .report import Report
+from .prepared import CompiledOp, ExpectedOps, PreparedPlan
+from .queued import StreamWork, SubmittedOnStream
+from .report import EnforcerReport
 from .resting_plan import PATIENCE, too_many
-from .sequencer import Instance, Sequencer
-from .trial import Trial
-from .watched_work import CarefulWork
+from .sequencer import QueuedOp, Sequencer
+from .trial import PlainTrial
+from .watched_work import WatchedWork
 
 log = logging.getLogger("stretto.enforcer")
 SETTLE_S = 5.0
@@ -92,15 +92,15 @@ class Enforcer:
         self._carrier, self._undo = made.carrier, made.undo
         self._gpu = made.carrier if isinstance(made.carrier, NcclCarrier) else None
         self._executes = made.carrier if isinstance(made.carrier, ExecutorCarrier) else None
-        self._expected = Expected(workload, self._rank) if workload is not None else None
+        self._expected = ExpectedOps(workload, self._rank) if workload is not None else None
         self._plans = Plans(
             self._carrier, rank=self._rank, hosts=[card.host for card in world.cards], cluster=cluster,
             expected=self._expected,
         )  # fmt: skip
-        self._measured = Measured()
+        self._measured = MeasuredWindow()
         self.waited, self.spent = self._measured.waited, self._measured.spent
         self._flow = threading.RLock()
-        self._agreement: Agreement | None = None
+        self._agreement: PendingMaximum | None = None
         self._marked = False
         self._position = 0
         self._iteration = 0
@@ -108,10 +108,10 @@ class Enforcer:
         self._before = 0
         """Calls that are not of the step, by their ranks; and the iteration before which they came."""
         self._empty = 0
-        self._last: Report | None = None
+        self._last: EnforcerReport | None = None
         self.compares = False
         """Whether each plan is set aside for some iterations, to measure what it is compared with; on all ranks."""
-        self._trial: Trial | None = None
+        self._trial: PlainTrial | None = None
         Current.enforcer = self
 
     @property
@@ -144,7 +144,7 @@ class Enforcer:
         """Forget a prepared plan that is not active."""
         self._plans.discard(number)
 
-    def report(self) -> Report:
+    def report(self) -> EnforcerReport:
         """How it goes; once closed, how it went."""
         if self._last is not None:
             return self._last
@@ -152,7 +152,7 @@ class Enforcer:
             self._gpu.clock.read()
         plans = self._plans
         active, committed, resting = plans.active, plans.committed, plans.resting
-        return Report(
+        return EnforcerReport(
             number=active.number if active else 0,
             hash=active.hash if active else "",
             committed=committed.number if committed else 0,
@@ -213,7 +213,7 @@ class Enforcer:
             self._boundary()
 
     def take(
-        self, group: Any, call: Call, tensors: list[torch.Tensor], opts: Any, plain: Callable[..., GroupWork]
+        self, group: Any, call: CollectiveCall, tensors: list[torch.Tensor], opts: Any, plain: Callable[..., GroupWork]
     ) -> dist.Work | None:
         """Run a call as the plan says; None where it is to run as usual, as `plain` would."""
         if group.engine.job is not self._job:
@@ -227,7 +227,7 @@ class Enforcer:
         side = self._trial.side(instance.iteration) if self._trial is not None else None
         if side is not None or (active.plan.name == PLAIN and OwnBackend.runs):
             # Without the plan, or plain order is what the job's own backend does: the call only keeps its place.
-            self._sequencer.submit(instance, Given(self, self._carrier, instance, None, None, call, never))
+            self._sequencer.submit(instance, SubmittedOp(self, self._carrier, instance, None, None, call, never))
             return None if side is None or not group.alone else plain(own=side == "own")
         engine = group.engine
         number = instance.planned.number
@@ -243,7 +243,7 @@ class Enforcer:
             whole.inline = False
             return PlannedWork(self, self._sequencer, instance, whole, tensors)
         buffers = None if refused else lay_out(call, call.op, engine.rank, engine.size)
-        bound: Bound | None = None
+        bound: CompiledOp | None = None
         if buffers is not None:
             splits = call.splits is not None
             bound = (
@@ -251,10 +251,12 @@ class Enforcer:
                 if splits else active.bound(number, buffers.count)
             )  # fmt: skip
         if self._gpu is not None and buffers is not None and bound is not None:
-            queued = QueuedGiven(self, self._gpu, instance, buffers, bound, call, plain)
+            queued = SubmittedOnStream(self, self._gpu, instance, buffers, bound, call, plain)
             self._sequencer.submit(instance, queued)
-            return QueuedWork(self, self._sequencer, instance, queued, tensors, self._gpu)
-        given = Given(self, self._carrier, instance, buffers, bound, call, plain if buffers is not None else never)
+            return StreamWork(self, self._sequencer, instance, queued, tensors, self._gpu)
+        given = SubmittedOp(
+            self, self._carrier, instance, buffers, bound, call, plain if buffers is not None else never
+        )
         given.inline = bound is not None and not opts.asyncOp and len(bound.loaded) == 1 and group.alone
         self._sequencer.submit(instance, given)
         given.inline = False
@@ -262,14 +264,14 @@ class Enforcer:
             return self._carefully(group, tensors, plain, of_the_step=True)
         return PlannedWork(self, self._sequencer, instance, given, tensors)
 
-    def pass_by(self, group: Any, call: Call) -> None:
+    def pass_by(self, group: Any, call: CollectiveCall) -> None:
         """A call of several in one, which the backend runs as usual: only its place in the order counts."""
         found = self._expect(group, call)
         if found is not None:
             _, instance = found
-            self._sequencer.submit(instance, Given(self, self._carrier, instance, None, None, call, never))
+            self._sequencer.submit(instance, SubmittedOp(self, self._carrier, instance, None, None, call, never))
 
-    def _expect(self, group: Any, call: Call) -> tuple[Prepared, Instance] | None:
+    def _expect(self, group: Any, call: CollectiveCall) -> tuple[PreparedPlan, QueuedOp] | None:
         """The op of the plan that a call is; None in plain order, and from a call on that is not what was expected."""
         ranks = tuple(group.engine.selector.devices)
         if group.engine.job is not self._job:
@@ -308,13 +310,13 @@ class Enforcer:
 
     # Calls that are not of the step.
 
-    def _stray(self, active: Prepared, call: Call, ranks: tuple[int, ...]) -> None:
+    def _stray(self, active: PreparedPlan, call: CollectiveCall, ranks: tuple[int, ...]) -> None:
         """A call between two iterations (an evaluation's, say) runs in plain order, and the plan goes on after it."""
         upcoming = self._iteration + (self._position > 0)
         if upcoming != self._before:
             self._before, self._strays = upcoming, {}
         seen = self._strays.setdefault(ranks, [])
-        seen.append(Expected.said(call, ranks))
+        seen.append(ExpectedOps.said(call, ranks))
         share = active.share
         if len(seen) == 1 and len(ranks) == self._size and (share.most_ahead or share.most_behind):
             # The application may wait for what is held back for the next iteration before that begins. All ranks come
@@ -348,7 +350,7 @@ class Enforcer:
             self._look_around(number, stay)
 
         inner = plain()
-        return CarefulWork(inner, tensors, stalled) if isinstance(inner, GroupWork) else inner
+        return WatchedWork(inner, tensors, stalled) if isinstance(inner, GroupWork) else inner
 
     def _look_around(self, number: int, stay: int) -> None:
         """Raises `PlanMismatch` where ranks have gone different ways for good."""
@@ -368,7 +370,7 @@ class Enforcer:
             if found is not None:
                 self._give_way(number, *found)
 
-    def _count(self, call: Call, ranks: Sequence[int]) -> None:
+    def _count(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
         """Follow the application in plain order, to know where an iteration ends."""
         expected = self._expected
         if expected is None or self._marked:
@@ -404,7 +406,7 @@ class Enforcer:
         if self._iteration % self._every == 0:
             self._agreement = self._carrier.agree(self._plans.offer())
 
-    def _change(self, old: Prepared | None) -> None:
+    def _change(self, old: PreparedPlan | None) -> None:
         """All ranks have agreed: from here on another plan is active."""
         if old is not None:
             self._run_out(old, (self._iteration, 0))
@@ -413,20 +415,20 @@ class Enforcer:
         self._strays, self._empty = {}, 0
         self._measured.changed(planned=new is not None)
         compares = self.compares and new is not None and new.plan.name != PLAIN
-        self._trial = Trial(self._iteration) if compares else None
+        self._trial = PlainTrial(self._iteration) if compares else None
         if new is not None:
             self._sequencer.add(new.begin(self._iteration))
             if self._rank == 0:
                 log.info("plan %d (%s) is active from iteration %d on", new.number, new.hash, self._iteration)
 
-    def _run_out(self, old: Prepared, place: Place) -> list[Instance]:
+    def _run_out(self, old: PreparedPlan, place: Place) -> list[QueuedOp]:
         """A plan ends at a place: what comes before it runs out in the plan's order. Returns what does not."""
         self._sequencer.add(old.close(place))
         return self._sequencer.keep(lambda instance: instance.place < place)
 
     # When the application does not do what the plan expects.
 
-    def _fall_back(self, why: str, place: Place | None = None) -> list[Instance]:
+    def _fall_back(self, why: str, place: Place | None = None) -> list[QueuedOp]:
         """Plain order from here on; without a `place` because of what this rank has seen.
 
         Then the plan rests, some times, until the application does again what it was made for. Returns what had been
@@ -448,7 +450,7 @@ class Enforcer:
         self._measured.left()
         return self._run_out(active, place)
 
-    def stalled(self, instance: Instance) -> None:
+    def stalled(self, instance: QueuedOp) -> None:
         """A wait has taken long: has the application changed its order, or another rank given up?"""
         with self._flow:
             if instance.done:
@@ -488,15 +490,15 @@ class Enforcer:
             self._sequencer.fail(error)
             return
         for one in stuck:
-            assert isinstance(one.submission, Given)
+            assert isinstance(one.submission, SubmittedOp)
             one.submission.run_plainly()
 
-    def _hopeless(self, instance: Instance) -> str:
+    def _hopeless(self, instance: QueuedOp) -> str:
         """Why a GPU waits for an op in vain: a rank gave up the plan before it."""
         stay = self._plans.stay(instance.plan)
         return self._announcements.hopeless(instance.plan, stay, instance.place, instance.planned.op.name)
 
-    def explain(self, instance: Instance, error: Exception) -> Exception:
+    def explain(self, instance: QueuedOp, error: Exception) -> Exception:
         """What lies behind an error: a rank that has found out that ranks went different ways leaves, and says so."""
         why = ""
         if not isinstance(error, PlanMismatch):
@@ -505,7 +507,7 @@ class Enforcer:
                 why = self._announcements.ended(instance.plan, self._plans.stay(instance.plan))
         return PlanMismatch(why) if why else error
 
-    def _here(self, active: Prepared) -> Place:
+    def _here(self, active: PreparedPlan) -> Place:
         """The next comm-op that the application has to submit."""
         if self._position < len(active.expected):
             return self._iteration, active.expected.ops[self._position][0]

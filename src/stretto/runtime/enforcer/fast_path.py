@@ -7,26 +7,26 @@ from collections.abc import Callable
 import torch
 
 from ..executor.executor import DTYPES
-from ..torch_backend.buffers import Call
+from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.recording import current
 from ..torch_backend.work import GroupWork
-from .carrier import ExecutorCarrier, ExecutorLoaded
-from .planned_work import Given, Owner, never
-from .prepared import Prepared
-from .sequencer import Entry, Instance, Started
+from .carrier import ExecutorCarrier, ExecutorMotif
+from .planned_work import SubmissionOwner, SubmittedOp, never
+from .prepared import PreparedPlan
+from .sequencer import ActiveMotif, QueuedMotif, QueuedOp
 
 NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
 ONE_TENSOR = ("all_reduce", "broadcast", "reduce")
 
 
-class GivenWhole(Given):
+class SubmittedWhole(SubmittedOp):
     """An op of one motif that works in place on a tensor without gaps, as most do: nothing is laid out, or copied."""
 
     __slots__ = ("_carries", "_loaded", "_name", "_tensor")
 
     def __init__(
-        self, owner: Owner, carrier: ExecutorCarrier, instance: Instance, tensor: torch.Tensor, loaded: ExecutorLoaded,
-        call: Call, plain: Callable[[], GroupWork],
+        self, owner: SubmissionOwner, carrier: ExecutorCarrier, instance: QueuedOp, tensor: torch.Tensor, loaded: ExecutorMotif,
+        call: CollectiveCall, plain: Callable[[], GroupWork],
     ) -> None:  # fmt: skip
         self._owner, self._carrier, self._carries, self._instance = owner, carrier, carrier, instance
         self._plain, self._loaded = plain, loaded
@@ -41,7 +41,7 @@ class GivenWhole(Given):
             # Only moved, never added to: the type does not matter.
             self._op, self._name = "sum", "uint8"
 
-    def start(self, entry: Entry) -> Started | None:
+    def start(self, entry: QueuedMotif) -> ActiveMotif | None:
         """Begin the motif."""
         tensor = self._tensor
         assert tensor is not None
@@ -49,7 +49,7 @@ class GivenWhole(Given):
             self._record(entry, self._loaded.layout.task.count * DTYPES[self._name])
         return self._carries.start_on(self._loaded, tensor, self._name, self._op, entry, blocking=self.inline)
 
-    def moved(self, entry: Entry) -> None:
+    def moved(self, entry: QueuedMotif) -> None:
         """It is where it belongs."""
         self._ran(entry, entry.part.motif)
 
@@ -62,9 +62,9 @@ class GivenWhole(Given):
 
 
 def whole_of(
-    owner: Owner, carrier: ExecutorCarrier, active: Prepared, instance: Instance, call: Call,
+    owner: SubmissionOwner, carrier: ExecutorCarrier, active: PreparedPlan, instance: QueuedOp, call: CollectiveCall,
     plain: Callable[[], GroupWork],
-) -> GivenWhole | None:  # fmt: skip
+) -> SubmittedWhole | None:  # fmt: skip
     """For a call that needs no memory but its tensor's own, and nothing done before or after; else None."""
     if call.op not in ONE_TENSOR or len(call.inputs) != 1:
         return None
@@ -73,4 +73,4 @@ def whole_of(
     divides = call.reduce == "avg" and not bound.tasks.averages
     if bound.only is None or divides or not tensor.is_contiguous():
         return None
-    return GivenWhole(owner, carrier, instance, tensor, bound.only, call, plain)
+    return SubmittedWhole(owner, carrier, instance, tensor, bound.only, call, plain)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 
-class Waits(Protocol):
+class Waitable(Protocol):
     """What is waited for."""
 
     def wait(self) -> bool:
@@ -21,12 +21,12 @@ class Waits(Protocol):
 
 
 MAX_PASSES = 16
-_pending: dict[int, list[Waits]] = {}
+_pending: dict[int, list[Waitable]] = {}
 """By backward pass."""
 _lock = threading.Lock()
 
 
-def taken(work: Waits) -> None:
+def taken(work: Waitable) -> None:
     """Somebody takes the future of a work; in a backward pass it will be waited for when that has ended."""
     task: int = torch._C._current_graph_task_id()
     if task < 0:

@@ -22,13 +22,13 @@ from ...errors import PeerLost
 from ...planner.algebra.motif import Motif
 from ..torch_backend.engine import channels_of
 from ..torch_backend.meeting import CUT_OFF
-from ..torch_backend.roll_call import RollCall
+from ..torch_backend.roll_call import GlooRollCall
 from .calls import run
-from .carrier import Agreement, Ended, Loaded
-from .memory import Layout, Staged
-from .parts import Part
-from .pieces import Task
-from .sequencer import Entry, Started
+from .carrier import Ended, LoadedMotif, PendingMaximum
+from .memory import RowLayout, StagedBuffers
+from .parts import RankMotif
+from .pieces import MotifBinding
+from .sequencer import ActiveMotif, QueuedMotif
 
 Gloo: Any = dist.ProcessGroupGloo
 """Its stubs lack half of it."""
@@ -39,16 +39,16 @@ Explain = Callable[[Exception], Exception]
 """An error with the name of the rank that is gone, where that is known."""
 
 
-class GlooLoaded:
+class GlooMotif:
     """A task and the communicator that runs it."""
 
     __slots__ = ("lane", "layout", "leaf")
 
-    def __init__(self, lane: Lane, leaf: Motif, layout: Layout) -> None:
+    def __init__(self, lane: GlooLane, leaf: Motif, layout: RowLayout) -> None:
         self.lane, self.leaf, self.layout = lane, leaf, layout
 
 
-class GlooStarted:
+class GlooCall:
     """A call of gloo that a thread waits for."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class GlooStarted:
 Calls = SimpleQueue[Callable[[], None] | None]
 
 
-class Lane:
+class GlooLane:
     """One communicator, and the thread that makes its calls one after the other, until nobody can make any."""
 
     def __init__(self, group: Any) -> None:
@@ -109,26 +109,28 @@ class GlooCarrier:
         self._store = dist.distributed_c10d._get_default_store()
         self._explain = explain
         store: Any = c10d.PrefixStore(f"{self._prefix}/lost", self._store)
-        self._roll_call = RollCall(store, rank, size)
+        self._roll_call = GlooRollCall(store, rank, size)
         self._interfaces = {name: config.devices for name, config in channels_of(os.environ).items()}
-        self._lanes: dict[tuple[int, tuple[str, ...], tuple[int, ...]], Lane] = {}
-        self._alive: weakref.WeakSet[Lane] = weakref.WeakSet()
+        self._lanes: dict[tuple[int, tuple[str, ...], tuple[int, ...]], GlooLane] = {}
+        self._alive: weakref.WeakSet[GlooLane] = weakref.WeakSet()
         """Those of unloaded plans that still run out, too."""
         self._control = self._group("control", tuple(range(size)), ())
 
-    def load(self, number: int, part: Part, task: Task) -> GlooLoaded:
+    def load(self, number: int, part: RankMotif, task: MotifBinding) -> GlooMotif:
         """Make a task ready."""
         key = (number, part.channels, part.leaf.ranks)
         if key not in self._lanes:
             name = f"{number}/{'+'.join(part.channels)}/{','.join(map(str, part.leaf.ranks))}"
-            self._lanes[key] = Lane(self._group(name, part.leaf.ranks, part.channels))
+            self._lanes[key] = GlooLane(self._group(name, part.leaf.ranks, part.channels))
             self._alive.add(self._lanes[key])
-        return GlooLoaded(self._lanes[key], task.leaf, Layout.of(task))
+        return GlooMotif(self._lanes[key], task.leaf, RowLayout.of(task))
 
-    def start(self, loaded: Loaded, staged: Staged, dtype: str, op: str, entry: Entry, *, blocking: bool) -> Started:
+    def start(
+        self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+    ) -> ActiveMotif:
         """Hand it to the lane's thread."""
-        assert isinstance(loaded, GlooLoaded)
-        started = GlooStarted()
+        assert isinstance(loaded, GlooMotif)
+        started = GlooCall()
 
         def call() -> None:
             begin = time.perf_counter()
@@ -144,12 +146,12 @@ class GlooCarrier:
         loaded.lane.calls.put(call)
         return started
 
-    def watch(self, entry: Entry) -> None:
+    def watch(self, entry: QueuedMotif) -> None:
         """The lane's thread reports every end."""
 
-    def agree(self, values: Sequence[int]) -> Agreement:
+    def agree(self, values: Sequence[int]) -> PendingMaximum:
         """On a communicator of its own."""
-        return GlooAgreement(self._control, values, self.explained)
+        return GlooMaximum(self._control, values, self.explained)
 
     def explained(self, error: Exception) -> Exception:
         """A failure of gloo's as `PeerLost` with the names of the lost ranks, where these can be found out."""
@@ -197,7 +199,7 @@ def communicator(store: Any, rank: int, size: int, interface: str, timeout: time
     return Gloo(store, rank, size, options)
 
 
-class GlooAgreement:
+class GlooMaximum:
     """A maximum that gloo finds."""
 
     def __init__(self, group: Any, values: Sequence[int], explained: Explain = lambda error: error) -> None:

@@ -13,8 +13,8 @@ from graphlib import CycleError, TopologicalSorter
 from ...errors import PlanMismatch
 from ...planner.plan import Plan
 from ...workload import Workload
-from .parts import Share, share_of
-from .sequencer import Entry, Instance, Sequencer, Started
+from .parts import RankPlan, share_of
+from .sequencer import ActiveMotif, QueuedMotif, QueuedOp, Sequencer
 
 ITERATIONS = 3
 """With motifs ahead of their iteration, or behind it, orders repeat from the second on."""
@@ -39,14 +39,14 @@ def check_launches(plan: Plan, workload: Workload, hosts: Sequence[str]) -> None
         ) from None
 
 
-def launches(share: Share) -> list[Launch]:
+def launches(share: RankPlan) -> list[Launch]:
     """The order in which one rank launches motifs when all that is waited for is the application's submissions."""
     sequencer, log = Sequencer(), _Log()
-    made: dict[tuple[int, int], Instance] = {}
+    made: dict[tuple[int, int], QueuedOp] = {}
 
-    def entry(at: int, op: int, motif: int) -> Entry:
+    def entry(at: int, op: int, motif: int) -> QueuedMotif:
         if (at, op) not in made:
-            made[at, op] = Instance(0, share.ops[op], at)
+            made[at, op] = QueuedOp(0, share.ops[op], at)
         return made[at, op].entries[motif]
 
     opened = -share.most_ahead
@@ -68,13 +68,13 @@ class _Log:
     def __init__(self) -> None:
         self.launches: list[Launch] = []
 
-    def start(self, entry: Entry) -> Started | None:
+    def start(self, entry: QueuedMotif) -> ActiveMotif | None:
         iteration, op = entry.instance.place
         self.launches.append((iteration, op, entry.part.motif, entry.part.leaf.ranks))
         return None
 
-    def watch(self, entry: Entry) -> None: ...
+    def watch(self, entry: QueuedMotif) -> None: ...
 
-    def moved(self, entry: Entry) -> None: ...
+    def moved(self, entry: QueuedMotif) -> None: ...
 
     def over(self) -> None: ...

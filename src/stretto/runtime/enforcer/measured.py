@@ -11,7 +11,7 @@ from typing import TypedDict
 from ...workload import Op
 from ..torch_backend.recording import now_us
 from .report import MotifReport, Timing
-from .sequencer import Entry, Instance
+from .sequencer import QueuedMotif, QueuedOp
 from .trial import BLOCK, ROUNDS, SIDES, Side
 
 WINDOW, LEAST_WINDOW, WINDOW_US = 32, 5, 2e6
@@ -20,7 +20,7 @@ RECENT = 4
 """Of so many iterations the begin is remembered: motifs may run ahead of theirs, or late."""
 
 
-class Spent:
+class MotifTimes:
     """What was measured of a motif in the last window."""
 
     __slots__ = ("durations", "starts", "waits")
@@ -44,7 +44,7 @@ class Figures(TypedDict):
     backend: Timing | None
 
 
-class Measured:
+class MeasuredWindow:
     """The last window of a rank. Any thread may tell and ask."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Measured:
         self._plain: deque[float] = deque(maxlen=WINDOW)
         self._waited = 0.0
         self._waits: deque[float] = deque(maxlen=WINDOW)
-        self._spent: dict[tuple[int, int], Spent] = {}
+        self._spent: dict[tuple[int, int], MotifTimes] = {}
         self._begins: deque[float] = deque(maxlen=RECENT)
         self._had_plan = False
         self._beside: dict[Side, list[float]] = {side: [] for side in SIDES}
@@ -98,7 +98,7 @@ class Measured:
             self._plain.clear()
             self._had_plan = False
 
-    def waited(self, instance: Instance, begin_us: float, end_us: float) -> None:
+    def waited(self, instance: QueuedOp, begin_us: float, end_us: float) -> None:
         """The application stood in ``wait()`` for an op: each motif is charged for what it was waited for."""
         entries = list(instance.entries.values())
         if len(entries) > 1:
@@ -111,7 +111,7 @@ class Measured:
                 self._of(instance, entry.part.motif).waits.append(max(until - at, 0.0))
                 at = max(at, until)
 
-    def spent(self, instance: Instance, motif: int, start_us: float, end_us: float) -> None:
+    def spent(self, instance: QueuedOp, motif: int, start_us: float, end_us: float) -> None:
         """A motif ran from one moment to another."""
         with self._lock:
             one = self._of(instance, motif)
@@ -124,9 +124,7 @@ class Measured:
     def figures(self, ops: Sequence[Op]) -> Figures:
         """For a report; `ops` are those of the active plan's workload."""
         with self._lock:
-            spent = [
-                (key, list(one.starts), list(one.durations), list(one.waits)) for key, one in self._spent.items()
-            ]
+            spent = [(key, list(one.starts), list(one.durations), list(one.waits)) for key, one in self._spent.items()]
             times, plain, waits_us = list(self._times), list(self._plain), list(self._waits)
             done = all(len(beside) == ROUNDS * BLOCK for beside in self._beside.values())
             own, ours = (list(self._beside[side]) if done else [] for side in SIDES)
@@ -148,15 +146,15 @@ class Measured:
             own=Timing.of(own), backend=Timing.of(ours),
         )  # fmt: skip
 
-    def _of(self, instance: Instance, motif: int) -> Spent:
+    def _of(self, instance: QueuedOp, motif: int) -> MotifTimes:
         key = (instance.planned.number, motif)
         found = self._spent.get(key)
         if found is None:
-            found = self._spent[key] = Spent()
+            found = self._spent[key] = MotifTimes()
         return found
 
 
-def _end_us(entry: Entry) -> float:
+def _end_us(entry: QueuedMotif) -> float:
     return entry.end_us
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .pieces import IN, OUT, Pieces, Task
+from .pieces import IN, OUT, MotifBinding, Pieces
 
 View = tuple[torch.Tensor, int, int]
 """(flat tensor, first element, behind the last)"""
@@ -18,10 +18,10 @@ Regions = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RowLayout:
     """A task with its pieces as rows, so that regular ones are copied at once."""
 
-    task: Task
+    task: MotifBinding
     gives: tuple[Row, ...]
     takes: tuple[Row, ...]
     given: int
@@ -30,7 +30,7 @@ class Layout:
     """In place, where it lies in one piece: its region, and in that begin and end of what is read, and is written."""
 
     @classmethod
-    def of(cls, task: Task) -> Layout:
+    def of(cls, task: MotifBinding) -> RowLayout:
         """Worked out once, used in every iteration."""
         given, taken = _size(task.gives), _size(task.takes)
         outer = task.gives if given >= taken else task.takes
@@ -39,9 +39,7 @@ class Layout:
             region, lo, hi = outer[0]
             inner = (lo + task.at, lo + task.at + min(given, taken))
             place = (region, lo, hi, *inner) if given >= taken else (region, *inner, lo, hi)
-        return cls(
-            task=task, gives=_rows(task.gives), takes=_rows(task.takes), given=given, taken=taken, place=place
-        )
+        return cls(task=task, gives=_rows(task.gives), takes=_rows(task.takes), given=given, taken=taken, place=place)
 
 
 class Pool:
@@ -73,13 +71,13 @@ class Pool:
                 self.kept_bytes -= sum(free.nbytes for free in self._free.pop(oldest))
 
 
-class Staged:
+class StagedBuffers:
     """Where a program reads and writes; `back` brings the `result`, if any, to the op's own memory."""
 
     __slots__ = ("layout", "result", "scratch", "source", "target")
 
     def __init__(
-        self, source: View | None, target: View | None, layout: Layout, scratch: Sequence[torch.Tensor] = (),
+        self, source: View | None, target: View | None, layout: RowLayout, scratch: Sequence[torch.Tensor] = (),
         result: View | None = None,
     ) -> None:  # fmt: skip
         self.source, self.target, self.layout, self.scratch, self.result = source, target, layout, scratch, result
@@ -97,20 +95,20 @@ class Staged:
             pool.give(tensor)
 
 
-def stage(layout: Layout, regions: Regions, dtype: torch.dtype, pool: Pool) -> Staged:
+def stage(layout: RowLayout, regions: Regions, dtype: torch.dtype, pool: Pool) -> StagedBuffers:
     """The views for a program; what does not lie in one piece is copied first."""
     if layout.place is not None:
         region, begin, end, at, until = layout.place
         tensor = regions[region]
         assert tensor is not None
-        return Staged((tensor, begin, end), (tensor, at, until), layout)
+        return StagedBuffers((tensor, begin, end), (tensor, at, until), layout)
     task = layout.task
     if task.exchange is not None and task.program is not None:
         # Its pieces are read and written where they are.
         given, taken = regions[IN], regions[OUT]
         assert given is not None
         assert taken is not None
-        return Staged((given, 0, given.numel()), (taken, 0, taken.numel()), layout)
+        return StagedBuffers((given, 0, given.numel()), (taken, 0, taken.numel()), layout)
     if task.in_place and task.gives and task.takes:
         return _one(layout, regions, dtype, pool)
     source, target = _direct(task.gives, regions), _direct(task.takes, regions)
@@ -123,10 +121,10 @@ def stage(layout: Layout, regions: Regions, dtype: torch.dtype, pool: Pool) -> S
         scratch.append(pool.take(dtype, layout.given))
         source = (scratch[-1], 0, layout.given)
         _fill(scratch[-1], 0, layout.gives, regions)
-    return Staged(source, target, layout, scratch, result)
+    return StagedBuffers(source, target, layout, scratch, result)
 
 
-def _one(layout: Layout, regions: Regions, dtype: torch.dtype, pool: Pool) -> Staged:
+def _one(layout: RowLayout, regions: Regions, dtype: torch.dtype, pool: Pool) -> StagedBuffers:
     """One buffer for both, the smaller one inside the larger, for what does not lie in one piece."""
     task = layout.task
     outer = layout.given >= layout.taken
@@ -136,7 +134,7 @@ def _one(layout: Layout, regions: Regions, dtype: torch.dtype, pool: Pool) -> St
     whole = (buffer, 0, size)
     source, target = (whole, inner) if outer else (inner, whole)
     _fill(buffer, source[1], layout.gives, regions)
-    return Staged(source, target, layout, [buffer], target)
+    return StagedBuffers(source, target, layout, [buffer], target)
 
 
 def _fill(buffer: torch.Tensor, at: int, rows: Sequence[Row], regions: Regions) -> None:

@@ -26,16 +26,16 @@ from torch._C import _distributed_c10d as c10d
 
 from ...errors import InvalidInput, PlanMismatch
 from ...planner.algebra.motif import Motif
-from ..torch_backend.buffers import Call
+from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import channels_of
 from ..torch_backend.recording import now_us
 from .calls import run
-from .carrier import Agreement, Loaded
-from .gloo import GlooAgreement, communicator
-from .memory import Layout, Staged
-from .parts import Part
-from .pieces import Task
-from .sequencer import Entry, Instance, Started
+from .carrier import LoadedMotif, PendingMaximum
+from .gloo import GlooMaximum, communicator
+from .memory import RowLayout, StagedBuffers
+from .parts import RankMotif
+from .pieces import MotifBinding
+from .sequencer import ActiveMotif, QueuedMotif, QueuedOp
 
 cuda: Any = torch.cuda
 """Its events and streams have no types."""
@@ -55,10 +55,10 @@ SETTLE_S = 5.0
 TICK_S = 0.001
 MAX_NOTES = 65536
 LOOK_S, STALLED_S = 0.5, 1.0
-Hopeless = Callable[[Instance], str]
+Hopeless = Callable[[QueuedOp], str]
 """Why an op that does not end never will; empty where it may."""
 Failed = Callable[[Exception], object]
-Note = tuple[Event, Event, Callable[[float, float], object], Instance, float]
+Note = tuple[Event, Event, Callable[[float, float], object], QueuedOp, float]
 
 
 def event_of(*, timing: bool = False) -> Event:
@@ -66,7 +66,7 @@ def event_of(*, timing: bool = False) -> Event:
     return cuda.Event(enable_timing=timing)
 
 
-class Held(Protocol):
+class OpMemory(Protocol):
     """The memory of an op."""
 
     @property
@@ -74,7 +74,7 @@ class Held(Protocol):
         """Whether it must not be given back yet."""
 
 
-class Queued:
+class NcclCall:
     """A call that a stream holds; nobody has to wait for it."""
 
     done = True
@@ -86,22 +86,22 @@ class Queued:
         return True
 
 
-QUEUED = Queued()
+QUEUED = NcclCall()
 
 
-class Lane:
+class NcclLane:
     """One communicator and its stream."""
 
     def __init__(self, group: Any, stream: torch.cuda.Stream) -> None:
         self.group, self.stream = group, stream
 
 
-class NcclLoaded:
+class NcclMotif:
     """A task and the communicator that runs it."""
 
     __slots__ = ("lane", "layout", "leaf")
 
-    def __init__(self, lane: Lane, leaf: Motif, layout: Layout) -> None:
+    def __init__(self, lane: NcclLane, leaf: Motif, layout: RowLayout) -> None:
         self.lane, self.leaf, self.layout = lane, leaf, layout
 
 
@@ -128,18 +128,18 @@ class NcclCarrier:
         # What ranks agree on is a few numbers on the host: over NCCL a stream would have to be waited for.
         self._control = communicator(control, rank, size, interface, self._timeout)
         self._nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._lanes: dict[tuple[tuple[str, ...], tuple[int, ...]], Lane] = {}
-        self._last: dict[str, dict[tuple[Lane, bool], Event]] = {}
+        self._lanes: dict[tuple[tuple[str, ...], tuple[int, ...]], NcclLane] = {}
+        self._last: dict[str, dict[tuple[NcclLane, bool], Event]] = {}
         self._sides: list[torch.cuda.Stream] = [cuda.Stream(self.device, priority=FIRST) for _ in range(SIDES)]
         self._side = 0
-        self._held: deque[Held] = deque()
+        self._held: deque[OpMemory] = deque()
         self.clock = Clock(self.device)
         self._hopeless, self._failed = hopeless, failed
         self._broken: Exception | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="stretto-nccl", daemon=True).start()
 
-    def refusal(self, call: Call, size: int) -> str:
+    def refusal(self, call: CollectiveCall, size: int) -> str:
         """Why a call is left to the wrapped backend; only of what is the same on all ranks."""
         if call.device != self.device:
             return f"{call.device} tensors"
@@ -155,24 +155,24 @@ class NcclCarrier:
             return f"no {call.reduce} of {tensor.dtype}"
         return f"no avg of {tensor.dtype}" if call.reduce == "avg" and not tensor.is_floating_point() else ""
 
-    def load(self, number: int, part: Part, task: Task) -> NcclLoaded:
+    def load(self, number: int, part: RankMotif, task: MotifBinding) -> NcclMotif:
         """Make a task ready; a new communicator connects here, so that no iteration stands still for it."""
         key = (part.channels, part.leaf.ranks)
         if key not in self._lanes:
             self._lanes[key] = self._made(f"{'+'.join(part.channels)}/{','.join(map(str, part.leaf.ranks))}/", key[1])
-        return NcclLoaded(self._lanes[key], task.leaf, Layout.of(task))
+        return NcclMotif(self._lanes[key], task.leaf, RowLayout.of(task))
 
-    def _made(self, name: str, ranks: tuple[int, ...]) -> Lane:
+    def _made(self, name: str, ranks: tuple[int, ...]) -> NcclLane:
         library: Any = dist.ProcessGroupNCCL
         options = library.Options()
         options._timeout = self._timeout
         group = library(c10d.PrefixStore(name, self._store), ranks.index(self._rank), len(ranks), options)
         group._set_sequence_number_for_group()
         group.eager_connect_single_device(self.device)
-        return Lane(group, cuda.Stream(self.device, priority=FIRST))
+        return NcclLane(group, cuda.Stream(self.device, priority=FIRST))
 
     @contextlib.contextmanager
-    def turn(self, loaded: NcclLoaded, entry: Entry, after: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    def turn(self, loaded: NcclMotif, entry: QueuedMotif, after: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
         """What runs inside goes to the lane's stream, behind `after` and behind what its channels hold.
 
         Brief motifs do not wait for each other. Gives the events of the begin and of the end.
@@ -195,9 +195,11 @@ class NcclCarrier:
         for channel in entry.part.channels:
             self._last[channel][lane, brief] = end
 
-    def start(self, loaded: Loaded, staged: Staged, dtype: str, op: str, entry: Entry, *, blocking: bool) -> Started:
+    def start(
+        self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+    ) -> ActiveMotif:
         """Give it to the current stream: inside `turn`."""
-        assert isinstance(loaded, NcclLoaded)
+        assert isinstance(loaded, NcclMotif)
         me = loaded.leaf.ranks.index(self._rank)
         run(loaded.lane.group, loaded.leaf, me, staged, op, nothing=self._nothing, in_place=True)
         return QUEUED
@@ -207,7 +209,7 @@ class NcclCarrier:
         self._side = (self._side + 1) % SIDES
         return self._sides[self._side]
 
-    def hold(self, held: Held) -> None:
+    def hold(self, held: OpMemory) -> None:
         """Keep the memory of an op as long as it is needed."""
         self._held.append(held)
 
@@ -218,12 +220,12 @@ class NcclCarrier:
             with contextlib.suppress(IndexError):
                 self._held.popleft()
 
-    def watch(self, entry: Entry) -> None:
+    def watch(self, entry: QueuedMotif) -> None:
         """It has ended as soon as it is started."""
 
-    def agree(self, values: Sequence[int]) -> Agreement:
+    def agree(self, values: Sequence[int]) -> PendingMaximum:
         """On the host."""
-        return GlooAgreement(self._control, values)
+        return GlooMaximum(self._control, values)
 
     def unload(self, number: int) -> None:
         """The next plan uses the same communicators."""
@@ -278,11 +280,11 @@ class Clock:
         self._anchor.synchronize()
         self._anchor_us = now_us()
 
-    def note(self, begin: Event, end: Event, then: Callable[[float, float], object], about: Instance) -> None:
+    def note(self, begin: Event, end: Event, then: Callable[[float, float], object], about: QueuedOp) -> None:
         """Call `then` with both moments, some time after the second one."""
         self._notes.append((begin, end, then, about, time.monotonic()))
 
-    def overdue(self, limit_s: float) -> Instance | None:
+    def overdue(self, limit_s: float) -> QueuedOp | None:
         """The oldest op that was given to the GPU so long ago and has not ended."""
         self.read()
         with contextlib.suppress(IndexError):

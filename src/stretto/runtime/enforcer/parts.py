@@ -26,7 +26,7 @@ BRIEF_US = 500.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankMotif:
     """One motif of a comm-op on one rank: its leaf of the expression, and who runs it how.
 
     `lane` numbers what must run in one order on all its ranks: a motif's channels and its ranks. Overlapping lanes have
@@ -47,13 +47,13 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class RankOp:
     """One comm-op on one rank. `whole` is the op's own motif, over the group that this rank is in."""
 
     number: int
     op: Op
     whole: Motif
-    parts: tuple[Part, ...]
+    parts: tuple[RankMotif, ...]
     option: str
 
 
@@ -67,10 +67,10 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankPlan:
     """One rank's share of a plan."""
 
-    ops: Mapping[int, Planned]
+    ops: Mapping[int, RankOp]
     """By their position in the workload."""
     turns: tuple[Turn, ...]
     num_lanes: int
@@ -86,7 +86,7 @@ class Share:
         return max((-turn.ahead for turn in self.turns), default=0)
 
 
-def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) -> Share:
+def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) -> RankPlan:
     """What `rank` does in a plan; raises `PlanMismatch` where the plan does not fit the workload.
 
     `hosts` names every rank's host: groups that lie on hosts in the same way share an expression.
@@ -105,7 +105,7 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) ->
         check_sequence(workload, [(op, at) for _, op, at, _ in order], [ahead for *_, ahead in order])
     except Infeasible as error:
         raise PlanMismatch(f"plan {plan.name}: {error}") from None
-    ops: dict[int, Planned] = {}
+    ops: dict[int, RankOp] = {}
     lanes = _Lanes()
     programs = _Programs(plan)
     for made in plan.ops:
@@ -120,14 +120,14 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) ->
                 ops[number] = planned
     mine = {(number, part.motif) for number, planned in ops.items() for part in planned.parts}
     turns = tuple(Turn(op=op, motif=at, ahead=ahead) for _, op, at, ahead in order if (op, at) in mine)
-    return Share(ops=ops, turns=turns, num_lanes=lanes.count)
+    return RankPlan(ops=ops, turns=turns, num_lanes=lanes.count)
 
 
 def _planned(
     plan: Plan, made: OpPlan, number: int, op: Op, group: tuple[int, ...], batches: Sequence[Sequence[Motif]],
     lanes: _Lanes, rank: int, programs: _Programs,
-) -> Planned:  # fmt: skip
-    parts: list[Part] = []
+) -> RankOp:  # fmt: skip
+    parts: list[RankMotif] = []
     for at, (motif, leaves) in enumerate(zip(made.motifs, batches, strict=True)):
         held = (*motif.channels, SERIAL) if plan.serial else motif.channels
         for leaf in leaves:
@@ -135,14 +135,14 @@ def _planned(
             if rank in leaf.ranks:
                 here = {part.motif for part in parts}
                 parts.append(
-                    Part(
+                    RankMotif(
                         motif=at, leaf=leaf, algorithm=motif.algorithm, channels=held, lane=lane,
                         after=tuple(before for before in motif.after if before in here),
                         program=programs.find(motif, leaf), brief=motif.duration_us < BRIEF_US,
                     )
                 )  # fmt: skip
     whole = motif_of(op.kind, group, op.nbytes, op.root)
-    return Planned(number=number, op=op, whole=whole, parts=tuple(parts), option=made.option)
+    return RankOp(number=number, op=op, whole=whole, parts=tuple(parts), option=made.option)
 
 
 class _Programs:

@@ -19,21 +19,21 @@ from ...cluster import Cluster
 from ...errors import Infeasible, InvalidInput, PlanMismatch
 from ...planner.algebra.lowering import lower
 from ...planner.algebra.motif import ROOTED, SHARDED, Motif
-from ...planner.algebra.recipes import Ask, build
+from ...planner.algebra.recipes import MotifRequest, build
 from ...planner.algebra.shapes import default_algorithm
 from ...planner.algebra.spans import Span, Spans, measure
 from ...planner.costs.channels import restrict
 from ...planner.costs.measured import NCCL
-from ...planner.costs.providers import BALANCED, SYNTHESISED
+from ...planner.costs.providers import BALANCED, SYNTHESIZED
 from ...programs import Program
 from ...programs.lower import lower as lower_program
 from ..torch_backend.buffers import is_rigid
-from .parts import Part, Planned
+from .parts import RankMotif, RankOp
 
 IN, OUT, ROOM = 0, 1, 2
 MAX_KNOWN = MAX_PROGRAMS = 1024
 _known: dict[int, tuple[Program, bool]] = {}
-PROVIDED = (SYNTHESISED, BALANCED, NCCL)
+PROVIDED = (SYNTHESIZED, BALANCED, NCCL)
 WHOLE = ("AR", "BC", "RE", "AG")
 """Ops with one buffer, in which all motifs work."""
 ONE_BUFFER = ("AR", "BC", "RE", "AG", "RS")
@@ -45,7 +45,7 @@ Pieces = tuple[Piece, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class PeerRanges:
     """What goes to, and comes from, each rank of a motif: (first byte, behind the last), none outside its window."""
 
     gives: tuple[Span, ...]
@@ -58,7 +58,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class MotifBinding:
     """One motif on one rank for one size of the op, in elements. A piece of no region is filled and thrown away."""
 
     motif: int
@@ -71,15 +71,15 @@ class Task:
     takes: Pieces
     at: int
     """In place: where the smaller of the two begins in the larger."""
-    exchange: Exchange | None = None
+    exchange: PeerRanges | None = None
     """Of an all-to-all with splits: what goes to, and comes from, each rank of the motif."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tasks:
+class OpBinding:
     """A comm-op on one rank: its motifs (None where a small payload leaves nothing), and the elements of `ROOM`."""
 
-    tasks: tuple[Task | None, ...]
+    tasks: tuple[MotifBinding | None, ...]
     room: int
     averages: bool
     """Whether every reduction is one over all ranks, which can be an average; else sums are divided at the end."""
@@ -115,27 +115,29 @@ class Programs:
         return found[1]
 
 
-def tasks_of(planned: Planned, rank: int, elements: int, cluster: Cluster | None, programs: Programs | None) -> Tasks:
+def tasks_of(
+    planned: RankOp, rank: int, elements: int, cluster: Cluster | None, programs: Programs | None
+) -> OpBinding:
     """The tasks of an op whose larger buffer has so many elements; raises `PlanMismatch` where a program is missing."""
     whole = planned.whole
     blocks = len(whole.ranks) if whole.kind == "AA" else 1
     scale = (elements // blocks, whole.size)
     mine = _scaled(whole, scale)
     if mine is None:
-        return Tasks(tasks=(None,) * len(planned.parts), room=0, averages=True)
+        return OpBinding(tasks=(None,) * len(planned.parts), room=0, averages=True)
     places = _Places(mine, rank)
-    made: list[Task | None] = []
+    made: list[MotifBinding | None] = []
     for part in planned.parts:
         leaf = _scaled(part.leaf, scale)
         made.append(None if leaf is None else _task(part, leaf, mine, places, cluster, programs))
     reducing = [part.leaf for part in planned.parts if part.leaf.kind in ("AR", "RS", "RE")]
     averages = all(set(leaf.ranks) == set(whole.ranks) for leaf in reducing)
-    return Tasks(tasks=tuple(made), room=places.room, averages=averages)
+    return OpBinding(tasks=tuple(made), room=places.room, averages=averages)
 
 
 def _task(
-    part: Part, leaf: Motif, whole: Motif, places: _Places, cluster: Cluster | None, programs: Programs | None
-) -> Task:
+    part: RankMotif, leaf: Motif, whole: Motif, places: _Places, cluster: Cluster | None, programs: Programs | None
+) -> MotifBinding:
     even = _is_even(leaf)
     in_place = even and whole.kind in WHOLE and leaf.kind in ONE_BUFFER
     brought = _given(part, leaf, in_place=in_place)
@@ -143,9 +145,7 @@ def _task(
     key = (part.algorithm, part.channels, in_place, leaf.kind, leaf.ranks, leaf.root, even or leaf)
     program: Program | None = None
     if programs is not None:
-        program = programs.find(
-            key, brought, lambda: program_of(part, leaf, cluster, in_place=in_place, even=even)
-        )
+        program = programs.find(key, brought, lambda: program_of(part, leaf, cluster, in_place=in_place, even=even))
     share = gap = 0
     if program is not None and leaf.nbytes % program.collective.num_chunks and _rigid(program):
         share, gap = _padding(leaf, program.collective.num_chunks)
@@ -166,13 +166,13 @@ def _task(
         gives, takes = _padded(gives, share, gap), _padded(takes, share, gap)
         count += leaf.nbytes // share * gap
     at = leaf.ranks.index(places.rank) * (leaf.size // len(leaf.ranks) + gap) if shards else 0
-    return Task(
+    return MotifBinding(
         motif=part.motif, leaf=leaf, program=program, count=count, in_place=in_place, gives=joined(gives),
         takes=joined(takes), at=at,
     )  # fmt: skip
 
 
-def _given(part: Part, leaf: Motif, *, in_place: bool) -> Program | None:
+def _given(part: RankMotif, leaf: Motif, *, in_place: bool) -> Program | None:
     """The program that the plan brings along, where it fits: a root may lie elsewhere than where it was made for.
 
     One that works in place needs memory where that is possible.
@@ -218,7 +218,7 @@ def _padded(pieces: Sequence[Piece], share: int, gap: int) -> list[Piece]:
     return found
 
 
-def program_of(part: Part, leaf: Motif, cluster: Cluster | None, *, in_place: bool, even: bool) -> Program:
+def program_of(part: RankMotif, leaf: Motif, cluster: Cluster | None, *, in_place: bool, even: bool) -> Program:
     """The program of a motif's algorithm over its ranks, by position; cut as the motif is where shares are uneven."""
     kind = leaf.collective_kind
     root = leaf.ranks.index(leaf.root) if leaf.kind in ROOTED else 0
@@ -232,7 +232,7 @@ def program_of(part: Part, leaf: Motif, cluster: Cluster | None, *, in_place: bo
         elif cluster is not None:
             links = restrict(cluster, [channel for channel in part.channels if channel in cluster.channels])
             window = (leaf.window[0], leaf.window[1] - leaf.window[0])
-            ask = Ask(
+            ask = MotifRequest(
                 kind=kind, group=leaf.ranks, root=root, window=None if leaf.kind != "AA" or leaf.whole else window
             )
             made = build(recipe, ask, links, in_place=in_place)

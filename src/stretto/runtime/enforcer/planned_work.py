@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ..torch_backend.buffers import Buffers, Call
+from ..torch_backend.buffers import Buffers, CollectiveCall
 from ..torch_backend.recording import current, now_us
 from ..torch_backend.work import NO_TIMEOUT, Future, GroupWork, Tensors, completes_futures
 from .carrier import Carrier
 from .futures import taken
-from .memory import Pool, Staged, stage
-from .prepared import Bound
-from .sequencer import Entry, Instance, Sequencer, Started
+from .memory import Pool, StagedBuffers, stage
+from .prepared import CompiledOp
+from .sequencer import ActiveMotif, QueuedMotif, QueuedOp, Sequencer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,23 +27,23 @@ STALLED_S = 1.0
 POOL = Pool()
 
 
-class Owner(Protocol):
+class SubmissionOwner(Protocol):
     """What a call tells the enforcer."""
 
-    def stalled(self, instance: Instance) -> None:
+    def stalled(self, instance: QueuedOp) -> None:
         """A wait has taken long."""
 
-    def explain(self, instance: Instance, error: Exception) -> Exception:
+    def explain(self, instance: QueuedOp, error: Exception) -> Exception:
         """What lies behind an error."""
 
-    def waited(self, instance: Instance, begin_us: float, end_us: float) -> None:
+    def waited(self, instance: QueuedOp, begin_us: float, end_us: float) -> None:
         """The application stood in ``wait()``."""
 
-    def spent(self, instance: Instance, motif: int, start_us: float, end_us: float) -> None:
+    def spent(self, instance: QueuedOp, motif: int, start_us: float, end_us: float) -> None:
         """A motif ran from one moment to another."""
 
 
-class Given:
+class SubmittedOp:
     """The memory of a submitted op; without `buffers` the backend runs it, and its motifs have nothing to do."""
 
     __slots__ = (
@@ -52,8 +52,8 @@ class Given:
     )  # fmt: skip
 
     def __init__(
-        self, owner: Owner, carrier: Carrier, instance: Instance, buffers: Buffers | None, bound: Bound | None,
-        call: Call, plain: Callable[[], GroupWork], *, pool: Pool = POOL,
+        self, owner: SubmissionOwner, carrier: Carrier, instance: QueuedOp, buffers: Buffers | None, bound: CompiledOp | None,
+        call: CollectiveCall, plain: Callable[[], GroupWork], *, pool: Pool = POOL,
     ) -> None:  # fmt: skip
         self._owner, self._carrier, self._instance = owner, carrier, instance
         self.buffers, self._bound, self._plain, self._pool = buffers, bound, plain, pool
@@ -61,7 +61,7 @@ class Given:
         """Whether the thread that submits waits at once."""
         self.instead: GroupWork | None = None
         """What runs in plain order after all."""
-        self._staged: dict[int, Staged] = {}
+        self._staged: dict[int, StagedBuffers] = {}
         self._ended: dict[int, Callable[[float | None], None]] | None = None
         """Of motifs that are recorded."""
         self._regions: Sequence[torch.Tensor | None] = ()
@@ -80,7 +80,7 @@ class Given:
         if self._divides:
             self._op = "sum"
 
-    def start(self, entry: Entry) -> Started | None:
+    def start(self, entry: QueuedMotif) -> ActiveMotif | None:
         """Begin a motif; None where it has nothing to do."""
         motif = entry.part.motif
         loaded = self._bound.loaded[motif] if self._bound is not None else None
@@ -90,7 +90,7 @@ class Given:
         self._record(entry, loaded.layout.task.count * self._dtype.itemsize)
         return self._carrier.start(loaded, staged, self.buffers.dtype, self._op, entry, blocking=self.inline)
 
-    def _record(self, entry: Entry, nbytes: int) -> None:
+    def _record(self, entry: QueuedMotif, nbytes: int) -> None:
         """A motif begins, which may be recorded."""
         recording = current()
         if recording is None:
@@ -100,11 +100,11 @@ class Given:
             self._ended = {}
         self._ended[entry.part.motif] = recording.start(name, "+".join(entry.part.channels), nbytes)
 
-    def watch(self, entry: Entry) -> None:
+    def watch(self, entry: QueuedMotif) -> None:
         """From now on somebody waits for the end of a motif that runs already."""
         self._carrier.watch(entry)
 
-    def moved(self, entry: Entry) -> None:
+    def moved(self, entry: QueuedMotif) -> None:
         """A motif's data has arrived: bring it where it belongs."""
         motif = entry.part.motif
         staged = self._staged.pop(motif)
@@ -112,7 +112,7 @@ class Given:
             staged.back(self._regions, self._pool)
         self._ran(entry, motif)
 
-    def _ran(self, entry: Entry, motif: int) -> None:
+    def _ran(self, entry: QueuedMotif, motif: int) -> None:
         self._owner.spent(self._instance, motif, entry.start_us, entry.end_us)
         if self._ended is not None and motif in self._ended:
             self._ended.pop(motif)(entry.end_us - entry.start_us)
@@ -144,10 +144,12 @@ class Given:
 class PlannedWork(GroupWork):
     """A call that a plan carries out."""
 
-    def __init__(self, owner: Owner, sequencer: Sequencer, instance: Instance, given: Given, tensors: Tensors) -> None:
+    def __init__(
+        self, owner: SubmissionOwner, sequencer: Sequencer, instance: QueuedOp, given: SubmittedOp, tensors: Tensors
+    ) -> None:
         super().__init__(tensors)
         self._owner, self._sequencer = owner, sequencer
-        self._under_way: tuple[Instance, Given] | None = (instance, given)
+        self._under_way: tuple[QueuedOp, SubmittedOp] | None = (instance, given)
         """None once it is over: works are remembered for long, and what they are made of need not be."""
 
     def _block(self, timeout: timedelta) -> bool:
@@ -167,7 +169,7 @@ class PlannedWork(GroupWork):
         self._owner.waited(instance, begin_us, now_us())
         return True
 
-    def _wait(self, instance: Instance, limit_s: float) -> bool:
+    def _wait(self, instance: QueuedOp, limit_s: float) -> bool:
         begin = looked = time.monotonic()
         entry = instance.running()
         if entry is not None and entry.started is not None and _ended(entry.started, min(TICK_S, limit_s)):
@@ -232,12 +234,10 @@ def never() -> GroupWork:
     raise AssertionError("it runs in plain order already")
 
 
-def _ended(started: Started, timeout_s: float) -> bool:
+def _ended(started: ActiveMotif, timeout_s: float) -> bool:
     """Whether it has, well or not."""
     try:
         return started.wait(timeout_s)
     except Exception:
         # The error stays with the motif, where the sequencer finds it.
         return True
-
-

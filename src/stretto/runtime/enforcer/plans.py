@@ -13,8 +13,8 @@ from .carrier import MAX_NUMBER, SLOTS, Carrier
 from .launches import check_launches
 from .nccl import NcclCarrier
 from .pieces import Programs
-from .prepared import Expected, Prepared
-from .resting_plan import RETURNS, Resting
+from .prepared import ExpectedOps, PreparedPlan
+from .resting_plan import RETURNS, RestingPlan
 
 
 class Plans:
@@ -25,24 +25,30 @@ class Plans:
     """
 
     def __init__(
-        self, carrier: Carrier, *, rank: int, hosts: Sequence[str], cluster: Cluster | None, expected: Expected | None
+        self,
+        carrier: Carrier,
+        *,
+        rank: int,
+        hosts: Sequence[str],
+        cluster: Cluster | None,
+        expected: ExpectedOps | None,
     ) -> None:
         self._carrier, self._rank, self._hosts, self._cluster = carrier, rank, hosts, cluster
         self._expected = expected
         self._lock = threading.Lock()
         self._programs = Programs()
-        self._prepared: dict[int, Prepared] = {}
+        self._prepared: dict[int, PreparedPlan] = {}
         self._burnt: set[int] = set()
         self._falls: dict[int, int] = {}
         self._stays: dict[int, int] = {}
         """How often each plan was left, and became active."""
-        self._offered: Prepared | None = None
+        self._offered: PreparedPlan | None = None
         self._counting = False
         self._dismissed: set[int] = set()
         """Plans that were to be forgotten while they were offered."""
-        self.committed: Prepared | None = None
-        self.active: Prepared | None = None
-        self.resting: Resting | None = None
+        self.committed: PreparedPlan | None = None
+        self.active: PreparedPlan | None = None
+        self.resting: RestingPlan | None = None
         self.fell_back = ""
         """Why the last plan was left."""
 
@@ -73,7 +79,7 @@ class Plans:
             raise PlanMismatch(f"plan {number} needs the communicators of plan {taken}, which is still held")
         if isinstance(self._carrier, NcclCarrier):
             check_launches(plan, workload, self._hosts)
-        made = Prepared(
+        made = PreparedPlan(
             plan, workload, number, rank=self._rank, hosts=self._hosts, carrier=self._carrier, cluster=self._cluster,
             programs=self._programs,
         )  # fmt: skip
@@ -138,7 +144,7 @@ class Plans:
             self.discard(one)
         return changes
 
-    def _take_up(self, new: Prepared | None) -> None:
+    def _take_up(self, new: PreparedPlan | None) -> None:
         number = new.number if new is not None else 0
         self.active = new
         if self.committed is None or self.committed.number < number:
@@ -151,7 +157,7 @@ class Plans:
             self._carrier.unload(older)
         self._stays[number] = self._stays.get(number, 0) + 1
 
-    def active_as(self, number: int) -> Prepared | None:
+    def active_as(self, number: int) -> PreparedPlan | None:
         """The active plan, if it has this number."""
         active = self.active
         return active if active is not None and active.number == number else None
@@ -170,7 +176,7 @@ class Plans:
         if not rests:
             self._burnt.add(left.number)
         with self._lock:
-            self.resting = Resting(left) if rests else self.resting
+            self.resting = RestingPlan(left) if rests else self.resting
             self.active = None
             if self._offered is left:
                 self._offered = None
@@ -179,7 +185,7 @@ class Plans:
         if not rests:
             self._carrier.unload(left.number)
 
-    def see_return(self, resting: Resting) -> None:
+    def see_return(self, resting: RestingPlan) -> None:
         """The step that a resting plan was made for has come back: offer it again. Or it never will: let it go."""
         with self._lock:
             if self.resting is not resting:

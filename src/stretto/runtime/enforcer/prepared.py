@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from ...cluster import Cluster
 from ...planner.plan import Plan
 from ...workload import Op, Workload
-from ..torch_backend.buffers import Call
-from .carrier import Carrier, ExecutorLoaded, Loaded
-from .parts import Share, share_of
-from .pieces import Programs, Tasks, tasks_of
-from .sequencer import Entry, Instance
+from ..torch_backend.buffers import CollectiveCall
+from .carrier import Carrier, ExecutorMotif, LoadedMotif
+from .parts import RankPlan, share_of
+from .pieces import OpBinding, Programs, tasks_of
+from .sequencer import QueuedMotif, QueuedOp
 from .splits import carries_splits, split_tasks
 
 USUAL_BYTES = 4
@@ -24,16 +24,16 @@ REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bound:
+class CompiledOp:
     """An op for one number of elements: what runs for each of its motifs."""
 
-    tasks: Tasks
-    loaded: dict[int, Loaded | None]
-    only: ExecutorLoaded | None
+    tasks: OpBinding
+    loaded: dict[int, LoadedMotif | None]
+    only: ExecutorMotif | None
     """Its only motif, where that works on the op's own memory in one piece."""
 
 
-class Expected:
+class ExpectedOps:
     """The comm-ops that this rank submits in an iteration, in order."""
 
     def __init__(self, workload: Workload, rank: int, equal_only: frozenset[int] = frozenset()) -> None:
@@ -58,7 +58,7 @@ class Expected:
         """Whether these are some of the job's ranks, and do nothing together in the step."""
         return len(ranks) < self.workload.num_ranks and ranks not in self._groups
 
-    def refusal(self, at: int, call: Call, ranks: Sequence[int]) -> str:
+    def refusal(self, at: int, call: CollectiveCall, ranks: Sequence[int]) -> str:
         """How a call differs from what comes next; empty where it does not."""
         if at < len(self.ops) and call.splits is None and self._usual[at] == (call.op, call.nbytes, ranks):
             return ""
@@ -79,13 +79,13 @@ class Expected:
         return f"{self.said(call, ranks)} comes instead of {op.name} ({wanted})"
 
     @staticmethod
-    def said(call: Call, ranks: Sequence[int]) -> str:
+    def said(call: CollectiveCall, ranks: Sequence[int]) -> str:
         """A call in words."""
         splits = " with splits" if call.splits is not None else ""
         return f"{call.op}{splits} of {_nbytes(call, len(ranks))} bytes among ranks {_listed(ranks)}"
 
 
-class Prepared:
+class PreparedPlan:
     """A plan ready to become active."""
 
     def __init__(
@@ -93,25 +93,25 @@ class Prepared:
         cluster: Cluster | None, programs: Programs,
     ) -> None:  # fmt: skip
         self.plan, self.number, self.hash = plan, number, plan.hash
-        self.share: Share = share_of(plan, workload, rank, hosts)
+        self.share: RankPlan = share_of(plan, workload, rank, hosts)
         self._splits = frozenset(number for number, planned in self.share.ops.items() if carries_splits(planned))
         exchanges = {number for number, planned in self.share.ops.items() if planned.whole.kind == "AA"}
-        self.expected = Expected(workload, rank, frozenset(exchanges - self._splits))
-        self._last_split: dict[int, tuple[tuple[int, ...], tuple[int, ...], Bound]] = {}
+        self.expected = ExpectedOps(workload, rank, frozenset(exchanges - self._splits))
+        self._last_split: dict[int, tuple[tuple[int, ...], tuple[int, ...], CompiledOp]] = {}
         self._rank, self._carrier = rank, carrier
         self._cluster = cluster if cluster is not None and cluster.digest == plan.cluster_digest else None
-        self._bound: dict[tuple[int, int], Bound] = {}
+        self._bound: dict[tuple[int, int], CompiledOp] = {}
         self._programs: Programs | None = programs if carrier.programs else None
         self._first = 0
         self._next = 0
-        self._instances: dict[tuple[int, int], Instance] = {}
+        self._instances: dict[tuple[int, int], QueuedOp] = {}
         for number_, op, group in self.expected.ops:
             if number_ in self._splits:
                 self.bound_splits(number_, (0,) * len(group), (0,) * len(group))
             if not self.may_split(number_):
                 self.bound(number_, int(op.nbytes) // (USUAL_BYTES if op.kind in REDUCING else 1))
 
-    def bound(self, op: int, elements: int) -> Bound:
+    def bound(self, op: int, elements: int) -> CompiledOp:
         """An op for so many elements of its larger buffer."""
         key = (op, elements)
         found = self._bound.get(key)
@@ -126,7 +126,7 @@ class Prepared:
         """Whether some rank may give splits for an op: then it is carried out for pieces of any sizes on all ranks."""
         return op in self._splits and self.share.ops[op].op.at_most
 
-    def bound_splits(self, op: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> Bound:
+    def bound_splits(self, op: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> CompiledOp:
         """An all-to-all with splits: the bytes that go to, and come from, each rank. The last sizes are remembered."""
         last = self._last_split.get(op)
         if last is not None and last[:2] == (gives, takes):
@@ -135,19 +135,19 @@ class Prepared:
         self._last_split[op] = (gives, takes, bound)
         return bound
 
-    def _loaded(self, op: int, tasks: Tasks) -> Bound:
+    def _loaded(self, op: int, tasks: OpBinding) -> CompiledOp:
         loaded = {
             part.motif: None if task is None else self._carrier.load(self.number, part, task)
             for part, task in zip(self.share.ops[op].parts, tasks.tasks, strict=True)
         }
-        return Bound(tasks=tasks, loaded=loaded, only=_only(tasks, loaded))
+        return CompiledOp(tasks=tasks, loaded=loaded, only=_only(tasks, loaded))
 
-    def begin(self, iteration: int) -> Iterator[Entry]:
+    def begin(self, iteration: int) -> Iterator[QueuedMotif]:
         """The plan becomes active with this iteration: what would have run before it is made up for."""
         self._first, self._next = iteration, iteration - self.share.most_ahead
         yield from self.open(iteration)
 
-    def open(self, iteration: int, *, before: tuple[int, int] | None = None) -> Iterator[Entry]:
+    def open(self, iteration: int, *, before: tuple[int, int] | None = None) -> Iterator[QueuedMotif]:
         """What stands in line up to the end of an iteration; with `before` only of ops that come earlier."""
         for window in range(self._next, iteration + 1):
             for turn in self.share.turns:
@@ -156,16 +156,16 @@ class Prepared:
                     yield self.instance(at, turn.op).entries[turn.motif]
         self._next = max(self._next, iteration + 1)
 
-    def close(self, before: tuple[int, int]) -> Iterator[Entry]:
+    def close(self, before: tuple[int, int]) -> Iterator[QueuedMotif]:
         """What is still to run of the ops before this place, when the plan ends there."""
         yield from self.open(before[0] + self.share.most_behind, before=before)
 
-    def instance(self, iteration: int, op: int) -> Instance:
+    def instance(self, iteration: int, op: int) -> QueuedOp:
         """One op of one iteration."""
         key = (iteration, op)
         found = self._instances.get(key)
         if found is None:
-            found = self._instances[key] = Instance(self.number, self.share.ops[op], iteration)
+            found = self._instances[key] = QueuedOp(self.number, self.share.ops[op], iteration)
         return found
 
     def forget(self, before: int) -> None:
@@ -176,12 +176,12 @@ class Prepared:
                 one.forget()
 
 
-def _only(tasks: Tasks, loaded: Mapping[int, Loaded | None]) -> ExecutorLoaded | None:
+def _only(tasks: OpBinding, loaded: Mapping[int, LoadedMotif | None]) -> ExecutorMotif | None:
     found = next(iter(loaded.values())) if len(loaded) == 1 and not tasks.room else None
-    return found if isinstance(found, ExecutorLoaded) and found.layout.place is not None else None
+    return found if isinstance(found, ExecutorMotif) and found.layout.place is not None else None
 
 
-def _nbytes(call: Call, ranks: int) -> int:
+def _nbytes(call: CollectiveCall, ranks: int) -> int:
     """As a workload counts: the larger buffer of any rank."""
     if call.op in ("gather", "scatter") and call.inputs + call.outputs:
         tensor = call.tensor

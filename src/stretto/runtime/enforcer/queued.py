@@ -8,14 +8,14 @@ from datetime import timedelta
 
 import torch
 
-from ..torch_backend.buffers import Buffers, Call
+from ..torch_backend.buffers import Buffers, CollectiveCall
 from ..torch_backend.work import NO_TIMEOUT, Future, GroupWork, Tensors
 from .futures import taken
 from .memory import Pool, stage
-from .nccl import Event, NcclCarrier, NcclLoaded, event_of
-from .planned_work import Given, Owner, PlannedWork
-from .prepared import Bound
-from .sequencer import Entry, Instance, Sequencer, Started
+from .nccl import Event, NcclCarrier, NcclMotif, event_of
+from .planned_work import PlannedWork, SubmissionOwner, SubmittedOp
+from .prepared import CompiledOp
+from .sequencer import ActiveMotif, QueuedMotif, QueuedOp, Sequencer
 
 
 class StreamPool(Pool):
@@ -33,11 +33,11 @@ class StreamPool(Pool):
         """Letting go of it is enough."""
 
 
-class QueuedGiven(Given):
+class SubmittedOnStream(SubmittedOp):
     """The memory of a submitted op on a GPU."""
 
     def __init__(
-        self, owner: Owner, carrier: NcclCarrier, instance: Instance, buffers: Buffers, bound: Bound, call: Call,
+        self, owner: SubmissionOwner, carrier: NcclCarrier, instance: QueuedOp, buffers: Buffers, bound: CompiledOp, call: CollectiveCall,
         plain: Callable[[], GroupWork],
     ) -> None:  # fmt: skip
         carrier.read()
@@ -52,13 +52,13 @@ class QueuedGiven(Given):
         self._kept: list[torch.Tensor] = [*call.inputs, *call.outputs]
         self._kept += [tensor for tensor in self._regions if tensor is not None]
 
-    def start(self, entry: Entry) -> Started | None:
+    def start(self, entry: QueuedMotif) -> ActiveMotif | None:
         """Queue a motif, with the copies before and behind it: nothing is left to wait for."""
         motif = entry.part.motif
         loaded = self._bound.loaded[motif] if self._bound is not None else None
         if loaded is None or self.buffers is None:
             return None
-        assert isinstance(loaded, NcclLoaded)
+        assert isinstance(loaded, NcclMotif)
         after = [self.begun, *(self.ends[before] for before in entry.part.after if before in self.ends)]
         with self._nccl.turn(loaded, entry, after) as (begin, end):
             staged = stage(loaded.layout, self._regions, self._dtype, self._streams)
@@ -115,11 +115,11 @@ class QueuedGiven(Given):
         super().run_plainly()
 
 
-class QueuedWork(PlannedWork):
+class StreamWork(PlannedWork):
     """A call that a plan carries out on a GPU: ``wait`` blocks the current stream, and the host only if it is held."""
 
     def __init__(
-        self, owner: Owner, sequencer: Sequencer, instance: Instance, given: QueuedGiven, tensors: Tensors,
+        self, owner: SubmissionOwner, sequencer: Sequencer, instance: QueuedOp, given: SubmittedOnStream, tensors: Tensors,
         carrier: NcclCarrier,
     ) -> None:  # fmt: skip
         super().__init__(owner, sequencer, instance, given, tensors)

@@ -50,7 +50,7 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class EnforcerReport:
     """The state of one rank's enforcer; number 0 and no hash stand for plain order."""
 
     number: int = 0
@@ -98,5 +98,5 @@ class DataPlane(Protocol):
     def discard(self, number: int) -> None:
         """Forget a prepared plan that is not active."""
 
-    def report(self) -> Report:
+    def report(self) -> EnforcerReport:
         """How it goes."""

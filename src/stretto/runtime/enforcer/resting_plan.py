@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..torch_backend.buffers import Call
-    from .prepared import Expected, Prepared
+    from ..torch_backend.buffers import CollectiveCall
+    from .prepared import ExpectedOps, PreparedPlan
 
 RETURNS = 3
 """How many times a plan is taken up again; a step that leaves it more often has changed."""
@@ -23,15 +23,15 @@ MOST_STRAYS = 1000
 """So many calls in a row that are not of the step, and it is not an evaluation any more (or `PATIENCE` iterations')."""
 
 
-def too_many(strays: int, expected: Expected) -> bool:
+def too_many(strays: int, expected: ExpectedOps) -> bool:
     """Whether so many calls between two iterations are no evaluation any more."""
     return strays > max(MOST_STRAYS, PATIENCE * len(expected))
 
 
-class Resting:
+class RestingPlan:
     """Follows the application's calls in plain order, to see when a plan's step is back."""
 
-    def __init__(self, plan: Prepared) -> None:
+    def __init__(self, plan: PreparedPlan) -> None:
         self.plan = plan
         self._position = 0
         self._off = False
@@ -51,7 +51,7 @@ class Resting:
         most = PATIENCE * max(len(self.plan.expected), 1)
         return not self.back and (self._steps > PATIENCE or self._calls > max(MOST_STRAYS, most))
 
-    def call(self, call: Call, ranks: Sequence[int], *, marked: bool) -> None:
+    def call(self, call: CollectiveCall, ranks: Sequence[int], *, marked: bool) -> None:
         """The application calls something; what is not of the step may come between two iterations."""
         expected = self.plan.expected
         self._calls += 1

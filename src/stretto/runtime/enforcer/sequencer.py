@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ..torch_backend.recording import now_us
-from .parts import Part, Planned
+from .parts import RankMotif, RankOp
 
 WAITING, RUNNING, MOVED, ENDED = range(4)
 TOGETHER = 8
 """So many brief motifs may be under way on a channel."""
 
 
-class Started(Protocol):
+class ActiveMotif(Protocol):
     """A motif under way."""
 
     @property
@@ -41,17 +41,17 @@ class Started(Protocol):
         """Block until it has ended; False when the time is up."""
 
 
-class Entry:
+class QueuedMotif:
     """One motif of one op of one iteration."""
 
     __slots__ = ("end_us", "instance", "number", "part", "start_us", "started", "state", "watched")
 
-    def __init__(self, instance: Instance, part: Part) -> None:
+    def __init__(self, instance: QueuedOp, part: RankMotif) -> None:
         self.instance, self.part = instance, part
         self.state = WAITING
         self.number = 0
         """Where it stands in the order of all lines."""
-        self.started: Started | None = None
+        self.started: ActiveMotif | None = None
         self.watched = False
         """Whether its end is reported; else whoever needs it has to look."""
         self.start_us = self.end_us = 0.0
@@ -60,28 +60,28 @@ class Entry:
 class Submission(Protocol):
     """What the application gave for an op."""
 
-    def start(self, entry: Entry) -> Started | None:
+    def start(self, entry: QueuedMotif) -> ActiveMotif | None:
         """Begin a motif; None where there is nothing to wait for."""
 
-    def watch(self, entry: Entry) -> None:
+    def watch(self, entry: QueuedMotif) -> None:
         """From now on somebody waits for the end of a motif that runs already."""
 
-    def moved(self, entry: Entry) -> None:
+    def moved(self, entry: QueuedMotif) -> None:
         """A motif's data has arrived: bring it where it belongs."""
 
     def over(self) -> None:
         """All motifs have ended."""
 
 
-class Instance:
+class QueuedOp:
     """One op of one iteration on this rank."""
 
     __slots__ = ("_event", "callbacks", "done", "entries", "error", "iteration", "left", "plan", "planned",
                  "submission")  # fmt: skip
 
-    def __init__(self, plan: int, planned: Planned, iteration: int) -> None:
+    def __init__(self, plan: int, planned: RankOp, iteration: int) -> None:
         self.plan, self.planned, self.iteration = plan, planned, iteration
-        self.entries: dict[int, Entry] = {part.motif: Entry(self, part) for part in planned.parts}
+        self.entries: dict[int, QueuedMotif] = {part.motif: QueuedMotif(self, part) for part in planned.parts}
         self.left = len(self.entries)
         self.submission: Submission | None = None
         self.done = False
@@ -99,7 +99,7 @@ class Instance:
         """Whether none of its motifs has been started."""
         return all(entry.state == WAITING for entry in self.entries.values())
 
-    def running(self) -> Entry | None:
+    def running(self) -> QueuedMotif | None:
         """A motif of it that is under way."""
         for one in self.entries.values():
             if one.state == RUNNING and one.started is not None:
@@ -151,15 +151,15 @@ class Sequencer:
         self.lock = threading.RLock()
         self.failure: Exception | None = None
         """What ended it; nothing runs any more."""
-        self._lines: dict[str, deque[Entry]] = {}
-        self._busy: dict[str, list[Entry]] = {}
-        self._open: dict[int, Instance] = {}
+        self._lines: dict[str, deque[QueuedMotif]] = {}
+        self._busy: dict[str, list[QueuedMotif]] = {}
+        self._open: dict[int, QueuedOp] = {}
         self._added = 0
-        self._finished: deque[Instance] = deque()
-        self._broken: deque[Instance] = deque()
+        self._finished: deque[QueuedOp] = deque()
+        self._broken: deque[QueuedOp] = deque()
         """Ops whose waiters are to be let go, with success or with the failure, once the lock is."""
 
-    def add(self, entries: Iterable[Entry]) -> None:
+    def add(self, entries: Iterable[QueuedMotif]) -> None:
         """At the end of their lines. Those that run after their own iteration have been submitted already."""
         late = False
         with self.lock:
@@ -179,7 +179,7 @@ class Sequencer:
             self._finish()
             self.watch()
 
-    def submit(self, instance: Instance, submission: Submission) -> None:
+    def submit(self, instance: QueuedOp, submission: Submission) -> None:
         """The application has given an op: its motifs may start."""
         held = False
         with self.lock:
@@ -219,14 +219,14 @@ class Sequencer:
             if entry.started is not None and entry.started.done:
                 self.ended(entry)
 
-    def notice(self, entry: Entry) -> None:
+    def notice(self, entry: QueuedMotif) -> None:
         """Have the end of a motif reported, if it is not anyway."""
         if entry.state == RUNNING and not entry.watched and entry.started is not None:
             entry.watched = True
             assert entry.instance.submission is not None
             entry.instance.submission.watch(entry)
 
-    def under_way(self, instance: Instance) -> Entry | None:
+    def under_way(self, instance: QueuedOp) -> QueuedMotif | None:
         """A motif of an op that runs; where none does, the start of the next one ends ``instance.wait()``."""
         with self.lock:
             found = instance.running()
@@ -234,7 +234,7 @@ class Sequencer:
                 instance.rest()
             return found
 
-    def keep(self, wanted: Callable[[Instance], bool]) -> list[Instance]:
+    def keep(self, wanted: Callable[[QueuedOp], bool]) -> list[QueuedOp]:
         """Take all others out of the lines; returns those of them that had been submitted, in their order."""
         with self.lock:
             gone = {number: instance for number, instance in self._open.items() if not wanted(instance)}
@@ -247,7 +247,7 @@ class Sequencer:
         self.watch()
         return sorted(gone.values(), key=lambda instance: instance.place)
 
-    def ended(self, entry: Entry) -> None:
+    def ended(self, entry: QueuedMotif) -> None:
         """A motif's program has ended; only the first call counts."""
         with self.lock:
             if entry.state != RUNNING:
@@ -273,7 +273,7 @@ class Sequencer:
             self._break(error)
         self._finish()
 
-    def behind(self, instance: Instance) -> Instance | None:
+    def behind(self, instance: QueuedOp) -> QueuedOp | None:
         """The op that has to be submitted here before this one can go on, if that is what holds it."""
         with self.lock:
             seen = [entry for entry in instance.entries.values() if entry.state == WAITING]
@@ -296,7 +296,7 @@ class Sequencer:
     def _advance(self) -> None:
         """Start whatever may start, in the order of the lines: the same on all ranks. Called with the lock."""
         while True:
-            first: Entry | None = None
+            first: QueuedMotif | None = None
             for line in self._lines.values():
                 if line and (first is None or line[0].number < first.number) and self._ready(line[0]):
                     first = line[0]
@@ -304,7 +304,7 @@ class Sequencer:
                 return
             self._start(first)
 
-    def _ready(self, entry: Entry) -> bool:
+    def _ready(self, entry: QueuedMotif) -> bool:
         instance, part = entry.instance, entry.part
         if instance.submission is None or entry.state != WAITING:
             return False
@@ -321,7 +321,7 @@ class Sequencer:
                         return False
         return not part.after or all(instance.entries[before].state == ENDED for before in part.after)
 
-    def _start(self, entry: Entry) -> None:
+    def _start(self, entry: QueuedMotif) -> None:
         for channel in entry.part.channels:
             self._lines[channel].popleft()
             self._busy[channel].append(entry)
@@ -362,7 +362,7 @@ class Sequencer:
         while (instance := _first(self._broken)) is not None:
             instance.settle(self.failure)
 
-    def _followed(self, entry: Entry) -> bool:
+    def _followed(self, entry: QueuedMotif) -> bool:
         """Whether something that was submitted stands behind a motif."""
         for channel in entry.part.channels:
             line = self._lines.get(channel)
@@ -370,13 +370,13 @@ class Sequencer:
                 return True
         return False
 
-    def _free(self, entry: Entry) -> None:
+    def _free(self, entry: QueuedMotif) -> None:
         for channel in entry.part.channels:
             busy = self._busy.get(channel)
             if busy and entry in busy:
                 busy.remove(entry)
 
-    def _bring(self, entry: Entry) -> None:
+    def _bring(self, entry: QueuedMotif) -> None:
         instance = entry.instance
         assert instance.submission is not None
         try:
@@ -396,7 +396,7 @@ class Sequencer:
         else:
             self._finish()
 
-    def _over(self, instance: Instance) -> None:
+    def _over(self, instance: QueuedOp) -> None:
         assert instance.submission is not None
         error: Exception | None = None
         try:
@@ -409,7 +409,7 @@ class Sequencer:
             instance.settle(error)
 
 
-def _first(instances: deque[Instance]) -> Instance | None:
+def _first(instances: deque[QueuedOp]) -> QueuedOp | None:
     """Taken out; another thread may have come first."""
     try:
         return instances.popleft()

@@ -12,13 +12,13 @@ from itertools import accumulate, pairwise
 from ...planner.algebra.motif import Motif
 from ...planner.algebra.recipes import windowed
 from ...planner.algebra.spans import Span
-from .parts import Part, Planned
-from .pieces import IN, OUT, Exchange, Piece, Programs, Task, Tasks, joined
+from .parts import RankMotif, RankOp
+from .pieces import IN, OUT, MotifBinding, OpBinding, PeerRanges, Piece, Programs, joined
 
 NOTHING = (0, 0)
 
 
-def carries_splits(planned: Planned) -> bool:
+def carries_splits(planned: RankOp) -> bool:
     """Whether a plan moves an all-to-all straight from rank to rank, so that pieces may have any size.
 
     Who passes on what is between others would have to know the others' sizes.
@@ -27,8 +27,8 @@ def carries_splits(planned: Planned) -> bool:
 
 
 def split_tasks(
-    planned: Planned, rank: int, gives: Sequence[int], takes: Sequence[int], programs: Programs | None
-) -> Tasks:
+    planned: RankOp, rank: int, gives: Sequence[int], takes: Sequence[int], programs: Programs | None
+) -> OpBinding:
     """The tasks of an all-to-all with splits on one rank.
 
     No task is left out because it moves nothing here: another rank may have something for it.
@@ -47,13 +47,13 @@ def split_tasks(
     places = {peer: at for at, peer in enumerate(whole.ranks)}
     given, taken = (list(pairwise(accumulate(sizes, initial=0))) for sizes in (gives, takes))
     made = tuple(_task(part, rank, whole, places, given, taken, programs) for part in planned.parts)
-    return Tasks(tasks=made, room=0, averages=True)
+    return OpBinding(tasks=made, room=0, averages=True)
 
 
 def _task(
-    part: Part, rank: int, whole: Motif, places: dict[int, int], given: Sequence[Span], taken: Sequence[Span],
+    part: RankMotif, rank: int, whole: Motif, places: dict[int, int], given: Sequence[Span], taken: Sequence[Span],
     programs: Programs | None,
-) -> Task:  # fmt: skip
+) -> MotifBinding:  # fmt: skip
     leaf, count = part.leaf, len(part.leaf.ranks)
     me = leaf.ranks.index(rank)
     (share,) = leaf.spans
@@ -62,7 +62,7 @@ def _task(
     def cut(pieces: Sequence[Span], peer: int, distance: int) -> Span:
         return _share(pieces[places[peer]], share, whole.size) if (distance - first) % count < last - first else NOTHING
 
-    exchange = Exchange(
+    exchange = PeerRanges(
         gives=tuple(cut(given, peer, at - me) for at, peer in enumerate(leaf.ranks)),
         takes=tuple(cut(taken, peer, me - at) for at, peer in enumerate(leaf.ranks)),
     )
@@ -71,7 +71,7 @@ def _task(
         window = (first, last - first)
         program = programs.find(("splits", count, window), None, lambda: windowed(range(count), window))
     sent, received = exchange.splits
-    return Task(
+    return MotifBinding(
         motif=part.motif, leaf=leaf, program=program, count=max(sum(sent), sum(received)), in_place=False,
         gives=joined(_pieces(IN, exchange.gives)), takes=joined(_pieces(OUT, exchange.takes)), at=0, exchange=exchange,
     )  # fmt: skip

@@ -20,7 +20,7 @@ ROUNDS, BLOCK, SKIP = 2, 4, 1
 
 
 @dataclass(frozen=True)
-class Trial:
+class PlainTrial:
     """The iterations without a plan, for one that became active at `begun`."""
 
     begun: int

@@ -13,7 +13,7 @@ LOOK_S, MOST_LOOK_S = 1.0, 16.0
 TICK_S = 0.25
 
 
-class CarefulWork(GroupWork):
+class WatchedWork(GroupWork):
     """Another work, whose wait asks `stalled` now and then; that may raise what ends the wait."""
 
     def __init__(self, inner: GroupWork, tensors: Tensors, stalled: Callable[[float], None]) -> None:

@@ -19,7 +19,7 @@ from ...programs.lower import lower
 from ...programs.lowered import Lowered
 from .forks import Home, abandon_in_children, keep_forever
 from .handshake import OutOfResources
-from .join import Exchange, Joined, host_key, join
+from .join import Exchange, JoinedDescriptors, host_key, join
 from .load import SHARED_MEMORY, max_chunks, sized_by_call, tables
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _TYPE = {name: number for number, name in enumerate(DTYPES)}
 _OP = {name: number for number, name in enumerate(OPERATIONS)}
 
 
-class Mismatched(StrettoError):
+class ProgramMismatch(StrettoError):
     """Ranks ran different things at the same place in the order; the message names both."""
 
 
@@ -52,7 +52,7 @@ class ChannelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Handle:
+class LoadedProgram:
     """A program as loaded by one executor."""
 
     lowered: Lowered
@@ -72,11 +72,11 @@ class Handle:
             raise InvalidInput(str(error)) from None
 
 
-class Work:
+class ProgramWork:
     """A program under way on this rank."""
 
     def __init__(
-        self, engine: _executor.Engine, native: _executor.Work, handle: Handle, keep: object, home: Home
+        self, engine: _executor.Engine, native: _executor.Work, handle: LoadedProgram, keep: object, home: Home
     ) -> None:
         self._engine, self._native, self._keep, self._home = engine, native, keep, home
         self.handle = handle
@@ -101,7 +101,7 @@ class Work:
         """Why it failed, once it has."""
         if not self._native.done or not self._native.failure:
             return None
-        kind = {1: PeerLost, 2: Mismatched, 3: OutOfResources}.get(self._native.failure, StrettoError)
+        kind = {1: PeerLost, 2: ProgramMismatch, 3: OutOfResources}.get(self._native.failure, StrettoError)
         return kind(self._native.why)
 
     @property
@@ -167,7 +167,7 @@ class Executor:
             raise InvalidInput(f"segment_bytes: must be at least {least}, not {segment_bytes}")
         self._channels = dict(channels) if channels is not None else {"net": ChannelConfig()}
         self._native = native
-        self._running: list[Work] = []
+        self._running: list[ProgramWork] = []
 
         def segment() -> int:
             fd = os.memfd_create("stretto", os.MFD_CLOEXEC)
@@ -190,7 +190,7 @@ class Executor:
         self._home = Home(f"rank {rank}")
         abandon_in_children(self)
 
-    def _connect(self, joined: Joined, exchange: Exchange, token: bytes) -> _executor.Engine:
+    def _connect(self, joined: JoinedDescriptors, exchange: Exchange, token: bytes) -> _executor.Engine:
         if len(joined.local) > self._native.max_local:
             raise InvalidInput(f"ranks: at most {self._native.max_local} on one host, not {len(joined.local)}")
         engine: _executor.Engine = self._native.Engine({
@@ -230,7 +230,7 @@ class Executor:
         message_bytes: int | None = None,
         first_number: int = 0,
         by_call: bool = False,
-    ) -> Handle:
+    ) -> LoadedProgram:
         """Verify a program and make it ready to run here.
 
         `ranks` are the ranks of the job that take part (default: all), `communicator` is a number that they agree on:
@@ -274,15 +274,21 @@ class Executor:
         me = group.index(self.rank)
         loaded = self._native.load(
             tables(
-                lowered, me=me, ranks=group, communicator=communicator, wire=wire, message_bytes=length,
-                first_number=first_number, by_call=by_call,
+                lowered,
+                me=me,
+                ranks=group,
+                communicator=communicator,
+                wire=wire,
+                message_bytes=length,
+                first_number=first_number,
+                by_call=by_call,
             )
         )
-        return Handle(lowered=lowered, ranks=group, me=me, loaded=loaded)
+        return LoadedProgram(lowered=lowered, ranks=group, me=me, loaded=loaded)
 
     def start(
         self,
-        handle: Handle,
+        handle: LoadedProgram,
         input: int,
         output: int,
         count: int,
@@ -294,7 +300,7 @@ class Executor:
         blocking: bool = False,
         notify: bool = False,
         keep: object = None,
-    ) -> Work:
+    ) -> ProgramWork:
         """Begin to run a program on memory at the addresses `input` and `output`; returns at once.
 
         `count` is the number of elements of the larger of one rank's two buffers. For a program that works in place
@@ -315,7 +321,7 @@ class Executor:
 
     def start_pieces(
         self,
-        handle: Handle,
+        handle: LoadedProgram,
         gives: Sequence[tuple[int, int]],
         takes: Sequence[tuple[int, int]],
         *,
@@ -323,10 +329,10 @@ class Executor:
         blocking: bool = False,
         notify: bool = False,
         keep: object = None,
-    ) -> Work:
+    ) -> ProgramWork:
         """Begin to run an all-to-all whose pieces have the sizes given here; returns at once.
 
-        Both ends of a pair must give the same size: `Mismatched` names two that do not. Pieces must not overlap.
+        Both ends of a pair must give the same size: `ProgramMismatch` names two that do not. Pieces must not overlap.
 
         Args:
             handle: An all-to-all-v that was loaded with `by_call`.
@@ -355,8 +361,8 @@ class Executor:
             raise StrettoError(str(error)) from None
         return self._begun(native, handle, keep)
 
-    def _begun(self, native: _executor.Work, handle: Handle, keep: object) -> Work:
-        work = Work(self._engine, native, handle, keep, self._home)
+    def _begun(self, native: _executor.Work, handle: LoadedProgram, keep: object) -> ProgramWork:
+        work = ProgramWork(self._engine, native, handle, keep, self._home)
         if keep is not None:
             self._running = [w for w in self._running if not w.done]
             self._running.append(work)
@@ -373,7 +379,7 @@ class Executor:
 
     def repeat(
         self,
-        handle: Handle,
+        handle: LoadedProgram,
         input: int,
         output: int,
         count: int,
@@ -381,7 +387,7 @@ class Executor:
         op: str = "sum",
         *,
         times: int,
-        fence: Handle | None = None,
+        fence: LoadedProgram | None = None,
     ) -> list[float]:
         """Run a program several times without Python between; the microseconds of each.
 
@@ -392,7 +398,7 @@ class Executor:
         return self._engine.repeat(handle.loaded, *arguments, times, fence.loaded if fence else None)
 
     def _checked(
-        self, handle: Handle, input: int, output: int, count: int, dtype: str, op: str
+        self, handle: LoadedProgram, input: int, output: int, count: int, dtype: str, op: str
     ) -> tuple[int, int, int, int, int]:
         if dtype not in _TYPE:
             raise unknown("dtype", dtype, _TYPE)

@@ -34,7 +34,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 @dataclass(kw_only=True)
-class Joined:
+class JoinedDescriptors:
     """Descriptors, all owned by the caller."""
 
     local: list[int] = field(default_factory=list)
@@ -74,10 +74,10 @@ def join(
     segment: Callable[[], int],
     timeout_s: float,
     watch: Callable[[], None],
-) -> Joined:
+) -> JoinedDescriptors:
     """Connect every two ranks, prove to each other that both know the token, and share descriptors inside a host."""
     deadline = time.monotonic() + timeout_s
-    joined = Joined(control=[-1] * world)
+    joined = JoinedDescriptors(control=[-1] * world)
     with contextlib.ExitStack() as undo:
         segment_fd = segment()
         undo.callback(os.close, segment_fd)

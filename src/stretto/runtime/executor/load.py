@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...collectives import COLLECTIVES, Collective
 from ...errors import InvalidInput
 from ...programs.lowered import NOP, READS_SRC, RECEIVES, REDUCE, SEND, SENDS, WRITES_DST, Lowered
-from ...programs.streams import Memory, Streams
+from ...programs.streams import BufferMap, InstructionStreams
 
 KINDS = ("custom", *COLLECTIVES)
 """Numbered as the C++ side names them in messages."""
@@ -34,9 +34,9 @@ class Contents:
     """(location, who wrote it) of every chunk that a send reads from memory"""
 
 
-def contents(x: Lowered, streams: Streams) -> Contents:
+def contents(x: Lowered, streams: InstructionStreams) -> Contents:
     """Run the (verified) streams once on symbols."""
-    memory = Memory.of(x)
+    memory = BufferMap.of(x)
     held = _inputs(x.collective, memory)
     wanted = _wanted(x.collective)
     count = x.num_instructions
@@ -75,7 +75,7 @@ def contents(x: Lowered, streams: Streams) -> Contents:
     return Contents(chunks=chunks, complete=complete, read=read)
 
 
-def _inputs(c: Collective, memory: Memory) -> dict[int, Value]:
+def _inputs(c: Collective, memory: BufferMap) -> dict[int, Value]:
     held: dict[int, Value] = {}
     for rank in range(c.num_ranks):
         base = int(memory.base[rank, 0])
@@ -93,7 +93,7 @@ def _wanted(c: Collective) -> dict[int, set[int]]:
     return wanted
 
 
-def _order(x: Lowered, streams: Streams) -> list[int]:
+def _order(x: Lowered, streams: InstructionStreams) -> list[int]:
     """The instructions of all ranks, each behind what it waits for (they are proved free of circles)."""
     followers: dict[int, list[int]] = defaultdict(list)
     waiting = np.zeros(x.num_instructions, np.int64)
@@ -151,7 +151,7 @@ def tables(
     the pieces come with each call, and chunks are numbered as this rank's inputs, then its outputs.
     """
     c = x.collective
-    streams = Streams.of(x)
+    streams = InstructionStreams.of(x)
     inside = contents(x, streams)
     blocks = np.flatnonzero(x.tb_rank == me)
     connections, ends = _connections(x, me, ranks, wire)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ...errors import InvalidInput
 from ...programs.lowered import Lowered
-from ...programs.streams import Streams
-from ...simulator.messages import Messages
+from ...programs.streams import InstructionStreams
+from ...simulator.messages import MessageGraph
 from ...simulator.timeline import Timeline
 
 Trace = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
@@ -27,7 +27,7 @@ def measured_timeline(
     """
     if len(traces) != lowered.collective.num_ranks:
         raise InvalidInput(f"traces: must be {lowered.collective.num_ranks}, one per rank, not {len(traces)}")
-    streams, messages = Streams.of(lowered), Messages.of(lowered)
+    streams, messages = InstructionStreams.of(lowered), MessageGraph.of(lowered)
     first_block = np.searchsorted(lowered.tb_rank, np.arange(lowered.collective.num_ranks))
     slices = 1 + max((int(t[2].max(initial=0)) for t in traces), default=0)
     begin = np.full((lowered.num_instructions, slices), -1, np.int64)
@@ -37,7 +37,7 @@ def measured_timeline(
         instruction = lowered.tb_ptr[first_block[rank] + block] + step
         begin[instruction, piece] = began - shift
         end[instruction, piece] = ended - shift
-    order = np.argsort(streams.step[streams.senders], kind="stable")  # as `Messages` lists them
+    order = np.argsort(streams.step[streams.senders], kind="stable")  # as `MessageGraph` lists them
     senders, receivers = streams.senders[order], streams.receivers[order]
     start, stop = begin[senders], end[receivers]
     if np.any(start < 0) or np.any(stop < 0):

@@ -17,10 +17,10 @@ from ...cluster import Cluster
 from ...errors import InvalidInput, StrettoError, unknown
 from ...planner.costs.channels import bindings_for
 from ...planner.costs.costs import Motion, SimulatedCosts
-from ...planner.costs.measured import Beside, Measurement
+from ...planner.costs.measured import Measurement, OverlapPartner
 from ...programs.lower import lower
 from ...units import KB, MB, format_bytes
-from ..executor.executor import Executor, Handle, Work
+from ..executor.executor import Executor, LoadedProgram, ProgramWork
 from .meter import COMMUNICATOR, MEMORY, TIMEOUT_S, JobMeter
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -41,7 +41,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class BenchCase:
     """One motif to be timed; `network` is the channel that carries it between hosts (None: it stays inside them)."""
 
     kind: str
@@ -58,11 +58,11 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benched:
+class BenchResult:
     """The table, and what did not fit into the time."""
 
     measurements: tuple[Measurement, ...]
-    left_out: tuple[Case, ...]
+    left_out: tuple[BenchCase, ...]
     seconds: float
 
 
@@ -88,7 +88,7 @@ def runs(
     kinds: Iterable[str] = KINDS,
     sizes: Iterable[int] = SIZES,
     best: int = BEST,
-) -> list[tuple[Case, ...]]:
+) -> list[tuple[BenchCase, ...]]:
     """What to time, size by size: of each motif the algorithms that the simulator thinks best; then pairs of those.
 
     `channels` are the networks of the job. The same on every rank.
@@ -100,9 +100,9 @@ def runs(
             raise unknown("collective", kind, KINDS)
     if not wanted or min(wanted) < 4 or max(wanted) > MAX_BYTES:
         raise InvalidInput(f"bytes: must be 4..{MAX_BYTES}, not {list(wanted)}")
-    todo: list[tuple[Case, ...]] = []
+    todo: list[tuple[BenchCase, ...]] = []
     for nbytes in wanted:
-        found: list[Case] = []
+        found: list[BenchCase] = []
         for groups in layouts(cluster):
             inside = all(len({int(cluster.node_host[r]) for r in group}) == 1 for group in groups)
             for network in (None,) if inside else tuple(channels):
@@ -118,7 +118,7 @@ def runs(
 
 def _best(
     costs: SimulatedCosts, kind: str, groups: Groups, network: str | None, nbytes: int, best: int
-) -> list[Case]:
+) -> list[BenchCase]:
     held = _held(costs.cluster, groups, network)
     if not held:
         return []
@@ -131,7 +131,7 @@ def _best(
             continue
     times.sort(key=lambda pair: pair[0])
     return [
-        Case(kind=kind, algorithm=name, groups=groups, network=network, nbytes=nbytes) for _, name in times[:best]
+        BenchCase(kind=kind, algorithm=name, groups=groups, network=network, nbytes=nbytes) for _, name in times[:best]
     ]
 
 
@@ -151,12 +151,12 @@ def _held(cluster: Cluster, groups: Groups, network: str | None) -> list[tuple[s
 def bench(
     executor: Executor,
     cluster: Cluster,
-    todo: Sequence[Sequence[Case]],
+    todo: Sequence[Sequence[BenchCase]],
     *,
     budget_s: float = BUDGET_S,
     timeout_s: float = TIMEOUT_S,
     advance: Callable[[str], None] = lambda label: None,
-) -> Benched:
+) -> BenchResult:
     """Time what `runs` lists on all ranks of a job; a collective call with one result.
 
     `cluster` is the job's, as `probe` finds it: device r is rank r. When `budget_s` are over, the rest is left out.
@@ -169,7 +169,7 @@ def bench(
     timer = _Timer(executor, cluster, meter, timeout_s)
     begun = time.monotonic()
     rows: list[Measurement] = []
-    left: list[Case] = []
+    left: list[BenchCase] = []
     for group in todo:
         advance(group[0].label)
         # One clock decides for all ranks.
@@ -177,13 +177,13 @@ def bench(
             left += group
         else:
             rows += timer.rows(group)
-    return Benched(measurements=tuple(rows), left_out=tuple(left), seconds=time.monotonic() - begun)
+    return BenchResult(measurements=tuple(rows), left_out=tuple(left), seconds=time.monotonic() - begun)
 
 
-def _pairs(cluster: Cluster, todo: Sequence[Case]) -> list[tuple[Case, ...]]:
+def _pairs(cluster: Cluster, todo: Sequence[BenchCase]) -> list[tuple[BenchCase, ...]]:
     """For every two networks the two collectives of `PAIR` side by side, of cases of one size."""
     everyone = (tuple(range(cluster.num_devices)),)
-    top: dict[tuple[str, str], Case] = {}
+    top: dict[tuple[str, str], BenchCase] = {}
     for case in todo:
         if case.groups == everyone and case.network is not None:
             # The first of a kind is the fastest.
@@ -206,7 +206,7 @@ class _Timer:
         self._numbers: dict[tuple[tuple[int, ...], int], int] = {}
         self._memory: dict[int, tuple[np.ndarray[tuple[int], np.dtype[np.float32]], ...]] = {}
 
-    def rows(self, group: Sequence[Case]) -> list[Measurement]:
+    def rows(self, group: Sequence[BenchCase]) -> list[Measurement]:
         """The measurements of cases that run at the same time."""
         ready = [self._ready(case, lane) for lane, case in enumerate(group)]
         least = np.full(len(group), np.inf)
@@ -229,14 +229,14 @@ class _Timer:
         ]
 
     def _row(
-        self, case: Case, held: tuple[str, ...], nbytes: int, time_us: float, group: Sequence[Case],
-        ready: Sequence[tuple[Handle | None, int, int]],
+        self, case: BenchCase, held: tuple[str, ...], nbytes: int, time_us: float, group: Sequence[BenchCase],
+        ready: Sequence[tuple[LoadedProgram | None, int, int]],
     ) -> Measurement:  # fmt: skip
         beside = None
         for other, (_, _, other_bytes) in zip(group, ready, strict=True):
             if other is not case:
                 channels = _held(self._cluster, other.groups, other.network)[0]
-                beside = Beside(
+                beside = OverlapPartner(
                     collective=other.kind, algorithm=other.algorithm, channels=channels, nbytes=other_bytes
                 )
         return Measurement(
@@ -244,7 +244,7 @@ class _Timer:
             time_us=time_us, groups=len(case.groups), beside=beside,
         )  # fmt: skip
 
-    def _ready(self, case: Case, lane: int) -> tuple[Handle | None, int, int]:
+    def _ready(self, case: BenchCase, lane: int) -> tuple[LoadedProgram | None, int, int]:
         """This rank's program (None: it has no part in it), its elements, and the bytes that are really moved."""
         held = _held(self._cluster, case.groups, case.network)[0]
         motion = Motion(kind=case.kind, groups=case.groups, channels=held)
@@ -264,7 +264,7 @@ class _Timer:
         )  # fmt: skip
         return handle, count, 4 * count
 
-    def _start(self, handle: Handle | None, count: int, lane: int) -> Work | None:
+    def _start(self, handle: LoadedProgram | None, count: int, lane: int) -> ProgramWork | None:
         if handle is None:
             return None
         inputs, outputs = handle.buffer_elements(count)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...cluster import Cluster, Link, Node
-from .find import Found, Network, Port
+from .find import ProbedChannel, ProbeFindings, Uplink
 from .meter import MEMORY
 
 ALIKE = 1.06
@@ -14,7 +14,7 @@ ALIKE = 1.06
 DIGITS = 4
 
 
-def build(found: Found, *, name: str = "probed", notes: Iterable[str] = ()) -> Cluster:
+def build(found: ProbeFindings, *, name: str = "probed", notes: Iterable[str] = ()) -> Cluster:
     """Device r is rank r; memory is a switch in every host, a channel an uplink per group of ranks and a switch."""
     return _Drawing(found).cluster(name, notes)
 
@@ -40,7 +40,7 @@ def settled(rates: Sequence[float]) -> list[float]:
 
 
 class _Drawing:
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: ProbeFindings) -> None:
         self.found = found
         self.nodes: list[Node] = []
         self.links: list[Link] = []
@@ -62,7 +62,7 @@ class _Drawing:
         said = [*notes, *found.notes, *(_note(net) for net in found.networks)]
         return Cluster.build(name, nodes=self.nodes, links=self.links, notes=tuple(said))
 
-    def _network(self, net: Network) -> None:
+    def _network(self, net: ProbedChannel) -> None:
         up, down = self._switches(net)
         rates = settled([rate for port in net.ports for rate in (port.out_gb_per_s, port.in_gb_per_s)])
         alpha = _rounded(net.alpha_us)
@@ -80,7 +80,7 @@ class _Drawing:
             self._link(nic, up[port.host], rates[2 * at], alpha, net.name, cap)
             self._link(down[port.host], nic, rates[2 * at + 1], 0.0, net.name, cap)
 
-    def _switches(self, net: Network) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    def _switches(self, net: ProbedChannel) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """For every host the node that its uplink leads to, and the one that it comes from."""
         hosts = range(len(self.found.hosts))
         whole = next((trunk for trunk in net.trunks if len(trunk.hosts) == len(hosts)), None)
@@ -103,16 +103,14 @@ class _Drawing:
         return len(self.nodes) - 1
 
     def _link(self, src: int, dst: int, rate: float, alpha: float, channel: str, cap: float = math.inf) -> None:
-        self.links.append(
-            Link(src=src, dst=dst, alpha_us=alpha, gb_per_s=rate, channel=channel, flow_gb_per_s=cap)
-        )
+        self.links.append(Link(src=src, dst=dst, alpha_us=alpha, gb_per_s=rate, channel=channel, flow_gb_per_s=cap))
 
 
-def _number(ports: Sequence[Port], at: int) -> str:
+def _number(ports: Sequence[Uplink], at: int) -> str:
     return str(sum(port.host == ports[at].host for port in ports[:at]))
 
 
-def _note(net: Network) -> str:
+def _note(net: ProbedChannel) -> str:
     return f"{net.name}: measured; the lines through the times are off by {100 * net.error:.1f} % at most"
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .fit import CLEAN, Fit, bounded_line, fit_line, per_hop_us
-from .meter import MAX_FLOW_BYTES, MEMORY, Flow, Meter
+from .meter import MAX_FLOW_BYTES, MEMORY, LinkMeter, ProbeFlow
 
 STEP_S = 0.04
 """How long a flow of a contention test takes by itself: a shaper's burst of a millisecond then hardly counts."""
@@ -45,7 +45,7 @@ Advance = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Port:
+class Uplink:
     """Ranks of one host that share an uplink on a channel."""
 
     host: int
@@ -64,11 +64,11 @@ class Trunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class ProbedChannel:
     """One channel between hosts; `error` is the worst of its fits."""
 
     name: str
-    ports: tuple[Port, ...]
+    ports: tuple[Uplink, ...]
     alpha_us: float
     error: float
     flow_gb_per_s: float = math.inf
@@ -76,7 +76,7 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class HostMemory:
     """What ranks of one host exchange, while others of it do so too."""
 
     gb_per_s: float
@@ -85,16 +85,16 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ProbeFindings:
     """All that was found; `memory` is None where no host has two ranks."""
 
     hosts: tuple[tuple[int, ...], ...]
-    memory: Memory | None
-    networks: tuple[Network, ...]
+    memory: HostMemory | None
+    networks: tuple[ProbedChannel, ...]
     notes: tuple[str, ...] = ()
 
 
-def find(meter: Meter, *, advance: Advance = lambda label: None) -> Found:
+def find(meter: LinkMeter, *, advance: Advance = lambda label: None) -> ProbeFindings:
     """Measure everything. A collective call: all ranks of the job, at the same time."""
     members: dict[int, list[int]] = {}
     for rank, host in enumerate(meter.hosts):
@@ -109,7 +109,7 @@ def find(meter: Meter, *, advance: Advance = lambda label: None) -> Found:
         advance(channel)
         networks.append(_Search(meter, hosts, channel).network())
     notes = _channels_apart(meter, hosts, networks) if len(networks) > 1 else ()
-    return Found(hosts=hosts, memory=memory, networks=tuple(networks), notes=notes)
+    return ProbeFindings(hosts=hosts, memory=memory, networks=tuple(networks), notes=notes)
 
 
 def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
@@ -142,14 +142,14 @@ def at_distances(count: int) -> list[Pair]:
 class _Search:
     """The search on one channel."""
 
-    meter: Meter
+    meter: LinkMeter
     hosts: tuple[tuple[int, ...], ...]
     channel: str
     alone: dict[Pair, float] = field(default_factory=dict)
     """Bytes per microsecond between two hosts when nothing else flows."""
     shared: list[set[int]] = field(default_factory=list)
 
-    def network(self) -> Network:
+    def network(self) -> ProbedChannel:
         suspicious = False
         for each in rounds(at_distances(len(self.hosts))):
             suspicious |= self._measure_round(each)
@@ -302,7 +302,7 @@ class _Search:
                 found.append([rank])
         return [tuple(port) for port in found]
 
-    def _fitted(self, ports: list[list[tuple[int, ...]]], capped: bool) -> Network:
+    def _fitted(self, ports: list[list[tuple[int, ...]]], capped: bool) -> ProbedChannel:
         """Rates of all uplinks, each from the fastest peer that was seen, and the channel's latency."""
         count = len(self.hosts)
         out = {h: self._best(pair for pair in self.alone if pair[0] == h) for h in range(count)}
@@ -315,7 +315,7 @@ class _Search:
                 if kept is None or fit.gb_per_s > kept.gb_per_s:
                     fits[host, at, sends] = fit
         made = [
-            Port(
+            Uplink(
                 host=host, ranks=ranks, out_gb_per_s=fits[host, at, True].gb_per_s,
                 in_gb_per_s=fits[host, at, False].gb_per_s,
             )
@@ -330,7 +330,7 @@ class _Search:
         alpha = float(np.median([
             per_hop_us(FEW_HOPS, few[:, at], MANY_HOPS, many[:, at]) for at in range(len(first))
         ]))  # fmt: skip
-        return Network(
+        return ProbedChannel(
             name=self.channel, ports=tuple(made), alpha_us=alpha, error=max(fit.error for fit in fits.values()),
             flow_gb_per_s=float(np.median(list(self.alone.values()))) / 1e3 if capped else math.inf,
             trunks=tuple(self._trunk(tuple(sorted(group)), ports) for group in self.shared),
@@ -390,7 +390,7 @@ class _Search:
         return Trunk(hosts=group, out_gb_per_s=found[0], in_gb_per_s=found[1])
 
 
-def _memory(meter: Meter, hosts: tuple[tuple[int, ...], ...]) -> Memory:
+def _memory(meter: LinkMeter, hosts: tuple[tuple[int, ...], ...]) -> HostMemory:
     """Neighbours inside hosts, every second one sending, all hosts at once."""
     pairs = [(ranks[at], ranks[at + 1]) for ranks in hosts for at in range(0, len(ranks) - 1, 2)]
     rates = np.full(len(pairs), np.median(_rates(meter, pairs, MEMORY, MEMORY_S)))
@@ -399,11 +399,11 @@ def _memory(meter: Meter, hosts: tuple[tuple[int, ...], ...]) -> Memory:
     fit = fit_line([each[0] for each in sizes], [np.median(each.min(axis=0)) for each in times])
     few, many = (meter.bounce(pairs, MEMORY, hops, 12) for hops in (FEW_HOPS, MANY_HOPS))
     hop = [per_hop_us(FEW_HOPS, few[:, at], MANY_HOPS, many[:, at]) for at in range(len(pairs))]
-    return Memory(gb_per_s=fit.gb_per_s, alpha_us=float(np.median(hop)), error=fit.error)
+    return HostMemory(gb_per_s=fit.gb_per_s, alpha_us=float(np.median(hop)), error=fit.error)
 
 
 def _channels_apart(
-    meter: Meter, hosts: tuple[tuple[int, ...], ...], networks: Sequence[Network]
+    meter: LinkMeter, hosts: tuple[tuple[int, ...], ...], networks: Sequence[ProbedChannel]
 ) -> tuple[str, ...]:
     """Which channels slow each other: the same two hosts on both at once, sized to take as long alone."""
     notes = []
@@ -413,7 +413,9 @@ def _channels_apart(
     }
     for one, two in combinations([net.name for net in networks], 2):
         flows = [
-            Flow(src=hosts[0][0], dst=hosts[1][-1], channel=name, nbytes=int(_sizes(np.array([rate[name]]), STEP_S)[0]))
+            ProbeFlow(
+                src=hosts[0][0], dst=hosts[1][-1], channel=name, nbytes=int(_sizes(np.array([rate[name]]), STEP_S)[0])
+            )
             for name in (one, two)
         ]
         alone = max(float(np.median(meter.flows([flow], 3))) for flow in flows)
@@ -423,7 +425,7 @@ def _channels_apart(
     return tuple(notes)
 
 
-def _rates(meter: Meter, pairs: Sequence[Pair], channel: str, step_s: float = STEP_S) -> NDArray[np.float64]:
+def _rates(meter: LinkMeter, pairs: Sequence[Pair], channel: str, step_s: float = STEP_S) -> NDArray[np.float64]:
     """Bytes per microsecond of flows that run at once, with sizes that grow until every flow takes long enough."""
     sizes = np.full(len(pairs), FIRST_BYTES, np.int64)
     while True:
@@ -436,9 +438,7 @@ def _rates(meter: Meter, pairs: Sequence[Pair], channel: str, step_s: float = ST
         sizes = _sizes(wanted, 1e-6)
 
 
-def _timed(
-    meter: Meter, pairs: Sequence[Pair], channel: str, rates: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _timed(meter: LinkMeter, pairs: Sequence[Pair], channel: str, rates: NDArray[np.float64]) -> NDArray[np.float64]:
     """The rates of flows that run at once, sized for rates that are known."""
     sizes = _sizes(rates, STEP_S)
     return np.asarray(sizes / np.median(_run(meter, pairs, channel, sizes, 3), axis=0), np.float64)
@@ -452,9 +452,10 @@ def _sizes(rates: NDArray[np.float64], seconds: float) -> NDArray[np.int64]:
 
 
 def _run(
-    meter: Meter, pairs: Sequence[Pair], channel: str, sizes: NDArray[np.int64], times: int
+    meter: LinkMeter, pairs: Sequence[Pair], channel: str, sizes: NDArray[np.int64], times: int
 ) -> NDArray[np.float64]:
     flows = [
-        Flow(src=a, dst=b, channel=channel, nbytes=size) for (a, b), size in zip(pairs, sizes.tolist(), strict=True)
+        ProbeFlow(src=a, dst=b, channel=channel, nbytes=size)
+        for (a, b), size in zip(pairs, sizes.tolist(), strict=True)
     ]
     return meter.flows(flows, times)

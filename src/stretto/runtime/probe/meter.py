@@ -18,7 +18,7 @@ from ...collectives import Permute
 from ...errors import InvalidInput, unknown
 from ...programs import Program
 from ...programs.lower import lower
-from ..executor.executor import Executor, Handle, Work
+from ..executor.executor import Executor, LoadedProgram, ProgramWork
 
 Floats = NDArray[np.float64]
 
@@ -36,7 +36,7 @@ ANSWER_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class ProbeFlow:
     """Some bytes from one rank to another, on a channel."""
 
     src: int
@@ -45,7 +45,7 @@ class Flow:
     nbytes: int
 
 
-class Meter(Protocol):
+class LinkMeter(Protocol):
     """Something that can be measured: a running job, or in tests a simulated network."""
 
     hosts: tuple[int, ...]
@@ -53,7 +53,7 @@ class Meter(Protocol):
     channels: tuple[str, ...]
     """The networks between hosts."""
 
-    def flows(self, flows: Sequence[Flow], times: int) -> Floats:
+    def flows(self, flows: Sequence[ProbeFlow], times: int) -> Floats:
         """Start all at once, `times` times: microseconds until each flow has arrived, a column per flow.
 
         A rank sends or receives, not both. Where it has several, each of them counts as arrived when all are.
@@ -88,7 +88,7 @@ class JobMeter:
         self._size = executor.world_size
         name = "bruck" if "bruck" in defined_for("all_gather", self._size) else "direct"
         self._gather = self._load(algorithm(name, "all_gather", self._size), None)
-        self._loaded: dict[object, Handle] = {}
+        self._loaded: dict[object, LoadedProgram] = {}
         self._input = self._output = np.ones(1 << 20, np.uint8)
 
     def agree(self, mine: Sequence[float] | Floats) -> Floats:
@@ -99,8 +99,8 @@ class JobMeter:
             self._run(self._gather, words, everyone, everyone.size, "float64")
         return everyone
 
-    def flows(self, flows: Sequence[Flow], times: int) -> Floats:
-        """See `Meter`."""
+    def flows(self, flows: Sequence[ProbeFlow], times: int) -> Floats:
+        """See `LinkMeter`."""
         sizes = [flow.nbytes for flow in flows]
         if not flows or min(sizes) < 1 or max(sizes) > MAX_FLOW_BYTES:
             raise InvalidInput(f"flows: each needs 1..{MAX_FLOW_BYTES} bytes, not {sizes}")
@@ -111,7 +111,7 @@ class JobMeter:
         parts = [self._flow_handle(name, [flow for flow in flows if flow.channel == name]) for name in channels]
         # What has arrived is answered, and the sender's own clock tells the time: a receiver that the operating system
         # lets start late would find the bytes waiting, and seem fast.
-        answers = [Flow(src=f.dst, dst=f.src, channel=f.channel, nbytes=ANSWER_BYTES) for f in flows]
+        answers = [ProbeFlow(src=f.dst, dst=f.src, channel=f.channel, nbytes=ANSWER_BYTES) for f in flows]
         answer, answer_bytes = self._flow_handle(channels[0], answers)
         self._reserve([*parts, (answer, answer_bytes)])
         mine = np.zeros(times)
@@ -135,7 +135,7 @@ class JobMeter:
         return np.stack([everyone[flow.src] for flow in flows], 1)
 
     def bounce(self, pairs: Sequence[tuple[int, int]], channel: str, hops: int, times: int) -> Floats:
-        """See `Meter`."""
+        """See `LinkMeter`."""
         key = (tuple(pairs), channel, hops)
         if key not in self._loaded:
             self._loaded[key] = self._load(bouncing(self._size, pairs, hops), channel)
@@ -146,7 +146,7 @@ class JobMeter:
         everyone = self.agree(mine)
         return np.stack([everyone[pair[0]] for pair in pairs], 1)
 
-    def _flow_handle(self, channel: str, flows: Sequence[Flow]) -> tuple[Handle, int]:
+    def _flow_handle(self, channel: str, flows: Sequence[ProbeFlow]) -> tuple[LoadedProgram, int]:
         """A program, and the number of bytes of the largest buffer that makes its flows as large as asked for."""
         counts = np.zeros((self._size, self._size))
         for flow in flows:
@@ -160,27 +160,29 @@ class JobMeter:
             self._loaded[key] = self._load(program, channel)
         return self._loaded[key], largest
 
-    def _start(self, handle: Handle, count: int, start: int) -> Work:
+    def _start(self, handle: LoadedProgram, count: int, start: int) -> ProgramWork:
         return self._executor.start(
             handle, self._input[start:].ctypes.data, self._output[start:].ctypes.data, count, "uint8",
             timeout_s=self._timeout_s, keep=(self._input, self._output),
         )  # fmt: skip
 
-    def _load(self, program: Program, channel: str | None) -> Handle:
+    def _load(self, program: Program, channel: str | None) -> LoadedProgram:
         if channel is None or channel == MEMORY:
             return self._executor.load(lower(program), communicator=self._communicator)
         return self._executor.load(
             lower(program), communicator=self._communicator, channels=[channel], message_bytes=MESSAGE_BYTES
         )
 
-    def _run(self, handle: Handle, x: NDArray[np.generic], y: NDArray[np.generic], count: int, dtype: str) -> float:
+    def _run(
+        self, handle: LoadedProgram, x: NDArray[np.generic], y: NDArray[np.generic], count: int, dtype: str
+    ) -> float:
         work = self._executor.start(
             handle, x.ctypes.data, y.ctypes.data, count, dtype, timeout_s=self._timeout_s, keep=(x, y), blocking=True
         )
         work.wait()
         return work.elapsed_us
 
-    def _reserve(self, parts: Sequence[tuple[Handle, int]]) -> None:
+    def _reserve(self, parts: Sequence[tuple[LoadedProgram, int]]) -> None:
         need = sum(max(handle.buffer_elements(count)) for handle, count in parts)
         if need > len(self._input):
             # Filled, so that no page is touched for the first time while somebody looks at the clock.
@@ -196,4 +198,3 @@ def bouncing(size: int, pairs: Sequence[tuple[int, int]], hops: int) -> Program:
     ]
     step, src, dst, chunk = np.array(rows).T
     return Program.from_steps(f"bounce {hops}", Permute(size, list(pairs)), src=src, dst=dst, chunk=chunk, step=step)
-

@@ -12,7 +12,7 @@ from ...errors import InvalidInput
 from ...units import format_bytes, format_us
 from ..executor.executor import Executor
 from .build import build
-from .find import Found, find
+from .find import ProbeFindings, find
 from .match import RING_BYTES, Match, host_order, match, match_presets, ring_us
 from .meter import COMMUNICATOR, MEMORY, TIMEOUT_S, JobMeter
 
@@ -21,11 +21,11 @@ WORTH = 1.01
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Probed:
+class ProbeResult:
     """What a job runs on, as it was measured."""
 
     cluster: Cluster
-    found: Found
+    found: ProbeFindings
     match: Match | None
     """The known cluster that this is, and how its devices are numbered there."""
     renumbering: tuple[int, ...]
@@ -93,7 +93,7 @@ def probe(
     timeout_s: float = TIMEOUT_S,
     communicator: int = COMMUNICATOR,
     advance: Callable[[str], None] = lambda label: None,
-) -> Probed:
+) -> ProbeResult:
     """Measure the network of a running job. All its ranks call this at the same time, and all get the same answer.
 
     `job` is an `Executor`, or a process group of the ``stretto`` backend (the whole job is then measured). `known` is
@@ -110,7 +110,9 @@ def probe(
     return conclude(found, known=known, name=name, seconds=seconds)
 
 
-def conclude(found: Found, *, known: Cluster | None = None, name: str = "probed", seconds: float = 0.0) -> Probed:
+def conclude(
+    found: ProbeFindings, *, known: Cluster | None = None, name: str = "probed", seconds: float = 0.0
+) -> ProbeResult:
     """What follows from the measurements: a cluster, what it is known as, and how ranks should be numbered."""
     cluster = build(found, name=name)
     one = match_presets(cluster) if known is None else match(cluster, known)
@@ -126,7 +128,7 @@ def conclude(found: Found, *, known: Cluster | None = None, name: str = "probed"
     after, order = min(times, key=lambda pair: pair[0])
     if before < WORTH * after:
         after, order = before, plain
-    return Probed(
+    return ProbeResult(
         cluster=cluster, found=found, match=one, renumbering=order, ring_us=before, renumbered_ring_us=after,
         seconds=seconds,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ...errors import StrettoError
 from ..executor.forks import Home, abandon_in_children, check_world, keep_forever
-from .buffers import Call, Splits
+from .buffers import CollectiveCall, Splits
 from .current import Current
 from .engine import Engine, Job, missing
 from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
@@ -29,7 +29,7 @@ from .own_backend import OwnBackend
 from .recording import LEDGER, current
 from .selection import Selector, rules
 from .torch_versions import group_method, with_older_names
-from .watch import Submitted, Watch
+from .watch import SubmittedCall, Watch
 from .work import DelegatedWork, GroupWork, JoinedWork, Tensors
 
 NAME = "stretto"
@@ -152,7 +152,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         tensors = _listed(tensors)
         if not isinstance(opts, c10d.BroadcastOptions):
             opts = _with(c10d.BroadcastOptions(), more, rootRank=opts if opts is not None else more.get("root", 0))
-        call = Call.of("broadcast", tensors, root=opts.rootRank)
+        call = CollectiveCall.of("broadcast", tensors, root=opts.rootRank)
         return self._run(call, "broadcast", (tensors, opts), tensors, opts)
 
     @own_first
@@ -161,14 +161,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
         tensors = _listed(tensors)
         if not isinstance(opts, c10d.AllreduceOptions):
             opts = _with(c10d.AllreduceOptions(), more, *rest, reduceOp=opts or more.get("op", dist.ReduceOp.SUM))
-        call = Call.of("all_reduce", tensors, reduce=opts.reduceOp)
+        call = CollectiveCall.of("all_reduce", tensors, reduce=opts.reduceOp)
         return self._run(call, "allreduce", (tensors, opts), tensors, opts)
 
     @own_first
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Several all-reduces at once."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-        calls = [Call.of("all_reduce", [tensor], reduce=opts.reduceOp) for tensor in tensors]
+        calls = [CollectiveCall.of("all_reduce", [tensor], reduce=opts.reduceOp) for tensor in tensors]
         return self._run_all(calls, "allreduce_coalesced", (tensors, opts), tensors, opts)
 
     @own_first
@@ -179,7 +179,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
             root = opts if opts is not None else more.get("root", 0)
             op = rest[0] if rest else more.get("op", dist.ReduceOp.SUM)
             opts = _with(c10d.ReduceOptions(), more, *rest[1:], rootRank=root, reduceOp=op)
-        call = Call.of("reduce", tensors, reduce=opts.reduceOp, root=opts.rootRank)
+        call = CollectiveCall.of("reduce", tensors, reduce=opts.reduceOp, root=opts.rootRank)
         return self._run(call, "reduce", (tensors, opts), tensors, opts)
 
     @own_first
@@ -189,7 +189,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         outputs = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
         if not isinstance(opts, c10d.AllgatherOptions):
             opts = _with(c10d.AllgatherOptions(), more)
-        call = Call.of("all_gather", inputs, outputs=outputs[0] if outputs else [])
+        call = CollectiveCall.of("all_gather", inputs, outputs=outputs[0] if outputs else [])
         return self._run(call, "allgather", (outputs, inputs, opts), _flat(outputs), opts)
 
     @own_first
@@ -197,7 +197,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         """Several all-gathers at once."""
         opts = opts or c10d.AllgatherOptions()
         calls = [
-            Call.of("all_gather", [tensor], outputs=[row[at] for row in output_lists])
+            CollectiveCall.of("all_gather", [tensor], outputs=[row[at] for row in output_lists])
             for at, tensor in enumerate(input_list)
         ]
         args = (output_lists, input_list, opts)
@@ -207,14 +207,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Everybody gets everybody's tensor, in one."""
         opts = opts or c10d.AllgatherOptions()
-        call = Call.of("all_gather", [input], outputs=[output])
+        call = CollectiveCall.of("all_gather", [input], outputs=[output])
         return self._run(call, ALL_GATHER_SINGLE, (output, input, opts), [output], opts)
 
     @own_first
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Several all-gathers at once."""
         opts = opts or c10d.AllgatherOptions()
-        calls = [Call.of("all_gather", [i], outputs=[o]) for o, i in zip(outputs, inputs, strict=True)]
+        calls = [CollectiveCall.of("all_gather", [i], outputs=[o]) for o, i in zip(outputs, inputs, strict=True)]
         return self._run_all(calls, ALL_GATHER_SINGLE_COALESCED, (outputs, inputs, opts), outputs, opts)
 
     @own_first
@@ -224,7 +224,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         outputs = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
         if not isinstance(opts, c10d.GatherOptions):
             opts = _with(c10d.GatherOptions(), more, rootRank=opts if opts is not None else more.get("root", 0))
-        call = Call.of("gather", inputs, outputs=outputs[0] if outputs else [], root=opts.rootRank)
+        call = CollectiveCall.of("gather", inputs, outputs=outputs[0] if outputs else [], root=opts.rootRank)
         return self._run(call, "gather", (outputs, inputs, opts), _flat(outputs), opts)
 
     @own_first
@@ -234,7 +234,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         inputs = [inputs] if inputs and isinstance(inputs[0], torch.Tensor) else inputs
         if not isinstance(opts, c10d.ScatterOptions):
             opts = _with(c10d.ScatterOptions(), more, rootRank=opts if opts is not None else more.get("root", 0))
-        call = Call.of("scatter", inputs[0] if inputs else [], outputs=outputs, root=opts.rootRank)
+        call = CollectiveCall.of("scatter", inputs[0] if inputs else [], outputs=outputs, root=opts.rootRank)
         return self._run(call, "scatter", (outputs, inputs, opts), outputs, opts)
 
     @own_first
@@ -245,14 +245,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
         if not isinstance(opts, c10d.ReduceScatterOptions):
             op = opts or more.get("op", dist.ReduceOp.SUM)
             opts = _with(c10d.ReduceScatterOptions(), more, reduceOp=op)
-        call = Call.of("reduce_scatter", inputs[0] if inputs else [], outputs=outputs, reduce=opts.reduceOp)
+        call = CollectiveCall.of("reduce_scatter", inputs[0] if inputs else [], outputs=outputs, reduce=opts.reduceOp)
         return self._run(call, "reduce_scatter", (outputs, inputs, opts), outputs, opts)
 
     @own_first
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Everybody gets its own shard of the reduction."""
         opts = opts or c10d.ReduceScatterOptions()
-        call = Call.of("reduce_scatter", [input], outputs=[output], reduce=opts.reduceOp)
+        call = CollectiveCall.of("reduce_scatter", [input], outputs=[output], reduce=opts.reduceOp)
         return self._run(call, REDUCE_SCATTER_SINGLE, (output, input, opts), [output], opts)
 
     @own_first
@@ -260,7 +260,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         """Several reduce-scatters at once."""
         opts = opts or c10d.ReduceScatterOptions()
         calls = [
-            Call.of("reduce_scatter", [i], outputs=[o], reduce=opts.reduceOp)
+            CollectiveCall.of("reduce_scatter", [i], outputs=[o], reduce=opts.reduceOp)
             for o, i in zip(outputs, inputs, strict=True)
         ]
         return self._run_all(calls, REDUCE_SCATTER_SINGLE_COALESCED, (outputs, inputs, opts), outputs, opts)
@@ -274,21 +274,21 @@ class StrettoGroup(Base):  # type: ignore[misc]
         opts = opts or _with(c10d.AllToAllOptions(), more)
         splits = (list(output_splits), list(input_splits))
         given = Splits(output=tuple(splits[0]), input=tuple(splits[1])) if splits[0] or splits[1] else None
-        call = Call.of("all_to_all", [input], outputs=[output], splits=given)
+        call = CollectiveCall.of("all_to_all", [input], outputs=[output], splits=given)
         return self._run(call, ALL_TO_ALL_SINGLE, (output, input, *splits, opts), [output], opts)
 
     @own_first
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> dist.Work:
         """Everybody sends a tensor to everybody."""
         opts = opts or c10d.AllToAllOptions()
-        call = Call.of("all_to_all", input_tensors, outputs=output_tensors, splits=Splits(listed=True))
+        call = CollectiveCall.of("all_to_all", input_tensors, outputs=output_tensors, splits=Splits(listed=True))
         return self._run(call, "alltoall", (output_tensors, input_tensors, opts), output_tensors, opts)
 
     @own_first
     def barrier(self, opts: Any = None, **more: Any) -> dist.Work:
         """Nobody leaves before all have come."""
         opts = opts or _with(c10d.BarrierOptions(), more)
-        call = Call.barrier(opts.device if opts.device is not None else CPU)
+        call = CollectiveCall.barrier(opts.device if opts.device is not None else CPU)
         return self._run(call, "barrier", (opts,), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -300,7 +300,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """To one rank."""
-        call, args = Call.of("send", tensors), (tensors, dst, tag)
+        call, args = CollectiveCall.of("send", tensors), (tensors, dst, tag)
         return self._watched(
             call,
             lambda: self._delegate(call, "send", args, tensors, why=POINT_TO_POINT, peer=dst),
@@ -310,7 +310,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
         """From one rank."""
-        call, args = Call.of("recv", tensors), (tensors, src, tag)
+        call, args = CollectiveCall.of("recv", tensors), (tensors, src, tag)
         return self._watched(
             call,
             lambda: self._delegate(call, "recv", args, tensors, why=POINT_TO_POINT, peer=src),
@@ -320,7 +320,9 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """From whoever sends."""
-        return self._delegate(Call.of("recv", tensors), "recv_anysource", (tensors, tag), tensors, why=POINT_TO_POINT)
+        return self._delegate(
+            CollectiveCall.of("recv", tensors), "recv_anysource", (tensors, tag), tensors, why=POINT_TO_POINT
+        )
 
     # What is not a collective.
 
@@ -374,7 +376,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         works, self._gathering = self._gathering or [], None
         return JoinedWork(works)
 
-    def _run(self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
+    def _run(self, call: CollectiveCall, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
         """As the plan says where one is enforced, on the executor, or else on the wrapped backend."""
         self._home.check()
         self.engine.count()
@@ -395,7 +397,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return self._watched(call, run, blocking=self.alone and not opts.asyncOp)
 
     def _run_plainly(
-        self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any, *, as_ours: bool = False,
+        self, call: CollectiveCall, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any, *, as_ours: bool = False,
         own: bool | None = None,
     ) -> dist.Work:  # fmt: skip
         """On the executor or, if `own` or what runs now says so, on the backend that the job asked for.
@@ -413,11 +415,13 @@ class StrettoGroup(Base):  # type: ignore[misc]
             return self._delegate(call, method, args, tensors, why=work)
         return self._gathered(work)
 
-    def _run_all(self, calls: list[Call], method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any) -> dist.Work:
+    def _run_all(
+        self, calls: list[CollectiveCall], method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any
+    ) -> dist.Work:
         """All on the executor, or all on the wrapped backend: other ranks decide the same only as a whole."""
         self._home.check()
         if not calls:
-            return self._delegate(Call.of(method, []), method, args, tensors, why="nothing to do")
+            return self._delegate(CollectiveCall.of(method, []), method, args, tensors, why="nothing to do")
         whole = calls[0].joined(calls)
         self.engine.count()
 
@@ -429,7 +433,13 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return self._watched(whole, run, blocking=self.alone and not getattr(opts, "asyncOp", True))
 
     def _run_each(
-        self, calls: list[Call], whole: Call, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any
+        self,
+        calls: list[CollectiveCall],
+        whole: CollectiveCall,
+        method: str,
+        args: tuple[Any, ...],
+        tensors: Tensors,
+        opts: Any,
     ) -> dist.Work:
         own = OWN_WHY if OwnBackend.runs and whole.device.type == "cpu" else ""
         why = own or next((reason for call in calls if (reason := self.engine.refusal(call))), "")
@@ -444,7 +454,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return self._gathered(JoinedWork(works, tensors))
 
     def _watched(
-        self, call: Call, run: Callable[[], dist.Work], *, blocking: bool = False, peers: tuple[int, int] | None = None,
+        self, call: CollectiveCall, run: Callable[[], dist.Work], *, blocking: bool = False, peers: tuple[int, int] | None = None,
         tag: int = 0,
     ) -> dist.Work:  # fmt: skip
         """Run a call, before the eyes of who records the calls of this process."""
@@ -454,7 +464,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
             return run()
         ranks = self.engine.selector.devices
         seen: dist.Work = watch.seen(
-            Submitted(
+            SubmittedCall(
                 op=call.op, ranks=ranks if peers is None else (ranks[peers[0]], ranks[peers[1]]),
                 channel=self.label if peers is None else f"{self.label}:{tag}", nbytes=call.nbytes,
                 device=call.device.type, root=call.root, blocking=blocking,
@@ -465,7 +475,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return seen
 
     def _delegate(
-        self, call: Call, method: str, args: tuple[Any, ...], tensors: Tensors, *, why: str, peer: int | None = None
+        self,
+        call: CollectiveCall,
+        method: str,
+        args: tuple[Any, ...],
+        tensors: Tensors,
+        *,
+        why: str,
+        peer: int | None = None,
     ) -> dist.Work:
         self._home.check()
         backend = "gloo" if call.device.type == "cpu" else "nccl"

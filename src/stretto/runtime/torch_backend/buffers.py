@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from ...errors import InvalidInput
 from ...programs.lowered import NOP, READS_SRC, SCRATCH, WRITES_DST, Lowered
-from ...programs.streams import Streams
-from ..executor.executor import Handle
+from ...programs.streams import InstructionStreams
+from ..executor.executor import LoadedProgram
 from ..executor.load import contents
 from .recording import Choice
-from .selection import Pick
+from .selection import ProgramPick
 from .work import Tensors
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ class Splits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class CollectiveCall:
     """One collective as it was asked for; a list of tensors is one tensor in pieces."""
 
     op: str
@@ -52,7 +52,7 @@ class Call:
     def of(
         cls, op: str, inputs: Tensors, *, outputs: Tensors | None = None, reduce: Any = None, root: int = 0,
         splits: Splits | None = None,
-    ) -> Call:  # fmt: skip
+    ) -> CollectiveCall:  # fmt: skip
         """Without `outputs` the inputs are overwritten."""
         targets = inputs if outputs is None else outputs
         first = next(iter([*inputs, *targets]), None)
@@ -67,19 +67,19 @@ class Call:
         return self.outputs[0] if self.op in ("scatter", "reduce_scatter") else self.inputs[0]
 
     @classmethod
-    def barrier(cls, device: torch.device) -> Call:
+    def barrier(cls, device: torch.device) -> CollectiveCall:
         """A call that moves nothing."""
         return cls(op="barrier", inputs=[], outputs=[], nbytes=0, device=device)
 
-    def with_splits(self) -> Call:
+    def with_splits(self) -> CollectiveCall:
         """An all-to-all of equal pieces as one whose pieces may differ: other ranks may have given splits."""
         return self if self.splits is not None else replace(self, splits=Splits())
 
-    def joined(self, calls: list[Call]) -> Call:
+    def joined(self, calls: list[CollectiveCall]) -> CollectiveCall:
         """This and others as one."""
         return replace(self, nbytes=sum(call.nbytes for call in calls))
 
-    def choice(self, group: str, *, backend: str, why: str, nbytes: int, pick: Pick | None = None) -> Choice:
+    def choice(self, group: str, *, backend: str, why: str, nbytes: int, pick: ProgramPick | None = None) -> Choice:
         """What was decided about it, for the ledger."""
         first = next(iter([*self.inputs, *self.outputs]), None)
         return Choice(
@@ -133,7 +133,7 @@ class Buffers:
     takes: tuple[int, ...] = ()
     """Of an all-to-all with splits: the bytes that go to, and come from, each rank, one behind the other."""
 
-    def addresses(self, handle: Handle) -> tuple[int, int]:
+    def addresses(self, handle: LoadedProgram) -> tuple[int, int]:
         """Of input and output."""
         output = 0 if self.target is None else self.target.data_ptr()
         if self.in_place:
@@ -163,12 +163,10 @@ class Buffers:
             if self.finish is not None:
                 self.finish()
 
-        return replace(
-            self, target=longer, count=count, nbytes=count * longer.element_size(), finish=finish
-        )
+        return replace(self, target=longer, count=count, nbytes=count * longer.element_size(), finish=finish)
 
 
-def lay_out(call: Call, kind: str, rank: int, size: int) -> Buffers | None:
+def lay_out(call: CollectiveCall, kind: str, rank: int, size: int) -> Buffers | None:
     """The buffers of a call; None where its tensors do not fit together."""
     if call.op == "barrier":
         # Nothing is moved: inside a host it is over as soon as all ranks have announced it.
@@ -183,7 +181,7 @@ def lay_out(call: Call, kind: str, rank: int, size: int) -> Buffers | None:
     return _out_of_place(call, size)
 
 
-def _in_place(call: Call) -> Buffers | None:
+def _in_place(call: CollectiveCall) -> Buffers | None:
     if len(call.inputs) != 1:
         return None
     (tensor,) = call.inputs
@@ -194,7 +192,7 @@ def _in_place(call: Call) -> Buffers | None:
     return _buffers(flat, flat, in_place=True, finish=back)
 
 
-def _all_gather(call: Call, rank: int, size: int) -> Buffers | None:
+def _all_gather(call: CollectiveCall, rank: int, size: int) -> Buffers | None:
     if len(call.inputs) != 1:
         return None
     (mine,) = call.inputs
@@ -208,7 +206,7 @@ def _all_gather(call: Call, rank: int, size: int) -> Buffers | None:
     return _buffers(flat, flat, in_place=True, finish=back)
 
 
-def _gather(call: Call, rank: int, size: int) -> Buffers | None:
+def _gather(call: CollectiveCall, rank: int, size: int) -> Buffers | None:
     (mine,) = call.inputs
     if rank == call.root and not _fit(call.outputs, mine, size):
         return None
@@ -219,7 +217,7 @@ def _gather(call: Call, rank: int, size: int) -> Buffers | None:
     return _buffers(source, _bytes(flat), finish=back)
 
 
-def _scatter(call: Call, rank: int, size: int) -> Buffers | None:
+def _scatter(call: CollectiveCall, rank: int, size: int) -> Buffers | None:
     (mine,) = call.outputs
     if rank == call.root and not _fit(call.inputs, mine, size):
         return None
@@ -230,7 +228,7 @@ def _scatter(call: Call, rank: int, size: int) -> Buffers | None:
     return _buffers(_bytes(_joined(call.inputs)), target, finish=back)
 
 
-def _out_of_place(call: Call, size: int) -> Buffers | None:
+def _out_of_place(call: CollectiveCall, size: int) -> Buffers | None:
     """Reduce-scatter and all-to-all."""
     given, taken = (sum(tensor.numel() for tensor in side) for side in (call.inputs, call.outputs))
     if given != (taken * size if call.op == "reduce_scatter" else taken) or given % size:
@@ -251,7 +249,7 @@ def _out_of_place(call: Call, size: int) -> Buffers | None:
     return _buffers(source, flat, finish=back)
 
 
-def _split(call: Call, splits: Splits, rank: int, size: int) -> Buffers | None:
+def _split(call: CollectiveCall, splits: Splits, rank: int, size: int) -> Buffers | None:
     """An all-to-all whose pieces may differ; only this rank's own sizes are known."""
     sides = (call.inputs, splits.input), (call.outputs, splits.output)
     gives, takes = (
@@ -364,7 +362,7 @@ def _copier(flat: torch.Tensor, pieces: Tensors) -> Callable[[], object]:
 def is_rigid(lowered: Lowered) -> bool:
     """Whether some chunk is kept where another one belongs, so that all must be of one size."""
     c = lowered.collective
-    streams = Streams.of(lowered)
+    streams = InstructionStreams.of(lowered)
     inside = contents(lowered, streams)
     natural = [[c.inputs(rank), c.outputs(rank)] for rank in range(c.num_ranks)]
     for k in range(lowered.num_instructions):

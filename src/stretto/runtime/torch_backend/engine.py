@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ...errors import InvalidInput, StrettoError
-from ..executor.executor import OPERATIONS, ChannelConfig, Executor, Handle, load_native
+from ..executor.executor import OPERATIONS, ChannelConfig, Executor, LoadedProgram, load_native
 from ..executor.join import interface_address
-from .buffers import IN_PLACE, Buffers, Call, is_rigid, lay_out
+from .buffers import IN_PLACE, Buffers, CollectiveCall, is_rigid, lay_out
 from .meeting import Card, Meeting
 from .recording import LEDGER, Choice, current
 from .selection import Selector
@@ -46,8 +46,8 @@ class Engine:
         self.by_one_thread = True
         """Whether all of them came from the thread that made the group."""
         self._thread = threading.get_ident()
-        self._ready: dict[tuple[Any, ...], tuple[Handle, Choice, bool]] = {}
-        self._handles: dict[int, tuple[Handle, bool]] = {}
+        self._ready: dict[tuple[Any, ...], tuple[LoadedProgram, Choice, bool]] = {}
+        self._handles: dict[int, tuple[LoadedProgram, bool]] = {}
 
     @property
     def missing_why(self) -> str:
@@ -60,7 +60,7 @@ class Engine:
         if threading.get_ident() != self._thread:
             self.by_one_thread = False
 
-    def refusal(self, call: Call) -> str:
+    def refusal(self, call: CollectiveCall) -> str:
         """Why the executor does not run a call; empty when it does.
 
         It may only depend on what c10d wants equal on all ranks, or ranks would part: never on strides, or on a list
@@ -96,7 +96,7 @@ class Engine:
                 return f"no {call.reduce} of {tensor.dtype}"
         return ""
 
-    def start(self, call: Call, tensors: Tensors, opts: Any, *, alone: bool = True) -> GroupWork | str:
+    def start(self, call: CollectiveCall, tensors: Tensors, opts: Any, *, alone: bool = True) -> GroupWork | str:
         """Run a call, or say why not. One that is not `alone` is waited for together with others."""
         why = self.refusal(call)
         if why:
@@ -132,7 +132,7 @@ class Engine:
         return ExecutedWork(started, tensors, buffers.finish, ended)
 
     def _start_split(
-        self, executor: Executor, call: Call, buffers: Buffers, tensors: Tensors, opts: Any, *, alone: bool
+        self, executor: Executor, call: CollectiveCall, buffers: Buffers, tensors: Tensors, opts: Any, *, alone: bool
     ) -> GroupWork:
         """Run an all-to-all whose pieces may differ: one program for all sizes, which come with the call."""
         handle, choice = self._prepared_split(call, executor)
@@ -146,7 +146,7 @@ class Engine:
         )  # fmt: skip
         return ExecutedWork(started, tensors, buffers.finish, ended)
 
-    def _prepared_split(self, call: Call, executor: Executor) -> tuple[Handle, Choice]:
+    def _prepared_split(self, call: CollectiveCall, executor: Executor) -> tuple[LoadedProgram, Choice]:
         # Sizes that follow the data have no end: calls count as alike up to the next power of two.
         scale = max(call.nbytes - 1, 0).bit_length()
         key = ("splits", scale, call.inputs[0].dtype)
@@ -167,12 +167,12 @@ class Engine:
         timeout = getattr(opts, "timeout", None)
         return timeout.total_seconds() if timeout and timeout > NO_TIMEOUT else self.timeout_s
 
-    def _remember(self, key: tuple[Any, ...], ready: tuple[Handle, Choice, bool]) -> None:
+    def _remember(self, key: tuple[Any, ...], ready: tuple[LoadedProgram, Choice, bool]) -> None:
         if len(self._ready) >= MAX_READY:
             self._ready.clear()
         self._ready[key] = ready
 
-    def _prepared(self, call: Call, kind: str, buffers: Buffers) -> tuple[Handle, Choice, bool]:
+    def _prepared(self, call: CollectiveCall, kind: str, buffers: Buffers) -> tuple[LoadedProgram, Choice, bool]:
         nbytes = buffers.nbytes
         key = (call.op, nbytes, call.op != "barrier" and call.tensor.dtype, call.root, call.reduce)
         found = self._ready.get(key)

@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import PeerLost
 from .engine import Engine
 from .meeting import CUT_OFF, Card, Meeting, Store, find_gone
-from .roll_call import RollCall
+from .roll_call import GlooRollCall
 
 TIMED_OUT = ("Timed out waiting", "Application timeout")
 """What gloo says when nothing came in time."""
@@ -41,7 +41,7 @@ class LostRanks:
 
     def __init__(self, engine: Engine, cards: Sequence[Card], store: Store) -> None:
         self._engine, self._cards = engine, list(cards)
-        self._roll_call = RollCall(store, engine.rank, engine.size)
+        self._roll_call = GlooRollCall(store, engine.rank, engine.size)
 
     def explain(self, error: Exception, call: DelegatedCall) -> Exception:
         """The error of a failed call as `PeerLost` that names a rank, where one can be named; else the error itself."""
@@ -113,7 +113,7 @@ class LostRanks:
 
 def explain_meeting(error: Exception, meeting: Meeting, store: Any) -> Exception:
     """The error of gloo's while a group is made as `PeerLost` that names a rank, where one can be named."""
-    roll_call = RollCall(store, meeting.rank, meeting.size)
+    roll_call = GlooRollCall(store, meeting.rank, meeting.size)
     lost = meeting.known() or roll_call.told()
     if not lost:
         gone = find_gone(meeting.cards, NOTICE_S)

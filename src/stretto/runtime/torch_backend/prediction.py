@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ...cluster import Cluster
 from ...programs.lowered import Lowered
-from ...simulator.messages import Messages
+from ...simulator.messages import MessageGraph
 from ...simulator.network import Times, routes_of, simulate_transfers
 from ..executor.load import max_chunks
 
@@ -51,7 +51,7 @@ def predict(lowered: Lowered, cluster: Cluster, *, nbytes: float, message_bytes:
     3012
     """
     slices = slices_of(lowered, nbytes, message_bytes)
-    moves = Messages.of(repeated(lowered, slices))
+    moves = MessageGraph.of(repeated(lowered, slices))
     connection, route, ptr, links = routes_of(moves, cluster)
     each = moves.transfer_bytes(nbytes / slices)
     times = simulate_transfers(
@@ -92,7 +92,7 @@ def repeated(x: Lowered, times: int) -> Lowered:
     )
 
 
-def _with_window(moves: Messages, connection: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _with_window(moves: MessageGraph, connection: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """What each message waits for, and that the one `WINDOW` before it on its connection has been taken."""
     count = len(connection)
     by_connection = np.argsort(connection, kind="stable")

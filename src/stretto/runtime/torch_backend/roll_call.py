@@ -18,7 +18,7 @@ PAUSE_S = 0.02
 ANSWER = "answer"
 
 
-class RollCall:
+class GlooRollCall:
     """One for each group of gloo's communicators; after its first failure no call on them can succeed."""
 
     def __init__(self, store: Store, rank: int, size: int, patience_s: float = PATIENCE_S) -> None:

@@ -62,7 +62,7 @@ UPLINK_GB_PER_S, UPLINK_ALPHA_US = 0.1, 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pick:
+class ProgramPick:
     """A program for a kind of call, why it was taken, and why each other one was not."""
 
     program: Program | Lowered
@@ -108,7 +108,7 @@ class Selector:
             size, rank = cluster.num_devices, max(self.devices)
             raise InvalidInput(f"STRETTO_CLUSTER: {cluster.name} has {size} devices, too few for rank {rank}")
         self._table = _read_table(Path(table)) if table is not None else {}
-        self._picks: dict[tuple[str, int, int, bool], Pick] = {}
+        self._picks: dict[tuple[str, int, int, bool], ProgramPick] = {}
 
     @property
     def num_hosts(self) -> int:
@@ -120,7 +120,7 @@ class Selector:
         """What programs are simulated on: the cluster, or what the hosts of the ranks suggest."""
         return self.cluster or self._assumed
 
-    def pick(self, kind: str, nbytes: int, *, root: int = 0, in_place: bool = False) -> Pick:
+    def pick(self, kind: str, nbytes: int, *, root: int = 0, in_place: bool = False) -> ProgramPick:
         """The program for a call; the same object for all sizes between two powers of two."""
         scale = max(int(nbytes) - 1, SMALLEST_BYTES - 1).bit_length()
         key = (kind, scale, root if kind in ROOTED else 0, in_place)
@@ -128,17 +128,17 @@ class Selector:
             self._picks[key] = self._find(kind, 1 << scale, key[2], in_place)
         return self._picks[key]
 
-    def _find(self, kind: str, nbytes: int, root: int, in_place: bool) -> Pick:
+    def _find(self, kind: str, nbytes: int, root: int, in_place: bool) -> ProgramPick:
         if kind == "all_to_all_v":
             why = "pieces of any sizes, of which a rank knows only its own: each goes straight to its rank"
-            return Pick(program=self._build("direct", kind, None, root, in_place), why=why)
+            return ProgramPick(program=self._build("direct", kind, None, root, in_place), why=why)
         rejected: list[tuple[str, str]] = []
         made = self._from_table(kind, nbytes, root, in_place, rejected)
         if made is not None:
-            return Pick(program=made, why="made for this job (STRETTO_TABLE)", rejected=tuple(rejected))
+            return ProgramPick(program=made, why="made for this job (STRETTO_TABLE)", rejected=tuple(rejected))
         if self._together:
             program = self._build("direct", kind, None, root, in_place)
-            return Pick(program=program, why="all ranks on one host", rejected=tuple(rejected))
+            return ProgramPick(program=program, why="all ranks on one host", rejected=tuple(rejected))
         if len(self.devices) <= MAX_SIMULATED:
             return self._simulated(kind, nbytes, root, in_place, rejected)
         return self._by_rule(kind, root, in_place, rejected)
@@ -165,7 +165,9 @@ class Selector:
                 return program
         return None
 
-    def _simulated(self, kind: str, nbytes: int, root: int, in_place: bool, rejected: list[tuple[str, str]]) -> Pick:
+    def _simulated(
+        self, kind: str, nbytes: int, root: int, in_place: bool, rejected: list[tuple[str, str]]
+    ) -> ProgramPick:
         cluster = self.network
         rough: list[tuple[float, Program]] = []
         for name in defined_for(kind, len(self.devices)):
@@ -190,7 +192,7 @@ class Selector:
         rejected += [(program.name, f"predicted {format_us(us)}, in one piece") for us, program in rough[SHORTLIST:]]
         assumed = "" if self.cluster else f"{len(self.devices)} ranks on {self.num_hosts} hosts: "
         why = f"{assumed}predicted {format_us(best.total_us)} on {cluster.name}"
-        return Pick(program=best.program, why=why, rejected=tuple(rejected))
+        return ProgramPick(program=best.program, why=why, rejected=tuple(rejected))
 
     def _timed(self, program: Program, cluster: Cluster, nbytes: int) -> _Timed:
         lowered = lower(program)
@@ -207,7 +209,7 @@ class Selector:
             burden=(round(float(prediction.nbytes.sum())), connections, round(flows), prediction.total_us),
         )
 
-    def _by_rule(self, kind: str, root: int, in_place: bool, rejected: list[tuple[str, str]]) -> Pick:
+    def _by_rule(self, kind: str, root: int, in_place: bool, rejected: list[tuple[str, str]]) -> ProgramPick:
         defined = defined_for(kind, len(self.devices))
         for name in (*MANY.get(kind, ()), "direct"):
             if name not in defined:
@@ -221,7 +223,7 @@ class Selector:
                 continue
             program = self._build(name, kind, self.network, root, in_place)
             why = f"{len(self.devices)} ranks on {self.num_hosts} hosts, too many to simulate"
-            return Pick(program=program, why=why, rejected=tuple(rejected))
+            return ProgramPick(program=program, why=why, rejected=tuple(rejected))
         raise InvalidInput(f"no algorithm of the library does {kind} over {len(self.devices)} ranks")
 
     def _build(
@@ -268,7 +270,7 @@ class Selector:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class SelectionRules:
     """What the environment says about choosing; `text` is compared between ranks."""
 
     cluster: Cluster | None
@@ -276,7 +278,7 @@ class Rules:
     text: str
 
 
-def rules(environment: Mapping[str, str] = os.environ) -> Rules:
+def rules(environment: Mapping[str, str] = os.environ) -> SelectionRules:
     """Read STRETTO_CLUSTER (a file or a preset) and STRETTO_TABLE (a folder); raises `InvalidInput`."""
     from ... import __version__
 
@@ -293,7 +295,7 @@ def rules(environment: Mapping[str, str] = os.environ) -> Rules:
             for path, low, high in paths[1]:
                 state.update(f"{path.name} {low} {high} {read_text(path)}".encode())
         parts.append(f"table {state.hexdigest()[:16]}")
-    return Rules(cluster=cluster, table=table, text=", ".join(parts))
+    return SelectionRules(cluster=cluster, table=table, text=", ".join(parts))
 
 
 def _read_table(folder: Path) -> dict[str, tuple[tuple[Path, int, int], ...]]:

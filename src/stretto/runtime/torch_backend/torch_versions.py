@@ -40,9 +40,7 @@ def check_version(found: str = torch.__version__) -> None:
     major, minor = (int("".join(filter(str.isdigit, part))) for part in str(found).split(".")[:2])
     if not OLDEST <= (major, minor) <= NEWEST:
         lowest, highest = (f"{first}.{second}" for first, second in (OLDEST, NEWEST))
-        raise InvalidInput(
-            f"torch: is {found}, but must be one of {lowest} to {highest}; pip install 'stretto[torch]'"
-        )
+        raise InvalidInput(f"torch: is {found}, but must be one of {lowest} to {highest}; pip install 'stretto[torch]'")
 
 
 check_version()

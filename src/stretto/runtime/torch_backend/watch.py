@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submitted:
+class SubmittedCall:
     """A call of a `stretto` group. `ranks` are those of the job; of a message the sender and the receiver."""
 
     op: str
@@ -22,14 +22,14 @@ class Submitted:
     blocking: bool = False
 
 
-class Watches(Protocol):
+class CallWatcher(Protocol):
     """What a group tells."""
 
-    def seen(self, what: Submitted, run: Callable[[], Any]) -> Any:
+    def seen(self, what: SubmittedCall, run: Callable[[], Any]) -> Any:
         """A call comes; `run` runs it."""
 
 
 class Watch:
     """Whom to tell."""
 
-    current: Watches | None = None
+    current: CallWatcher | None = None

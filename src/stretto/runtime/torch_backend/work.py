@@ -47,7 +47,7 @@ def _keep(work: GroupWork) -> None:
     _recent.append(work)
 
 
-class Started(Protocol):
+class StartedProgram(Protocol):
     """What the executor returns for a program that it has started."""
 
     @property
@@ -208,13 +208,13 @@ class ExecutedWork(GroupWork):
 
     def __init__(
         self,
-        started: Started,
+        started: StartedProgram,
         tensors: Tensors,
         finish: Callable[[], object] | None = None,
         ended: Ended | None = None,
     ) -> None:
         super().__init__(tensors, ended)
-        self._started: Started | None = started
+        self._started: StartedProgram | None = started
         self._last = finish
 
     def _block(self, timeout: timedelta) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ... import _native
 from ...highs import highspy as load_highspy
 from .demand import Demand
-from .net import Floats, Net, Nodes
+from .net import ArcNetwork, Floats, Nodes
 
 MAX_VARIABLES = 60_000
 """Up to here (sources x links) the linear program is solved: some seconds."""
@@ -21,7 +21,7 @@ ROUNDS_WORK = 40_000_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Needs:
+class FlowNeeds:
     """Source i must bring ``amounts[k]`` to ``sinks[k]`` for each k in ``ptr[i]:ptr[i+1]``."""
 
     sources: Nodes
@@ -30,7 +30,7 @@ class Needs:
     amounts: Floats
 
     @classmethod
-    def of(cls, demand: Demand) -> Needs:
+    def of(cls, demand: Demand) -> FlowNeeds:
         """Each bundle (of one part) from its source to one who wants it: no more than what must move."""
         source, sink, bundle = demand.pairs
         _, first = np.unique(bundle, return_index=True)
@@ -46,7 +46,7 @@ class Needs:
         )
 
 
-def needed(net: Net, needs: Needs, length: Floats) -> float:
+def needed(net: ArcNetwork, needs: FlowNeeds, length: Floats) -> float:
     """The sum of amount x shortest path: what any routing uses of ``sum(length x bytes on the link)``."""
     total = 0.0
     rows = max(1, (1 << 23) // net.num_nodes)
@@ -59,7 +59,7 @@ def needed(net: Net, needs: Needs, length: Floats) -> float:
     return total
 
 
-def lengths(net: Net, needs: Needs) -> Iterable[Floats]:
+def lengths(net: ArcNetwork, needs: FlowNeeds) -> Iterable[Floats]:
     """Lengths of links worth trying: long where the demands crowd, and the links of one channel alike."""
     real = net.link >= 0
     rounds = ROUNDS_WORK // (len(needs.sources) * len(net.src) + 1)
@@ -78,7 +78,7 @@ def lengths(net: Net, needs: Needs) -> Iterable[Floats]:
         yield (net.channel == channel).astype(np.float64)
 
 
-def concurrent_flow(net: Net, needs: Needs) -> tuple[float, Floats]:
+def concurrent_flow(net: ArcNetwork, needs: FlowNeeds) -> tuple[float, Floats]:
     """The least time in which all needs can be met (infinite if the solver fails), and lengths that prove it.
 
     One flow per source: the sinks of source s receive (a common factor x amount) of it, and every arc carries

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ... import _native
 from ...cluster import Cluster
 from .demand import Demand
-from .net import Floats, Mask, Net, Nodes
+from .net import ArcNetwork, Floats, Mask, Nodes
 
 CLOSER = 1 + 1e-12
 """A ratio counts as better only beyond this: below it, rounding decides."""
@@ -32,7 +32,7 @@ class Cut:
     arcs: Mask
 
     @classmethod
-    def into(cls, net: Net, sink_side: Mask, share: float) -> Cut:
+    def into(cls, net: ArcNetwork, sink_side: Mask, share: float) -> Cut:
         """The cut around these nodes."""
         arcs = ~sink_side[net.src] & sink_side[net.dst]
         return cls(share=share, rate=float(net.rate[arcs].sum()), sink_side=sink_side, arcs=arcs)
@@ -48,7 +48,7 @@ class Cut:
         return Cut(share=self.share, rate=self.rate, sink_side=~self.sink_side, arcs=self.arcs)
 
 
-def worst_sink(net: Net, needs: Iterable[Need], at_least: float = 0.0) -> Cut | None:
+def worst_sink(net: ArcNetwork, needs: Iterable[Need], at_least: float = 0.0) -> Cut | None:
     """The tightest of all cuts that part some sink from what it needs; None if not tighter than `at_least`.
 
     In a time T the arcs carry rate x T, and the needs of a sink fit if a flow of their size reaches it. If
@@ -113,7 +113,7 @@ def regions(cluster: Cluster) -> Iterator[NDArray[np.int64]]:
     return (group for group in found if 0 < group.max() < len(number) - 1)
 
 
-def region_cuts(net: Net, demand: Demand, group: NDArray[np.int64]) -> Iterator[Cut]:
+def region_cuts(net: ArcNetwork, demand: Demand, group: NDArray[np.int64]) -> Iterator[Cut]:
     """The cuts into and out of every group of devices."""
     into, out = _group_shares(demand, group)
     for inside in np.flatnonzero(into):
@@ -122,7 +122,7 @@ def region_cuts(net: Net, demand: Demand, group: NDArray[np.int64]) -> Iterator[
         yield _around(net.reverse, group == inside, out[inside]).reverse
 
 
-def prefix_cuts(net: Net, demand: Demand) -> Iterator[Cut]:
+def prefix_cuts(net: ArcNetwork, demand: Demand) -> Iterator[Cut]:
     """Cuts between the devices below some number and the rest."""
     places = np.unique(np.linspace(0, net.num_devices, PREFIXES + 2).round().astype(int))[1:-1]
     into, out = _prefix_shares(demand, net.num_devices)
@@ -134,7 +134,7 @@ def prefix_cuts(net: Net, demand: Demand) -> Iterator[Cut]:
             yield _around(net, number >= place, out[place])
 
 
-def _around(net: Net, inside: Mask, share: float) -> Cut:
+def _around(net: ArcNetwork, inside: Mask, share: float) -> Cut:
     return Cut.into(net, net.narrowest_entry(inside), float(share))
 
 

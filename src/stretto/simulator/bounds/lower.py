@@ -13,10 +13,10 @@ from ...cluster import Cluster
 from ...collectives import Collective
 from ...errors import InvalidInput
 from ...units import format_bytes, format_us
-from .concurrent import MAX_VARIABLES, Needs, concurrent_flow, lengths, needed
+from .concurrent import MAX_VARIABLES, FlowNeeds, concurrent_flow, lengths, needed
 from .cuts import Cut, Need, prefix_cuts, region_cuts, regions, sink_needs, source_needs, worst_sink
 from .demand import Demand, demand_of
-from .net import Floats, Net
+from .net import ArcNetwork, Floats
 from .partition import narrowest_partition
 from .passing import helps, passing_weights
 
@@ -74,7 +74,7 @@ def lower_bound(
     if max(collective.ranks) >= cluster.num_devices:
         has = f"{cluster.name} has {cluster.num_devices} devices"
         raise InvalidInput(f"ranks: device {max(collective.ranks)} does not exist; {has}")
-    latency, proofs = _analyse(collective, cluster, None if channels is None else frozenset(channels))
+    latency, proofs = _analyze(collective, cluster, None if channels is None else frozenset(channels))
     decides = max(proofs, key=lambda proof: proof.total_us(nbytes), default=_NOTHING)
     widest = max(proofs, key=lambda proof: proof.us, default=_NOTHING)
     total = decides.total_us(nbytes)
@@ -94,7 +94,7 @@ def lower_bound(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Proof:
+class BoundProof:
     """Every algorithm has ``sum(weights x bytes over links) >= share x nbytes``."""
 
     share: float
@@ -107,7 +107,7 @@ class Proof:
     exact: bool
 
     @classmethod
-    def of(cls, net: Net, weights: Floats, share: float, reason: str, method: str, exact: bool) -> Proof:
+    def of(cls, net: ArcNetwork, weights: Floats, share: float, reason: str, method: str, exact: bool) -> BoundProof:
         """A proof from one weight per arc."""
         used = np.flatnonzero((weights > 0) & (net.link >= 0))
         used = used[np.argsort(net.message_us[used], kind="stable")]
@@ -139,7 +139,7 @@ class Proof:
 
 
 _NONE = np.zeros(0)
-_NOTHING = Proof(
+_NOTHING = BoundProof(
     share=0.0, links=np.zeros(0, np.int64), weights=_NONE, rate=_NONE, message_us=_NONE,
     reason="nothing has to move", method="none needed", exact=True,
 )  # fmt: skip
@@ -154,17 +154,17 @@ class Latency:
 
 
 @lru_cache(maxsize=32)
-def _analyse(
+def _analyze(
     collective: Collective, cluster: Cluster, channels: frozenset[str] | None
-) -> tuple[Latency, tuple[Proof, ...]]:
+) -> tuple[Latency, tuple[BoundProof, ...]]:
     demand = demand_of(collective, cluster.num_nodes)
-    net = Net.of(cluster, channels, demand.shared)
+    net = ArcNetwork.of(cluster, channels, demand.shared)
     if len(demand.pairs[0]) == 0:
         return Latency(us=0.0, reason=_NOTHING.reason), ()
     return _latency(cluster, net, demand, channels), tuple(_proofs(cluster, net, demand))
 
 
-def _latency(cluster: Cluster, net: Net, demand: Demand, channels: frozenset[str] | None) -> Latency:
+def _latency(cluster: Cluster, net: ArcNetwork, demand: Demand, channels: frozenset[str] | None) -> Latency:
     source, wanter, _ = demand.pairs
     places, begins = np.unique(source, return_index=True)
     ends = np.append(begins[1:], len(source))
@@ -185,7 +185,7 @@ def _latency(cluster: Cluster, net: Net, demand: Demand, channels: frozenset[str
     return Latency(us=worst, reason=f"latency: {names[0]} to {names[1]} takes {format_us(worst)} of alphas")
 
 
-def _proofs(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
+def _proofs(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[BoundProof]:
     """The arguments that fit the shape of the demand."""
     if not demand.combining and demand.same_wanters:
         wanters = demand.wanter[: demand.num_wanters[0]]
@@ -209,8 +209,8 @@ def _proofs(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
 
 
 def _passing(
-    cluster: Cluster, net: Net, demand: Demand, needs: list[Need], cut: Cut | None, plain: NDArray[np.bool_]
-) -> Iterator[Proof]:
+    cluster: Cluster, net: ArcNetwork, demand: Demand, needs: list[Need], cut: Cut | None, plain: NDArray[np.bool_]
+) -> Iterator[BoundProof]:
     """The same needs where switches that are `plain` send no more than they receive."""
     passive = plain & (np.arange(cluster.num_nodes) >= cluster.num_devices)
     if demand.shared or cut is None or not helps(net, passive):
@@ -226,10 +226,10 @@ def _passing(
     ends = np.array([end for end, _, _ in needs])
     linked = np.intersect1d(net.src, net.dst)
     exact = settled and bool(plain.all() and np.isin(linked[linked < net.num_devices], ends).all())
-    yield Proof.of(net, weights, share, reason, f"max-flow LP{', exact' * exact}", exact)
+    yield BoundProof.of(net, weights, share, reason, f"max-flow LP{', exact' * exact}", exact)
 
 
-def _reaches_all(net: Net, demand: Demand, ends: NDArray[np.int32]) -> bool:
+def _reaches_all(net: ArcNetwork, demand: Demand, ends: NDArray[np.int32]) -> bool:
     """Edmonds' condition: every device takes part, and switches can be split off into direct links."""
     linked = np.intersect1d(net.src, net.dst)
     all_devices = bool(np.isin(linked[linked < net.num_devices], ends).all())
@@ -242,7 +242,7 @@ def _everything_to(ends: NDArray[np.int32], places: NDArray[np.int32], share: Fl
     return ((int(end), where, amounts) for end in ends)
 
 
-def _all_reduce(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
+def _all_reduce(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[BoundProof]:
     """Everybody's part to everybody: once over every cut, both ways; and what all groups take in, counted."""
     sources, wanters = demand.source[: demand.num_sources[0]], demand.wanter[: demand.num_wanters[0]]
     share = float(demand.share.sum())
@@ -264,7 +264,7 @@ def _all_reduce(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
             rate = f"{found.rate / 1e3:.6g} GB/s"
             reason = f"counting: each byte is received {times} times by {who}, which take in {rate}"
             method = "max-flow over partitions"
-            yield Proof.of(net, found.into.astype(np.float64), times * share, reason, method, False)
+            yield BoundProof.of(net, found.into.astype(np.float64), times * share, reason, method, False)
 
 
 def _adopt_relays(cluster: Cluster, ranks: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -278,14 +278,14 @@ def _adopt_relays(cluster: Cluster, ranks: NDArray[np.int32]) -> NDArray[np.int6
     return vertex
 
 
-def _mixed(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
+def _mixed(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[BoundProof]:
     """Different things to different places."""
     cuts = [*prefix_cuts(net, demand)]
     for group in regions(cluster):
         cuts += region_cuts(net, demand, group)
     best = 0.0
     if not demand.combining:
-        needs = Needs.of(demand)
+        needs = FlowNeeds.of(demand)
         if len(needs.sources) * len(net.src) <= MAX_VARIABLES:
             us, length = concurrent_flow(net, needs)
             proof = _length_proof(net, needs, length, "concurrent-flow LP")
@@ -310,7 +310,7 @@ def _mixed(cluster: Cluster, net: Net, demand: Demand) -> Iterator[Proof]:
             yield _cut_proof(cluster, net, cut, False)
 
 
-def _plainest(cluster: Cluster, net: Net, proof: Proof, cuts: list[Cut]) -> Proof:
+def _plainest(cluster: Cluster, net: ArcNetwork, proof: BoundProof, cuts: list[Cut]) -> BoundProof:
     """The proof, or a cut that proves the same and is easier to read."""
     for cut in cuts:
         if cut.us >= proof.us * (1 - 1e-9):
@@ -318,7 +318,7 @@ def _plainest(cluster: Cluster, net: Net, proof: Proof, cuts: list[Cut]) -> Proo
     return proof
 
 
-def _length_proof(net: Net, needs: Needs, length: Floats, method: str) -> Proof:
+def _length_proof(net: ArcNetwork, needs: FlowNeeds, length: Floats, method: str) -> BoundProof:
     length = np.where(net.link >= 0, length / max(length.max(), 1e-300), 0.0)
     share = needed(net, needs, length)
     used = length > 0
@@ -326,17 +326,17 @@ def _length_proof(net: Net, needs: Needs, length: Floats, method: str) -> Proof:
     weighted = " (weighted)" if length[used].min(initial=1.0) < 1 - 1e-9 else ""
     links = f"{np.count_nonzero(used)} links of {rate / 1e3:.6g} GB/s in all"
     reason = f"flow: {BYTES}{weighted} must pass {links}"
-    return Proof.of(net, length, share, reason, method, False)
+    return BoundProof.of(net, length, share, reason, method, False)
 
 
-def _cut_proof(cluster: Cluster, net: Net, cut: Cut | None, exact: bool) -> Proof:
+def _cut_proof(cluster: Cluster, net: ArcNetwork, cut: Cut | None, exact: bool) -> BoundProof:
     assert cut is not None, "a demand that can be met over links has a cut"
     inside = cut.sink_side[: cluster.num_devices]
     receive = np.count_nonzero(inside) <= np.count_nonzero(~inside)
     who = _devices_in_words(cluster, np.flatnonzero(inside if receive else ~inside))
     reason = f"cut: {who} must {'receive' if receive else 'send'} {BYTES} over {cut.rate / 1e3:.6g} GB/s"
     method = f"max-flow{', exact' * exact}"
-    return Proof.of(net, cut.arcs.astype(np.float64), cut.share, reason, method, exact)
+    return BoundProof.of(net, cut.arcs.astype(np.float64), cut.share, reason, method, exact)
 
 
 def _size(nbytes: float) -> str:

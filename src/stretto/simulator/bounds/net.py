@@ -19,7 +19,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Net:
+class ArcNetwork:
     """The links that may be used, as arcs with rates in bytes per microsecond.
 
     Behind the cluster's nodes come those of `shared` (see `Demand`), with free arcs to their devices.
@@ -37,9 +37,7 @@ class Net:
     """Likewise its channel."""
 
     @classmethod
-    def of(
-        cls, cluster: Cluster, channels: Iterable[str] | None, shared: Sequence[Sequence[int]] = ()
-    ) -> Net:
+    def of(cls, cluster: Cluster, channels: Iterable[str] | None, shared: Sequence[Sequence[int]] = ()) -> ArcNetwork:
         """The links of these channels (None: all), without those that lead from or to no device."""
         wanted = set(cluster.channels if channels is None else channels)
         for channel in sorted(wanted):
@@ -49,7 +47,7 @@ class Net:
         free = [(cluster.num_nodes + j, device) for j, devices in enumerate(shared) for device in devices]
         ends = np.array(free, np.int32).reshape(-1, 2)
 
-        def net(link: NDArray[np.int64]) -> Net:
+        def net(link: NDArray[np.int64]) -> ArcNetwork:
             return cls(
                 num_nodes=cluster.num_nodes + len(shared),
                 num_devices=cluster.num_devices,
@@ -65,10 +63,10 @@ class Net:
         return net(link[np.isfinite(net(link).message_us[: len(link)])])
 
     @cached_property
-    def reverse(self) -> Net:
+    def reverse(self) -> ArcNetwork:
         """The same arcs, turned round."""
         fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
-        return Net(**(fields | {"src": self.dst, "dst": self.src}))
+        return ArcNetwork(**(fields | {"src": self.dst, "dst": self.src}))
 
     @cached_property
     def message_us(self) -> Floats:

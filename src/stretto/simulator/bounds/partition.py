@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ... import _native
 from .cuts import CLOSER
-from .net import Net
+from .net import ArcNetwork
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,7 +22,7 @@ class Partition:
     rate: float
 
 
-def narrowest_partition(net: Net, vertex: NDArray[np.int64]) -> Partition | None:
+def narrowest_partition(net: ArcNetwork, vertex: NDArray[np.int64]) -> Partition | None:
     """The partition P of the vertices that maximises ``(|P| - 1) / sum of the rates into its groups``.
 
     ``vertex[d]`` is the vertex that device d belongs to; None with fewer than two vertices. The rate into a
@@ -49,7 +49,7 @@ def narrowest_partition(net: Net, vertex: NDArray[np.int64]) -> Partition | None
 class _Entries:
     """Minimum cuts into sets of vertices, where every vertex is a contracted set of devices."""
 
-    def __init__(self, net: Net, vertex: NDArray[np.int64], count: int) -> None:
+    def __init__(self, net: ArcNetwork, vertex: NDArray[np.int64], count: int) -> None:
         self.net, self.vertex, self.count = net, vertex, count
         node = np.concatenate([vertex, count + np.arange(net.num_nodes - net.num_devices)]).astype(np.int32)
         self.src, self.dst = node[net.src], node[net.dst]

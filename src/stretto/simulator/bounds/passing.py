@@ -10,21 +10,23 @@ import numpy as np
 from ... import _native
 from ...highs import highspy as load_highspy
 from .cuts import Cut, Need
-from .net import Floats, Mask, Net
+from .net import ArcNetwork, Floats, Mask
 
 MAX_ARCS = 4096
 MAX_SINKS = 256
 ROUNDS = 60
 
 
-def helps(net: Net, passive: Mask) -> bool:
+def helps(net: ArcNetwork, passive: Mask) -> bool:
     """Whether some passive node could send more than it receives, so that cuts alone are too kind to it."""
     rate = np.where(net.link >= 0, net.rate, 0.0)
     into, out = (np.bincount(ends, rate, net.num_nodes) for ends in (net.dst, net.src))
     return bool(np.any(passive & (out > into * (1 + 1e-9)) & (into > 0)))
 
 
-def passing_weights(net: Net, needs: Sequence[Need], passive: Mask, first: Cut) -> tuple[Floats, float, bool] | None:
+def passing_weights(
+    net: ArcNetwork, needs: Sequence[Need], passive: Mask, first: Cut
+) -> tuple[Floats, float, bool] | None:
     """Weights w on arcs and a share D with ``sum(w x bytes) >= D``, and whether no rates do better; None if too large.
 
     Each sink must be supplied over rates within the links', of which every passive node sends no more than it
@@ -83,7 +85,7 @@ def passing_weights(net: Net, needs: Sequence[Need], passive: Mask, first: Cut) 
     return weights / most, share / most, settled
 
 
-def _short(net: Net, needs: Sequence[Need], rate: Floats, supply: float) -> list[Cut]:
+def _short(net: ArcNetwork, needs: Sequence[Need], rate: Floats, supply: float) -> list[Cut]:
     """The cuts that rates leave too narrow for `supply` times the needs."""
     found = []
     flow = _native.MaxFlow(net.num_nodes, net.src, net.dst)

@@ -47,8 +47,7 @@ _MAKERS: dict[str, Builder] = {
     "zero2": sharded.zero2,
 }
 BUILDERS: dict[str, Info] = {
-    name: Info(make=make, about=(make.__doc__ or "").partition("\n")[0])
-    for name, make in _MAKERS.items()
+    name: Info(make=make, about=(make.__doc__ or "").partition("\n")[0]) for name, make in _MAKERS.items()
 }
 
 

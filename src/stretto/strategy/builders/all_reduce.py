@@ -20,9 +20,7 @@ def all_reduce(
     """All-reduce of merged gradients: DDP's buckets, or `chunk` neighbours each; sparse ones are gathered."""
     groups = merge_groups(dense(model), chunk=chunk, bucket_mb=bucket_mb, first_mb=first_mb)
     return tuple(
-        NodeConfig(
-            variable=v.name, sync=Sync(kind="sparse_all_gather") if v.sparse else Sync(group=groups[v.name])
-        )
+        NodeConfig(variable=v.name, sync=Sync(kind="sparse_all_gather") if v.sparse else Sync(group=groups[v.name]))
         for v in model.variables
     )
 
@@ -47,9 +45,7 @@ def partitioned_all_reduce(
     return tuple(nodes)
 
 
-def random_axis(
-    model: ModelSpec, there: Resources, part_mb: float = PART_MB, seed: int = 0
-) -> tuple[NodeConfig, ...]:
+def random_axis(model: ModelSpec, there: Resources, part_mb: float = PART_MB, seed: int = 0) -> tuple[NodeConfig, ...]:
     """Large variables cut along an axis drawn at random into a random number of parts, all-reduced; others merged."""
     check_number("part_mb", part_mb, 0, 1e9)
     rng = random.Random(check_seed(seed))
@@ -61,7 +57,5 @@ def random_axis(
             nodes.append(node)
             continue
         axis = rng.choice(axes)
-        nodes.append(
-            NodeConfig(variable=v.name, partition=cut_along(v, axis, rng.randint(2, MAX_RANDOM_PARTS)))
-        )
+        nodes.append(NodeConfig(variable=v.name, partition=cut_along(v, axis, rng.randint(2, MAX_RANDOM_PARTS))))
     return tuple(nodes)

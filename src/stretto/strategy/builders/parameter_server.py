@@ -88,9 +88,7 @@ def _servers(there: Resources, servers: str) -> Balance:
 
 
 def _server(there: Resources, server: str, two_level: bool) -> Sync:
-    return Sync(
-        kind="parameter_server", placement=(server,), transfer=stations(there, server) if two_level else ()
-    )
+    return Sync(kind="parameter_server", placement=(server,), transfer=stations(there, server) if two_level else ())
 
 
 def _in_two(v: Variable, two_level: bool) -> bool:
@@ -98,9 +96,7 @@ def _in_two(v: Variable, two_level: bool) -> bool:
     return two_level and not v.sparse
 
 
-def _shared_out(
-    v: Variable, cut: tuple[int, ...], there: Resources, balance: Balance, two_level: bool
-) -> NodeConfig:
+def _shared_out(v: Variable, cut: tuple[int, ...], there: Resources, balance: Balance, two_level: bool) -> NodeConfig:
     node = NodeConfig(variable=v.name, partition=cut)
     shares = [part.elements / v.elements for part in node.cut(v)]
     through = _in_two(v, two_level)

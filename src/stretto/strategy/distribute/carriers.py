@@ -15,24 +15,24 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInput
-from ..kernels import Exchange, Message, Piece
+from ..kernels import Message, StepExchange, VariablePiece
 from .groups import Groups
-from .regions import EVERYONE, Region, block_of, sparse_of
+from .regions import EVERYONE, VariableRegion, block_of, sparse_of
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
-class Wait(NamedTuple):
+class PendingExchange(NamedTuple):
     """What is on its way (None: nothing on this rank), and whether another exchange depends on it."""
 
     work: Any
     more: bool
 
 
-Flow = Iterator[Wait]
+Flow = Iterator[PendingExchange]
 
 
-class Link(NamedTuple):
+class RankExchange(NamedTuple):
     """An exchange as this rank takes part in it."""
 
     kind: str
@@ -42,7 +42,7 @@ class Link(NamedTuple):
     size: int
 
 
-class Carrier(ABC):
+class VariableCarrier(ABC):
     """What all carriers share; `variables` are the names that a push waits for."""
 
     stateful = False
@@ -63,10 +63,10 @@ class Carrier(ABC):
         self.spans = spans(self.pieces)
         self.elements = self.spans[-1][1]
         self.back: torch.Tensor | None = None
-        self.results: list[tuple[Region, torch.Tensor | None]] = []
+        self.results: list[tuple[VariableRegion, torch.Tensor | None]] = []
         """What the regions that this rank updates are updated with, after a push."""
 
-    def arranged(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    def arranged(self, pieces: tuple[VariablePiece, ...]) -> tuple[VariablePiece, ...]:
         """The order in which pieces travel."""
         return pieces
 
@@ -76,9 +76,11 @@ class Carrier(ABC):
         return self.owner in (EVERYONE, self.groups.rank)
 
     @cached_property
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[VariableRegion]:
         """All regions, of all owners, in the same order on every rank; a region is the same object everywhere."""
-        return [Region(variable=piece.variable.name, part=piece.part, owner=self.owner) for piece in self.pieces]
+        return [
+            VariableRegion(variable=piece.variable.name, part=piece.part, owner=self.owner) for piece in self.pieces
+        ]
 
     def accept(self, name: str) -> None:  # noqa: B027
         """A gradient is there, and warm in the cache; the others of the message may still be missing."""
@@ -126,7 +128,7 @@ class Carrier(ABC):
     def _held(self) -> list[torch.Tensor]:
         return [block_of(self.parameters[piece.variable.name].detach(), piece.part) for piece in self.pieces]
 
-    def _link(self, exchange: Exchange) -> Link | None:
+    def _link(self, exchange: StepExchange) -> RankExchange | None:
         everyone = tuple(range(self.groups.size))
 
         def key(members: tuple[int, ...]) -> tuple[int, ...]:
@@ -139,12 +141,12 @@ class Carrier(ABC):
         if mine is None:
             return None
         root = mine[exchange.root]
-        return Link(
+        return RankExchange(
             exchange.kind, self.groups.get(key(mine), self.message.lane), key(mine).index(root),
             self.groups.rank == root, len(mine),
         )  # fmt: skip
 
-    def gradient(self, piece: Piece) -> torch.Tensor | None:
+    def gradient(self, piece: VariablePiece) -> torch.Tensor | None:
         """This rank's gradient of a piece, dense."""
         whole = self.parameters[piece.variable.name].grad
         if whole is None:
@@ -175,13 +177,13 @@ class Carrier(ABC):
             parameter.grad = parameter.grad.to_dense()
         block_of(parameter.grad, piece.part).copy_(mean.to_dense() if mean.is_sparse else mean)
 
-    def flow(self, links: Sequence[Link | None], buffer: torch.Tensor, *, more: bool = False) -> Flow:
+    def flow(self, links: Sequence[RankExchange | None], buffer: torch.Tensor, *, more: bool = False) -> Flow:
         """A flat buffer through exchanges that add up or copy."""
         for at, link in enumerate(links):
-            yield Wait(None if link is None else send(link, buffer), more or at + 1 < len(links))
+            yield PendingExchange(None if link is None else send(link, buffer), more or at + 1 < len(links))
 
 
-def send(link: Link, buffer: torch.Tensor) -> Any:
+def send(link: RankExchange, buffer: torch.Tensor) -> Any:
     """Begin an exchange of a flat buffer in place."""
     if link.kind == "all_reduce":
         return dist.all_reduce(buffer, group=link.group, async_op=True)
@@ -192,7 +194,7 @@ def send(link: Link, buffer: torch.Tensor) -> Any:
     raise InvalidInput(f"exchange {link.kind} of a dense gradient is not known here")
 
 
-def spans(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+def spans(pieces: Sequence[VariablePiece]) -> list[tuple[int, int]]:
     """Where each piece lies in a flat buffer."""
     found, at = [], 0
     for piece in pieces:

@@ -11,17 +11,17 @@ from functools import cached_property
 import torch
 
 from ...runtime.torch_backend.torch_versions import all_gather_single, reduce_scatter_single
-from ..kernels import Message, Piece
-from .carriers import Carrier, Flow, Wait
+from ..kernels import Message, VariablePiece
+from .carriers import Flow, PendingExchange, VariableCarrier
 from .groups import Groups
-from .regions import EVERYONE, Region, block_of
+from .regions import EVERYONE, VariableRegion, block_of
 
 CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 LARGE_BYTES = 32 << 10
 """From here on moving the bytes takes longer than a call."""
 
 
-class FlatCarrier(Carrier):
+class FlatCarrier(VariableCarrier):
     """A flat buffer with this rank's shares of the mean; small pieces stand first."""
 
     def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
@@ -39,7 +39,7 @@ class FlatCarrier(Carrier):
         self._owners = [parameters[piece.variable.name] for piece in small]
         self._packed: set[int] = set()
 
-    def arranged(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    def arranged(self, pieces: tuple[VariablePiece, ...]) -> tuple[VariablePiece, ...]:
         """Small ones first, so that they can be scaled as one."""
         return tuple(sorted(pieces, key=is_large))
 
@@ -200,7 +200,7 @@ class ShardedCarrier(FlatCarrier):
         self.arrived = self.wire[0].clone()
         self.mine, self.flags = self.arrived[: self.share], self.arrived[self.share :]
         numbers = {(piece.variable.name, piece.part.index): at for at, piece in enumerate(self.pieces)}
-        self._places: list[tuple[Region, int, torch.Tensor]] = []
+        self._places: list[tuple[VariableRegion, int, torch.Tensor]] = []
         at = 0
         for region in self.regions:
             if region.owner == groups.rank and region.flat is not None:
@@ -214,7 +214,7 @@ class ShardedCarrier(FlatCarrier):
         return self.share * self.groups.size
 
     @cached_property
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[VariableRegion]:
         """The shares of all ranks."""
         found = []
         for place, rank in enumerate(self.order):
@@ -222,7 +222,7 @@ class ShardedCarrier(FlatCarrier):
                 low, high = max(begin, place * self.share), min(end, (place + 1) * self.share)
                 if low < high:
                     flat = (low - begin, high - begin)
-                    found.append(Region(variable=piece.variable.name, part=piece.part, owner=rank, flat=flat))
+                    found.append(VariableRegion(variable=piece.variable.name, part=piece.part, owner=rank, flat=flat))
         return found
 
     def push(self) -> Flow:
@@ -236,7 +236,7 @@ class ShardedCarrier(FlatCarrier):
             link = self.pushes[0]
             assert link is not None
             wire = self.wire.view(-1)
-            yield Wait(reduce_scatter_single(self.arrived, wire, group=link.group, async_op=True), False)
+            yield PendingExchange(reduce_scatter_single(self.arrived, wire, group=link.group, async_op=True), False)
         else:
             self.arrived.copy_(self.wire[0])
         nobody = {at for at in missing if not float(self.flags[at])}
@@ -251,11 +251,11 @@ class ShardedCarrier(FlatCarrier):
         held = [region.of(self.parameters[region.variable].detach()) for region, _, _ in self._places]
         if held:
             torch._foreach_copy_([mine for _, _, mine in self._places], held)
-        yield Wait(all_gather_single(self.buffer, self.mine, group=link.group, async_op=True), False)
+        yield PendingExchange(all_gather_single(self.buffer, self.mine, group=link.group, async_op=True), False)
         self.unpack(self.buffer)
 
 
-def is_large(piece: Piece) -> bool:
+def is_large(piece: VariablePiece) -> bool:
     """Whether a piece is worth a call of its own."""
     return piece.nbytes >= LARGE_BYTES
 

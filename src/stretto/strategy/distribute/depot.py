@@ -19,11 +19,11 @@ from torch import nn
 
 from ...errors import StrettoError
 from ...runtime.torch_backend.current import SERVES
-from ..kernels import Piece
+from ..kernels import VariablePiece
 from ..representation import ASYNCHRONOUS
 from .dense import CASTS
 from .groups import Groups
-from .regions import Region, block_of
+from .regions import VariableRegion, block_of
 
 PUSH, BYE = 1.0, 0.0
 CLOSE_S = 60.0
@@ -38,7 +38,7 @@ class Depot:
     def __init__(
         self,
         number: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[VariablePiece],
         parameters: dict[str, nn.Parameter],
         groups: Groups,
         communicator: Any,
@@ -48,7 +48,7 @@ class Depot:
         self.staleness = sync.staleness
         self.owner = owner
         self.groups = groups
-        self.regions = [Region(variable=p.variable.name, part=p.part, owner=owner) for p in pieces]
+        self.regions = [VariableRegion(variable=p.variable.name, part=p.part, owner=owner) for p in pieces]
         self.most_ahead = 0
         """The most steps that a rank was ahead of the slowest when it went on."""
         self.lock = threading.Condition()
@@ -71,7 +71,7 @@ class Depot:
         self._gone = [False] * groups.size
         self._updates = 0
 
-    def of(self, name: str) -> list[Region]:
+    def of(self, name: str) -> list[VariableRegion]:
         """The regions of a variable."""
         return [region for region in self.regions if region.variable == name]
 

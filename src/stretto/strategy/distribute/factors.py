@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ...errors import InvalidInput
-from ..kernels import Message, Piece
-from .carriers import Carrier, Flow
+from ..kernels import Message, VariablePiece
+from .carriers import Flow, VariableCarrier
 from .groups import Groups
 from .regions import EVERYONE
-from .rows import Run, RunsCarrier, as_bytes
+from .rows import ByteReader, RunsCarrier, as_bytes
 
 NEAR = 1e-2
 """How far a gradient and the product of its factors may be apart, relative to the gradient (Frobenius norms).
@@ -23,7 +23,7 @@ NEAR = 1e-2
 Under autocast inputs are rounded to half precision inside a layer, which is 0.002 at most."""
 
 
-class PowerSgdCarrier(Carrier):
+class PowerSgdCarrier(VariableCarrier):
     """Two thin matrices P and Q with P Qᵀ near the gradient (one power iteration), and error feedback.
 
     Both are summed over ranks, one after the other; pieces that would not become smaller travel whole with P. The next
@@ -39,13 +39,13 @@ class PowerSgdCarrier(Carrier):
         self._generator = torch.Generator().manual_seed(0)
         self.q = [self._start(piece) for piece in self.pieces]
 
-    def _start(self, piece: Piece) -> torch.Tensor | None:
+    def _start(self, piece: VariablePiece) -> torch.Tensor | None:
         rows, columns, rank = self._sizes(piece)
         if rank * (rows + columns) >= rows * columns:
             return None
         return torch.randn(columns, rank, generator=self._generator).to(self.device, self.dtype)
 
-    def _sizes(self, piece: Piece) -> tuple[int, int, int]:
+    def _sizes(self, piece: VariablePiece) -> tuple[int, int, int]:
         shape = piece.part.shape or (1,)
         rows, columns = shape[0], math.prod(shape[1:])
         return rows, columns, min(int(self.message.sync.encoding[1]) or 1, rows, columns)
@@ -169,7 +169,7 @@ class FactorsCarrier(RunsCarrier):
                 f"{name}.encoder: sufficient_factors does not fit: the gradient is not what calls of the layer give"
             )
 
-    def decode(self, run: Run) -> list[torch.Tensor | None]:
+    def decode(self, run: ByteReader) -> list[torch.Tensor | None]:
         """The products, added up; of a layer that no rank has used there is none."""
         counts = [0] * len(self.pieces)
         sums = [torch.zeros(piece.part.shape, dtype=self.dtype, device=self.device) for piece in self.pieces]

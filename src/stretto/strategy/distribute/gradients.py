@@ -1,4 +1,4 @@
-"""`Synchroniser`: starts each message as soon as the backward pass has its gradients, in one order on all ranks."""
+"""`GradientSynchronizer`: starts each message as soon as the backward pass has its gradients, in one order on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import InvalidInput
-from .carriers import Carrier, Flow, Wait
+from .carriers import Flow, PendingExchange, VariableCarrier
 from .groups import Groups
 
 DISTRIBUTED: Any = WeakIdKeyDictionary()
@@ -22,11 +22,11 @@ AHEAD = 2
 """So many messages are begun before the next exchange of an earlier one is waited for inside the backward pass."""
 
 
-class Running:
+class ActiveExchanges:
     """Flows on their way, begun and moved on in an order that does not depend on what has arrived."""
 
     def __init__(self) -> None:
-        self._flows: list[tuple[Flow, Wait] | None] = []
+        self._flows: list[tuple[Flow, PendingExchange] | None] = []
 
     def begin(self, flow: Flow) -> None:
         """Start one, and move on those that were begun a while ago and have another exchange to do."""
@@ -55,10 +55,12 @@ class Running:
         self._flows.clear()
 
 
-class Synchroniser:
+class GradientSynchronizer:
     """Hooks on the parameters of all carriers, from the first backward pass on."""
 
-    def __init__(self, carriers: Sequence[Carrier], parameters: dict[str, nn.Parameter], groups: Groups) -> None:
+    def __init__(
+        self, carriers: Sequence[VariableCarrier], parameters: dict[str, nn.Parameter], groups: Groups
+    ) -> None:
         self.carriers = list(carriers)
         self.groups = groups
         self.waited_us = 0.0
@@ -72,7 +74,7 @@ class Synchroniser:
         self._missing = [len(carrier.variables) for carrier in self.carriers]
         self._round = 0
         self._arrived: list[int] = []
-        self._running = Running()
+        self._running = ActiveExchanges()
         self._next = 0
         self._active = False
         self._quiet = False

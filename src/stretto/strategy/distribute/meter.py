@@ -18,7 +18,7 @@ NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
 
 def described(model: nn.Module, sample: Any, *, name: str = "") -> ModelSpec:
     """The spec of a model; with a sample, after a step on it that leaves gradients and random numbers as they were."""
-    meter = Meter(model, name=name)
+    meter = ModuleMeter(model, name=name)
     if sample is None:
         meter.close()
         return meter.spec()
@@ -40,7 +40,7 @@ def described(model: nn.Module, sample: Any, *, name: str = "") -> ModelSpec:
     return meter.spec()
 
 
-class Meter:
+class ModuleMeter:
     """Hooks that note the order of modules, how long each takes, and what sparse gradients and linear layers have."""
 
     def __init__(self, model: nn.Module, *, name: str = "") -> None:

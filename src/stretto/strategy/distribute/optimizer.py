@@ -14,11 +14,11 @@ from torch import nn
 from ...errors import InvalidInput
 from .. import Strategy
 from .depot import Depot
-from .gradients import Synchroniser
+from .gradients import GradientSynchronizer
 from .groups import Groups
-from .regions import EVERYONE, Region, replicated, shares_memory
+from .regions import EVERYONE, VariableRegion, replicated, shares_memory
 from .state import gathered_state, spread_state
-from .trial import Trial
+from .trial import StepCounter
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -33,11 +33,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         strategy: Strategy,
         names: dict[int, str],
         parameters: dict[str, nn.Parameter],
-        regions: dict[str, list[Region]],
-        sync: Synchroniser,
+        regions: dict[str, list[VariableRegion]],
+        sync: GradientSynchronizer,
         depots: list[Depot],
         groups: Groups,
-        trial: Trial | None,
+        trial: StepCounter | None,
     ) -> None:
         super().__init__(users.param_groups, users.defaults)
         # The very same groups: a scheduler made before goes on to work.
@@ -52,10 +52,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._trial = trial
         self._versions: dict[str, tuple[int, int]] = {}
         self._follows: Any = None
-        self._held: dict[tuple[str, Region], torch.Tensor] = {}
-        self._places: dict[tuple[str, Region], int] = {}
+        self._held: dict[tuple[str, VariableRegion], torch.Tensor] = {}
+        self._places: dict[tuple[str, VariableRegion], int] = {}
         """Where the parameter was in memory when a held region became a view of it."""
-        self._copied: list[tuple[str, Region]] = []
+        self._copied: list[tuple[str, VariableRegion]] = []
         """The held regions that are copies of their parameters."""
         known = {id(p) for group in users.param_groups for p in group["params"]}
         self._frozen = [name for name, p in parameters.items() if not p.requires_grad and id(p) in known]
@@ -247,12 +247,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kept = [{**g, "params": [numbers[id(p)] for p in g["params"]]} for g in self.param_groups]
         return {"state": state, "param_groups": kept}
 
-    def _states(self, name: str) -> dict[Region, dict[str, Any]]:
+    def _states(self, name: str) -> dict[VariableRegion, dict[str, Any]]:
         """The states of what this rank updates of a variable."""
         found = self._regions[name]
         if replicated(found):
             return {found[0]: self._inner.state.get(self._parameters[name], {})}
-        states: dict[Region, dict[str, Any]] = {
+        states: dict[VariableRegion, dict[str, Any]] = {
             region: self._inner.state.get(held, {}) for (of, region), held in self._held.items() if of == name
         }
         for depot in self._depots:

@@ -8,7 +8,7 @@ import torch
 
 from ...errors import InvalidInput, unknown
 from .. import ModelSpec, Strategy
-from .regions import Region, replicated
+from .regions import VariableRegion, replicated
 from .state import STEPS
 
 ELEMENTWISE = (
@@ -17,7 +17,7 @@ ELEMENTWISE = (
 """These update each element by itself, so a part of a variable can be updated without the rest."""
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, regions: dict[str, list[Region]]) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, regions: dict[str, list[VariableRegion]]) -> None:
     """Refuse optimizers that need more than the strategy gives to the rank which runs them.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Region`: the part of a variable that one rank (or every rank) updates."""
+"""`VariableRegion`: the part of a variable that one rank (or every rank) updates."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import InvalidInput
-from ..representation import Part
+from ..representation import VariablePart
 
 EVERYONE = -1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Region:
+class VariableRegion:
     """A block of a variable, or the elements `flat[0]` to `flat[1]` of that block; `owner` runs the optimizer on it.
 
     Each is one object, known by identity: they are looked up in every step.
     """
 
     variable: str
-    part: Part
+    part: VariablePart
     owner: int = EVERYONE
     flat: tuple[int, int] | None = None
 
@@ -47,12 +47,12 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def replicated(regions: list[Region]) -> bool:
+def replicated(regions: list[VariableRegion]) -> bool:
     """Whether every rank updates the whole variable."""
     return all(region.owner == EVERYONE for region in regions)
 
 
-def check_memory(parameters: Mapping[str, torch.Tensor], regions: Mapping[str, list[Region]]) -> None:
+def check_memory(parameters: Mapping[str, torch.Tensor], regions: Mapping[str, list[VariableRegion]]) -> None:
     """Refuse variables that lie in each other's memory where not every rank updates both.
 
     Args:
@@ -82,14 +82,14 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
-def block_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+def block_of(tensor: torch.Tensor, part: VariablePart) -> torch.Tensor:
     """The block of a tensor that a part is."""
     if tuple(tensor.shape) == part.shape:
         return tensor
     return tensor[tuple(slice(start, start + size) for start, size in zip(part.start, part.shape, strict=True))]
 
 
-def rows_of(gradient: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(gradient: torch.Tensor, part: VariablePart) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of a sparse gradient that fall into a part: their numbers inside it, and their values."""
     gradient = gradient.coalesce()
     if gradient.sparse_dim() != 1:

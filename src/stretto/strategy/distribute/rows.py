@@ -16,17 +16,17 @@ from torch import nn
 
 from ...errors import InvalidInput
 from ...runtime.torch_backend.torch_versions import all_gather_single
-from ..kernels import Message, Piece
-from .carriers import Carrier, Flow, Link, Wait, rows_kept
+from ..kernels import Message, VariablePiece
+from .carriers import Flow, PendingExchange, RankExchange, VariableCarrier, rows_kept
 from .groups import Groups
 from .regions import block_of, rows_of, sparse_of
 
-Joined = Generator[Wait, None, torch.Tensor]
+Joined = Generator[PendingExchange, None, torch.Tensor]
 NO_GRADIENT = -1
 """Instead of a number of rows: there is no gradient at all, which an optimizer treats unlike one without rows."""
 
 
-class RunsCarrier(Carrier):
+class RunsCarrier(VariableCarrier):
     """Runs of bytes gathered; parameters, where a server has them, come back whole."""
 
     same_length = False
@@ -37,7 +37,7 @@ class RunsCarrier(Carrier):
         """This rank's run of bytes."""
 
     @abstractmethod
-    def decode(self, run: Run) -> list[torch.Tensor | None]:
+    def decode(self, run: ByteReader) -> list[torch.Tensor | None]:
         """The mean of all runs, piece by piece."""
 
     def _count_bytes(self, count: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ class RunsCarrier(Carrier):
             run = yield from joined(link, run, known=known, more=at + 1 < len(self.pushes))
         self.results.clear()
         if self.updates:
-            for at, mean in enumerate(self.decode(Run(run))):
+            for at, mean in enumerate(self.decode(ByteReader(run))):
                 self.give(at, mean)
 
 
@@ -59,7 +59,11 @@ class SparseCarrier(RunsCarrier):
     """Rows of sparse gradients: to everyone, or to a server that sends the rows back which have changed."""
 
     def __init__(
-        self, message: Message, parameters: dict[str, nn.Parameter], groups: Groups, *,
+        self,
+        message: Message,
+        parameters: dict[str, nn.Parameter],
+        groups: Groups,
+        *,
         rows_only: Callable[[], bool],
     ) -> None:
         super().__init__(message, parameters, groups)
@@ -86,14 +90,14 @@ class SparseCarrier(RunsCarrier):
     def _rows(self, numbers: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         return [self._count_bytes(len(numbers)), as_bytes(numbers), as_bytes(values)]
 
-    def _read(self, run: Run, piece: Piece) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _read(self, run: ByteReader, piece: VariablePiece) -> tuple[torch.Tensor, torch.Tensor] | None:
         count = int(run.take(1, torch.int64))
         if count == NO_GRADIENT:
             return None
         shape = (count, *piece.part.shape[1:])
         return run.take(count, torch.int64), run.take(math.prod(shape), self.dtype).view(shape)
 
-    def decode(self, run: Run) -> list[torch.Tensor | None]:
+    def decode(self, run: ByteReader) -> list[torch.Tensor | None]:
         """Rows of equal numbers are added up; of a table that no rank has used there is none."""
         rows: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.pieces]
         while run.left:
@@ -131,7 +135,7 @@ class SparseCarrier(RunsCarrier):
             run = yield from joined(told, run, known=False, more=at + 1 < len(self.pulls))
         if self.updates:
             return
-        reading = Run(run)
+        reading = ByteReader(run)
         for block, piece in zip(blocks, self.pieces, strict=True):
             if reading.left and (read := self._read(reading, piece)) is not None:
                 block[read[0]] = read[1]
@@ -156,7 +160,7 @@ class FeedbackCarrier(RunsCarrier):
         """What is sent of a piece, as bytes, and what is left."""
 
     @abstractmethod
-    def add(self, at: int, run: Run, total: torch.Tensor) -> None:
+    def add(self, at: int, run: ByteReader, total: torch.Tensor) -> None:
         """Read what one rank has sent of a piece, and add it."""
 
     def encode(self) -> torch.Tensor:
@@ -171,7 +175,7 @@ class FeedbackCarrier(RunsCarrier):
                 found += sent
         return torch.cat(found)
 
-    def decode(self, run: Run) -> list[torch.Tensor | None]:
+    def decode(self, run: ByteReader) -> list[torch.Tensor | None]:
         """The sum of all; of a layer that no rank has used there is none."""
         used = torch.zeros(len(self.pieces), dtype=torch.bool, device=self.device)
         sums = [torch.zeros_like(left) for left in self.left]
@@ -197,7 +201,7 @@ class TopKCarrier(FeedbackCarrier):
         places = wanted.abs().topk(self._count(at), sorted=False).indices
         return [as_bytes(places.int()), as_bytes(wanted[places])], wanted.index_fill(0, places, 0.0)
 
-    def add(self, at: int, run: Run, total: torch.Tensor) -> None:
+    def add(self, at: int, run: ByteReader, total: torch.Tensor) -> None:
         """Values to their places."""
         count = self._count(at)
         places = run.take(count, torch.int32).long()
@@ -216,14 +220,14 @@ class OneBitCarrier(FeedbackCarrier):
         ])  # fmt: skip
         return [as_bytes(means), packed_bits(above)], wanted - torch.where(above, means[0], means[1])
 
-    def add(self, at: int, run: Run, total: torch.Tensor) -> None:
+    def add(self, at: int, run: ByteReader, total: torch.Tensor) -> None:
         """To each element the mean of its sign."""
         means = run.take(2, self.dtype)
         above = unpacked_bits(run.take(-(-len(total) // 8), torch.uint8), len(total))
         total += torch.where(above, means[0], means[1])
 
 
-class Run:
+class ByteReader:
     """Bytes being read."""
 
     def __init__(self, run: torch.Tensor) -> None:
@@ -243,36 +247,40 @@ class Run:
         return found.view(dtype)
 
 
-def joined(link: Link | None, run: torch.Tensor, *, known: bool, more: bool) -> Joined:
+def joined(link: RankExchange | None, run: torch.Tensor, *, known: bool, more: bool) -> Joined:
     """Runs of different lengths gathered and joined, or one handed out; `known`: all are as long as this one."""
     if link is None:
         if not known:
-            yield Wait(None, True)
-        yield Wait(None, more)
+            yield PendingExchange(None, True)
+        yield PendingExchange(None, more)
         return run
     lengths = [len(run)] * link.size
     if not known:
         mine = torch.tensor([len(run)], dtype=torch.int64, device=run.device)
         if link.kind == "broadcast":
-            yield Wait(dist.broadcast(mine, group_src=link.root, group=link.group, async_op=True), True)
+            yield PendingExchange(dist.broadcast(mine, group_src=link.root, group=link.group, async_op=True), True)
             lengths = [int(mine)]
         else:
             all_ = torch.zeros(link.size, dtype=torch.int64, device=run.device)
-            yield Wait(all_gather_single(all_, mine, group=link.group, async_op=True), True)
+            yield PendingExchange(all_gather_single(all_, mine, group=link.group, async_op=True), True)
             lengths = all_.tolist()
     longest = max(lengths)
     if link.kind == "broadcast":
         out = run if link.is_root else torch.empty(longest, dtype=torch.uint8, device=run.device)
-        yield Wait(dist.broadcast(out, group_src=link.root, group=link.group, async_op=True) if longest else None, more)
+        yield PendingExchange(
+            dist.broadcast(out, group_src=link.root, group=link.group, async_op=True) if longest else None, more
+        )
         return out
     padded = run if len(run) == longest else torch.cat([run, run.new_zeros(longest - len(run))])
     if link.kind == "gather":
         rows = [torch.empty_like(padded) for _ in range(link.size)] if link.is_root else None
         work = dist.gather(padded, rows, group_dst=link.root, group=link.group, async_op=True) if longest else None
-        yield Wait(work, more)
+        yield PendingExchange(work, more)
         return torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)]) if rows is not None else run
     everything = torch.empty(link.size * longest, dtype=torch.uint8, device=run.device)
-    yield Wait(all_gather_single(everything, padded, group=link.group, async_op=True) if longest else None, more)
+    yield PendingExchange(
+        all_gather_single(everything, padded, group=link.group, async_op=True) if longest else None, more
+    )
     return torch.cat([row[:n] for row, n in zip(everything.view(link.size, longest), lengths, strict=True)])
 
 

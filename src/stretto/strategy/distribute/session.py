@@ -22,10 +22,10 @@ from torch import nn
 
 from ...errors import InvalidInput
 from ..model import ModelSpec
-from ..requests import DDP_BUCKET_MB, MODEL_FILE, Answer, Arm, Reference, Request, leave, read_request
+from ..requests import DDP_BUCKET_MB, MODEL_FILE, Arm, Reference, TrialReply, TrialRequest, leave, read_request
 from .groups import Groups
 from .optimizer import DistributedOptimizer
-from .trial import DESCRIBE_STEPS, TRIAL_VARIABLE, Description, Trial
+from .trial import DESCRIBE_STEPS, TRIAL_VARIABLE, Description, StepCounter
 
 POLL_S = 0.005
 FEW = 3
@@ -43,20 +43,22 @@ class _LastingGroups(Groups):
         """Not before the job ends."""
 
 
-def trial_from_environment(groups: Groups, describe: Callable[[], ModelSpec], done: Callable[[], None]) -> Trial | None:
+def trial_from_environment(
+    groups: Groups, describe: Callable[[], ModelSpec], done: Callable[[], None]
+) -> StepCounter | None:
     """What STRETTO_TRIAL asks for, None without it; `done` is called once the model needs no more looking at."""
     kind, _, rest = os.environ.get(TRIAL_VARIABLE, "").partition(",")
     if kind == "session" and rest:
         if not Path(rest).is_dir():
             raise InvalidInput(f"{TRIAL_VARIABLE}: {rest}: there is no such folder")
         return Session(groups, Path(rest), describe, done)
-    trial = Trial.from_environment(groups, "", describe)
+    trial = StepCounter.from_environment(groups, "", describe)
     if not isinstance(trial, Description):
         done()
     return trial
 
 
-class Session(Trial):
+class Session(StepCounter):
     """Describes the model, then measures what it is asked to until it is asked to end."""
 
     def __init__(
@@ -67,12 +69,12 @@ class Session(Trial):
         self._described = done
         self._rank, self._ranks, self._main = groups.rank, groups.size, groups.main
         self._number = -1
-        self._asked = Request()
+        self._asked = TrialRequest()
         self._left: list[int] = []
         self._at = 0
         self._times: list[list[float]] = []
         self._why: list[str] = []
-        self.switch: Live | None = None
+        self.switch: LiveTraining | None = None
 
     def step(self) -> None:
         """An iteration has ended; perhaps also what was measured, and then something else begins."""
@@ -119,7 +121,7 @@ class Session(Trial):
     def _ask(self) -> None:
         """Answer, and wait for the next request; the job ends with the one that asks for nothing."""
         if self._rank == 0 and self._number >= 0:
-            answer = Answer(ranks=self._ranks, times_us=self._times, why=self._why)
+            answer = TrialReply(ranks=self._ranks, times_us=self._times, why=self._why)
             leave(answer, self.result / f"{self._number}.answer")
         self._number += 1
         asked: list[Any] = [None]
@@ -129,7 +131,7 @@ class Session(Trial):
                 if not self.result.is_dir():  # whoever asked is gone
                     break
                 time.sleep(POLL_S)
-            asked = [read_request(path) if path.exists() else Request()]
+            asked = [read_request(path) if path.exists() else TrialRequest()]
         dist.broadcast_object_list(asked, group_src=0, group=self._main)
         self._asked = asked[0]
         count = len(self._asked.arms)
@@ -141,7 +143,7 @@ class Session(Trial):
         self._times, self._why = [[] for _ in order], [""] * count
 
 
-class Live:
+class LiveTraining:
     """A script's model and optimizer, changed while it runs; what cannot be raises `InvalidInput` on all ranks."""
 
     def __init__(

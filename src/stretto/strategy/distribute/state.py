@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from .groups import Groups
-from .regions import EVERYONE, Region, replicated
+from .regions import EVERYONE, VariableRegion, replicated
 
 STEPS = "step"
 """How PyTorch's optimizers call their count of steps: the same for every part of a variable."""
 
 
 def gathered_state(
-    states: dict[Region, dict[str, Any]], regions: list[Region], parameter: torch.Tensor, groups: Groups
+    states: dict[VariableRegion, dict[str, Any]], regions: list[VariableRegion], parameter: torch.Tensor, groups: Groups
 ) -> dict[str, Any]:
     """The whole state of a variable from the regions' states, each told by its owner."""
     if replicated(regions):
@@ -44,7 +44,7 @@ def gathered_state(
     return whole
 
 
-def spread_state(saved: dict[str, Any], parameter: torch.Tensor, region: Region | None) -> dict[str, Any]:
+def spread_state(saved: dict[str, Any], parameter: torch.Tensor, region: VariableRegion | None) -> dict[str, Any]:
     """A saved state, or the region of it that belongs to a part."""
     found: dict[str, Any] = {}
     for key, given in saved.items():

@@ -29,7 +29,7 @@ MAX_ITERATIONS = 1_000_000
 DESCRIBE_STEPS = 5
 
 
-class Trial:
+class StepCounter:
     """Counts the steps of an optimizer, and ends the process when there were enough."""
 
     def __init__(self, groups: Groups, name: str, warmup: int, timed: int, result: Path) -> None:
@@ -39,7 +39,7 @@ class Trial:
         self._seen = 0
 
     @classmethod
-    def from_environment(cls, groups: Groups, name: str, describe: Callable[[], ModelSpec]) -> Trial | None:
+    def from_environment(cls, groups: Groups, name: str, describe: Callable[[], ModelSpec]) -> StepCounter | None:
         """What STRETTO_TRIAL asks for; None without it."""
         text = os.environ.get(TRIAL_VARIABLE, "")
         if not text:
@@ -81,7 +81,7 @@ class Trial:
         os._exit(EXIT_CODE)
 
 
-class Description(Trial):
+class Description(StepCounter):
     """Writes the model's spec after a few steps."""
 
     def __init__(self, groups: Groups, name: str, result: Path, describe: Callable[[], ModelSpec]) -> None:

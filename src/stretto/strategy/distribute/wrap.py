@@ -17,24 +17,24 @@ from ...errors import InvalidInput
 from .. import ModelSpec, Strategy
 from ..builders import build
 from ..files import load_strategy, strategy_text
-from ..kernels import Message, Piece, Step, global_step
-from ..representation import Part
+from ..kernels import Message, StrategyStep, VariablePiece, global_step
+from ..representation import VariablePart
 from ..requests import Arm, Reference
 from ..resources import Resources, resources
 from . import STRATEGY_VARIABLE
-from .carriers import Carrier
+from .carriers import VariableCarrier
 from .dense import DenseCarrier, ShardedCarrier
 from .depot import Depot
 from .factors import FactorsCarrier, PowerSgdCarrier, layers_of
-from .gradients import Synchroniser, check_free
+from .gradients import GradientSynchronizer, check_free
 from .groups import Groups
-from .meter import Meter, variables_of
+from .meter import ModuleMeter, variables_of
 from .optimizer import DistributedOptimizer
 from .optimizers import check_optimizer, check_rows, described_optimizer, only_touched_rows
-from .regions import Region, check_memory
+from .regions import VariableRegion, check_memory
 from .rows import OneBitCarrier, SparseCarrier, TopKCarrier, as_bytes
-from .session import Live, Session, groups_for, trial_from_environment
-from .trial import Trial
+from .session import LiveTraining, Session, groups_for, trial_from_environment
+from .trial import StepCounter
 
 
 def wrap(
@@ -51,7 +51,7 @@ def wrap(
         if not isinstance(value, kind):
             raise InvalidInput(f"{name}: must be {words}, not {type(value).__name__}")
     groups = groups_for(group)
-    meter = Meter(model)
+    meter = ModuleMeter(model)
     try:
         trial = trial_from_environment(groups, meter.spec, meter.close)
         made = _assembled(model, optimizer, given, groups, trial)
@@ -59,13 +59,13 @@ def wrap(
         meter.close()
         raise
     if isinstance(trial, Session):
-        trial.switch = Live(model, made, group, lambda arm: _assembled(model, optimizer, arm, groups, trial))
+        trial.switch = LiveTraining(model, made, group, lambda arm: _assembled(model, optimizer, arm, groups, trial))
     return model, made
 
 
 def _assembled(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: Arm | str | os.PathLike[str] | None, groups: Groups,
-    trial: Trial | None,
+    trial: StepCounter | None,
 ) -> DistributedOptimizer:  # fmt: skip
     """What trains a model as a strategy says; for a `Reference` what brings nothing together, since DDP does."""
     layers = layers_of(model)
@@ -88,10 +88,10 @@ def _assembled(
     check_memory(parameters, regions)
     for name, p in model.named_parameters():
         # What is not trained is nobody's to bring; the optimizer may still know it.
-        whole = Part(index=0, start=(0,) * p.dim(), shape=tuple(p.shape))
-        regions.setdefault(name, [Region(variable=name, part=whole)])
+        whole = VariablePart(index=0, start=(0,) * p.dim(), shape=tuple(p.shape))
+        regions.setdefault(name, [VariableRegion(variable=name, part=whole)])
         parameters.setdefault(name, p)
-    sync = Synchroniser(carriers, parameters, groups)
+    sync = GradientSynchronizer(carriers, parameters, groups)
     try:
         made = DistributedOptimizer(optimizer, strategy, names, parameters, regions, sync, depots, groups, trial)
     except BaseException:
@@ -111,7 +111,7 @@ class _Asked(NamedTuple):
     layers: dict[str, nn.Linear]
     hosts: tuple[int, ...]
 
-    def read(self) -> tuple[Strategy, Step, dict[int, str], dict[str, str]]:
+    def read(self) -> tuple[Strategy, StrategyStep, dict[int, str], dict[str, str]]:
         """The strategy and its step, the parameters' names, and digests of what must be alike on all ranks."""
         # How many rows a batch has is not known yet; here it only has to be known which variables have factors.
         variables = tuple(replace(v, factors=1) if v.name in self.layers else v for v in variables_of(self.model))
@@ -126,7 +126,7 @@ class _Asked(NamedTuple):
             "strategy": strategy_text(strategy, as_json=True),
         }  # fmt: skip
 
-    def _step(self, spec: ModelSpec) -> tuple[Strategy, Step]:
+    def _step(self, spec: ModelSpec) -> tuple[Strategy, StrategyStep]:
         given = os.environ.get(STRATEGY_VARIABLE) or None if self.given is None else self.given
         ranks = len(self.hosts)
         if given is None:
@@ -144,7 +144,7 @@ class _Asked(NamedTuple):
         return strategy, global_step(strategy, spec, there)
 
 
-def agreed(asked: _Asked, groups: Groups) -> tuple[Strategy, Step, dict[int, str]]:
+def agreed(asked: _Asked, groups: Groups) -> tuple[Strategy, StrategyStep, dict[int, str]]:
     """What all ranks are to carry out; all of them call this, and all raise where one of them has to.
 
     Raises:
@@ -201,7 +201,7 @@ def _same_weights(model: nn.Module, groups: Groups) -> None:
 def _carrier(
     message: Message, parameters: dict[str, nn.Parameter], groups: Groups, layers: dict[str, nn.Linear],
     optimizer: torch.optim.Optimizer,
-) -> Carrier:  # fmt: skip
+) -> VariableCarrier:  # fmt: skip
     sync, sparse = message.sync, message.pieces[0].variable.sparse
     if sync.kind == "sharded":
         return ShardedCarrier(message, parameters, groups)
@@ -210,14 +210,14 @@ def _carrier(
     name = sync.encoding[0]
     if name == "sufficient_factors":
         return FactorsCarrier(message, parameters, groups, layers=layers)
-    dense: dict[str, Callable[..., Carrier]] = {
+    dense: dict[str, Callable[..., VariableCarrier]] = {
         "powersgd": PowerSgdCarrier, "topk": TopKCarrier, "onebit": OneBitCarrier,
     }  # fmt: skip
     return dense.get(name, DenseCarrier)(message, parameters, groups)
 
 
 def _depots(stale: list[Message], parameters: dict[str, nn.Parameter], groups: Groups) -> list[Depot]:
-    together: dict[tuple[Any, ...], list[Piece]] = {}
+    together: dict[tuple[Any, ...], list[VariablePiece]] = {}
     for message in stale:
         for piece in message.pieces:
             key = (message.updaters[0], piece.sync.staleness, piece.sync.encoder, piece.variable.dtype)
@@ -229,8 +229,8 @@ def _depots(stale: list[Message], parameters: dict[str, nn.Parameter], groups: G
     ]
 
 
-def _regions(carriers: list[Carrier], depots: list[Depot]) -> dict[str, list[Region]]:
-    found: dict[str, list[Region]] = {}
+def _regions(carriers: list[VariableCarrier], depots: list[Depot]) -> dict[str, list[VariableRegion]]:
+    found: dict[str, list[VariableRegion]] = {}
     for region in [r for c in carriers for r in c.regions] + [r for d in depots for r in d.regions]:
         found.setdefault(region.variable, []).append(region)
     return found

@@ -30,7 +30,7 @@ from .compressor import Compressor
 from .merger import Merger
 from .partitioner import Partitioner
 from .replicator import Replicator
-from .step import Exchange, Kernel, LocalStep, Message, Piece, Step
+from .step import Kernel, LocalStep, Message, StepExchange, StrategyStep, VariablePiece
 from .synchronizer import Synchronizer
 from .workload import workload_of
 
@@ -38,7 +38,7 @@ KERNELS: tuple[Kernel, ...] = (Replicator(), Partitioner(), Merger(), Synchroniz
 """In the order in which they are applied; each relies on those before it."""
 
 
-def global_step(strategy: Strategy, model: ModelSpec, where: Where) -> Step:
+def global_step(strategy: Strategy, model: ModelSpec, where: Where) -> StrategyStep:
     """The step of all ranks: which messages there are, who exchanges them how, who updates what."""
     strategy.check(model)
     there = resources(where)
@@ -47,13 +47,11 @@ def global_step(strategy: Strategy, model: ModelSpec, where: Where) -> Step:
     for name in strategy.devices:
         if name not in there.devices:
             raise InvalidInput(f"strategy {strategy.name}: {unknown('device', name, there.devices)}")
-    step = Step(strategy=strategy, model=model, there=there)
+    step = StrategyStep(strategy=strategy, model=model, there=there)
     return reduce(lambda made, kernel: kernel.rewrite(made), KERNELS, step)
 
 
-def to_workload(
-    strategy: Strategy, model: ModelSpec, where: Where, *, slowdown: Sequence[float] = ()
-) -> Workload:
+def to_workload(strategy: Strategy, model: ModelSpec, where: Where, *, slowdown: Sequence[float] = ()) -> Workload:
     """A strategy as a workload on a cluster whose first devices are the strategy's; rank r runs on device r."""
     step = global_step(strategy, model, where)
     if step.ranks != tuple(range(step.num_ranks)):
@@ -63,14 +61,23 @@ def to_workload(
     return workload_of(step, slowdown=slowdown)
 
 
-def local_step(step: Step, rank: int) -> LocalStep:
+def local_step(step: StrategyStep, rank: int) -> LocalStep:
     """What one rank does of a step."""
     if not 0 <= rank < step.num_ranks:
         raise InvalidInput(f"rank: must be 0..{step.num_ranks - 1}, not {rank}")
-    return reduce(lambda made, kernel: kernel.localise(made), KERNELS, LocalStep.of(step, rank))
+    return reduce(lambda made, kernel: kernel.localize(made), KERNELS, LocalStep.of(step, rank))
 
 
 __all__ = [
-    "KERNELS", "Exchange", "Kernel", "LocalStep", "Message", "Piece", "Step", "global_step", "local_step",
-    "to_workload", "workload_of",
+    "KERNELS",
+    "StepExchange",
+    "Kernel",
+    "LocalStep",
+    "Message",
+    "VariablePiece",
+    "StrategyStep",
+    "global_step",
+    "local_step",
+    "to_workload",
+    "workload_of",
 ]

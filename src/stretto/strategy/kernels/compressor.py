@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..model import DTYPE_BYTES
-from .step import Exchange, LocalStep, Message, Piece, Step
+from .step import LocalStep, Message, StepExchange, StrategyStep, VariablePiece
 
 MEMORY_GB_PER_S = 200.0
 """Assumed: what a device reads or writes per second while it encodes or updates."""
@@ -21,25 +21,25 @@ class Form:
     With `then` everybody needs the sum of the first bytes to make those that are summed after it.
     """
 
-    nbytes: Callable[[Piece, float], float]
+    nbytes: Callable[[VariablePiece, float], float]
     adds: bool
     passes: float
-    then: Callable[[Piece, float], float] | None = None
+    then: Callable[[VariablePiece, float], float] | None = None
 
 
-def _as_matrix(piece: Piece) -> tuple[int, int]:
+def _as_matrix(piece: VariablePiece) -> tuple[int, int]:
     shape = piece.part.shape
     return shape[0], math.prod(shape[1:])
 
 
-def _low_rank(piece: Piece, rank: float) -> tuple[float, float]:
+def _low_rank(piece: VariablePiece, rank: float) -> tuple[float, float]:
     """Two factors, where they are smaller; vectors stay as they are."""
     rows, columns = _as_matrix(piece) if piece.part.shape else (1, 1)
     size = rank * DTYPE_BYTES[piece.variable.dtype]
     return (size * rows, size * columns) if size * (rows + columns) < piece.nbytes else (piece.nbytes, 0.0)
 
 
-def _factors(piece: Piece, amount: float) -> float:
+def _factors(piece: VariablePiece, amount: float) -> float:
     return piece.variable.factors * sum(_as_matrix(piece)) * DTYPE_BYTES[piece.variable.dtype]
 
 
@@ -66,15 +66,15 @@ FORMS: dict[str, Form] = {
 class Compressor:
     """Gives the pushes of a message the size of their encoded form; what cannot be added up is gathered instead."""
 
-    def rewrite(self, step: Step) -> Step:
+    def rewrite(self, step: StrategyStep) -> StrategyStep:
         """Only gradients are encoded: parameters come back whole."""
         return replace(step, messages=tuple(self._encoded(message, step) for message in step.messages))
 
-    def localise(self, local: LocalStep) -> LocalStep:
+    def localize(self, local: LocalStep) -> LocalStep:
         """Every rank encodes what it sends."""
         return local
 
-    def _encoded(self, message: Message, step: Step) -> Message:
+    def _encoded(self, message: Message, step: StrategyStep) -> Message:
         name, amount = message.sync.encoding
         if name == "none":
             return message
@@ -86,17 +86,15 @@ class Compressor:
         made = _summed(pushes, nbytes) if form.adds else _gathered(pushes, nbytes, step.num_ranks)
         if form.then is not None and (rest := sum(form.then(piece, amount) for piece in message.pieces)):
             made += [replace(back, push=True, nbytes=nbytes) for back in pulls] + _summed(pushes, rest)
-        made = [
-            replace(exchange, encoding=name, at_work_us=0.0 if at else work_us) for at, exchange in enumerate(made)
-        ]
+        made = [replace(exchange, encoding=name, at_work_us=0.0 if at else work_us) for at, exchange in enumerate(made)]
         return replace(message, exchanges=(*made, *pulls))
 
 
-def _summed(pushes: Sequence[Exchange], nbytes: float) -> list[Exchange]:
+def _summed(pushes: Sequence[StepExchange], nbytes: float) -> list[StepExchange]:
     return [replace(exchange, nbytes=nbytes) for exchange in pushes]
 
 
-def _gathered(pushes: Sequence[Exchange], nbytes: float, num_ranks: int) -> list[Exchange]:
+def _gathered(pushes: Sequence[StepExchange], nbytes: float, num_ranks: int) -> list[StepExchange]:
     """Runs of bytes joined from level to level, each padded to the longest of its group."""
     made, runs = [], 1
     for exchange in pushes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .step import LocalStep, Message, Piece, Step
+from .step import LocalStep, Message, StrategyStep, VariablePiece
 
 LANES = 8
 """Parts of a cut variable are all-reduced beside each other, on so many communicators."""
@@ -13,10 +13,10 @@ LANES = 8
 class Merger:
     """Joins pieces of equal group numbers, as far as everything else about them is equal too."""
 
-    def rewrite(self, step: Step) -> Step:
+    def rewrite(self, step: StrategyStep) -> StrategyStep:
         """Messages in the order in which the backward pass completes them."""
         position = {v.name: at for at, v in enumerate(step.model.variables)}
-        joined: dict[object, list[Piece]] = {}
+        joined: dict[object, list[VariablePiece]] = {}
         for piece in step.pieces:
             key: object = (piece.sync, piece.variable.dtype, piece.variable.sparse)
             joined.setdefault(key if piece.sync.group >= 0 else piece.name, []).append(piece)
@@ -30,6 +30,6 @@ class Merger:
             messages.append(Message(name=name, pieces=tuple(pieces), lane=lane))
         return replace(step, messages=tuple(messages))
 
-    def localise(self, local: LocalStep) -> LocalStep:
+    def localize(self, local: LocalStep) -> LocalStep:
         """Messages are the same everywhere."""
         return local

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .step import LocalStep, Piece, Step
+from .step import LocalStep, StrategyStep, VariablePiece
 
 
 class Partitioner:
     """Cuts variables, their gradients and their updates; what reads a variable reads it stitched together."""
 
-    def rewrite(self, step: Step) -> Step:
+    def rewrite(self, step: StrategyStep) -> StrategyStep:
         """Pieces in the order of the forward pass."""
         pieces = []
         for variable in step.model.variables:
             found = list(step.strategy.node(variable.name).syncs(variable))
-            pieces += [Piece(variable=variable, part=part, sync=sync, whole=len(found) == 1) for part, sync in found]
+            pieces += [
+                VariablePiece(variable=variable, part=part, sync=sync, whole=len(found) == 1) for part, sync in found
+            ]
         return replace(step, pieces=tuple(pieces))
 
-    def localise(self, local: LocalStep) -> LocalStep:
+    def localize(self, local: LocalStep) -> LocalStep:
         """Every rank stitches every variable together."""
         return local

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .step import LocalStep, Step
+from .step import LocalStep, StrategyStep
 
 
 class Replicator:
     """Every device of the strategy computes the whole step on its part of the batch."""
 
-    def rewrite(self, step: Step) -> Step:
+    def rewrite(self, step: StrategyStep) -> StrategyStep:
         """Ranks by host, in the strategy's numbers."""
         place = {name: at for at, name in enumerate(step.there.devices)}
         ranks = tuple(place[name] for name in step.strategy.devices)
@@ -19,6 +19,6 @@ class Replicator:
             hosts.setdefault(step.there.hosts[device], []).append(rank)
         return replace(step, ranks=ranks, hosts=tuple(map(tuple, hosts.values())))
 
-    def localise(self, local: LocalStep) -> LocalStep:
+    def localize(self, local: LocalStep) -> LocalStep:
         """Every rank has a replica."""
         return local

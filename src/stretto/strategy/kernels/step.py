@@ -1,4 +1,4 @@
-"""`Step`: a training step while kernels rewrite it, and `LocalStep`: one rank's part of it."""
+"""`StrategyStep`: a training step while kernels rewrite it, and `LocalStep`: one rank's part of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..model import DTYPE_BYTES, ModelSpec, Variable
-from ..representation import Part, Strategy, Sync
+from ..representation import Strategy, Sync, VariablePart
 from ..resources import Resources
 
 INDEX_BYTES = 8
@@ -14,11 +14,11 @@ INDEX_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class VariablePiece:
     """A variable or a part of one, which is synchronised by itself."""
 
     variable: Variable
-    part: Part
+    part: VariablePart
     sync: Sync
     whole: bool
 
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class StepExchange:
     """One collective of a message; `push` brings gradients together, what is not brings parameters back.
 
     `nbytes` are those that a `Collective` counts, `root` a position in each of the `groups`. `at_work_us` is what is
@@ -69,8 +69,8 @@ class Message:
     """Pieces that travel together: their exchanges in order, and who updates the parameters in between."""
 
     name: str
-    pieces: tuple[Piece, ...]
-    exchanges: tuple[Exchange, ...] = ()
+    pieces: tuple[VariablePiece, ...]
+    exchanges: tuple[StepExchange, ...] = ()
     updaters: tuple[int, ...] = ()
     """The ranks that run the optimizer on it; all when empty."""
     update_share: float = 1.0
@@ -92,7 +92,7 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
+class StrategyStep:
     """A training step of all ranks under a strategy; `ranks` are the devices of the cluster that hold replicas."""
 
     strategy: Strategy
@@ -100,7 +100,7 @@ class Step:
     there: Resources
     ranks: tuple[int, ...] = ()
     hosts: tuple[tuple[int, ...], ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[VariablePiece, ...] = ()
     messages: tuple[Message, ...] = ()
 
     @property
@@ -114,12 +114,12 @@ class LocalStep:
     """What one rank does: its exchanges (each group reduced to its own), and the messages that it updates."""
 
     rank: int
-    step: Step
+    step: StrategyStep
     messages: tuple[Message, ...]
     updates: tuple[Message, ...]
 
     @classmethod
-    def of(cls, step: Step, rank: int) -> LocalStep:
+    def of(cls, step: StrategyStep, rank: int) -> LocalStep:
         """Before any kernel has left anything out."""
         return cls(rank=rank, step=step, messages=step.messages, updates=step.messages)
 
@@ -127,10 +127,10 @@ class LocalStep:
 class Kernel(Protocol):
     """Rewrites a step by one aspect: first for all ranks, then for one."""
 
-    def rewrite(self, step: Step) -> Step:
+    def rewrite(self, step: StrategyStep) -> StrategyStep:
         """The global stage."""
         ...
 
-    def localise(self, local: LocalStep) -> LocalStep:
+    def localize(self, local: LocalStep) -> LocalStep:
         """The local stage: leave out what this rank has no part in."""
         ...

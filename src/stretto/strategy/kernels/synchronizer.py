@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .step import Exchange, LocalStep, Message, Step
+from .step import LocalStep, Message, StepExchange, StrategyStep
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -12,7 +12,7 @@ Groups = tuple[tuple[int, ...], ...]
 class Synchronizer:
     """(AllReduce), (Reduce, Broadcast), (ReduceScatter, AllGather), or a sparse AllGather."""
 
-    def rewrite(self, step: Step) -> Step:
+    def rewrite(self, step: StrategyStep) -> StrategyStep:
         """Gives every message its exchanges."""
         made = {
             "all_reduce": _all_reduce, "sparse_all_gather": _gathered, "sharded": _sharded,
@@ -20,7 +20,7 @@ class Synchronizer:
         }  # fmt: skip
         return replace(step, messages=tuple(made[message.sync.kind](message, step) for message in step.messages))
 
-    def localise(self, local: LocalStep) -> LocalStep:
+    def localize(self, local: LocalStep) -> LocalStep:
         """Only this rank's groups, and only what it updates."""
         messages = []
         for message in local.messages:
@@ -33,41 +33,41 @@ class Synchronizer:
         return replace(local, messages=tuple(messages), updates=updates)
 
 
-def _everyone(message: Message, step: Step) -> Groups:
+def _everyone(message: Message, step: StrategyStep) -> Groups:
     order = tuple(step.strategy.rank(name) for name in message.sync.sequence)
     return (order or tuple(range(step.num_ranks)),)
 
 
-def _all_reduce(message: Message, step: Step) -> Message:
+def _all_reduce(message: Message, step: StrategyStep) -> Message:
     groups = _everyone(message, step)
     if not message.sync.transfer:
-        one = Exchange(kind="all_reduce", groups=groups, nbytes=message.nbytes, push=True)
+        one = StepExchange(kind="all_reduce", groups=groups, nbytes=message.nbytes, push=True)
         return replace(message, exchanges=_used(one))
     # Through stations: sums inside hosts, all-reduce between them, copies back inside.
     inner, outer = _levels(message, step, None)
     return replace(message, exchanges=_used(
-        Exchange(kind="reduce", groups=inner, nbytes=message.nbytes, push=True),
-        Exchange(kind="all_reduce", groups=outer, nbytes=message.nbytes, push=True),
-        Exchange(kind="broadcast", groups=inner, nbytes=message.nbytes, push=True),
+        StepExchange(kind="reduce", groups=inner, nbytes=message.nbytes, push=True),
+        StepExchange(kind="all_reduce", groups=outer, nbytes=message.nbytes, push=True),
+        StepExchange(kind="broadcast", groups=inner, nbytes=message.nbytes, push=True),
     ))  # fmt: skip
 
 
-def _gathered(message: Message, step: Step) -> Message:
+def _gathered(message: Message, step: StrategyStep) -> Message:
     total = step.num_ranks * sum(piece.rows_bytes for piece in message.pieces)
-    one = Exchange(kind="all_gather", groups=_everyone(message, step), nbytes=total, push=True)
+    one = StepExchange(kind="all_gather", groups=_everyone(message, step), nbytes=total, push=True)
     return replace(message, exchanges=_used(one))
 
 
-def _sharded(message: Message, step: Step) -> Message:
+def _sharded(message: Message, step: StrategyStep) -> Message:
     groups = _everyone(message, step)
     exchanges = _used(
-        Exchange(kind="reduce_scatter", groups=groups, nbytes=message.nbytes, push=True),
-        Exchange(kind="all_gather", groups=groups, nbytes=message.nbytes, push=False),
+        StepExchange(kind="reduce_scatter", groups=groups, nbytes=message.nbytes, push=True),
+        StepExchange(kind="all_gather", groups=groups, nbytes=message.nbytes, push=False),
     )
     return replace(message, exchanges=exchanges, update_share=1 / step.num_ranks)
 
 
-def _served(message: Message, step: Step) -> Message:
+def _served(message: Message, step: StrategyStep) -> Message:
     """To the server and back; a sparse gradient as rows to it, and from it the rows that each rank looks up.
 
     Where ranks have copies of a table (``torch``), all of them get all rows that have changed.
@@ -78,13 +78,13 @@ def _served(message: Message, step: Step) -> Message:
     each = sum(piece.rows_bytes for piece in message.pieces)
     changed = sum(min(piece.rows_bytes * step.num_ranks, piece.table_bytes) for piece in message.pieces)
 
-    def exchange(kind: str, groups: Groups, push: bool, below: int = 1) -> Exchange:
+    def exchange(kind: str, groups: Groups, push: bool, below: int = 1) -> StepExchange:
         # Where hosts were passed first, what a station hands on is what all below it gave.
         widest = max(map(len, groups), default=0)
         nbytes = float(message.nbytes)
         if sparse:
             nbytes = changed if kind == "broadcast" else each * min(widest * below, step.num_ranks)
-        return Exchange(kind=kind, groups=groups, nbytes=nbytes, push=push)
+        return StepExchange(kind=kind, groups=groups, nbytes=nbytes, push=push)
 
     if message.sync.transfer:
         inner, outer = _levels(message, step, server)
@@ -99,7 +99,7 @@ def _served(message: Message, step: Step) -> Message:
     return replace(message, exchanges=exchanges, updaters=(server,))
 
 
-def _levels(message: Message, step: Step, server: int | None) -> tuple[Groups, Groups]:
+def _levels(message: Message, step: StrategyStep, server: int | None) -> tuple[Groups, Groups]:
     """Groups around stations, each station first, and the group of what is left; the server is its own station."""
     stations = {step.strategy.rank(name) for name in message.sync.transfer}
     inner: list[tuple[int, ...]] = []
@@ -115,7 +115,7 @@ def _levels(message: Message, step: Step, server: int | None) -> tuple[Groups, G
     return tuple(inner), (tuple(outer),)
 
 
-def _used(*exchanges: Exchange) -> tuple[Exchange, ...]:
+def _used(*exchanges: StepExchange) -> tuple[StepExchange, ...]:
     """Without groups of one rank, and without exchanges that have no others."""
     kept = (
         replace(exchange, groups=tuple(group for group in exchange.groups if len(group) > 1)) for exchange in exchanges

@@ -8,13 +8,13 @@ from ...errors import InvalidInput
 from ...workload import Dep, Op, Workload
 from ..model import ModelSpec
 from .compressor import MEMORY_GB_PER_S
-from .step import Message, Step
+from .step import Message, StrategyStep
 
 UPDATE_PASSES = 5.0
 """Parameter, gradient and momentum read, parameter and momentum written: the memory that an update goes through."""
 
 
-def workload_of(step: Step, *, slowdown: Sequence[float] = ()) -> Workload:
+def workload_of(step: StrategyStep, *, slowdown: Sequence[float] = ()) -> Workload:
     """One iteration: forward, backward, each message's exchanges and update.
 
     With `slowdown` every rank computes so many times as long as the model's times say.
@@ -61,7 +61,7 @@ def exchange_name(message: Message, number: int) -> str:
     return f"{message.exchanges[number].kind}{number}-{message.name}"
 
 
-def _message_ops(message: Message, step: Step, ready: list[Dep]) -> tuple[list[Op], Op, list[Op]]:
+def _message_ops(message: Message, step: StrategyStep, ready: list[Dep]) -> tuple[list[Op], Op, list[Op]]:
     after = tuple(ready)
     pushes: list[Op] = []
     pulls: list[Op] = []

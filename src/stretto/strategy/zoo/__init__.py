@@ -17,7 +17,7 @@ from ...workload.roofline import Accelerator
 from ..model import ModelSpec
 from .cnn import densenet121, inceptionv3, resnet101, vgg16
 from .language import bert, lm1b, transformer
-from .layers import Layer, Scale, variables_of
+from .layers import Scale, VariableLayer, variables_of
 from .recommendation import ncf
 
 DEVICES: dict[str, Accelerator] = {
@@ -30,7 +30,7 @@ DEVICES: dict[str, Accelerator] = {
 }
 """The GPUs of the paper's clusters, from their data sheets (an M60 board has two; one is meant)."""
 
-MODELS: dict[str, tuple[Callable[[Scale], list[Layer]], int]] = {
+MODELS: dict[str, tuple[Callable[[Scale], list[VariableLayer]], int]] = {
     "resnet101": (resnet101, 32),
     "densenet121": (densenet121, 32),
     "inceptionv3": (inceptionv3, 32),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .layers import Layer, Scale, conv, linear
+from .layers import Scale, VariableLayer, conv, linear
 
 CLASSES = 1000
 
 
-def resnet101(w: Scale) -> list[Layer]:
+def resnet101(w: Scale) -> list[VariableLayer]:
     """Bottlenecks 3, 4, 23, 3."""
     layers = [conv("conv1", 3, w(64), 7, 112, stride=2)]
     inputs, side = w(64), 56
@@ -28,7 +28,7 @@ def resnet101(w: Scale) -> list[Layer]:
     return [*layers, linear("fc", inputs, w(CLASSES))]
 
 
-def densenet121(w: Scale) -> list[Layer]:
+def densenet121(w: Scale) -> list[VariableLayer]:
     """Growth 32, blocks of 6, 12, 24, 16."""
     growth, width, side = w(32), w(64), 56
     layers = [conv("conv0", 3, width, 7, 112, stride=2)]
@@ -45,9 +45,9 @@ def densenet121(w: Scale) -> list[Layer]:
     return [*layers, linear("classifier", width, w(CLASSES))]
 
 
-def vgg16(w: Scale) -> list[Layer]:
+def vgg16(w: Scale) -> list[VariableLayer]:
     """Thirteen convolutions with biases and three large fully connected layers."""
-    layers: list[Layer] = []
+    layers: list[VariableLayer] = []
     inputs, side = 3, 224
     for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         for _ in range(count):
@@ -65,7 +65,7 @@ Conv = tuple[int, int | tuple[int, int], int]
 """Outputs, kernel, stride."""
 
 
-def inceptionv3(w: Scale) -> list[Layer]:
+def inceptionv3(w: Scale) -> list[VariableLayer]:
     """Five kinds of blocks whose branches are joined; without the auxiliary classifier."""
     layers = []
     inputs = 3

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .layers import Layer, Scale, linear, table
+from .layers import Scale, VariableLayer, linear, table
 
 BERT_WORDS, BERT_TOKENS, BERT_POSITIONS = 30522, 128, 512
 TRANSFORMER_WORDS, TRANSFORMER_TOKENS = 33708, 32
 LM1B_WORDS, LM1B_STEPS, LM1B_SAMPLED = 793470, 20, 8192
 
 
-def bert(w: Scale, *, layers: int, width: int, sparse: bool = False) -> list[Layer]:
+def bert(w: Scale, *, layers: int, width: int, sparse: bool = False) -> list[VariableLayer]:
     """Embeddings, encoder layers and pooler; with `sparse` the words' gradient is sparse (no tied output layer)."""
     hidden, tokens = w(width), BERT_TOKENS
     made = [
@@ -22,7 +22,7 @@ def bert(w: Scale, *, layers: int, width: int, sparse: bool = False) -> list[Lay
     return [*made, linear("pooler", hidden, hidden)]
 
 
-def _layer(name: str, hidden: int, inner: int, tokens: int, *, cross: bool = False) -> list[Layer]:
+def _layer(name: str, hidden: int, inner: int, tokens: int, *, cross: bool = False) -> list[VariableLayer]:
     attention = []
     for kind in ("self", "cross") if cross else ("self",):
         for what in ("query", "key", "value"):
@@ -36,7 +36,7 @@ def _layer(name: str, hidden: int, inner: int, tokens: int, *, cross: bool = Fal
     ]  # fmt: skip
 
 
-def transformer(w: Scale) -> list[Layer]:
+def transformer(w: Scale) -> list[VariableLayer]:
     """The base model: 6 layers each way, width 512, one dense table for words and output."""
     hidden, tokens = w(512), TRANSFORMER_TOKENS
     made = [table("words", w(TRANSFORMER_WORDS), hidden, looked_up=2 * tokens, sparse=False)]
@@ -49,7 +49,7 @@ def transformer(w: Scale) -> list[Layer]:
     return [*made, logits]
 
 
-def lm1b(w: Scale) -> list[Layer]:
+def lm1b(w: Scale) -> list[VariableLayer]:
     """An LSTM of 2048 with projections to 512, sparse word vectors and a sampled softmax."""
     words, inner, hidden, steps = w(LM1B_WORDS), w(512), w(2048), LM1B_STEPS
     return [

@@ -25,7 +25,7 @@ class Scale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class VariableLayer:
     """Variables in the order of use, what one sample costs forward, and (for embeddings) rows touched per sample."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
@@ -40,37 +40,39 @@ class Layer:
 def conv(
     name: str, inputs: int, outputs: int, size: int | tuple[int, int], side: int, *, stride: int = 1,
     norm: bool = True,
-) -> Layer:  # fmt: skip
+) -> VariableLayer:  # fmt: skip
     """A convolution to `side` x `side` outputs with its normalisation, or with a bias."""
     high, wide = (size, size) if isinstance(size, int) else size
     weight = (f"{name}.weight", (outputs, inputs, high, wide))
     rest = ((f"{name}.norm.weight", (outputs,)), (f"{name}.norm.bias", (outputs,)))
-    return Layer(
+    return VariableLayer(
         shapes=(weight, *(rest if norm else ((f"{name}.bias", (outputs,)),))),
         flops=2.0 * inputs * outputs * high * wide * side**2,
         moved=float(inputs * (side * stride) ** 2 + (1 + NORM_PASSES * norm) * outputs * side**2),
     )
 
 
-def linear(name: str, inputs: int, outputs: int, *, tokens: int = 1, norm: bool = False, more: float = 0.0) -> Layer:
+def linear(
+    name: str, inputs: int, outputs: int, *, tokens: int = 1, norm: bool = False, more: float = 0.0
+) -> VariableLayer:
     """A fully connected layer on `tokens` rows per sample, perhaps with a layer norm behind it, and other flops."""
     shapes = [(f"{name}.weight", (outputs, inputs)), (f"{name}.bias", (outputs,))]
     shapes += [(f"{name}.norm.weight", (outputs,)), (f"{name}.norm.bias", (outputs,))] if norm else []
-    return Layer(
+    return VariableLayer(
         shapes=tuple(shapes), flops=2.0 * inputs * outputs * tokens + more,
         moved=float(tokens * (inputs + (1 + NORM_PASSES * norm) * outputs)), linear_rows=float(tokens),
     )  # fmt: skip
 
 
-def table(name: str, rows: int, width: int, *, looked_up: float, sparse: bool, extra_rows: int = 0) -> Layer:
+def table(name: str, rows: int, width: int, *, looked_up: float, sparse: bool, extra_rows: int = 0) -> VariableLayer:
     """An embedding of which each sample looks up some rows, and a step `extra_rows` more."""
-    return Layer(
+    return VariableLayer(
         shapes=((f"{name}.weight", (rows, width)),), flops=0.0, moved=2.0 * looked_up * width, rows=looked_up,
         extra_rows=extra_rows, sparse=sparse,
     )  # fmt: skip
 
 
-def variables_of(layers: Sequence[Layer], device: Accelerator, samples: int) -> tuple[Variable, ...]:
+def variables_of(layers: Sequence[VariableLayer], device: Accelerator, samples: int) -> tuple[Variable, ...]:
     """The variables of layers: the first of each carries its compute time; the backward pass takes twice as long."""
     found = []
     for layer in layers:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .layers import Layer, Scale, linear, table
+from .layers import Scale, VariableLayer, linear, table
 
 USERS, ITEMS = 138493, 26744
 FACTOR_WIDTH, TOWER_WIDTH = 256, 480
 
 
-def ncf(w: Scale, *, sparse: bool) -> list[Layer]:
+def ncf(w: Scale, *, sparse: bool) -> list[VariableLayer]:
     """Four tables (users and items, for the product and for the tower), two hidden layers, and the prediction."""
     users, items, factor, tower = w(USERS), w(ITEMS), w(FACTOR_WIDTH), w(TOWER_WIDTH)
     return [

@@ -20,7 +20,7 @@ from ..roofline import Accelerator, accelerator
 from .common import (
     DDP_BUCKET_BYTES,
     DDP_FIRST_BUCKET_BYTES,
-    Steps,
+    OpCollector,
     blocks_of_buckets,
     buckets,
     check_count,
@@ -39,7 +39,7 @@ NORM_PASSES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class ConvLayer:
     """One convolution (or the classifier), with the normalization and non-linearity that follow."""
 
     params: float
@@ -50,11 +50,11 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class LayerBlock:
     """Layers that are computed together and whose gradients are ready together."""
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[ConvLayer, ...]
 
     @property
     def params(self) -> float:
@@ -67,7 +67,7 @@ class Block:
         return sum(layer.flops for layer in self.layers)
 
 
-def conv(inputs: int, outputs: int, size: int, side: int, *, groups: int = 1, stride: int = 1) -> Layer:
+def conv(inputs: int, outputs: int, size: int, side: int, *, groups: int = 1, stride: int = 1) -> ConvLayer:
     """A convolution with square kernels, and its normalization.
 
     Args:
@@ -82,24 +82,24 @@ def conv(inputs: int, outputs: int, size: int, side: int, *, groups: int = 1, st
         The layer, for one image.
     """
     weights = inputs // groups * outputs * size**2
-    return Layer(
+    return ConvLayer(
         params=weights + 2 * outputs,
         flops=2.0 * weights * side**2,
         moved=float(inputs * (side * stride) ** 2 + (1 + NORM_PASSES) * outputs * side**2),
     )
 
 
-def dense(inputs: int, outputs: int) -> Layer:
+def dense(inputs: int, outputs: int) -> ConvLayer:
     """A fully connected layer."""
-    return Layer(params=inputs * outputs + outputs, flops=2.0 * inputs * outputs, moved=float(inputs + outputs))
+    return ConvLayer(params=inputs * outputs + outputs, flops=2.0 * inputs * outputs, moved=float(inputs + outputs))
 
 
 RESNET_BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
 
 
-def resnet_blocks(depth: str) -> list[Block]:
+def resnet_blocks(depth: str) -> list[LayerBlock]:
     """Stem, bottleneck blocks (stride in the 3 x 3 convolution) and classifier, for 224 x 224 pixels."""
-    blocks = [Block(name="stem", layers=(conv(3, 64, 7, 112, stride=2),))]
+    blocks = [LayerBlock(name="stem", layers=(conv(3, 64, 7, 112, stride=2),))]
     inputs, side = 64, 56
     for stage, count in enumerate(RESNET_BLOCKS[depth]):
         width = 64 << stage
@@ -113,9 +113,9 @@ def resnet_blocks(depth: str) -> list[Block]:
             ]
             if number == 0:
                 layers.append(conv(inputs, 4 * width, 1, side, stride=stride))
-            blocks.append(Block(name=f"stage{stage + 1}.{number}", layers=tuple(layers)))
+            blocks.append(LayerBlock(name=f"stage{stage + 1}.{number}", layers=tuple(layers)))
             inputs = 4 * width
-    blocks.append(Block(name="classifier", layers=(dense(inputs, CLASSES),)))
+    blocks.append(LayerBlock(name="classifier", layers=(dense(inputs, CLASSES),)))
     return blocks
 
 
@@ -147,11 +147,11 @@ REGNETZ_EXPANSION = 4
 STEM_WIDTH = 32
 
 
-def regnetz_blocks(variant: str) -> list[Block]:
+def regnetz_blocks(variant: str) -> list[LayerBlock]:
     """Stem, inverted bottlenecks with squeeze-and-excitation, and classifier."""
     model = REGNETZ[variant]
     side = model.side // 2
-    blocks = [Block(name="stem", layers=(conv(3, STEM_WIDTH, 3, side, stride=2),))]
+    blocks = [LayerBlock(name="stem", layers=(conv(3, STEM_WIDTH, 3, side, stride=2),))]
     inputs = STEM_WIDTH
     for stage, (width, count) in enumerate(model.stages()):
         for number in range(count):
@@ -166,9 +166,9 @@ def regnetz_blocks(variant: str) -> list[Block]:
                 dense(squeeze, inner),
                 conv(inner, width, 1, side),
             )
-            blocks.append(Block(name=f"stage{stage + 1}.{number}", layers=layers))
+            blocks.append(LayerBlock(name=f"stage{stage + 1}.{number}", layers=layers))
             inputs = width
-    blocks.append(Block(name="classifier", layers=(dense(inputs, CLASSES),)))
+    blocks.append(LayerBlock(name="classifier", layers=(dense(inputs, CLASSES),)))
     return blocks
 
 
@@ -202,9 +202,7 @@ def resnet(
     if variant not in RESNET_BLOCKS:
         raise unknown("variant of resnet", variant, RESNET_BLOCKS)
     chosen = accelerator(device, efficiency=efficiency)
-    return _data_parallel(
-        f"resnet:{variant}", resnet_blocks(variant), ranks, batch, bucket_mb, gradient_bytes, chosen
-    )
+    return _data_parallel(f"resnet:{variant}", resnet_blocks(variant), ranks, batch, bucket_mb, gradient_bytes, chosen)
 
 
 def regnetz(
@@ -245,7 +243,7 @@ def regnetz(
 
 def _data_parallel(
     name: str,
-    blocks: Sequence[Block],
+    blocks: Sequence[LayerBlock],
     ranks: int,
     batch: int,
     bucket_mb: float,
@@ -256,7 +254,7 @@ def _data_parallel(
     check_count("batch", batch, 1, 1 << 20)
     check_count("gradient_bytes", gradient_bytes, 1, 8)
     check_scale("bucket_mb", bucket_mb, 0.001, 1e6)
-    steps = Steps(ranks)
+    steps = OpCollector(ranks)
     sizes = [block.params * gradient_bytes for block in blocks]
     first = min(DDP_FIRST_BUCKET_BYTES, bucket_mb * MB)
     replicas = Replicas(
@@ -272,7 +270,7 @@ def _data_parallel(
         dtype="fp16",
     )
 
-    def duration_us(block: Block, passes: int) -> float:
+    def duration_us(block: LayerBlock, passes: int) -> float:
         return sum(
             device.compute_us(
                 passes * batch * layer.flops,

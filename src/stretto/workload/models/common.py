@@ -31,7 +31,7 @@ def last(op: str, *, lag: int = 1, why: Why = "data") -> Dep:
     return Dep(op=op, lag=lag, why=why)
 
 
-class Steps:
+class OpCollector:
     """Collects the ops of a step in program order.
 
     A collective over groups of one rank is left out: an op that waits for it waits for the collective's own

@@ -42,7 +42,7 @@ from ...errors import unknown
 from ...units import MB, MIB
 from ..dag import Dep, Workload
 from ..roofline import Accelerator, accelerator
-from .common import Steps, blocks_of_buckets, buckets, check_ranks, check_scale, last, numbered
+from .common import OpCollector, blocks_of_buckets, buckets, check_ranks, check_scale, last, numbered
 from .parallel import Replicas
 
 TOP_SHARE = 0.15
@@ -88,8 +88,7 @@ class Dlrm:
 
     @property
     def bottom_width(self) -> float:
-        """The width of the layers below the interaction, chosen so that the average over all layers is that of Table 2.
-        """
+        """The width of the layers below the interaction, chosen so that the average over all layers is that of Table 2."""
         return (self.layers * self.width - self.top_layers * self.top_width) / self.bottom_layers
 
     @property
@@ -147,7 +146,7 @@ def dlrm(
 
 class _Build:
     def __init__(self, model: Dlrm, scale: float, ranks: int, device: Accelerator) -> None:
-        self.model, self.device, self.steps = model, device, Steps(ranks)
+        self.model, self.device, self.steps = model, device, OpCollector(ranks)
         self.tables = max(1, round(model.tables * scale))
         self.embedding_bytes = float(self.tables * model.dim * model.batch * WIRE_BYTES)
         self.lookup_bytes = float(self.tables * model.pooling * model.dim * model.batch * TABLE_BYTES)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from ...errors import unknown
 from ..dag import Dep
 from ..roofline import Accelerator
-from .common import Groups, Steps, last, numbered
+from .common import Groups, OpCollector, last, numbered
 
 MODES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -49,7 +49,7 @@ class Replicas:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: OpCollector,
         device: Accelerator,
         *,
         what: str,
@@ -157,9 +157,7 @@ class Replicas:
         grads = [last(self._name(verb, unit, micro)) for micro in micros]
         mine = self.unit_params[unit] / (1 if self.mode == "ddp" else self.members)
         duration_us = self.device.compute_us(0.0, mine * self.optimizer_bytes, self.dtype)
-        name = self.steps.compute(
-            self.names["opt"][unit], duration_us, grads, phase="optimizer", ranks=self.ranks
-        )
+        name = self.steps.compute(self.names["opt"][unit], duration_us, grads, phase="optimizer", ranks=self.ranks)
         if self.mode in ("zero1", "zero2"):
             self._gather(self.names["ag"][unit], unit, [name], "ag-fwd")
 

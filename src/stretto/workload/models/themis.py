@@ -33,7 +33,7 @@ from ...units import MB
 from ..dag import Workload
 from ..roofline import accelerator
 from .cnn import resnet_blocks
-from .common import Steps, blocks_of_buckets, buckets, check_count, check_ranks, check_scale, last
+from .common import OpCollector, blocks_of_buckets, buckets, check_count, check_ranks, check_scale, last
 
 HALF = 2
 BATCH = {"resnet152": 32, "gnmt": 128, "dlrm": 512, "transformer1t": 16}
@@ -56,7 +56,7 @@ MODEL_PARALLEL = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class ThemisLayer:
     """Parameters that are computed together and whose gradients are ready together."""
 
     name: str
@@ -114,18 +114,25 @@ def themis(
 
 class _Build:
     def __init__(self, ranks: int, batch: int, bucket_bytes: float, us_per_flop: float) -> None:
-        self.steps, self.batch, self.bucket_bytes, self.us_per_flop = Steps(ranks), batch, bucket_bytes, us_per_flop
+        self.steps, self.batch, self.bucket_bytes, self.us_per_flop = (
+            OpCollector(ranks),
+            batch,
+            bucket_bytes,
+            us_per_flop,
+        )
         self.waits: list[str] = []
         """Names of the ops that the next iteration waits for."""
 
-    def forward(self, layers: Sequence[Layer], after: Sequence[str]) -> list[str]:
+    def forward(self, layers: Sequence[ThemisLayer], after: Sequence[str]) -> list[str]:
         """Add the forward passes of the layers, one after the other; return the names of ops to wait for."""
         waits = list(after)
         for layer in layers:
             waits = [self.steps.compute(f"fwd-{layer.name}", self._us(layer), waits, phase="forward")]
         return waits
 
-    def backward(self, layers: Sequence[Layer], after: Sequence[str], what: str, *, flush: bool = True) -> list[str]:
+    def backward(
+        self, layers: Sequence[ThemisLayer], after: Sequence[str], what: str, *, flush: bool = True
+    ) -> list[str]:
         """Add the backward passes in reverse order; with `flush` each bucket of gradients is sent as soon as it is
         complete.
         """
@@ -145,12 +152,12 @@ class _Build:
         self.steps.comm(name, "all_reduce", nbytes, after, phase="backward", encoding="fp16")
         self.waits.append(name)
 
-    def _us(self, layer: Layer) -> float:
+    def _us(self, layer: ThemisLayer) -> float:
         return self.batch * layer.flops * self.us_per_flop
 
 
 def _resnet(build: _Build) -> None:
-    layers = [Layer(name=block.name, params=block.params, flops=block.flops) for block in resnet_blocks("152")]
+    layers = [ThemisLayer(name=block.name, params=block.params, flops=block.flops) for block in resnet_blocks("152")]
     build.backward(layers, build.forward(layers, []), "gradients")
 
 
@@ -159,15 +166,15 @@ def _gnmt(build: _Build) -> None:
     build.backward(layers, build.forward(layers, []), "gradients")
 
 
-def gnmt_layers() -> list[Layer]:
+def gnmt_layers() -> list[ThemisLayer]:
     """The LSTM layers and the output layer; the embedding tables belong to the first layer of each side.
 
     A word costs two operations per parameter that it uses.
     """
 
-    def lstm(name: str, inputs: int, count: int = 1, embedding: int = 0) -> Layer:
+    def lstm(name: str, inputs: int, count: int = 1, embedding: int = 0) -> ThemisLayer:
         params = count * 4 * GNMT_WIDTH * (inputs + GNMT_WIDTH)
-        return Layer(name=name, params=params + embedding, flops=2.0 * params * GNMT_WORDS)
+        return ThemisLayer(name=name, params=params + embedding, flops=2.0 * params * GNMT_WORDS)
 
     table = GNMT_VOCABULARY * GNMT_WIDTH
     head = table + 2 * GNMT_WIDTH**2  # the attention's projections are small beside it
@@ -176,16 +183,13 @@ def gnmt_layers() -> list[Layer]:
         lstm("encoder1", 2 * GNMT_WIDTH),
         *(lstm(f"encoder{at}", GNMT_WIDTH) for at in range(2, 8)),
         *(lstm(f"decoder{at}", 2 * GNMT_WIDTH) for at in range(8)),
-        Layer(name="softmax", params=head, flops=2.0 * head * GNMT_WORDS),
+        ThemisLayer(name="softmax", params=head, flops=2.0 * head * GNMT_WORDS),
     ]
 
 
 def _dlrm(build: _Build) -> None:
     bottom, top = (
-        [
-            Layer(name=f"{what}{at}", params=a * b, flops=2.0 * a * b)
-            for at, (a, b) in enumerate(pairwise(widths))
-        ]
+        [ThemisLayer(name=f"{what}{at}", params=a * b, flops=2.0 * a * b) for at, (a, b) in enumerate(pairwise(widths))]
         for what, widths in (("bottom", DLRM_BOTTOM), ("top", DLRM_TOP))
     )
     steps = build.steps
@@ -234,13 +238,9 @@ def _transformer(build: _Build) -> None:
         visit("again", ["att", "mlp"], layer, 1, "forward")
         visit("bwd", ["mlp", "att"], layer, 2, "backward")
         name = f"rs-gradients{layer}"
-        steps.comm(
-            name, "reduce_scatter", params * HALF, waits, phase="backward", groups=between, encoding="fp16"
-        )
+        steps.comm(name, "reduce_scatter", params * HALF, waits, phase="backward", groups=between, encoding="fp16")
         build.waits.append(name)
     # After the update of the shards, all ranks gather all parameters.
     everything = params * HALF * TRANSFORMER_LAYERS
-    steps.comm(
-        "ag-params", "all_gather", everything, build.waits, phase="optimizer", groups=between, encoding="fp16"
-    )
+    steps.comm("ag-params", "all_gather", everything, build.waits, phase="optimizer", groups=between, encoding="fp16")
     build.waits = ["ag-params", *waits]

@@ -24,7 +24,7 @@ from .parallel import check_mode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TransformerShape:
     """The sizes of a transformer, and its degrees of parallelism."""
 
     layers: int
@@ -102,12 +102,14 @@ _LIMITS = {
 }
 
 GPT = {
-    "125m": Shape(layers=12, hidden=768, heads=12, batch=4),
-    "1.3b": Shape(layers=24, hidden=2048, heads=16, batch=4),
-    "6.7b": Shape(layers=32, hidden=4096, heads=32, batch=2, mode="zero3"),
-    "13b": Shape(layers=40, hidden=5120, heads=40, tensor=8, pipeline=2, micro_batches=8),
-    "175b": Shape(layers=96, hidden=12288, heads=96, tensor=8, pipeline=8, micro_batches=16, sequence_parallel=True),
-    "1t": Shape(layers=128, hidden=25600, heads=160, tensor=128, mode="zero2", batch=16, bucket_mb=500.0),
+    "125m": TransformerShape(layers=12, hidden=768, heads=12, batch=4),
+    "1.3b": TransformerShape(layers=24, hidden=2048, heads=16, batch=4),
+    "6.7b": TransformerShape(layers=32, hidden=4096, heads=32, batch=2, mode="zero3"),
+    "13b": TransformerShape(layers=40, hidden=5120, heads=40, tensor=8, pipeline=2, micro_batches=8),
+    "175b": TransformerShape(
+        layers=96, hidden=12288, heads=96, tensor=8, pipeline=8, micro_batches=16, sequence_parallel=True
+    ),
+    "1t": TransformerShape(layers=128, hidden=25600, heads=160, tensor=128, mode="zero2", batch=16, bucket_mb=500.0),
 }
 MOE = {
     "1.3b-8e": replace(GPT["1.3b"], experts=8, expert_parallel=8),
@@ -115,8 +117,8 @@ MOE = {
     "6.7b-64e": replace(GPT["6.7b"], mode="zero1", tensor=8, experts=64, expert_parallel=16),
 }
 XLMR = {
-    "xl": Shape(layers=36, hidden=2560, heads=32, seq=512, vocab=250_002, mode="zero3"),
-    "xxl": Shape(layers=48, hidden=4096, heads=32, seq=512, vocab=250_002, mode="zero3"),
+    "xl": TransformerShape(layers=36, hidden=2560, heads=32, seq=512, vocab=250_002, mode="zero3"),
+    "xxl": TransformerShape(layers=48, hidden=4096, heads=32, seq=512, vocab=250_002, mode="zero3"),
 }
 
 
@@ -264,18 +266,22 @@ def xlmr(
 
 
 def _named(
-    family: str, variants: dict[str, Shape], variant: str, given: dict[str, Any], ranks: int, device: Accelerator
+    family: str,
+    variants: dict[str, TransformerShape],
+    variant: str,
+    given: dict[str, Any],
+    ranks: int,
+    device: Accelerator,
 ) -> Workload:
-    from .transformer_step import Step
+    from .transformer_step import TransformerStep
 
     if variant not in variants:
         raise unknown(f"variant of {family}", variant, variants)
     check_ranks(ranks)
     changes = {key: value for key, value in given.items() if value is not None}
-    assert changes.keys() <= {field.name for field in fields(Shape)}
+    assert changes.keys() <= {field.name for field in fields(TransformerShape)}
     shape = replace(variants[variant], **changes)
     check_divides("tensor x pipeline", shape.tensor * shape.pipeline, "ranks", ranks)
     replicas = ranks // (shape.tensor * shape.pipeline)
     check_divides("expert_parallel", shape.expert_parallel, "replicas", replicas)
-    return Step(shape, replicas, device).workload(f"{family}:{variant}", unit="words")
-
+    return TransformerStep(shape, replicas, device).workload(f"{family}:{variant}", unit="words")

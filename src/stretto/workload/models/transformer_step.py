@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from ..dag import Workload
 from ..roofline import Accelerator
-from .common import Groups, Steps, blocks_of_buckets, buckets
+from .common import Groups, OpCollector, blocks_of_buckets, buckets
 from .parallel import Replicas
 
 if TYPE_CHECKING:
-    from .transformer import Shape
+    from .transformer import TransformerShape
 
 HALF = 2
 """Bytes of one FP16 number."""
@@ -25,18 +25,17 @@ MLP_KERNELS = 3
 Action = tuple[str, int]
 
 
-class Step:
+class TransformerStep:
     """Builds the ops of one training iteration."""
 
-    def __init__(self, shape: Shape, replicas: int, device: Accelerator) -> None:
+    def __init__(self, shape: TransformerShape, replicas: int, device: Accelerator) -> None:
         self.shape, self.replicas, self.device = shape, replicas, device
-        self.steps = Steps(replicas * shape.tensor * shape.pipeline)
+        self.steps = OpCollector(replicas * shape.tensor * shape.pipeline)
         self.activation_bytes = float(HALF * shape.tokens * shape.hidden)
-        self.stages = [Stage(self, at) for at in range(shape.pipeline)]
+        self.stages = [StageLayers(self, at) for at in range(shape.pipeline)]
 
     def workload(self, name: str, *, unit: str) -> Workload:
-        """The whole step: each stage in its 1F1B order, and ops of different stages in the order of their start times.
-        """
+        """The whole step: each stage in its 1F1B order, and ops of different stages in the order of their start times."""
         shape = self.shape
         orders = (one_f_one_b(at, shape.pipeline, shape.micro_batches) for at in range(shape.pipeline))
         queues = [list(reversed(list(order))) for order in orders]
@@ -103,10 +102,10 @@ def by_time(step: Workload) -> Workload:
     return replace(step, ops=tuple(step.ops[at] for at in order))
 
 
-class Stage:
+class StageLayers:
     """The layers of one pipeline stage."""
 
-    def __init__(self, step: Step, at: int) -> None:
+    def __init__(self, step: TransformerStep, at: int) -> None:
         self.step, self.at, self.shape, self.steps = step, at, step.shape, step.steps
         shape, replicas = self.shape, step.replicas
         base = at * replicas * shape.tensor
