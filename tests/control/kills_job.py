@@ -211,9 +211,14 @@ def train(folder: Path, rank: int, ranks: int, carrier: str, timeout_s: float) -
     enforcer = Enforcer(step(ranks), every=4, cluster=cluster, carrier=carrier)
     faults = AgentFaults(folder / f"fault{rank}", folder / "healed", f"{folder}/socket")
     agent = Agent(
-        enforcer, faults.around(exchange_over(ControllerConnection(f"unix:{folder}/socket", token=TOKEN))), job="kills", epoch=1,
-        rank=rank, size=ranks, every_s=0.02,
-    )  # fmt: skip
+        enforcer,
+        faults.around(exchange_over(ControllerConnection(f"unix:{folder}/socket", token=TOKEN))),
+        job="kills",
+        epoch=1,
+        rank=rank,
+        size=ranks,
+        every_s=0.02,
+    )
     faults.agent = agent
     threading.Thread(target=faults.watch, daemon=True).start()
     agent.start()

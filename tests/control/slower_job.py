@@ -96,9 +96,14 @@ def train(folder: Path, rank: int) -> None:
     join(folder, rank, RANKS)
     enforcer = Enforcer(STEP, every=4, cluster=CLUSTER)
     agent = Agent(
-        UntimedMotifs(enforcer), exchange_over(ControllerConnection(f"unix:{folder}/socket", token=TOKEN)), job="slow", epoch=1,
-        rank=rank, size=RANKS, every_s=0.02,
-    )  # fmt: skip
+        UntimedMotifs(enforcer),
+        exchange_over(ControllerConnection(f"unix:{folder}/socket", token=TOKEN)),
+        job="slow",
+        epoch=1,
+        rank=rank,
+        size=RANKS,
+        every_s=0.02,
+    )
     agent.start()
     ran: list[int] = []
     stop = torch.zeros(1)

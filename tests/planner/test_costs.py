@@ -168,8 +168,9 @@ def test_programs_side_by_side_verify_and_contend() -> None:
 
     def time(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[Program, float]:
         parts = [
-            ConcurrentProgram(program=ring, nbytes=4 * MB, channels=first), ConcurrentProgram(program=direct, nbytes=8 * MB, channels=second),
-        ]  # fmt: skip
+            ConcurrentProgram(program=ring, nbytes=4 * MB, channels=first),
+            ConcurrentProgram(program=direct, nbytes=8 * MB, channels=second),
+        ]
         program, nbytes = together(parts, HGX2)
         return program, simulate(program, HGX2, nbytes=nbytes).total_us
 

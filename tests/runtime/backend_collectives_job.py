@@ -138,7 +138,7 @@ def lists_and_splits() -> Any:
         assert not is_stretto()
         together = torch.empty(11 * world)
         dist.all_to_all_single(together, torch.cat(shards))
-        exchanged = list(together.split(11))
+        exchanged = list(together.chunk(world))
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
     told: list[Any] = [{"only": "root"}] if rank == 0 else [None]

@@ -79,7 +79,7 @@ def test_ranks_that_do_not_do_the_same_are_told_who_does_what(
     outcomes: Outcomes, scenario: str, words: tuple[str, str]
 ) -> None:
     for kind, text, _ in outcomes[scenario]:
-        assert kind == "Mismatched"
+        assert kind == "ProgramMismatch"
         assert "rank 1 runs" in text
         assert all(word in text for word in words)
 

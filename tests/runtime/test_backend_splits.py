@@ -35,7 +35,7 @@ def test_a_pair_that_counts_on_different_sizes_is_named_on_every_rank(outcomes: 
         for told in ours:
             assert len(told) == 8
             for message in told:
-                assert message.startswith("Mismatched: all_to_all_v")
+                assert message.startswith("ProgramMismatch: all_to_all_v")
                 assert ": rank 0 sends " in message
                 assert " bytes to rank 3, which expects " in message
 

@@ -62,7 +62,7 @@ def test_ranks_that_disagree_are_told_apart(tmp_path: Path, scenario: str) -> No
         good = answers.pop("good")
         assert good["error"] is None  # another communicator is not touched
         for answer in answers.values():
-            assert answer["error"] == "Mismatched"
+            assert answer["error"] == "ProgramMismatch"
             assert "rank 2 runs" in answer["text"] and " but rank " in answer["text"]
         assert "1000 x" in answers["size"]["text"] and "1001 x" in answers["size"]["text"]
         assert "int32" in answers["type"]["text"] and "float32" in answers["type"]["text"]

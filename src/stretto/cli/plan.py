@@ -74,7 +74,10 @@ def plan(
     synthesize: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", help="Also offer algorithms made for this cluster, so long for each; 0: library only."
+            "--synthesize",
+            "--synthesise",
+            metavar="SECONDS",
+            help="Also offer algorithms made for this cluster, so long for each; 0: library only.",
         ),
     ] = 0.0,
     against: Annotated[

@@ -1,8 +1,8 @@
 """The two-phase commit as two pure state machines: no time, no input or output; docs/protocol.md tells the story.
 
-A rank holds its `RankSide`, the controller a `ControllerSide` for each running job. `answer` is what a controller does with a
-rank's message, `obey` what a rank does with the reply. The real processes and the exhaustive model of the tests run
-this same code.
+A rank holds its `RankSide`, the controller a `ControllerSide` for each running job. `answer` is what a controller does
+with a rank's message, `obey` what a rank does with the reply. The real processes and the exhaustive model of the
+tests run this same code.
 
 The decision is a function of the votes: a plan on which every rank has voted yes is committed, one that somebody
 refused is aborted. As ranks keep their votes and repeat them in every message, a controller that has forgotten

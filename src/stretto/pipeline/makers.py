@@ -109,7 +109,7 @@ def eager_warmup(stages: int) -> list[int]:
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """Zero bubble, hand-made 1: later stages delay weight gradients; no stage holds more than the first stage of 1F1B."""
+    """Zero bubble, hand-made 1: later stages delay weight gradients; none holds more than the first stage of 1F1B."""
     warmup = [stages - at for at in range(stages)]
     return paced(stages, microbatches, warmup=warmup, delay=list(range(stages)), name="zb_h1")
 

@@ -84,9 +84,12 @@ def _routed(part: ConcurrentProgram, cluster: Cluster) -> tuple[NDArray[np.int32
 
 
 def _collective(
-    parts: Sequence[ConcurrentProgram], ranks: Sequence[NDArray[np.int32]], chunks: Sequence[int], devices: tuple[int, ...],
+    parts: Sequence[ConcurrentProgram],
+    ranks: Sequence[NDArray[np.int32]],
+    chunks: Sequence[int],
+    devices: tuple[int, ...],
     whole: float,
-) -> Collective:  # fmt: skip
+) -> Collective:
     each = [part.program.collective for part in parts]
     sets = _before(len(c.part_sets) for c in each)
 

@@ -25,9 +25,15 @@ class SubmittedWhole(SubmittedOp):
     __slots__ = ("_carries", "_loaded", "_name", "_tensor")
 
     def __init__(
-        self, owner: SubmissionOwner, carrier: ExecutorCarrier, instance: QueuedOp, tensor: torch.Tensor, loaded: ExecutorMotif,
-        call: CollectiveCall, plain: Callable[[], GroupWork],
-    ) -> None:  # fmt: skip
+        self,
+        owner: SubmissionOwner,
+        carrier: ExecutorCarrier,
+        instance: QueuedOp,
+        tensor: torch.Tensor,
+        loaded: ExecutorMotif,
+        call: CollectiveCall,
+        plain: Callable[[], GroupWork],
+    ) -> None:
         self._owner, self._carrier, self._carries, self._instance = owner, carrier, carrier, instance
         self._plain, self._loaded = plain, loaded
         # Not the application's own object, which may be given other memory while the op is held back.

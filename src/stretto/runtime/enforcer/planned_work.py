@@ -52,9 +52,17 @@ class SubmittedOp:
     )  # fmt: skip
 
     def __init__(
-        self, owner: SubmissionOwner, carrier: Carrier, instance: QueuedOp, buffers: Buffers | None, bound: CompiledOp | None,
-        call: CollectiveCall, plain: Callable[[], GroupWork], *, pool: Pool = POOL,
-    ) -> None:  # fmt: skip
+        self,
+        owner: SubmissionOwner,
+        carrier: Carrier,
+        instance: QueuedOp,
+        buffers: Buffers | None,
+        bound: CompiledOp | None,
+        call: CollectiveCall,
+        plain: Callable[[], GroupWork],
+        *,
+        pool: Pool = POOL,
+    ) -> None:
         self._owner, self._carrier, self._instance = owner, carrier, instance
         self.buffers, self._bound, self._plain, self._pool = buffers, bound, plain, pool
         self.inline = False

@@ -37,9 +37,15 @@ class SubmittedOnStream(SubmittedOp):
     """The memory of a submitted op on a GPU."""
 
     def __init__(
-        self, owner: SubmissionOwner, carrier: NcclCarrier, instance: QueuedOp, buffers: Buffers, bound: CompiledOp, call: CollectiveCall,
+        self,
+        owner: SubmissionOwner,
+        carrier: NcclCarrier,
+        instance: QueuedOp,
+        buffers: Buffers,
+        bound: CompiledOp,
+        call: CollectiveCall,
         plain: Callable[[], GroupWork],
-    ) -> None:  # fmt: skip
+    ) -> None:
         carrier.read()
         self._streams = StreamPool(carrier.device)
         super().__init__(owner, carrier, instance, buffers, bound, call, plain, pool=self._streams)
@@ -119,9 +125,14 @@ class StreamWork(PlannedWork):
     """A call that a plan carries out on a GPU: ``wait`` blocks the current stream, and the host only if it is held."""
 
     def __init__(
-        self, owner: SubmissionOwner, sequencer: Sequencer, instance: QueuedOp, given: SubmittedOnStream, tensors: Tensors,
+        self,
+        owner: SubmissionOwner,
+        sequencer: Sequencer,
+        instance: QueuedOp,
+        given: SubmittedOnStream,
+        tensors: Tensors,
         carrier: NcclCarrier,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(owner, sequencer, instance, given, tensors)
         self._instance, self._queued, self._nccl = instance, given, carrier
 

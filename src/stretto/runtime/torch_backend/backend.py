@@ -397,9 +397,16 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return self._watched(call, run, blocking=self.alone and not opts.asyncOp)
 
     def _run_plainly(
-        self, call: CollectiveCall, method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any, *, as_ours: bool = False,
+        self,
+        call: CollectiveCall,
+        method: str,
+        args: tuple[Any, ...],
+        tensors: Tensors,
+        opts: Any,
+        *,
+        as_ours: bool = False,
         own: bool | None = None,
-    ) -> dist.Work:  # fmt: skip
+    ) -> dist.Work:
         """On the executor or, if `own` or what runs now says so, on the backend that the job asked for.
 
         With `as_ours` that one's work comes inside of one of ours.
@@ -454,9 +461,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return self._gathered(JoinedWork(works, tensors))
 
     def _watched(
-        self, call: CollectiveCall, run: Callable[[], dist.Work], *, blocking: bool = False, peers: tuple[int, int] | None = None,
+        self,
+        call: CollectiveCall,
+        run: Callable[[], dist.Work],
+        *,
+        blocking: bool = False,
+        peers: tuple[int, int] | None = None,
         tag: int = 0,
-    ) -> dist.Work:  # fmt: skip
+    ) -> dist.Work:
         """Run a call, before the eyes of who records the calls of this process."""
         self._home.check()
         watch = Watch.current

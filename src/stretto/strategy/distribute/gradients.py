@@ -1,4 +1,4 @@
-"""`GradientSynchronizer`: starts each message as soon as the backward pass has its gradients, in one order on all ranks."""
+"""Starts each message as soon as the backward pass has its gradients, in one order on all ranks."""
 
 from __future__ import annotations
 
