@@ -85,7 +85,7 @@ def joined_ops(ranks: list[list[ChakraNode]], files: list[Path], world: int, not
 
 
 def _merge(ranks: list[list[ChakraNode]], files: list[Path]) -> _Table:
-    """The op of each (rank, node id): ranks with equal nodes share compute-ops, the ranks of a group share collectives."""
+    """The op of each (rank, node id): ranks with equal nodes share compute-ops, those of a group share collectives."""
     kinds: dict[object, int] = {}
     classes = []
     for nodes in ranks:

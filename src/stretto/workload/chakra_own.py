@@ -1,4 +1,4 @@
-"""Reads Chakra traces that Stretto itself has written: attributes named ``stretto_*`` give back exactly the same ops."""
+"""Reads Chakra traces that Stretto itself has written: attributes named ``stretto_*`` give back the same ops."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A class of ranks that take part in the same ops for the same time; in a schedule one rank stands for all of them."""
+    """A class of ranks that take part in the same ops for the same time; in a schedule one rank stands for all."""
 
     ranks: tuple[int, ...]
 
@@ -153,7 +153,7 @@ class Workload:
 
     @cached_property
     def compute_us(self) -> float:
-        """Microseconds of compute on the busiest stream of the busiest place in one iteration: no plan can be faster."""
+        """Microseconds of compute on the busiest stream of the busiest place in one iteration; no plan is faster."""
         totals: dict[tuple[int, str], float] = {}
         for op, places, each_us in zip(self.ops, self.op_places, self.op_durations_us, strict=True):
             for place, us in zip(places, each_us, strict=False):

@@ -83,7 +83,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def load(source: str | Path) -> Workload:
-    """A workload from ``model:variant[,key=value...]``, or from a file: Stretto's own form, a Kineto or a Chakra trace."""
+    """A workload from ``model:variant[,key=value...]``, or from a file: Stretto's form, a Kineto or a Chakra trace."""
     if isinstance(source, str):
         name = re.split("[:,]", source, maxsplit=1)[0]
         if name in MODELS:

@@ -158,7 +158,7 @@ def _order(classes: list[RankClass], comms: list[CommOp], world: int, *, spread:
 
 
 def _sorted(ops: list[Op]) -> tuple[Op, ...]:
-    """Ops in an order in which each follows its dependencies; times of ranks that do different things cannot give one."""
+    """Ops in an order in which each follows its dependencies; times of ranks that differ cannot give one."""
     needs: dict[str, list[str]] = {}
     last: dict[tuple[str, tuple[int, ...]], str] = {}
     for op in ops:

@@ -198,7 +198,7 @@ def _gives(these: RankClass, at: int) -> str:
 
 
 def _sync(these: RankClass, step: TraceStep, call: TraceCall, at: int) -> tuple[str, float] | None:
-    """The last wait of a call's stream for a compute stream before the call: that stream, and the time it waits up to."""
+    """The last wait of a call's stream for a compute stream before the call: that stream, and until when it waits."""
     syncs = these.traces[step.rank].syncs_of.get(call.stream, [])
     earlier = next((other.submit for other in reversed(step.calls[:at]) if other.stream == call.stream), float("-inf"))
     for index in range(bisect_right(syncs, call.submit, key=lambda sync: sync.at) - 1, -1, -1):

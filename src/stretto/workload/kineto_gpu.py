@@ -1,4 +1,4 @@
-"""Reads traces of jobs that compute on GPUs: kernels by stream; NCCL kernels get the description that the CPU recorded."""
+"""Reads traces of jobs that compute on GPUs: kernels by stream; NCCL kernels get the description the CPU recorded."""
 
 from __future__ import annotations
 

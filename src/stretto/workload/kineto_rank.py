@@ -117,7 +117,7 @@ def inside(spans: list[tuple[float, float]], at: float) -> bool:
 
 
 def backward_end(trace: KinetoRank, at: float) -> float | None:
-    """The end of the step's last backward op, at which DDP waits for all its buckets; None if no backward op follows."""
+    """The end of the step's last backward op, at which DDP waits for all its buckets; None if none follows."""
     until = min((start for start, _ in trace.steps.values() if start > at), default=float("inf"))
     last = bisect_left(trace.backward, (until, 0.0)) - 1
     return trace.backward[last][1] if last >= 0 and trace.backward[last][1] >= at else None

@@ -1,4 +1,4 @@
-"""Finds and reads the files of recorded traces, which are larger than other inputs and have a size limit of their own."""
+"""Finds and reads the files of recorded traces, which are large and have a size limit of their own."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Dlrm:
 
     @property
     def bottom_width(self) -> float:
-        """The width of the layers below the interaction, chosen so that the average over all layers is that of Table 2."""
+        """The width of the layers below the interaction, chosen so that the average over all is that of Table 2."""
         return (self.layers * self.width - self.top_layers * self.top_width) / self.bottom_layers
 
     @property

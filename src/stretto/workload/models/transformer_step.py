@@ -35,7 +35,7 @@ class TransformerStep:
         self.stages = [StageLayers(self, at) for at in range(shape.pipeline)]
 
     def workload(self, name: str, *, unit: str) -> Workload:
-        """The whole step: each stage in its 1F1B order, and ops of different stages in the order of their start times."""
+        """The whole step: each stage in its 1F1B order, and ops of different stages by their start times."""
         shape = self.shape
         orders = (one_f_one_b(at, shape.pipeline, shape.micro_batches) for at in range(shape.pipeline))
         queues = [list(reversed(list(order))) for order in orders]
