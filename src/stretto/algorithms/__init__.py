@@ -1,4 +1,7 @@
-"""The algorithm library: one algorithm per module, built by name through the registry."""
+"""The algorithm library: one algorithm per module, built by name through the registry.
+
+`base.Algorithm` says what a module has to hold; `registry.NAMES` lists the modules.
+"""
 
 from .base import Algorithm, collective_kind
 from .registry import NAMES, algorithm, algorithms, defined_for

@@ -1,4 +1,4 @@
-"""What all algorithms share: a builder of synchronous steps, rank placement, and the registry's entry."""
+"""Parts that all algorithms share: a builder of synchronous steps, the order of ranks, and the registry's entry."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Ranks = int | Sequence[int]
 Ints = NDArray[np.int64]
 
 MAX_MOVES = 1 << 27
-"""Chunks moved by one program: what an ordinary machine's memory holds."""
+"""The most chunk moves of one program: about as many as fit into an ordinary machine's memory."""
 MAX_NAME = 63
-"""What the oldest of the file formats has room for."""
+"""The longest name of a program: the MSCCL XML reader has room for no more."""
 SHARDED = ("all_gather", "reduce_scatter", "gather", "scatter")
 
 
 def collective_kind(text: str) -> str:
-    """The collective a person means.
+    """The kind of collective that a person's spelling stands for; `InvalidInput` lists the kinds where there is none.
 
     >>> collective_kind("AllReduce"), collective_kind("all-to-all"), collective_kind("reduce_scatter")
     ('all_reduce', 'all_to_all', 'reduce_scatter')
@@ -45,28 +45,63 @@ def collective_kind(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """One entry of the registry: what an algorithm serves, and how it is built."""
+    """One entry of the registry: the collectives that an algorithm serves, and the function that builds its programs.
+
+    To add an algorithm, write a module of this package that defines ``ALGORITHM = Algorithm(...)`` and add the module's
+    name to `registry.NAMES`. The module is imported when the name is first asked for; everything runs in one process,
+    on no particular rank, and returns the same program for the same arguments.
+
+    `build(kind, ranks, *, chunks=..., in_place=False, ...) -> Program` is called by `registry.algorithm` once per
+    program, after `from_cluster`. It may assume that `kind` is one of `collectives` and that options have the types of
+    its annotations (texts of the command line have been read). It must check the values itself (`choose`, `devices_of`,
+    `placement` do most of it) and raise `InvalidInput` that names the option. All keyword arguments need defaults;
+    those for rooted collectives include ``root=0``, and any other keyword is an option of this algorithm. `ranks` is
+    a count or the device of each rank; `chunks` is how many pieces flow through one behind the other. `build` returns
+    a program for the collective of that kind over exactly these ranks, usually `Steps.program`, named by `label`. The
+    program is not trusted: it is verified before it is simulated, exported or run.
+
+    `refusal(kind, count)` is called without building anything, to list what serves a collective. `from_cluster(cluster,
+    devices, chosen)` is called only where a cluster is given; `chosen` are the options of the user, which it must not
+    return again.
+
+    >>> def one_by_one(kind, ranks, *, chunks=1, root=0, in_place=False):
+    ...     devices = devices_of(ranks, chunks, moves=lambda count: count)
+    ...     steps = Steps()
+    ...     for at in range(1, len(devices)):  # positions: 0 is the root
+    ...         steps.add(src=0, dst=at, step=at, chunk=np.arange(chunks))
+    ...     collective = COLLECTIVES[kind](devices, root=root, chunks=chunks, in_place=in_place)
+    ...     return steps.program("one_by_one", collective, placement(len(devices), None, root))
+    >>> entry = Algorithm(
+    ...     name="one_by_one", collectives=("broadcast",), build=one_by_one,
+    ...     summary="the root sends to one rank after the other", where="any number of ranks",
+    ... )
+    >>> program = entry.build("broadcast", 4, root=2)
+    >>> report = program.verify()  # raises VerificationError where the program is wrong
+    >>> program.num_transfers
+    3
+    """
 
     name: str
     collectives: tuple[str, ...]
     summary: str
     where: str
-    """For which rank counts it is defined, in words."""
+    """The rank counts that the algorithm is defined for, in words."""
     build: Callable[..., Program]
     refusal: Callable[[str, int], str | None] = lambda kind, count: None
-    """Why it is not defined for a collective over that many ranks with default options, or None."""
+    """Maps a kind and a rank count to the reason why the algorithm is not defined for them with default options, or
+    to None where it is defined."""
     from_cluster: Callable[[Cluster, tuple[int, ...], Mapping[str, Any]], dict[str, Any]] | None = None
-    """Options that a cluster suggests, given the devices and the options already chosen."""
+    """Maps a cluster, the devices and the options that the user chose to further options that suit the cluster."""
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The options of this algorithm alone, with their defaults."""
+        """The options of this algorithm alone (without chunks, root and in_place), with their defaults."""
         common = ("chunks", "root", "in_place")
         return {name: default for name, default in self._defaults.items() if name not in common}
 
     @property
     def chunks(self) -> int:
-        """How many pieces it cuts its data into unless told otherwise."""
+        """The number of pieces that the algorithm cuts its data into unless told otherwise."""
         return int(self._defaults["chunks"])
 
     @cached_property
@@ -76,7 +111,11 @@ class Algorithm:
 
 
 class Steps:
-    """Collects messages of synchronous steps, block by block, each block one NumPy expression."""
+    """A collector of the messages of synchronous steps, added block by block, each block as one NumPy expression.
+
+    Within a step all reads come before all writes; what a message really waits for is derived from that by
+    `Program.from_steps`, so that an algorithm never writes dependencies.
+    """
 
     def __init__(self) -> None:
         self._columns: dict[str, list[NDArray[Any]]] = {
@@ -93,9 +132,15 @@ class Steps:
         reduce: bool = False,
         lane: ArrayLike = 0,
     ) -> None:
-        """Add messages: everything broadcasts together; the last axis of `chunk` lists one message's chunks.
+        """Add a block of messages. All arguments broadcast together, `chunk` without its last axis.
 
-        A chunk of -1 stands for none, so that messages of one block may differ in length.
+        Args:
+            src: The position (0..n-1, a rank where `program` gets no order) that sends each message.
+            dst: The position that receives it.
+            step: The synchronous step, >= 0, in which it is sent.
+            chunk: The chunks of a message along the last axis; -1 stands for none where messages differ in length.
+            reduce: Whether the receiver adds the chunks to its own instead of replacing them.
+            lane: The number of the connection between the two ranks; one connection keeps the order of its messages.
         """
         chunk = np.asarray(chunk, np.int32)
         ends: dict[str, NDArray[Any]] = {
@@ -119,7 +164,17 @@ class Steps:
         self._columns["reduce"].append(np.full(int(np.count_nonzero(sent)), reduce))
 
     def program(self, name: str, collective: Collective, order: Ints | None = None) -> Program:
-        """The program; with `order`, what was written for position v happens on rank ``order[v]``."""
+        """Make the program from all messages that were added.
+
+        Args:
+            name: The program's name, usually from `label`.
+            collective: The collective that the program is to fulfil.
+            order: The rank at each position: a message of position v is sent by rank ``order[v]``, and chunks of shards
+                are renumbered alike. Positions are ranks when not given.
+
+        Returns:
+            The program with the least dependencies that keep the meaning of the steps; not verified yet.
+        """
         nothing = [np.zeros(0, np.int64)]
         column = {key: np.concatenate(blocks or nothing) for key, blocks in self._columns.items()}
         src, dst, chunk = column["src"], column["dst"], column["chunk"]
@@ -150,9 +205,18 @@ def _placed(collective: Collective, chunk: NDArray[Any], order: Ints) -> NDArray
 
 
 def devices_of(ranks: Ranks, chunks: int, moves: Callable[[int], int]) -> tuple[int, ...]:
-    """The devices that take part, once it is clear that the program fits into memory.
+    """Check that a program fits into memory, and return the devices that take part.
 
-    ``moves(n)`` is about how often a chunk is moved over n ranks where `chunks` is 1.
+    Args:
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces flow through the algorithm, >= 1.
+        moves: Maps a rank count to about how many chunk moves the program has where `chunks` is 1.
+
+    Returns:
+        The device of each rank.
+
+    Raises:
+        InvalidInput: `chunks` is out of range, or there would be more than `MAX_MOVES` moves.
     """
     devices = as_ranks(ranks)
     if not 1 <= chunks <= MAX_MOVES:
@@ -164,12 +228,23 @@ def devices_of(ranks: Ranks, chunks: int, moves: Callable[[int], int]) -> tuple[
 
 
 def each_to_each(count: int) -> int:
-    """Moves of an algorithm that brings something from every rank to every other."""
+    """The number of moves of an algorithm that brings something from every rank to every other, for `devices_of`."""
     return count * count
 
 
 def placement(count: int, order: Sequence[int] | None, root: int | None = None) -> Ints:
-    """Which rank stands at each position: `order`, turned so that the root (if there is one) comes first.
+    """The rank at each position: `order`, rotated so that the root (if there is one) comes first.
+
+    Args:
+        count: How many ranks there are.
+        order: Every rank once, or None for 0..count-1.
+        root: The rank that shall be at position 0, or None.
+
+    Returns:
+        The ranks by position, for `Steps.program`.
+
+    Raises:
+        InvalidInput: `order` is not a permutation of the ranks, or `root` is not a rank.
 
     >>> placement(4, None, root=1).tolist(), placement(4, [3, 1, 0, 2], root=1).tolist()
     ([1, 2, 3, 0], [1, 0, 2, 3])
@@ -212,18 +287,27 @@ def unless(default: object, value: object) -> object:
 
 
 def choose(what: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise unless the value is one of the choices."""
+    """Raise unless a value is one of the choices.
+
+    Args:
+        what: The option, as the message shall call it.
+        value: The value that was given.
+        choices: The valid values.
+
+    Raises:
+        InvalidInput: The value is none of them; the message lists them.
+    """
     if value not in choices:
         raise unknown(what, value, choices)
 
 
 def is_power_of_two(count: int) -> bool:
-    """Whether count is 1, 2, 4, 8, ..."""
+    """Whether `count` is one of 1, 2, 4, 8, ..."""
     return count > 0 and count & (count - 1) == 0
 
 
 def near_square(count: int) -> int:
-    """The largest divisor of count that is at most its square root: how ranks are cut when nobody says.
+    """The largest divisor of count that is at most its square root: how ranks are cut into hosts by default.
 
     >>> near_square(16), near_square(12), near_square(7)
     (4, 3, 1)

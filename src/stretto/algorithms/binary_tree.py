@@ -28,7 +28,18 @@ def binary_tree(
     in_place: bool = False,
     order: Sequence[int] | None = None,
 ) -> Program:
-    """One balanced binary tree below the root.
+    """Build one balanced binary tree below the root.
+
+    Args:
+        kind: "broadcast", "reduce" or "all_reduce".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces flow through the tree, >= 1.
+        root: The root's rank; for an all-reduce only the top of the tree.
+        in_place: Whether input and output share memory.
+        order: The ranks in the order in which ranges of them become subtrees; 0..n-1 when not given.
+
+    Returns:
+        The program.
 
     >>> binary_tree("reduce", 7, chunks=1).num_transfers
     6
@@ -46,7 +57,7 @@ def binary_tree(
 
 
 def _balanced(count: int) -> Ints:
-    """Parents: the first of a range is its root, the rest is cut into two ranges."""
+    """The parent of each node: the first node of a range is its root, and the rest is cut into two ranges below it."""
     parent = np.full(count, -1, np.int64)
     ranges = [(0, count)]
     while ranges:

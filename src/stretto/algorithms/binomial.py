@@ -31,7 +31,18 @@ def binomial(
     in_place: bool = False,
     order: Sequence[int] | None = None,
 ) -> Program:
-    """Halve the distance in every round.
+    """Build a binomial tree, in which the distance between partners halves (or doubles) every round.
+
+    Args:
+        kind: "broadcast", "reduce", "gather" or "scatter".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces (of each shard, where there are shards) flow through the tree, >= 1.
+        root: The root's rank.
+        in_place: Whether the root's input and output share memory.
+        order: The ranks in the order of positions in the tree; 0..n-1 when not given.
+
+    Returns:
+        The program.
 
     >>> binomial("broadcast", 8).num_transfers
     7

@@ -24,7 +24,17 @@ KINDS = ("all_gather", "all_to_all")
 def bruck(
     kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, order: Sequence[int] | None = None
 ) -> Program:
-    """Log-step all-gather or all-to-all.
+    """Build Bruck's all-gather or all-to-all, which takes ceil(log2(n)) steps.
+
+    Args:
+        kind: "all_gather" or "all_to_all".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces each shard is cut into, >= 1.
+        in_place: Whether input and output share memory.
+        order: The ranks in the order of positions; 0..n-1 when not given.
+
+    Returns:
+        The program.
 
     >>> bruck("all_gather", 5).num_transfers
     15

@@ -34,7 +34,18 @@ def chain(
     in_place: bool = False,
     order: Sequence[int] | None = None,
 ) -> Program:
-    """From rank to rank along `order`, beginning (or, for a reduce, ending) at the root.
+    """Build a chain from rank to rank along `order`, beginning (or, for a reduce, ending) at the root.
+
+    Args:
+        kind: "broadcast" or "reduce".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces flow through the chain, >= 1.
+        root: The root's rank.
+        in_place: Whether the root's input and output share memory.
+        order: The ranks along the chain, rotated so that the root comes first; 0..n-1 when not given.
+
+    Returns:
+        The program.
 
     >>> chain("broadcast", 4, chunks=2).num_transfers
     6

@@ -47,10 +47,23 @@ def direct(
     pairs: Sequence[tuple[int, int]] | None = None,
     counts: Sequence[Sequence[float]] | None = None,
 ) -> Program:
-    """Straight to the destination.
+    """Send every byte straight from where it is to where it is wanted.
 
-    `steps` (1 or 2) is for all-reduce only; `pairs` says who sends to whom in a permute (default: each
-    rank to the next); `counts` is the matrix of an all-to-all-v (default: all equal).
+    Args:
+        kind: Any collective of the library.
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces each shard (or tensor) is cut into, >= 1.
+        root: The root's rank, for rooted collectives.
+        in_place: Whether input and output share memory.
+        steps: For all-reduce only: 2 sums shards and gathers the sums, 1 sends everything to everybody.
+        pairs: For permute only: the (src, dst) ranks; each rank sends to the next when not given.
+        counts: For all-to-all-v only: ``counts[r][q]`` is how much r sends to q; all equal when not given.
+
+    Returns:
+        The program.
+
+    Raises:
+        InvalidInput: An option is out of range, or an all-reduce has more than `MAX_ALL_REDUCE` ranks.
 
     >>> direct("all_to_all", 4).num_transfers
     12
@@ -99,7 +112,7 @@ def _everyone(built: Steps, kind: str, n: int, chunks: int, steps: int) -> None:
     }
     if kind == "all_reduce" and steps == 2:
         phases["reduce_scatter"]()
-        add(src, start=3)  # after the next piece has been sent, which hides the time a sum takes
+        add(src, start=3)  # The sum of a piece is sent after the next piece, which hides the time of the reduction.
     else:
         phases[kind]()
 

@@ -30,7 +30,18 @@ def double_binary_tree(
     in_place: bool = False,
     order: Sequence[int] | None = None,
 ) -> Program:
-    """Two trees, `chunks` pieces each.
+    """Build two complementary trees that carry half of the data each.
+
+    Args:
+        kind: "broadcast", "reduce" or "all_reduce".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces flow through each tree, >= 1.
+        root: The root's rank; for an all-reduce only the top of both trees.
+        in_place: Whether input and output share memory.
+        order: The ranks in the order of positions in the trees; 0..n-1 when not given.
+
+    Returns:
+        The program.
 
     >>> double_binary_tree("all_reduce", 8).num_transfers
     112

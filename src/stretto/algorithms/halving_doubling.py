@@ -33,7 +33,18 @@ def halving_doubling(
     largest: str = "near",
     order: Sequence[int] | None = None,
 ) -> Program:
-    """Reduce-scatter by halving, all-gather by doubling, all-reduce by both.
+    """Build a reduce-scatter by recursive halving, an all-gather by recursive doubling, or an all-reduce by both.
+
+    Args:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces each shard is cut into, >= 1.
+        in_place: Whether input and output share memory.
+        largest: Whether the largest messages go to the nearest partner ("near") or to the farthest ("far").
+        order: The ranks in the order of positions; 0..n-1 when not given.
+
+    Returns:
+        The program.
 
     >>> halving_doubling("all_reduce", 8).num_transfers
     48
@@ -99,7 +110,7 @@ def halvings(power: int, bits: Sequence[int]) -> list[tuple[Ints, Ints]]:
 
 
 def _blocks(kind: str, n: int, extra: int, power: int, chunks: int, largest: str) -> Ints:
-    """The chunks of each block, as (piece, block, member); -1 stands for none."""
+    """The chunks of each block, indexed by (piece, block, member); -1 stands for no chunk."""
     piece = np.arange(chunks)[:, None, None]
     block = np.arange(power)
     if kind == "all_reduce":

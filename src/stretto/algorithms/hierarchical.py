@@ -47,7 +47,8 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 INSIDE = ("ring", "direct", "halving_doubling")
 
 Round = tuple[Ints, Ints, Ints]
-"""One step in one dimension: from coordinate, to coordinate, and the coordinates whose blocks go (2-D)."""
+"""One step in one dimension: for each message the source's coordinate, the destination's coordinate, and (along the
+second axis) the coordinates whose blocks it carries."""
 
 
 def hierarchical(
@@ -60,7 +61,22 @@ def hierarchical(
     inside: str | Sequence[str] = "ring",
     order: Sequence[int] | None = None,
 ) -> Program:
-    """Dimension by dimension; `inside` names the algorithm for all dimensions or for each.
+    """Build a program that exchanges dimension by dimension.
+
+    Args:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces each shard is cut into, >= 1.
+        in_place: Whether input and output share memory.
+        dims: The size of each dimension, the fastest varying first; their product is n. Near-square when not given.
+        inside: "ring", "direct" or "halving_doubling", for all dimensions or one for each.
+        order: The ranks in the order of grid positions; 0..n-1 when not given.
+
+    Returns:
+        The program.
+
+    Raises:
+        InvalidInput: `dims` do not make n ranks, or halving_doubling is asked for in a dimension of another size.
 
     >>> hierarchical("all_reduce", 16, dims=(8, 2)).num_transfers
     256
@@ -90,7 +106,17 @@ def hierarchical(
 def phases(
     kind: str, sizes: Sequence[int], schemes: Sequence[str]
 ) -> tuple[list[tuple[int, list[Round], bool]], int, int]:
-    """The stages as (dimension, rounds, whether they reduce), the steps of each, and those between pieces."""
+    """The stages of a hierarchical program, one dimension each.
+
+    Args:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        sizes: The size of each dimension.
+        schemes: The algorithm inside each dimension, from `scheme_of_each`.
+
+    Returns:
+        The stages as (dimension, rounds, whether they reduce), the number of steps reserved for a stage, and the
+        number of steps by which one piece follows another.
+    """
     found = []
     if kind != "all_gather":
         found += [(d, _reduce_scatter_rounds(schemes[d], sizes[d]), True) for d in range(len(sizes))]
@@ -113,11 +139,12 @@ def _add_stage(
     *,
     reduce: bool,
 ) -> None:
-    """One dimension's exchange, in all lines of ranks along it at once; each piece `every` steps later."""
+    """Add one dimension's exchange in all lines of ranks along it at once; each piece follows `every` steps later."""
     strides = [math.prod(sizes[:d]) for d in range(len(sizes))]
     others = [d for d in range(len(sizes)) if d != dim]
     line = sums(np.arange(sizes[d]) * strides[d] for d in others)
-    # Blocks in play agree with the rank in the dimensions already reduced, and are any in those to come.
+    # A rank handles the blocks whose coordinates equal its own in the dimensions before `dim` (already reduced, or
+    # not gathered yet); in the dimensions after `dim` their coordinates take all values.
     fixed = sums(weights[d] * (d < dim) for d in others)
     free = sums(weights[dim + 1 :])
     later = every * np.arange(len(piece))[:, None, None]
@@ -151,11 +178,11 @@ def _all_gather_rounds(scheme: str, size: int) -> list[Round]:
 
 
 def _numbering(kind: str, n: int, sizes: Sequence[int], schemes: Sequence[str], chunks: int) -> tuple[list[Ints], Ints]:
-    """What each coordinate, and each piece, adds to the number of a chunk."""
+    """For each dimension and for the pieces: what each coordinate, and each piece, adds to the number of a chunk."""
     if kind != "all_reduce":
         strides = [math.prod(sizes[:d]) for d in range(len(sizes))]
         return [np.arange(z) * s * chunks for z, s in zip(sizes, strides, strict=True)], np.arange(chunks)
-    # The tensor's blocks may be named freely: so that every message is one contiguous range.
+    # The blocks of an all-reduce may be numbered freely; they are numbered so that each message is contiguous.
     names = [
         bit_reversed(size) if scheme == "halving_doubling" else np.arange(size)
         for size, scheme in zip(sizes, schemes, strict=True)
@@ -184,7 +211,7 @@ def _sizes(n: int, dims: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def scheme_of_each(sizes: Sequence[int], inside: str | Sequence[str]) -> list[str]:
-    """The algorithm inside each dimension."""
+    """The name of the algorithm inside each dimension, checked against the sizes."""
     schemes = [inside] * len(sizes) if isinstance(inside, str) else list(inside)
     if len(schemes) != len(sizes):
         raise InvalidInput(f"inside: needs one name, or one per dimension ({len(sizes)}), not {len(schemes)}")
@@ -196,7 +223,7 @@ def scheme_of_each(sizes: Sequence[int], inside: str | Sequence[str]) -> list[st
 
 
 def suited_to(dimensions: Sequence[Dimension]) -> tuple[str, ...]:
-    """The algorithm that suits each dimension's wiring."""
+    """The name of the algorithm that suits each dimension's wiring (ring, direct or halving_doubling)."""
     best = {"ring": "ring", "fully_connected": "direct", "switch": "halving_doubling"}
     schemes = (best[d.kind] for d in dimensions)
     return tuple(

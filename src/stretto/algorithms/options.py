@@ -12,7 +12,7 @@ from ..errors import InvalidInput
 
 
 def checked(build: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the types the builder asks for; lists may be given as text or as a single number.
+    """The options with the types that the builder's annotations ask for; lists may be given as text or as one number.
 
     >>> from .hierarchical import hierarchical
     >>> checked(hierarchical, {"dims": "8x2", "inside": "ring,direct"})

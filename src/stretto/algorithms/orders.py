@@ -1,4 +1,4 @@
-"""What a cluster suggests: an order of the ranks along its fastest links, and the grid of hosts."""
+"""Suggestions from a cluster: an order of the ranks along its fastest links, and the grid of hosts and local ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ if TYPE_CHECKING:
     from ..cluster import Cluster
 
 MAX_SEARCHED = 128
-"""Above this many ranks no order is searched for: the ranks' own order is kept."""
+"""With more ranks than this no order is searched for: the ranks' own order is kept."""
 BUDGET = 20_000
-"""Partial orders that are tried for one speed of links before slower links are allowed."""
+"""The number of partial orders that are tried with links of one speed before slower links are allowed."""
 
 
 def fast_orders(cluster: Cluster, devices: tuple[int, ...], *, rings: int = 1) -> list[list[int]] | None:
     """Orders of the ranks along direct links between devices, the slowest link being as fast as possible.
 
-    One closed ring over all ranks if there is one, else a line inside each host, hosts one after the other.
-    Every further ring sees the links already in use as that much slower, and leaves each host from another
-    device, so that all NICs have work. None: keep the ranks' own order.
+    An order is one closed ring over all ranks if there is one, else a line inside each host, host after host. Every
+    further ring counts a link that is in use as that much slower, and leaves each host from another device, so that all
+    NICs have work.
+
+    Args:
+        cluster: The cluster.
+        devices: The device of each rank.
+        rings: How many orders to find, >= 1.
+
+    Returns:
+        Each order as a list of ranks; None where the ranks' own order is to be kept.
     """
     count = len(devices)
     if not 3 <= count <= MAX_SEARCHED:
@@ -49,7 +57,7 @@ def direct_speed(cluster: Cluster, devices: tuple[int, ...]) -> NDArray[np.float
 
 
 def has_direct_links(cluster: Cluster, devices: tuple[int, ...]) -> bool:
-    """Whether any two of the ranks have a link between them."""
+    """Whether any two of the ranks' devices have a link between them."""
     return len(_direct_links(cluster, devices)[0]) > 0
 
 
@@ -77,7 +85,19 @@ def host_grid(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, list[int
 
 
 def local_count(name: str, count: int, local: int | None) -> int:
-    """How many ranks share a host, checked."""
+    """The number of ranks per host: `local` once it is checked, or a near-square cut.
+
+    Args:
+        name: The algorithm, for the message.
+        count: How many ranks there are.
+        local: The number that the user gave, or None.
+
+    Returns:
+        How many ranks share a host; it divides `count`.
+
+    Raises:
+        InvalidInput: `local` does not divide `count`, or it is not given and `count` has no two factors > 1.
+    """
     if local is None:
         refused = composite_refusal(name, count)
         if refused:
@@ -89,7 +109,7 @@ def local_count(name: str, count: int, local: int | None) -> int:
 
 
 def composite_refusal(name: str, count: int) -> str | None:
-    """The message where a rank count is prime, so that it has no hosts by itself."""
+    """The message for a rank count that is not a product of two factors > 1, or None where it is."""
     if near_square(count) == 1:
         return f"ranks: {name} needs ranks = local x hosts, both > 1, but {count} has no such factors"
     return None
@@ -148,7 +168,7 @@ def _reaches_all(linked: NDArray[np.bool_]) -> bool:
 
 
 def _hamiltonian(linked: NDArray[np.bool_], start: int, closed: bool, budget: int) -> list[int] | None:
-    """Depth-first search that goes where fewest ways lead on first; gives up after `budget` extensions."""
+    """A Hamiltonian path or cycle by depth-first search, or None; it gives up after `budget` extensions."""
     count = len(linked)
     free = np.ones(count, np.bool_)
     free[start] = False

@@ -31,7 +31,21 @@ def pairwise(
     pattern: str | None = None,
     order: Sequence[int] | None = None,
 ) -> Program:
-    """One partner per round; `pattern` is "xor" (powers of two) or "shift".
+    """Build an all-to-all of n-1 rounds with one partner per round.
+
+    Args:
+        kind: "all_to_all".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces each shard is cut into, >= 1.
+        in_place: Whether input and output share memory.
+        pattern: "xor" (n a power of two) or "shift"; "xor" where n allows it when not given.
+        order: The ranks in the order of positions; 0..n-1 when not given.
+
+    Returns:
+        The program.
+
+    Raises:
+        InvalidInput: The pattern is "xor" and n is not a power of two.
 
     >>> pairwise("all_to_all", 4).num_transfers
     12
@@ -53,8 +67,8 @@ def pairwise(
     steps.add(src=rank, dst=dst, step=turn * chunks + piece, chunk=chunk[..., None])
     name = label("pairwise", chunks=unless(1, chunks), pattern=pattern, order=order)
     program = steps.program(name, AllToAll(devices, chunks=chunks, in_place=in_place), placement(n, order))
-    # Message (turn, piece, rank) is number ((turn-1)*chunks + piece)*n + rank. Those of a round wait for the
-    # last one that the same rank receives in the round before.
+    # Message (turn, piece, rank) is number ((turn-1)*chunks + piece)*n + rank. The messages of a round wait for the
+    # last message that the same rank receives in the previous round.
     waits = np.zeros((max(n - 1, 0), chunks, n), np.int64)
     waits[1:] = 1
     last = ((turn[:-1] - 1) * chunks + chunks - 1) * n + sender[:-1]

@@ -27,7 +27,20 @@ KINDS = ("all_gather", "all_reduce")
 def recursive_doubling(
     kind: str, ranks: Ranks, *, chunks: int = 1, in_place: bool = False, order: Sequence[int] | None = None
 ) -> Program:
-    """Exchange with the rank 1, 2, 4, ... away.
+    """Build exchanges with the rank 1, 2, 4, ... away.
+
+    Args:
+        kind: "all_gather" (n a power of two) or "all_reduce".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces each shard (or the tensor) is cut into, >= 1.
+        in_place: Whether input and output share memory.
+        order: The ranks in the order of positions; 0..n-1 when not given.
+
+    Returns:
+        The program.
+
+    Raises:
+        InvalidInput: An all-gather over a number of ranks that is not a power of two.
 
     >>> recursive_doubling("all_reduce", 8).num_transfers
     24

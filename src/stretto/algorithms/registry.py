@@ -1,4 +1,4 @@
-"""The library's table of contents: which algorithms there are, and how to build one by name."""
+"""The registry of the library: the names of its algorithms, and building a program by name."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NAMES = (
     "three_step",
     "hierarchical",
 )
-"""Each is a module of this package that holds an `ALGORITHM`."""
+"""The modules of this package that each hold an `ALGORITHM`, in the order in which lists show them."""
 
 
 def entry(name: str) -> Algorithm:
-    """The algorithm with this name."""
+    """The registry's entry for a name; `InvalidInput` lists the names where it is unknown."""
     if name not in NAMES:
         raise unknown("algorithm", name, NAMES)
     found = import_module(f".{name}", __package__).ALGORITHM
@@ -79,9 +79,24 @@ def algorithm(
 ) -> Program:
     """Build a program by name.
 
-    `chunks` pieces flow through the algorithm one behind the other (default: its own). With a `cluster`,
-    options that are not given are taken from it where it suggests any: the dimensions or hosts for the
-    hierarchical ones, an order along the fastest links for rings and chains; the program's name says so.
+    With a `cluster`, options that are not given are taken from it where it suggests any: the dimensions or hosts for
+    the hierarchical algorithms, an order along the fastest links for rings and chains; the program's name says so.
+
+    Args:
+        name: An algorithm, one of `NAMES`.
+        collective: The kind of collective in any usual spelling.
+        ranks: A rank count, or the device of each rank.
+        cluster: The cluster that the program is meant for, or None.
+        chunks: How many pieces flow through the algorithm one behind the other, >= 1; its own default when not given.
+        root: The root's rank, for rooted collectives only.
+        in_place: Whether input and output share memory.
+        **options: Options of the algorithm, as values or as the texts of a command line.
+
+    Returns:
+        The program, not verified yet.
+
+    Raises:
+        InvalidInput: The algorithm does not serve the collective or these ranks, or an option is not valid.
 
     >>> algorithm("ring", "allreduce", 4, chunks=2).num_transfers
     48

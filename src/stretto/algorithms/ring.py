@@ -43,10 +43,23 @@ def ring(
     strides: Sequence[int] | None = None,
     order: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> Program:
-    """A ring program. `order` names the ranks along the ring, or along each ring, if it is a list of lists.
+    """Build a program over one or several rings.
 
-    Several `rings` over one order step through it with different `strides` (numbers that share no factor
-    with n; the smallest ones unless given).
+    Args:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces of a shard each ring carries, >= 1 (twice as many in two directions where n is even).
+        in_place: Whether input and output share memory.
+        directions: 1, or 2 for shards that travel both ways round and stop halfway.
+        rings: How many rings share the data, >= 1.
+        strides: The step of each ring through `order`, coprime to n; the smallest such numbers when not given.
+        order: The ranks along the ring, or a list of such lists, one per ring; 0..n-1 when not given.
+
+    Returns:
+        The program.
+
+    Raises:
+        InvalidInput: A stride shares a factor with n, or rings, strides and order contradict each other.
 
     >>> ring("all_reduce", 4).num_transfers
     24
@@ -118,7 +131,8 @@ def _phase(
     if halves == 1:
         add(np.arange(hops), whole)
         return
-    # The farthest rank gets one half from either side: the first hop of a sum, the last of a gather.
+    # The farthest rank gets (or, in a reduction, gives) one half of a shard on either side: the last hop of a gather
+    # and the first hop of a reduction carry halves.
     half = turn[..., None]
     if reduce:
         add(np.arange(1), half)
@@ -144,7 +158,7 @@ def _orders(
         return np.stack(several)
     single = placement(n, order)  # type: ignore[arg-type]
     if strides is None:
-        # A stride of n-s is the ring of stride s backwards, which two directions already use.
+        # The ring of stride n-s is the ring of stride s backwards; with two directions it is in use already.
         last = n // 2 if directions == 2 else n - 1
         usable = [s for s in range(1, max(last, 1) + 1) if math.gcd(s, n) == 1] or [1]
         strides = [usable[i % len(usable)] for i in range(rings)]

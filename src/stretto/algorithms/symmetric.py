@@ -1,5 +1,4 @@
-"""Hierarchical algorithms as `SymmetricProgram`s: what rank 0 sends stands for all, however many there
-are."""
+"""Hierarchical algorithms as `SymmetricProgram`s: the messages of rank 0 stand for those of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +17,19 @@ from .hierarchical import phases, scheme_of_each, sums
 def symmetric_hierarchical(
     kind: str, dims: Sequence[int], *, chunks: int = 1, inside: str | Sequence[str] = "ring"
 ) -> SymmetricProgram:
-    """`hierarchical` in symmetric form: the same messages in the same order, stored once per orbit.
+    """Build `hierarchical` in symmetric form: the same messages in the same order, stored once per orbit.
+
+    Args:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        dims: The size of each dimension, the fastest varying first; the number of ranks is their product.
+        chunks: How many pieces each shard is cut into, >= 1.
+        inside: "ring", "direct" or "halving_doubling", for all dimensions or one for each.
+
+    Returns:
+        The symmetric program.
+
+    Raises:
+        InvalidInput: The kind is not served, or a scheme does not fit its dimension.
 
     >>> big = symmetric_hierarchical("all_reduce", (16, 16, 16), chunks=64)
     >>> len(big.dst), big.num_ranks, big.num_transfers
@@ -39,7 +50,7 @@ def symmetric_hierarchical(
                 step.append(stage * longest + at)
                 reduce.append(reducing)
                 homes.append((blocks[row][:, None] * stride + beyond).ravel())
-    # Each piece does the same `every` steps later.
+    # Each further piece repeats the messages of the one before `every` steps later.
     count = len(dst)
     widths = np.array([len(h) for h in homes], np.int64)
     steps = (np.array(step) + every * np.arange(chunks)[:, None]).ravel()
@@ -50,7 +61,7 @@ def symmetric_hierarchical(
     new_ptr, home = take_rows(ptr, home, order)
     _, piece = take_rows(ptr, piece, order)
     transfer = order % count
-    # Exchanges by XOR are translations of a torus of twos.
+    # An exchange with rank XOR 2^i is a translation of a torus whose sides are all two.
     torus = [
         part for size, scheme in zip(sizes, schemes, strict=True)
         for part in ([2] * (size.bit_length() - 1) if scheme == "halving_doubling" else [size])

@@ -33,7 +33,21 @@ def three_step(
     local: int | None = None,
     order: Sequence[int] | None = None,
 ) -> Program:
-    """Gather, exchange, scatter; `local` ranks share a host (default: a near-square cut).
+    """Build an all-to-all that gathers inside the host, exchanges between hosts and scatters there.
+
+    Args:
+        kind: "all_to_all".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces each shard is cut into, >= 1.
+        in_place: Whether input and output share memory.
+        local: How many ranks share a host, a divisor of n; near-square when not given.
+        order: The ranks host by host; 0..n-1 when not given.
+
+    Returns:
+        The program.
+
+    Raises:
+        InvalidInput: `local` does not divide n, or n has no two factors > 1.
 
     >>> three_step("all_to_all", 8, local=4).num_transfers
     32
@@ -51,7 +65,7 @@ def three_step(
     away = host[:, None] != host
 
     def add(step: int, src: Ints, dst: Ints, shard: Ints) -> None:
-        # Ranks of a host exchange in steps 0 and 3: two steps per piece keep a connection to one at a time.
+        # Ranks of a host exchange in steps 0 and 3; with two steps per piece, a connection never serves both at once.
         table = shard.reshape(*src.shape, -1)
         one = np.arange(chunks).reshape(-1, *([1] * table.ndim))
         chunk = np.where(table < 0, -1, table * chunks + one)
@@ -59,7 +73,7 @@ def three_step(
 
     for shift in range(1, inside):
         to = (mates + shift) % inside
-        # [host, mate, other host, mate there]: what the host-mate `to` is to pass on for me.
+        # Axes: host, local rank, other host, local rank there. True where local rank `to` passes the shard on.
         passes = (away[:, None, :] & (gateway[:, None, :] == to[:, None]))[..., None]
         mine = ranks_of[:, :, None, None] * n + ranks_of
         passed = np.where(passes, mine, -1).reshape(hosts, inside, -1)
@@ -72,7 +86,7 @@ def three_step(
         add(1, ranks_of[host, via], ranks_of[other, via], all_of_it)
     for shift in range(1, inside):
         to = (mates + shift) % inside
-        # [host, mate (the gateway), origin host, mate there]: what came for the host-mate `to`.
+        # Axes: host, local rank (the gateway), host of origin, local rank there. True where the shard came through it.
         came = (away[:, None, :] & (gateway[:, None, :] == mates[:, None]))[..., None]
         shard = ranks_of * n + ranks_of[:, to][:, :, None, None]
         add(3, ranks_of, ranks_of[:, to], np.where(came, shard, -1))

@@ -1,4 +1,4 @@
-"""What chain, binomial and binary trees share: pieces that flow down (broadcast) or up (reduce) a tree."""
+"""The messages of a tree, shared by chain, binomial and binary trees: pieces flow down (broadcast) or up (reduce)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ KINDS = ("broadcast", "reduce", "all_reduce")
 def add_tree(
     steps: Steps, kind: str, parent: Ints, when: Ints, *, chunks: int, first_chunk: int = 0, lane: int = 0
 ) -> None:
-    """Add one tree: node v (not the root) hears from ``parent[v]`` in round ``when[v]``.
+    """Add the messages of one tree, in which node v (not the root) hears from ``parent[v]`` in round ``when[v]``.
 
-    Rounds order what could happen at once; piece j follows j rounds behind the first. An all-reduce flows
-    up, and each piece turns around at the root."""
+    Rounds order messages that could start at once; piece j follows j rounds behind the first. An all-reduce flows up,
+    and each piece turns around at the root.
+
+    Args:
+        steps: The collector to add the messages to.
+        kind: "broadcast", "reduce" or "all_reduce".
+        parent: The parent of each node, -1 for the root.
+        when: The round of each node, >= 0, later than its parent's; for a reduce the rounds run backwards.
+        chunks: How many pieces flow through the tree.
+        first_chunk: The number of the first piece's chunk.
+        lane: The connection number of all messages.
+    """
     node = np.flatnonzero(parent >= 0)
     piece = np.arange(chunks)[:, None]
     chunk = (first_chunk + piece)[..., None]
@@ -29,7 +39,7 @@ def add_tree(
 
 
 def depths(parent: Ints) -> Ints:
-    """How far each node is from the root (whose parent is -1); meant for shallow trees."""
+    """The distance of each node from the root (whose parent is -1); its time grows with the tree's depth."""
     depth = np.zeros(len(parent), np.int64)
     above = parent.copy()
     while np.any(above >= 0):

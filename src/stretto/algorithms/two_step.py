@@ -36,7 +36,21 @@ def two_step(
     local: int | None = None,
     order: Sequence[int] | None = None,
 ) -> Program:
-    """Inside the host, then between hosts; `local` ranks share a host (default: a near-square cut).
+    """Build an all-to-all that first moves data inside the host to the right local rank, then between hosts.
+
+    Args:
+        kind: "all_to_all".
+        ranks: A rank count, or the device of each rank.
+        chunks: How many pieces each shard is cut into, >= 1.
+        in_place: Whether input and output share memory.
+        local: How many ranks share a host, a divisor of n; near-square when not given.
+        order: The ranks host by host; 0..n-1 when not given.
+
+    Returns:
+        The program.
+
+    Raises:
+        InvalidInput: `local` does not divide n, or n has no two factors > 1.
 
     >>> two_step("all_to_all", 8, local=4).num_transfers
     32
@@ -63,7 +77,16 @@ def two_step(
 
 
 def from_cluster(cluster: Cluster, devices: tuple[int, ...], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Hosts as the cluster has them."""
+    """Suggest the hosts of a cluster as options (an `Algorithm.from_cluster`).
+
+    Args:
+        cluster: The cluster.
+        devices: The device of each rank.
+        chosen: The options that the user gave.
+
+    Returns:
+        `local` and, where ranks do not come host by host, `order`; empty where the user chose or hosts differ in size.
+    """
     grid = None if "local" in chosen or "order" in chosen else host_grid(cluster, devices)
     return {} if grid is None else {"local": grid[0]} | ({} if grid[1] is None else {"order": grid[1]})
 
