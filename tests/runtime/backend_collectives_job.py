@@ -139,11 +139,17 @@ def lists_and_splits() -> Any:
         together = torch.empty(11 * world)
         dist.all_to_all_single(together, torch.cat(shards))
         exchanged = list(together.chunk(world))
+    at_root = torch.empty(11 * world)
+    if is_stretto() and hasattr(dist, "gather_single"):
+        dist.gather_single(shards[1], at_root if rank == 2 else None, dst=2)
+    else:
+        # gloo has none for one tensor.
+        dist.gather(shards[1], list(at_root.view(world, 11)) if rank == 2 else None, dst=2)
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
     told: list[Any] = [{"only": "root"}] if rank == 0 else [None]
     dist.broadcast_object_list(told, src=0)
-    return [digest([out, wide, *exchanged]), objects, told]
+    return [digest([out, wide, *exchanged, *([at_root] if rank == 2 else [])]), objects, told]
 
 
 def coalesced() -> Any:

@@ -40,7 +40,8 @@ def pipeline(
         InvalidInput: on all ranks, if a schedule deadlocks, differs, or does not fit a rank's stages or the group.
     """
     import torch.distributed as dist
-    from torch.distributed.pipelining import schedules
+
+    from ..runtime.torch_backend.torch_versions import pipeline_actions, pipeline_runtime
 
     if not stages:
         raise InvalidInput("stages: at least one stage must be given")
@@ -57,11 +58,12 @@ def pipeline(
     except StrettoError as problem:
         error = str(problem)
     _agree(written, stages[0].group, error)
-    kind = _blocking_runtime() if blocking else schedules._PipelineScheduleRuntime
+    kind = _blocking_runtime() if blocking else pipeline_runtime()
     made = kind(list(stages), written.num_microbatches, loss_fn=loss_fn)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "schedule.csv")
-        written.save(path)
+        rows = pipeline_actions([list(map(str, row)) for row in written.ranks])
+        path.write_text("".join(",".join(row) + "\n" for row in rows))
         made._load_csv(str(path), format="compute_comms")
     return made
 
@@ -100,7 +102,10 @@ def _blocking_runtime() -> Any:
 
     from torch.distributed.pipelining import schedules
 
+    from ..runtime.torch_backend.torch_versions import pipeline_runtime
+
     issue = schedules._batch_p2p
+    usual = pipeline_runtime()
 
     def and_wait(ops: Any, desc: str | None = None) -> Any:
         works = issue(ops, desc)
@@ -108,7 +113,7 @@ def _blocking_runtime() -> Any:
             work.wait()
         return []
 
-    class BlockingRuntime(schedules._PipelineScheduleRuntime):
+    class BlockingRuntime(usual):  # type: ignore[misc, valid-type]
         """Waits for every transfer where it is issued."""
 
         def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:

@@ -29,6 +29,7 @@ from ...planner.algebra.motif import Motif
 from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import channels_of
 from ..torch_backend.recording import now_us
+from ..torch_backend.torch_versions import set_sequence_number
 from .calls import run
 from .carrier import LoadedMotif, PendingMaximum
 from .gloo import GlooMaximum, communicator
@@ -167,7 +168,7 @@ class NcclCarrier:
         options = library.Options()
         options._timeout = self._timeout
         group = library(c10d.PrefixStore(name, self._store), ranks.index(self._rank), len(ranks), options)
-        group._set_sequence_number_for_group()
+        set_sequence_number(group)
         group.eager_connect_single_device(self.device)
         return NcclLane(group, cuda.Stream(self.device, priority=FIRST))
 

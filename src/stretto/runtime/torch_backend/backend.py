@@ -28,7 +28,7 @@ from .own_backend import WHY as OWN_WHY
 from .own_backend import OwnBackend
 from .recording import LEDGER, current
 from .selection import Selector, rules
-from .torch_versions import group_method, with_older_names
+from .torch_versions import group_method, set_sequence_number, with_older_names
 from .watch import SubmittedCall, Watch
 from .work import DelegatedWork, GroupWork, JoinedWork, Tensors
 
@@ -226,6 +226,12 @@ class StrettoGroup(Base):  # type: ignore[misc]
             opts = _with(c10d.GatherOptions(), more, rootRank=opts if opts is not None else more.get("root", 0))
         call = CollectiveCall.of("gather", inputs, outputs=outputs[0] if outputs else [], root=opts.rootRank)
         return self._run(call, "gather", (outputs, inputs, opts), _flat(outputs), opts)
+
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """One rank gets everybody's tensor, in one; `output` of the others is empty. PyTorch calls it from 2.15 on."""
+        opts = opts or c10d.GatherOptions()
+        outputs = [list(output.view(self.size(), *input.shape))] if self.rank() == opts.rootRank else []
+        return self.gather(outputs, [input], opts)
 
     @own_first
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
@@ -543,13 +549,13 @@ def _wrapped_backends(
     store: c10d.Store, rank: int, size: int, timeout: timedelta
 ) -> list[tuple[torch.device, BackendType, Any]]:
     gloo = dist.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, size, _gloo_options(timeout))
-    gloo._set_sequence_number_for_group()
+    set_sequence_number(gloo)
     found: list[tuple[torch.device, BackendType, Any]] = [(CPU, BackendType.GLOO, gloo)]
     if torch.cuda.is_available() and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(c10d.PrefixStore("nccl/", store), rank, size, options)
-        nccl._set_sequence_number_for_group()
+        set_sequence_number(nccl)
         found.append((CUDA, BackendType.NCCL, nccl))
     return found
 

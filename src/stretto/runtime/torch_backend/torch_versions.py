@@ -58,6 +58,12 @@ def with_older_names(group_class: GroupClass) -> GroupClass:
     return group_class
 
 
+def set_sequence_number(backend: Any) -> None:
+    """Begin to count a backend's calls, where that is not done by itself; later versions warn of the call."""
+    if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):
+        backend._set_sequence_number_for_group()
+
+
 # Public functions of `torch.distributed`; the older names give a warning where there are newer ones.
 _collectives: Any = dist
 all_gather_single = getattr(_collectives, "all_gather_single", None) or _collectives.all_gather_into_tensor
@@ -94,3 +100,52 @@ class _RankAtPlace(int):
 
     def __lt__(self, other: int) -> bool:
         return self.place < other.place if isinstance(other, _RankAtPlace) else int(self) < other
+
+
+def pipeline_actions(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The actions of a pipeline's ranks with communication (``0F1``, ``0SEND_F1``, ...) as this version writes them.
+
+    The first versions reduce gradients by themselves, without an action; the last ones name every wait for what was
+    begun: for a reduction here right behind it, for a send where PyTorch puts it in its own schedules.
+    """
+    from torch.distributed.pipelining import schedules
+
+    library: Any = schedules
+    if not hasattr(library, "REDUCE_GRAD"):
+        return [[action for action in row if not action.endswith("REDUCE_GRAD")] for row in rows]
+    written = [list(row) for row in rows]
+    if hasattr(library, "WAIT_REDUCE_GRAD"):
+        written = [[name for action in row for name in _with_wait(action)] for row in written]
+    if hasattr(library, "_add_wait_send"):
+        parsed = {rank: [library._Action.from_str(action) for action in row] for rank, row in enumerate(written)}
+        written = [[str(action) for action in row] for row in library._add_wait_send(parsed).values()]
+    return written
+
+
+def _with_wait(action: str) -> tuple[str, ...]:
+    stage, reduces, _ = action.partition("REDUCE_GRAD")
+    return (action, f"{stage}WAIT_REDUCE_GRAD") if reduces else (action,)
+
+
+def pipeline_runtime() -> Any:
+    """The class of `torch.distributed.pipelining` that runs a given schedule and divides gradients by micro-batches."""
+    from torch.distributed.pipelining import schedules
+
+    usual: Any = schedules._PipelineScheduleRuntime
+    if hasattr(schedules, "REDUCE_GRAD"):
+        return usual
+
+    class ScalingRuntime(usual):  # type: ignore[misc]
+        """Divides at the end: older classes leave it out where a stage's last action is gradients of weights alone."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, scale_grads=False, **options)
+
+        def _step_microbatches(self, *args: Any, **options: Any) -> Any:
+            result = super()._step_microbatches(*args, **options)
+            if self._has_backward:
+                for stage in self._stages:
+                    stage.scale_grads(self._n_microbatches)
+            return result
+
+    return ScalingRuntime
