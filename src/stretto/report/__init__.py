@@ -1,4 +1,4 @@
-"""What a user looks at: traces, tables, plots and pages made of timelines."""
+"""Output for people: traces, tables, plots and pages made of timelines, plans and clusters."""
 
 from .chrome import write_chrome_json
 from .perfetto import write_perfetto

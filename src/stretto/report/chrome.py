@@ -1,4 +1,4 @@
-"""Timelines as Chrome trace JSON (``chrome://tracing``, older tools); Perfetto's own form says more."""
+"""Writes timelines as Chrome trace JSON (``chrome://tracing``, older tools); Perfetto's own form holds more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Bytes(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """A complete event; `ts` and `dur` are microseconds, with the nanoseconds behind the point."""
+    """A complete event; `ts` and `dur` are microseconds with nanoseconds as decimals."""
 
     name: str
     ph: str
@@ -30,9 +30,19 @@ class _Event(msgspec.Struct):
 
 
 def write_chrome_json(timeline: Timeline, path: str | Path, *, max_spans: int = MAX_TRACE_SPANS) -> int:
-    """Write Chrome trace events with a process per rank and a thread per stream; returns how many spans.
+    """Write Chrome trace events with a process per rank and a thread per stream.
 
-    Past `max_spans`, only the lowest ranks that fit are written, and ``otherData`` says so.
+    Args:
+        timeline: the timeline.
+        path: file to write.
+        max_spans: most spans to write; past that, only the lowest ranks that fit are written, and ``otherData`` says
+            so.
+
+    Returns:
+        The number of spans written.
+
+    Raises:
+        InvalidInput: the file cannot be written.
     """
     shown = tracks(timeline, max_spans=max_spans)
     encode = msgspec.json.encode

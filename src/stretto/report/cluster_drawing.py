@@ -1,4 +1,4 @@
-"""A cluster as a picture: `picture` for the terminal, `to_text` as plain text, `to_svg` as a drawing."""
+"""Draws a cluster: `picture` for the terminal, `to_text` as plain text, `to_svg` as an SVG drawing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STYLES = {"nvlink": "green", "xgmi": "green", "pcie": "yellow", "rdma": "cyan", 
 
 
 def to_text(cluster: Cluster, *, width: int = 100) -> str:
-    """The picture as plain text, without colours.
+    """The picture as plain text, without colors.
 
     >>> print(to_text(Cluster.preset("ring", nodes=4)).splitlines()[2])
     ╭─ 0 ── 1 ── 2 ── 3 ─╮
@@ -50,7 +50,7 @@ def to_text(cluster: Cluster, *, width: int = 100) -> str:
 
 
 def picture(cluster: Cluster) -> RenderableType:
-    """Who is linked with whom, at what rate and latency; hosts that are alike are drawn once."""
+    """A terminal picture of which nodes are linked, at what rate and latency; equal hosts are drawn once."""
     parts: list[RenderableType] = [_title(cluster), ""]
     if np.any(cluster.node_host[: cluster.num_devices] >= 0):
         parts += _hosts(cluster)
@@ -116,7 +116,7 @@ def _host(cluster: Cluster, group: HostGroup) -> RenderableType:
 
 
 def _rows(cluster: Cluster, nodes: list[int], depth: dict[int, int], *, whole: bool = False) -> Table:
-    """Each of these switches and NICs, and what hangs on it; a link is told once, at its upper end."""
+    """Each of these switches and NICs with the nodes linked below it; a link is listed once, at its upper end."""
     table = Table.grid(padding=(0, 2))
     for node in nodes[:MAX_ROWS]:
         for at, line in enumerate(_attached(cluster, node, depth, whole=whole)):
@@ -153,7 +153,7 @@ def _matrix(cluster: Cluster, devices: list[int]) -> RenderableType | None:
 
 
 def _attached(cluster: Cluster, node: int, depth: dict[int, int], *, whole: bool) -> Iterator[Text]:
-    """What hangs on a switch or NIC, one line per link class; `whole` counts instead of naming."""
+    """The nodes linked below a switch or NIC, one line per link class; `whole` counts nodes instead of naming them."""
     classes, of_link = link_classes(cluster)
     outgoing = set(cluster.link_dst[cluster.link_src == node].tolist())
     incoming = set(cluster.link_src[cluster.link_dst == node].tolist())
@@ -185,7 +185,7 @@ def _count(cluster: Cluster, nodes: list[int]) -> str:
 
 
 def _across(cluster: Cluster) -> Iterator[RenderableType]:
-    """Links that lead from one host straight to another."""
+    """Links that lead directly from one host to another."""
     classes, of_link = link_classes(cluster)
     hosts = cluster.node_host
     at = np.flatnonzero(hosts[cluster.link_src] != hosts[cluster.link_dst])
@@ -258,7 +258,7 @@ def _ring(size: int) -> Text:
 
 
 def _grid(sizes: list[int], wrap: list[bool]) -> Text:
-    """Dimension 0 to the right, dimension 1 downwards; dots at the rim are links that wrap around."""
+    """A grid with dimension 0 to the right and dimension 1 downwards; dots at the edge are links that wrap around."""
     columns, rows = (size if size <= MAX_GRID else CORNER for size in sizes)
     width = len(str(sizes[0] * sizes[1] - 1))
     side = ".." if wrap[0] else "  "
@@ -278,7 +278,7 @@ def _grid(sizes: list[int], wrap: list[bool]) -> Text:
 
 
 def _levels(cluster: Cluster) -> list[RenderableType]:
-    """Devices without hosts under (or without) switches: one row per level of switches."""
+    """Devices without hosts, under switches or without any: one row per level of switches."""
     depth = levels(cluster, range(cluster.num_nodes))
     rank = np.array([depth[n] for n in range(cluster.num_nodes)])
     matrix = _matrix(cluster, list(range(cluster.num_devices)))

@@ -1,4 +1,4 @@
-"""`to_svg`: a cluster as a drawing. Small ones link by link, large regular ones by what repeats."""
+"""`to_svg`: a cluster as a drawing, small clusters link by link, large regular ones by their repeating parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEGEND_ROW = 20
 
 
 def to_svg(cluster: Cluster) -> str:
-    """The drawing as SVG text; line width shows the rate, colour the channel."""
+    """The drawing as SVG text; the width of a line shows the rate, its color the channel."""
     from . import cluster_svg_grid as svg_grid
     from . import cluster_svg_layers as svg_layers
 
@@ -42,7 +42,9 @@ def to_svg(cluster: Cluster) -> str:
 
 @dataclass
 class Canvas:
-    """Shapes in the order they are drawn: lines under boxes under words."""
+    """A drawing under construction. Lines are drawn under boxes, and boxes under text; units are SVG user units
+    (pixels).
+    """
 
     cluster: Cluster
     classes: list[LinkClass] = field(init=False)
@@ -66,11 +68,18 @@ class Canvas:
             self._colors[channel] = CHANNELS.get(channel, OTHERS[(spare - 1) % len(OTHERS)])
 
     def stroke(self, kind: LinkClass) -> tuple[str, float]:
-        """Colour and width of a link class."""
+        """Color and line width of a link class."""
         return self._colors[kind.channel], 0.9 + 3.9 * kind.gb_per_s / self._fastest
 
     def path(self, d: str, kind: LinkClass, *, dashed: bool = False, arrow: bool = False) -> None:
-        """A link along an SVG path."""
+        """Draw a link along an SVG path.
+
+        Args:
+            d: the path, as in the SVG attribute ``d``.
+            kind: the class of the link, which sets color and width.
+            dashed: whether the line is dashed.
+            arrow: whether the line ends in an arrow head.
+        """
         color, width = self.stroke(kind)
         extra = ' stroke-dasharray="3 4"' if dashed else ""
         extra += ' marker-end="url(#tip)"' if arrow else ""
@@ -80,11 +89,30 @@ class Canvas:
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: LinkClass, *, dashed: bool = False) -> None:
-        """A straight link."""
+        """Draw a straight link.
+
+        Args:
+            x1: x of the start.
+            y1: y of the start.
+            x2: x of the end.
+            y2: y of the end.
+            kind: the class of the link, which sets color and width.
+            dashed: whether the line is dashed.
+        """
         self.path(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", kind, dashed=dashed)
 
     def box(self, x: float, y: float, w: float, h: float, kind: str, text: str = "", *, size: float = 11) -> None:
-        """A box with a label, centred on (x, y)."""
+        """Draw a node as a box with a label.
+
+        Args:
+            x: x of the center.
+            y: y of the center.
+            w: width.
+            h: height.
+            kind: "device", "switch", "nic" or "host", which sets the colors.
+            text: the label; empty for none.
+            size: largest font size of the label, which shrinks to fit the box.
+        """
         self.boxes.append(
             f'<rect x="{x - w / 2:.1f}" y="{y - h / 2:.1f}" width="{w:.1f}" height="{h:.1f}" rx="5" '
             f'fill="{FILL[kind]}" stroke="{EDGE[kind]}" stroke-width="1.2"/>'
@@ -95,7 +123,15 @@ class Canvas:
         self.reach(x + w / 2, y + h / 2)
 
     def frame(self, x: float, y: float, w: float, h: float, title: str) -> None:
-        """A host: a box under everything, with its title in the upper left corner."""
+        """Draw a host: a box under everything else, with its title in the upper left corner.
+
+        Args:
+            x: x of the left edge.
+            y: y of the upper edge.
+            w: width.
+            h: height.
+            title: the title.
+        """
         self.boxes.insert(
             0,
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="9" '
@@ -115,7 +151,17 @@ class Canvas:
         color: str = INK,
         bold: bool = False,
     ) -> None:
-        """Words at (x, y)."""
+        """Write text at a point.
+
+        Args:
+            x: x of the anchor.
+            y: y of the baseline.
+            text: the text, which is escaped.
+            size: font size.
+            anchor: SVG's ``text-anchor``: "start", "middle" or "end".
+            colour: color as SVG reads it.
+            bold: whether the text is bold.
+        """
         weight = ' font-weight="600"' if bold else ""
         self.words.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.1f}" text-anchor="{anchor}" '
@@ -123,7 +169,7 @@ class Canvas:
         )
 
     def reach(self, x: float, y: float) -> None:
-        """Let the picture reach this point."""
+        """Enlarge the drawing so that it contains this point."""
         self.width, self.height = max(self.width, x), max(self.height, y)
 
     def finish(self) -> str:
@@ -167,7 +213,7 @@ class Canvas:
         )
 
     def boxes_first(self) -> list[str]:
-        """Frames, then lines, then boxes, then words."""
+        """All shapes in drawing order: frames, then lines, then boxes, then text."""
         frames = [b for b in self.boxes if FILL["host"] in b]
         rest = [b for b in self.boxes if FILL["host"] not in b]
         return [*frames, *self.lines, *rest, *self.words]

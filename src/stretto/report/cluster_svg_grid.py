@@ -1,4 +1,4 @@
-"""Drawings of regular networks: circles, grids, and one panel per dimension where devices are too many."""
+"""Draws regular networks: circles, grids, and one panel per dimension if there are too many devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PANEL = 230.0
 
 
 def fits(cluster: Cluster, where: NDArray[np.int64]) -> bool:
-    """Whether every link can be drawn and still be told apart."""
+    """Whether every link can be drawn and still be distinguished."""
     if cluster.num_nodes != cluster.num_devices:
         return False
     count, axes = where.shape
@@ -31,7 +31,7 @@ def fits(cluster: Cluster, where: NDArray[np.int64]) -> bool:
 
 
 def draw(canvas: Canvas, where: NDArray[np.int64]) -> None:
-    """Every device and every link."""
+    """Draw every device and every link."""
     if where.shape[1] == 1:
         _circle(canvas)
     else:
@@ -56,11 +56,11 @@ def _circle(canvas: Canvas) -> None:
 
 
 def _lattice(canvas: Canvas, where: NDArray[np.int64]) -> None:
-    """Dimension 0 to the right, 1 down, 2 into the depth, 3 beside; links that wrap around leave as stubs."""
+    """Draw dimension 0 to the right, 1 down, 2 into the depth, 3 beside; links that wrap around are drawn as stubs."""
     cluster = canvas.cluster
     sizes = where.max(axis=0) + 1
     deep = int(sizes[2]) if len(sizes) > 2 else 1
-    # A layer further back moves by a fraction of a cell, so that no device hides another.
+    # Each layer further back is shifted by a fraction of a cell, so that no device hides another.
     back = (0.92 / deep, -0.92 / deep)
     steps = np.array([(1, 0), (0, 1), back, (float(sizes[0]) + 1.3, 0.3)])[: len(sizes)]
     pitch = PITCH if deep == 1 else max(80.0, 27.0 * deep)
@@ -97,7 +97,7 @@ def _pairs(cluster: Cluster) -> list[tuple[int, tuple[int, int]]]:
 
 
 def draw_dimensions(canvas: Canvas) -> None:
-    """One panel per dimension: a line of it, and how often it repeats."""
+    """Draw one panel per dimension: one line of its devices, and how often that line repeats."""
     cluster = canvas.cluster
     for at, dim in enumerate(cluster.dimensions):
         x = at * (PANEL + 44)

@@ -1,4 +1,4 @@
-"""Drawings of hosts and switch trees: devices in a row, switches and NICs above, direct links below."""
+"""Draws hosts and switch trees: devices in a row, switches and NICs above, direct links below."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAG = 0.42
 
 
 def fits(cluster: Cluster) -> bool:
-    """Whether hosts (or loose devices) are few enough to draw each of them."""
+    """Whether hosts (or devices without hosts) are few enough to draw each of them."""
     hosts = cluster.node_host[: cluster.num_devices]
     if np.all(hosts < 0):
         return cluster.num_devices <= MAX_LOOSE and cluster.num_nodes <= 3 * MAX_LOOSE
@@ -27,7 +27,7 @@ def fits(cluster: Cluster) -> bool:
 
 
 def draw(canvas: Canvas) -> None:
-    """Hosts side by side (those that are alike only twice) under the switches between them."""
+    """Draw hosts side by side under the switches that join them; of equal hosts only two are drawn."""
     cluster = canvas.cluster
     if np.all(cluster.node_host[: cluster.num_devices] < 0):
         picture = _Host(cluster, list(range(cluster.num_nodes)))
@@ -55,7 +55,8 @@ def draw(canvas: Canvas) -> None:
         x += 150 + 28
     wide = x - 28
     for at, node in enumerate(fabric):
-        # Bars one above the other, so that every NIC reaches its own straight up, behind the others.
+        # The switches between hosts are stacked bars, so that the vertical line from a NIC to its switch passes behind
+        # the other bars.
         spot[node] = _Spot(x=wide / 2, y=(len(fabric) - at - 0.5) * bar, w=wide, h=BAR)
         canvas.box(wide / 2, spot[node].y, wide, BAR, "switch", cluster.node_names[node], size=13)
     _links(canvas, spot)
@@ -69,7 +70,7 @@ def _crosses(cluster: Cluster) -> bool:
 
 
 def _choose(groups: list[HostGroup]) -> tuple[list[int], int]:
-    """At most two hosts of each kind; how many are not drawn."""
+    """At most two hosts of each kind, and the number of hosts that are not drawn."""
     shown = sorted(h for group in groups for h in group.hosts[:2])[:MAX_HOSTS]
     return shown, sum(len(group.hosts) for group in groups) - len(shown)
 
@@ -86,7 +87,7 @@ class _Spot:
 
 @dataclass
 class _Host:
-    """The places of one host's parts, from (0, 0) at its upper left."""
+    """The positions of one host's nodes; (0, 0) is the host's upper left corner."""
 
     cluster: Cluster
     nodes: list[int]
@@ -105,7 +106,7 @@ class _Host:
                 if cluster.node_kind[a] == cluster.node_kind[b] == DEVICE:
                     self.direct = max(self.direct, abs(order[a] - order[b]))
         devices = [n for n in self.nodes if cluster.node_kind[n] == DEVICE]
-        # A switch that only joins the devices (an NVSwitch) goes below them, out of the way of the rest.
+        # A switch that only joins devices (an NVSwitch) is drawn below them, apart from the other switches.
         loose = bool(np.all(cluster.node_host[: cluster.num_devices] < 0))
         outside = self._linked_outside(inside)
         below = [
@@ -156,13 +157,13 @@ class _Host:
             canvas.box(at.x, at.y, at.w, BOX_H, kind, local_name(cluster, node))
 
     def _center(self, node: int) -> float:
-        """Above the middle of what is already placed and linked with it."""
+        """The average x of the nodes that are linked with this one and already placed."""
         found = [self.spot[other].x for other in self.near[node] if other in self.spot]
         return sum(found) / len(found) if found else 0.0
 
 
 def _spread(wanted: list[float], low: float, high: float) -> list[float]:
-    """Places near the wanted ones (which rise), a box apart, within the bounds."""
+    """Positions near the wanted ones (which must rise), at least a box apart, within the bounds."""
     if not wanted:
         return []
     pitch = min(BOX_W + GAP, (high - low) / len(wanted))
@@ -178,7 +179,7 @@ def _spread(wanted: list[float], low: float, high: float) -> list[float]:
 
 
 def _links(canvas: Canvas, spot: dict[int, _Spot]) -> None:
-    """One stroke per pair of linked nodes and class; an arrow where only one direction exists."""
+    """Draw one line per pair of linked nodes and link class; an arrow where only one direction exists."""
     cluster = canvas.cluster
     pairs: dict[tuple[int, int, int], list[bool]] = defaultdict(list)
     for at, (a, b) in enumerate(zip(cluster.link_src.tolist(), cluster.link_dst.tolist(), strict=True)):
@@ -211,7 +212,7 @@ def _route(a: _Spot, b: _Spot) -> str:
 
 
 def draw_summary(canvas: Canvas) -> None:
-    """Too many parts to draw: one block per level, and what runs between the levels."""
+    """Draw one block per level and the links between levels, for clusters with too many parts."""
     cluster = canvas.cluster
     depth = levels(cluster, range(cluster.num_nodes))
     rank = np.array([depth[n] for n in range(cluster.num_nodes)])

@@ -1,4 +1,4 @@
-"""What multi-dimensional networks do, in the terminal and in HTML: activity (Fig. 9 of Themis), sweeps, iterations."""
+"""Runs on multi-dimensional networks, in the terminal and in HTML: activity (Fig. 9 of Themis), sweeps, iterations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOOK = {
 
 
 def activity_plot(runs: Sequence[DimRun], *, width: int = 80) -> Text:
-    """How much of the time each dimension had a chunk, one line per dimension; all runs on one time axis."""
+    """The share of time in which each dimension had a chunk, one line per dimension; all runs share one time axis."""
     longest = max(run.total_us for run in runs)
     columns = max(20, width - _LABEL - 8)
     text = Text()
@@ -81,7 +81,17 @@ def activity_section(runs: Sequence[DimRun], *, window_us: float = 100.0) -> Sec
 
 
 def sweep_section(title: str, counts: Sequence[int], series: Mapping[str, Sequence[float]], note: str) -> Section:
-    """Utilisation over the number of chunks, one curve per scheduler."""
+    """Utilization over the number of chunks, one curve per scheduler.
+
+    Args:
+        title: heading of the section.
+        counts: numbers of chunks.
+        series: for each scheduler its utilization, 0..1, at every count.
+        note: sentence below the heading.
+
+    Returns:
+        A section for `write_html`.
+    """
     from plotly.graph_objects import Figure
 
     figure = Figure()
@@ -97,7 +107,16 @@ def sweep_section(title: str, counts: Sequence[int], series: Mapping[str, Sequen
 
 
 def iteration_section(title: str, found: Sequence[IterationTime], note: str) -> Section:
-    """Forward, backward and exposed communication, stacked, one bar per system (Fig. 12)."""
+    """Forward, backward and exposed communication as stacked bars, one bar per system (Fig. 12 of Themis).
+
+    Args:
+        title: heading of the section.
+        found: one iteration per system.
+        note: sentence below the heading.
+
+    Returns:
+        A section for `write_html`.
+    """
     from plotly.graph_objects import Figure
 
     figure = Figure()

@@ -1,4 +1,4 @@
-"""A job as one page: what it gained, and its step before and after on one clock, as predicted and as measured."""
+"""Writes a running job as one page: its gain, and its step before and after on one clock, as predicted and as measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EDGE = {"color": "#fff", "width": 0.5}
 
 
 class _Bar(NamedTuple):
-    """One bar on a track; bars of a `group` have one colour and one name in the legend."""
+    """One bar on a track; bars of a `group` share one color and one name in the legend."""
 
     track: str
     group: str
@@ -37,7 +37,7 @@ class _Bar(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One timeline; `end_us` is the end of the iteration, 0 where that is not known."""
+    """One timeline; `end_us` is the end of the iteration, 0 if it is not known."""
 
     title: str
     end_us: float
@@ -45,7 +45,7 @@ class _Row(NamedTuple):
 
 
 def write_enforced_html(path: str | Path, status: Status) -> None:
-    """Write the page, with a part for every job."""
+    """Write the page, with a part for every job of a controller's status."""
     sections = [section for job in status.jobs for section in _sections(job)]
     if not sections:
         sections = [Section(heading="No job", note="The controller has not heard of any.")]
@@ -86,7 +86,7 @@ def _heading(job: JobStatus) -> str:
 
 
 def _gain(job: JobStatus) -> str:
-    """The unchanged job, our backend and the plan, each with its spread and what was predicted of it."""
+    """A table of the unchanged job, our backend and the plan, each with its measured spread and its prediction."""
     split = job.split
     rows: list[tuple[str, Timing | None, float, float]] = [
         (f"unchanged job ({split.own})" if split.own else "unchanged job", split.unchanged, 0.0, 0.0),
@@ -115,7 +115,7 @@ def _line(name: str, timing: Timing | None, share: float, predicted_us: float) -
 
 
 def _rows(job: JobStatus, motifs: Sequence[MotifStatus]) -> list[_Row]:
-    """The timelines that there are: what was recorded, plain order, the plan as predicted, the plan as measured."""
+    """The timelines that exist: the recording, plain order, the plan as predicted, the plan as measured."""
     split = job.split
     rows: list[_Row] = []
     if job.recorded and not motifs:

@@ -1,4 +1,4 @@
-"""One HTML file that needs no network: plotly figures, tables and drawings under headings."""
+"""Writes one HTML file that needs no network: plotly figures, tables and drawings under headings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ svg {{ max-width: 100%; height: auto; }}
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading, a sentence, and a body that is HTML already (from one of the functions here, or an SVG)."""
+    """A heading, a sentence, and a body of finished HTML (from one of the functions here, or an SVG)."""
 
     heading: str
     note: str = ""
@@ -65,7 +65,16 @@ class Section:
 
 
 def write_html(path: str | Path, *, title: str, sections: Sequence[Section]) -> None:
-    """Write the page; plotly's script is inside it once, if any section has a figure."""
+    """Write a page; plotly's script is embedded once if any section has a figure.
+
+    Args:
+        path: file to write.
+        title: title of the page, which is escaped.
+        sections: the sections in order; headings and notes are escaped, bodies are not.
+
+    Raises:
+        InvalidInput: the file cannot be written.
+    """
     body = "\n".join(
         f"<h2>{escape(s.heading)}</h2>\n<p>{escape(s.note)}</p>\n<div class='wide'>{s.body}</div>" for s in sections
     )
@@ -87,7 +96,7 @@ def sweep_section(sweep: Sweep) -> Section:
 
 
 def sweep_table_section(sweep: Sweep) -> Section:
-    """The numbers behind the curves; the fastest at each size is bold."""
+    """A table of the numbers of a sweep; the fastest algorithm at each size is bold."""
     head = "".join(f"<th>{escape(name)}</th>" for name in ["bytes", "lower bound", *sweep.by_speed])
     rows = []
     for at, size in enumerate(sweep.sizes):
@@ -102,7 +111,7 @@ def sweep_table_section(sweep: Sweep) -> Section:
 
 
 def timeline_section(timeline: Timeline, heading: str) -> Section:
-    """Who moved what when: every transfer where they can be told apart, else how busy each rank was."""
+    """A timeline as a figure: one bar per transfer if the bars can be distinguished, else how busy each rank was."""
     shown = tracks(timeline, max_spans=_MAX_BARS)
     about = "".join(f", {key} {value}" for key, value in timeline.facts)
     note = f"{format_us(timeline.total_us)} for {timeline.num_spans:,} transfers{about}."
@@ -114,7 +123,7 @@ def timeline_section(timeline: Timeline, heading: str) -> Section:
 
 
 def figure_html(figure: Figure) -> str:
-    """A figure as part of a page."""
+    """A plotly figure as HTML for the body of a section."""
     text: str = figure.to_html(
         full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
     )
@@ -249,7 +258,7 @@ def _heat(timeline: Timeline) -> Figure:
 
 
 def look() -> dict[str, Any]:
-    """The layout all figures share."""
+    """The plotly layout that all figures share."""
     return {
         "plot_bgcolor": "#fff",
         "paper_bgcolor": "#fff",

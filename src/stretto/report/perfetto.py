@@ -1,4 +1,4 @@
-"""Timelines as Perfetto TrackEvent traces, for https://ui.perfetto.dev."""
+"""Writes timelines as Perfetto TrackEvent traces, for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_LINKS = 64
 _COUNTER_SLOTS = 1000
 _ABOUT_PID = 1
 _FIRST_RANK_PID = 2
-# Thread ids are unique over all ranks: a viewer takes a thread id seen twice for the same thread, moved.
+# Thread ids are unique over all ranks, because a viewer takes equal thread ids in two processes for one thread.
 _FIRST_TID = 1 << 20
 
 
@@ -33,12 +33,23 @@ def write_perfetto(
     max_spans: int = MAX_TRACE_SPANS,
     processes: Mapping[int, str] | None = None,
 ) -> int:
-    """Write a trace with a process per rank and a thread per stream; returns how many spans it holds.
+    """Write a trace with a process per rank and a thread per stream; times are nanoseconds.
 
-    `processes` names the processes of some ranks otherwise than ``rank 3``.
-    Spans that overlap on one stream get threads of their own (``nvlink``, ``nvlink #2``). The process
-    *stretto* carries the facts, the rate over time, and the average load of the busiest links. Times are
-    nanoseconds. Past `max_spans`, only the lowest ranks that fit are written, and the trace says so.
+    Spans that overlap on one stream get threads of their own (``nvlink``, ``nvlink #2``). The process *stretto* carries
+    the
+    facts, the rate over time, and the average load of the busiest links.
+
+    Args:
+        timeline: the timeline.
+        path: file to write.
+        max_spans: most spans to write; past that, only the lowest ranks that fit are written, and the trace says so.
+        processes: names of the processes of some ranks; other processes are named ``rank 3``.
+
+    Returns:
+        The number of spans written.
+
+    Raises:
+        InvalidInput: the file cannot be written.
     """
     shown = tracks(timeline, max_spans=max_spans)
     with open_output(path) as file:
@@ -63,7 +74,7 @@ def _packet(builder: TraceProtoBuilder, timestamp_ns: int = 0) -> Any:
 
 
 def _write_about(timeline: Timeline, shown: Tracks, file: IO[bytes]) -> None:
-    """Interned names first, then the facts, the rate and the links, on tracks of their own."""
+    """Write interned names first, then the facts, the rate and the links, each on a track of its own."""
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
 
     builder = _builder()

@@ -1,4 +1,4 @@
-"""A plan as one page: before and after on the same clock, every decision with its reason, the search."""
+"""Writes a plan as one page: before and after on the same clock, every decision with its reason, the search."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _MAX_BARS = 6000
 _MAX_ROWS = 24
 _TABLE_HEIGHT = 640
 _EDGED = 0.004
-"""Bars shorter than this part of the iteration have no white edge: it would hide them."""
+"""Bars shorter than this share of the iteration have no white edge, because the edge would hide them."""
 _US_PER_MS = 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Bar:
-    """One bar: on which track, of which group (which has a colour and a name in the legend), from when to when."""
+    """One bar: its track, its group (which has a color and a name in the legend), its start and its end."""
 
     track: tuple[int, int, str]
-    """Place, whether it is a channel, and the name of the stream or channel: the order in which tracks are drawn."""
+    """Place, 1 for a channel or 0 for a stream, and the channel's or stream's name; tracks are drawn in this order."""
     group: str
     start_us: float
     end_us: float
@@ -43,7 +43,16 @@ class _Bar:
 
 
 def write_plan_html(path: str | Path, found: PlanResult, *, against: str = "fifo") -> None:
-    """Write the page; `against` is the system shown above ours."""
+    """Write the page of a plan.
+
+    Args:
+        path: file to write.
+        found: the plan with its problem, baselines and search.
+        against: the system that is drawn above the plan, one of the keys of ``found.schedules``.
+
+    Raises:
+        InvalidInput: the file cannot be written.
+    """
     plan = found.plan
     sections = [
         Section(heading="What the plan brings", note=_headline(found, against), body=_systems(found)),
@@ -119,7 +128,7 @@ def _decisions(found: PlanResult) -> str:
 def _table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, text: Iterable[int] = (), bold: Iterable[int] = ()
 ) -> str:
-    """Rows of plain text; columns of `text` are set to the left and may wrap, rows of `bold` stand out."""
+    """An HTML table of plain text; columns in `text` are left-aligned and may wrap, rows in `bold` are bold."""
     left, marked = set(text), set(bold)
 
     def cell(tag: str, at: int, value: str, row: int = -1) -> str:
@@ -190,7 +199,7 @@ def _timelines(problem: PlanProblem, schedules: Mapping[str, StepSchedule]) -> S
 
 
 def _tints(problem: PlanProblem) -> dict[str, str]:
-    """The colour of each group; with more comm-ops than colours, kinds of comm-ops are the groups."""
+    """The color of each group; with more comm-ops than colors, a group is a kind of comm-op."""
     workload = problem.workload
     tints = {_compute_group(op.phase): _COMPUTE.get(op.phase, _OTHER) for op in workload.ops if not op.is_comm}
     named = [op.name for op in workload.comm_ops]
@@ -204,7 +213,7 @@ def _compute_group(phase: str) -> str:
 
 
 def _bars(problem: PlanProblem, schedule: StepSchedule) -> list[_Bar]:
-    """Everything of one iteration at the places that are shown, by start."""
+    """The bars of one iteration at the places that are shown, sorted by start."""
     workload = problem.workload
     by_kind = len(workload.comm_ops) > len(PALETTE)
     chosen = {

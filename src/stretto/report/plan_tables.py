@@ -1,4 +1,4 @@
-"""Plans for the terminal."""
+"""Tables of plans for the terminal."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SHOWN_MOTIFS = 24
 
 
 def plan_tables(plan: Plan) -> Group:
-    """What is promised, beside every system it was compared with, and what becomes of each comm-op."""
+    """A plan's prediction beside every system it was compared with, and the decision for each comm-op."""
     return Group(*(Padding(part, (0, 0, 1, 0), expand=False) for part in (_promise(plan), _ops(plan))))
 
 
 def systems_table(schedules: Mapping[str, StepSchedule], *, reference: str = "bytescheduler+") -> Table:
-    """Every system's iteration time, its throughput relative to one of them, idle compute, exposed communication."""
+    """Every system's iteration time, throughput relative to `reference`, idle compute and exposed communication."""
     table = Table(box=None, pad_edge=False)
     for name, justify in (("system", "left"), ("iteration", "right"), ("throughput", "right"), ("idle", "right"),
                           ("exposed", "right"), ("motifs", "right")):  # fmt: skip
@@ -48,7 +48,7 @@ def systems_table(schedules: Mapping[str, StepSchedule], *, reference: str = "by
 
 
 def motif_table(op: OpPlan) -> Group:
-    """Every motif of one comm-op, and why it is so."""
+    """Every motif of one comm-op, and the reason for the decision."""
     table = Table(box=None, pad_edge=False)
     for name in ("seq", "ahead", "starts", "takes", "bytes", "algorithm", "channels", "motif"):
         table.add_column(name, justify="left" if name in ("algorithm", "channels", "motif") else "right")
@@ -71,7 +71,16 @@ def motif_table(op: OpPlan) -> Group:
 
 
 def changes_table(changes: Sequence[PlanChange], before: str, after: str) -> Table:
-    """What two plans decide differently."""
+    """The decisions in which two plans differ.
+
+    Args:
+        changes: the differences.
+        before: heading of the first plan's column.
+        after: heading of the second plan's column.
+
+    Returns:
+        The table, one row per difference.
+    """
     table = Table(box=None, pad_edge=False)
     for name in ("comm-op", "decision", before, after):
         table.add_column(Text(name))

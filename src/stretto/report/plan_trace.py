@@ -1,4 +1,4 @@
-"""Schedules of one step as one trace for Perfetto, each with processes of its own."""
+"""Writes several schedules of one step as one trace for Perfetto, each with processes of its own."""
 
 from __future__ import annotations
 

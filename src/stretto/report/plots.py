@@ -1,4 +1,4 @@
-"""Plots for the terminal: a size sweep on logarithmic axes, and who was busy when."""
+"""Plots for the terminal: a size sweep on logarithmic axes, and the activity of ranks over time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ _TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 1.5, 3, 7
 def sweep_plot(sweep: Sweep, *, width: int = 80, height: int = 20) -> Text:
     """Time as a multiple of the lower bound over bytes, both axes logarithmic.
 
-    A letter stands at every simulated point of its algorithm; where points meet, the faster one is shown.
+    A letter marks every simulated point of its algorithm; where points coincide, the faster algorithm is shown.
+
+    Args:
+        sweep: the sweep.
+        width: columns of the whole plot.
+        height: rows of the plotting area.
+
+    Returns:
+        The plot with axes and legend.
     """
     names = sweep.by_speed
     ratios = [sweep.times_bound(name) for name in names]
@@ -56,7 +64,16 @@ def sweep_plot(sweep: Sweep, *, width: int = 80, height: int = 20) -> Text:
 
 
 def busy_plot(timeline: Timeline, *, width: int = 80, max_rows: int = 16) -> Text:
-    """A Gantt chart in shades: how much of each slot of time each rank (or group of ranks) was sending."""
+    """A Gantt chart in shades: the share of each time slot in which each rank (or group of ranks) was sending.
+
+    Args:
+        timeline: the timeline.
+        width: columns of the whole plot.
+        max_rows: most rows; with more ranks, a row stands for several.
+
+    Returns:
+        The plot with its time axis.
+    """
     columns = width - 14
     ranks = int(timeline.rank.max(initial=-1)) + 1
     if ranks == 0 or timeline.total_us <= 0:
@@ -78,7 +95,7 @@ def busy_plot(timeline: Timeline, *, width: int = 80, max_rows: int = 16) -> Tex
 
 
 class _Canvas:
-    """Braille dots in a grid of cells: 2 dots across and 4 down in each, with one colour per cell."""
+    """Braille dots in a grid of cells, 2 dots wide and 4 high, with one color per cell."""
 
     def __init__(self, columns: int, rows: int) -> None:
         self.columns, self.rows = columns, rows
@@ -87,7 +104,7 @@ class _Canvas:
         self._letters: dict[tuple[int, int], str] = {}
 
     def curve(self, xs: Sequence[float], ys: Sequence[float], color: str, *, dash: int = 1) -> None:
-        """Straight pieces through the points; with `dash` only every dash-th dot."""
+        """Draw straight lines through the points; with `dash` only every dash-th dot."""
         for x in range(round(xs[0]), round(xs[-1]) + 1, dash):
             self._dot(x, float(np.interp(x, xs, ys)), color)
             if dash == 1:
@@ -103,13 +120,13 @@ class _Canvas:
             self._colors[row][column] = color
 
     def letter(self, x: float, y: float, letter: str, color: str) -> None:
-        """A letter instead of the dots of a cell."""
+        """Put a letter in place of the dots of a cell."""
         row, column = min(round(y) // 4, self.rows - 1), min(round(x) // 2, self.columns - 1)
         self._letters[row, column] = letter
         self._colors[row][column] = color
 
     def lines(self) -> list[Text]:
-        """The rows, top first."""
+        """The rows of the canvas, top first."""
         result = []
         for row in range(self.rows):
             line = Text()
@@ -123,7 +140,7 @@ class _Canvas:
 
 
 def _positions(values: Sequence[float], last: int) -> list[float]:
-    """Spread over 0..last in proportion to the values; a single one stands in the middle."""
+    """Positions in 0..last in proportion to the values; a single value is in the middle."""
     spread = values[-1] - values[0]
     return [last / 2 if spread == 0 else (value - values[0]) / spread * last for value in values]
 

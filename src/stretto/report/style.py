@@ -1,4 +1,4 @@
-"""One palette for the terminal and for HTML, so that an algorithm keeps its colour."""
+"""One palette for the terminal and for HTML, so that an algorithm has the same color in both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def color(index: int) -> str:
-    """The colour of the index-th series."""
+    """The color of the index-th series."""
     return PALETTE[index % len(PALETTE)]
 
 

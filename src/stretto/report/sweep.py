@@ -13,7 +13,7 @@ MAX_SIZES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """``time_us[algorithm][k]`` is the time for ``sizes[k]`` bytes, ``bound_us[k]`` the least possible."""
+    """``time_us[algorithm][k]`` is the time for ``sizes[k]`` bytes, ``bound_us[k]`` the lower bound for that size."""
 
     cluster: str
     collective: str
@@ -26,7 +26,7 @@ class Sweep:
 
     @property
     def by_speed(self) -> list[str]:
-        """The algorithms, fastest at the largest size first."""
+        """The algorithms, sorted by their time at the largest size."""
         return sorted(self.time_us, key=lambda name: (self.time_us[name][-1], name))
 
     @property
@@ -39,16 +39,16 @@ class Sweep:
         return min(self.time_us, key=lambda name: (self.time_us[name][at], name))
 
     def algorithm_gb_per_s(self, name: str) -> tuple[float, ...]:
-        """Bytes over time, the number that benchmarks of collectives print as algorithm bandwidth."""
+        """Bytes divided by time at every size: the algorithm bandwidth that benchmarks of collectives print."""
         return rates(self.sizes, self.time_us[name])
 
     def times_bound(self, name: str) -> tuple[float, ...]:
-        """Time over lower bound at every size."""
+        """Time divided by the lower bound at every size."""
         pairs = zip(self.time_us[name], self.bound_us, strict=True)
         return tuple(us / bound if bound > 0 else 1.0 for us, bound in pairs)
 
     def rows(self) -> list[dict[str, object]]:
-        """Flat rows with units in the keys, as the benchmarks write them."""
+        """Flat rows with units in the keys, in the form that the benchmarks write."""
         about = {"cluster": self.cluster, "collective": self.collective} | dict(self.facts)
         return [
             {
@@ -66,7 +66,7 @@ class Sweep:
 
 
 def rates(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, ...]:
-    """GB/s for each size; nothing to move is an infinite rate."""
+    """The rate in GB/s for each size; infinite where the time is 0."""
     pairs = zip(sizes, times_us, strict=True)
     return tuple(size / us / 1e3 if us > 0 else float("inf") for size, us in pairs)
 
@@ -83,7 +83,22 @@ def run_sweep(
     facts: tuple[tuple[str, str], ...] = (),
     left_out: Mapping[str, str] | None = None,
 ) -> Sweep:
-    """Evaluate every (algorithm, size); `advance` is called before each with what comes next."""
+    """Evaluate every algorithm at every size, and the bound at every size.
+
+    Args:
+        names: the algorithms.
+        sizes: the sizes in bytes.
+        cluster: name of the cluster.
+        collective: name of the collective.
+        time_us: returns the microseconds of an algorithm for a size.
+        bound_us: returns the lower bound in microseconds for a size.
+        advance: called before each evaluation with a label of it, for progress bars.
+        facts: pairs of name and value that are shown with the results.
+        left_out: algorithms that are not evaluated, each with the reason.
+
+    Returns:
+        All times and bounds.
+    """
     times: dict[str, tuple[float, ...]] = {}
     bounds = []
     for size in sizes:
@@ -107,7 +122,7 @@ def run_sweep(
 
 
 def parse_sizes(text: str, *, factor: float = 4.0) -> tuple[int, ...]:
-    """One size, several, or a range that grows by `factor` and always contains its end.
+    """One size, several sizes, or a range that grows by `factor` and always contains its end.
 
     >>> parse_sizes("64M"), parse_sizes("1K,1M"), parse_sizes("1Ki..100Ki")
     ((64000000,), (1000, 1000000), (1024, 4096, 16384, 65536, 102400))

@@ -1,4 +1,4 @@
-"""Tables for the terminal. Names come from files, so none is taken for markup."""
+"""Tables of timelines and sweeps for the terminal. Names come from files, so they are never read as rich markup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ _BUSIEST = 5
 
 
 def timeline_tables(timeline: Timeline, *, cluster: Cluster | None = None, bound: Bound | None = None) -> Group:
-    """Everything a person wants to know first: total and bound, channels, busiest links, critical path."""
+    """The main figures of a timeline: total and bound, channels, busiest links, critical path.
+
+    Args:
+        timeline: the timeline.
+        cluster: the cluster it was simulated on, for the table of channels; None leaves that table out.
+        bound: the lower bound; None leaves it out.
+
+    Returns:
+        The tables, one below the other.
+    """
     parts = [_summary(timeline, bound)]
     if cluster is not None and cluster.num_links == len(timeline.link_names):
         parts.append(_channels(timeline, cluster))
@@ -36,7 +45,7 @@ def timeline_tables(timeline: Timeline, *, cluster: Cluster | None = None, bound
 
 
 def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
-    """Times of the fastest algorithms at every size; as many as fit the width, the best one bold."""
+    """The times of the fastest algorithms at every size, as many as fit into `width` columns; the best is bold."""
     names = sweep.by_speed
     leaders = dict.fromkeys(sweep.best(at) for at in range(len(sweep.sizes)))
     shown: list[str] = []
@@ -64,7 +73,7 @@ def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
 
 
 def comparison_table(sweep: Sweep) -> Table:
-    """One size: every algorithm with its time, rate and distance from the bound, fastest first."""
+    """A sweep of one size: every algorithm with its time, rate and multiple of the bound, fastest first."""
     table = Table(box=None, pad_edge=False)
     for heading in ("algorithm", "time", "GB/s", "of the bound"):
         table.add_column(heading, justify="left" if heading == "algorithm" else "right")

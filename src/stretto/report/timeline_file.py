@@ -1,4 +1,4 @@
-"""The versioned file form of a timeline: JSON with one list per column; every bit comes back."""
+"""Reads and writes timelines in their versioned file form: JSON with one list per column, exact to the last bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT = "stretto-timeline"
 VERSION = 1
 MAX_SPANS = 1 << 22
 MAX_RANKS = 1 << 30
-"""Rank numbers that every trace format can hold beside its own process numbers."""
+"""Limit of rank numbers, so that every trace format has process numbers left for itself."""
 MAX_FILE_BYTES = 512 << 20
 _LARGEST = 1e15
 T = TypeVar("T")
@@ -28,7 +28,7 @@ _LINK_COLUMNS = ("link_busy_us", "link_bytes")
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    """Columns stay raw until each is turned into an array, so that only one is held as Python numbers."""
+    """The file. Columns stay raw until each becomes an array, so that only one column is held as Python numbers."""
 
     format: str
     version: int
@@ -63,7 +63,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """Read what `save_timeline` wrote; a file that is not whole is refused with the name of the bad field."""
+    """Read a file that `save_timeline` wrote; raises `InvalidInput` with the name of the bad field if it is damaged."""
     where = str(path)
     text = read_text(path, max_bytes=MAX_FILE_BYTES).encode()
     head = _decode(text, _Head, where)

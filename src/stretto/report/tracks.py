@@ -1,4 +1,4 @@
-"""Spans sorted into tracks that can be drawn: on one track no two spans overlap."""
+"""Sorts spans into tracks that can be drawn: no two spans of a track overlap."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from numpy.typing import NDArray
 from ..simulator import Timeline
 
 MAX_TRACE_SPANS = 1_000_000
-"""What a trace viewer still opens, and what is written in seconds."""
+"""The largest number of spans that trace viewers open and that is written in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tracks:
-    """Track j holds spans ``order[ptr[j]:ptr[j+1]]``, by start, none overlapping another.
+    """Track j holds the spans ``order[ptr[j]:ptr[j+1]]``, sorted by start; no two of them overlap.
 
-    A stream whose spans overlap gets several lanes: tracks with the same rank and stream, lane 0, 1, ...
-    `start_ns` and `end_ns` belong to `order`; `left_out` counts the spans of ranks that were not taken.
+    A stream whose spans overlap gets several lanes: tracks with the same rank and stream, lane 0, 1, ... The arrays
+    `start_ns`
+    and `end_ns` are parallel to `order`; `left_out` counts the spans of ranks that were left out.
     """
 
     order: NDArray[np.intp]
@@ -32,13 +33,13 @@ class Tracks:
     left_out: int
 
     def label(self, track: int, streams: tuple[str, ...]) -> str:
-        """The stream's name, numbered from the second lane on."""
+        """The name of a track's stream, with a number from the second lane on."""
         lane = int(self.lane[track])
         return streams[int(self.stream[track])] + (f" #{lane + 1}" if lane else "")
 
 
 def tracks(timeline: Timeline, *, max_spans: int = MAX_TRACE_SPANS) -> Tracks:
-    """Assign lanes; past `max_spans`, only the lowest ranks that fit are taken (at least one)."""
+    """Assign spans to lanes; past `max_spans`, only the lowest ranks that fit are taken (at least one)."""
     start = np.rint(timeline.start_us * 1e3).astype(np.int64)
     end = np.maximum(np.rint(timeline.end_us * 1e3).astype(np.int64), start)
     order = np.lexsort((end, start, timeline.stream, timeline.rank))
@@ -89,11 +90,21 @@ def _lanes(key: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int
 
 
 def busy_share(timeline: Timeline, row: NDArray[np.int64], rows: int, columns: int) -> NDArray[np.float64]:
-    """How much of each of `columns` equal time slots each row is busy, 0..1; span k belongs to ``row[k]``."""
+    """The share of each time slot in which each row is busy.
+
+    Args:
+        timeline: the timeline.
+        row: the row of each span, 0..rows-1.
+        rows: number of rows.
+        columns: number of equal time slots.
+
+    Returns:
+        An array of rows x columns with values 0..1.
+    """
     total = timeline.total_us
     if total <= 0 or not timeline.num_spans:
         return np.zeros((rows, columns))
-    # All rows lie one after the other on a single axis, so that one running maximum merges what overlaps.
+    # All rows are laid one after the other on a single axis, so that one running maximum merges overlapping spans.
     begin = row * total + np.clip(timeline.start_us, 0, total)
     finish = row * total + np.clip(timeline.end_us, 0, total)
     order = np.argsort(begin, kind="stable")
@@ -116,7 +127,7 @@ def gb_per_s(timeline: Timeline, columns: int) -> NDArray[np.float64]:
     if total <= 0 or not moved.any():
         return np.zeros(columns)
     begin, finish = timeline.start_us[moved], timeline.end_us[moved]
-    # A span without length would have an infinite rate; it is given a thousandth of a slot.
+    # A span without length would have an infinite rate, so every span lasts at least a thousandth of a slot.
     length = np.maximum(finish - begin, total / columns / 1e3)
     rate = timeline.nbytes[moved] / length
     edges = np.linspace(0, total, columns + 1)

@@ -1,4 +1,4 @@
-"""Tensors between meshes: unit tasks, who sends them and when, one verified program."""
+"""Moves tensors between meshes: unit tasks, their senders and order, and one verified program for all of them."""
 
 from .placing import Side, place
 from .plan import SYSTEMS, BufferRegion, ReshardPlan, ScheduledBundle, plan_reshard, plan_tensors

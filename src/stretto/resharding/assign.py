@@ -1,7 +1,11 @@
 """Which host sends each unit task, and in which order: the algorithms of section 3.2 of the cross-mesh paper.
 
-Their model: a task occupies its sender and all its receivers from its start to its end, and a host does one task at a
-time (Eq. 1-3). A task's time is its bytes over a port's rate. Tasks inside one host take none of it.
+The paper's model: a task occupies its sender and all its receivers from its start to its end, and a host does one task
+at a time (Eq. 1-3). A task's time is its bytes over a port's rate; a task inside one host takes no time.
+
+An algorithm of `ORDERS` is called as ``algorithm(jobs, seed)``, once per plan, in the process that plans; equal
+arguments must give equal results. It returns an `Assignment` that names for every job one of its `senders`, and every
+job once in `order`; `timed` computes the rest.
 """
 
 from __future__ import annotations
@@ -18,15 +22,15 @@ from .bundles import Bundle
 from .hosts import Hosts
 
 DFS_STEPS = 50_000
-"""A budget of steps, not of seconds, so that the same input gives the same order."""
+"""Budget of the depth-first search in steps, not in seconds, so that the same input gives the same order."""
 DFS_TASKS = 20
-"""Beyond so many tasks the paper's search finds nothing good; the greedy one is used alone."""
+"""Largest number of tasks for the depth-first search; with more it finds nothing good, and only `greedy` is used."""
 GREEDY_TRIES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostTask:
-    """A unit task at host level: who could send it, who receives it, how long it takes."""
+    """A unit task between hosts: the hosts that could send it, the hosts that receive it, and its time."""
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
@@ -35,7 +39,7 @@ class HostTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The sender host of each task (-1: none is needed), the order, and when each starts and all end in the model."""
+    """The sender host of each task, the order of the tasks, each task's start and the end of all in the model."""
 
     sender: tuple[int, ...]
     order: tuple[int, ...]
@@ -44,7 +48,7 @@ class Assignment:
 
 
 def jobs_of(bundles: Sequence[Bundle], hosts: Hosts) -> list[HostTask]:
-    """The tasks at host level; hosts that hold a task serve their own devices."""
+    """The tasks between hosts; a host that holds a task serves its own devices and is no receiver."""
     jobs = []
     for b in bundles:
         senders = tuple(hosts.groups(b.holders[0]))
@@ -54,7 +58,16 @@ def jobs_of(bundles: Sequence[Bundle], hosts: Hosts) -> list[HostTask]:
 
 
 def timed(jobs: Sequence[HostTask], sender: Sequence[int], order: Sequence[int]) -> Assignment:
-    """Every task as early as those before it on its hosts allow."""
+    """Start every task as early as the tasks before it on the same hosts allow.
+
+    Args:
+        jobs: the tasks.
+        sender: the sender host of each task.
+        order: all task numbers, in the order in which hosts do them.
+
+    Returns:
+        The assignment with start times and total time in microseconds.
+    """
     free: dict[int, float] = defaultdict(float)
     start = [0.0] * len(jobs)
     for j in order:
@@ -67,12 +80,12 @@ def timed(jobs: Sequence[HostTask], sender: Sequence[int], order: Sequence[int])
 
 
 def naive(jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
-    """The first holder sends, tasks as they come."""
+    """The first holder of each task sends it; tasks stay in their given order."""
     return timed(jobs, [job.senders[0] for job in jobs], range(len(jobs)))
 
 
 def balanced_in_order(jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
-    """The least loaded holder sends the next task, tasks as they come: what the all-gather baselines do."""
+    """The least loaded holder sends each task; tasks stay in their given order. The all-gather baselines do this."""
     load: dict[int, float] = defaultdict(float)
     sender = []
     for job in jobs:
@@ -82,7 +95,7 @@ def balanced_in_order(jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
 
 
 def load_balance_only(jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
-    """Longest tasks first, each to its least loaded holder (Eq. 4); sent in that order."""
+    """Longest tasks first, each sent by its least loaded holder (Eq. 4), in that order."""
     load: dict[int, float] = defaultdict(float)
     order = sorted(range(len(jobs)), key=lambda j: (-jobs[j].us, j))
     sender = [-1] * len(jobs)
@@ -93,7 +106,16 @@ def load_balance_only(jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
 
 
 def depth_first(jobs: Sequence[HostTask], seed: int = 0, *, steps: int = DFS_STEPS) -> Assignment:
-    """Search over orders and senders; branches that cannot beat the best so far are cut, and it ends after `steps`."""
+    """Depth-first search over orders and senders; branches that cannot beat the best so far are cut.
+
+    Args:
+        jobs: the tasks.
+        seed: not used; all algorithms take it.
+        steps: number of branches after which the search ends with the best order found.
+
+    Returns:
+        The best assignment found.
+    """
     count = len(jobs)
     best_us, best_sender, best_order = math.inf, tuple[int, ...](), tuple[int, ...]()
     budget = steps
@@ -148,7 +170,17 @@ def depth_first(jobs: Sequence[HostTask], seed: int = 0, *, steps: int = DFS_STE
 
 
 def greedy(jobs: Sequence[HostTask], seed: int = 0, *, tries: int = GREEDY_TRIES) -> Assignment:
-    """Again and again the largest set of tasks that share no host, out of some that random orders give."""
+    """Repeatedly choose, from several random orders, the set of tasks without common hosts that occupies the most
+    hosts.
+
+    Args:
+        jobs: the tasks.
+        seed: seed of the random orders.
+        tries: random orders for each set.
+
+    Returns:
+        The assignment.
+    """
     draw = random.Random(seed)
     left = [j for j, job in enumerate(jobs) if job.receivers]
     order = [j for j, job in enumerate(jobs) if not job.receivers]
@@ -162,7 +194,7 @@ def greedy(jobs: Sequence[HostTask], seed: int = 0, *, tries: int = GREEDY_TRIES
         for _ in range(tries):
             taken: set[int] = set()
             chosen: list[tuple[int, int]] = []
-            # A shuffled order is drawn only as far as it is looked at.
+            # The order is shuffled lazily, one task at a time, since most tasks are never reached.
             pool = left.copy()
             for at in range(len(pool)):
                 swap = draw.randrange(at, len(pool))
@@ -190,7 +222,7 @@ def greedy(jobs: Sequence[HostTask], seed: int = 0, *, tries: int = GREEDY_TRIES
 
 
 def ensemble(jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
-    """The paper's choice: the better of depth-first search and randomised greedy."""
+    """The paper's choice: the better of depth-first search and randomized greedy."""
     found = [greedy(jobs, seed)]
     if len(jobs) <= DFS_TASKS:
         found.append(depth_first(jobs, seed))
@@ -208,7 +240,19 @@ ORDERS: dict[str, Callable[[Sequence[HostTask], int], Assignment]] = {
 
 
 def assign(name: str, jobs: Sequence[HostTask], seed: int = 0) -> Assignment:
-    """Senders and order by one of `ORDERS`."""
+    """Choose senders and order by one of `ORDERS`.
+
+    Args:
+        name: name of the algorithm.
+        jobs: the tasks.
+        seed: seed of randomized algorithms, >= 0.
+
+    Returns:
+        The assignment.
+
+    Raises:
+        InvalidInput: the name is unknown or the seed out of range.
+    """
     check_seed(seed)
     if name not in ORDERS:
         raise unknown("order", name, ORDERS)

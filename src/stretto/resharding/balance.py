@@ -1,4 +1,4 @@
-"""How much of every bundle leaves by which port: an exact balance, and the bound that such a balance proves."""
+"""Divides bundles exactly over the ports that they may leave by, and derives the lower bound that the division proves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ LIMIT_S = 20.0
 def sender_shares(
     bundles: Sequence[Bundle], hosts: Hosts, *, relay: bool = False
 ) -> tuple[list[dict[int, float]], float]:
-    """Which share of each bundle should leave by which port, and the load of the busiest port, in us.
+    """The share of each bundle that should leave by each port.
 
-    Ports are those of its holders, or with `relay` of all devices of their hosts.
+    Args:
+        bundles: the bundles.
+        hosts: groups and ports of the devices.
+        relay: whether a bundle may use the ports of all devices of its holders' hosts, not only those of its holders.
+
+    Returns:
+        For each bundle its share per port (the shares add up to 1), and the load of the busiest port in us.
     """
     keys = [frozenset(hosts.out_port[d] for d in exits(b, hosts, relay)) for b in bundles]
     amounts: dict[frozenset[int], float] = defaultdict(float)
@@ -28,9 +34,11 @@ def sender_shares(
 
 
 def host_bound_us(bundles: Sequence[Bundle], hosts: Hosts) -> float:
-    """No resharding takes less, whoever relays what: what hosts must take in, and what must leave those who hold it.
+    """A lower bound in us on every resharding, whichever devices relay: bytes that must enter and leave hosts.
 
-    What another host wants leaves its holders' hosts at least once; the best split over them is a linear program.
+    A bundle that another host wants leaves its holders' hosts at least once; the best split over these hosts is a
+    linear
+    program.
     """
     enters: dict[int, float] = defaultdict(float)
     leaves: dict[frozenset[int], float] = defaultdict(float)
@@ -46,7 +54,8 @@ def host_bound_us(bundles: Sequence[Bundle], hosts: Hosts) -> float:
 
 
 def balance(amounts: Mapping[frozenset[int], float], bytes_per_us: Mapping[int, float]) -> tuple[Shares, float]:
-    """Shares of each amount over those that may carry it, so that the busiest of them is done soonest; and when.
+    """Divide each amount over the carriers that may carry it, so that the busiest carrier is done soonest; and that
+    time.
 
     >>> shares, us = balance({frozenset({0}): 100.0, frozenset({0, 1}): 300.0}, {0: 1.0, 1: 1.0})
     >>> round(us), round(shares[frozenset({0, 1})][1], 3)
@@ -63,7 +72,7 @@ def balance(amounts: Mapping[frozenset[int], float], bytes_per_us: Mapping[int, 
         return shares, max(fixed.values(), default=0.0)
     from ..synthesis.milp import Milp, solve
 
-    # In units of the largest total, so that the solver's tolerances mean the same at every size.
+    # The model is in units of the largest total, so that the solver's tolerances mean the same at every size.
     unit = max(sum(n for _, n in free) / min(bytes_per_us.values()), *fixed.values(), 0.0)
     model = Milp()
     busiest = model.column(cost=1.0)
@@ -82,7 +91,7 @@ def balance(amounts: Mapping[frozenset[int], float], bytes_per_us: Mapping[int, 
     assert values is not None, "any split is a solution"
     for (those, _), mine in zip(free, columns, strict=True):
         shares[frozenset(those)] = {who: float(values[c]) for who, c in mine.items() if values[c] > 1e-9}
-    # A solver's tolerance must not make a bound of what is a little more than one.
+    # The optimum may exceed the true bound by the solver's tolerance, which is subtracted.
     proved = float(values[busiest]) * unit * (1 - 1e-6) if found.optimal else 0.0
     return shares, max(proved, *fixed.values(), 0.0)
 

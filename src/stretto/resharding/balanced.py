@@ -1,4 +1,6 @@
-"""Our resharding: exact balance of the senders, chunks that flow through hosts, and an order that keeps ports busy."""
+"""Stretto's own resharding: exactly balanced senders, chunks that flow through hosts, and an order that keeps ports
+busy.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,28 @@ from .hosts import Hosts
 from .moves import Moves
 
 GOOD_ENOUGH = 1.007
-"""So close to the bound no other way is tried."""
+"""The multiple of the bound at which the search stops."""
 FANS = (1, 2, 4)
 URGENCIES = ("far_first", "side_by_side")
 PACES = ("", "as it arrives", "paced")
-"""In the order of the model; passing on in the order of arrival; sends that also wait for what came in before them."""
+"""Orders that are tried: that of the model; hops passed on in the order of arrival; and sends that also wait for the
+messages that arrive before them in the model."""
 LATENCY_SHARE = 0.02
 """Trees are tried where the latency of a chain is more than this share of the bound."""
 MAX_TRIED_HOPS = 200_000
-"""Over all tries together, so that large reshardings are planned in seconds."""
+"""Limit on the hops simulated in all tries together, so that large reshardings are planned in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BalancedProgram:
-    """A program, and what it came from."""
+    """A program with its bundles, its time in the model, and a description of how it was made."""
 
     bundles: list[Bundle]
     program: Program
     model_us: float
     how: str
     worst_us: float
-    """The longer of its times with fair and with fifo links."""
+    """The longer of the program's times with fair and with fifo links."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,17 +62,18 @@ class ChunkHops:
     in_port: list[int]
     duration_us: list[float]
     done: list[int]
-    """Hops between hosts before this one, and behind it:"""
+    """Number of hops between hosts before this one."""
     rest: list[int]
+    """Number of hops between hosts after this one."""
     lane: list[int]
-    """Streams that enter a host by different ports do not wait for one another inside it."""
+    """Lane of the connection: streams that enter a host by different ports do not wait for one another inside it."""
     progress: list[float]
-    """Which part of its bundle goes before it, 0..1."""
+    """The share of the bundle that goes before this chunk, 0..1."""
     step: list[float]
-    """And how much one chunk is of it."""
+    """The share of the bundle that one chunk is, 0..1."""
 
     def urgency(self, name: str) -> list[float]:
-        """Between two ports the least goes first: what has the farthest to go, or bundles side by side."""
+        """Priorities of hops between two ports, the least first: chunks with the farthest way, or bundles side by side."""
         if name == "far_first":
             return [at - rest for at, rest in zip(self.progress, self.rest, strict=True)]
         return [at + done * step for at, done, step in zip(self.progress, self.done, self.step, strict=True)]
@@ -78,7 +82,19 @@ class ChunkHops:
 def best_program(
     whole: Sequence[Bundle], cluster: Cluster, hosts: Hosts, rank: dict[int, int], *, nbytes: int, bound_us: float
 ) -> BalancedProgram:
-    """The best of some ways, each simulated with both kinds of contention."""
+    """The best program of several ways to route and order the chunks, each simulated with both kinds of contention.
+
+    Args:
+        whole: the bundles, not yet cut into chunks; at least one must have to move.
+        cluster: the cluster, for simulations.
+        hosts: groups and ports of the devices.
+        rank: the program's rank of each device.
+        nbytes: bytes of the largest buffer of any device.
+        bound_us: lower bound in us, at which the search stops.
+
+    Returns:
+        The program with the least worst-case time, and its bundles cut into chunks.
+    """
     contentions = ("fair",) if default_contention(cluster) == "fair" else ("fair", "fifo")
     best: BalancedProgram | None = None
     tried = 0
@@ -114,7 +130,9 @@ def best_program(
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceOptions:
-    """What is tried: to how many hosts a host passes on, whether devices lend their ports, what goes first."""
+    """One way that is tried: how many hosts a host passes chunks on to, whether devices lend their ports, which hops go
+    first.
+    """
 
     fan: int
     relay: bool
@@ -127,7 +145,7 @@ class BalanceOptions:
 
 
 def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[BalanceOptions]:
-    """Chains first; trees where latency counts, up to a sender that serves everybody itself."""
+    """The ways to try: chains first; where latency matters also trees, up to a sender that serves every host itself."""
     depth = max(len(hosts.groups(b.missing)) for b in bundles)
     fans = {1}
     if depth > 1 and depth * hosts.alpha_us > LATENCY_SHARE * bound_us:
@@ -143,7 +161,7 @@ def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[
 def _arrivals(
     hops: ChunkHops, order: NDArray[np.intp], planned: NDArray[np.float64], end_us: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """When each hop could begin in the simulation: what is passed on is so in the order in which it comes."""
+    """The earliest start of each hop in the simulation, so that chunks are passed on in the order of their arrival."""
     ended = np.empty(len(order))
     ended[order] = end_us
     when = planned.tolist()
@@ -195,7 +213,7 @@ def _hops(bundles: Sequence[Bundle], router: Router, hosts: Hosts, rank: dict[in
 
 
 def _between_hosts(route: Route, hosts: Hosts) -> tuple[list[int], list[int]]:
-    """For each hop how many between hosts come before it, and how many still follow."""
+    """For each hop the number of hops between hosts before it and after it."""
     before, behind = [0] * len(route), [0] * len(route)
     far = [hosts.group[hop.src] != hosts.group[hop.dst] for hop in route]
     for at, hop in enumerate(route):

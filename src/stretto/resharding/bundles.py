@@ -1,4 +1,4 @@
-"""What travels together, and the hops of every chunk: who sends it, by which hosts it goes, how it spreads in them."""
+"""Bundles of unit tasks that travel together, and the route of every chunk: its sender, its hosts, its way inside them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from .tasks import UnitTask
 
 MAX_CHUNKS = 1024
 MAX_HOPS = 40_000
-"""What is still planned and simulated in seconds; beyond it chunks become larger."""
+"""The largest number of hops that is planned and simulated in seconds; beyond it chunks become larger."""
 MAX_MESSAGES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Unit tasks between the same devices, one behind the other in one piece of memory, and in how many chunks."""
+    """Unit tasks between the same devices, laid one behind the other in one buffer, and the number of chunks it is cut
+    into.
+    """
 
     tasks: tuple[int, ...]
     nbytes: int
@@ -32,7 +34,7 @@ class Bundle:
     chunks: int = 1
 
     def piece(self, rank: dict[int, int]) -> Piece:
-        """As the collective knows it; `rank` numbers the devices."""
+        """The bundle as a piece of the `Reshard` collective; `rank` maps devices to ranks."""
         return Piece(
             nbytes=self.nbytes,
             parts=tuple(tuple(rank[d] for d in alike) for alike in self.holders),
@@ -42,13 +44,13 @@ class Bundle:
         )
 
     def cut(self, chunks: int) -> Bundle:
-        """The same in (at most) so many chunks."""
+        """This bundle cut into at most `chunks` chunks."""
         return replace(self, chunks=max(1, min(chunks, MAX_CHUNKS, self.nbytes // self.align)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One message of a chunk's way; `parent` is the hop that brought it to `src`, -1 where it begins."""
+    """One message on a chunk's route; `parent` is the hop that delivers the chunk to `src`, -1 if `src` holds it."""
 
     src: int
     dst: int
@@ -60,7 +62,7 @@ Route = tuple[Hop, ...]
 
 
 def bundles_of(tasks: Sequence[UnitTask], *, merge: bool) -> list[Bundle]:
-    """One bundle per unit task, or with `merge` one for all between the same devices (of the same element size)."""
+    """One bundle per unit task, or with `merge` one for all tasks between the same devices with the same element size."""
     found: dict[object, list[int]] = defaultdict(list)
     for number, task in enumerate(tasks):
         key = (task.holders, task.receivers, task.align, task.reduction)
@@ -80,17 +82,28 @@ def bundles_of(tasks: Sequence[UnitTask], *, merge: bool) -> list[Bundle]:
 
 
 def check_messages(bundles: Sequence[Bundle]) -> None:
-    """Raises `InvalidInput` where so many messages would be sent that planning them takes minutes."""
+    """Raise `InvalidInput` if there would be so many messages that planning them takes minutes."""
     count = sum(b.chunks * (len(b.missing) + len(b.holders) - 1) for b in bundles if b.missing)
     if count > MAX_MESSAGES:
         raise InvalidInput(f"tensors: this takes {count} messages; at most {MAX_MESSAGES} are planned")
 
 
 def cut_for(bundles: Sequence[Bundle], hosts: Hosts, busy_us: float) -> list[Bundle]:
-    """Chunks small enough to fill pipelines fast, large enough for their latencies to be little.
+    """Cut bundles into chunks that are small enough to fill pipelines fast and large enough for latency not to matter.
 
     Through D hosts a stream of K chunks takes ``(K + D - 1) (alpha + t / K)``, which is least at
     ``K = sqrt((D - 1) t / alpha)``; all streams together keep a port busy for t = `busy_us`.
+
+    Args:
+        bundles: the bundles.
+        hosts: groups and ports of the devices.
+        busy_us: microseconds that the busiest port works.
+
+    Returns:
+        The same bundles with their numbers of chunks.
+
+    Raises:
+        InvalidInput: there would be too many messages.
     """
     depth = max((len(hosts.groups([*_first(b), *b.missing])) for b in bundles), default=1)
     alpha = max(hosts.alpha_us, 1e-3)
@@ -104,14 +117,15 @@ def cut_for(bundles: Sequence[Bundle], hosts: Hosts, busy_us: float) -> list[Bun
 
 
 class Router:
-    """Gives every chunk its way, and keeps the load of every port even."""
+    """Chooses the route of every chunk and keeps the load of all ports even."""
 
     def __init__(
         self, hosts: Hosts, shares: Sequence[dict[int, float]], *, fan: int = 1, relay: bool = False, ring: bool = True
     ) -> None:
         self.hosts = hosts
         self.fan = fan
-        """To how many hosts one passes a chunk on: 1 is a chain, which moves most; more have less latency."""
+        """The number of hosts that a host passes a chunk on to: 1 is a chain with the most throughput, more have less
+        latency."""
         self.relay = relay
         """Whether devices that neither hold nor want a chunk lend it their ports."""
         self.ring = ring
@@ -129,7 +143,9 @@ class Router:
         return [self._copy(number, bundle, order) for _ in range(bundle.chunks)]
 
     def _chain_order(self, bundle: Bundle) -> list[int]:
-        """The hosts that need it from outside, in the order in which they get it; the last one passes nothing on."""
+        """The hosts that need a bundle from outside, in the order in which they get it; the last host passes nothing
+        on.
+        """
         near = set(self.hosts.groups(bundle.holders[0]))
         doors: dict[int, set[int]] = defaultdict(set)
         for device in bundle.missing:
@@ -176,7 +192,10 @@ class Router:
         return tuple(hops)
 
     def _sender(self, number: int, bundle: Bundle, size: float) -> int:
-        """Ports take turns in proportion to their shares; bundles with the same choice settle up with one another."""
+        """The device that sends the next chunk: ports take turns in proportion to their shares.
+
+        Bundles with the same possible ports share one account of bytes owed to each port.
+        """
         share = self.shares[number]
         able = exits(bundle, self.hosts, self.relay)
         owed = self._owed[frozenset(self.hosts.out_port[d] for d in able)]
@@ -195,9 +214,10 @@ class Router:
         return entry
 
     def _reduction(self, bundle: Bundle, turn: int) -> Route:
-        """Along the hosts that hold summands, each adding its own, then on to whoever wants the sum.
+        """A route along the hosts that hold summands, each of which adds its own, and on to the devices that want the
+        sum.
 
-        Chunks end at different hosts in turn, so that all of them together use every port alike.
+        Chunks end at different hosts in turn, so that all chunks together use every port alike.
         """
         group = self.hosts.group
         chosen = [alike[turn % len(alike)] for alike in bundle.holders]
@@ -214,7 +234,7 @@ class Router:
         hops: list[Hop] = []
         carrier, parent = -1, -1
         for g in ring:
-            # Where the sum ends it had best be on a device that wants it.
+            # The last device of the ring should be one that wants the sum.
             devices = members[g][turn % len(members[g]) :] + members[g][: turn % len(members[g])]
             if g == ring[-1]:
                 devices.sort(key=lambda d: d in wanting[g])
@@ -234,19 +254,29 @@ class Router:
 
 
 def exits(bundle: Bundle, hosts: Hosts, relay: bool) -> list[int]:
-    """The devices by which a bundle may leave: its holders, then with `relay` the others of their groups."""
+    """The devices through which a bundle may leave its hosts: its holders, and with `relay` the other devices of their
+    groups.
+
+    Args:
+        bundle: the bundle.
+        hosts: groups and ports of the devices.
+        relay: whether devices lend their ports to others of their group.
+
+    Returns:
+        The devices, holders first, each once.
+    """
     holders = [d for alike in bundle.holders for d in alike]
     others = [d for g in hosts.groups(holders) for d in hosts.members[g]] if relay else []
     return list(dict.fromkeys([*holders, *others]))
 
 
 def _index(hops: Sequence[Hop], device: int) -> int:
-    """The hop that brings a chunk to a device, or -1."""
+    """The hop that delivers a chunk to a device, or -1."""
     return next((at for at, hop in enumerate(hops) if hop.dst == device), -1)
 
 
 def _spread(hops: list[Hop], holder: int, parent: int, devices: Sequence[int]) -> None:
-    """From device to device inside a host."""
+    """Add hops that pass a chunk from device to device inside a host."""
     for device in devices:
         hops.append(Hop(src=holder, dst=device, parent=parent))
         holder, parent = device, len(hops) - 1

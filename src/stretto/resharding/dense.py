@@ -1,4 +1,4 @@
-"""The order of hops: no port waits while there is something for it to do."""
+"""Orders hops so that no port idles while one of its hops could start."""
 
 from __future__ import annotations
 
@@ -22,13 +22,24 @@ def dense_order(
     parent: Sequence[int],
     urgency: Sequence[float],
 ) -> tuple[Floats, Floats]:
-    """Start and end of every hop when a port serves one at a time, and none idles while a hop could start.
+    """Start and end of every hop when a port serves one hop at a time and none idles while a hop could start.
 
-    Hop j takes ``out_port[j]`` and ``in_port[j]`` (-1: neither, it is inside a host) once ``parent[j]`` has ended.
-    Of those a sender could start it takes the one to the receiver with the most left to receive, and serves equal ones
-    in turn; senders with the most left to send choose first. Between two ports hops go by `urgency`, the least first.
-    With small hops this is what colouring the edges of the traffic does: ports with the most to do always work, so the
-    busiest decides the time.
+    Hop j can start once hop ``parent[j]`` has ended. Of the hops that a sender could start it takes one to the receiver
+    with
+    the most left to receive, and serves equal receivers in turn; senders with the most left to send choose first. With
+    small
+    hops this is an edge coloring of the traffic: ports with the most to do always work, so the busiest port decides the
+    time.
+
+    Args:
+        out_port: the sending port of each hop; -1 for a hop inside a host, which takes no port.
+        in_port: the receiving port of each hop; -1 for a hop inside a host.
+        duration_us: microseconds of each hop.
+        parent: the hop that each hop waits for; -1 for none.
+        urgency: priority among hops between the same two ports, the least first.
+
+    Returns:
+        Start and end of each hop in microseconds.
     """
     count = len(parent)
     start, end = np.zeros(count), np.zeros(count)
@@ -42,7 +53,7 @@ def dense_order(
             for port in (out_port[j], in_port[j], (out_port[j], in_port[j])):
                 left[port] += duration_us[j]
     busy: set[int] = set()
-    # An event is the end of a hop, or (as its complement) one that can begin without waiting for another.
+    # An event is the number of a hop that ends, or the complement of the number of a hop without a parent.
     events: list[tuple[float, int]] = [(0.0, ~j) for j in range(count) if parent[j] < 0]
     heapq.heapify(events)
     while events:

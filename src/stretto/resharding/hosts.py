@@ -15,7 +15,8 @@ from .placing import host_of
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """Groups (hosts; single devices, if all are on one host) and the port through which each device leaves and enters.
+    """Groups of devices (hosts, or single devices if all are on one host), and the port by which each device sends and
+    receives.
 
     A port is the slowest link between a device and the network outside its host: a NIC that devices share is one port.
     """
@@ -29,8 +30,9 @@ class Hosts:
     """The longest latency between two groups."""
     local_bytes_per_us: float
     send_bytes_per_us: dict[int, float]
-    """What all links out of a group carry together; and into it:"""
+    """The rate of all links out of each group together."""
     receive_bytes_per_us: dict[int, float]
+    """The rate of all links into each group together."""
 
     @cached_property
     def slowest(self) -> float:
@@ -44,7 +46,7 @@ class Hosts:
 
     @cached_property
     def port_number(self) -> dict[int, int]:
-        """Numbers the ports of each group from 0, by device."""
+        """For each device the number of its port within its group, from 0."""
         found: dict[int, int] = {}
         for devices in self.members.values():
             ports = sorted({self.in_port[d] for d in devices})
@@ -53,7 +55,7 @@ class Hosts:
 
     @cached_property
     def members(self) -> dict[int, list[int]]:
-        """The devices of each group that take part."""
+        """The devices of each group that take part in the resharding."""
         found: dict[int, list[int]] = {}
         for device, group in self.group.items():
             found.setdefault(group, []).append(device)
@@ -65,7 +67,7 @@ class Hosts:
 
     @classmethod
     def of(cls, cluster: Cluster, devices: Sequence[int]) -> Hosts:
-        """The hosts of the devices that take part."""
+        """The groups and ports of the devices that take part in a resharding."""
         if max(devices) >= cluster.num_devices:
             has = f"{cluster.name} has {cluster.num_devices} devices"
             raise InvalidInput(f"mesh: device {max(devices)} does not exist; {has}")
@@ -100,7 +102,7 @@ class Hosts:
 
 
 def _borders(cluster: Cluster, group: dict[int, int]) -> tuple[dict[int, float], dict[int, float]]:
-    """What the links out of and into each group carry: those of its devices, and of its host's switches and NICs."""
+    """The rates of the links out of and into each group: links of its devices, and of its host's switches and NICs."""
     on_host: dict[int, set[int]] = {}
     for device, number in group.items():
         on_host.setdefault(int(cluster.node_host[device]), set()).add(number)
@@ -125,7 +127,9 @@ def _route(cluster: Cluster, src: int, dst: int) -> np.ndarray:
 
 
 def _port(cluster: Cluster, links: np.ndarray, device: int, *, sends: bool) -> int:
-    """The slowest link of a route inside the device's host, or at its border; of equal ones that nearest the border."""
+    """The slowest link of a route inside or at the border of the device's host; of equal links the one nearest the
+    border.
+    """
     host = int(cluster.node_host[device])
     near = cluster.link_src if sends else cluster.link_dst
     mine = [x for x in links.tolist() if near[x] == device or (host >= 0 and cluster.node_host[near[x]] == host)]

@@ -1,4 +1,4 @@
-"""From hops and tasks to one `Program`."""
+"""Collects transfers into one `Program`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..programs import Program
 
 
 class Moves:
-    """Transfers in order, and what else they wait for."""
+    """Transfers in program order, and their waits beside those of the data."""
 
     def __init__(self, rank: dict[int, int]) -> None:
         self.rank = rank
@@ -27,7 +27,19 @@ class Moves:
     def add(
         self, src: int, dst: int, chunk: int, *, reduce: bool = False, lane: int = 0, after: Iterable[int] = ()
     ) -> int:
-        """One transfer between devices; returns its number."""
+        """Add one transfer.
+
+        Args:
+            src: the sending device.
+            dst: the receiving device.
+            chunk: number of the chunk.
+            reduce: whether the chunk is added to the receiver's, instead of replacing it.
+            lane: FIFO connection between the two devices.
+            after: numbers of transfers that this one waits for beside those that its data need.
+
+        Returns:
+            The number of the transfer.
+        """
         number = len(self.src)
         self.src.append(self.rank[src])
         self.dst.append(self.rank[dst])
@@ -38,14 +50,17 @@ class Moves:
         return number
 
     def in_turn(self, first: int, whose: Iterable[int]) -> None:
-        """What was added from `first` on is one job of these devices or hosts; it begins when their last is over."""
+        """Make the transfers from number `first` on one job of these devices or hosts, which begins after their last
+        job.
+        """
         mine = list(whose)
         before = sorted({t for h in mine for t in self._last[h]})
         seen: dict[tuple[int, int], int] = {}
         arrived: set[tuple[int, int]] = set()
         for t in range(first, len(self.src)):
             pair = (self.src[t], self.dst[t])
-            # The others of a connection queue up behind its first, and what a rank has received it did wait for.
+            # Only the first transfer of a connection needs the wait, since the others queue behind it; and a rank that
+            # passes on a chunk of this job has waited for the chunk already.
             if pair not in seen and (self.src[t], self.chunk[t]) not in arrived:
                 self.waits += [(t, other) for other in before]
             seen[pair] = t
@@ -55,7 +70,7 @@ class Moves:
             self._last[h] = ends
 
     def program(self, name: str, collective: Collective) -> Program:
-        """The program; what it waits for because of its data is derived."""
+        """The transfers as a program; the waits that its data need are derived."""
         made = Program.from_steps(
             name, collective, src=self.src, dst=self.dst, chunk=self.chunk, reduce=np.array(self.reduce, np.bool_),
             lane=self.lane, step=np.arange(len(self.src)),
@@ -64,7 +79,7 @@ class Moves:
 
 
 def waiting(program: Program, waits: Sequence[tuple[int, int]]) -> Program:
-    """The program in which transfers also wait for others, given as (who waits, for whom)."""
+    """The program with additional waits, given as pairs (transfer that waits, transfer that it waits for)."""
     if not waits:
         return program
     count = program.num_transfers

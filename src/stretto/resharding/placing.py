@@ -1,4 +1,4 @@
-"""Meshes on a cluster: from texts such as ``(2,4) S0RR`` to layouts on devices."""
+"""Places meshes on a cluster: from texts such as ``(2,4) S0RR`` to layouts on devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Side:
 
     @classmethod
     def parse(cls, text: str) -> Side:
-        """From ``(2,4) S0RR`` or, with the devices in row-major order, ``(2,2)@0-1,4-5 S0RR``."""
+        """Read ``(2,4) S0RR`` or, with the devices in row-major order, ``(2,2)@0-1,4-5 S0RR``."""
         match = _SIDE.fullmatch(text.strip())
         if match is None:
             raise InvalidInput(
@@ -38,13 +38,26 @@ class Side:
 
 
 def place(src: Side | str, dst: Side | str, cluster: Cluster, *, rounding: str = "chunk") -> tuple[Layout, Layout]:
-    """Both sides on a cluster; where one names no devices it takes the next free ones.
+    """Place both sides of a resharding on a cluster; a side without devices takes the next free ones.
 
     A mesh with several axes takes one host for each row of its last axis if there are enough hosts, as the literature
-    does: ``(3,2)`` is two devices on each of three hosts. Otherwise devices are taken one after the other.
+    does:
+    ``(3,2)`` is two devices on each of three hosts. Otherwise devices are taken one after the other.
 
     >>> [str(side) for side in place("(2,3) RRR", "(3,2) RRR", Cluster.preset("p3_8xlarge", nodes=5))]
     ['(2,3)@0-2,4-6 RRR', '(3,2)@8-9,12-13,16-17 RRR']
+
+    Args:
+        src: the source side, parsed or as text.
+        dst: the destination side, parsed or as text.
+        cluster: the cluster.
+        rounding: one of `ROUNDINGS`, for sizes that do not divide.
+
+    Returns:
+        The source and the destination layout.
+
+    Raises:
+        InvalidInput: a text cannot be read, a device does not exist, or there are too few devices.
     """
     sides: dict[str, Side] = {}
     for name, side in (("src", src), ("dst", dst)):
@@ -60,7 +73,7 @@ def place(src: Side | str, dst: Side | str, cluster: Cluster, *, rounding: str =
 
 @contextmanager
 def _named(side: str) -> Iterator[None]:
-    """What is wrong with a side says which one it is."""
+    """Put the name of the side before the text of an error about it."""
     try:
         yield
     except InvalidInput as error:
@@ -68,7 +81,7 @@ def _named(side: str) -> Iterator[None]:
 
 
 def _mesh(side: Side, cluster: Cluster, used: set[int]) -> Mesh:
-    """The side's own devices or the next free ones, which are then added to `used`."""
+    """A mesh of the side's own devices, or of the next free ones, which are then added to `used`."""
     devices = side.devices
     if devices is None:
         devices = _rows_on_hosts(side.shape, cluster, used) or _dense(side.shape, cluster, used)
@@ -80,7 +93,7 @@ def _mesh(side: Side, cluster: Cluster, used: set[int]) -> Mesh:
 
 
 def host_of(cluster: Cluster) -> list[int]:
-    """The host of each device; one without a host is a host of its own."""
+    """The host of each device; a device without a host is a host of its own."""
     hosts = cluster.node_host[: cluster.num_devices].tolist()
     lone = max(hosts, default=0) + 1
     return [h if h >= 0 else lone + d for d, h in enumerate(hosts)]

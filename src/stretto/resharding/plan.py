@@ -1,4 +1,4 @@
-"""`plan_reshard`: how tensors get from one layout to another, how long it takes, and how far that is from the best."""
+"""`plan_reshard`: a plan that moves tensors from one layout to another, with its time and its lower bound."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OURS = "stretto"
 SYSTEMS = (*STRATEGIES, OURS)
 DEFAULT_ORDER = {"broadcast": "ensemble"}
 MAX_BOUND_BUNDLES, MAX_BOUND_DEVICES = 4096, 256
-"""The general lower bound looks at every bundle and device; with more, the bound of the hosts is what is left."""
+"""Limits for the general lower bound, which looks at every bundle and device; beyond them the hosts' bound is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class BufferRegion:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledBundle:
-    """One row of the schedule: a bundle, the devices it starts from, and when (simulated)."""
+    """One row of the schedule: a bundle, the devices that send it first, and its simulated start and end."""
 
     bundle: int
     senders: tuple[int, ...]
@@ -54,7 +54,7 @@ class ScheduledBundle:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ReshardPlan:
-    """A resharding decided: unit tasks, who sends which in what order, the program, its time and the bound."""
+    """A planned resharding: unit tasks, their senders and order, the program, its time and its lower bound."""
 
     tensors: tuple[Tensor, ...]
     cluster: Cluster
@@ -64,38 +64,38 @@ class ReshardPlan:
     bundles: tuple[Bundle, ...]
     devices: tuple[int, ...]
     model_us: float | None
-    """The time in the model that ordered it (ports or hosts, no latencies); None where no model did."""
+    """The time in the model that chose the order (ports or hosts, no latencies); None if no model did."""
     program: Program | None
-    """None where everything is where it is wanted already."""
+    """The program; None if every device already holds what it wants."""
     bound_us: float
     bound_reason: str
     nbytes: int
-    """The largest buffer of any device: what the program's collective counts."""
+    """Bytes of the largest buffer of any device, as the program's collective counts them."""
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """The program simulated as the cluster shares its links by default; None where there is nothing to do."""
+        """The simulated program, with the cluster's default contention; None if there is nothing to move."""
         return self.simulate()
 
     @property
     def time_us(self) -> float:
-        """How long it takes."""
+        """The simulated time in microseconds."""
         return self.timeline.total_us if self.timeline is not None else 0.0
 
     @property
     def ratio(self) -> float:
-        """The time as a multiple of the bound; 1 where nothing can be faster."""
+        """The time as a multiple of the lower bound; 1 is optimal."""
         return self.time_us / self.bound_us if self.bound_us > 0 else 1.0
 
     def simulate(self, contention: str | None = None) -> Timeline | None:
-        """The program on the cluster, link by link."""
+        """Simulate the program on the cluster, link by link; None if there is nothing to move."""
         if self.program is None:
             return None
         return simulate(self.program, self.cluster, nbytes=self.nbytes, contention=contention)
 
     @cached_property
     def schedule(self) -> tuple[ScheduledBundle, ...]:
-        """Which bundle is sent from where and when, by start."""
+        """Senders and times of each bundle, sorted by start."""
         if self.program is None or self.timeline is None:
             return ()
         first = np.cumsum([0, *(b.chunks for b in self.bundles)])
@@ -117,11 +117,11 @@ class ReshardPlan:
         return tuple(sorted(rows, key=lambda row: (row.start_us, row.bundle)))
 
     def inputs(self, device: int) -> list[BufferRegion]:
-        """What a device's input buffer holds, in order: pack this before running the program."""
+        """The regions of a device's input buffer, in order; pack them before running the program."""
         return self._regions(lambda b: any(device in alike for alike in b.holders))
 
     def outputs(self, device: int) -> list[BufferRegion]:
-        """What a device's output buffer holds, in order: unpack this afterwards."""
+        """The regions of a device's output buffer, in order; unpack them after running the program."""
         return self._regions(lambda b: device in b.receivers)
 
     def _regions(self, mine: Callable[[Bundle], bool]) -> list[BufferRegion]:
@@ -136,7 +136,7 @@ class ReshardPlan:
         return found
 
     def explain(self) -> str:
-        """What is moved, by whom, how long it takes and what decides that, in a few lines."""
+        """A few lines of text: the bytes moved, their senders, the time and the reason for its bound."""
         moved = sum(t.nbytes for t in self.tasks if t.missing)
         there = sum(not t.missing for t in self.tasks)
         lines = [
@@ -175,16 +175,30 @@ def plan_reshard(
     helpers: Sequence[int] = (),
     seed: int = 0,
 ) -> ReshardPlan:
-    """A plan that brings one tensor from layout `src` to layout `dst`, on the same, other or overlapping devices.
-
-    Layouts may be written ``(2,4) S0RR``: a mesh and a spec, placed on the cluster (`place`). `strategy` is one of
-    `SYSTEMS`; a baseline takes its senders and order from `order` (one of `ORDERS`), and with `concurrent` issues
-    everything at once. `helpers` are further devices that may pass data on, for the sake of their ports.
+    """Plan how to move one tensor from layout `src` to layout `dst`, on the same, other or overlapping devices.
 
     >>> hosts = Cluster.preset("p3_8xlarge", nodes=4)
     >>> plan = plan_reshard(src="(2,4) S0RR", dst="(2,4) S0RR", shape=(64, 64, 64), cluster=hosts)
     >>> len(plan.tasks), plan.ratio < 1.1
     (2, True)
+
+    Args:
+        src: the source layout; or a mesh and a spec as text such as ``(2,4) S0RR``, placed on the cluster by `place`.
+        dst: the destination layout, of the same form as `src`.
+        shape: sizes of the tensor, each >= 1.
+        dtype_bytes: bytes of one element, 1..64.
+        cluster: the cluster.
+        strategy: one of `SYSTEMS`.
+        order: for a baseline the algorithm that chooses senders and order, one of `ORDERS`; None takes its default.
+        concurrent: whether a baseline issues everything at once instead of in order.
+        helpers: further devices that may pass data on, so that their ports are used too.
+        seed: seed of randomized orders, >= 0.
+
+    Returns:
+        The plan with its program, time and lower bound.
+
+    Raises:
+        InvalidInput: a layout, strategy or order is invalid, or the resharding too large.
     """
     if isinstance(src, Layout) and isinstance(dst, Layout):
         sides = src, dst
@@ -209,9 +223,23 @@ def plan_tensors(
     seed: int = 0,
     tasks: Sequence[UnitTask] | None = None,
 ) -> ReshardPlan:
-    """One plan for many tensors (a state dict): what goes between the same devices travels together.
+    """Plan how to move many tensors (a state dict) at once; tasks between the same devices travel together.
 
-    `tasks` are those of their unit tasks, or parts of them, that it is to do; all of them by default.
+    Args:
+        tensors: the tensors, at least one.
+        cluster: the cluster.
+        strategy: one of `SYSTEMS`.
+        order: for a baseline the algorithm that chooses senders and order, one of `ORDERS`; None takes its default.
+        concurrent: whether a baseline issues everything at once instead of in order.
+        helpers: further devices that may pass data on, so that their ports are used too.
+        seed: seed of randomized orders, >= 0.
+        tasks: the unit tasks of the tensors, or parts of them, to be planned; None takes all.
+
+    Returns:
+        The plan with its program, time and lower bound.
+
+    Raises:
+        InvalidInput: an argument is invalid, or the resharding too large.
     """
     check_seed(seed)
     if strategy not in SYSTEMS:

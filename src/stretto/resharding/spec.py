@@ -1,4 +1,4 @@
-"""Where a tensor's elements lie: device meshes, sharding specs, and the tile of each device."""
+"""Where the elements of a tensor are: device meshes, sharding specs, and the tile of each device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DEVICES = 1 << 16
 MAX_DIMS = 16
 
 Boxes = NDArray[np.int64]
-"""One row per device; per tensor dimension where its tile begins and ends: shape (devices, dims, 2)."""
+"""Begin and end of each device's tile in each tensor dimension, as an array of shape (devices, dims, 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many devices it has."""
+        """The number of devices in the mesh."""
         return int(np.prod(self.shape))
 
     def __str__(self) -> str:
@@ -49,10 +49,11 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """How a tensor lies on a mesh: for each of its dimensions the mesh axes that cut it, from the outermost.
+    """How a tensor is divided over a mesh: for each tensor dimension the mesh axes that cut it, outermost first.
 
-    Axes that nothing names hold copies; those of `partial` hold summands of a reduction (`reduction`) still to be done.
-    Written as in the literature: ``S0RR`` (dimension 0 over axis 0), ``RS01R`` (dimension 1 over axes 0 and 1),
+    Mesh axes that are not named hold copies; the axes of `partial` hold summands of a pending reduction (`reduction`).
+    Specs are written as in the literature: ``S0RR`` (dimension 0 over axis 0), ``RS01R`` (dimension 1 over axes 0 and
+    1),
     ``S0RP1`` (and a sum over axis 1 is pending).
 
     >>> Spec.parse("RS01R").axes, str(Spec.parse("S0RP1"))
@@ -72,7 +73,7 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """The spec of a text such as ``S0RR``."""
+        """Read a spec from text such as ``S0RR``."""
         word = text.strip().upper().replace("^", "")
         match = re.fullmatch(r"((?:S[0-9]{1,8}|R){0,16})((?:P[0-9]{1,8})?)", word)
         if match is None or not word:
@@ -88,7 +89,7 @@ class Spec:
 
     @classmethod
     def from_placements(cls, placements: Sequence[object], ndim: int) -> Spec:
-        """The spec of DTensor placements, one for each mesh axis: their objects, or texts that look like them.
+        """The spec of DTensor placements, one per mesh axis, as objects or as text in the same form.
 
         >>> str(Spec.from_placements(["Shard(0)", "Replicate()"], 3)), str(Spec.from_placements(["S(1)", "S(1)"], 2))
         ('S0RR', 'RS01')
@@ -121,7 +122,7 @@ class Spec:
 
     @property
     def ndim(self) -> int:
-        """Dimensions of the tensor."""
+        """The number of dimensions of the tensor."""
         return len(self.axes)
 
     def __str__(self) -> str:
@@ -131,11 +132,11 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A spec on a mesh. Where sizes do not divide, `rounding` says who gets how much:
+    """A spec on a mesh. `rounding` says how sizes that do not divide are cut.
 
     ``chunk``: as `torch.chunk` and DTensor do: all tiles have the rounded-up size, the last ones less or nothing
-    (systems that pad tiles to equal sizes hold the same elements; padding is never moved). ``balanced``: sizes differ
-    by at most 1.
+    (systems that
+    pad tiles to equal sizes hold the same elements; padding is never moved). ``balanced``: sizes differ by at most 1.
 
     >>> layout = Layout(mesh=Mesh(shape=(2, 1), devices=(0, 1)), spec=Spec.parse("S0R"))
     >>> layout.tiles((5, 2)).tolist()
@@ -155,7 +156,7 @@ class Layout:
                 raise InvalidInput(f"spec {self.spec}: mesh axis {axis} does not exist; mesh {has}")
 
     def tiles(self, shape: Sequence[int]) -> Boxes:
-        """The tile of each device, in the mesh's order; one that begins where it ends is empty."""
+        """The tile of each device, in the mesh's order; a tile that begins where it ends is empty."""
         check_shape("shape", shape)
         if len(shape) != self.spec.ndim:
             raise InvalidInput(f"spec {self.spec}: is for {self.spec.ndim} dimensions, the tensor has {len(shape)}")
@@ -175,7 +176,7 @@ class Layout:
         return boxes
 
     def parts(self) -> NDArray[np.int64]:
-        """Which summand each device holds; all 0 where nothing is pending."""
+        """The number of the summand that each device holds; all 0 if no reduction is pending."""
         where = np.indices(self.mesh.shape).reshape(len(self.mesh.shape), -1)
         number = np.zeros(self.mesh.size, np.int64)
         for axis in self.spec.partial:
@@ -187,7 +188,7 @@ class Layout:
 
 
 def check_shape(what: str, shape: Sequence[int]) -> None:
-    """Raises `InvalidInput` unless these are a few sizes > 0 whose product is a sane number."""
+    """Raise `InvalidInput` unless the sizes are 1..16 numbers >= 1 whose product is not too large."""
     if not 1 <= len(shape) <= MAX_DIMS or any(int(size) < 1 for size in shape):
         raise InvalidInput(f"{what} {_tuple(shape[: MAX_DIMS + 1])}: must be 1..{MAX_DIMS} sizes >= 1")
     total = 1
@@ -203,7 +204,7 @@ def _tuple(shape: Sequence[int]) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    """``0-3`` for 0, 1, 2, 3."""
+    """Numbers as text, with ``0-3`` for 0, 1, 2, 3."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,8 +1,15 @@
-"""Baselines: the ways to do one unit task of section 3.1 of the cross-mesh paper, tasks in a given order.
+"""The baselines of section 3.1 of the cross-mesh paper: ways to do one unit task, with tasks in a given order.
 
-Tasks come one after the other: a device has one stream, and does what it is given in order (send/recv, all-gathers);
-broadcasts follow a schedule of hosts, and a host does one at a time. With `concurrent` everything is issued at once and
-shares the ports. All-gathers begin when every device has its slice, as the library calls do.
+Tasks run one after the other: a device has one stream and does its tasks in order (send/recv, all-gathers); broadcasts
+follow a schedule of hosts, and a host does one at a time. With `concurrent` all tasks are issued at once and share the
+ports. All-gathers begin when every device has its slice, as library calls do.
+
+An entry of `STRATEGIES` is a pair of functions. The second, ``chunks(bundle, hosts) -> int``, is called first and once
+per
+unit task; it says into how many chunks the task is cut. The first, ``work(moves, bundle, number, chunk, setting)``, is
+then called once per task in the order of the assignment; it adds to `moves` transfers that bring the chunks
+``chunk .. chunk + bundle.chunks - 1`` from holders to all devices in ``bundle.missing``. The program is verified, so a
+strategy that forgets a device is refused. Both functions run in the process that plans and must be deterministic.
 """
 
 from __future__ import annotations
@@ -19,43 +26,51 @@ from .hosts import Hosts
 from .moves import Moves
 
 PAPER_CHUNKS = 100
-"""Into how many parts the paper cuts what it broadcasts."""
+"""The number of chunks into which the paper cuts a broadcast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all strategies are given."""
+    """The arguments that all strategies share."""
 
     hosts: Hosts
     assignment: Assignment
     concurrent: bool = False
     load: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """What each device d, and each host h (as -1 - h), has been given to send."""
+    """Bytes that each device d, and each host h (under the key -1 - h), has been given to send so far."""
 
 
 def send_recv_chunks(bundle: Bundle, hosts: Hosts) -> int:
-    """One message for the whole slice."""
+    """One chunk: the whole slice is one message."""
     return 1
 
 
 def local_allgather_chunks(bundle: Bundle, hosts: Hosts) -> int:
-    """As many as every host's receivers can share evenly."""
+    """As many chunks as the receivers of every host can share evenly."""
     sizes = [sum(hosts.group[d] == g for d in bundle.missing) for g in hosts.groups(bundle.missing)]
     return math.lcm(*sizes) if sizes else 1
 
 
 def global_allgather_chunks(bundle: Bundle, hosts: Hosts) -> int:
-    """One slice for each receiver."""
+    """One chunk for each receiver."""
     return max(1, len(bundle.missing))
 
 
 def broadcast_chunks(bundle: Bundle, hosts: Hosts) -> int:
-    """As the paper does."""
+    """As many chunks as the paper uses, `PAPER_CHUNKS`."""
     return PAPER_CHUNKS
 
 
 def send_recv(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Setting) -> None:
-    """To every receiver the whole slice, from the holder with the least to do."""
+    """Send the whole slice to every receiver, each time from the least loaded holder.
+
+    Args:
+        moves: receives the transfers.
+        bundle: the task.
+        number: number of the task.
+        chunk: number of its first chunk.
+        setting: hosts, assignment and loads, which are updated.
+    """
     for device in bundle.missing:
         sender = _sender(bundle, setting, device)
         first = len(moves.src)
@@ -64,7 +79,15 @@ def send_recv(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Se
 
 
 def local_allgather(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Setting) -> None:
-    """To every host one copy, in slices to its receivers, which then gather them among themselves."""
+    """Send one copy to every host, in slices to its receivers, which then gather the slices among themselves.
+
+    Args:
+        moves: receives the transfers.
+        bundle: the task.
+        number: number of the task.
+        chunk: number of its first chunk.
+        setting: hosts, assignment and loads, which are updated.
+    """
     hosts = setting.hosts
     for group in hosts.groups(bundle.missing):
         members = [d for d in bundle.missing if hosts.group[d] == group]
@@ -75,7 +98,16 @@ def local_allgather(moves: Moves, bundle: Bundle, number: int, chunk: int, setti
 
 
 def global_allgather(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Setting) -> None:
-    """One copy in slices over all receivers, which then gather them in a ring through all their hosts (Alpa's way)."""
+    """Send one copy in slices over all receivers, which then gather them in a ring through all their hosts (as Alpa
+    does).
+
+    Args:
+        moves: receives the transfers.
+        bundle: the task.
+        number: number of the task.
+        chunk: number of its first chunk.
+        setting: hosts, assignment and loads, which are updated.
+    """
     if not bundle.missing:
         return
     members = sorted(bundle.missing, key=lambda d: (setting.hosts.group[d], d))
@@ -86,7 +118,16 @@ def global_allgather(moves: Moves, bundle: Bundle, number: int, chunk: int, sett
 
 
 def broadcast(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Setting) -> None:
-    """From device to device, host after host, each passing on what it has while more comes in (the paper's way)."""
+    """Send chunks from device to device, host after host; a device passes chunks on while more arrive (as the paper
+    does).
+
+    Args:
+        moves: receives the transfers.
+        bundle: the task.
+        number: number of the task.
+        chunk: number of its first chunk.
+        setting: hosts, assignment and loads.
+    """
     hosts = setting.hosts
     near = {hosts.group[d] for d in bundle.holders[0]}
     first = len(moves.src)
@@ -118,9 +159,11 @@ def _scatter_gather(
 
 
 def _sender(bundle: Bundle, setting: Setting, receiver: int, chosen: int | None = None) -> int:
-    """A holder on the receiver's own host; else on the `chosen` one, or the one with the least to send so far.
+    """A holder on the receiver's own host; else on the `chosen` host, or on the host with the fewest bytes to send so
+    far.
 
-    Of a host's holders it is the device with the least to send, so that streams of one host run side by side.
+    Among the holders of a host the device with the fewest bytes to send is taken, so that streams of one host run in
+    parallel.
     """
     hosts, load = setting.hosts, setting.load
     groups = hosts.groups(bundle.holders[0])

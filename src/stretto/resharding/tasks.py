@@ -1,4 +1,4 @@
-"""Unit tasks: the intersections of source and destination tiles, with those who hold and those who want them."""
+"""Unit tasks: the intersections of source and destination tiles, with the devices that hold and that want each of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MAX_TASKS = 1 << 18
 MAX_DTYPE_BYTES = 64
 
 Box = tuple[tuple[int, int], ...]
-"""Per tensor dimension where a region begins and ends."""
+"""Begin and end of a region in each tensor dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """One tensor to be resharded."""
+    """One tensor to be resharded, with its layouts before and after."""
 
     shape: tuple[int, ...]
     dtype_bytes: int
@@ -42,7 +42,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size, once."""
+        """The bytes of one whole copy of the tensor."""
         total = self.dtype_bytes
         for size in self.shape:
             total *= size
@@ -53,7 +53,7 @@ class Tensor:
 class UnitTask:
     """A region of a tensor that the same devices hold and the same devices want.
 
-    Each of ``holders[p]`` has summand p of it (one set, unless a reduction is pending).
+    Each device of ``holders[p]`` has summand p of the region; there is one set unless a reduction is pending.
     """
 
     tensor: int
@@ -63,11 +63,11 @@ class UnitTask:
     receivers: tuple[int, ...]
     align: int
     reduction: str = ""
-    """Of a pending reduction; empty where there is none."""
+    """The kind of the pending reduction; empty if there is none."""
 
     @cached_property
     def missing(self) -> tuple[int, ...]:
-        """Who wants it and does not have it yet."""
+        """The devices that want the region and do not have it yet."""
         if self.reduction:
             return self.receivers
         has = set(self.holders[0])
@@ -127,7 +127,7 @@ def _tasks(number: int, tensor: Tensor) -> list[UnitTask]:
 
 
 def _distinct(boxes: Boxes) -> tuple[Boxes, list[np.ndarray]]:
-    """Different tiles that are not empty, in order of their first device, and the rows that have each."""
+    """The distinct tiles that are not empty, in the order of their first device, and the rows that have each."""
     rows: dict[bytes, list[int]] = {}
     for row in np.flatnonzero(np.all(boxes[:, :, 1] > boxes[:, :, 0], axis=1)).tolist():
         rows.setdefault(boxes[row].tobytes(), []).append(row)

@@ -1,1 +1,3 @@
-"""Tensors and whole state dicts of a running job, from one mesh to another: `stretto.reshard`, `stretto.WeightSync`."""
+"""Moves tensors and whole state dicts of a running job from one mesh to another: `stretto.reshard`,
+`stretto.WeightSync`.
+"""

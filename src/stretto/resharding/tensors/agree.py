@@ -1,6 +1,8 @@
-"""Ranks that are about to do something together first say what, in the job's store; so those who differ do not hang.
+"""Agreements of ranks through the job's store: ranks first compare what they are about to do, so that a difference is
+an
+error and not a hang.
 
-Nobody but the ranks that take part is needed, and nothing has to be set up before: no group of theirs exists yet.
+Only the ranks that take part are needed, and nothing has to be set up before: they have no process group yet.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ...runtime.torch_backend.meeting import MAX_BYTES, SHORTEST_S, Card, card, 
 FAILED = {error.__name__: error for error in (InvalidInput, PeerLost)}
 COMMIT = "commit"
 PATIENCE_S, LONGEST_S = 0.05, 1.0
-"""How long to wait for the others before looking what they do, at first and later."""
+"""Seconds to wait for the other ranks before checking on them: the first pause, and the longest."""
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ class _Said(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _At(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank waits, or has waited last; and the process that it is."""
+    """The place at which a rank waits, or has waited last, and the identity of its process."""
 
     ranks: tuple[int, ...]
     number: int
@@ -40,7 +42,7 @@ class _At(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReshardAgreement:
-    """One rank's end. `cards` are those of the job's ranks where they are known, to notice who is gone."""
+    """One rank's side of the agreements. `cards` identify the processes of the job's ranks, to notice which have died."""
 
     def __init__(self, store: Any, rank: int, cards: Sequence[Card] = ()) -> None:
         self._store, self.rank, self._cards = store, rank, list(cards)
@@ -52,10 +54,22 @@ class ReshardAgreement:
         self._said(_At(ranks=(), number=0, label="", card=self._card))
 
     def gather(self, ranks: Sequence[int], label: str, text: str, error: str = "") -> list[str]:
-        """Everybody's text, in the order of `ranks`. All of them call it, each in the same order as the others.
+        """The texts of all ranks, in the order of `ranks`.
 
-        Raises `InvalidInput` on all of them when one has an `error`, or is at another place (`label` names it) where
-        it waits for this rank; `PeerLost` when one is gone or does not come within the store's timeout.
+        All ranks of `ranks` call this, each in the same order as the others.
+
+        Args:
+            ranks: the ranks that take part, in the same order on all of them.
+            label: name of the operation, for errors.
+            text: this rank's text.
+            error: this rank's reason not to go on; empty if there is none.
+
+        Returns:
+            One text per rank.
+
+        Raises:
+            InvalidInput: on all ranks, if one has an `error`; or if a rank waits for this one at another place.
+            PeerLost: a rank has died, or does not come within the store's timeout.
         """
         self._home.check()
         where = _name(ranks)
@@ -66,14 +80,14 @@ class ReshardAgreement:
             raise InvalidInput(f"{label}: its description has {len(mine)} bytes; at most {MAX_BYTES}")
         at = _At(ranks=tuple(ranks), number=number, label=label, card=self._card)
         left = self._left.setdefault(where, deque())
-        # All have come to the last time, so all have read the one before.
+        # All ranks have come to the last gathering, so all have read the one before: its keys can be deleted.
         for key in left.popleft() if len(left) > 1 else ():
             self._store.delete_key(key)
         self._store.set(f"{place}/{self.rank}", mine)
         voice = hashlib.sha256(mine).hexdigest()
         alike = self._store.add(f"{place}/{voice}", 1)
-        # Whoever comes last has seen whether all say the same. Then nobody asks the store for anything more: behind the
-        # bytes that the first ranks begin to send, an answer may have to wait.
+        # The last rank to come knows whether all texts are equal and says so. The others then need no further answer of
+        # the store, which could be delayed behind the data that the first ranks begin to send.
         if self._store.add(f"{place}/count", 1) == len(ranks):
             self._store.set(f"{place}/{'alike' if alike == len(ranks) else 'differ'}", b"1")
         first = ("count", "alike", "differ") if self.rank == ranks[0] else ()
@@ -87,9 +101,18 @@ class ReshardAgreement:
         return [said.text for said in found]
 
     def vote(self, key: str, ranks: Sequence[int], error: StrettoError | None = None) -> StrettoError | None:
-        """Commit if every rank votes without an error; else why not. All ranks get the same answer, whoever dies when.
+        """Commit if every rank votes without an error; all ranks get the same answer, whichever rank dies at whatever
+        time.
 
-        One value in the store decides, and it is written once: by the last who votes, or by the first who gives up.
+        One value in the store decides. It is written once: by the last rank to vote, or by the first that gives up.
+
+        Args:
+            key: name of the vote, the same on all ranks and used once.
+            ranks: the ranks that vote.
+            error: this rank's reason to vote against; None votes for.
+
+        Returns:
+            None for a commit, else the reason against it.
         """
         decision = f"vote/{key}"
         if error is not None:
@@ -111,12 +134,12 @@ class ReshardAgreement:
         return _read_decision(self._store.get(decision))
 
     def decided(self, key: str) -> StrettoError | None:
-        """Why a vote that is still under way will fail, if that is known already."""
+        """The reason why a vote that is still under way will fail, if it is known already."""
         decision = f"vote/{key}"
         return _read_decision(self._store.get(decision)) if self._store.check([decision]) else None
 
     def forget(self, key: str, ranks: Sequence[int]) -> None:
-        """Remove what is left of a vote, once nobody can ask for it."""
+        """Remove a vote from the store; call it once no rank can ask for the vote any more."""
         self._store.delete_key(f"vote/{key}/{self.rank}")
         if self.rank == ranks[0]:
             for name in (f"vote/{key}", f"vote/{key}/count"):
@@ -126,7 +149,7 @@ class ReshardAgreement:
         return _read_decision(self._store.compare_set(decision, "", what))
 
     def _all_alike(self, place: str, mine: _At) -> bool:
-        """Wait until all have come, and whether they say the same; meanwhile look for reasons why they never will."""
+        """Wait until all ranks have come; return whether their texts are equal. Raises if a rank is known not to come."""
         deadline = time.monotonic() + self._store.timeout.total_seconds()
         patience_s = PATIENCE_S
         while not self._arrives(f"{place}/alike", patience_s):
@@ -140,7 +163,7 @@ class ReshardAgreement:
         return True
 
     def _arrives(self, key: str, timeout_s: float) -> bool:
-        """Whether a value is there within some seconds."""
+        """Whether a key is in the store within some seconds."""
         deadline = time.monotonic() + timeout_s
         pause_s = SHORTEST_S
         while not self._store.check([key]):
@@ -151,7 +174,7 @@ class ReshardAgreement:
         return True
 
     def _why_not(self, peer: int, place: str, mine: _At, deadline: float) -> None:
-        """Raises where it is known that a peer will not come."""
+        """Raise if it is known that a peer will not come."""
         failed = f"{place}/failed"
         why = self._store.get(failed).decode(errors="replace") if self._store.check([failed]) else ""
         why = why or self._contradiction(peer, mine)
@@ -168,7 +191,9 @@ class ReshardAgreement:
             raise PeerLost(f"{mine.label}: rank {peer} did not come {waited}; all of {_runs(mine.ranks)} must call")
 
     def _contradiction(self, peer: int, mine: _At) -> str:
-        """That a peer waits for this rank where this rank has not been: then neither would ever go on."""
+        """An error text if a peer waits for this rank at a place where this rank has not been, so that both would wait
+        forever.
+        """
         other = self._at(peer)
         if other is None or self.rank not in other.ranks:
             return ""

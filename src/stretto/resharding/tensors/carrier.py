@@ -1,4 +1,4 @@
-"""The ranks that move tensors together: their process group, the network they plan for, what moves the bytes."""
+"""The ranks that move tensors together: their process group, the cluster they plan for, and the transport of the bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .. import ReshardPlan
 from .agree import ReshardAgreement
 
 MESSAGE_BYTES = 256 << 10
-"""Chunks of a plan are sent whole up to this size; larger ones in slices, one behind the other."""
+"""Chunks of a plan are sent whole up to this many bytes, larger chunks in slices, one after the other."""
 CHECK_S = 0.5
 REDUCE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add, "avg": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum,
@@ -31,17 +31,17 @@ Check = Callable[[], None]
 
 
 class Current:
-    """What belongs to the process group that there is now; another one starts afresh."""
+    """State of the current default process group; a new default group starts afresh."""
 
     world: Any = None
     agreement: ReshardAgreement | None = None
     carriers: dict[tuple[int, ...], ReshardGroup]
     made: dict[str, int]
-    """How often a group of the same ranks was made."""
+    """How many groups of the same ranks have been made."""
 
 
 def agreement() -> ReshardAgreement:
-    """This rank's end of the agreements of the job."""
+    """This rank's side of the job's agreements."""
     if not dist.is_initialized():
         raise InvalidInput("torch.distributed: call init_process_group first")
     check_world()
@@ -55,12 +55,13 @@ def agreement() -> ReshardAgreement:
 
 
 class ReshardGroup:
-    """A process group of its own over some ranks of the job, all of which make it together."""
+    """A process group of its own over some ranks of the job; all of these ranks construct it together."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.rank = dist.get_rank()
-        # PyTorch names groups of some ranks by how many groups a rank has, which may differ: so this one is not its.
+        # PyTorch names a group by the number of groups that a rank has, which may differ between ranks: this group is
+        # made without PyTorch's new_group.
         name = f"resharding {','.join(map(str, ranks))}"
         number = Current.made[name] = Current.made.get(name, 0) + 1
         store: Any = dist.distributed_c10d._get_default_store()
@@ -82,7 +83,7 @@ class ReshardGroup:
 
     @classmethod
     def shared(cls, ranks: Sequence[int]) -> ReshardGroup:
-        """The one of these ranks, made when it is needed first."""
+        """The carrier of these ranks, made when it is first needed; all of these ranks call this together."""
         agreement()
         key = tuple(ranks)
         if key not in Current.carriers:
@@ -91,18 +92,18 @@ class ReshardGroup:
 
     @property
     def me(self) -> int:
-        """This rank's device."""
+        """The device number of this rank."""
         return self.device[self.rank]
 
     def load(self, program: Lowered) -> LoadedProgram:
-        """A program of all ranks of this carrier, ready to run."""
+        """Load a program of all ranks of this carrier into the executor."""
         assert self.executor is not None
         engine = self.group.engine
         ranks = [engine.job.rank_of[r] for r in engine.selector.devices]
         return self.executor.load(program, ranks=ranks, communicator=engine.communicator, message_bytes=MESSAGE_BYTES)
 
     def close(self) -> None:
-        """End the group."""
+        """End the process group; a second call does nothing."""
         if self.group is not None:
             self.group.shutdown()
             self.group = self.executor = None
@@ -115,28 +116,39 @@ class Mover:
     carrier: ReshardGroup
     plan: ReshardPlan
     handle: LoadedProgram | None
-    """None where messages are sent one by one."""
+    """The program on the executor; None if messages are sent one by one."""
     dtype: torch.dtype
     op: str
-    """Of the pending reduction; empty where bytes are only moved."""
+    """The kind of the pending reduction; empty if bytes are only moved."""
 
     @classmethod
     def of(cls, carrier: ReshardGroup, plan: ReshardPlan, dtype: torch.dtype, op: str, device: str) -> Mover:
-        """The executor's, if it can; all ranks decide alike."""
+        """A mover that uses the executor if it can, else single messages; all ranks decide alike.
+
+        Args:
+            carrier: the ranks that take part.
+            plan: the plan, the same on all ranks.
+            dtype: element type, for a pending reduction.
+            op: kind of the pending reduction; empty if bytes are only moved.
+            device: kind of device that the buffers are on, such as "cpu"; only "cpu" uses the executor.
+
+        Returns:
+            The mover.
+        """
         handle = None
         if carrier.executor is not None and device == "cpu" and plan.program is not None:
             handle = carrier.load(lower(plan.program))
         return cls(carrier=carrier, plan=plan, handle=handle, dtype=dtype if op else torch.uint8, op=op)
 
     def predicted_us(self, share: float = 1.0) -> float:
-        """How long its program should take where links are shared fairly, if `share` times its bytes go over them."""
+        """Predicted microseconds of the program with fairly shared links, if `share` times its bytes are moved."""
         program, cluster = self.plan.program, self.plan.cluster
         if program is None:
             return 0.0
         return simulate(program, cluster, nbytes=share * self.plan.nbytes, contention="fair").total_us
 
     def start(self, packed: torch.Tensor, unpacked: torch.Tensor) -> Callable[[Check], None]:
-        """Begin; what it returns waits for the end, and calls what it is given now and then."""
+        """Begin to move bytes; the returned function waits for the end and calls its argument from time to time."""
         if self.handle is None:
             return self._start_messages(packed, unpacked)
         executor = self.carrier.executor
@@ -160,7 +172,9 @@ class Mover:
         return wait
 
     def _start_messages(self, packed: torch.Tensor, unpacked: torch.Tensor) -> Callable[[Check], None]:
-        """Every bundle straight from one who holds it to each who wants it; summands meet where the sum is wanted."""
+        """Send every bundle directly from one holder to each device that wants it; summands are added where the sum is
+        wanted.
+        """
         me, group = self.carrier.me, self.carrier.group
         peer = {device: at for at, device in enumerate(self.carrier.device.values())}
         load: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What a rank knows of a tensor's place, in words that ranks can compare: from DTensors to layouts and back."""
+"""Descriptions of a tensor's mesh and placements that ranks can compare, and conversions between DTensors and layouts."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ class PlacedTensor(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]
-    """In row-major order of the mesh."""
+    """The ranks of the mesh in row-major order."""
     placements: tuple[str, ...]
     device: str
 
     @property
     def plan_shape(self) -> tuple[int, ...]:
-        """Plans know no tensors without dimensions."""
+        """The shape for plans, in which a tensor without dimensions has shape (1,)."""
         return self.shape or (1,)
 
     @property
     def empty(self) -> bool:
-        """Whether it has no elements."""
+        """Whether the tensor has no elements."""
         return math.prod(self.shape) == 0
 
     def layout(self, copies: Sequence[tuple[int, ...]] = (), device: dict[int, int] | None = None) -> Layout:
-        """Its layout; on several meshes alike if their ranks are given. `device` numbers the ranks."""
+        """The tensor's layout; on several equal meshes if the ranks of each are given in `copies`.
+
+        `device` maps ranks to device numbers.
+        """
         meshes = copies or (self.ranks,)
         ranks = [rank for mesh in meshes for rank in mesh]
         many = len(meshes) > 1
@@ -52,7 +55,7 @@ class PlacedTensor(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def tile(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The part of it that a rank of its mesh has."""
+        """Begin and end, in each dimension, of the tile of a rank of the mesh."""
         box = self.layout().tiles(self.plan_shape)[self.ranks.index(rank)]
         return tuple((int(begin), int(end)) for begin, end in box)
 
@@ -62,7 +65,21 @@ class PlacedTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, placements: Sequence[Any]) -> PlacedTensor:
-    """The description of a tensor with this mesh and these placements; raises `InvalidInput` where they do not fit."""
+    """The description of a tensor with this mesh and these placements.
+
+    Args:
+        what: name of the tensor, for errors.
+        shape: sizes of the whole tensor.
+        dtype: element type.
+        mesh: the DeviceMesh; its ranks must rise along every axis.
+        placements: one DTensor placement per mesh axis.
+
+    Returns:
+        The description.
+
+    Raises:
+        InvalidInput: an argument has the wrong type, or mesh and placements do not fit the shape.
+    """
     for name, given, kind in (("shape", shape, Sequence), ("dtype", dtype, torch.dtype), ("mesh", mesh, DeviceMesh)):
         if not isinstance(given, kind):
             raise InvalidInput(f"{what}: {name} must be a {kind.__name__}, not {type(given).__name__}")
@@ -70,7 +87,7 @@ def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, place
     if not isinstance(placements, Sequence) or len(placements) != grid.ndim:
         raise InvalidInput(f"{what}: placements must be one for each of the mesh's {grid.ndim} axes, not {placements}")
     for axis in range(grid.ndim):
-        # PyTorch gives tiles by the rank in an axis's group, which is sorted, not by the place in the mesh.
+        # PyTorch assigns tiles by the rank within an axis's group, which is sorted, not by the position in the mesh.
         if np.any(np.diff(grid, axis=axis) < 0):
             raise InvalidInput(
                 f"{what}: mesh {grid.tolist()} is permuted: ranks must rise along every axis, and do not along {axis}"
@@ -91,7 +108,19 @@ def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, place
 
 
 def placed_tensor(what: str, tensor: torch.Tensor, rank: int) -> PlacedTensor:
-    """The description of a tensor: a DTensor, or a plain one, which is a whole of its own on its rank."""
+    """The description of a DTensor, or of a plain tensor, which is whole on its rank.
+
+    Args:
+        what: name of the tensor, for errors.
+        tensor: the tensor.
+        rank: this rank.
+
+    Returns:
+        The description.
+
+    Raises:
+        InvalidInput: the object is no tensor, or its local part has another shape than its placements give.
+    """
     if isinstance(tensor, DTensor):
         found = placed(what, tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements)
     elif isinstance(tensor, torch.Tensor):
@@ -110,14 +139,14 @@ def placed_tensor(what: str, tensor: torch.Tensor, rank: int) -> PlacedTensor:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is here, without a gradient; shares its memory."""
+    """The local part of a tensor without gradient; the result shares the tensor's memory."""
     with torch.no_grad():
         inside = tensor.detach()
         return inside.to_local() if isinstance(inside, DTensor) else inside
 
 
 def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same kind, mesh and placements around another local part."""
+    """A tensor of the same kind, mesh and placements with another local part."""
     if not isinstance(tensor, DTensor):
         return local
     return around(local, tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
@@ -127,17 +156,28 @@ def around(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int],
     stride: Sequence[int] | None = None,
 ) -> DTensor:  # fmt: skip
-    """The DTensor with this local part; rows in order unless `stride` says otherwise."""
+    """The DTensor with a given local part.
+
+    Args:
+        local: the local part, which the result shares.
+        mesh: the mesh.
+        placements: one placement per mesh axis.
+        shape: sizes of the whole tensor.
+        stride: strides of the whole tensor; None means row-major.
+
+    Returns:
+        The DTensor, without gradient.
+    """
     strides = tuple(stride) if stride is not None else torch.empty(tuple(shape), device="meta").stride()
     meta = TensorMeta(torch.Size(shape), strides, local.dtype)
-    # `from_local` takes a shape without dimensions for none.
+    # DTensor.from_local would treat a shape without dimensions as not given, so the DTensor is constructed directly.
     made: Any = DTensor
     found: DTensor = made(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
     return found
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The inverse of `Placed.dtype`."""
+    """The torch dtype of a name in `Placed.dtype`."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise InvalidInput(f"dtype: {name!r} is none of PyTorch's")

@@ -1,4 +1,4 @@
-"""`stretto.reshard`: a DTensor on another mesh."""
+"""`stretto.reshard`: moves a DTensor to another mesh."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 MAX_PLANS = 64
 _plans: OrderedDict[str, tuple[Any, Transfer]] = OrderedDict()
-"""By what all ranks have agreed on: the carrier and what was planned; the latest last."""
+"""Carrier and transfer of each agreed pair of layouts; the most recently used is last."""
 
 
 class Resharding:
-    """A tensor under way; `wait` gives it."""
+    """A resharding under way; `wait` returns the tensor."""
 
     def __init__(self, finish: Any, result: DTensor) -> None:
         self._finish, self._result = finish, result
 
     def wait(self) -> DTensor:
-        """Block until this rank has its part; raises what went wrong."""
+        """Block until this rank has its part; raises the error of a resharding that failed."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -62,19 +62,33 @@ def reshard(
     src_mesh: DeviceMesh | None = None,
     src_placements: Sequence[Any] | None = None,
 ) -> DTensor | Resharding:
-    """A DTensor on another mesh, in other placements; bit for bit, with pending sums done.
+    """A DTensor on another mesh, in other placements; values are moved bit for bit, and pending sums are done.
 
     ::
 
         on_servers = stretto.reshard(weight, servers, [Shard(1)])
 
-    All ranks of both meshes call it, in the same order; meshes may be disjoint, overlap or be the same. A rank that has
-    no DTensor object passes None, with the `shape`, `dtype`, `src_mesh` and `src_placements` of the others. Ranks
-    outside of `mesh` get a DTensor with an empty local tensor. With `async_op` its ``wait()`` gives the DTensor; the
-    source must not change before. The result has no gradient.
+    All ranks of both meshes call it, in the same order; meshes may be disjoint, overlap or be equal. Ranks first
+    compare
+    their arguments, so that a difference is an error on all of them. The result has no gradient.
 
-    Ranks first agree on the arguments: `InvalidInput` on all of them where one differs or is wrong, `PeerLost` where
-    one does not come.
+    Args:
+        tensor: the DTensor; a rank outside of the source mesh may pass None, with the four last arguments.
+        mesh: the destination mesh.
+        placements: one `Shard` or `Replicate` per axis of `mesh`.
+        async_op: whether to return at once; the source must not change before ``wait()`` of the result has returned.
+        shape: sizes of the whole tensor, where `tensor` is None.
+        dtype: element type, where `tensor` is None.
+        src_mesh: the source mesh, where `tensor` is None.
+        src_placements: the source placements, where `tensor` is None.
+
+    Returns:
+        The DTensor, with an empty local tensor on ranks outside of `mesh`; with `async_op` an object whose ``wait()``
+        returns it.
+
+    Raises:
+        InvalidInput: on all ranks, if an argument is wrong or differs between ranks.
+        PeerLost: a rank has died or does not come.
     """
     from .carrier import agreement
 
@@ -135,7 +149,7 @@ def _sides(
 
 
 def _ranks_of(tensor: Any, mesh: Any, src_mesh: Any) -> list[int]:
-    """Who would take part, as far as the arguments say."""
+    """The ranks that would take part, as far as the arguments say."""
     meshes = [mesh, src_mesh if src_mesh is not None else getattr(tensor, "device_mesh", None)]
     grids = [m.mesh.flatten().tolist() for m in meshes if m is not None and hasattr(m, "mesh")]
     return sorted({int(rank) for grid in grids for rank in grid})

@@ -1,4 +1,4 @@
-"""Unit tasks in rounds, so that what any rank has to pack at a time stays within a limit."""
+"""Divides unit tasks into rounds, so that the bytes that a rank packs at a time stay within a limit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ...errors import InvalidInput
 from .. import UnitTask
 
 GROWTH = 1.25
-"""By how much more rounds are tried when pieces do not fill them evenly."""
+"""Factor by which the number of rounds grows when the pieces do not fit into the rounds tried."""
 
 
 def rounds_of(tasks: Sequence[UnitTask], limit_bytes: int) -> list[tuple[UnitTask, ...]]:
-    """Cut and dealt out so that no device's input and output of a round exceed `limit_bytes`.
+    """Cut and distribute tasks so that no device's input and output of a round exceed `limit_bytes`.
 
-    Every round has a part of every task where that is possible: so all links are used in all rounds.
+    Every round has a part of every task where that is possible, so that all links are used in all rounds.
 
     >>> halves = rounds_of([UnitTask(tensor=0, box=((0, 8), (0, 4)), nbytes=32, holders=((0,),), receivers=(1,),
     ...                              align=1)], 16)
@@ -47,7 +47,7 @@ def rounds_of(tasks: Sequence[UnitTask], limit_bytes: int) -> list[tuple[UnitTas
 
 
 def cut(task: UnitTask, count: int) -> Iterator[UnitTask]:
-    """A task in (at most) so many boxes, along its outer dimensions."""
+    """A task cut into at most `count` boxes, along its outer dimensions."""
     dim = next((d for d, (begin, end) in enumerate(task.box) if end - begin > 1), None)
     if count <= 1 or dim is None:
         yield task
@@ -70,6 +70,6 @@ def _load(tasks: Sequence[UnitTask]) -> dict[int, int]:
 
 
 def _most_of_one(task: UnitTask) -> int:
-    """In how many buffers of one device a task lies: where it is held, and where it is wanted."""
+    """The largest number of buffers of one device that contain a task: 2 where a device both holds and wants it."""
     devices = [d for alike in task.holders for d in alike] + list(task.receivers)
     return int(np.unique(devices, return_counts=True)[1].max())

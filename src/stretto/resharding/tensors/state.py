@@ -1,4 +1,4 @@
-"""The ranks, tensors and memory behind a `WeightSync`: who has what, found out together, and one transfer for all."""
+"""The ranks, tensors and memory behind a `WeightSync`: ranks find out together which has what, and plan one transfer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_TENSORS = 1 << 16
 
 
 class _Sides(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank gives: its tensors of both sides, and the limit."""
+    """The arguments of one rank: descriptions of its tensors on both sides, and its memory limit."""
 
     source: dict[str, PlacedTensor]
     target: dict[str, PlacedTensor]
@@ -28,7 +28,7 @@ class _Sides(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReshardState:
-    """One rank's end; all ranks make it together."""
+    """One rank's side of a `WeightSync`; all ranks construct it together."""
 
     def __init__(self, source: Dict | None, target: Dict | None, ranks: Any, staging_bytes: int) -> None:
         self._agreement = agreement()
@@ -72,24 +72,36 @@ class ReshardState:
             raise
 
     def agree(self, label: str, text: str, why: str) -> None:
-        """All ranks are at the same point and none has a reason not to go on; else all raise."""
+        """Check that all ranks are at the same point and none has a reason not to go on; otherwise all ranks raise.
+
+        Args:
+            label: name of the operation, for errors.
+            text: this rank's point, which must be equal on all ranks.
+            why: this rank's reason not to go on; empty if there is none.
+
+        Raises:
+            InvalidInput: a rank has a reason, or is at another point.
+            PeerLost: a rank has died or does not come.
+        """
         for rank, said in zip(self.ranks, self._agreement.gather(self.ranks, label, text, why), strict=True):
             if said != text:
                 raise InvalidInput(f"{label}: rank {rank} is at {said}, rank {self.rank} at {text}")
 
     def begin(self, number: int, why: str) -> None:
-        """All ranks are about to bring this version; else all raise."""
-        # All have come to the last version, so all know how the vote on the one before has ended.
+        """Check that all ranks are about to update to this version; otherwise all ranks raise. `why` is this rank's
+        objection.
+        """
+        # All ranks have come to the last version, so all know the result of the vote on the version before it.
         if number > 2:
             self._agreement.forget(f"{self.name}/{number - 2}", self.ranks)
         self.agree(f"WeightSync.update to version {number}", str(number), why)
 
     def vote(self, key: str, failed: StrettoError | None) -> StrettoError | None:
-        """Commit on all ranks or on none; why not, if so."""
+        """Commit on all ranks or on none; returns None for a commit, else the reason against it."""
         return self._agreement.vote(key, self.ranks, failed)
 
     def checked_sources(self, source: Dict | None) -> tuple[list[torch.Tensor | None], str]:
-        """The local parts of what is to be sent, by tensor; and what is wrong with it."""
+        """The local parts of the tensors to send, and an error text if they differ from the planned ones."""
         given = self._source if source is None else source
         try:
             if source is not None:
@@ -99,7 +111,17 @@ class ReshardState:
         return self._locals(given, [move.src_meshes for move in self._moves]), ""
 
     def move(self, sources: Sequence[torch.Tensor | None], to: int, key: str) -> None:
-        """Bring everything into one of the two sets."""
+        """Move all tensors into one of the two sets of targets.
+
+        Args:
+            sources: this rank's local part of each tensor; None where it has none.
+            to: the set that is written, 0 or 1.
+            key: name of the vote on this version, which is watched for an early failure.
+
+        Raises:
+            StrettoError: the vote has failed on another rank.
+            PeerLost: a rank has died while bytes moved.
+        """
         targets = self._locals(self.sets[to], [move.dst_meshes for move in self._moves])
 
         def check() -> None:
@@ -110,7 +132,7 @@ class ReshardState:
         self.transfer.run(sources, targets, check)
 
     def close(self) -> None:
-        """Leave the group."""
+        """End this rank's process group."""
         self._carrier.close()
 
     def _locals(self, tensors: Dict, meshes: Sequence[Sequence[tuple[int, ...]]]) -> list[torch.Tensor | None]:
@@ -136,7 +158,7 @@ def _described(side: str, tensors: Dict | None, rank: int) -> dict[str, PlacedTe
     if len(tensors or ()) > MAX_TENSORS:
         raise InvalidInput(f"{side}: has {len(tensors or ())} tensors; at most {MAX_TENSORS}")
     found = {str(name): placed_tensor(f"{side}[{name!r}]", t, rank) for name, t in (tensors or {}).items()}
-    # A rank outside of a tensor's mesh has nothing of it.
+    # A rank outside of a tensor's mesh holds no part of the tensor.
     return {name: where for name, where in found.items() if rank in where.ranks}
 
 
@@ -148,7 +170,7 @@ def _same(given: dict[str, PlacedTensor], planned: dict[str, PlacedTensor]) -> N
 
 
 def _moves(everyone: dict[int, _Sides]) -> list[Move]:
-    """One for each tensor and way in which it is wanted; raises `InvalidInput`, the same on all ranks."""
+    """One move for each tensor and target layout; raises the same `InvalidInput` on all ranks."""
     limits = {rank: sides.staging_bytes for rank, sides in everyone.items()}
     first = next(iter(everyone))
     for rank, limit in limits.items():
@@ -182,7 +204,7 @@ def _moves(everyone: dict[int, _Sides]) -> list[Move]:
 def _layouts(
     side: str, given: dict[int, dict[str, PlacedTensor]]
 ) -> dict[str, dict[PlacedTensor, list[tuple[int, ...]]]]:
-    """By name, the ways in which a tensor lies, each with the meshes that have it so (a copy on each)."""
+    """For each name the descriptions of its tensor, each with the meshes that hold a copy of it in that way."""
     found: dict[str, dict[PlacedTensor, list[tuple[int, ...]]]] = {}
     for rank, tensors in given.items():
         for name, where in tensors.items():

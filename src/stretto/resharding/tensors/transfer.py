@@ -1,4 +1,4 @@
-"""Tensors from their layouts to others, planned once and carried out many times: packed, moved in rounds, unpacked."""
+"""Moves tensors from their layouts to others, planned once and run many times: packed, moved in rounds, unpacked."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .describe import PlacedTensor, dtype_of
 from .rounds import rounds_of
 
 OPS = {"product": "prod"}
-"""The executor's names where they are others."""
+"""The executor's names of reductions, where they differ from `REDUCTIONS`."""
 Tensors = Sequence[torch.Tensor | None]
-"""Per tensor this rank's local part; None where it has none."""
+"""This rank's local part of each tensor; None where the rank has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One tensor: where it lies and where it is wanted, each on one mesh or on several alike."""
+    """One tensor with its source and its target layout, each on one mesh or on several equal meshes."""
 
     name: str
     src: PlacedTensor
@@ -35,7 +35,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A box of a local tensor, and where it lies in a packed buffer."""
+    """A box of a local tensor, and its place in a packed buffer."""
 
     tensor: int
     where: tuple[slice, ...]
@@ -62,9 +62,11 @@ class _Round:
 
 
 class Transfer:
-    """All tensors together: one plan for each round.
+    """The transfer of all tensors together, with one plan for each round.
 
-    `staging_bytes` limits the memory for packed tensors on every rank; with `keep` that memory stays allocated.
+    All ranks of the carrier construct it with the same moves. `staging_bytes` limits the memory for packed tensors on
+    every
+    rank; with `keep` that memory stays allocated.
     """
 
     def __init__(
@@ -102,27 +104,45 @@ class Transfer:
 
     @property
     def plans(self) -> list[ReshardPlan]:
-        """One for each round."""
+        """The plan of each round."""
         return [each.mover.plan for each in self.rounds]
 
     @property
     def staging_bytes(self) -> int:
-        """What this rank packs and unpacks at a time, at most."""
+        """The most bytes that this rank packs and unpacks at a time."""
         return max((each.in_bytes + each.out_bytes for each in self.rounds), default=0)
 
     def run(self, sources: Tensors, targets: Tensors, check: Check = lambda: None) -> None:
-        """Bring `sources` into `targets`; all ranks of the carrier call it."""
+        """Move `sources` into `targets`; all ranks of the carrier call this.
+
+        Args:
+            sources: this rank's local part of each tensor; None where it has none.
+            targets: this rank's local part of each target; None where it has none.
+            check: called from time to time while bytes move; may raise to stop waiting.
+
+        Raises:
+            PeerLost: a rank has died while bytes moved.
+        """
         for at in range(len(self.rounds)):
             self.start(at, sources, targets)(check)
         self.copy_here(sources, targets)
 
     def copy_here(self, sources: Tensors, targets: Tensors) -> None:
-        """What is on this rank already, and nobody else wants."""
+        """Copy the parts that are already on this rank and that no other rank wants."""
         for src, dst in self._here:
             dst.of(targets).copy_(src.of(sources))
 
     def start(self, number: int, sources: Tensors, targets: Tensors) -> Callable[[Check], None]:
-        """Begin one round; what it returns waits for its end and unpacks."""
+        """Begin one round; all ranks of the carrier call this.
+
+        Args:
+            number: number of the round.
+            sources: this rank's local part of each tensor; None where it has none.
+            targets: this rank's local part of each target; None where it has none.
+
+        Returns:
+            A function that waits for the end of the round and unpacks; it calls its argument from time to time.
+        """
         each = self.rounds[number]
         device = next((t.device for t in (*sources, *targets) if t is not None), torch.device("cpu"))
         whole = self._whole(each.inputs, sources, each.in_bytes)
@@ -145,7 +165,7 @@ class Transfer:
         return finish
 
     def _whole(self, parts: list[_Part], tensors: Tensors, nbytes: int) -> torch.Tensor | None:
-        """The memory of a local tensor itself, where the packed buffer would be a copy of it."""
+        """The memory of a local tensor itself, if a packed buffer would be an exact copy of it; else None."""
         if len(parts) != 1:
             return None
         mine = parts[0].of(tensors)
@@ -166,7 +186,7 @@ class Transfer:
     def _round(self, tasks: tuple[UnitTask, ...], op: str, dtype: torch.dtype, known: dict[Any, Mover]) -> _Round:
         shape = (op, dtype, *((t.nbytes, t.holders, t.receivers, t.align) for t in tasks))
         if shape not in known:
-            # All ranks take part in every plan, so that all of them count its runs alike.
+            # All ranks take part in every plan as helpers, so that all of them count its runs alike.
             plan = plan_tensors(
                 self._tensors, self.carrier.cluster, helpers=tuple(self.carrier.device.values()), tasks=tasks
             )
@@ -203,9 +223,10 @@ class Transfer:
 def _alike(
     tasks: Sequence[UnitTask], moves: Sequence[Move], number: Sequence[int]
 ) -> dict[tuple[str, str, int], list[UnitTask]]:
-    """Those that can go in one program: all copies, and each kind of pending reduction by itself.
+    """Tasks grouped by the program that can carry them: all copies in one, and each kind of pending reduction in its
+    own.
 
-    Larger elements first, so that every one is aligned in a packed buffer.
+    Tasks with larger elements come first, so that every task is aligned in a packed buffer.
     """
     found: dict[tuple[str, str, int], list[UnitTask]] = {}
     for task in sorted(tasks, key=lambda task: -task.align):

@@ -1,4 +1,6 @@
-"""`stretto.WeightSync`: a whole state dict from trainers to replicas, again and again, each version all or nothing."""
+"""`stretto.WeightSync`: updates replicas with the trainers' state dict, version by version, each on all ranks or on
+none.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 256 << 20
 READERS_S = 60.0
-"""How long an update waits for readers of the version before the last."""
+"""Seconds that an update waits for readers of the version before the last."""
 
 
 class Weights(Mapping[str, "torch.Tensor"]):
-    """The tensors of one version, by name; valid inside the ``with`` block that gave them."""
+    """The tensors of one version, by name; valid inside the ``with`` block that returned them."""
 
     def __init__(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         self.version = version
@@ -41,7 +43,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
 
 
 class WeightSync:
-    """Brings the tensors of `source` (trainers) into copies of those of `target` (replicas), version by version.
+    """Copies the tensors of `source` (trainers) into those of `target` (replicas), version by version.
 
     ::
 
@@ -51,13 +53,17 @@ class WeightSync:
         with sync.read() as weights:               # on replicas, in any thread
             torch.func.functional_call(server, dict(weights), batch)
 
-    All ranks of `ranks` (default: all of the job) make it together, with dicts of DTensors or plain tensors; ranks
-    that only pass by give neither. How everything moves is planned once, all tensors together. A source that has
-    another dtype than its target is cast before it is sent.
+    All ranks of `ranks` (default: all of the job) construct it together, with dicts of DTensors or plain tensors; a
+    rank that
+    only relays data gives neither. The transfer of all tensors together is planned once. A source that has another
+    dtype than
+    its target is cast before it is sent.
 
-    A version is committed on all ranks or on none, after everything has arrived everywhere. The tensors of `target`
-    are the memory of version 0, 2, 4, ..., and a second set that of the others: an update writes to the set that is
-    not current, after its readers have left. `staging_bytes` limits what any rank packs at a time.
+    A version is committed on all ranks or on none, after everything has arrived everywhere. The tensors of `target` are
+    the
+    memory of version 0, 2, 4, ..., and a second set that of the others: an update writes to the set that is not
+    current,
+    after its readers have left. `staging_bytes` limits the bytes that any rank packs at a time.
     """
 
     def __init__(
@@ -80,36 +86,38 @@ class WeightSync:
 
     @property
     def version(self) -> int:
-        """The version that readers get now; 0 is what the target held at the beginning."""
+        """The version that readers get now; 0 is the initial content of the target."""
         with self._lock:
             return self._versions[self._current] or 0
 
     @property
     def num_rounds(self) -> int:
-        """In how many parts, one after the other, an update moves everything."""
+        """The number of rounds, one after the other, in which an update moves the tensors."""
         return len(self._state.transfer.rounds)
 
     @property
     def staging_bytes(self) -> int:
-        """What this rank packs at a time, at most."""
+        """The most bytes that this rank packs at a time."""
         return self._state.transfer.staging_bytes
 
     @property
     def predicted_us(self) -> float:
-        """How long moving the bytes should take."""
+        """Predicted microseconds of moving the bytes of one update."""
         return sum(each.mover.predicted_us() for each in self._state.transfer.rounds)
 
     @property
     def bound_us(self) -> float:
-        """What no way of moving them in these rounds is faster than."""
+        """A lower bound in microseconds on moving the bytes in these rounds."""
         return sum(plan.bound_us for plan in self._state.transfer.plans)
 
     @contextmanager
     def read(self, version: int | None = None) -> Iterator[Weights]:
-        """The tensors of the current version, which no update touches before the block is left.
+        """The tensors of the current version, which no update changes before the block is left.
 
-        The ranks of one replica commit within moments of each other, not at the same instant: those that must use the
-        same version at the same time agree on its number and ask for it. The one before the current is there until the
+        The ranks of one replica commit within moments of each other, not at the same instant. Ranks that must use the
+        same version
+        at the same time agree on its number and pass it as `version`. The version before the current one is available
+        until the
         next update begins.
         """
         with self._lock:
@@ -127,11 +135,14 @@ class WeightSync:
                 self._lock.notify_all()
 
     def update(self, source: Dict | None = None) -> int:
-        """Bring what `source` holds now to all replicas, as the next version; returns its number. All ranks call it.
+        """Copy the present values of `source` to all replicas as the next version; return its number. All ranks call
+        this.
 
-        Another `source` than the first may be given, with the same names, shapes, dtypes and layouts. Where anything
-        fails, every rank raises, and the version that was current stays so. After a failure while bytes moved
-        (`PeerLost`) nothing can be updated any more; readers go on.
+        A `source` other than the first may be given, with the same names, shapes, dtypes and layouts. If anything
+        fails, every
+        rank raises, and the current version stays. After a failure while bytes moved (`PeerLost`) no further update is
+        possible;
+        readers go on.
         """
         with self._updating:
             state, back = self._state, 1 - self._current
@@ -157,7 +168,7 @@ class WeightSync:
             return number
 
     def _vacate(self, at: int) -> str:
-        """Wait until nobody reads the set that is to be written, and let nobody in; why that cannot be, if so."""
+        """Wait until no reader uses the set that is to be written, and admit none; return an error text if that fails."""
         with self._lock:
             if not self._lock.wait_for(lambda: self._readers[at] == 0, READERS_S):
                 return f"version {self._versions[at]} still has {self._readers[at]} readers after {READERS_S:g} s"
@@ -165,7 +176,7 @@ class WeightSync:
         return ""
 
     def close(self) -> None:
-        """Leave the group; readers may go on."""
+        """End the process group; readers may go on."""
         self._state.close()
 
     def __enter__(self) -> WeightSync:
