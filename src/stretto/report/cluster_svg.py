@@ -159,7 +159,7 @@ class Canvas:
             text: the text, which is escaped.
             size: font size.
             anchor: SVG's ``text-anchor``: "start", "middle" or "end".
-            colour: color as SVG reads it.
+            color: color as SVG reads it.
             bold: whether the text is bold.
         """
         weight = ' font-weight="600"' if bold else ""

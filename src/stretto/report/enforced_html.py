@@ -1,4 +1,6 @@
-"""Writes a running job as one page: its gain, and its step before and after on one clock, as predicted and as measured."""
+"""Writes a running job as one page: its gain, and its step before and after on one clock, as
+predicted and as measured.
+"""
 
 from __future__ import annotations
 

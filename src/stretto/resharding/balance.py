@@ -1,4 +1,6 @@
-"""Divides bundles exactly over the ports that they may leave by, and derives the lower bound that the division proves."""
+"""Divides bundles exactly over the ports that they may leave by, and derives the lower bound that
+the division proves.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ class ChunkHops:
     """The share of the bundle that one chunk is, 0..1."""
 
     def urgency(self, name: str) -> list[float]:
-        """Priorities of hops between two ports, the least first: chunks with the farthest way, or bundles side by side."""
+        """Priorities of hops between two ports, the least first: chunks with the farthest way, or
+        bundles side by side.
+        """
         if name == "far_first":
             return [at - rest for at, rest in zip(self.progress, self.rest, strict=True)]
         return [at + done * step for at, done, step in zip(self.progress, self.done, self.step, strict=True)]

@@ -1,4 +1,6 @@
-"""Bundles of unit tasks that travel together, and the route of every chunk: its sender, its hosts, its way inside them."""
+"""Bundles of unit tasks that travel together, and the route of every chunk: its sender, its hosts,
+its way inside them.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ Route = tuple[Hop, ...]
 
 
 def bundles_of(tasks: Sequence[UnitTask], *, merge: bool) -> list[Bundle]:
-    """One bundle per unit task, or with `merge` one for all tasks between the same devices with the same element size."""
+    """One bundle per unit task, or with `merge` one for all tasks between the same devices with the
+    same element size.
+    """
     found: dict[object, list[int]] = defaultdict(list)
     for number, task in enumerate(tasks):
         key = (task.holders, task.receivers, task.align, task.reduction)

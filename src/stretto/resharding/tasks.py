@@ -1,4 +1,6 @@
-"""Unit tasks: the intersections of source and destination tiles, with the devices that hold and that want each of them."""
+"""Unit tasks: the intersections of source and destination tiles, with the devices that hold and that
+want each of them.
+"""
 
 from __future__ import annotations
 

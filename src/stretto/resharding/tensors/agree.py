@@ -42,7 +42,9 @@ class _At(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReshardAgreement:
-    """One rank's side of the agreements. `cards` identify the processes of the job's ranks, to notice which have died."""
+    """One rank's side of the agreements. `cards` identify the processes of the job's ranks, to notice
+    which have died.
+    """
 
     def __init__(self, store: Any, rank: int, cards: Sequence[Card] = ()) -> None:
         self._store, self.rank, self._cards = store, rank, list(cards)
@@ -149,7 +151,9 @@ class ReshardAgreement:
         return _read_decision(self._store.compare_set(decision, "", what))
 
     def _all_alike(self, place: str, mine: _At) -> bool:
-        """Wait until all ranks have come; return whether their texts are equal. Raises if a rank is known not to come."""
+        """Wait until all ranks have come; return whether their texts are equal. Raises if a rank is
+        known not to come.
+        """
         deadline = time.monotonic() + self._store.timeout.total_seconds()
         patience_s = PATIENCE_S
         while not self._arrives(f"{place}/alike", patience_s):

@@ -1,4 +1,6 @@
-"""The ranks that move tensors together: their process group, the cluster they plan for, and the transport of the bytes."""
+"""The ranks that move tensors together: their process group, the cluster they plan for, and the
+transport of the bytes.
+"""
 
 from __future__ import annotations
 

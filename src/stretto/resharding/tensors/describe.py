@@ -1,4 +1,6 @@
-"""Descriptions of a tensor's mesh and placements that ranks can compare, and conversions between DTensors and layouts."""
+"""Descriptions of a tensor's mesh and placements that ranks can compare, and conversions between
+DTensors and layouts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The ranks, tensors and memory behind a `WeightSync`: ranks find out together which has what, and plan one transfer."""
+"""The ranks, tensors and memory behind a `WeightSync`: ranks find out together which has what, and
+plan one transfer.
+"""
 
 from __future__ import annotations
 

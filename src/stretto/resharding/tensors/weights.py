@@ -168,7 +168,9 @@ class WeightSync:
             return number
 
     def _vacate(self, at: int) -> str:
-        """Wait until no reader uses the set that is to be written, and admit none; return an error text if that fails."""
+        """Wait until no reader uses the set that is to be written, and admit none; return an error
+        text if that fails.
+        """
         with self._lock:
             if not self._lock.wait_for(lambda: self._readers[at] == 0, READERS_S):
                 return f"version {self._versions[at]} still has {self._readers[at]} readers after {READERS_S:g} s"
