@@ -24,6 +24,7 @@ DONE = [
     "highs.py",
     "lab",
     "pipeline",
+    "programs",
     "report",
     "resharding",
     "units.py",

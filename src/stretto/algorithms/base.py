@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 MAX_MOVES = 1 << 27
 """The most chunk moves of one program: about as many as fit into an ordinary machine's memory."""
 MAX_NAME = 63
-"""The longest name of a program: the MSCCL XML reader has room for no more."""
+"""The longest name of a program in bytes: the original MSCCL runtime has room for no more."""
 SHARDED = ("all_gather", "reduce_scatter", "gather", "scatter")
 
 

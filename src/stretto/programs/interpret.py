@@ -50,11 +50,25 @@ def interpret(
     seed: int = 0,
     chunk_elements: int = 3,
 ) -> list[list[Piece]]:
-    """What every rank's output buffer holds afterwards: ``outputs[rank][position]``.
+    """Run instruction streams and return what every rank's output buffer holds afterwards.
 
-    Without `inputs` they are `random_inputs`. Threadblocks run in an order drawn from `seed`, each until it
-    must wait. Scratch and output start as NaN, so reading what nobody wrote shows in the result. Raises
-    `VerificationError` on deadlock, on messages of different length, and on messages nobody receives.
+    Threadblocks run in an order drawn from `seed`, each until it must wait. Scratch and output start as NaN, so that
+    a read of memory that nobody wrote shows in the result.
+
+    Args:
+        lowered: The instruction streams.
+        inputs: ``inputs[rank][position]`` is the data of one chunk; `random_inputs` when not given.
+        fifo_depth: How many messages a connection holds before a send waits, >= 1.
+        op: The reduction: "sum", "prod", "max" or "min".
+        seed: The seed of the interleaving, and of random inputs.
+        chunk_elements: The elements of the smallest chunk of random inputs, >= 1.
+
+    Returns:
+        ``outputs[rank][position]``, one array per chunk.
+
+    Raises:
+        VerificationError: A deadlock, messages of different length, or messages that are never received.
+        InvalidInput: An argument is out of range, or the inputs do not fit the collective.
     """
     check_seed(seed)
     if op not in OPERATIONS:
@@ -69,7 +83,18 @@ def interpret(
 
 
 def check(lowered: Lowered, *, fifo_depth: int = 2, op: str = "sum", seed: int = 0, chunk_elements: int = 3) -> None:
-    """Run on random data and compare with what the collective asks; the error names rank and position."""
+    """Run instruction streams on random data and compare with what the collective asks for.
+
+    Args:
+        lowered: The instruction streams.
+        fifo_depth: How many messages a connection holds before a send waits, >= 1.
+        op: The reduction: "sum", "prod", "max" or "min".
+        seed: The seed of data and interleaving.
+        chunk_elements: The elements of the smallest chunk, >= 1.
+
+    Raises:
+        VerificationError: An output is wrong (the message names rank and position), or the run failed.
+    """
     c = lowered.collective
     inputs = random_inputs(c, op=op, seed=seed, chunk_elements=chunk_elements)
     outputs = interpret(lowered, inputs, fifo_depth=fifo_depth, op=op, seed=seed, chunk_elements=chunk_elements)
@@ -84,7 +109,17 @@ def check(lowered: Lowered, *, fifo_depth: int = 2, op: str = "sum", seed: int =
 def random_inputs(
     collective: Collective, *, op: str = "sum", seed: int = 0, chunk_elements: int = 3
 ) -> list[list[Piece]]:
-    """Whole numbers as floats, so that any order of adding gives the same; equal parts hold equal data."""
+    """Random data for every input: whole numbers as floats, so that any order of adding gives the same sum.
+
+    Args:
+        collective: The collective.
+        op: The reduction; products get small factors.
+        seed: The seed of the data.
+        chunk_elements: The elements of the smallest chunk, >= 1; others are larger by their share.
+
+    Returns:
+        ``inputs[rank][position]``; ranks that hold the same part of a chunk hold equal data.
+    """
     check_seed(seed)
     c = collective
     if chunk_elements < 1:
@@ -108,7 +143,16 @@ def random_inputs(
 
 
 def expected_outputs(collective: Collective, inputs: Buffers, *, op: str = "sum") -> list[list[Piece]]:
-    """What the collective asks for, computed directly from the inputs."""
+    """The outputs that the collective asks for, computed directly from the inputs.
+
+    Args:
+        collective: The collective.
+        inputs: ``inputs[rank][position]``, one array per chunk.
+        op: The reduction: "sum", "prod", "max" or "min".
+
+    Returns:
+        ``outputs[rank][position]``, one array per chunk.
+    """
     c = collective
     held = {}
     for rank in range(c.num_ranks):
@@ -180,7 +224,7 @@ class _Machine:
                     woken += sleepers.pop(("room", self.in_key[tb]), [])
                 if sends[op[k]]:
                     woken += sleepers.pop(("message", self.out_key[tb]), [])
-                if woken:  # anybody who can run may be next
+                if woken:  # The next threadblock to run is drawn from all that are ready.
                     ready += woken
                     swap = int(rng.integers(len(ready)))
                     ready[swap], ready[-1] = ready[-1], ready[swap]
@@ -196,7 +240,7 @@ class _Machine:
                 )
 
     def step(self, tb: int, k: int) -> None:
-        """Do instruction k."""
+        """Execute instruction k of threadblock tb."""
         x, op = self.x, int(self.x.op[k])
         if op == NOP:
             return
@@ -235,18 +279,18 @@ class _Machine:
         return cells[low:high]
 
     def outputs(self) -> list[list[Piece]]:
-        """What the output buffers hold."""
+        """The contents of the output buffers, ``outputs[rank][position]``."""
         sizes = np.diff(self.x.collective.out_ptr).tolist()
         owned = [cells[OUTPUT][:size] for cells, size in zip(self.cells, sizes, strict=True)]
         return [[self.memory[cell] for cell in cells] for cells in owned]
 
     def name_of(self, tb: int, k: int) -> str:
-        """Rank, threadblock, step and instruction."""
+        """The rank, threadblock, step and instruction as text, for messages."""
         rank = self.rank[tb]
         return f"rank {rank} tb {tb - self.first_tb[rank]} step {k - self.begin[tb]} ({OPS[self.x.op[k]]})"
 
     def describe_wait(self, tb: int) -> str:
-        """What a threadblock that cannot go on waits for."""
+        """The reason why a threadblock cannot go on, as text."""
         k, x = self.at[tb], self.x
         dep = int(x.dep_tb[k])
         other = self.first_tb[self.rank[tb]] + dep
@@ -280,7 +324,7 @@ def _allocate(x: Lowered, inputs: Buffers) -> tuple[list[Piece], list[list[list[
             shared = fresh(high - low)
             mine = shared[place - low :]
             starts = mine[: sizes[0]]
-            # Both names are pointers into one piece of memory, and reach to its end.
+            # Input and output are pointers into one piece of memory; offsets of either may reach to its end.
             cells.append([mine, shared[-low:], fresh(int(x.scratch[rank]))])
         else:
             starts = fresh(sizes[0])

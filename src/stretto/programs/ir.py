@@ -23,7 +23,7 @@ MAX_TRANSFERS = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Program:
-    """How a collective is moved.
+    """The transfers that carry out a collective, with what each waits for.
 
     Every rank has one slot per chunk. Transfer t sends the chunks ``chunk[chunk_ptr[t]:chunk_ptr[t+1]]``
     in one message from rank ``src[t]`` to ``dst[t]``, where they replace what the slots hold, or with
@@ -81,11 +81,32 @@ class Program:
         routes_digest: str = "",
         cast: ArrayLike | None = None,
     ) -> Program:
-        """A program from synchronous steps: transfers of one step read before any of them writes.
+        """Make a program from synchronous steps: all transfers of a step read before any of them writes.
 
-        The steps only define meaning; the dependencies derived from them are the least that keep it, so
-        nothing waits for a step to end. Without `chunk_ptr` each transfer moves one chunk. Transfers are
-        sorted by step (the order inside a step is kept).
+        The steps only define meaning; the dependencies derived from them are the least that keep it, so nothing waits
+        for a step to end. Transfers are sorted by step (the order inside a step is kept). Columns have one entry per
+        transfer; `step`, `reduce`, `lane`, `route` and `cast` also take one number for all.
+
+        Args:
+            name: The program's name.
+            collective: The collective that the program is to carry out.
+            src: The rank that sends each transfer.
+            dst: The rank that receives it; another one than `src`.
+            chunk: The chunks of all transfers, one after the other.
+            step: The step of each transfer.
+            reduce: Whether the receiver adds the chunks to its own.
+            chunk_ptr: Transfer t moves ``chunk[chunk_ptr[t]:chunk_ptr[t+1]]``; one chunk each when not given.
+            lane: The connection between the two ranks, >= 0; one connection keeps the order of its messages.
+            route: An index into `routes`, or -1 for the cluster's own route.
+            routes: Routes as link indices of a cluster.
+            routes_digest: The `digest` of the cluster that `routes` belong to.
+            cast: Transfers with the same number >= 0 are one multicast; -1, or not given, for none.
+
+        Returns:
+            The program; it is checked for form, not verified.
+
+        Raises:
+            InvalidInput: A rank, a chunk or a length is not valid.
 
         >>> from stretto import AllGather
         >>> p = Program.from_steps("pair", AllGather(2), src=[0, 1], dst=[1, 0], chunk=[0, 1], step=[0, 0])
@@ -139,34 +160,35 @@ class Program:
 
     @property
     def num_transfers(self) -> int:
-        """How many messages are sent."""
+        """The number of transfers, which is the number of messages."""
         return len(self.src)
 
     @cached_property
     def num_lanes(self) -> int:
-        """Lanes are numbered 0..num_lanes-1."""
+        """One more than the largest lane: lanes are numbered 0..num_lanes-1."""
         return int(self.lane.max(initial=0)) + 1
 
     @cached_property
     def multicasts(self) -> bool:
-        """Whether any messages are multicast."""
+        """Whether any transfers belong to a multicast."""
         return bool(np.any(self.cast >= 0))
 
     def chunks_of(self, transfer: int) -> NDArray[np.int32]:
-        """The chunks one transfer moves."""
+        """The chunks that one transfer moves."""
         return self.chunk[self.chunk_ptr[transfer] : self.chunk_ptr[transfer + 1]]
 
     def after_of(self, transfer: int) -> NDArray[np.int32]:
-        """What must have finished before this transfer starts."""
+        """The transfers that must have finished before this transfer starts."""
         return self.after[self.after_ptr[transfer] : self.after_ptr[transfer + 1]]
 
     def gate_of(self, transfer: int) -> NDArray[np.int32]:
-        """What must be done with the destination before this transfer writes to it."""
+        """The transfers that must be done with the destination before this transfer writes to it."""
         return self.gate[self.gate_ptr[transfer] : self.gate_ptr[transfer + 1]]
 
     @property
     def gate_reads(self) -> NDArray[np.bool_]:
-        """Beside `gate`: whether that transfer sends from the destination (and must have read), or delivers there."""
+        """For each entry of `gate`: whether that transfer sends from the destination (and must have read its slots)
+        rather than delivers there."""
         reads: NDArray[np.bool_] = self.src[self.gate] == np.repeat(self.dst, np.diff(self.gate_ptr))
         return reads
 
@@ -198,7 +220,7 @@ class Program:
         """A copy with some fields changed, validated anew."""
         fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
         if not self.multicasts:
-            del fields["cast"]  # so that the copy may have another number of transfers
+            del fields["cast"]  # The default fits, also where the copy has another number of transfers.
         return Program(**(fields | changes))
 
     def __eq__(self, other: object) -> bool:
@@ -217,7 +239,20 @@ class Program:
 
 
 def column(name: str, values: ArrayLike, dtype: Any, count: int | None = None) -> NDArray[Any]:
-    """Numbers as an array: `count` of them, or one that stands for all."""
+    """Convert numbers to an array.
+
+    Args:
+        name: The column, for messages.
+        values: A list, or one number that stands for all where `count` is given.
+        dtype: The NumPy type of the result.
+        count: How many numbers there must be; any number of them when not given.
+
+    Returns:
+        A contiguous one-dimensional array.
+
+    Raises:
+        InvalidInput: The values are not numbers of that type, or not `count` of them.
+    """
     try:
         array = np.asarray(values, dtype)
     except (ValueError, TypeError, OverflowError):
@@ -232,7 +267,17 @@ def column(name: str, values: ArrayLike, dtype: Any, count: int | None = None) -
 def slot_numbers(
     num_ranks: int, num_chunks: int, uses: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
 ) -> tuple[NDArray[np.int64] | None, list[NDArray[np.int32]]]:
-    """A number for each (rank, chunk) slot that is used, and the table back to rank * num_chunks + chunk, if needed."""
+    """Number the (rank, chunk) slots that are used, densely where only a few of all slots are.
+
+    Args:
+        num_ranks: How many ranks there are.
+        num_chunks: How many chunks there are.
+        uses: Arrays (rank, chunk) of slots, of equal length each.
+
+    Returns:
+        The table from slot number to rank * num_chunks + chunk, or None where the number is just that; and for each of
+        `uses` the slot numbers.
+    """
     keys = [rank.astype(np.int64) * num_chunks + chunk for rank, chunk in uses]
     if num_ranks * num_chunks <= 4 * sum(len(key) for key in keys) + 1024:
         return None, [key.astype(np.int32) for key in keys]
@@ -243,7 +288,16 @@ def slot_numbers(
 def take_rows(
     ptr: NDArray[np.int64], values: NDArray[np.int32], rows: NDArray[np.intp]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """The CSR table that holds the given rows of another, in that order."""
+    """The CSR table that holds the given rows of another, in that order.
+
+    Args:
+        ptr: The pointers of the table, one more than rows.
+        values: The entries of the table.
+        rows: The rows to take; a row may be taken several times.
+
+    Returns:
+        The pointers and the entries of the new table.
+    """
     lengths = np.diff(ptr)[rows]
     new_ptr = np.concatenate([[0], np.cumsum(lengths)])
     index = np.repeat(ptr[:-1][rows] - new_ptr[:-1], lengths) + np.arange(new_ptr[-1])
@@ -285,7 +339,17 @@ def _check_columns(
 
 
 def check_table(name: str, ptr: NDArray[Any], other: NDArray[Any], count: int) -> None:
-    """Raises `InvalidInput` unless this is a CSR table that names `count` transfers in as many rows."""
+    """Refuse arrays that are not a CSR table of `count` rows whose entries are transfers.
+
+    Args:
+        name: The table, for messages.
+        ptr: The pointers.
+        other: The entries.
+        count: How many transfers, and so rows, there are.
+
+    Raises:
+        InvalidInput: The pointers do not fit the entries, or an entry is not a transfer 0..count-1.
+    """
     if len(ptr) != count + 1 or ptr[0] != 0 or ptr[-1] != len(other) or np.any(np.diff(ptr) < 0):
         raise InvalidInput(f"{name}: pointers do not match the list")
     bad = np.flatnonzero((other < 0) | (other >= count))
@@ -316,7 +380,7 @@ def _validate(program: Program) -> None:
 
 
 def _check_casts(p: Program) -> None:
-    """Members of one cast differ in nothing but where they go, and each goes somewhere else."""
+    """Refuse a multicast whose members differ in anything but the destination, or have a destination in common."""
     if p.cast.min() < -1:
         raise InvalidInput("transfers: cast must be >= -1")
     member = np.flatnonzero(p.cast >= 0)
@@ -344,7 +408,7 @@ def _check_casts(p: Program) -> None:
 def _rows_differ(
     ptr: NDArray[np.int64], values: NDArray[np.int32], a: NDArray[np.intp], b: NDArray[np.intp]
 ) -> NDArray[np.bool_]:
-    """Whether rows a[i] and b[i] of a CSR table hold different things, or the same in another order."""
+    """Whether rows a[i] and b[i] of a CSR table differ, be it only in order."""
     sizes = np.diff(ptr)
     differ: NDArray[np.bool_] = sizes[a] != sizes[b]
     same = np.flatnonzero(~differ)

@@ -37,12 +37,28 @@ def lower(
     fifo_depth: int = 1,
     protocol: str = "Simple",
 ) -> Lowered:
-    """Per-rank instruction streams that do what a program does; the program is verified first.
+    """Make per-rank instruction streams that do what a program does; the program is verified first.
 
-    They cannot deadlock with FIFOs of `fifo_depth` messages if the program allows that, else with 2. (A ring
-    in which every rank forwards in one fused instruction needs 2: ask for 2 to have all of them fused.) With
-    `instances` every chunk is cut into that many and the program runs once for each, on channels of its own.
-    Order that no data needs is kept where a send waits for an arrival on its own rank, else only inside a threadblock.
+    The streams cannot deadlock with FIFOs of `fifo_depth` messages if the program allows that, else with 2. (A ring
+    in which every rank forwards in one fused instruction needs 2: ask for 2 to have all of them fused.) Order that no
+    data needs is kept where a send waits for an arrival on its own rank, else only inside a threadblock.
+
+    Args:
+        program: The program.
+        instances: 1..256 copies of the program that run beside each other on channels of their own, each on its part
+            of every chunk.
+        reuse_scratch: Whether scratch memory is used again once its content is dead.
+        fuse: Whether a receive and the send that forwards its data may become one instruction.
+        fifo_depth: 1 or 2, the FIFO depth to aim for.
+        protocol: The MSCCL protocol to write into the result; it does not change the streams.
+
+    Returns:
+        The instruction streams.
+
+    Raises:
+        VerificationError: The program is wrong.
+        Infeasible: Its messages cannot be ordered with FIFOs of depth 2.
+        InvalidInput: An argument is out of range.
 
     >>> from stretto import AllGather
     >>> p = Program.from_steps("pair", AllGather(2), src=[0, 1], dst=[1, 0], chunk=[0, 1], step=[0, 0])
@@ -56,7 +72,8 @@ def lower(
     program.verify()
     program = _sorted_chunks(program)
     layout = BufferLayout(collective=program.collective, instances=instances)
-    # Cutting transfers that are not one piece of memory can close a circle; each try gives up a little more.
+    # A transfer whose places are not contiguous is cut into messages, and these may wait for each other in a circle.
+    # Each further try gives up one freedom (reuse of scratch, fusing, depth 1) until there is no circle.
     tries = dict.fromkeys([(fuse, reuse_scratch, False), (fuse, False, False), (False, False, False)])
     ladder = [(depth, *rung) for depth in range(fifo_depth, 3) for rung in tries]
     for depth, fuses, reuses, staged in [*ladder, (2, fuse, False, True), (2, False, False, True)]:
@@ -69,7 +86,7 @@ def lower(
 def _attempt(
     program: Program, layout: BufferLayout, *, depth: int, fuse: bool, reuse: bool, staged: bool, protocol: str
 ) -> Lowered | None:
-    """One try; None when the events wait for each other in a circle."""
+    """Lower with one choice of options; None where the events wait for each other in a circle."""
     position = event_order(program, depth)
     if position is None:
         return None
@@ -100,7 +117,7 @@ def _attempt(
 
 
 def _sorted_chunks(program: Program) -> Program:
-    """Chunks of a transfer in ascending order: two ranks that exchange many then cut them alike."""
+    """Sort the chunks of each transfer: two ranks that exchange many chunks then cut them into equal messages."""
     owner = np.repeat(np.arange(program.num_transfers), np.diff(program.chunk_ptr))
     order = np.lexsort((program.chunk, owner))
     return program.replace(chunk=program.chunk[order])

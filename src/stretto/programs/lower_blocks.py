@@ -1,4 +1,4 @@
-"""Which connections share a threadblock and a channel, and which receives are fused with a send."""
+"""Threadblocks: which connections share one, on which channel, and which receives are fused with a send."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ NONE, READ, COPY, REDUCE = range(4)
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What happens to each slot in the linear order; one row per (transfer, chunk), as in `Program.chunk`."""
+    """The uses of each slot in the linear order; one row per (transfer, chunk), as in `Program.chunk`."""
 
     owner: NDArray[np.int64]
     """The transfer of the row."""
     read_slot: NDArray[np.int64]
     write_slot: NDArray[np.int64]
     writer: NDArray[np.int64]
-    """The transfer that wrote what the row reads at its source, or -1: the rank's input."""
+    """The transfer that wrote what the row reads at its source; -1 where that is the rank's input."""
     after_read: NDArray[np.int8]
-    """What happens next to the slot that the row reads (NONE, READ, COPY or REDUCE)."""
+    """The next use of the slot that the row reads (NONE, READ, COPY or REDUCE)."""
     after_write: NDArray[np.int8]
-    """What happens next to the slot that the row writes."""
+    """The next use of the slot that the row writes."""
     next_reader: NDArray[np.int64]
-    """The transfer that reads next what the row writes, or -1 when something else happens first."""
+    """The transfer whose read is the next use of the slot that the row writes; -1 where the next use is no read."""
     input_read_until: dict[int, int]
-    """For slots that are read before they are written: when their input was last read."""
+    """For slots that are read before they are written: the position of the last read of their input."""
 
 
 def slot_history(program: Program, position: NDArray[np.int64]) -> History:
@@ -92,11 +92,22 @@ class Blocks:
     fused_send: NDArray[np.int64]
     """For each transfer, the transfer that forwards it in the same instruction, or -1."""
     unstored: NDArray[np.bool_]
-    """Received, added, sent on and never stored (rrs)."""
+    """Whether each transfer is received, added, sent on and never stored (instruction rrs)."""
 
 
 def assign_blocks(program: Program, position: NDArray[np.int64], history: History, *, depth: int, fuse: bool) -> Blocks:
-    """Pair receive and send connections of a lane so that most forwards stay inside one threadblock."""
+    """Pair receive and send connections of a lane so that most forwards stay inside one threadblock.
+
+    Args:
+        program: The program.
+        position: The position of each event, from `event_order`.
+        history: The uses of each slot, from `slot_history`.
+        depth: The FIFO depth, 1 or 2.
+        fuse: Whether receives may be fused with the sends that forward their data.
+
+    Returns:
+        The threadblocks, and the fused pairs.
+    """
     connection, first = connections(program)
     forward = _forwards(program, history)
     partner = _pair(program, history, connection, first, forward)
@@ -138,7 +149,7 @@ def assign_blocks(program: Program, position: NDArray[np.int64], history: Histor
 
 
 def _forwards(program: Program, history: History) -> NDArray[np.int64]:
-    """For each transfer, the one whose chunks it sends on unchanged and completely, or -1."""
+    """For each transfer, the transfer whose chunks it sends on, all of them and nothing else, or -1."""
     count = program.num_transfers
     sizes = np.diff(program.chunk_ptr)
     source = history.writer[program.chunk_ptr[:-1]]
@@ -163,8 +174,8 @@ def _pair(
 ) -> NDArray[np.int64]:
     """For each receive connection the send connection that shares its threadblock, or -1.
 
-    Forwards count most. Without any, two connections are joined when at least half the messages of the
-    shorter one wait for the other: then one stream loses no overlap, and saves the flags.
+    The pair with the most forwards wins. Connections without forwards are joined when at least half the messages of
+    the shorter one wait for the other: one stream then loses no overlap, and saves the flags between two.
     """
     num = len(first)
     sends = np.flatnonzero(forward >= 0)
@@ -210,7 +221,7 @@ def _fuse(
     forward: NDArray[np.int64],
     depth: int,
 ) -> NDArray[np.int64]:
-    """Fuse a forward when all else that its send waits for comes before the receive in the linear order."""
+    """Fuse a forward when everything else that its send waits for precedes the receive in the linear order."""
     count = program.num_transfers
     fused = np.full(count, -1, np.int64)
     candidates = np.flatnonzero(forward >= 0)
@@ -235,7 +246,7 @@ def _fuse(
 
 
 def _queue_predecessors(connection: NDArray[np.int64], depth: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each transfer, the one before it on its connection, and the one that must have left the FIFO."""
+    """For each transfer, the previous one on its connection, and the one that must have left the FIFO first."""
     order = np.argsort(connection, kind="stable")
     result = []
     for distance in (1, depth):
@@ -247,7 +258,7 @@ def _queue_predecessors(connection: NDArray[np.int64], depth: int) -> tuple[NDAr
 
 
 def _unstored(program: Program, history: History, fused: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Fused reductions whose sum nobody reads but the send: `rrs`."""
+    """Whether each transfer is a fused reduction whose sum only its send reads (instruction `rrs`)."""
     c = program.collective
     rank = np.repeat(np.arange(c.num_ranks, dtype=np.int64), np.diff(c.out_ptr))
     outputs = rank * c.num_chunks + c.out_chunk
@@ -265,7 +276,7 @@ def _unstored(program: Program, history: History, fused: NDArray[np.int64]) -> N
 def _channels(
     src: NDArray[np.int64], dst: NDArray[np.int64], lane: NDArray[np.int64], partner: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The lane, unless a rank would have too many threadblocks on one channel."""
+    """The channel of each connection: its lane, unless a rank would have too many threadblocks on one channel."""
     at_rank = np.concatenate([dst, src]) * (lane.max(initial=0) + 1) + np.concatenate([lane, lane])
     if np.bincount(at_rank).max(initial=0) <= MAX_BLOCKS_PER_CHANNEL:
         return lane
@@ -289,7 +300,7 @@ def _channels(
 
 
 def _chains(partner: NDArray[np.int64]) -> list[list[int]]:
-    """Connections joined by shared threadblocks; they must have one channel."""
+    """Chains of connections that are joined by shared threadblocks; a chain must be on one channel."""
     follower: list[int] = partner.tolist()
     has_leader = set(follower)
     seen = [False] * len(follower)

@@ -43,14 +43,14 @@ class Instruction:
     writes: int = -1
     sends: int = -1
     receives: int = -1
-    """Transfers of the program; -1: none."""
+    """The transfers of the program that the instruction sends and receives; -1 for none."""
     waits: list[tuple[int, int]] = field(default_factory=list)
-    """(threadblock, index of an instruction in it)"""
+    """The instructions to wait for, as (threadblock, index of the instruction in it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRuns:
-    """Runs of rows that lie in one piece on both sides; each is one send and one receive."""
+    """Runs of rows whose places are contiguous at both ranks; each run is one send and one receive."""
 
     transfer: NDArray[np.int64]
     row: NDArray[np.int64]
@@ -60,7 +60,16 @@ class MessageRuns:
 
 
 def split_messages(program: Program, blocks: Blocks, memory: PlaceAssignment) -> MessageRuns:
-    """Cut every transfer where its places are not neighbours; a fused chain is cut alike all along."""
+    """Cut every transfer where its places are not neighbours; a fused chain is cut alike all along.
+
+    Args:
+        program: The program.
+        blocks: The threadblocks, with the fused pairs.
+        memory: The places of every row.
+
+    Returns:
+        The messages, in the order of transfers; none has more than `MAX_COUNT` chunks.
+    """
     rows = len(program.chunk)
     owner = np.repeat(np.arange(program.num_transfers), np.diff(program.chunk_ptr))
     within = np.arange(rows) - program.chunk_ptr[owner]
@@ -109,9 +118,20 @@ def message_order(
     position: NDArray[np.int64],
     depth: int,
 ) -> NDArray[np.int64] | None:
-    """Positions of sends (m) and receives (num_messages + m) once transfers are cut, or None: a circle.
+    """Order the sends and receives anew after transfers have been cut into messages.
 
-    What orders them is memory: reads and writes of a place keep the order they have in `position`.
+    Memory orders them: reads and writes of a place keep the order that they have in `position`.
+
+    Args:
+        program: The program.
+        blocks: The threadblocks, with the connection of each transfer.
+        memory: The places of every row.
+        messages: The messages, from `split_messages`.
+        position: The position of each event of the program, from `event_order`.
+        depth: The FIFO depth, 1 or 2.
+
+    Returns:
+        The positions of sends (m) and receives (num_messages + m), or None where they wait in a circle.
     """
     num = len(messages.transfer)
     each = np.arange(num, dtype=np.int64)
@@ -139,11 +159,11 @@ def message_order(
 
 
 Touch = tuple[int, int, int, int]
-"""(node, first place read or -1, first place written or -1, how many)"""
+"""One access to memory: (node, first place read or -1, first place written or -1, how many places)."""
 
 
 def _touches(program: Program, memory: PlaceAssignment, messages: MessageRuns) -> list[Touch]:
-    """What each send (m) and receive (num_messages + m) does to memory, with places told apart by rank."""
+    """The memory accesses of each send (m) and receive (num_messages + m); places of different ranks differ."""
     num, t = len(messages.transfer), messages.transfer
     here, there = program.dst[t].astype(np.int64) * RANK, program.src[t].astype(np.int64) * RANK
     fused = np.zeros(num, np.bool_)
@@ -161,7 +181,7 @@ def _touches(program: Program, memory: PlaceAssignment, messages: MessageRuns) -
 
 
 def hazards(sequence: Iterable[Touch]) -> Iterable[tuple[int, list[int]]]:
-    """For each node what it must come after: a read its last writer, a write also the readers since."""
+    """For each node the nodes that it must follow: a read follows the last writer, a write also the readers since."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     for node, read, write, count in sequence:
@@ -189,7 +209,18 @@ def hazards(sequence: Iterable[Touch]) -> Iterable[tuple[int, list[int]]]:
 def instructions(
     program: Program, blocks: Blocks, memory: PlaceAssignment, messages: MessageRuns, position: NDArray[np.int64]
 ) -> list[Instruction]:
-    """Sends, receives and their fused forms, at the positions of `message_order`."""
+    """Make the sends, receives and their fused forms.
+
+    Args:
+        program: The program.
+        blocks: The threadblocks, with the fused pairs.
+        memory: The places of every row.
+        messages: The messages, from `split_messages`.
+        position: The positions of sends and receives, from `message_order` (or from `event_order` if nothing was cut).
+
+    Returns:
+        The instructions, in the order of messages.
+    """
     t, num = messages.transfer, len(messages.transfer)
     read, operand, write = (p[messages.row].tolist() for p in (memory.read, memory.operand, memory.write))
     send_block = blocks.send_block[blocks.connection[t]].tolist()
@@ -234,7 +265,7 @@ def instructions(
             step.reads = base + operand[m]
         else:
             step.op = RECV if on < 0 else RECV_COPY_SEND
-            # only informative, and nowhere at all when the sender never stored it
+            # The source of a plain receive is only informative; where the sender never stored it, there is none.
             step.src, step.src_rank = (read[m], there) if read[m] >= 0 else (write[m], here)
         if write[m] >= 0:
             step.writes = base + write[m]
@@ -246,7 +277,16 @@ def instructions(
 
 
 def wait_for_each_other(program: Program, steps: list[Instruction], num_blocks: int) -> list[list[Instruction]]:
-    """Streams per threadblock, with the fewest waits: none inside a stream and none that another implies."""
+    """Sort instructions into streams, with the fewest waits: none inside a stream and none that another implies.
+
+    Args:
+        program: The program.
+        steps: The instructions in linear order; their `waits` are filled in.
+        num_blocks: How many threadblocks there are.
+
+    Returns:
+        The instructions of each threadblock.
+    """
     streams: list[list[Instruction]] = [[] for _ in range(num_blocks)]
     index: list[int] = []
     for step in steps:
@@ -255,7 +295,7 @@ def wait_for_each_other(program: Program, steps: list[Instruction], num_blocks: 
     touches = ((k, s.reads, s.writes, s.count) for k, s in enumerate(steps))
     needed = dict(hazards(touches))
     _add_pacing(program, steps, needed)
-    # known[k]: for each threadblock of the rank, how many of its instructions are done once step k is
+    # known[k][b] is how many instructions of threadblock b are surely done once step k is.
     known: list[dict[int, int]] = []
     latest: list[dict[int, int]] = [{} for _ in streams]
     for k, step in enumerate(steps):
@@ -278,7 +318,7 @@ def wait_for_each_other(program: Program, steps: list[Instruction], num_blocks: 
 
 
 def _add_pacing(program: Program, steps: list[Instruction], needed: dict[int, list[int]]) -> None:
-    """A send also waits for what the program says must have come in first, though it may not be what is sent."""
+    """Let a send also wait for arrivals that the program orders before it, even if it sends other data."""
     received = {step.receives: k for k, step in enumerate(steps) if step.receives >= 0}
     after, ptr = program.after.tolist(), program.after_ptr.tolist()
     src, dst = program.src.tolist(), program.dst.tolist()
@@ -286,7 +326,7 @@ def _add_pacing(program: Program, steps: list[Instruction], needed: dict[int, li
         if step.sends < 0:
             continue
         for d in after[ptr[step.sends] : ptr[step.sends + 1]]:
-            # Only arrivals on the sending rank can be waited for; cutting transfers may have put them later.
+            # A rank can wait for its own arrivals only. Cutting transfers may have moved an arrival behind the send.
             if dst[d] == src[step.sends] and received[d] < k:
                 needed.setdefault(k, []).append(received[d])
 
@@ -294,10 +334,18 @@ def _add_pacing(program: Program, steps: list[Instruction], needed: dict[int, li
 def add_copies(
     steps: list[Instruction], copies: list[tuple[int, int, int]], block_rank: list[int]
 ) -> tuple[list[Instruction], list[int]]:
-    """Put local copies where a threadblock would wait for a message anyway; the ranks of all threadblocks.
+    """Insert local copies where a threadblock would wait for a message anyway.
 
-    The least loaded threadblock of the rank takes them, directly before a receive; a rank without
-    threadblocks gets one.
+    The least loaded threadblock of the rank does a copy, directly before a receive; a rank without threadblocks gets
+    one.
+
+    Args:
+        steps: The instructions.
+        copies: Copies (rank, from place, to place), in order.
+        block_rank: The rank of each threadblock.
+
+    Returns:
+        All instructions in linear order, and the rank of each threadblock, new ones included.
     """
     if not copies:
         return sorted(steps, key=lambda s: s.position), block_rank
@@ -354,7 +402,7 @@ def add_copies(
 
 
 def _copy_runs(copies: list[tuple[int, int, int]]) -> Iterable[tuple[int, int, int, int]]:
-    """Copies of neighbours to neighbours as one."""
+    """Join copies of neighbouring places to neighbouring places: (rank, from, to, count)."""
     current: list[int] = []
     for rank, source, target in copies:
         if (

@@ -1,8 +1,8 @@
-"""Where every chunk lives: input, output or scratch.
+"""The place of every chunk: input, output or scratch.
 
 A slot starts at its input place. Once written, it lives at its output place, or in scratch when the rank does
 not keep it. In place, a cell can be the input place of one chunk and the output place of another; then the
-second one waits in scratch until the first is no longer needed, and is copied late.
+second chunk stays in scratch until the first is no longer needed, and is copied at the end.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class BufferLayout:
 
     @property
     def block(self) -> int:
-        """How many neighbouring positions stay together: a shard, where the buffers are made of shards."""
+        """The number of neighbouring positions that stay together: a shard, where the buffers are made of shards."""
         c = self.collective
         lengths = np.concatenate([np.diff(c.in_ptr), np.diff(c.out_ptr), np.abs(c.place), [c.num_chunks]])
         return c.chunks if not np.any(lengths % c.chunks) else 1
 
     def offsets(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Buffer positions as offsets in the finer buffer."""
+        """The offsets in the finer buffer that positions of the collective's buffer get."""
         block = self.block
         return position // block * (block * self.instances) + position % block
 
     def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The place of every input and of every output; in place, shared memory has one name."""
+        """The place of every input and of every output; in place, a shared cell has one place under both names."""
         c = self.collective
         sides = []
         for ptr in (c.in_ptr, c.out_ptr):
@@ -95,7 +95,7 @@ class BufferLayout:
             out_ptr=c.out_ptr * k,
             out_chunk=chunks(c.out_chunk, c.out_ptr),
             out_set=cut(c.out_set, c.out_ptr),
-            # 1/n cut in k is 1/(n*k) to the last bit, as if the collective had been made that fine
+            # 1/n cut in k becomes exactly 1/(n*k), as if the collective had been made with k times as many chunks.
             chunk_share=np.where(1 / whole == share, 1 / (whole * k), share / k),
             place=c.place * k,
         )
@@ -103,17 +103,18 @@ class BufferLayout:
 
 @dataclass(kw_only=True)
 class Scratch:
-    """One rank's scratch buffer: dead cells are used again, those of the same threadblock first."""
+    """One rank's scratch buffer: dead cells are used again, first those that the same threadblock touched last."""
 
     reuse: bool
     lag: int
-    """So many dead cells stay unused before another threadblock takes one (it would have to wait for it)."""
+    """The number of dead cells (per cell asked for) that stay unused before another threadblock takes one: it would
+    have to wait for the threadblock that touched the cell last."""
     size: int = 0
     dead: dict[int, int] = field(default_factory=dict)
     by_block: dict[int, dict[int, None]] = field(default_factory=dict)
 
     def take(self, count: int, block: int) -> int:
-        """The first offset of `count` neighbouring cells."""
+        """Take `count` neighbouring cells for a threadblock; return the first offset."""
         start = _run(self.by_block.get(block, {}), count)
         if start < 0 and len(self.dead) > self.lag * count:
             start = _run(self.dead, count)
@@ -126,14 +127,14 @@ class Scratch:
         return start
 
     def free(self, offset: int, block: int) -> None:
-        """A cell is dead; `block` touched it last."""
+        """Mark a cell as dead; threadblock `block` touched it last."""
         if self.reuse:
             self.dead[offset] = block
             self.by_block.setdefault(block, {})[offset] = None
 
 
 def _run(cells: dict[int, int] | dict[int, None], count: int) -> int:
-    """The longest dead run of `count` neighbours, or -1 (cells are listed by when they died)."""
+    """The first offset of a run of `count` dead neighbours, preferring cells that died early, or -1."""
     if len(cells) < count:
         return -1
     if count == 1:
@@ -146,14 +147,14 @@ class PlaceAssignment:
     """The places each row (transfer, chunk) reads and writes, and the local copies that are needed."""
 
     read: NDArray[np.int64]
-    """At the source."""
+    """The place at the source that is sent."""
     operand: NDArray[np.int64]
-    """At the destination: what a reduction adds to; -1 for copies."""
+    """The place at the destination that a reduction adds to; -1 for copies."""
     write: NDArray[np.int64]
-    """At the destination; -1 when nothing is stored."""
+    """The place at the destination that is written; -1 when nothing is stored."""
     scratch: NDArray[np.int64]
     copies: list[tuple[int, int, int]]
-    """(rank, from, to), in the order they must be done in."""
+    """Local copies (rank, from place, to place), in the order in which they must be done."""
 
 
 def assign_memory(
@@ -168,7 +169,17 @@ def assign_memory(
 ) -> PlaceAssignment:
     """Walk the linear order and give every version of every slot its place.
 
-    With `staged`, no output is written where another chunk's input is read, even if that is over by then.
+    Args:
+        program: The program.
+        position: The position of each event, from `event_order`.
+        history: The uses of each slot, from `slot_history`.
+        blocks: The threadblocks, from `assign_blocks`.
+        layout: The places of inputs and outputs.
+        reuse: Whether dead scratch cells are used again.
+        staged: Whether an output is never written where another chunk's input is read, even after that read.
+
+    Returns:
+        The places that each row reads and writes, the size of scratch, and the copies.
     """
     c = program.collective
     in_place, out_place = layout.places()
@@ -207,7 +218,7 @@ def assign_memory(
     for event in np.argsort(position).tolist():
         if event < count:
             if skips[event]:
-                continue  # sent from the instruction that receives
+                continue  # The fused instruction that receives the chunks sends them.
             rank, block = src[event], send_block[event]
             for row in range(ptr[event], ptr[event + 1]):
                 slot = read_slot[row]
@@ -293,7 +304,7 @@ def _late_copies(
     delayed: set[int],
     scratch: list[Scratch],
 ) -> list[tuple[int, int, int]]:
-    """Copies that bring outputs home: inputs nobody wrote to, and what waits in scratch."""
+    """The copies to output places at the end: of inputs that no transfer wrote to, and of outputs kept in scratch."""
     held = {(slot // c.num_chunks, place) for slot, place in start.items()} if c.in_place else set()
     rescued, final = [], []
     for slot, place in home.items():

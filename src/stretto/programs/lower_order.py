@@ -15,7 +15,7 @@ Edges = tuple[NDArray[np.int64], NDArray[np.int64]]
 def event_order(program: Program, depth: int) -> NDArray[np.int64] | None:
     """Positions of all events (start of t: t, finish of t: num_transfers + t) with FIFOs of `depth` messages.
 
-    None when they wait for each other in a circle.
+    None where the events wait for each other in a circle.
     """
     count = program.num_transfers
     each = np.arange(count, dtype=np.int64)
@@ -43,7 +43,17 @@ def connections(program: Program) -> tuple[NDArray[np.int64], NDArray[np.int64]]
 def fifo_edges(
     connection: NDArray[np.int64], send: NDArray[np.int64], receive: NDArray[np.int64], depth: int
 ) -> list[Edges]:
-    """Messages of one connection stay in order, and at most `depth` are under way."""
+    """The order that FIFO connections impose: messages stay in order, and at most `depth` are under way.
+
+    Args:
+        connection: The connection of each message; messages are in program order.
+        send: The node that sends each message.
+        receive: The node that receives it.
+        depth: The FIFO depth, >= 1.
+
+    Returns:
+        Arrays (before, after) of nodes.
+    """
     order = np.argsort(connection, kind="stable")
     sends, receives, owner = send[order], receive[order], connection[order]
     follows = owner[1:] == owner[:-1]
@@ -56,10 +66,18 @@ def fifo_edges(
 
 
 def linear_order(edges: list[Edges], rank: NDArray[np.int32], *, eager: int) -> NDArray[np.int64] | None:
-    """Positions of nodes (one per entry of `rank`) in a topological order, or None when there is none.
+    """Sort nodes topologically.
 
-    Nodes below `eager` (sends) go as soon as they can; then receives that a send of the same rank waits for,
-    and for nothing else (so that it follows at once and can be fused); then the rest; lower numbers first.
+    Nodes below `eager` (sends) go as soon as they can; then receives that are the last thing that a send of the same
+    rank waits for (so that the send follows at once and can be fused); then the rest; lower numbers first.
+
+    Args:
+        edges: Arrays (before, after) of nodes.
+        rank: The rank of each node.
+        eager: The number of nodes, from 0 on, that are sends.
+
+    Returns:
+        The position of each node, or None where the edges close a circle.
     """
     num_nodes, where = len(rank), rank.tolist()
     pairs = np.sort(np.concatenate([a * num_nodes + b for a, b in edges]))
@@ -68,7 +86,7 @@ def linear_order(edges: list[Edges], rank: NDArray[np.int32], *, eager: int) -> 
     waiting: list[int] = np.bincount(tails, minlength=num_nodes).tolist()
     successors: list[int] = tails.tolist()
     ptr: list[int] = np.concatenate([[0], np.cumsum(np.bincount(heads, minlength=num_nodes))]).tolist()
-    # The xor of what a node still waits for names the last one when one is left.
+    # The xor of the nodes that a node still waits for is the last of them once only one is left.
     left = np.zeros(num_nodes, np.int64)
     np.bitwise_xor.at(left, tails, heads)
     missing: list[int] = left.tolist()

@@ -50,7 +50,7 @@ class Lowered:
     nop   only waits
     ====  ======================================================
 
-    It first waits until threadblock ``dep_tb[k]`` (local id, -1: none) of its rank has done step ``dep_step[k]``.
+    Instruction k first waits until threadblock ``dep_tb[k]`` (local id, -1: none) of its rank has done ``dep_step[k]``.
     Offsets count chunks of buffers i (input), o (output), s (scratch). In place, input position j of rank r is
     output position ``j + collective.place[r]``: both names mean one piece of memory.
 
@@ -87,12 +87,12 @@ class Lowered:
 
     @property
     def num_instructions(self) -> int:
-        """Instructions over all ranks, nops included."""
+        """The number of instructions over all ranks, nops included."""
         return len(self.op)
 
     @property
     def num_channels(self) -> int:
-        """Channels are numbered 0..num_channels-1."""
+        """One more than the largest channel: channels are numbered 0..num_channels-1."""
         return int(self.tb_channel.max(initial=0)) + 1
 
     def verify(self) -> VerificationReport:
@@ -109,7 +109,7 @@ class Lowered:
 
 
 def check_size_range(min_bytes: int, max_bytes: int) -> None:
-    """Refuse a range of sizes that no call can be in; a `max_bytes` of 0 is no limit."""
+    """Refuse a range of sizes that no call can be in; a `max_bytes` of 0 means no limit."""
     if min_bytes < 0 or max_bytes < 0 or 0 < max_bytes < min_bytes or max(min_bytes, max_bytes) > MAX_BYTES:
         raise InvalidInput(
             f"min_bytes {min_bytes}, max_bytes {max_bytes}: must be 0..{MAX_BYTES} and in order (max_bytes 0: no limit)"
@@ -117,7 +117,7 @@ def check_size_range(min_bytes: int, max_bytes: int) -> None:
 
 
 def _validate(x: Lowered) -> None:
-    """The shape of the arrays and the range of every number; that it does the right thing is for `verify`."""
+    """Check the shape of the arrays and the range of every number; `verify` checks that the streams are right."""
     ranks, blocks, count = x.collective.num_ranks, len(x.tb_rank), x.num_instructions
     if x.instances < 1:
         raise InvalidInput(f"instances: must be >= 1, not {x.instances}")

@@ -1,4 +1,4 @@
-"""Instruction streams put in relation: which send meets which receive, who waits for whom, where memory lies."""
+"""Relations between instruction streams: which send meets which receive, what waits for what, where memory lies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Edges = tuple[NDArray[Any], NDArray[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionStreams:
-    """Per instruction: its threadblock (global number), rank and step, what it receives, sends and waits for."""
+    """Per instruction: its threadblock (global number), rank and step, and what it receives, sends and waits for."""
 
     tb: Ints
     rank: NDArray[np.int32]
     step: Ints
     pop: NDArray[np.int32]
-    """The message received, or -1. Messages are numbered connection by connection, in order."""
+    """The message that each instruction receives, or -1. Messages are numbered connection by connection, in order."""
     push: NDArray[np.int32]
     senders: NDArray[np.int32]
     """The instruction that sends each message."""
@@ -36,7 +36,10 @@ class InstructionStreams:
 
     @classmethod
     def of(cls, x: Lowered) -> InstructionStreams:
-        """Raises `VerificationError` where sends and receives do not match or a dependency leads nowhere."""
+        """Match the sends and receives of lowered streams.
+
+        Raises `VerificationError` where sends and receives do not match or a dependency names no instruction.
+        """
         sizes = np.diff(x.tb_ptr)
         tb = np.repeat(np.arange(len(x.tb_rank)), sizes)
         rank = x.tb_rank[tb]
@@ -67,14 +70,14 @@ class InstructionStreams:
         )
 
     def local_edges(self) -> list[Edges]:
-        """(before, after) between instructions of one rank: program order and dependencies."""
+        """Pairs (before, after) of instructions of one rank, from program order and from dependencies."""
         inner, waiting = np.flatnonzero(self.step > 0), np.flatnonzero(self.waits_for >= 0)
         return [(inner - 1, inner), (self.waits_for[waiting], waiting)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferMap:
-    """Where buffers of a lowered program lie: in place, input and output share one region."""
+    """The locations of all buffers of a lowered program; in place, input and output share one region."""
 
     base: NDArray[np.int64]  # [rank, buffer] -> location of offset 0
     begin: NDArray[np.int64]  # [rank, buffer] -> first valid location
@@ -82,7 +85,7 @@ class BufferMap:
 
     @classmethod
     def of(cls, x: Lowered) -> BufferMap:
-        """The memory of every rank."""
+        """The memory map of all ranks of a lowered program."""
         c = x.collective
         inputs, outputs = np.diff(c.in_ptr), np.diff(c.out_ptr)
         if c.in_place:
@@ -103,18 +106,37 @@ class BufferMap:
 
     @property
     def size(self) -> int:
-        """Locations are numbered 0..size-1."""
+        """The number of locations: they are numbered 0..size-1."""
         return int(self.end.max(initial=0))
 
     def locate(self, rank: NDArray[Any], buf: NDArray[Any], off: NDArray[Any]) -> NDArray[np.int64]:
-        """The location of an offset in a buffer."""
+        """The location of each offset in a buffer; the arguments broadcast.
+
+        Args:
+            rank: The rank that has the buffer.
+            buf: INPUT, OUTPUT or SCRATCH.
+            off: The offset in chunks.
+
+        Returns:
+            The location 0..size-1, where the offset is inside its buffer.
+        """
         located: NDArray[np.int64] = self.base[rank, buf] + off
         return located
 
     def inside(
         self, rank: NDArray[Any], buf: NDArray[Any], off: NDArray[Any], count: NDArray[Any]
     ) -> NDArray[np.bool_]:
-        """Whether a whole run of offsets lies in its buffer."""
+        """Whether a whole run of offsets lies in its buffer; the arguments broadcast.
+
+        Args:
+            rank: The rank that has the buffer.
+            buf: INPUT, OUTPUT or SCRATCH.
+            off: The first offset of the run.
+            count: How many chunks the run has.
+
+        Returns:
+            One truth value per run.
+        """
         good: NDArray[np.bool_] = (off >= 0) & (self.locate(rank, buf, off) + count <= self.end[rank, buf])
         return good
 
@@ -133,7 +155,7 @@ def row_numbers(ptr: Ints) -> NDArray[np.int32]:
 
 
 def group_ends(sorted_key: NDArray[Any]) -> Ints:
-    """Where each run of equal keys begins, and the end.
+    """The index at which each run of equal keys begins, and the end.
 
     >>> group_ends(np.array([3, 3, 5])).tolist(), group_ends(np.array([], int)).tolist()
     ([0, 2, 3], [0])

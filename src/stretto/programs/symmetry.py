@@ -28,7 +28,16 @@ Ints = NDArray[np.int64]
 
 
 def translate(rank: ArrayLike, by: ArrayLike, sizes: tuple[int, ...], *, sign: int = 1) -> Ints:
-    """``rank + sign * by`` on the torus, coordinate by coordinate.
+    """``rank + sign * by`` on the torus, coordinate by coordinate; `rank` and `by` broadcast.
+
+    Args:
+        rank: Ranks, >= 0.
+        by: Translations, as ranks.
+        sizes: The sides of the torus, the fastest varying first.
+        sign: 1, or -1 to translate back.
+
+    Returns:
+        The translated ranks.
 
     >>> int(translate(5, 3, (4, 2))), int(translate(0, 1, (4, 2), sign=-1))
     (4, 3)
@@ -44,7 +53,9 @@ def translate(rank: ArrayLike, by: ArrayLike, sizes: tuple[int, ...], *, sign: i
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SymmetricProgram:
-    """Transfer t stands for: every rank r sends to ``r + dst[t]`` the chunks ``(r + home, piece)`` listed for t.
+    """A program that is stored once per orbit: transfer t stands for one transfer of every rank.
+
+    Every rank r sends to ``r + dst[t]`` the chunks ``(r + home, piece)`` that are listed for t.
 
     Each rank's shard has `pieces` chunks; chunk (h, j) is number ``h * pieces + j`` of the collective (an all-reduce
     has ``num_ranks * pieces`` chunks). `after` and `gate` name orbits, with the meaning they have in `Program`:
@@ -96,7 +107,26 @@ class SymmetricProgram:
         chunk_ptr: ArrayLike | None = None,
         lane: ArrayLike = 0,
     ) -> SymmetricProgram:
-        """From synchronous steps, as `Program.from_steps`; steps must not fall.
+        """Make a symmetric program from synchronous steps, as `Program.from_steps` does; describe what rank 0 sends.
+
+        Args:
+            name: The program's name.
+            kind: "all_gather", "reduce_scatter" or "all_reduce".
+            sizes: The sides of the torus of ranks, the fastest varying first.
+            pieces: How many chunks a rank's shard has, >= 1.
+            dst: The rank that each transfer of rank 0 goes to, 1..num_ranks-1.
+            home: The rank whose shard each chunk belongs to, for all transfers one after the other.
+            piece: The piece 0..pieces-1 of that shard, beside `home`.
+            step: The step of each transfer; steps must not fall.
+            reduce: Whether the receiver adds the chunks to its own; one truth value for all, or one per transfer.
+            chunk_ptr: Transfer t moves entries ``chunk_ptr[t]:chunk_ptr[t+1]`` of `home`; one each when not given.
+            lane: The connection of each transfer, >= 0; one number for all, or one per transfer.
+
+        Returns:
+            The program; it is checked for form, not verified.
+
+        Raises:
+            InvalidInput: A number is out of range, or steps fall.
 
         >>> ring = SymmetricProgram.from_steps("ring", "all_gather", (4,), pieces=1, dst=[1, 1, 1],
         ...                                    home=[0, 3, 2], piece=[0, 0, 0], step=[0, 1, 2])
@@ -112,7 +142,7 @@ class SymmetricProgram:
         ptr = np.arange(count + 1) if chunk_ptr is None else column("chunk_ptr", chunk_ptr, np.int64)
         reduces = column("reduce", reduce, np.bool_, count)
         _check(kind, sizes, pieces, to, ptr, homes, which)
-        # A slot of the quotient is a chunk seen from the rank that holds it.
+        # A slot of the quotient is a chunk whose home is counted from the rank that holds it.
         there = translate(homes, np.repeat(to, np.diff(ptr)), sizes, sign=-1)
         slots = [np.ascontiguousarray((h * pieces + which).astype(np.int32)) for h in (homes.astype(np.int64), there)]
         after_ptr, after, gate_ptr, gate, reads = _native.derive_dependencies(
@@ -127,17 +157,17 @@ class SymmetricProgram:
 
     @property
     def num_ranks(self) -> int:
-        """Points of the torus."""
+        """The number of ranks: the points of the torus."""
         return prod(self.sizes)
 
     @property
     def num_transfers(self) -> int:
-        """Transfers of all ranks together."""
+        """The number of transfers of all ranks together."""
         return len(self.dst) * self.num_ranks
 
     @property
     def chunk(self) -> NDArray[np.int32]:
-        """What rank 0 sends, as chunk numbers of the collective."""
+        """The chunks that rank 0 sends, as chunk numbers of the collective."""
         return self.home * np.int32(self.pieces) + self.piece
 
     @cached_property
@@ -153,15 +183,15 @@ class SymmetricProgram:
         return (AllGather if self.kind == "all_gather" else ReduceScatter)(self.num_ranks, chunks=self.pieces)
 
     def transfer_bytes(self, nbytes: float) -> NDArray[np.float64]:
-        """The size of each orbit's message."""
+        """The bytes of each orbit's message when the collective moves `nbytes`."""
         return np.diff(self.chunk_ptr) * (float(nbytes) / (self.num_ranks * self.pieces))
 
     def expand(self) -> Program:
-        """The whole program, transfers of one orbit side by side."""
+        """The plain `Program` with the transfers of all ranks, those of one orbit next to each other."""
         ranks, orbits = self.num_ranks, len(self.dst)
         all_ranks = np.arange(ranks)
         sizes = np.repeat(np.diff(self.chunk_ptr), ranks)
-        # The member of the waiting orbit on rank r waits for the member on rank r + shift.
+        # In each dependency, the transfer that rank r sends waits for the transfer that rank r + shift sends.
         after_shift = translate(0, self.dst[self.after], self.sizes, sign=-1)
         gate_shift = np.repeat(self.dst, np.diff(self.gate_ptr)).astype(np.int64)
         written = translate(gate_shift, self.dst[self.gate], self.sizes, sign=-1)
@@ -189,7 +219,7 @@ class SymmetricProgram:
         )
 
     def _spread(self, ptr: Ints, orbit: NDArray[np.int32], shift: Ints) -> tuple[Ints, NDArray[np.int32]]:
-        """Dependencies between orbits as dependencies between their members, ordered as `expand` orders them."""
+        """Turn dependencies between orbits into dependencies between transfers, numbered as in `expand`."""
         ranks = self.num_ranks
         members = orbit[:, None].astype(np.int64) * ranks + translate(shift[:, None], np.arange(ranks), self.sizes)
         lengths = np.diff(ptr)
@@ -201,7 +231,7 @@ class SymmetricProgram:
         return new_ptr, flat
 
     def verify(self) -> VerificationReport:
-        """Prove it by the chunks that belong to rank 0 (the others are translations of them) and by the orbits' order.
+        """Prove the program by rank 0's chunks, of which all others are translations, and by the order of orbits.
 
         An all-gather is right when rank 0's shard is broadcast, a reduce-scatter when it is reduced to rank 0. A
         circle of waiting ranks would be a circle of waiting orbits, so their order proves that nothing deadlocks.
@@ -228,7 +258,7 @@ class SymmetricProgram:
         orbit = np.repeat(np.arange(len(self.dst)), np.diff(self.chunk_ptr))
         src = translate(0, self.home, self.sizes, sign=-1)
         dst = translate(src, self.dst[orbit], self.sizes)
-        key = (orbit * pieces + self.piece) * ranks + src  # an orbit moves each piece from a rank once
+        key = (orbit * pieces + self.piece) * ranks + src  # unique: an orbit moves each piece from a rank once
         order = np.argsort(key, kind="stable")
 
         def find(orbits: Ints, piece: NDArray[np.int32], sources: Ints) -> Ints:
@@ -246,7 +276,7 @@ class SymmetricProgram:
             return entry, index, values[index].astype(np.int64)
 
         def table(entry: Ints, other: Ints) -> tuple[Ints, NDArray[np.int32]]:
-            # A dependency that some other chunk of the message caused does not concern this one.
+            # A dependency that another chunk of the same message caused is dropped: it does not concern this chunk.
             entry, other = entry[other >= 0], other[other >= 0]
             return np.searchsorted(entry, np.arange(entries + 1)), other.astype(np.int32)
 

@@ -25,11 +25,11 @@ UNDEFINED, TWICE, MIXED, RACE_READ, RACE_WRITE, MISSING, WRONG = range(7)
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationReport:
-    """What was proved."""
+    """The result of a successful proof: the program's name, the FIFO depth that it needs, and warnings."""
 
     subject: str
     fifo_depth: int
-    """The least FIFO depth (1 or 2) at which it cannot deadlock."""
+    """The least FIFO depth (1 or 2) at which the program cannot deadlock."""
     warnings: tuple[str, ...] = ()
 
 
@@ -133,7 +133,7 @@ def verify_lowered(lowered: Lowered) -> VerificationReport:
     rd = places(READS_SRC[x.op], x.src_buf, x.src_off)
     wr = places(WRITES_DST[x.op], x.dst_buf, x.dst_off)
     rd2 = np.where(np.repeat(x.op == REDUCE, count), wr, -1).astype(np.int32)
-    # What it reads last may be what it wrote first, or not: no order of its chunks is promised.
+    # An instruction promises no order of its chunks, so a write that overlaps its own reads must be the same range.
     shift = np.where((rd >= 0) & (wr >= 0), np.abs(rd - wr), 0)
     bad = np.flatnonzero((shift > 0) & (shift < np.repeat(count, count)))
     if len(bad):
@@ -177,7 +177,19 @@ def fifo_depth(
     gate_reads: NDArray[np.bool_],
     connection: NDArray[np.int64],
 ) -> int:
-    """The least FIFO depth (1 or 2) at which transfers that wait like this cannot deadlock, or 0."""
+    """The least FIFO depth (1 or 2) at which transfers with these dependencies cannot deadlock, or 0.
+
+    Args:
+        after_ptr: Transfer t starts after ``after[after_ptr[t]:after_ptr[t+1]]`` have finished.
+        after: See `after_ptr`.
+        gate_ptr: Transfer t finishes once ``gate[gate_ptr[t]:gate_ptr[t+1]]`` are done with its destination.
+        gate: See `gate_ptr`.
+        gate_reads: For each entry of `gate`, whether it is done once it has started (read) rather than finished.
+        connection: The FIFO connection of each transfer.
+
+    Returns:
+        1, 2, or 0 for a deadlock at any depth.
+    """
     count = len(after_ptr) - 1
     pred_ptr, pred = _transfer_predecessors(after_ptr, after, gate_ptr, gate, gate_reads)
     pop, push = _start_and_finish(count)
@@ -211,7 +223,7 @@ def fifo_depth(
 
 
 def describe(program: Program, transfer: int) -> str:
-    """One transfer in a few characters, as in the text form."""
+    """A transfer in a few characters, as in the text form (``1>2 +c3,c4``)."""
     chunks = program.chunks_of(transfer)
     more = ",..." if len(chunks) > 3 else ""
     sign = "+" if program.reduce[transfer] else ""
@@ -220,7 +232,7 @@ def describe(program: Program, transfer: int) -> str:
 
 
 def _start_and_finish(count: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """What the events of transfers receive and send: 2t sends message t, 2t+1 receives it."""
+    """The messages that events receive and send: event 2t sends message t, event 2t+1 receives it."""
     pop = np.full(2 * count, -1, np.int32)
     push = pop.copy()
     push[0::2] = pop[1::2] = np.arange(count)
@@ -234,7 +246,8 @@ def _transfer_predecessors(
     gate: NDArray[np.int32],
     gate_reads: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Start waits for the finishes of `after`; finish waits for the start, and for `gate` at the destination."""
+    """The events that each event waits for: a start waits for the finishes of `after`, a finish for its start and for
+    the transfers of `gate` to be done with the destination."""
     count = len(after_ptr) - 1
     afters, gates = np.diff(after_ptr), np.diff(gate_ptr)
     sizes = np.empty(2 * count, np.int64)
@@ -255,11 +268,11 @@ def _start_together(
     pred: NDArray[np.int32],
     turns: tuple[NDArray[np.int32], NDArray[np.int32]],
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """The same with one more event for each multicast, behind all others: its members have all started.
+    """Add one event per multicast, numbered after all others, that happens once all its members have started.
 
     A member's start takes the room on its own connection; but nothing leaves, and nothing is read, before every
-    member has room. So whatever waits for one of the starts waits for that event instead, and the next message on a
-    member's connection (`turns` pairs neighbours) has its turn after it.
+    member has room. So an event that waits for a member's start waits for the added event instead, and so does the
+    next message on a member's connection (`turns` pairs neighbours on connections).
     """
     member = np.flatnonzero(cast >= 0)
     _, number = np.unique(cast[member], return_inverse=True)

@@ -1,4 +1,17 @@
-"""Program files: our text form, MSCCL XML and MSCCL++ JSON, told apart by what is in them."""
+"""Program files: Stretto's text form, MSCCL XML and MSCCL++ JSON, told apart by their content.
+
+A format is a module of this package with ``dumps(program, *, option=...) -> str`` and, where it can be read,
+``loads(text, *, where) -> Program | Lowered``. To add one, write the module, give its file ending in `SUFFIXES`, teach
+`sniff` to recognise its content, and call it in `save_program` and `_parse`; both run in one process, offline.
+
+`save_program` calls `dumps` once per file with a `Program` (formats of transfers) or a `Lowered` (formats of
+instruction streams; it lowers a `Program` first). `dumps` may assume nothing about correctness: it calls
+``verify()`` itself before it writes anything that a machine will run, checks the limits of the runtime that will read
+the file, and raises `InvalidInput` that names the field where the format cannot hold the program. It returns the
+whole text and touches no file; equal programs give equal text. `load_program` calls `loads` with untrusted text:
+`loads` refuses anything malformed by `InvalidInput` that names the line or the element, bounds memory before it takes
+it (`named.entries_for`), and returns an object that is checked for form but not yet verified.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +60,18 @@ def sniff(text: str) -> str:
 def load_program(
     path: str | Path, *, collective: Collective | None = None, in_place: bool | None = None
 ) -> Program | Lowered | ExecutionPlan:
-    """Read a program file: a `Program` (text), a `Lowered` (MSCCL XML) or an MSCCL++ plan (JSON).
+    """Read a program file of any format.
 
-    `collective` and `in_place` settle what an MSCCL file leaves open; see `msccl_xml.loads`.
+    Args:
+        path: The file.
+        collective: The collective of an MSCCL file that calls it custom; not for other formats.
+        in_place: Which kind of call to read an MSCCL file for that serves both; see `msccl_xml.loads`.
+
+    Returns:
+        A `Program` (text), a `Lowered` (MSCCL XML) or an MSCCL++ plan (JSON), not verified yet.
+
+    Raises:
+        InvalidInput: The file cannot be read or is not valid; the message names the file and the place.
     """
     text = read_text(path)
     try:
@@ -90,13 +112,13 @@ def save_program(
     """Write a program in the format that the file name asks for, lowering it where the format needs that.
 
     Args:
-        program: What to write; the text form takes a `Program` only.
-        path: The file; one that exists is replaced.
+        program: The program to write; the text form takes a `Program` only.
+        path: The file; an existing file is replaced.
         hosts: The host of each rank (``cluster.hosts_of(collective.ranks)``), for MSCCL++ plans: port channels lead
             between hosts. Without it all ranks are taken to share one host. Other formats do not tell hosts apart.
-        min_bytes: The smallest call that an MSCCL or MSCCL++ file is for; by default what the streams are meant for.
-        max_bytes: The largest one, 0 for no limit.
-        options: What else the format's ``dumps`` takes.
+        min_bytes: The smallest call that an MSCCL or MSCCL++ file is for; by default that of the streams.
+        max_bytes: The largest call, 0 for no limit; by default that of the streams.
+        **options: Further options of the format's ``dumps``.
 
     Raises:
         InvalidInput: The ending is unknown, the file cannot be written, or the format cannot hold the program.

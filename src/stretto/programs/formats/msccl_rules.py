@@ -1,4 +1,4 @@
-"""What the two MSCCL runtimes accept: names and limits."""
+"""Names and limits of the two MSCCL runtimes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = {
     "broadcast": "broadcast",
     "all_to_all": "alltoall",
 }
-"""Spelled alike in both dialects; the rest differ."""
+"""The collectives that both dialects spell alike; the spelling of all others differs."""
 NEW_NAMES = NAMES | {
     "reduce_scatter": "reducescatter",
     "all_to_all_v": "alltoallv",

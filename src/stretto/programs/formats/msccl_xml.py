@@ -43,11 +43,21 @@ def dumps(
     max_bytes: int | None = None,
     max_steps: int = MAX_STEPS,
 ) -> str:
-    """The file's text. The streams are verified first, and the limits of the runtimes are enforced.
+    """Write instruction streams as an MSCCL XML file; they are verified first, and the runtimes' limits are enforced.
 
-    The runtime uses the algorithm for sizes of `min_bytes` to `max_bytes` (0: no limit; by default those that the
-    streams are meant for). Some builds of the new runtime allow fewer than 256 steps in a threadblock: give theirs as
-    `max_steps`.
+    Args:
+        lowered: The instruction streams.
+        dialect: "new" (NCCL 2.2x, RCCL) or "old" (NCCL 2.8 to 2.12).
+        min_bytes: The smallest call that the runtime uses the file for; by default that of the streams.
+        max_bytes: The largest such call, 0 for no limit; by default that of the streams.
+        max_steps: The most steps of a threadblock; some builds of the new runtime allow fewer than 256.
+
+    Returns:
+        The text of the file.
+
+    Raises:
+        VerificationError: The streams do not do what their collective asks.
+        InvalidInput: The dialect has no name for the collective, or a limit is exceeded.
     """
     if dialect not in DIALECTS:
         raise unknown("dialect", dialect, DIALECTS)
@@ -125,7 +135,7 @@ def _is_send(named: NamedCollective) -> bool:
 
 
 def _depended_on(x: Lowered, first: NDArray[np.int64]) -> NDArray[np.int64]:
-    """1 for each step that another one waits for."""
+    """A flag per instruction: 1 where another instruction waits for it."""
     owner = np.repeat(np.arange(len(x.tb_rank)), np.diff(x.tb_ptr))
     waits = np.flatnonzero(x.dep_tb >= 0)
     target = first[x.tb_rank[owner[waits]]] + x.dep_tb[waits]
@@ -135,7 +145,7 @@ def _depended_on(x: Lowered, first: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _check_limits(x: Lowered, flags: NDArray[np.int64], dialect: str, max_steps: int) -> None:
-    """Everything the runtimes refuse, said before they do."""
+    """Refuse whatever the runtimes would refuse, with a message that names the limit."""
     if dialect == "old" and len(x.name.encode()) > MAX_NAME:
         raise InvalidInput(f"name: {x.name!r} is longer than {MAX_NAME} characters")
     if x.protocol not in PROTOCOLS:

@@ -1,4 +1,4 @@
-"""The reader of MSCCL XML: strict about what a runtime would trip over, lenient where both are."""
+"""The reader of MSCCL XML: it refuses what a runtime would stumble over, and is lenient where both runtimes are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .named import MAX_ENTRIES, NamedCollective, entries_for
 MAX_INT = (1 << 31) - 1
 KINDS = {spelling: kind for names in (OLD_NAMES, NEW_NAMES) for kind, spelling in names.items()}
 LOADED = ("all_reduce", "all_gather", "reduce", "broadcast", "all_to_all", "reduce_scatter")
-"""What MSCCL's loader knows besides custom."""
+"""The collectives that MSCCL's loader knows besides custom."""
 SHARDED = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "gather", "scatter")
 
 
@@ -53,7 +53,7 @@ class _Block:
     recv: int
     channel: int
     rows: list[tuple[int, ...]]
-    """op, src_buf, src_off, dst_buf, dst_off, count, dep_tb, dep_step, hasdep"""
+    """The steps: op, src_buf, src_off, dst_buf, dst_off, count, dep_tb, dep_step, hasdep."""
 
     def where(self, step: int) -> str:
         return f"gpu {self.gpu} tb {self.id} step {step}"
@@ -63,7 +63,7 @@ class _Block:
 class _Gpu:
     id: int
     sizes: tuple[int, int, int]
-    """Chunks of i, o and s, as declared."""
+    """The declared sizes of input, output and scratch, in chunks."""
     blocks: list[_Block]
 
 
@@ -72,9 +72,20 @@ def loads(
 ) -> Lowered:
     """Read a file of either dialect; the result is not verified yet.
 
-    The collective follows from the file, except for ``custom``: then pass it. A file that serves both
-    in-place and out-of-place calls is read for `in_place` (by default out of place). The format does not name
-    a root; it is the rank that alone has input (broadcast, scatter) or output (reduce, gather).
+    The format does not name a root: the root is the rank that alone has input (broadcast, scatter) or output (reduce,
+    gather).
+
+    Args:
+        text: The text of the file.
+        collective: The collective, for files that call it ``custom``; otherwise it follows from the file.
+        in_place: The kind of call to read the file for where it serves both; out of place when not given.
+        where: What errors in the XML start with, usually the path.
+
+    Returns:
+        The instruction streams.
+
+    Raises:
+        InvalidInput: The file is malformed or inconsistent; the message names the element.
     """
     root = parse_xml(text, where=where)
     if root.tag != "algo":
@@ -112,7 +123,7 @@ def loads(
 
 
 def _aliased(root: Element, dialect: str, in_place: bool | None) -> bool:
-    """Whether input and output share memory."""
+    """Whether the file is read as one whose input and output share memory."""
     inside = _integer(root, "inplace", "algo", 0, 1)
     outside = _integer(root, "outofplace", "algo", 0, 1) if dialect == "new" else 1 - inside
     if not inside and not outside:
@@ -125,7 +136,7 @@ def _aliased(root: Element, dialect: str, in_place: bool | None) -> bool:
 
 
 def _collective(root: Element, n: int, chunks: int, gpus: list[_Gpu], in_place: bool, entries: int) -> Collective:
-    """The collective that the file claims to implement, refused where it has more than so many buffer positions."""
+    """The collective that the file claims to implement, unless it has more than `entries` buffer positions."""
     coll = _text(root, "coll", "algo")
     if coll == "custom":
         raise InvalidInput("algo coll: custom does not say what must be true afterwards; give the collective")
@@ -160,7 +171,7 @@ def _collective(root: Element, n: int, chunks: int, gpus: list[_Gpu], in_place: 
 
 
 def _only(gpus: list[_Gpu], side: int, coll: str) -> int:
-    """The rank that alone has something in a buffer, else the one that never receives (or never sends)."""
+    """The only rank that has chunks in a buffer, else the only rank that never receives (or never sends)."""
     holders = [g.id for g in gpus if g.sizes[side]]
     if len(holders) == 1:
         return holders[0]
@@ -230,7 +241,7 @@ def _check_nops(block: _Block) -> None:
 
 
 def _check_connections(gpus: list[_Gpu]) -> None:
-    """One owner at each end of a connection, equal messages at both ends, and waits that can end."""
+    """Check that a connection has one owner at each end and equal messages at both, and that waits can end."""
     sent: dict[tuple[int, int, int], list[tuple[int, str]]] = {}
     received: dict[tuple[int, int, int], list[tuple[int, str]]] = {}
     for gpu in gpus:
@@ -289,7 +300,7 @@ def _check_fifo(key: tuple[int, int, int], sent: Sequence[tuple[int, str]], got:
 
 
 def _check_sizes(root: Element, n: int, chunks: int, gpus: list[_Gpu]) -> None:
-    """Buffers are as large as the chunks of a loop ask for, or empty; MSCCL loads no other file."""
+    """Check that buffers are as large as the chunks of a loop, or empty; MSCCL loads no other file."""
     kind = KINDS.get(_text(root, "coll", "algo"), "")
     if kind not in LOADED:
         return
@@ -304,7 +315,7 @@ def _check_sizes(root: Element, n: int, chunks: int, gpus: list[_Gpu]) -> None:
 
 
 def _check_bounds(gpus: list[_Gpu]) -> None:
-    """Every step stays inside the buffers that the file declares; MSCCL loads no other file."""
+    """Check that every step stays inside the buffers that the file declares; MSCCL loads no other file."""
     if sum(g.sizes[SCRATCH] for g in gpus) > MAX_ENTRIES:
         raise InvalidInput(f"gpu s_chunks: more than {MAX_ENTRIES} in all")
     for gpu in gpus:
@@ -344,7 +355,7 @@ def _lowered(name: str, collective: Collective, protocol: str, gpus: list[_Gpu])
 
 
 def _dense(parent: Element, tag: str, where: str, *, key: str = "id", ignored: tuple[str, ...] = ()) -> list[Element]:
-    """The children, sorted by their number, which must be 0, 1, 2, ..."""
+    """The child elements sorted by their number; the numbers must be 0, 1, 2, ..."""
     children = []
     for child in parent:
         if child.tag == tag:

@@ -1,6 +1,6 @@
-"""MSCCL++ execution plans out: FIFO messages become one-sided puts with signals and credits.
+"""The writer of MSCCL++ execution plans: FIFO messages become one-sided puts with signals and credits.
 
-Every connection gets a channel of its own: the sender signals "the data is there" on it, the receiver "you
+Every connection gets a channel of its own: on it the sender signals "the data is there", and the receiver "you
 may write again". A message goes through a ring of slots in the receiver's scratch, or with `zero_copy`
 straight to its place. Dependencies inside a rank become counting semaphores, one for each pair of its
 threadblocks. `docs/mscclpp.md` says what the format asks for and why the plans look the way they do.
@@ -34,15 +34,15 @@ NAMES = {
     "reduce_scatter": "reducescatter",
 }
 MAX_OPS = 64
-"""Operations the executor takes in one threadblock; a longer stream goes on in a further one."""
+"""The most operations that the executor takes in one threadblock; a longer stream continues in a further one."""
 MAX_CHANNELS_PER_OP = 8
 MAX_SEMAPHORES_PER_OP = 16
 MAX_THREADBLOCKS = 80
-"""Threadblocks spin while they wait, so all of a rank's must be resident: one per SM, 80 on a V100."""
+"""The most threadblocks of a rank: they spin while they wait, so all must be resident, one per SM (80 on a V100)."""
 NO_LIMIT = 2**64 - 1
 """The `max_message_size` of a plan that is for all sizes."""
 MAX_LABEL = 64
-"""Characters of a program's own name that stand in the name of its plan."""
+"""The most characters of a program's name that the name of its plan holds."""
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +67,15 @@ def dumps(
         zero_copy: Let peers write into each other's user buffers wherever that is provably safe; the executor then
             needs those buffers at the same offset inside their allocation on every rank.
         max_threadblocks: How many threadblocks a rank may have.
-        min_bytes: The smallest call that the plan is for; by default what the streams are meant for.
-        max_bytes: The largest one, 0 for no limit; by default what the streams are meant for.
+        min_bytes: The smallest call that the plan is for; by default that of the streams.
+        max_bytes: The largest call, 0 for no limit; by default that of the streams.
 
     Returns:
         The text of the plan. Its name holds the program's name, the collective, the number of ranks and of instances,
         and a hash of everything else in the plan, because MSCCL++ keeps what it has set up for a plan under its name.
 
     Raises:
-        InvalidInput: The format or the executor cannot take it.
+        InvalidInput: The format or the executor cannot hold the program, or an argument is out of range.
         VerificationError: The streams do not do what their collective asks.
     """
     name = _check_collective(lowered.collective)
@@ -148,7 +148,7 @@ class _Op:
     src: list[BufferSpan] = field(default_factory=list)
     dst: list[BufferSpan] = field(default_factory=list)
     remote: tuple[Connection, BufferSpan] | None = None
-    """A destination on the peer, after those of `dst`."""
+    """A destination at the peer, in addition to those of `dst`."""
 
 
 class _Block:
@@ -167,48 +167,48 @@ class _Block:
         self._users: dict[tuple[str, Connection | int], int] = {}
 
     def wait(self, channel: Connection) -> None:
-        """Go on once the peer has signalled once more."""
+        """Add a wait for the peer's next signal."""
         thread = self._lead(_Op("wait", kind=channel.kind, channels=[channel]), ("wait", channel))
         self._waiters = max(self._waiters, thread + 1)
 
     def acquire(self, semaphore: int) -> None:
-        """Go on once another threadblock has released once more."""
+        """Add a wait for the next release of a semaphore by another threadblock."""
         thread = self._lead(_Op("sem_acquire", semaphores=[semaphore]), ("acquire", semaphore))
         self._waiters = max(self._waiters, thread + 1)
 
     def signal(self, channels: list[Connection]) -> None:
-        """Tell peers that everything so far is done."""
+        """Add a signal to peers that all operations so far are done."""
         for channel in channels:
             self._tell(_Op("signal", kind=channel.kind, channels=[channel]), ("send", channel))
 
     def release(self, semaphore: int) -> None:
-        """Tell another threadblock that everything so far is done."""
+        """Add a release that tells another threadblock that all operations so far are done."""
         self._tell(_Op("sem_release", semaphores=[semaphore]), ("release", semaphore))
 
     def copy(self, src: BufferSpan, dst: BufferSpan) -> None:
-        """dst := src."""
+        """Add a local copy from `src` to `dst`."""
         self._move(_Op("copy", src=[src], dst=[dst]))
 
     def reduce(
         self, src: list[BufferSpan], dst: BufferSpan, remote: tuple[Connection, BufferSpan] | None = None
     ) -> None:
-        """dst := sum of src, and put that to the peer as well."""
+        """Add a reduction: `dst` becomes the sum of `src`, which is also put to the peer where one is given."""
         kind = remote[0].kind if remote else ""
         self._move(_Op("res" if remote else "re", kind=kind, src=src, dst=[dst], remote=remote))
 
     def put(self, channel: Connection, src: BufferSpan, target: BufferSpan) -> None:
-        """Write to the peer with this block's threads."""
+        """Add a put to the peer that this block's threads carry out."""
         self._move(_Op("put", kind=channel.kind, src=[src], remote=(channel, target)))
 
     def put_by_port(self, channel: Connection, src: BufferSpan, target: BufferSpan) -> None:
-        """Let the port write to the peer and then signal; it reads the source some time later."""
+        """Add a put and a signal that the port carries out; the port reads the source some time later."""
         unfinished = any(written and span.overlaps(src) for span, written in self._touched)
         self._meet(self._waiters > 1 or unfinished)
         op = _Op("pws", kind=channel.kind, channels=[channel], src=[src], remote=(channel, target))
         self._lead(op, ("send", channel), alone=True)
 
     def cut(self, semaphore: int) -> list[_Block]:
-        """Pieces short enough for the executor, handing over by semaphores numbered from the given one."""
+        """Cut the block into pieces short enough for the executor; semaphores from `semaphore` on order them."""
         pieces: list[_Block] = []
         rest = self.ops
         meet = _Op("nop")
@@ -230,7 +230,7 @@ class _Block:
         self._touched += access
 
     def _tell(self, op: _Op, counter: tuple[str, Connection | int]) -> None:
-        """Add an operation that says what came before is done: by all threads, or by the first one alone."""
+        """Add an operation that tells others that everything before it is done."""
         self._meet(self._waiters > 1 or bool(self._touched))
         self._lead(op, counter, alone=self._waiters > 0)
 
@@ -240,7 +240,7 @@ class _Block:
             self._waiters, self._touched, self._users = 0, [], {}
 
     def _lead(self, op: _Op, counter: tuple[str, Connection | int], *, alone: bool = False) -> int:
-        """Add an operation on one counter, beside those of the last operation if it is of the same sort.
+        """Add an operation on one counter, merged into the last operation if both are of the same sort.
 
         Returns the thread that does it.
         """
@@ -260,7 +260,7 @@ class _Block:
 
 
 def _emit(streams: MscclppStreams, rank: int) -> tuple[list[_Block], int]:
-    """The threadblocks of one rank, and how many semaphores they use."""
+    """The threadblocks of one rank, and the number of semaphores that they use."""
     semaphores: dict[tuple[int, int], int] = {}
     for steps in streams.blocks[rank]:
         for step in steps:
@@ -293,7 +293,7 @@ def _emit(streams: MscclppStreams, rank: int) -> tuple[list[_Block], int]:
 
 
 def _translate(step: PlanInstruction, block: _Block) -> None:
-    """The operations of one instruction, between waiting for its dependency and telling its dependents."""
+    """Add the operations of one instruction: wait for its dependency, do its work, tell its dependents."""
     if step.incoming:
         block.wait(step.incoming[0])
     if step.outgoing and step.outgoing[0].waits_before(step.outgoing[1]):

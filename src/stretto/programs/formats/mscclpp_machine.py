@@ -1,10 +1,10 @@
 """A machine that runs MSCCL++ operations: many threads, one-sided writes, and a race detector.
 
-It stands in for the GPUs and has the freedom they have. The threads of a threadblock run ahead of each other
-and meet only at a `nop` or `barrier`; data operations are split over all of them, channel operations are the
-work of one; a port reads and writes some time after it was asked to; ranks launch the plan again as soon as
-they are through, with new data. Each seed is another interleaving. Vector clocks follow what is ordered by
-synchronisation, so two accesses that are not ordered are found even if they happened to come out right.
+The machine stands in for the GPUs and has the freedom that they have. The threads of a threadblock run ahead of each
+other and meet only at a `nop` or `barrier`; a data operation is split over all threads, a channel operation is done
+by one thread; a port reads and writes some time after it was asked to; ranks launch the plan again as soon as they
+have finished, with new data. Each seed is another interleaving. Vector clocks follow what synchronisation orders, so
+two accesses that are not ordered are found even if the result happens to be right.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ResolvedOp:
     semaphores: tuple[int, ...] = ()
     barrier: int = -1
     blocks: int = 0
-    """How many threadblocks meet at the barrier."""
+    """The number of threadblocks that meet at the barrier."""
     op: int = 0
-    """Its place in the threadblock of the plan, for messages."""
+    """The index of the operation in its threadblock of the plan, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,25 +62,25 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """A plan ready to run."""
+    """A plan with every number resolved, ready for the machine to run."""
 
     blocks: tuple[tuple[int, int, tuple[ResolvedOp, ...]], ...]
-    """(rank, number on the rank, actions)."""
+    """The threadblocks as (rank, number on the rank, actions)."""
     ends: tuple[End, ...]
     semaphores: tuple[int, ...]
-    """Initial values."""
+    """The initial value of each semaphore."""
     rows: int
     buffers: tuple[dict[str, Rows], ...]
-    """Where the buffers i, o and s of each rank lie; in place, i and o overlap."""
+    """The rows of the buffers i, o and s of each rank; in place, i and o overlap."""
 
     @property
     def widths(self) -> list[int]:
-        """The threads each threadblock needs: two that run apart, one per channel of an action."""
+        """The number of threads of each threadblock: at least two, and one per channel of an action."""
         return [max([2, *(max(len(a.ends), len(a.semaphores)) for a in b[2])]) for b in self.blocks]
 
     @property
     def widest(self) -> int:
-        """The most threads of any threadblock: so many elements give all of them work."""
+        """The most threads of any threadblock: data of so many elements gives every thread work."""
         return max(self.widths)
 
 
@@ -103,12 +103,12 @@ class _Block:
     actions: tuple[ResolvedOp, ...]
     lanes: list[_Lane] = field(default_factory=list)
     met: int = 0
-    """Threads that stand at the nop or barrier, or have reached the end."""
+    """The threads that have reached the nop, the barrier or the end."""
 
 
 @dataclass(eq=False, slots=True)
 class _Port:
-    """Serves the puts and signals of one channel end, in order, in its own time."""
+    """A port: it serves the puts and signals of one channel end in order, with any delay."""
 
     tid: int
     end: int
@@ -119,7 +119,7 @@ class _Port:
 
 
 class Machine:
-    """Runs an image on data; one machine, one seed, one `run`."""
+    """A machine that runs an image on data in the interleaving of one seed; its `run` is called once."""
 
     def __init__(self, image: Image, *, elements: int, seed: int) -> None:
         lanes = image.widths
@@ -182,7 +182,7 @@ class Machine:
         return self._outputs
 
     def _begin(self, rank: int) -> None:
-        """The user of a rank takes the last results, spoils the buffers, and launches again with new data."""
+        """Take a rank's last results, overwrite its buffers with garbage, and launch the plan there with new data."""
         clock = self._launched[rank]
         for block in self._blocks[rank]:
             for lane in block.lanes:
@@ -204,7 +204,7 @@ class Machine:
                 self._ready.append(lane)
 
     def _advance(self, lane: _Lane) -> bool:
-        """Do one action of a thread; False if it sleeps now, or is through."""
+        """Do one action of a thread; False if the thread now sleeps or has finished."""
         block = lane.block
         if lane.pc == len(block.actions):
             block.met += 1
@@ -230,7 +230,7 @@ class Machine:
                 if action.name == "pws":
                     self._ask(lane, action.ends[lane.number], None)
         else:
-            # The same element is another thread's in the next operation: only a nop orders the two.
+            # In the next operation another thread handles the same element: only a nop orders the two accesses.
             mine = np.arange((lane.number - lane.pc) % len(block.lanes), self.elements, len(block.lanes))
             self._move(lane.tid, lane.clock, action, mine)
         lane.pc += 1
@@ -260,7 +260,7 @@ class Machine:
         return True
 
     def _passes(self, lane: _Lane, action: ResolvedOp) -> bool:
-        """Whether a thread gets through a wait; if not, it sleeps until there is news."""
+        """Whether a thread gets through a wait; if not, the thread sleeps until a signal, put or release arrives."""
         if lane.number >= max(len(action.ends), len(action.semaphores)):
             return True
         if action.name == "sem_acquire":
@@ -297,7 +297,7 @@ class Machine:
         return True
 
     def _use(self, lane: _Lane, action: ResolvedOp, what: str, at: int) -> None:
-        """Two threads that count on the same counter side by side may lose a count."""
+        """Refuse two unordered threads that use one counter: an increment could be lost."""
         tid, time, op = self._users.get((what, at), (lane.tid, 0, 0))
         if time > lane.clock[tid]:
             first, second = f"{self._names[tid]} op {op}", f"{lane.block.name} op {action.op}"
@@ -318,11 +318,11 @@ class Machine:
             if end in self._ports:
                 self._ask(lane, end, None)
             else:
-                # A relaxed signal orders only what was done before the launch.
+                # A relaxed signal orders only accesses that were done before the launch.
                 self._arrive(end, before if action.name == "rlxsignal" else lane.clock.copy(), before)
 
     def _ask(self, lane: _Lane, end: int, put: ResolvedOp | None) -> None:
-        """Let a port do a put, or signal."""
+        """Queue a put, or a signal where `put` is None, at the port of a channel end."""
         port = self._ports[end]
         port.queue.append((put, lane.block.rank, lane.clock.copy()))
         port.pushed += 1
@@ -330,7 +330,7 @@ class Machine:
             self._ready.append(port)
 
     def _serve(self, port: _Port) -> bool:
-        """Do what a port was asked first; False if that was all."""
+        """Serve the oldest request of a port; False if the port has no more requests."""
         put, rank, asked = port.queue.popleft()
         np.maximum(port.clock, asked, out=port.clock)
         port.clock[port.tid] += 1
@@ -352,7 +352,7 @@ class Machine:
         self._ready += self._asleep.pop((what, at), [])
 
     def _move(self, tid: int, clock: Clock, action: ResolvedOp, columns: NDArray[np.intp]) -> None:
-        """Read, add up and write: many sources go to every destination, or each source to its own."""
+        """Read, add up and write: the sum of all sources goes to every destination, or each source to its own."""
         if action.name in ("copy", "put", "get"):
             for src, dst in zip(action.src, action.dst, strict=True):
                 self._write(tid, clock, action.op, dst, self._read(tid, clock, action.op, src, columns), columns)

@@ -1,6 +1,6 @@
-"""MSCCL++ execution plans in: read them, check them, run them on data, and compare with the collective.
+"""The reader of MSCCL++ execution plans: it reads them, checks them, runs them on data, and compares the results.
 
-Only what the format itself says is used here, so that a mistake of the exporter cannot hide in its reader.
+Only the format's own definition is used here, so that a mistake of the exporter cannot hide in its reader.
 `loads` accepts the Simple protocol over memory and port channels; packets (LL), switch channels, pipelines
 and threadblock groups are refused by name.
 """
@@ -42,7 +42,7 @@ SHAPES = {
     "rre": ("lr+", "l"),
     "rres": ("lr+", "lr+"),
 }
-"""The sources and destinations of each data operation: l this rank's, r a peer's, + any number more."""
+"""The sources and destinations of each data operation as patterns: l is this rank's, r a peer's, + one or more."""
 PAIRWISE = ("get", "put", "pws", "pwsf")
 """Operations that move each source to its own destination; the others work on one size."""
 CHANNELS = {
@@ -89,7 +89,7 @@ Parts = Annotated[tuple[ChunkRange, ...], Meta(max_length=10)]
 
 
 class Operation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """What a threadblock does next; channels and peers' buffers are numbered inside the threadblock."""
+    """One operation of a threadblock; channels and peers' buffers are numbered inside the threadblock."""
 
     name: Name
     src_buff: Parts = ()
@@ -117,7 +117,7 @@ class BufferRefs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
 
 
 class Threadblock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """One sequence of operations."""
+    """A threadblock: one sequence of operations, and the channels and buffers that it uses."""
 
     id: Index
     ops: Annotated[tuple[Operation, ...], Meta(max_length=MAX_OPS)]
@@ -147,7 +147,7 @@ class Semaphore(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
 
 
 class Gpu(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """One rank."""
+    """The part of a plan that one rank executes."""
 
     id: Index
     input_chunks: Chunks
@@ -164,7 +164,7 @@ class Gpu(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
 
 
 class ExecutionPlan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """An execution plan; `root` is ours (the format has no place for it) and ignored by the executor."""
+    """An execution plan. `root` is Stretto's addition: the format has no place for it, and the executor ignores it."""
 
     name: str
     collective: Name
@@ -208,7 +208,7 @@ def loads(text: str, *, where: str = "plan") -> ExecutionPlan:
 
 
 def _check_names(data: object, where: str) -> None:
-    """Refuse operations and fields by name, before the schema would only call them unexpected."""
+    """Refuse unsupported operations and fields by name; the schema's message would only call them unexpected."""
     gpus = data.get("gpus") if isinstance(data, dict) else None
     for g, gpu in enumerate(gpus if isinstance(gpus, list) else ()):
         blocks = gpu.get("threadblocks") if isinstance(gpu, dict) else None
@@ -227,7 +227,7 @@ def _check_names(data: object, where: str) -> None:
 
 
 def resolve(plan: ExecutionPlan) -> Image:
-    """Turn every number of a plan into what it stands for, or say which one stands for nothing."""
+    """Resolve every channel, buffer and semaphore number of a plan; `InvalidInput` names one that is undefined."""
     ranks = len(plan.gpus)
     for r, gpu in enumerate(plan.gpus):
         if gpu.id != r:
@@ -305,7 +305,7 @@ def _pair(plan: ExecutionPlan) -> tuple[tuple[End, ...], dict[tuple[int, str, in
 
 @dataclass(frozen=True)
 class _Scope:
-    """What the numbers in the operations of one threadblock mean."""
+    """The scope of one threadblock, which resolves the numbers in its operations."""
 
     plan: ExecutionPlan
     rank: int
@@ -316,7 +316,7 @@ class _Scope:
     first_semaphore: int
 
     def actions(self, k: int, op: Operation) -> tuple[ResolvedOp, ...]:
-        """One operation as the machine does it (`pwsf` is two)."""
+        """The machine's actions for one operation (`pwsf` becomes two)."""
         where = f"gpus[{self.rank}].threadblocks[{self.block}].ops[{k}]"
         gpu = self.plan.gpus[self.rank]
         kinds = CHANNELS.get(op.name, (op.channel_type,))
@@ -394,7 +394,7 @@ class _Scope:
         return Rows(at=rows.at + part.index, count=part.size)
 
     def _check_shape(self, where: str, op: Operation) -> None:
-        """Whether an operation has the sources and destinations it works on, all of one size."""
+        """Refuse an operation whose sources and destinations are not of the right number, kind and size."""
         shapes = SHAPES.get(op.name, ("", ""))
         for key, parts, shape in zip(("src_buff", "dst_buff"), (op.src_buff, op.dst_buff), shapes, strict=True):
             got = "".join("r" if p.type is None else "l" for p in parts)
@@ -412,7 +412,7 @@ class _Scope:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What running a plan has shown."""
+    """The result of checking a plan: the interleavings and launches in which it was right."""
 
     plan: str
     collective: Collective
@@ -428,7 +428,7 @@ class Outcome:
 
 
 def collective_of(plan: ExecutionPlan) -> Collective:
-    """The collective a plan claims to be, from its name and chunk counts."""
+    """The collective that a plan claims to carry out, from the name and chunk counts in it."""
     if plan.collective not in COLLECTIVES:
         raise unknown("collective", plan.collective, COLLECTIVES)
     ranks = len(plan.gpus)
@@ -453,9 +453,19 @@ def collective_of(plan: ExecutionPlan) -> Collective:
 
 
 def execute(plan: ExecutionPlan, inputs: Sequence[Data], *, seed: int = 0) -> list[Data]:
-    """Each rank's output from each rank's input, arrays of (chunks, elements), in one interleaving.
+    """Run a plan once, in one interleaving.
 
-    Raises `VerificationError` for a race, a deadlock, or a launch that leaves signals behind.
+    Args:
+        plan: The plan.
+        inputs: The input of each rank, as an array (chunks, elements).
+        seed: The seed of the interleaving.
+
+    Returns:
+        The output of each rank, as an array (chunks, elements).
+
+    Raises:
+        VerificationError: A race, a deadlock, or a launch that leaves signals behind.
+        InvalidInput: The inputs do not have the plan's shape.
     """
     check_seed(seed)
     if len(inputs) != len(plan.gpus):
@@ -470,9 +480,22 @@ def execute(plan: ExecutionPlan, inputs: Sequence[Data], *, seed: int = 0) -> li
 def check(
     plan: ExecutionPlan, collective: Collective, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 2
 ) -> Outcome:
-    """Run a plan on random data and compare with what a collective demands; raises `VerificationError`.
+    """Run a plan on random data and compare with what a collective demands.
 
     The launches follow each other without the ranks waiting for one another, as in a training loop.
+
+    Args:
+        plan: The plan.
+        collective: The collective that it is to carry out.
+        seeds: One interleaving (and data) per seed.
+        launches: How many launches follow one another, >= 1.
+
+    Returns:
+        What was run.
+
+    Raises:
+        VerificationError: An output is wrong, or there is a race or a deadlock.
+        InvalidInput: The collective has another number of ranks.
     """
     if collective.num_ranks != len(plan.gpus):
         raise InvalidInput(f"collective: has {collective.num_ranks} ranks, the plan {len(plan.gpus)}")
@@ -499,14 +522,26 @@ def check(
 
 
 def check_plan(plan: ExecutionPlan, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 2) -> Outcome:
-    """Run a plan and compare with the collective it names itself; raises `VerificationError`."""
+    """Run a plan and compare with the collective that it names itself.
+
+    Args:
+        plan: The plan.
+        seeds: One interleaving (and data) per seed.
+        launches: How many launches follow one another, >= 1.
+
+    Returns:
+        What was run.
+
+    Raises:
+        VerificationError: An output is wrong, or there is a race or a deadlock.
+    """
     return check(plan, collective_of(plan), seeds=seeds, launches=launches)
 
 
 def _case(
     plan: ExecutionPlan, collective: Collective, elements: int, rng: np.random.Generator
 ) -> tuple[list[Data], list[Data]]:
-    """Random inputs (whole numbers, so that sums are exact in any order) and the outputs they ask for."""
+    """Random inputs (whole numbers, so that sums are exact in any order) and the outputs to expect from them."""
     c = collective
     values = rng.integers(1, 1 << 30, (len(c.in_chunk), elements)).astype(np.float64)
     start = dict(zip(zip(c.in_chunk.tolist(), c.in_part.tolist(), strict=True), values, strict=True))

@@ -1,7 +1,8 @@
-"""What has to be known about instruction streams before they can be written as one-sided puts.
+"""The analysis of instruction streams that precedes writing them as one-sided puts.
 
-For each connection: may messages go straight to their place on the receiver, or do they pass through slots of
-its scratch; when may the sender write again; can everybody always go on. `mscclpp_json` writes the result.
+For each connection it decides whether messages go straight to their place on the receiver or through slots of its
+scratch, and when the sender may write again; and it proves that no rank waits for ever. `mscclpp_json` writes the
+result.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class BufferSpan:
     count: int
 
     def overlaps(self, other: BufferSpan) -> bool:
-        """Whether both hold a chunk in common.
+        """Whether both spans have a chunk in common.
 
-        >>> Span("o", 0, 2).overlaps(Span("o", 1, 1)), Span("o", 0, 2).overlaps(Span("i", 1, 1))
+        >>> BufferSpan("o", 0, 2).overlaps(BufferSpan("o", 1, 1)), BufferSpan("o", 0, 2).overlaps(BufferSpan("i", 1, 1))
         (True, False)
         """
         apart = self.at >= other.at + other.count or other.at >= self.at + self.count
@@ -39,7 +40,7 @@ NOWHERE = BufferSpan("s", 0, 0)
 
 @dataclass(eq=False, slots=True)
 class PlanInstruction:
-    """One instruction; its places under the canonical names of the rank's memory."""
+    """One instruction; its places have the canonical names of the rank's memory."""
 
     rank: int
     block: int
@@ -52,24 +53,24 @@ class PlanInstruction:
     incoming: tuple[Connection, int] | None = None
     outgoing: tuple[Connection, int] | None = None
     acquires: bool = False
-    """Whether it has to wait for its dependency (and does not know it done already)."""
+    """Whether the step has to wait for its dependency (False where that is surely done already)."""
     releases: list[int] = field(default_factory=list)
-    """The threadblocks that wait for this step."""
+    """The threadblocks of the rank that wait for this step."""
     before: list[int] = field(default_factory=list)
-    """How many steps of each threadblock of the rank are surely done when this one starts."""
+    """The number of steps of each threadblock of the rank that are surely done when this step starts."""
     bounce: bool = False
-    """A port reads its source after the step has ended: what it sends must first be copied to a slot."""
+    """Whether the sent data must first be copied to a slot, because the port reads it after the step has ended."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} threadblock {self.block} step {self.at}"
 
     @property
     def sent(self) -> BufferSpan:
-        """Where the sent data lies once the step is done (`rrs` stores it nowhere)."""
+        """The place of the sent data once the step is done (`rrs` stores it nowhere)."""
         return self.dst if lo.WRITES_DST[self.op] else self.src
 
     def accesses(self) -> Iterator[tuple[BufferSpan, bool]]:
-        """The places it touches, and whether it writes them."""
+        """The places that the step accesses, and whether it writes them."""
         if lo.READS_SRC[self.op]:
             yield self.src, False
         if lo.WRITES_DST[self.op]:
@@ -92,22 +93,22 @@ class Connection:
     sends: list[PlanInstruction] = field(default_factory=list)
     receives: list[PlanInstruction] = field(default_factory=list)
     free: list[int | None] = field(default_factory=list)
-    """The point from which the place of each message may be written; None: through a slot."""
+    """The point from which the place of each message may be written; None where the message goes through a slot."""
     points: list[int] = field(default_factory=list)
     slot_of: list[int] = field(default_factory=list)
-    """The slot each message goes through; -1: straight to its place."""
+    """The slot that each message goes through; -1 where it goes straight to its place."""
     slot_size: int = 0
     in_base: int = 0
     out_base: int = 0
 
     @property
     def kind(self) -> str:
-        """The channel type of the plan."""
+        """The type of the plan's channel: "memory" or "port"."""
         return "port" if self.port else "memory"
 
     @property
     def slots(self) -> int:
-        """How many slots there are."""
+        """The number of slots of this connection."""
         return max(self.slot_of) + 1
 
     @property
@@ -140,16 +141,16 @@ class Connection:
         return self.points[j] > (self.points[j - 1] if j else -1)
 
     def signals(self) -> list[int]:
-        """The points at which the receiver signals."""
+        """The points of its stream at which the receiver signals."""
         last = 2 * self.receives[-1].at + 2
         return sorted({p for p in self.points if p >= 0}) + [last] * self.acknowledged
 
     def target(self, j: int) -> BufferSpan:
-        """Where on the receiver message j is put."""
+        """The place at the receiver that message j is put to."""
         return self.receives[j].dst if self.slot_of[j] < 0 else self._slot(self.in_base, j)
 
     def bounce_slot(self, j: int) -> BufferSpan:
-        """Where on the sender the copy of message j waits for its port."""
+        """The place at the sender where a copy of message j waits for the port."""
         return self._slot(self.out_base, j)
 
     def _slot(self, base: int, j: int) -> BufferSpan:
@@ -160,7 +161,7 @@ Touching = dict[tuple[str, int], list[tuple[PlanInstruction, bool]]]
 
 
 class MscclppStreams:
-    """The verified instruction streams of all ranks, with what the translation works out about them."""
+    """The verified instruction streams of all ranks, with the results of the analysis."""
 
     def __init__(self, lowered: Lowered, hosts: Sequence[int] | None) -> None:
         self.collective = lowered.collective
@@ -203,7 +204,7 @@ class MscclppStreams:
         return self.connections.setdefault((src, dst, channel), Connection(src, dst, channel, port))
 
     def _span(self, step: PlanInstruction, buffer: int, at: int) -> BufferSpan:
-        """A place; in place, under the one of its two names that every rank addresses alike."""
+        """The span of a place; in place, under the one of its two names that all ranks address alike."""
         if self.collective.in_place and buffer != lo.SCRATCH:
             shift = int(self.collective.place[step.rank])
             if self.collective.kind == "all_gather":
@@ -216,7 +217,7 @@ class MscclppStreams:
         return (step for blocks in self.blocks for steps in blocks for step in steps)
 
     def plan_connections(self, fifo_depth: int, zero_copy: bool) -> list[int]:
-        """Decide how each connection works, prove that nobody waits for ever, and lay out the slots.
+        """Decide how each connection works, prove that no step waits for ever, and lay out the slots.
 
         Returns the scratch chunks each rank needs.
         """
@@ -237,7 +238,7 @@ class MscclppStreams:
             ]
             c.plan(fifo_depth)
         while stuck := self._stuck():
-            # A place that is announced late can close a circle that slots leave open.
+            # Waiting for a place that is announced late can close a circle of waiting; slots avoid that.
             late = [
                 c
                 for c in self.connections.values()
@@ -303,7 +304,7 @@ class MscclppStreams:
 
 
 def _order(blocks: list[list[PlanInstruction]]) -> None:
-    """Find what each step of a rank knows to be done, and which dependencies it takes to know that."""
+    """Work out which steps are surely done when each step of a rank starts, and which dependencies that needs."""
     clock = [[0] * len(blocks) for _ in blocks]
     after: list[list[list[int]]] = [[] for _ in blocks]
     moved = True
@@ -327,7 +328,7 @@ def _order(blocks: list[list[PlanInstruction]]) -> None:
 
 
 def _overwritten_later(send: PlanInstruction, touching: Touching) -> bool:
-    """Whether anything may write to what is sent, and is not surely done with that before."""
+    """Whether a step that is not surely done before the send may write to the data that is sent."""
     return any(
         writes and other is not send and send.before[other.block] <= other.at
         for at in range(send.sent.at, send.sent.at + send.count)
@@ -336,7 +337,7 @@ def _overwritten_later(send: PlanInstruction, touching: Touching) -> bool:
 
 
 def _free_point(receive: PlanInstruction, stream: list[PlanInstruction], touching: Touching) -> int | None:
-    """The point from which only the sender touches where a message belongs; None if that is not certain."""
+    """The point from which only the sender accesses the place of a message; None if there is none for certain."""
     if receive.op not in (lo.RECV, lo.RECV_COPY_SEND):
         return None
     need = [0] * len(receive.before)
@@ -351,7 +352,7 @@ def _free_point(receive: PlanInstruction, stream: list[PlanInstruction], touchin
 
 
 def _earliest(need: list[int], stream: list[PlanInstruction], receive: PlanInstruction) -> int:
-    """The first point of the stream at which so many steps of each threadblock are known to be done."""
+    """The first point of the stream at which `need` steps of each threadblock are known to be done."""
     known = [0] * len(need)
     for q in range(receive.at + 1):
         known[receive.block] = q

@@ -1,4 +1,4 @@
-"""Collectives by name: the few words that rebuild one exactly, if there are any."""
+"""Collectives by name: the few words that rebuild a collective of the library exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def entries_for(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedCollective:
-    """What a collective of the library is made from."""
+    """The arguments from which the library makes a collective."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -39,7 +39,7 @@ class NamedCollective:
     counts: tuple[tuple[float, ...], ...] = ()
 
     def build(self, entries: int = MAX_ENTRIES) -> Collective:
-        """The collective, refused before anything large is made: where it has more than so many buffer positions."""
+        """Build the collective, unless it has more than `entries` buffer positions, which is checked beforehand."""
         if self.kind not in COLLECTIVES:
             raise unknown("collective", self.kind, COLLECTIVES)
         n = len(self.ranks)
@@ -63,7 +63,7 @@ class NamedCollective:
 
 
 def name_of(collective: Collective) -> NamedCollective | None:
-    """How the library would build exactly this collective, or None if it cannot."""
+    """The arguments from which the library makes exactly this collective, or None if there are none."""
     c = collective
     if c.kind not in COLLECTIVES:
         return None
@@ -101,7 +101,7 @@ def _holders(c: Collective, ptr: np.ndarray[Any, Any], chunk: np.ndarray[Any, An
 
 
 def _whole_numbers(shares: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The same proportions in small whole numbers, where there are such: they can be written exactly."""
+    """The same proportions in small whole numbers, which can be written exactly, or unchanged if there are none."""
     for unit in range(1, MAX_COUNT_UNIT + 1):
         scaled = shares * unit
         if np.all(np.abs(scaled - np.round(scaled)) < 1e-9):

@@ -11,7 +11,19 @@ NEAR = 2
 
 
 def size_range(lowered: Lowered, min_bytes: int | None, max_bytes: int | None) -> tuple[int, int]:
-    """The range that a file gets: what is given, else what the streams are meant for; raises for an empty one."""
+    """The range of call sizes that a file is written for.
+
+    Args:
+        lowered: The streams, whose own range is the default.
+        min_bytes: The smallest size that the caller asks for, or None.
+        max_bytes: The largest size that the caller asks for (0: no limit), or None.
+
+    Returns:
+        ``(min_bytes, max_bytes)``.
+
+    Raises:
+        InvalidInput: No call can be in the range.
+    """
     low = lowered.min_bytes if min_bytes is None else min_bytes
     high = lowered.max_bytes if max_bytes is None else max_bytes
     check_size_range(low, high)

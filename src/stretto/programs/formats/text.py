@@ -91,7 +91,7 @@ def loads(text: str, *, where: str = "program") -> Program:
 
 
 class _Reader:
-    """Goes through the lines once."""
+    """A reader that goes through the lines of a text once."""
 
     def __init__(self, text: str, where: str) -> None:
         self.lines = [
@@ -254,7 +254,7 @@ class _Reader:
         return rest.strip()
 
     def options(self, text: str) -> dict[str, str]:
-        """Words in pairs; ``in-place`` stands alone."""
+        """Read options as pairs of words (key, value); ``in-place`` has no value."""
         words = iter(text.split())
         options = {word: "" if word == "in-place" else next(words, "") for word in words}
         for word in options:
@@ -291,7 +291,7 @@ class _Reader:
         return self.whole(a, "pairs"), self.whole(b, "pairs")
 
     def repeated(self, text: str, count: int) -> list[float]:
-        """Numbers such as ``0.25*4 0.5``, exactly `count` of them."""
+        """Read numbers such as ``0.25*4 0.5``; there must be `count` of them."""
         values: list[float] = []
         for word in text.split():
             value, _, times = word.partition("*")
@@ -304,7 +304,7 @@ class _Reader:
         return values
 
     def integers(self, text: str, limit: int) -> Iterator[int]:
-        """Numbers such as ``4,7-9``, each below `limit`; counted before they are made."""
+        """Read numbers such as ``4,7-9``, each below `limit`; they are counted before any list is made."""
         for item in text.split(",") if text else ():
             low, dash, high = item.partition("-")
             first = self.whole(low)
@@ -368,7 +368,7 @@ def _collective_lines(c: Collective) -> list[str]:
 
 
 def _tagged(chunks: NDArray[np.int32], tags: NDArray[np.int32], mark: str, implied: int | None) -> str:
-    """``c0-3.1``: chunks with the part (or set) that goes with them."""
+    """Write chunks with the part (or set) of each, such as ``c0-3.1``."""
     words = []
     for tag, group in groupby(zip(chunks.tolist(), tags.tolist(), strict=True), lambda pair: pair[1]):
         suffix = "" if tag == implied else f"{mark}{tag}"
@@ -377,7 +377,7 @@ def _tagged(chunks: NDArray[np.int32], tags: NDArray[np.int32], mark: str, impli
 
 
 def _repeats(values: NDArray[Any]) -> str:
-    """Equal neighbours as ``value*times``."""
+    """Write numbers, with equal neighbours as ``value*times``."""
     words = []
     for value, group in groupby(values.tolist()):
         times = sum(1 for _ in group)
