@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -79,6 +80,14 @@ def distributed(model: GPT, how: str, *, bucket_mb: float = 0.5, group: Any = No
     if how == "ddp":
         return DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb)
     mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
+    return sharded(model, mesh)
+
+
+def sharded(model: GPT, mesh: DeviceMesh | None = None) -> nn.Module:
+    """The model with its parameters in shards; in two dimensions the first one of `mesh` has copies of them."""
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh)
+        made: Any = fully_shard(part, mesh=mesh)
+        if dist.get_backend() == "gloo":
+            # Asked for an average, gloo of PyTorch 2.8 gives the sum.
+            made.set_force_sum_reduction_for_comms(True)
     return model

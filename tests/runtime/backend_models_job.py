@@ -11,14 +11,13 @@ import torch.distributed as dist
 from backend_scenarios import digest, is_stretto, run
 from models.dlrm import DLRM
 from models.dlrm import Shape as DlrmShape
-from models.gpt import GPT, distributed
+from models.gpt import GPT, distributed, sharded
 from models.gpt import Shape as GptShape
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
@@ -148,9 +147,7 @@ def hsdp() -> Any:
     model = GPT(GPT_SHAPE)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = model.batch(generator)
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh)
-    return train(model, lambda m: m(tokens))
+    return train(sharded(model, mesh), lambda m: m(tokens))
 
 
 def dlrm() -> Any:
