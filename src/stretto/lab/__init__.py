@@ -1,8 +1,7 @@
 """The lab: hosts as network namespaces with shaped uplinks on this machine, and jobs whose ranks run on them.
 
 A third party that wants to run ranks on a lab needs `Lab` alone: ``with Lab(...) as lab: lab.run(command)``.
-`Lab.enter`
-gives the command prefix for launchers that start ranks by themselves.
+`Lab.enter` gives the command prefix for launchers that start ranks by themselves.
 """
 
 from .job import LabJob, LabResult

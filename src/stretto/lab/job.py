@@ -30,8 +30,7 @@ class LabResult:
     """How a run ended. `outputs` and `errors` hold the last 4 MiB that each rank wrote to stdout and stderr.
 
     Return codes are those of `subprocess`: a negative code is the signal that killed the rank. `failed` is the rank
-    that
-    failed first by itself; ranks that the lab ended because of that failure or of the timeout do not count.
+    that failed first by itself; ranks that the lab ended because of that failure or of the timeout do not count.
     """
 
     returncodes: tuple[int, ...]
@@ -53,8 +52,7 @@ class LabJob:
     """The running ranks of one run, started in rank order by the constructor.
 
     `wait` reads their output. Until `wait` is called, a rank that writes more than a pipe holds is blocked. Call
-    `wait`,
-    `end` or `kill` from one thread only.
+    `wait`, `end` or `kill` from one thread only.
     """
 
     def __init__(
@@ -97,8 +95,7 @@ class LabJob:
         """Wait until all ranks have ended.
 
         A failing rank, the timeout or an exception such as Ctrl-C ends the ranks that still run. With `keep_going` a
-        failing
-        rank does not end the others. `timeout_s` is in seconds; None waits without limit.
+        failing rank does not end the others. `timeout_s` is in seconds; None waits without limit.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:

@@ -24,10 +24,8 @@ class Lab:
     """Hosts with shaped uplinks on this machine; they exist inside the ``with`` block.
 
     A lab is built by one process; `start` and `run` then start one process per rank inside the hosts' namespaces.
-    Leaving
-    the block kills every job that still runs and removes the network. Methods that need the network raise
-    `InvalidInput`
-    outside of the block.
+    Leaving the block kills every job that still runs and removes the network. Methods that need the network raise
+    `InvalidInput` outside of the block.
 
     Args:
         hosts: number of emulated hosts, 1..32.
@@ -148,7 +146,7 @@ class Lab:
             on_line: called as ``on_line(rank, "stdout" or "stderr", line)`` for each line, from the thread that waits.
 
         Returns:
-            The running job; call `Job.wait` to read its output.
+            The running job; call `LabJob.wait` to read its output.
 
         Raises:
             InvalidInput: the command is empty or not executable, or the lab is not open.
@@ -195,7 +193,7 @@ class Lab:
             on_line: called as ``on_line(rank, "stdout" or "stderr", line)`` for each line of output.
 
         Returns:
-            Return codes and output of all ranks. A failing rank is no exception: see `Result.exit_code`.
+            Return codes and output of all ranks. A failing rank is no exception: see `LabResult.exit_code`.
 
         Raises:
             InvalidInput: the command is empty or not executable, or the lab is not open.

@@ -28,7 +28,7 @@ ETHERNET, IP, TCP = 14, 20, 32
 
 SHM_GB_PER_S, SHM_ALPHA_US = 5.0, 2.0
 TCP_ALPHA_US = 10.0
-"""Assumed by `Layout.cluster`: rate and latency between ranks of one host (shared memory), and the latency of one TCP
+"""Assumed by `LabLayout.cluster`: rate and latency between ranks of one host (shared memory), and the latency of one TCP
 message between hosts, which is half of the shortest round trip that benchmarks/lab.py found."""
 
 _UNITS = {"kbit": KB, "mbit": MB, "gbit": GB, "KB": 8 * KB, "MB": 8 * MB, "GB": 8 * GB}
@@ -89,7 +89,7 @@ class LabChannel:
 class LabLayout:
     """Which rank runs on which host, and which channels join the hosts.
 
-    >>> layout = Layout.of(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}, order="interleaved")
+    >>> layout = LabLayout.of(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}, order="interleaved")
     >>> layout
     <Layout 2 hosts x 2 ranks, interleaved, eth=200mbit (tbf)>
     >>> [layout.host_of(rank) for rank in range(4)]

@@ -1,8 +1,8 @@
 """Labs seen from outside: which labs run on this machine, and which processes dead labs have left.
 
 A lab leaves no file. Its processes carry its name, `STRETTO_LAB=PID-START-N`, in their environment: the id of the
-process
-that made the lab, the start time of that process (process ids are reused), and the number of the lab in that process.
+process that made the lab, the start time of that process (process ids are reused), and the number of the lab in that
+process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class LabProcesses:
     """A lab, or what is left of a dead one.
 
     `pid` is the process that made the lab and `alive` whether that process still runs; `keepers` maps the name of a
-    host,
-    or ``switch``, to its keeper's process id; `pids` are all processes of the lab.
+    host, or ``switch``, to its keeper's process id; `pids` are all processes of the lab.
     """
 
     name: str

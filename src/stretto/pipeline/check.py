@@ -1,8 +1,7 @@
 """Checks of a schedule before it is run: it must be complete, in order, and free of deadlock.
 
 PyTorch matches all messages between two ranks by their order alone: there, a wrong order is not an error but gives
-wrong
-gradients. So the order of sends and receives is proved here, not tried.
+wrong gradients. So the order of sends and receives is proved here, not tried.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ def check(schedule: Schedule, *, transport: str | None = None) -> ScheduleProof:
     """Prove a schedule; raises `VerificationError` with the rank and the action that are wrong.
 
     A schedule with communication actions must be free of deadlock over `transport`, or over at least one of
-    `TRANSPORTS` if
-    no transport is named.
+    `TRANSPORTS` if no transport is named.
 
     >>> from stretto.pipeline import eager_1f1b, with_comms
     >>> check(with_comms(eager_1f1b(2, 4), "mirrored"))
-    Proof(transports=('async', 'pair', 'blocking'), in_flight=(3, 1))
+    ScheduleProof(transports=('async', 'pair', 'blocking'), in_flight=(3, 1))
     """
     if transport is not None and transport not in TRANSPORTS:
         raise unknown("transport", transport, TRANSPORTS)

@@ -23,8 +23,8 @@ def draw(run: PipelineRun, *, width: int = 100, until_us: float | None = None) -
 
     Each box shows the number of its micro-batch, or ``stage:micro-batch`` where a rank holds several stages.
 
-    >>> from stretto.pipeline import one_f_one_b, simulate, Costs
-    >>> for line in draw(simulate(one_f_one_b(2, 2), Costs.even(2, transfer_us=0.5)), width=44):
+    >>> from stretto.pipeline import one_f_one_b, simulate, StageCosts
+    >>> for line in draw(simulate(one_f_one_b(2, 2), StageCosts.even(2, transfer_us=0.5)), width=44):
     ...     print(line.plain.rstrip())
     rank 0 │0░░░1░░           0▓▓▓▓▓▓    1▓▓▓▓▓▓
            │    →  →→

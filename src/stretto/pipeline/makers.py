@@ -1,8 +1,7 @@
 """Makers of schedules, by name. All but `interleaved` have one stage per rank and differ only in two numbers per stage.
 
 A stage begins with `warmup` forwards, then alternates one backward and one forward. With a `delay` the backward is
-split:
-the weight gradient of a micro-batch follows the input gradient of the `delay`-th micro-batch after it.
+split: the weight gradient of a micro-batch follows the input gradient of the `delay`-th micro-batch after it.
 
 A maker is called as ``maker(stages, microbatches)`` and returns a `Schedule` of compute actions only; `with_comms` adds
 the communication. A new maker is one function and one entry of `MAKERS`; `check` proves its schedules.

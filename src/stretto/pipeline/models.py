@@ -3,8 +3,7 @@
 Each stage has one host of four GPUs. A stage's time is the roofline's (`workload.roofline`), of which kernels reach one
 share, `EFFICIENCY`; the devices of a stage exchange data over NVLink at its rate. A layer is recomputed only where the
 stage would not fit into 16 GB with eager-1F1B's micro-batches in flight. That choice is the same for all systems, so
-that
-systems differ only in communication and order.
+that systems differ only in communication and order.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Searches the warm-up and delay of every stage that give the least time under a memory cap.
 
 The search is exact where there are few choices: it tries every combination, or stops when one meets the lower bound.
-Else
-it is a local search, which starts from the known schedules and from the deepest one, shrunk until it fits. One move
-makes
-one stage, or all stages up to one, a step deeper or shallower. Of equally fast schedules the one with least memory
-wins,
-so delays are only as large as hiding the communication needs.
+Else it is a local search, which starts from the known schedules and from the deepest one, shrunk until it fits. One
+move makes one stage, or all stages up to one, a step deeper or shallower. Of equally fast schedules the one with least
+memory wins, so delays are only as large as hiding the communication needs.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ def search(
 ) -> PipelineResult:
     """Choose warm-ups and delays for the least time under a memory cap per device.
 
-    >>> found = search(Costs.even(2, forward_us=10.0, transfer_us=6.0), 8)
+    >>> found = search(StageCosts.even(2, forward_us=10.0, transfer_us=6.0), 8)
     >>> found.total_us, found.bound_us, found.warmup, found.exhaustive
     (256.0, 256.0, (3, 1), True)
 

@@ -26,9 +26,8 @@ class StageCosts:
     """Microseconds of one micro-batch at every stage, and between a stage and the next.
 
     A whole backward costs `input_us` + `weight_us`; recomputation belongs to `input_us`. `activation_us[s]` is the
-    transfer
-    from stage s to s + 1, `gradient_us[s]` the one back; skip connections are passed on stage by stage, as in PyTorch.
-    `reduce_us` is paid once per iteration, after the stage's last backward.
+    transfer from stage s to s + 1, `gradient_us[s]` the one back; skip connections are passed on stage by stage, as in
+    PyTorch. `reduce_us` is paid once per iteration, after the stage's last backward.
     """
 
     forward_us: tuple[float, ...]
@@ -169,7 +168,7 @@ def simulate(schedule: Schedule, costs: StageCosts, *, transport: str = "async")
     """Simulate a schedule; communication is added in the transport's style if the schedule has none.
 
     >>> from stretto.pipeline import eager_1f1b, one_f_one_b
-    >>> costs = Costs.even(2, forward_us=10.0, transfer_us=6.0)
+    >>> costs = StageCosts.even(2, forward_us=10.0, transfer_us=6.0)
     >>> simulate(one_f_one_b(2, 16), costs, transport="blocking")
     <Run 1f1b (blocking): 702 us, bubble 31.6%>
     >>> simulate(one_f_one_b(2, 16), costs), simulate(eager_1f1b(2, 16), costs)

@@ -20,10 +20,8 @@ def pipeline(
     """PyTorch's ``_PipelineScheduleRuntime`` for this rank's stages, with the given schedule checked and loaded.
 
     Every rank of the pipeline's process group calls this with the same schedule. The call is collective: the ranks
-    first
-    compare their schedules, so that a difference is an error on every rank and not a hang. Then call ``.step(inputs)``
-    on the
-    rank of the first stage and ``.step(target=..., losses=[...])`` on that of the last.
+    first compare their schedules, so that a difference is an error on every rank and not a hang. Then call
+    ``.step(inputs)`` on the rank of the first stage and ``.step(target=..., losses=[...])`` on that of the last.
 
     Args:
         schedule: the schedule of all ranks. Without communication, sends and receives are added: in one order per pair

@@ -36,8 +36,7 @@ def write_perfetto(
     """Write a trace with a process per rank and a thread per stream; times are nanoseconds.
 
     Spans that overlap on one stream get threads of their own (``nvlink``, ``nvlink #2``). The process *stretto* carries
-    the
-    facts, the rate over time, and the average load of the busiest links.
+    the facts, the rate over time, and the average load of the busiest links.
 
     Args:
         timeline: the timeline.

@@ -19,8 +19,7 @@ class Tracks:
     """Track j holds the spans ``order[ptr[j]:ptr[j+1]]``, sorted by start; no two of them overlap.
 
     A stream whose spans overlap gets several lanes: tracks with the same rank and stream, lane 0, 1, ... The arrays
-    `start_ns`
-    and `end_ns` are parallel to `order`; `left_out` counts the spans of ranks that were left out.
+    `start_ns` and `end_ns` are parallel to `order`; `left_out` counts the spans of ranks that were left out.
     """
 
     order: NDArray[np.intp]

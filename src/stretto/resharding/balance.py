@@ -39,8 +39,7 @@ def host_bound_us(bundles: Sequence[Bundle], hosts: Hosts) -> float:
     """A lower bound in us on every resharding, whichever devices relay: bytes that must enter and leave hosts.
 
     A bundle that another host wants leaves its holders' hosts at least once; the best split over these hosts is a
-    linear
-    program.
+    linear program.
     """
     enters: dict[int, float] = defaultdict(float)
     leaves: dict[frozenset[int], float] = defaultdict(float)

@@ -25,11 +25,9 @@ def dense_order(
     """Start and end of every hop when a port serves one hop at a time and none idles while a hop could start.
 
     Hop j can start once hop ``parent[j]`` has ended. Of the hops that a sender could start it takes one to the receiver
-    with
-    the most left to receive, and serves equal receivers in turn; senders with the most left to send choose first. With
-    small
-    hops this is an edge coloring of the traffic: ports with the most to do always work, so the busiest port decides the
-    time.
+    with the most left to receive, and serves equal receivers in turn; senders with the most left to send choose first.
+    With small hops this is an edge coloring of the traffic: ports with the most to do always work, so the busiest port
+    decides the time.
 
     Args:
         out_port: the sending port of each hop; -1 for a hop inside a host, which takes no port.

@@ -41,8 +41,7 @@ def place(src: Side | str, dst: Side | str, cluster: Cluster, *, rounding: str =
     """Place both sides of a resharding on a cluster; a side without devices takes the next free ones.
 
     A mesh with several axes takes one host for each row of its last axis if there are enough hosts, as the literature
-    does:
-    ``(3,2)`` is two devices on each of three hosts. Otherwise devices are taken one after the other.
+    does: ``(3,2)`` is two devices on each of three hosts. Otherwise devices are taken one after the other.
 
     >>> [str(side) for side in place("(2,3) RRR", "(3,2) RRR", Cluster.preset("p3_8xlarge", nodes=5))]
     ['(2,3)@0-2,4-6 RRR', '(3,2)@8-9,12-13,16-17 RRR']

@@ -53,8 +53,7 @@ class Spec:
 
     Mesh axes that are not named hold copies; the axes of `partial` hold summands of a pending reduction (`reduction`).
     Specs are written as in the literature: ``S0RR`` (dimension 0 over axis 0), ``RS01R`` (dimension 1 over axes 0 and
-    1),
-    ``S0RP1`` (and a sum over axis 1 is pending).
+    1), ``S0RP1`` (and a sum over axis 1 is pending).
 
     >>> Spec.parse("RS01R").axes, str(Spec.parse("S0RP1"))
     (((), (0, 1), ()), 'S0RP1')
@@ -135,8 +134,8 @@ class Layout:
     """A spec on a mesh. `rounding` says how sizes that do not divide are cut.
 
     ``chunk``: as `torch.chunk` and DTensor do: all tiles have the rounded-up size, the last ones less or nothing
-    (systems that
-    pad tiles to equal sizes hold the same elements; padding is never moved). ``balanced``: sizes differ by at most 1.
+    (systems that pad tiles to equal sizes hold the same elements; padding is never moved). ``balanced``: sizes differ
+    by at most 1.
 
     >>> layout = Layout(mesh=Mesh(shape=(2, 1), devices=(0, 1)), spec=Spec.parse("S0R"))
     >>> layout.tiles((5, 2)).tolist()

@@ -5,11 +5,10 @@ follow a schedule of hosts, and a host does one at a time. With `concurrent` all
 ports. All-gathers begin when every device has its slice, as library calls do.
 
 An entry of `STRATEGIES` is a pair of functions. The second, ``chunks(bundle, hosts) -> int``, is called first and once
-per
-unit task; it says into how many chunks the task is cut. The first, ``work(moves, bundle, number, chunk, setting)``, is
-then called once per task in the order of the assignment; it adds to `moves` transfers that bring the chunks
-``chunk .. chunk + bundle.chunks - 1`` from holders to all devices in ``bundle.missing``. The program is verified, so a
-strategy that forgets a device is refused. Both functions run in the process that plans and must be deterministic.
+per unit task; it says into how many chunks the task is cut. The first, ``work(moves, bundle, number, chunk, setting)``,
+is then called once per task in the order of the assignment; it adds to `moves` transfers that bring the chunks ``chunk
+.. chunk + bundle.chunks - 1`` from holders to all devices in ``bundle.missing``. The program is verified, so a strategy
+that forgets a device is refused. Both functions run in the process that plans and must be deterministic.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ def read(path: str | Path, *, dims: Sequence[int] = ()) -> Workload:
     """A workload from one ``.et`` file, which then stands for every rank, or from a directory with one file per rank.
 
     Groups come from ``pg_name`` and a `comm_groups.json` beside the traces, or from ``involved_dim`` with `dims`, the
-    number
-    of ranks in each dimension; without either, a collective is among all ranks.
+    number of ranks in each dimension; without either, a collective is among all ranks.
     """
     path = Path(path)
     files = rank_files(path, (), (".et", ".et.gz"))

@@ -35,8 +35,7 @@ class Dep:
 
     `why` is the reason. ``data``: the op reads the other's output. ``submit``: the application submits a comm-op to the
     library only after the other op. ``wait``: the application itself waits there for a comm-op. All three bind; a plan
-    is
-    checked against each.
+    is checked against each.
     """
 
     op: str
@@ -50,15 +49,12 @@ class Op:
 
     A compute-op takes `duration_us` on its `ranks` (all when empty), or ``durations_us[i]`` on ``ranks[i]``. A comm-op
     moves `nbytes` (as a `Collective` counts them: the larger of one rank's send and receive buffer) in each of its
-    disjoint
-    `groups` at once (one group of all ranks when empty); `root` is a position in the group.
+    disjoint `groups` at once (one group of all ranks when empty); `root` is a position in the group.
 
     With `at_most` the size depends on the data: `nbytes` is the largest size seen, and a larger size is no mismatch. An
     all-to-all with splits may have another size on each rank; `rank_nbytes` then holds the largest size of each rank,
-    in
-    the order of the groups. Where a trace has these figures, `duration_us` of a comm-op is its measured transfer time
-    and
-    `wait_us` the time that it waited for other ranks before.
+    in the order of the groups. Where a trace has these figures, `duration_us` of a comm-op is its measured transfer
+    time and `wait_us` the time that it waited for other ranks before.
     """
 
     name: str

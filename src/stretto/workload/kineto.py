@@ -28,10 +28,8 @@ def read(path: str | Path, *, peers: Sequence[str | Path] = ()) -> Workload:
     """One training step from the trace of one rank, of several ranks (`peers`), or of all ranks in a directory.
 
     Durations are medians over the recorded steps. With the traces of all ranks of a group, a collective's transfer time
-    runs
-    from its latest start to its end, and `wait_us` is the rest. Otherwise the shortest of the recorded steps is taken,
-    and a
-    note says so. ``docs/traces.md`` lists what is read and what is assumed.
+    runs from its latest start to its end, and `wait_us` is the rest. Otherwise the shortest of the recorded steps is
+    taken, and a note says so. ``docs/traces.md`` lists what is read and what is assumed.
     """
     files = rank_files(path, peers, ENDINGS)
     traces: dict[int, KinetoRank] = {}

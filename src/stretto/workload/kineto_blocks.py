@@ -141,9 +141,8 @@ def _duration(these: RankClass, step: TraceStep, block: StreamBlock) -> float:
     """The duration of a block in one sample.
 
     On the main stream pauses count, because they are kernel launches and Python, which no plan of the communication
-    removes;
-    the time until the end of a call that the block waited for does not count. On other streams only the work itself
-    counts.
+    removes; the time until the end of a call that the block waited for does not count. On other streams only the work
+    itself counts.
     """
     lane = step.lane(block.stream)
     found = bounds(lane, block)

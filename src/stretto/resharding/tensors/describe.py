@@ -179,7 +179,7 @@ def around(
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a name in `Placed.dtype`."""
+    """The torch dtype of a name in `PlacedTensor.dtype`."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise InvalidInput(f"dtype: {name!r} is none of PyTorch's")

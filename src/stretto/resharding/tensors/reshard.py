@@ -69,8 +69,7 @@ def reshard(
         on_servers = stretto.reshard(weight, servers, [Shard(1)])
 
     All ranks of both meshes call it, in the same order; meshes may be disjoint, overlap or be equal. Ranks first
-    compare
-    their arguments, so that a difference is an error on all of them. The result has no gradient.
+    compare their arguments, so that a difference is an error on all of them. The result has no gradient.
 
     Args:
         tensor: the DTensor; a rank outside of the source mesh may pass None, with the four last arguments.

@@ -65,8 +65,7 @@ class Transfer:
     """The transfer of all tensors together, with one plan for each round.
 
     All ranks of the carrier construct it with the same moves. `staging_bytes` limits the memory for packed tensors on
-    every
-    rank; with `keep` that memory stays allocated.
+    every rank; with `keep` that memory stays allocated.
     """
 
     def __init__(

@@ -54,16 +54,12 @@ class WeightSync:
             torch.func.functional_call(server, dict(weights), batch)
 
     All ranks of `ranks` (default: all of the job) construct it together, with dicts of DTensors or plain tensors; a
-    rank that
-    only relays data gives neither. The transfer of all tensors together is planned once. A source that has another
-    dtype than
-    its target is cast before it is sent.
+    rank that only relays data gives neither. The transfer of all tensors together is planned once. A source that has
+    another dtype than its target is cast before it is sent.
 
     A version is committed on all ranks or on none, after everything has arrived everywhere. The tensors of `target` are
-    the
-    memory of version 0, 2, 4, ..., and a second set that of the others: an update writes to the set that is not
-    current,
-    after its readers have left. `staging_bytes` limits the bytes that any rank packs at a time.
+    the memory of version 0, 2, 4, ..., and a second set that of the others: an update writes to the set that is not
+    current, after its readers have left. `staging_bytes` limits the bytes that any rank packs at a time.
     """
 
     def __init__(
@@ -115,10 +111,8 @@ class WeightSync:
         """The tensors of the current version, which no update changes before the block is left.
 
         The ranks of one replica commit within moments of each other, not at the same instant. Ranks that must use the
-        same version
-        at the same time agree on its number and pass it as `version`. The version before the current one is available
-        until the
-        next update begins.
+        same version at the same time agree on its number and pass it as `version`. The version before the current one
+        is available until the next update begins.
         """
         with self._lock:
             there = [v for v in self._versions if v is not None]
@@ -139,10 +133,8 @@ class WeightSync:
         this.
 
         A `source` other than the first may be given, with the same names, shapes, dtypes and layouts. If anything
-        fails, every
-        rank raises, and the current version stays. After a failure while bytes moved (`PeerLost`) no further update is
-        possible;
-        readers go on.
+        fails, every rank raises, and the current version stays. After a failure while bytes moved (`PeerLost`) no
+        further update is possible; readers go on.
         """
         with self._updating:
             state, back = self._state, 1 - self._current

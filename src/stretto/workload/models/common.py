@@ -35,8 +35,8 @@ class OpCollector:
     """Collects the ops of a step in program order.
 
     A collective over groups of one rank is left out: an op that waits for it waits for the collective's own
-    dependencies. So
-    a model needs no special case for one rank, for no tensor parallelism, or for experts that all live on one rank.
+    dependencies. So a model needs no special case for one rank, for no tensor parallelism, or for experts that all live
+    on one rank.
     """
 
     def __init__(self, num_ranks: int) -> None:

@@ -40,11 +40,9 @@ class Replicas:
     """Emits the ops that keep the parameters of a chain of blocks equal on `members` ranks.
 
     `units` are blocks (in the order of the forward pass) whose parameters are sent together: buckets, or FSDP units.
-    For each
-    block a model calls `enter_forward` (or `enter_backward`), adds its compute-op with the returned dependencies, and
-    then
-    calls `leave_forward` (or `leave_backward`) with the compute-op's name. Blocks in `resident` stay gathered from the
-    forward pass to the end of the backward pass.
+    For each block a model calls `enter_forward` (or `enter_backward`), adds its compute-op with the returned
+    dependencies, and then calls `leave_forward` (or `leave_backward`) with the compute-op's name. Blocks in `resident`
+    stay gathered from the forward pass to the end of the backward pass.
     """
 
     def __init__(

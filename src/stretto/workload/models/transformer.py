@@ -1,13 +1,10 @@
 """Transformers with tensor, pipeline, data and expert parallelism: GPT, mixtures of experts, and SYNDICATE's A5.
 
 Assumptions: matrix products, activations, parameters and gradients on the wire are FP16, Adam is FP32; the backward
-pass
-costs twice the forward pass, nothing is recomputed; biases, norms and the loss are too small to count. Experts get
-equal
-shares of the tokens. With one pipeline stage the output layer shares the matrix of the embedding, with several it has
-its
-own. Ranks are numbered ``(stage * replicas + replica) * tensor + shard``: shards are next to each other, then replicas,
-then stages.
+pass costs twice the forward pass, nothing is recomputed; biases, norms and the loss are too small to count. Experts get
+equal shares of the tokens. With one pipeline stage the output layer shares the matrix of the embedding, with several it
+has its own. Ranks are numbered ``(stage * replicas + replica) * tensor + shard``: shards are next to each other, then
+replicas, then stages.
 """
 
 from __future__ import annotations
@@ -243,8 +240,7 @@ def xlmr(
     """XLM-R-XL, SYNDICATE's A5: parameters are sharded over all GPUs and gathered layer by layer.
 
     The paper gives no batch. It finds that A5 gains from overlapping all-gather with reduce-scatter in the backward
-    pass;
-    that holds for one sequence of 512 tokens per GPU, because with more the compute hides both.
+    pass; that holds for one sequence of 512 tokens per GPU, because with more the compute hides both.
 
     Args:
         variant: "xl" or "xxl".
