@@ -28,8 +28,8 @@ ETHERNET, IP, TCP = 14, 20, 32
 
 SHM_GB_PER_S, SHM_ALPHA_US = 5.0, 2.0
 TCP_ALPHA_US = 10.0
-"""Assumed by `LabLayout.cluster`: rate and latency between ranks of one host (shared memory), and the latency of one TCP
-message between hosts, which is half of the shortest round trip that benchmarks/lab.py found."""
+"""Assumed by `LabLayout.cluster`: rate and latency between ranks of one host (shared memory), and the latency of one
+TCP message between hosts, which is half of the shortest round trip that benchmarks/lab.py found."""
 
 _UNITS = {"kbit": KB, "mbit": MB, "gbit": GB, "KB": 8 * KB, "MB": 8 * MB, "GB": 8 * GB}
 

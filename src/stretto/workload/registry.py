@@ -11,7 +11,8 @@ positional argument; it needs no cluster, no GPU and no running job. `build`
 * returns a `Workload` whose `num_ranks` is `ranks`, the same for equal arguments, and writes its assumptions into
   `notes`.
 
-`models.common.OpCollector` collects ops, `models.parallel.Replicas` adds data parallelism, `roofline` gives compute times.
+`models.common.OpCollector` collects ops, `models.parallel.Replicas` adds data parallelism, and `roofline` gives compute
+times.
 """
 
 from __future__ import annotations
