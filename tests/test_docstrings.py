@@ -27,6 +27,7 @@ DONE = [
     "programs",
     "report",
     "resharding",
+    "simulator",
     "units.py",
     "workload",
 ]

@@ -1,4 +1,4 @@
-"""Time: the network simulator, its timelines, and lower bounds."""
+"""Times of programs: the network simulator, its timelines, and lower bounds."""
 
 from .bounds import Bound, lower_bound
 from .network import simulate

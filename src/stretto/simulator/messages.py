@@ -1,4 +1,4 @@
-"""Lowered programs on the network: their messages, and what each waits for."""
+"""Lowered programs for the simulator: their messages as transfers, with what each waits for."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ REDUCING = (RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND)
 class MessageGraph:
     """The messages of a lowered program as transfers that depend on one another.
 
-    A message starts when the instructions before it (in its threadblock, or waited for) have got their messages; it
-    is received when those before the receiving instruction have. Local copies and reductions take no time.
+    A message starts when all instructions before its send (in its threadblock, or waited for) have received their
+    messages; it is received when all instructions before its receive have. Local copies and reductions take no time.
     """
 
     name: str
@@ -44,20 +44,20 @@ class MessageGraph:
     gate: NDArray[np.int32]
     gate_reads: NDArray[np.bool_]
     labels: tuple[str, ...]
-    """What the receiving instruction does, per message."""
+    """For each message the receiving instruction and the place that it writes, such as ``r o[3]``."""
 
     @classmethod
     def of(cls, x: Lowered) -> MessageGraph:
-        """The messages of a lowered program (verify it first)."""
+        """The messages of a lowered program, which must have been verified."""
         streams = InstructionStreams.of(x)
-        # Threadblocks run side by side: what is early in its stream goes first where several are ready.
+        # Threadblocks run side by side: of several messages that are ready, the one of the earlier step goes first.
         order = np.argsort(streams.step[streams.senders], kind="stable")
         senders, receivers = streams.senders[order], streams.receivers[order]
         number = np.empty(len(order), np.int64)
         number[order] = np.arange(len(order))
         pop = np.where(streams.pop >= 0, number[streams.pop], -1)
         waits = _received_before(streams, pop)
-        # A fused instruction sends on what it receives.
+        # The message of a fused instruction waits for the message that the same instruction receives.
         own = pop[senders].tolist()
         after_ptr, after = _table(
             [frozenset({m}) if m >= 0 else waits[e] for m, e in zip(own, senders.tolist(), strict=True)]
@@ -85,7 +85,7 @@ class MessageGraph:
         )
 
     def transfer_bytes(self, nbytes: float) -> NDArray[np.float64]:
-        """The size of each message."""
+        """The bytes of each message when the collective moves `nbytes`; chunks must be of one size."""
         share = self.collective.chunk_share
         if share.max() > share.min() * (1 + 1e-9):
             raise InvalidInput(f"{self.name}: chunks of a lowered program must be of one size to be timed")
@@ -93,7 +93,7 @@ class MessageGraph:
 
 
 def _received_before(streams: InstructionStreams, pop: NDArray[np.int64]) -> list[frozenset[int]]:
-    """For each instruction, the messages that must have come in before it may run (only the last ones of a chain)."""
+    """For each instruction, the messages that must have been received before it runs (only the last of each chain)."""
     count = len(pop)
     before: list[list[int]] = [[] for _ in range(count)]
     waiting = np.zeros(count, np.int64)

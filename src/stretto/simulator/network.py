@@ -36,16 +36,29 @@ def simulate(
     alpha: str = "pipelined",
     channels: Iterable[str] | None = None,
 ) -> Timeline:
-    """Run a program on a cluster and say how long it takes and why.
+    """Run a program on a cluster link by link, and say how long it takes and why.
 
-    `contention`: ``fifo`` (a link serves one transfer at a time) or ``fair`` (connections share it, max-min, and the
-    messages of each follow one another); by default fifo, but fair where a link caps single flows or loses
-    throughput to incast, which only fair can express.
-    `alpha`: ``pipelined`` (latency delays arrival only) or ``blocking`` (the link is taken for it too; with fair
-    sharing the flow then starts after it). `channels` restricts routes to links of these channels.
-    What the program multicasts travels once up to the switch that parts it, which has to multicast.
-    A `SymmetricProgram` is simulated by rank 0 alone, on a cluster that looks the same from every device; a
-    `Lowered` one (an MSCCL file, say) as its threadblocks would run it.
+    The program is verified first. A `SymmetricProgram` is simulated by rank 0 alone, on a cluster that looks the same
+    from every device; a `Lowered` program (an MSCCL file, for example) as its threadblocks would run it. The members of
+    a multicast travel as one message up to the switch where they part, which has to multicast.
+
+    Args:
+        program: The program.
+        cluster: The cluster; rank r runs on device ``collective.ranks[r]``.
+        nbytes: The larger of one rank's send and receive buffer in bytes, > 0.
+        contention: "fifo" (a link serves one transfer at a time) or "fair" (connections share a link max-min, and the
+            messages of each connection follow one another). By default fifo, but fair where a link caps single flows or
+            loses throughput to incast, which only fair can express.
+        alpha: "pipelined" (latency delays arrival only) or "blocking" (the link is taken for the latency too; with fair
+            sharing the flow then starts after it).
+        channels: The channels whose links routes may use; all when not given.
+
+    Returns:
+        The timeline, with the load of each link and the critical path.
+
+    Raises:
+        VerificationError: The program is wrong.
+        InvalidInput: The cluster has too few devices or no route, or cannot do what the program or the options ask.
 
     >>> from stretto import AllReduce, algorithm
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
@@ -123,14 +136,14 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Times:
-    """When each transfer starts and ends, and what each link of the cluster carries."""
+    """The start and end of each transfer, and the load of each link of the cluster."""
 
     start_us: NDArray[np.float64]
     end_us: NDArray[np.float64]
     link_busy_us: NDArray[np.float64]
     link_bytes: NDArray[np.float64]
     critical_path: NDArray[np.int32]
-    """Transfers up to the one that ends last, each held up by the one before it."""
+    """The transfers that lead up to the one that ends last, each delayed by the one before it."""
 
 
 def simulate_transfers(
@@ -149,13 +162,31 @@ def simulate_transfers(
     contention: str | None = None,
     alpha: str = "pipelined",
 ) -> Times:
-    """The simulator below `simulate`: any transfers, such as those of many programs and the work between them.
+    """Simulate any transfers, such as those of many programs and the computation between them.
 
-    Tables of rows are ``(ptr, values)``. Transfer t takes the links of row ``route[t]`` of `routes` once all of
-    ``after[t]`` have ended; on one `connection` transfers start, and end, in order. `gate`, `gate_reads` and `cast`
-    are as in `Program`. With `delay_us` it waits so long, once it may start, before it asks for its first link. One
-    whose route is empty ends after its delay: work on a rank. Nothing is verified here but sizes and numbers, so the
-    parts must have been; what waits for itself never starts, and is refused.
+    Tables are ``(ptr, values)``: row i is ``values[ptr[i]:ptr[i+1]]``. Only the form is checked here, so the programs
+    that the transfers come from must have been verified.
+
+    Args:
+        cluster: The cluster.
+        routes: A table of routes, as link indices. A transfer with an empty route ends after its delay: computation.
+        route: The row of `routes` that each transfer takes.
+        connection: The connection of each transfer; on one connection transfers start, and end, in order.
+        nbytes: The bytes of each transfer, >= 0.
+        after: A table of the transfers that must have ended before each transfer starts.
+        reduce: Whether the receiver adds each transfer to its own data, which takes time there; none by default.
+        gate: A table as in `Program`: each transfer ends once these are done with its destination; empty by default.
+        gate_reads: For each entry of `gate`, whether it has to have started rather than ended; False when not given.
+        delay_us: The time that each transfer waits, once it may start, before it asks for its first link; 0 by default.
+        cast: As in `Program`: transfers with the same number >= 0 are one multicast; none when not given.
+        contention: "fifo" or "fair", as in `simulate`.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+
+    Returns:
+        The times of all transfers and the load of all links.
+
+    Raises:
+        InvalidInput: The arrays do not fit together, or a transfer waits for itself and so never starts.
 
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
     >>> times = simulate_transfers(
@@ -234,14 +265,14 @@ def _physics(cluster: Cluster, contention: str | None, alpha: str) -> str:
 
 
 def default_contention(cluster: Cluster, links: NDArray[np.integer] | None = None) -> str:
-    """How links (by default all) are shared: fairly where one caps single flows or loses throughput to incast."""
+    """The contention mode that links (by default all) need: "fair" for flow caps and incast curves, else "fifo"."""
     which = slice(None) if links is None else links
     special = np.isfinite(cluster.link_flow_gb_per_s[which]) | (cluster.link_incast[which] >= 0)
     return "fair" if special.any() else "fifo"
 
 
 def _network(cluster: Cluster, links: NDArray[np.integer], contention: str, alpha: str) -> dict[str, Any]:
-    """These links of a cluster, and the rules, as the native simulator takes them."""
+    """The arguments of the native simulator for these links of a cluster and these modes."""
     curves = cluster.incast_curves
     return {
         "alpha_us": cluster.link_alpha_us[links],
@@ -264,7 +295,7 @@ def _check_casts(
     route_ptr: NDArray[np.int64],
     route_links: NDArray[np.int32],
 ) -> None:
-    """What is multicast may part only where the cluster copies."""
+    """Refuse a multicast whose members part at a node that does not multicast."""
     fork = _native.cast_forks(cast, route, route_ptr, route_links)
     parts = np.flatnonzero(fork != -1)
     if not len(parts):
@@ -280,9 +311,18 @@ def _check_casts(
 def routes_of(
     program: Program | MessageGraph, cluster: Cluster, channels: Iterable[str] | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-    """Each transfer's connection, and its route as an index into ``(ptr, links)``.
+    """Find each transfer's connection and route: its own route where the program names one, else the cluster's.
 
-    The route is its own where it names one, else the cluster's.
+    Args:
+        program: The program, or the messages of a lowered one.
+        cluster: The cluster.
+        channels: The channels whose links the cluster's routes may use; all when not given.
+
+    Returns:
+        ``(connection, route, ptr, links)``: transfer t takes links ``links[ptr[i]:ptr[i+1]]`` with ``i = route[t]``.
+
+    Raises:
+        InvalidInput: A device does not exist, there is no route, or a named route does not fit.
     """
     c = program.collective
     if max(c.ranks) >= cluster.num_devices:
@@ -321,7 +361,7 @@ def _routes(
 
 
 def _require_one_route(program: SymmetricProgram, cluster: Cluster, channels: Iterable[str] | None) -> None:
-    """Where equal routes exist, ranks may take different ones, and rank 0 does not stand for them all."""
+    """Refuse several equal routes: ranks may take different ones then, and rank 0 does not stand for all ranks."""
     for dst in np.unique(program.dst).tolist():
         if len(cluster.routes(0, dst, channels=channels, limit=2)) > 1:
             raise InvalidInput(
@@ -331,7 +371,7 @@ def _require_one_route(program: SymmetricProgram, cluster: Cluster, channels: It
 
 
 def _check_routes(program: Program, cluster: Cluster) -> None:
-    """A named route must lead from the sender's device to the receiver's over links that meet."""
+    """Refuse a named route that does not lead from the sender's device to the receiver's over connected links."""
     ends = np.empty((len(program.routes), 2), np.int64)
     for at, route in enumerate(program.routes):
         if not route or min(route) < 0 or max(route) >= cluster.num_links:

@@ -1,4 +1,4 @@
-"""`Timeline`: what happened, or will: spans per rank and stream, and how busy each link was."""
+"""`Timeline`: the spans of a predicted or measured run per rank and stream, and how busy each link was."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Timeline:
-    """Spans in arrays. Span k runs on stream ``stream[k]`` (an index into `streams`) of rank ``rank[k]``,
-    is called ``names[name[k]]``, and moves ``nbytes[k]`` from ``start_us[k]`` to ``end_us[k]``.
+    """The spans of a run in arrays.
 
-    Links are listed with what they carried; `critical_path` holds the spans (in order) whose delays add up
-    to the total. `facts` says how the timeline came about (program, cluster, contention, alpha, ...).
+    Span k runs on stream ``stream[k]`` (an index into `streams`) of rank ``rank[k]``, is called ``names[name[k]]``,
+    and moves ``nbytes[k]`` from ``start_us[k]`` to ``end_us[k]``. Links are listed with the bytes that they carried;
+    `critical_path` holds the spans (in order) whose delays add up to the total. `facts` says how the timeline came
+    about (program, cluster, contention, alpha, ...).
     """
 
     total_us: float
@@ -35,12 +36,12 @@ class Timeline:
 
     @property
     def num_spans(self) -> int:
-        """How many spans there are."""
+        """The number of spans in the timeline."""
         return len(self.rank)
 
     @cached_property
     def link_utilization(self) -> NDArray[np.float64]:
-        """The share of the total time each link spent sending, 0..1."""
+        """The share of the total time that each link spent sending, 0..1."""
         return self.link_busy_us / self.total_us if self.total_us > 0 else np.zeros_like(self.link_busy_us)
 
     def __repr__(self) -> str:

@@ -160,8 +160,8 @@ class _Block:
 
     def __init__(self, ops: list[_Op] | None = None) -> None:
         self.ops = ops or []
-        # All since the threads last met: how many have waited, what was used and whether it was written, and
-        # which thread used a counter (of a channel, of a semaphore), for two must not do so side by side.
+        # Since the threads last met: how many threads have waited, which spans were accessed and whether they were
+        # written, and which thread used each counter of a channel or semaphore (two threads must not use one at once).
         self._waiters = 0
         self._touched: list[tuple[BufferSpan, bool]] = []
         self._users: dict[tuple[str, Connection | int], int] = {}

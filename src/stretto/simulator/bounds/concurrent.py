@@ -1,4 +1,4 @@
-"""Many demands at once: the maximum concurrent flow, exactly, or bounded by lengths of links."""
+"""Bounds from many demands at once: the maximum concurrent flow, exactly, or bounded by lengths of links."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .demand import Demand
 from .net import ArcNetwork, Floats, Nodes
 
 MAX_VARIABLES = 60_000
-"""Up to here (sources x links) the linear program is solved: some seconds."""
+"""The largest (sources x links) for which the linear program is solved, which takes some seconds."""
 ROUNDS_WORK = 40_000_000
-"""Arcs looked at, over all rounds, to find good lengths without the linear program."""
+"""The number of arcs to look at, over all rounds, in the search for good lengths without the linear program."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlowNeeds:
-    """Source i must bring ``amounts[k]`` to ``sinks[k]`` for each k in ``ptr[i]:ptr[i+1]``."""
+    """Demands between pairs: source i must bring ``amounts[k]`` to ``sinks[k]`` for each k in ``ptr[i]:ptr[i+1]``."""
 
     sources: Nodes
     ptr: NDArray[np.int64]
@@ -31,7 +31,10 @@ class FlowNeeds:
 
     @classmethod
     def of(cls, demand: Demand) -> FlowNeeds:
-        """Each bundle (of one part) from its source to one who wants it: no more than what must move."""
+        """The needs of a demand without reductions: each bundle goes from its source to one device that wants it.
+
+        Further devices that want the bundle are left out, so that the needs are no more than what must move.
+        """
         source, sink, bundle = demand.pairs
         _, first = np.unique(bundle, return_index=True)
         amount = demand.share[bundle[first]]
@@ -47,7 +50,16 @@ class FlowNeeds:
 
 
 def needed(net: ArcNetwork, needs: FlowNeeds, length: Floats) -> float:
-    """The sum of amount x shortest path: what any routing uses of ``sum(length x bytes on the link)``."""
+    """The sum over all needs of amount x shortest path: the least ``sum(length x bytes on the link)`` of any routing.
+
+    Args:
+        net: The network.
+        needs: What each source must bring where, as shares of nbytes.
+        length: The length of each arc, >= 0.
+
+    Returns:
+        The sum, as a share of nbytes times a length.
+    """
     total = 0.0
     rows = max(1, (1 << 23) // net.num_nodes)
     for first in range(0, len(needs.sources), rows):
@@ -60,7 +72,7 @@ def needed(net: ArcNetwork, needs: FlowNeeds, length: Floats) -> float:
 
 
 def lengths(net: ArcNetwork, needs: FlowNeeds) -> Iterable[Floats]:
-    """Lengths of links worth trying: long where the demands crowd, and the links of one channel alike."""
+    """Lengths of links that are worth trying: long where demands crowd; and for each channel 1 on its links alone."""
     real = net.link >= 0
     rounds = ROUNDS_WORK // (len(needs.sources) * len(net.src) + 1)
     yield _native.crowded_lengths(
@@ -84,7 +96,7 @@ def concurrent_flow(net: ArcNetwork, needs: FlowNeeds) -> tuple[float, Floats]:
     One flow per source: the sinks of source s receive (a common factor x amount) of it, and every arc carries
     at most its rate; the factor is maximised. The lengths are the dual of this linear program.
     """
-    highspy = load_highspy()  # slow to import, and most bounds need no solver
+    highspy = load_highspy()  # HiGHS is slow to import, and most bounds need no solver.
 
     count, arcs, nodes = len(needs.sources), len(net.src), net.num_nodes
     fastest, largest = net.rate[net.link >= 0].max(), needs.amounts.max()
@@ -100,7 +112,7 @@ def concurrent_flow(net: ArcNetwork, needs: FlowNeeds) -> tuple[float, Floats]:
     col = np.concatenate([column, column, column, np.full(len(row_of_sink), count * arcs)])
     one = np.ones(len(column))
     value = np.concatenate([one, -one, one, -needs.amounts / largest])
-    # A source's own balance follows from all others.
+    # The flow balance of a source follows from the balances of all other nodes, so its row is left out.
     used = np.ones(count * nodes + len(limited), np.bool_)
     used[np.arange(count) * nodes + needs.sources] = False
     keep = (row >= 0) & used[row]

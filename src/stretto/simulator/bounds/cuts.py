@@ -1,4 +1,4 @@
-"""Cuts: what must come into a set of nodes, over the links that lead into it."""
+"""Bounds from cuts: the data that must come into a set of nodes passes the links that lead into it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .demand import Demand
 from .net import ArcNetwork, Floats, Mask, Nodes
 
 CLOSER = 1 + 1e-12
-"""A ratio counts as better only beyond this: below it, rounding decides."""
+"""The factor by which a ratio must exceed another to count as better: below it, rounding decides."""
 PREFIXES = 31
-"""How many cuts between the first k devices and the rest are tried."""
+"""The number of cuts between the first k devices and the rest that are tried."""
 
 Need = tuple[int, Nodes, Floats]
-"""What a sink needs: (sink, where it comes from, how much from each)."""
+"""The needs of one sink: (sink, the sources that supply it, the share of nbytes from each)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cut:
-    """At least `share` of nbytes must pass `arcs`, which lead into `sink_side`."""
+    """A cut: at least `share` of nbytes must pass `arcs`, which lead into `sink_side`."""
 
     share: float
     rate: float
@@ -33,27 +33,44 @@ class Cut:
 
     @classmethod
     def into(cls, net: ArcNetwork, sink_side: Mask, share: float) -> Cut:
-        """The cut around these nodes."""
+        """The cut around a set of nodes.
+
+        Args:
+            net: The network.
+            sink_side: Whether each node is inside.
+            share: The share of nbytes that must come in.
+
+        Returns:
+            The cut, with the arcs that lead into the set and their total rate.
+        """
         arcs = ~sink_side[net.src] & sink_side[net.dst]
         return cls(share=share, rate=float(net.rate[arcs].sum()), sink_side=sink_side, arcs=arcs)
 
     @property
     def us(self) -> float:
-        """The time that each byte of nbytes takes at least."""
+        """The least time in microseconds per byte of nbytes."""
         return self.share / self.rate
 
     @property
     def reverse(self) -> Cut:
-        """The same cut in the network turned round."""
+        """The same cut in the network with reversed arcs."""
         return Cut(share=self.share, rate=self.rate, sink_side=~self.sink_side, arcs=self.arcs)
 
 
 def worst_sink(net: ArcNetwork, needs: Iterable[Need], at_least: float = 0.0) -> Cut | None:
-    """The tightest of all cuts that part some sink from what it needs; None if not tighter than `at_least`.
+    """The tightest cut that separates some sink from what it needs.
 
     In a time T the arcs carry rate x T, and the needs of a sink fit if a flow of their size reaches it. If
     not, the minimum cut of that flow proves a longer T (Newton's method on the ratio: finitely many cuts, no
     bisection). Most sinks only confirm the T found so far, with one flow.
+
+    Args:
+        net: The network.
+        needs: What each sink needs, and from where.
+        at_least: The time per byte of nbytes, in microseconds, that a cut must exceed.
+
+    Returns:
+        The cut, or None if no cut is tighter than `at_least`.
     """
     flow = _native.MaxFlow(net.num_nodes, net.src, net.dst)
     time, worst, sized_for = max(at_least, 1e-300), None, -1.0
@@ -75,13 +92,13 @@ def worst_sink(net: ArcNetwork, needs: Iterable[Need], at_least: float = 0.0) ->
 
 
 def sink_needs(demand: Demand) -> Iterator[Need]:
-    """For each device what it wants, every bundle from one of the places that its parts come from."""
+    """For each device the bundles that it wants, each from one of the places that its parts come from."""
     source, wanter, bundle = demand.pairs
     return _grouped(wanter, source, bundle, bundle, demand)
 
 
 def source_needs(demand: Demand) -> Iterator[Need]:
-    """For each source what must leave it, every payload to one who wants it; for the reversed network."""
+    """For each source the payloads that must leave it, each to one device that wants it; for the reversed network."""
     source, wanter, bundle = demand.pairs
     return _grouped(source, wanter, demand.payload[bundle], bundle, demand)
 
@@ -101,7 +118,7 @@ def _grouped(
 
 
 def regions(cluster: Cluster) -> Iterator[NDArray[np.int64]]:
-    """Natural ways to divide the devices, as the group of each: by host, and by slices of the dimensions."""
+    """Natural partitions of the devices, as the group of each device: by host, and by slices of the dimensions."""
     number = np.arange(cluster.num_devices)
     host = cluster.node_host[: cluster.num_devices]
     found = [np.unique(np.where(host < 0, -1 - number, host), return_inverse=True)[1]]
@@ -114,7 +131,16 @@ def regions(cluster: Cluster) -> Iterator[NDArray[np.int64]]:
 
 
 def region_cuts(net: ArcNetwork, demand: Demand, group: NDArray[np.int64]) -> Iterator[Cut]:
-    """The cuts into and out of every group of devices."""
+    """The cuts into and out of every group of devices.
+
+    Args:
+        net: The network.
+        demand: The demand.
+        group: The group of each device.
+
+    Yields:
+        One cut per group and direction in which something must move.
+    """
     into, out = _group_shares(demand, group)
     for inside in np.flatnonzero(into):
         yield _around(net, group == inside, into[inside])
@@ -139,10 +165,10 @@ def _around(net: ArcNetwork, inside: Mask, share: float) -> Cut:
 
 
 def _group_shares(demand: Demand, group: NDArray[np.int64]) -> tuple[Floats, Floats]:
-    """What must come into each group, and what must leave it; a payload counts once."""
+    """The shares of nbytes that must come into, and leave, each group; a payload counts once."""
     source, wanter, bundle = demand.pairs
     lowest, highest = (value[source] for value in demand.extent(group))
-    # A part that several groups hold is taken to be everywhere, which only loosens the bound.
+    # A part that devices of several groups hold is treated as held everywhere, which only loosens the bound.
     apart = (lowest == highest) & (lowest != group[wanter])
     width = int(demand.payload.max(initial=0)) + 1
 
@@ -155,7 +181,7 @@ def _group_shares(demand: Demand, group: NDArray[np.int64]) -> tuple[Floats, Flo
 
 
 def _prefix_shares(demand: Demand, num_devices: int) -> tuple[Floats, Floats]:
-    """What must come into the first k devices, and what must leave them; a payload counts once."""
+    """The shares of nbytes that must come into, and leave, the first k devices; a payload counts once."""
     source, wanters, bundle = demand.pairs
     wanter = wanters.astype(np.int64)
     lowest, highest = (value[source] for value in demand.extent(np.arange(num_devices)))

@@ -1,4 +1,4 @@
-"""What a collective must move, as bounds see it: equal chunks merged, parts and those who want them."""
+"""The data that a collective must move, in the form that bounds use: equal chunks merged into bundles."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAX_PAIRS = 1 << 27
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Demand:
-    """Bundles: bundle k is ``share[k]`` of nbytes, made of one part from each of
-    ``source[source_ptr[k]:source_ptr[k+1]]``, wanted by each of ``wanter[wanter_ptr[k]:wanter_ptr[k+1]]``.
+    """The bundles of data that a collective must move.
 
-    A source below `num_nodes` is the one device that holds a part; source ``num_nodes + j`` stands for the
-    devices ``shared[j]``, which all hold it. Bundles with the same `payload` belong to one chunk that may be
-    combined on the way: what crosses a cut for all of them can be as little as one of them.
+    Bundle k is ``share[k]`` of nbytes, made of one part from each of ``source[source_ptr[k]:source_ptr[k+1]]``, wanted
+    by each device of ``wanter[wanter_ptr[k]:wanter_ptr[k+1]]``. A source below `num_nodes` is the one device that holds
+    a part; source ``num_nodes + j`` stands for the devices ``shared[j]``, which all hold it. Bundles with the same
+    `payload` belong to one chunk that may be combined on the way: as little as one bundle may cross a cut for all.
     """
 
     num_nodes: int
@@ -37,17 +37,17 @@ class Demand:
 
     @property
     def num_bundles(self) -> int:
-        """Bundles differ in what they are made of or in who wants them."""
+        """The number of bundles; they differ in their parts or in the devices that want them."""
         return len(self.share)
 
     @cached_property
     def num_sources(self) -> NDArray[np.int64]:
-        """How many parts each bundle is made of."""
+        """The number of parts that each bundle is made of."""
         return np.diff(self.source_ptr)
 
     @cached_property
     def num_wanters(self) -> NDArray[np.int64]:
-        """How many devices want each bundle."""
+        """The number of devices that want each bundle."""
         return np.diff(self.wanter_ptr)
 
     @cached_property
@@ -100,7 +100,7 @@ class Demand:
 
 
 def demand_of(collective: Collective, num_nodes: int) -> Demand:
-    """The demand of a collective on a cluster with so many nodes."""
+    """The demand of a collective on a cluster with `num_nodes` nodes."""
     c = collective
     device = np.array(c.ranks, np.int64)
     in_rank = np.repeat(np.arange(c.num_ranks), np.diff(c.in_ptr))
@@ -146,7 +146,7 @@ def demand_of(collective: Collective, num_nodes: int) -> Demand:
 def _kinds(
     c: Collective, in_rank: NDArray[np.int64], out_rank: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The kind of each chunk, and one chunk of each kind: those of a kind start and end at the same places.
+    """The kind of each chunk, and one chunk of each kind; chunks of one kind start and end at the same places.
 
     Places are compared by two 64-bit sums of scrambled entries; sums do not depend on the order.
     """
@@ -176,7 +176,7 @@ def _scramble(rank: NDArray[np.int64], other: NDArray[np.int32], seed: int) -> N
 def _sources(
     begins: NDArray[np.int64], holder: NDArray[np.int64], num_nodes: int
 ) -> tuple[NDArray[np.int32], tuple[tuple[int, ...], ...]]:
-    """The source of each item (a run of holders), and the sets of holders that share one."""
+    """The source of each item (a run of holders), and the sets of several holders that have a common source."""
     source = holder[begins].astype(np.int32)
     ends = np.append(begins[1:], len(holder))
     shared: dict[tuple[int, ...], int] = {}
@@ -194,7 +194,7 @@ def _named_once(
     item_ptr: NDArray[np.int64],
     item_part: NDArray[np.int32],
 ) -> NDArray[np.int64]:
-    """Wanted sets with one name for equal ones, and ALL_PARTS for those that list every part there is."""
+    """Renumber wanted sets: equal sets get one number, and a set that lists every part becomes ALL_PARTS."""
     numbers: dict[frozenset[int], int] = {}
     names = [numbers.setdefault(frozenset(parts), at) for at, parts in enumerate(c.part_sets)]
     which = np.array([*names, ALL_PARTS])[which]
@@ -211,7 +211,7 @@ def _members(
     item_ptr: NDArray[np.int64],
     item_part: NDArray[np.int32],
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """The items of each bundle, given as (kind, set): those of the kind whose part is in the set."""
+    """The items of each bundle (kind, set): the items of that kind whose part is in the set."""
     kind, which = bundles
     ptr, item = take_rows(item_ptr, np.arange(len(item_part), dtype=np.int32), kind)
     if np.all(which == ALL_PARTS):
@@ -235,7 +235,7 @@ def _key(high: NDArray[np.int64] | np.int64, low: NDArray[Any] | np.int64) -> ND
 
 
 def _changes(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where either of two sorted columns differs from the row before; true in the first row."""
+    """Whether either of two sorted columns differs from the row before; True in the first row."""
     return np.concatenate([np.ones(min(len(a), 1), np.bool_), (a[1:] != a[:-1]) | (b[1:] != b[:-1])])
 
 

@@ -1,4 +1,4 @@
-"""`lower_bound`: no algorithm is faster, whatever it does."""
+"""`lower_bound`: a time that no algorithm can beat."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .partition import narrowest_partition
 from .passing import helps, passing_weights
 
 BYTES = "<bytes>"
-"""Stands in a proof's reason for the size, which depends on nbytes."""
+"""The placeholder in a proof's reason for the size, which depends on nbytes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Bound:
-    """The least time of a collective, and why.
+    """A lower bound on the time of a collective, with its reason.
 
     `bandwidth_us` is proved by weights on links: every algorithm sends so much over them that
-    ``sum(weights x bytes sent over links) >= demand_bytes``. `exact` says that the bytes alone need no longer
-    (alphas aside, data cut as finely as one likes). `total_us` also counts alphas, and `reason` and `method`
-    say what decides it.
+    ``sum(weights x bytes sent over links) >= demand_bytes``. `exact` says that some schedule reaches `bandwidth_us`
+    (without alphas, and with data cut as finely as one likes). `total_us` also counts alphas, and `reason` and
+    `method` say which argument decides it.
     """
 
     total_us: float
@@ -47,7 +47,7 @@ class Bound:
 
     @property
     def algorithm_gb_per_s(self) -> float:
-        """nbytes over `bandwidth_us`: what the field calls algorithm bandwidth, at its best."""
+        """The best algorithm bandwidth: nbytes over `bandwidth_us`, in GB/s."""
         return self.nbytes / self.bandwidth_us / 1e3 if self.bandwidth_us > 0 else np.inf
 
     def __repr__(self) -> str:
@@ -59,9 +59,21 @@ def lower_bound(
 ) -> Bound:
     """A time that no algorithm beats, without in-network reduction, and with multicast only where the cluster has it.
 
-    It holds for both contention modes and both alpha modes of `simulate`. Any device may relay; with
-    `channels` only over links of these channels. ``docs/bounds.md`` has the proofs. What does not depend on
-    nbytes is kept, so that a sweep over sizes costs little more than one size.
+    The bound holds for both contention modes and both alpha modes of `simulate`; any device may relay.
+    ``docs/bounds.md`` has the proofs. Results that do not depend on nbytes are kept, so that a sweep over sizes costs
+    little more than one size.
+
+    Args:
+        collective: The collective.
+        cluster: The cluster.
+        nbytes: The larger of one rank's send and receive buffer in bytes, > 0.
+        channels: The channels whose links may be used; all when not given.
+
+    Returns:
+        The bound, with its reason.
+
+    Raises:
+        InvalidInput: A device or a channel does not exist, or there is no route.
 
     >>> from stretto import MB, AllReduce
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
@@ -95,7 +107,7 @@ def lower_bound(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundProof:
-    """Every algorithm has ``sum(weights x bytes over links) >= share x nbytes``."""
+    """A proof that every algorithm has ``sum(weights x bytes over links) >= share x nbytes``."""
 
     share: float
     links: NDArray[np.int64]
@@ -108,7 +120,19 @@ class BoundProof:
 
     @classmethod
     def of(cls, net: ArcNetwork, weights: Floats, share: float, reason: str, method: str, exact: bool) -> BoundProof:
-        """A proof from one weight per arc."""
+        """Make a proof from one weight per arc.
+
+        Args:
+            net: The network.
+            weights: The weight of each arc, >= 0.
+            share: The least weighted bytes as a share of nbytes.
+            reason: The proof in words, with `BYTES` in place of the size.
+            method: The name of the method.
+            exact: Whether some schedule reaches the bound, alphas aside.
+
+        Returns:
+            The proof over the links with a weight.
+        """
         used = np.flatnonzero((weights > 0) & (net.link >= 0))
         used = used[np.argsort(net.message_us[used], kind="stable")]
         return cls(
@@ -124,7 +148,7 @@ class BoundProof:
 
     @property
     def us(self) -> float:
-        """What each byte of nbytes takes at least."""
+        """The least time in microseconds per byte of nbytes."""
         return self.share / float(self.weights @ self.rate) if self.share > 0 else 0.0
 
     def total_us(self, nbytes: float) -> float:
@@ -147,7 +171,7 @@ _NOTHING = BoundProof(
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """The longest of the shortest ways from a part to who wants it."""
+    """The longest among the shortest paths (by alphas) from a part's holder to a device that wants it."""
 
     us: float
     reason: str
@@ -186,7 +210,7 @@ def _latency(cluster: Cluster, net: ArcNetwork, demand: Demand, channels: frozen
 
 
 def _proofs(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[BoundProof]:
-    """The arguments that fit the shape of the demand."""
+    """The proofs by those arguments that fit the shape of the demand."""
     if not demand.combining and demand.same_wanters:
         wanters = demand.wanter[: demand.num_wanters[0]]
         exact = len(wanters) == 1 or _reaches_all(net, demand, wanters)
@@ -200,7 +224,7 @@ def _proofs(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[Bound
         needs = [*_everything_to(sources, demand.wanter, demand.share)]
         cut = worst_sink(net.reverse, needs)
         yield _cut_proof(cluster, net, cut and cut.reverse, exact)
-        # Nothing is added up in a switch, and a copy is of no use to a sum: what comes in goes out.
+        # A switch does not add, and copies of a summand are useless to a sum: a switch sends out what comes in.
         yield from _passing(cluster, net.reverse, demand, needs, cut, np.ones(cluster.num_nodes, np.bool_))
     elif demand.distinct and demand.same_sources and demand.same_wanters and not demand.shared:
         yield from _all_reduce(cluster, net, demand)
@@ -211,7 +235,7 @@ def _proofs(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[Bound
 def _passing(
     cluster: Cluster, net: ArcNetwork, demand: Demand, needs: list[Need], cut: Cut | None, plain: NDArray[np.bool_]
 ) -> Iterator[BoundProof]:
-    """The same needs where switches that are `plain` send no more than they receive."""
+    """A proof that also uses that switches that are `plain` send no more than they receive."""
     passive = plain & (np.arange(cluster.num_nodes) >= cluster.num_devices)
     if demand.shared or cut is None or not helps(net, passive):
         return
@@ -230,7 +254,7 @@ def _passing(
 
 
 def _reaches_all(net: ArcNetwork, demand: Demand, ends: NDArray[np.int32]) -> bool:
-    """Edmonds' condition: every device takes part, and switches can be split off into direct links."""
+    """Whether Edmonds' condition holds: every device takes part, and switches can be split off into direct links."""
     linked = np.intersect1d(net.src, net.dst)
     all_devices = bool(np.isin(linked[linked < net.num_devices], ends).all())
     return all_devices and net.switches_balanced and not demand.shared
@@ -243,7 +267,7 @@ def _everything_to(ends: NDArray[np.int32], places: NDArray[np.int32], share: Fl
 
 
 def _all_reduce(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[BoundProof]:
-    """Everybody's part to everybody: once over every cut, both ways; and what all groups take in, counted."""
+    """Proofs for an all-reduce: the tensor crosses every cut once each way; and the bytes into all groups, counted."""
     sources, wanters = demand.source[: demand.num_sources[0]], demand.wanter[: demand.num_wanters[0]]
     share = float(demand.share.sum())
     common = np.intersect1d(sources, wanters)
@@ -268,7 +292,10 @@ def _all_reduce(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[B
 
 
 def _adopt_relays(cluster: Cluster, ranks: NDArray[np.int32]) -> NDArray[np.int64]:
-    """A vertex for each rank; other devices join the first rank of their host, or of all: every way is valid."""
+    """The vertex of each device: one per rank; other devices join the first rank of their host, else rank 0.
+
+    The bound is valid for any such assignment.
+    """
     host, at = np.unique(cluster.node_host[: cluster.num_devices], return_inverse=True)
     number = np.arange(len(ranks))
     first = np.zeros(len(host), np.int64)
@@ -279,7 +306,7 @@ def _adopt_relays(cluster: Cluster, ranks: NDArray[np.int32]) -> NDArray[np.int6
 
 
 def _mixed(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[BoundProof]:
-    """Different things to different places."""
+    """Proofs for any other demand, in which different data goes to different places."""
     cuts = [*prefix_cuts(net, demand)]
     for group in regions(cluster):
         cuts += region_cuts(net, demand, group)
@@ -311,7 +338,7 @@ def _mixed(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[BoundP
 
 
 def _plainest(cluster: Cluster, net: ArcNetwork, proof: BoundProof, cuts: list[Cut]) -> BoundProof:
-    """The proof, or a cut that proves the same and is easier to read."""
+    """A cut that proves as much and is easier to read, or else the proof itself."""
     for cut in cuts:
         if cut.us >= proof.us * (1 - 1e-9):
             return _cut_proof(cluster, net, cut, False)

@@ -22,7 +22,7 @@ Mask = NDArray[np.bool_]
 class ArcNetwork:
     """The links that may be used, as arcs with rates in bytes per microsecond.
 
-    Behind the cluster's nodes come those of `shared` (see `Demand`), with free arcs to their devices.
+    The nodes of the cluster are followed by one node per entry of `Demand.shared`, with free arcs to its devices.
     """
 
     num_nodes: int
@@ -32,13 +32,25 @@ class ArcNetwork:
     rate: Floats
     alpha_us: Floats
     link: NDArray[np.int64]
-    """The cluster's link behind each arc, or -1."""
+    """The cluster's link that each arc stands for, or -1 for a free arc."""
     channel: NDArray[np.int64]
-    """Likewise its channel."""
+    """The channel of that link, or -1."""
 
     @classmethod
     def of(cls, cluster: Cluster, channels: Iterable[str] | None, shared: Sequence[Sequence[int]] = ()) -> ArcNetwork:
-        """The links of these channels (None: all), without those that lead from or to no device."""
+        """Make the network of usable links; links that no message between devices can pass are left out.
+
+        Args:
+            cluster: The cluster.
+            channels: The channels whose links may be used; all when None.
+            shared: The sets of devices that get a common node each, see `Demand.shared`.
+
+        Returns:
+            The network.
+
+        Raises:
+            InvalidInput: A channel is unknown.
+        """
         wanted = set(cluster.channels if channels is None else channels)
         for channel in sorted(wanted):
             if channel not in cluster.channels:
@@ -64,7 +76,7 @@ class ArcNetwork:
 
     @cached_property
     def reverse(self) -> ArcNetwork:
-        """The same arcs, turned round."""
+        """The network with the direction of every arc reversed."""
         fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
         return ArcNetwork(**(fields | {"src": self.dst, "dst": self.src}))
 
@@ -75,7 +87,7 @@ class ArcNetwork:
 
     @cached_property
     def _nearest_device_us(self) -> Floats:
-        """From each node the least sum of alphas to a device."""
+        """The least sum of alphas on a path from each node to a device."""
         devices = np.arange(self.num_devices, dtype=np.int32)
         return _native.path_lengths(
             self.num_nodes + 1,
@@ -91,7 +103,7 @@ class ArcNetwork:
         return flat.reshape(len(sources), self.num_nodes)
 
     def narrowest_entry(self, inside: Mask) -> Mask:
-        """The sink side of the narrowest cut around these devices; switches side with whom they like."""
+        """The sink side of the narrowest cut around these devices; a switch may be on either side."""
         number = np.arange(self.num_devices, dtype=np.int32)
         unlimited = np.full(self.num_devices, np.inf)
         self._flow.run(number[~inside], unlimited[~inside], number[inside], unlimited[inside])

@@ -1,4 +1,4 @@
-"""Partitions of the devices: how narrow the entries into all groups are together."""
+"""Partitions of the devices: bounds from the rates into all groups of a partition together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .net import ArcNetwork
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partition:
-    """Groups of devices; `into` counts for each arc into how many groups' narrowest entries it leads."""
+    """A partition of the devices; `into` counts for each arc the groups whose narrowest entry it belongs to."""
 
     group: NDArray[np.int64]
     num_groups: int
@@ -26,7 +26,7 @@ def narrowest_partition(net: ArcNetwork, vertex: NDArray[np.int64]) -> Partition
     """The partition P of the vertices that maximises ``(|P| - 1) / sum of the rates into its groups``.
 
     ``vertex[d]`` is the vertex that device d belongs to; None with fewer than two vertices. The rate into a
-    set of vertices is a minimum cut (switches side with whom they like), hence submodular. For a given ratio
+    set of vertices is a minimum cut (a switch may be on either side), hence submodular. For a given ratio
     the best partition is a Dilworth truncation of (rate - 1/ratio): a greedy pass over the vertices finds it
     with one minimum cut each. Newton's method on the ratio ends after a few passes.
     """
@@ -77,8 +77,8 @@ class _Entries:
         block = np.arange(self.count)
         everyone = np.arange(self.count, dtype=np.int32)
         for v in range(self.count):
-            # Of the sets {v} + earlier vertices the one with the least (rate - price - weight of the others);
-            # later vertices stay outside.
+            # Find the set of v and earlier vertices with the least (rate - price - weight of the others); later
+            # vertices stay outside.
             supply = np.maximum(-weight, 0)
             supply[v + 1 :] = np.inf
             demand = np.maximum(weight, 0)

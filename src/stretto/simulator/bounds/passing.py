@@ -1,4 +1,4 @@
-"""Switches that only pass data on: what leaves one came in, which can be tighter than every cut."""
+"""Bounds from switches that only pass data on: a switch sends no more than it receives, which can beat every cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS = 60
 
 
 def helps(net: ArcNetwork, passive: Mask) -> bool:
-    """Whether some passive node could send more than it receives, so that cuts alone are too kind to it."""
+    """Whether some passive node could send faster than it receives, so that bounds from cuts alone are too low."""
     rate = np.where(net.link >= 0, net.rate, 0.0)
     into, out = (np.bincount(ends, rate, net.num_nodes) for ends in (net.dst, net.src))
     return bool(np.any(passive & (out > into * (1 + 1e-9)) & (into > 0)))
@@ -27,14 +27,23 @@ def helps(net: ArcNetwork, passive: Mask) -> bool:
 def passing_weights(
     net: ArcNetwork, needs: Sequence[Need], passive: Mask, first: Cut
 ) -> tuple[Floats, float, bool] | None:
-    """Weights w on arcs and a share D with ``sum(w x bytes) >= D``, and whether no rates do better; None if too large.
+    """Find weights w on arcs and a share D with ``sum(w x bytes) >= D x nbytes`` by a linear program.
 
     Each sink must be supplied over rates within the links', of which every passive node sends no more than it
     receives: a linear program with one row per cut, found as it is needed. Let z be the duals of the cuts and y those
     of the nodes. Adding z times ``bytes into the cut >= what it lacks`` and y times ``bytes out <= bytes in`` gives
     the weights, whatever z and y the solver found: they are only rounded up to 0.
+
+    Args:
+        net: The network.
+        needs: What each sink needs, and from where.
+        passive: Whether each node only passes data on.
+        first: The tightest cut that is known already.
+
+    Returns:
+        The weights, D, and whether the linear program was solved to the end; None if it is too large or fails.
     """
-    highspy = load_highspy()  # slow to import, and most clusters have balanced switches
+    highspy = load_highspy()  # HiGHS is slow to import, and most clusters have balanced switches.
 
     arcs = len(net.src)
     if arcs > MAX_ARCS or len(needs) > MAX_SINKS:
@@ -86,7 +95,7 @@ def passing_weights(
 
 
 def _short(net: ArcNetwork, needs: Sequence[Need], rate: Floats, supply: float) -> list[Cut]:
-    """The cuts that rates leave too narrow for `supply` times the needs."""
+    """One cut for each sink that these rates cannot supply with `supply` times its needs."""
     found = []
     flow = _native.MaxFlow(net.num_nodes, net.src, net.dst)
     for sink, sources, amounts in needs:
