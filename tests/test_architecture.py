@@ -15,6 +15,7 @@ ROOT = Path(stretto.__file__).parent
 # is a room inside another one, with a place of its own.
 LAYERS = [
     {"errors", "_native"},
+    {"field_errors"},
     {"units", "files", "highs"},
     {"cluster", "collectives"},
     {"programs"},

@@ -46,18 +46,27 @@ class _Outer(msgspec.Struct, forbid_unknown_fields=True):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"stretto": "plan"}, "f: $.stretto: Invalid enum value 'plan'; choose from: thing"),
-        ({"stretto": "thing", "x": 1}, "f: Object contains unknown field `x`; choose from: stretto, many, named"),
+        ({"stretto": "plan"}, "f: $.stretto: unknown value 'plan'; choose from: thing"),
+        ({"stretto": "thing", "x": 1}, "f: unknown field 'x'; choose from: stretto, many, named"),
         (
             {"stretto": "thing", "many": [3, {"colour": 1}]},
-            "f: $.many[1]: Object contains unknown field `colour`; choose from: kind, size",
+            "f: $.many[1]: unknown field 'colour'; choose from: kind, size",
         ),
         (
             {"stretto": "thing", "named": {"a": {"kind": "star"}}},
-            "f: $.named[...].kind: Invalid enum value 'star'; choose from: ring, tree",
+            "f: $.named[...].kind: unknown value 'star'; choose from: ring, tree",
         ),
-        ({"stretto": "thing", "many": [{"size": "x"}]}, "f: $.many[0].size: Expected `int`, got `str`"),
-        (None, "f: Expected `object`, got `null`"),
+        ({"stretto": "thing", "many": [{"size": "x"}]}, "f: $.many[0].size: must be a whole number, not 'x'"),
+        ({"stretto": "thing", "many": [{"size": 1.5}]}, "f: $.many[0].size: must be a whole number, not 1.5"),
+        ({"stretto": "thing", "many": [{"size": "x" * 99}]}, "f: $.many[0].size: must be a whole number, not text"),
+        ({"stretto": "thing", "many": [{"size": [1]}]}, "f: $.many[0].size: must be a whole number, not a list"),
+        ({"stretto": "thing", "many": ["x"]}, "f: $.many[0]: must be a whole number or a mapping, not 'x'"),
+        ({"stretto": "thing", "many": 9}, "f: $.many: must be a list, not 9"),
+        ({"stretto": "thing", "many": [1] * 5}, "f: $.many: must be a list of length <= 4"),
+        ({"stretto": "thing", "named": {"a": {"size": "x"}}}, "f: $.named[...].size: must be a whole number, not text"),
+        ({"stretto": "thing", "named": {7: {}}}, "f: $.named: a key must be text, not a whole number"),
+        ({}, "f: the field 'stretto' is missing"),
+        (None, "f: must be a mapping, not null"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place_and_the_choices(value: object, said: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import secrets
 import stat
 import threading
@@ -21,9 +20,9 @@ from xml.parsers import expat
 
 import msgspec
 import yaml
-from msgspec import inspect
 
 from .errors import InvalidInput
+from .field_errors import explain
 
 MAX_BYTES = 64 << 20
 MAX_XML_ELEMENTS = 4_000_000
@@ -131,11 +130,7 @@ def convert(value: Any, kind: type[T], *, where: str, strict: bool = True) -> T:
     try:
         return msgspec.convert(value, typed(kind), strict=strict)
     except msgspec.ValidationError as error:
-        message = str(error)
-        text, _, path = message.rpartition(" - at ")
-        path = path.strip("`") if text else ""
-        said = f"{text or message}{_choices(text or message, kind, path)}"
-        raise InvalidInput(f"{where}: {path}: {said}" if path else f"{where}: {said}") from None
+        raise InvalidInput(f"{where}: {explain(error, kind, value)}") from None
 
 
 def plain(form: Any, *, keep_floats: bool = False) -> Any:
@@ -177,35 +172,6 @@ def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def _choices(message: str, kind: Any, path: str) -> str:
-    """The valid names at a path (``$.nodes[0].sync``), which msgspec's message leaves out; empty where it has none."""
-    found = _plain(inspect.type_info(kind))
-    for name in re.findall(r"\.(\w+)|\[[^]]*\]", path):
-        found = [inner for one in found for inner in _inside(one, name)]
-    known: list[object] = []
-    if "unknown field" in message:
-        known = [field.encode_name for one in found if isinstance(one, inspect.StructType) for field in one.fields]
-    elif "Invalid enum value" in message:
-        known = [value for one in found if isinstance(one, inspect.LiteralType) for value in one.values]
-    return f"; choose from: {', '.join(map(str, known))}" if known else ""
-
-
-def _plain(kind: inspect.Type) -> list[inspect.Type]:
-    """A type without its metadata, as a list: a union gives each of its members."""
-    if isinstance(kind, inspect.Metadata):
-        return _plain(kind.type)
-    return [inner for one in kind.types for inner in _plain(one)] if isinstance(kind, inspect.UnionType) else [kind]
-
-
-def _inside(kind: inspect.Type, name: str) -> list[inspect.Type]:
-    """The types that the field called `name` may hold; with an empty name, the types of the elements."""
-    if isinstance(kind, inspect.StructType):
-        return [inner for field in kind.fields if field.encode_name == name for inner in _plain(field.type)]
-    if isinstance(kind, inspect.ListType | inspect.VarTupleType) and not name:
-        return _plain(kind.item_type)
-    return _plain(kind.value_type) if isinstance(kind, inspect.DictType) else []
-
-
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -215,7 +181,12 @@ def parse_yaml(text: str, *, where: str) -> Any:
         _refuse_hostile_yaml(text, where)
         return yaml.load(text, Loader=_YamlLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise InvalidInput(f"{where}: not valid YAML: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    """What YAML's own error says, without the name that its parser gives to every text."""
+    return " ".join(str(error).split()).replace('in "<unicode string>", line', "in line")
 
 
 def _refuse_hostile_yaml(text: str, where: str) -> None:

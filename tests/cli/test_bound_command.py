@@ -18,10 +18,16 @@ def test_sizes_channels_roots_and_subsets(good: Run, bad: Run) -> None:
     assert good("bound", "allgather", "--cluster", "dgx2:2", "--bytes", "1K..1M", "--ranks", "0-7").count("us") >= 6
     assert "broadcast" in good("bound", "broadcast", "--cluster", "ndv2:1", "--root", "3", "--channels", "nvlink")
     assert "root: must be a rank 0..3" in bad("bound", "broadcast", "--cluster", "ring:4", "--root", "9")
+    assert "--root: all_reduce has no root; rooted are" in bad("bound", "all_reduce", "-c", "ring:4", "--root", "3")
+    for factor in ("1", "-1", "nan", "inf"):
+        assert "factor: must be >= 1.1" in bad("bound", "all_reduce", "-c", "ring:4", "--factor", factor)
     assert "unknown collective" in bad("bound", "allgathr", "--cluster", "ring:4")
     assert "needs pairs or counts" in bad("bound", "permute", "--cluster", "ring:4")
 
 
-def test_a_custom_collective_has_a_bound(good: Run, tmp_path: Path) -> None:
+def test_a_custom_collective_has_a_bound(good: Run, bad: Run, tmp_path: Path) -> None:
     save_collective(AllGather(4), tmp_path / "mine.yaml")
     assert "no algorithm is faster" in good("bound", str(tmp_path / "mine.yaml"), "--cluster", "ring:4")
+    for option in ("--root", "--ranks"):
+        said = bad("bound", str(tmp_path / "mine.yaml"), "--cluster", "ring:4", option, "2")
+        assert f"{option}: a file says this itself" in said

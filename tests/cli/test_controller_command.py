@@ -102,6 +102,11 @@ def test_status_with_a_wrong_token_or_nobody_there_is_one_line(
     assert "missing" in bad("status", "--address", f"unix:{tmp_path}/none", "--token-file", str(tmp_path / "missing"))
 
 
+def test_a_wrong_address_is_told_before_a_missing_token(bad: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STRETTO_TOKEN_FILE", raising=False)
+    assert "expected unix:/path or HOST:PORT" in bad("status", "--address", "foo:bar")
+
+
 def test_status_without_a_controller_says_where_one_would_be_found(
     bad: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

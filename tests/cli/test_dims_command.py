@@ -93,6 +93,8 @@ def test_advice_names_verdicts_and_spends_a_budget(good: Run) -> None:
         (["schedule", "-c", HOMO, "--sharing", "fair"], "unknown sharing"),
         (["plot", "-c", HOMO, "-s", "baseline,x"], "unknown scheduler 'x'"),
         (["plot", "-c", HOMO, "--window", "-1", "--html", "/dev/null"], "window_us"),
+        (["plot", "-c", HOMO, "--window", "inf", "--html", "/dev/null"], "window_us"),
+        (["plot", "-c", HOMO, "--window", "-3"], "--window: is for the curves of --html"),
         (["sweep", "-c", HOMO, "--chunks", "many"], "--chunks 'many'"),
         (["sweep", "-c", HOMO, "--header", "-4"], "header_bytes must be 0"),
         (["train", "themis:bert", "-c", HOMO], "unknown variant of themis 'bert'"),

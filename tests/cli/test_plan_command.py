@@ -130,7 +130,7 @@ def test_a_plan_is_explained(good: Run, plan: str) -> None:
     assert "prep: " not in one
 
 
-def test_two_plans_are_compared(good: Run, plan: str, step: str, tmp_path: Path) -> None:
+def test_two_plans_are_compared(good: Run, bad: Run, plan: str, step: str, tmp_path: Path) -> None:
     assert "the same decisions" in good("plan", "diff", plan, plan)
     other = tmp_path / "other.json"
     made = Plan.load(plan)
@@ -138,6 +138,8 @@ def test_two_plans_are_compared(good: Run, plan: str, step: str, tmp_path: Path)
     text = good("plan", "diff", plan, str(other))
     assert "by pigeon" in text
     assert "iteration " in text
+    replace(made, workload_digest="other").save(other)
+    assert f"{plan}, {other}: the plans are for different workloads: small" in bad("plan", "diff", plan, str(other))
 
 
 def test_a_plan_is_simulated_again(good: Run, bad: Run, plan: str, step: str, tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ def test_without_a_job_one_line_says_how_to_make_one(
     for key in JOB:
         monkeypatch.delenv(key, raising=False)
     said = bad(*command, "-o", "x.yaml" if command == ("probe",) else "x.csv")
-    assert "RANK is not set: every rank runs this command, as in 'torchrun --nproc-per-node 4 -m stretto" in said
+    asked = f"stretto {command[0]} ...'"
+    starts = (f"'torchrun --nproc-per-node 4 -m {asked}", f"'stretto lab run -- {asked}")
+    assert f"RANK is not set: every rank runs this command, as in {' or '.join(starts)}" in said
 
 
 @pytest.mark.parametrize(

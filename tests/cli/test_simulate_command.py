@@ -182,6 +182,13 @@ def test_a_file_says_its_collective_itself(bad: Run, tmp_path: Path) -> None:
     assert "--collective" in bad("simulate", str(path), "--cluster", "ring:4", "--collective", "all_reduce")
 
 
+def test_a_file_that_is_wrong_is_named(good: Run, bad: Run, tmp_path: Path) -> None:
+    path = tmp_path / "program.txt"
+    good("simulate", "ring", "-c", "ring:4", "--program", str(path))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert f"{path}: ring: rank " in bad("simulate", str(path), "--cluster", "ring:4")
+
+
 def test_pairs_and_counts_are_given_as_the_text_form_writes_them(good: Run, tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     for kind, option in (("permute", "pairs=0>1,1>2"), ("all_to_all_v", "counts=0,1,2;2,0,1;1,1,0")):

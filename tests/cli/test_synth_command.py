@@ -88,6 +88,7 @@ def test_a_size_table_is_written_as_files_and_an_index(good: Run, tmp_path: Path
         (["allgather", "-c", "ndv2", "--chunks", "0"], "--chunks: must be 1..65536, not 0"),
         (["allgather", "-c", "ndv2", "--alpha", "none"], "unknown alpha mode 'none'"),
         (["broadcast", "-c", "ndv2", "--root", "9"], "root: must be a rank 0..7, not 9"),
+        (["allgather", "-c", "ndv2", "--root", "1"], "--root: all_gather has no root; rooted are broadcast"),
         (["allgather", "-c", "ndv2", "--sizes", "1M..1K"], "the range must rise"),
         (["permute", "-c", "ndv2"], "permute: its sizes have no place on a command line"),
         (["allgather", "-c", "ndv2", "--sketch", "nowhere.yaml"], "nowhere.yaml: No such file"),

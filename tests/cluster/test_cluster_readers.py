@@ -207,7 +207,7 @@ ASTRA = {"topology": ["Ring"], "npus_count": [4], "bandwidth": [50.0], "latency"
         ({"topology": ["Blob"]}, "$.topology[0]: unknown topology 'Blob'; choose from: Ring, FullyConnected, Switch"),
         ({"npus_count": [4, 4]}, "$.npus_count: has 2 entries, topology has 1"),
         ({"npus_count": [10**9]}, "$.npus_count[0]: must be 2..65536, not 1000000000"),
-        ({"npus_count": ["four"]}, "$.npus_count[0]: Expected `int`, got `str`"),
+        ({"npus_count": ["four"]}, "$.npus_count[0]: must be a whole number, not "),
         ({"bandwidth": [-1.0]}, "$.bandwidth[0]: must be > 0, not -1"),
         ({"bandwidth": [float("nan")]}, "$.bandwidth[0]: must be > 0, not nan"),
         ({"latency": [float("inf")]}, "$.latency[0]: must be >= 0, not inf"),
@@ -255,7 +255,7 @@ TACCL = {"name": "x", "gpus_per_node": 2, "alpha": 1.0, "links": [[0, 1], [1, 0]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus_per_node": 10**9}, "$.gpus_per_node: Expected `int` <= 1024"),
+        ({"gpus_per_node": 10**9}, "$.gpus_per_node: must be a whole number <= 1024"),
         ({"gpus_per_node": 3}, "$.links: must be 3 rows of 3 numbers"),
         ({"links": [[0, 1], [1]]}, "$.links: must be 2 rows of 2 numbers"),
         ({"links": [[1, 1], [1, 0]]}, "$.links[0][0]: a GPU is not linked with itself"),
@@ -263,7 +263,7 @@ TACCL = {"name": "x", "gpus_per_node": 2, "alpha": 1.0, "links": [[0, 1], [1, 0]
         ({"betas": [[0, 0], [9, 0]]}, "$.betas[0][1]: must be > 0, not 0"),
         ({"betas": None}, "$.betas: is missing beside links"),
         ({"alpha": -1}, "$.alpha: must be >= 0, not -1"),
-        ({"alpha": "slow"}, "$.alpha: Expected `float`, got `str`"),
+        ({"alpha": "slow"}, "$.alpha: must be a number, not "),
         ({"links": None}, "$.node_betas_list: is missing"),
         ({"links": None, "node_betas_list": [1, 2, 3]}, "$.node_betas_list: must be one beta (a switch) or two"),
         ({"links": None, "node_betas_list": [-3]}, "$.node_betas_list[0]: must be > 0, not -3"),

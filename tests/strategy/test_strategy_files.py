@@ -75,7 +75,7 @@ HEAD = "stretto: strategy\nversion: 1\nname: s\nmodel: m\nmodel_digest: d\ndevic
         (HEAD.replace("version: 1", "version: 9") + "nodes: []\n", "version"),
         (HEAD.replace("strategy\n", "workload\n", 1) + "nodes: []\n", "stretto"),
         ("nodes: &a [*a]", "aliases"),
-        ("[1, 2]", "Expected `object`"),
+        ("[1, 2]", "must be a mapping"),
     ],
 )
 def test_bad_files_are_refused_in_one_line(text: str, said: str) -> None:

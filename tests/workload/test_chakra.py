@@ -14,6 +14,7 @@ from stretto.workload import chakra, kineto
 from stretto.workload import files as workload_files
 from stretto.workload.chakra_proto import RECV, SEND, decode, encode
 from stretto.workload.dag import COMM_KINDS, WHYS, Dep, Op, Workload
+from stretto.workload.trace_files import rank_files
 
 DATA = Path(__file__).parent / "data"
 
@@ -158,6 +159,13 @@ def test_files_of_one_job_are_read_together_or_not_at_all(tmp_path: Path) -> Non
     old.mkdir()
     (old / "job.0.et").write_bytes(encode({"stretto_workload": "x"}, [_node(0)]))
     assert "written by an older version of Stretto; write the trace again" in _error(old)
+
+
+def test_files_are_sorted_by_their_ascii_numbers_only(tmp_path: Path) -> None:
+    names = ["1\u00b23.et", "r9.et", "r10.et", "r\u0663.et"]
+    for name in names:
+        (tmp_path / name).touch()
+    assert [path.name for path in rank_files(tmp_path, (), (".et",))] == names
 
 
 def test_a_rank_without_ops_survives_the_round_trip(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def bench(
 
     if not 0 < budget < 1e6:
         raise InvalidInput(f"--budget: must be more than 0 and less than 1e6 seconds, not {budget:g}")
-    rank, world = place()
+    rank, world = place(command="bench")
     known = Cluster.load(cluster)
     if known.num_devices != world:
         raise InvalidInput(f"--cluster: {known.name} has {known.num_devices} devices, the job {world} ranks")

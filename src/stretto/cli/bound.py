@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import out, parse_ranks, progress
+from .common import check_root, out, parse_ranks, progress
 
 if TYPE_CHECKING:
+    from ..cluster import Cluster
     from ..collectives import Collective
 
 
@@ -20,7 +21,7 @@ def bound(
         str, typer.Option("--bytes", "-b", metavar="SIZE|LOW..HIGH", help="One size, a list, or a range.")
     ] = "64M",
     ranks: Annotated[str | None, typer.Option(help="Devices that take part: a count or a list such as 0-7,16.")] = None,
-    root: Annotated[int, typer.Option(help="Root of a broadcast, reduce, gather or scatter.")] = 0,
+    root: Annotated[int | None, typer.Option(help="Root of a broadcast, reduce, gather or scatter.")] = None,
     channels: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="Use only links of these channels.")] = None,
     factor: Annotated[float, typer.Option(help="By how much sizes grow in a range.")] = 4.0,
 ) -> None:
@@ -40,7 +41,7 @@ def bound(
     from ..units import format_bytes, format_us
 
     where = Cluster.load(cluster)
-    collective = _collective(what, parse_ranks(ranks, where.num_devices), root)
+    collective = _collective(what, where, ranks, root)
     sizes = parse_sizes(nbytes, factor=factor)
     names = None if channels is None else [name.strip() for name in channels.split(",")]
     with progress("bounding", len(sizes)) as advance:
@@ -63,14 +64,18 @@ def bound(
     console.print(verdict, markup=False)
 
 
-def _collective(what: str, devices: tuple[int, ...], root: int) -> Collective:
+def _collective(what: str, cluster: Cluster, ranks: str | None, root: int | None) -> Collective:
     from ..algorithms.base import collective_kind
-    from ..collectives import COLLECTIVES, ROOTED, load_collective
+    from ..collectives import COLLECTIVES, load_collective
     from ..errors import InvalidInput
 
     if Path(what).suffix or Path(what).exists():
+        for option, given in (("--ranks", ranks), ("--root", root)):
+            if given is not None:
+                raise InvalidInput(f"{option}: a file says this itself")
         return load_collective(what)
     kind = collective_kind(what)
+    rooted = check_root(kind, root)
     if kind in ("permute", "all_to_all_v"):
         raise InvalidInput(f"{kind}: needs pairs or counts; 'stretto collective show --save' makes a file to edit")
-    return COLLECTIVES[kind](devices, **({"root": root} if kind in ROOTED else {}))
+    return COLLECTIVES[kind](parse_ranks(ranks, cluster.num_devices), **rooted)

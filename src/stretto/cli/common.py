@@ -146,6 +146,21 @@ def parse_ranks(text: str | None, count: int) -> tuple[int, ...]:
     return tuple(ranks)
 
 
+def check_root(kind: str, root: int | None) -> dict[str, int]:
+    """The root as an option of a collective, where one was given; refused for a collective that has none.
+
+    >>> check_root("broadcast", 3), check_root("all_reduce", None)
+    ({'root': 3}, {})
+    """
+    from ..collectives import ROOTED
+
+    if root is None:
+        return {}
+    if kind not in ROOTED:
+        raise InvalidInput(f"--root: {kind} has no root; rooted are {', '.join(ROOTED)}")
+    return {"root": root}
+
+
 def parse_limits(min_bytes: str | None, max_bytes: str | None) -> dict[str, int]:
     """The ends of a range of sizes that were given, by name; ``0`` as the upper one is no limit.
 

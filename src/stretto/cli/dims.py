@@ -177,7 +177,9 @@ def plot(
     in_flight: Flight = 16,
     sharing: Sharing = "ordered",
     in_network: Offload = "",
-    window: Annotated[float, typer.Option(metavar="US", help="The HTML curves average over so much time.")] = 100.0,
+    window: Annotated[
+        float | None, typer.Option(metavar="US", help="The HTML curves average over so much time (default 100).")
+    ] = None,
     html: Html = None,
 ) -> None:
     """When each dimension has something to do (the paper's Fig. 9), one line per dimension; taller means busier.
@@ -191,6 +193,8 @@ def plot(
     from ..report.dims_html import activity_plot, activity_section
     from ..report.html import write_html
 
+    if window is not None and html is None:
+        raise InvalidInput("--window: is for the curves of --html, which is not given")
     dims, size = _dims(cluster, in_network), _size(nbytes)
     runs = [
         simulate(_plan(name, dims, collective, size, chunks, in_flight, sharing), in_flight=in_flight, sharing=sharing)
@@ -198,7 +202,10 @@ def plot(
     ]
     files = OutputFiles()
     title = f"{collective} on {cluster}"
-    files.write(html, lambda path: write_html(path, title=title, sections=[activity_section(runs, window_us=window)]))
+    averaged_us = 100.0 if window is None else window
+    files.write(
+        html, lambda path: write_html(path, title=title, sections=[activity_section(runs, window_us=averaged_us)])
+    )
     console = out()
     console.print(_about(cluster, collective, chunks, in_flight, sharing), markup=False, soft_wrap=True)
     console.print(activity_plot(runs, width=plot_width(console)))

@@ -226,13 +226,17 @@ def diff(
     Example:
       stretto plan diff old.json new.json
     """
+    from ..errors import PlanMismatch
     from ..planner.compare import diff as compare
     from ..planner.plan import Plan
     from ..report.plan_tables import changes_table
     from ..units import format_us
 
     old, new = Plan.load(before), Plan.load(after)
-    changes = compare(old, new)
+    try:
+        changes = compare(old, new)
+    except PlanMismatch as error:
+        raise PlanMismatch(f"{before}, {after}: {error}") from None
     console = out()
     if changes:
         console.print(changes_table(changes, before.name, after.name))

@@ -294,7 +294,7 @@ def _symmetric(
 
 def _read(path: str, collective: str | None) -> Runnable:
     from ..collectives.files import load_collective
-    from ..errors import InvalidInput
+    from ..errors import InvalidInput, VerificationError
     from ..programs import Lowered, Program
     from ..programs.formats import load_program
 
@@ -304,6 +304,10 @@ def _read(path: str, collective: str | None) -> Runnable:
             f"{path}: an MSCCL++ plan can be executed ('stretto program run') but not simulated; "
             f"simulate the program or the MSCCL XML it was made from"
         )
+    try:
+        program.verify()
+    except VerificationError as error:
+        raise VerificationError(f"{path}: {error}") from None
     return program
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..units import MAX_SEED
-from .common import out, parse_limits, parse_ranks, progress_console, with_multicast, write_json
+from .common import check_root, out, parse_limits, parse_ranks, progress_console, with_multicast, write_json
 from .outputs import PROGRAM, Output, OutputFiles, output
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def synth(
         str | None, typer.Option(help="Devices that take part: a count or a list such as 0-7,16. Default: all.")
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="Chunks per shard to begin with; makers may cut finer.")] = None,
-    root: Annotated[int, typer.Option(help="Root of a broadcast, reduce, gather or scatter.")] = 0,
+    root: Annotated[int | None, typer.Option(help="Root of a broadcast, reduce, gather or scatter.")] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Input and output share memory.")] = False,
     sketch: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A communication sketch: YAML, or TACCL's JSON.")
@@ -210,10 +210,10 @@ def _maker_options(pairs: list[str]) -> dict[str, dict[str, str]]:
 
 
 def _collective(
-    text: str, cluster: Cluster, ranks: str | None, chunks: int | None, root: int, in_place: bool
+    text: str, cluster: Cluster, ranks: str | None, chunks: int | None, root: int | None, in_place: bool
 ) -> Collective:
     from ..algorithms import collective_kind
-    from ..collectives import COLLECTIVES, ROOTED
+    from ..collectives import COLLECTIVES
     from ..errors import InvalidInput
 
     kind = collective_kind(text)
@@ -225,9 +225,7 @@ def _collective(
         if not 1 <= chunks <= 1 << 16:
             raise InvalidInput(f"--chunks: must be 1..{1 << 16}, not {chunks}")
         options["chunks"] = chunks
-    if kind in ROOTED:
-        options["root"] = root
-    return COLLECTIVES[kind](devices, **options)
+    return COLLECTIVES[kind](devices, **options, **check_root(kind, root))
 
 
 def _sketch(path: Path) -> Any:

@@ -263,6 +263,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ControllerC
     address = environment.get("STRETTO_CONTROLLER", "")
     if not address:
         return None
+    check_address(address)
     token = environment.get("STRETTO_TOKEN_FILE", "")
     if not token:
         raise InvalidInput("STRETTO_TOKEN_FILE: must name the file with the controller's token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -49,7 +50,7 @@ class DimRun:
 
         A chunk is there from when its stage got a slot until it gave it back.
         """
-        if not window_us > 0 or self.total_us / window_us > 1 << 20:
+        if not 0 < window_us < math.inf or self.total_us / window_us > 1 << 20:
             raise InvalidInput(f"window_us: must be > 0 and make at most {1 << 20} windows, not {window_us:g}")
         edges = np.arange(0.0, self.total_us + window_us, window_us)
         edges[-1] = max(self.total_us, edges[-2] + 1e-12) if len(edges) > 1 else self.total_us

@@ -23,8 +23,8 @@ def diff(before: Plan, after: Plan) -> list[PlanChange]:
     """Every decision that changed; plans of different workloads cannot be compared."""
     if before.workload_digest != after.workload_digest:
         raise PlanMismatch(
-            f"{before.name} is for {before.workload} ({before.workload_digest}), "
-            f"{after.name} for {after.workload} ({after.workload_digest})"
+            f"the plans are for different workloads: {before.workload} ({before.workload_digest}) and "
+            f"{after.workload} ({after.workload_digest})"
         )
     old, new = ({op.op: op for op in plan.ops} for plan in (before, after))
     changes = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +98,10 @@ class Lowered:
 
     def verify(self) -> VerificationReport:
         """Prove that the streams do what the collective asks; raises `VerificationError` if not."""
+        return self._report
+
+    @cached_property
+    def _report(self) -> VerificationReport:
         from .verify import verify_lowered
 
         return verify_lowered(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -127,14 +128,14 @@ def parse_sizes(text: str, *, factor: float = 4.0) -> tuple[int, ...]:
     >>> parse_sizes("64M"), parse_sizes("1K,1M"), parse_sizes("1Ki..100Ki")
     ((64000000,), (1000, 1000000), (1024, 4096, 16384, 65536, 102400))
     """
+    if not 1.1 <= factor < math.inf:
+        raise InvalidInput(f"factor: must be >= 1.1, not {factor:g}")
     if ".." not in text:
         sizes = tuple(parse_bytes(part) for part in text.split(","))
     else:
         low, high = (parse_bytes(part) for part in text.split("..", 1))
         if low > high:
             raise InvalidInput(f"size {text!r}: the range must rise")
-        if not factor >= 1.1:
-            raise InvalidInput(f"factor: must be >= 1.1, not {factor:g}")
         grown: list[int] = []
         size = float(low)
         while size < high and len(grown) <= MAX_SIZES:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
+from ..field_errors import explain
 from ..files import open_output, read_text, typed
 from ..simulator import Timeline
 
@@ -96,18 +97,18 @@ class _Head(msgspec.Struct):
 def _decode(text: bytes, kind: type[T], where: str) -> T:
     try:
         return msgspec.json.decode(text, type=typed(kind))
-    except (msgspec.DecodeError, RecursionError) as error:
-        message, _, field = str(error).rpartition(" - at ")
-        reason = f"{field.strip('`')}: {message}" if message else str(error)
-        raise InvalidInput(f"{where}: {reason}") from None
+    except msgspec.DecodeError as error:
+        raise InvalidInput(f"{where}: {explain(error)}") from None
+    except RecursionError:
+        raise InvalidInput(f"{where}: nested too deeply") from None
 
 
 def _column(raw: msgspec.Raw, whole: bool, where: str) -> NDArray[Any]:
     if whole:
-        wide = np.array(_decode(bytes(raw), list[int], where) or np.zeros(0), np.float64)
-        if np.any(np.abs(wide) >= 1 << 31):
-            raise InvalidInput(f"{where}: {wide[np.argmax(np.abs(wide))]:g} is out of range")
-        return wide.astype(np.int32)
+        wide = _decode(bytes(raw), list[int], where)
+        if largest := max(map(abs, wide), default=0) >> 31:
+            raise InvalidInput(f"{where}: a number of {31 + largest.bit_length()} bits is out of range")
+        return np.array(wide, np.int32)
     return np.array(_decode(bytes(raw), list[float], where), np.float64)
 
 

@@ -111,10 +111,7 @@ class Maker:
             plain = value
             if str(kind).startswith("list"):
                 plain = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
-            try:
-                found[name] = convert(plain, kind, where=f"option {name} of {self.name}", strict=not _is_text(plain))
-            except InvalidInput as error:
-                raise InvalidInput(f"{error}, not {value!r}") from None
+            found[name] = convert(plain, kind, where=f"option {name} of {self.name}", strict=not _is_text(plain))
         return found
 
     def tasks(self, problem: SynthesisProblem) -> list[MakerTask]:

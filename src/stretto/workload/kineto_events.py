@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import InvalidInput, unknown
+from ..field_errors import explain
 from ..files import typed
 from .dag import MAX_RANKS
 from .trace_files import read_bytes
@@ -127,9 +128,8 @@ def decode(path: Path) -> Events:
     try:
         file = msgspec.json.decode(data, type=typed(_File))
     except msgspec.ValidationError as error:
-        text, _, at = str(error).rpartition(" - at ")
-        where = f"{at.strip('`')}: {text}" if text else f"not a profiler trace: {error}"
-        raise InvalidInput(f"{path}: {where}") from None
+        said = explain(error)
+        raise InvalidInput(f"{path}: {said if said.startswith('$') else f'not a profiler trace: {said}'}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{path}: not valid JSON: {error}") from None
     del data

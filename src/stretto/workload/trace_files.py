@@ -73,5 +73,5 @@ def rank_files(path: str | Path, peers: Sequence[str | Path], endings: Iterable[
 
 def _natural(path: Path) -> list[tuple[int, int, str]]:
     """A sort key for file names that puts ``rank10`` after ``rank9``."""
-    parts = re.split(r"(\d{1,18})", path.name)
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts]
+    parts = re.split(r"([0-9]{1,18})", path.name)
+    return [(1, int(part), "") if part.isascii() and part.isdigit() else (0, 0, part) for part in parts]

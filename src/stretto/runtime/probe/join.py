@@ -15,8 +15,8 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_RANKS = 4096
 
 
-def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """This process's rank and the number of ranks, as torchrun and the lab set them.
+def place(environment: Mapping[str, str] = os.environ, *, command: str = "probe") -> tuple[int, int]:
+    """This process's rank and the number of ranks, as torchrun and the lab set them; errors quote the `command`.
 
     >>> place({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "29500"})
     (1, 4)
@@ -25,7 +25,7 @@ def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     if missing:
         raise InvalidInput(
             f"{missing[0]} is not set: every rank runs this command, as in "
-            "'torchrun --nproc-per-node 4 -m stretto probe ...' or 'stretto lab run -- stretto probe ...'"
+            f"'torchrun --nproc-per-node 4 -m stretto {command} ...' or 'stretto lab run -- stretto {command} ...'"
         )
     numbers = []
     for name, most in (("RANK", MAX_RANKS - 1), ("WORLD_SIZE", MAX_RANKS), ("MASTER_PORT", 65535)):
