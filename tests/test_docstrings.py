@@ -19,6 +19,7 @@ DONE = [
     "algorithms",
     "cluster",
     "collectives",
+    "dimensions",
     "errors.py",
     "files.py",
     "highs.py",

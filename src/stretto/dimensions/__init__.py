@@ -1,4 +1,4 @@
-"""Collectives over multi-dimensional networks: which dimension each chunk visits when."""
+"""Collectives over multi-dimensional networks: schedules that say which dimension each chunk visits when."""
 
 from .balance import best_us, resolve, stretto
 from .model import Dim, dims_of, ideal_us, split

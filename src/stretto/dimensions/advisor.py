@@ -27,16 +27,16 @@ JUST_ENOUGH, OVER, UNDER = "just enough", "over-provisioned", "under-provisioned
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """How the outer of two dimensions is provisioned for the inner one."""
+    """The provisioning of the outer of two dimensions in relation to the inner one."""
 
     inner: int
     outer: int
     ratio: float
-    """How long the outer one sends in the baseline, over how long the inner one does."""
+    """The time that the outer dimension sends in the baseline, divided by that of the inner dimension."""
 
     @property
     def verdict(self) -> str:
-        """In the paper's words."""
+        """The provisioning in the paper's words: just enough, over-provisioned or under-provisioned."""
         if abs(self.ratio - 1) <= CLOSE:
             return JUST_ENOUGH
         return OVER if self.ratio < 1 else UNDER
@@ -44,7 +44,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Increment:
-    """What a little more bandwidth in one dimension brings for large all-reduces."""
+    """The speedups of large all-reduces from `gb_per_s` more bandwidth in one dimension."""
 
     dim: int
     gb_per_s: float
@@ -54,22 +54,22 @@ class Increment:
 
     @property
     def pays(self) -> bool:
-        """Whether some schedule makes use of at least nine tenths of it."""
+        """Whether the best schedule gains at least nine tenths of what the ideal gains."""
         return self.best_speedup - 1 >= 0.9 * (self.ideal_speedup - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to know about a network's bandwidth; utilisations are those of a large all-reduce, without latency."""
+    """An assessment of a network's bandwidth; utilisations are those of a large all-reduce, without latency."""
 
     dims: tuple[Dim, ...]
     pairs: tuple[Pair, ...]
     baseline_utilization: float
     best_utilization: float
-    """No order of any chunk can use more."""
+    """The most that any orders of chunks can use."""
     increments: tuple[Increment, ...]
     usable: tuple[tuple[float, float], ...]
-    """For each dimension, the least and the most part of the total that can be used fully there."""
+    """For each dimension, the least and the largest part of the total bandwidth that can be used fully there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class BandwidthSplit:
 
 
 def advise(dims: Sequence[Dim], *, increment: float = 0.1) -> Advice:
-    """Look at a network; increments are `increment` of its total bandwidth, in one dimension at a time.
+    """Assess a network; each increment adds `increment` times its total bandwidth to one dimension.
 
     >>> dims = [Dim(kind="switch", size=4, gb_per_s=g, step_us=0) for g in (100, 50)]
     >>> advice = advise(dims)
@@ -116,7 +116,7 @@ def advise(dims: Sequence[Dim], *, increment: float = 0.1) -> Advice:
 
 
 def just_enough(dims: Sequence[Dim], gb_per_s: float) -> BandwidthSplit:
-    """The split of a total that every scheduler uses fully, even the baseline.
+    """The split of a total bandwidth that every scheduler uses fully, even the baseline.
 
     >>> dims = [Dim(kind="switch", size=size, gb_per_s=1, step_us=0) for size in (16, 8, 8)]
     >>> [round(rate, 2) for rate in just_enough(dims, 300).gb_per_s]
@@ -128,7 +128,7 @@ def just_enough(dims: Sequence[Dim], gb_per_s: float) -> BandwidthSplit:
 
 
 def nearest(dims: Sequence[Dim], gb_per_s: float) -> BandwidthSplit:
-    """The split of a total that is nearest to today's proportions and that some schedule uses fully."""
+    """The split of a total bandwidth nearest to today's proportions among those that some schedule uses fully."""
     dims = _checked(dims)
     total = _total(gb_per_s)
     today = np.array([dim.gb_per_s for dim in dims])
@@ -158,7 +158,7 @@ def _split(dims: tuple[Dim, ...], rates: Sequence[float]) -> BandwidthSplit:
 
 
 def _times(dims: tuple[Dim, ...]) -> tuple[float, float, float]:
-    """How long a large all-reduce takes in the baseline, at best, and ideally."""
+    """The times of a large all-reduce in the baseline, at best, and ideally."""
     nbytes = 1e9
     baseline = 2 * max(order_loads(dims, range(len(dims)), nbytes))
     return baseline, best_us(dims, "all_reduce", nbytes), ideal_us(dims, "all_reduce", nbytes)

@@ -1,9 +1,9 @@
-"""Our scheduler: a linear program decides how much data goes which way, the simulator in what pieces and which turn.
+"""Stretto's scheduler: a linear program decides how much data visits the dimensions in which order.
 
-Whatever the order of a chunk's stages, the dimension it visits first sees all its bytes and the last one hardly any. A
-linear program over the orders finds the shares with which all dimensions send equally long, and a vertex of it uses
-at most as many orders as there are dimensions. Its optimal vertices, the turns of the chunks, the orders of their
-all-gathers and the queue disciplines are tried in the simulator, and the best is kept.
+The dimension that a chunk visits first sees all its bytes, and the last one hardly any. A linear program over the
+orders finds the shares with which all dimensions send equally long, and a vertex of it uses at most as many orders as
+there are dimensions. Its optimal vertices, the turns of the chunks, the orders of their all-gathers and the queue
+disciplines are tried in the simulator, and the best schedule is kept.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .schedulers import CHUNKS, baseline, check_request, themis, way
 from .simulation import IN_FLIGHT, DimRun, simulate
 
 MAX_BALANCED = 6
-"""Dimensions whose orders fit into one linear program."""
+"""The most dimensions whose orders fit into one linear program."""
 VERTICES = 40
 PATIENCE = 8
-"""Vertices in a row that may bring nothing."""
+"""The number of vertices in a row without improvement after which the search ends."""
 GOOD_ENOUGH = 0.999
 POOR = 0.95
-"""Below this share of the bandwidth, latency rules and fewer chunks are tried, too."""
+"""The share of the bandwidth below which latency dominates, so that fewer chunks are tried, too."""
 
 Order = tuple[int, ...]
 
@@ -45,7 +45,23 @@ def stretto(
     sharing: str = "ordered",
     seed: int = 0,
 ) -> DimSchedule:
-    """The best schedule found with at most `chunks` chunks, never slower than baseline and Themis in the same model."""
+    """The best schedule found, which is never slower than the baseline and Themis in the same model.
+
+    Args:
+        dims: The dimensions, 1..6.
+        collective: "all_reduce", "reduce_scatter" or "all_gather".
+        nbytes: The bytes of the larger buffer of a device, > 0.
+        chunks: The most chunks, 1..65536.
+        in_flight: The most stages that share a dimension, as in `simulate`.
+        sharing: "ordered" or "equal", as in `simulate`.
+        seed: The seed of the search.
+
+    Returns:
+        The schedule, called "stretto".
+
+    Raises:
+        InvalidInput: An argument is out of range.
+    """
     check_seed(seed)
     dims = _balanceable(dims)
     check_request(collective, chunks)
@@ -80,7 +96,20 @@ def stretto(
 def resolve(
     schedule: DimSchedule, gb_per_s: Sequence[float], *, in_flight: int = IN_FLIGHT, sharing: str = "ordered"
 ) -> DimSchedule:
-    """A new schedule of the same collective for the bandwidth that was measured in each dimension."""
+    """Schedule the same collective anew for the bandwidth that was measured in each dimension.
+
+    Args:
+        schedule: The schedule in use.
+        gb_per_s: The measured rate of a device in each dimension.
+        in_flight: The most stages that share a dimension, as in `simulate`.
+        sharing: "ordered" or "equal", as in `simulate`.
+
+    Returns:
+        A new schedule with at most as many chunks.
+
+    Raises:
+        InvalidInput: There is not one rate per dimension, or a rate is out of range.
+    """
     if len(gb_per_s) != len(schedule.dims):
         raise InvalidInput(f"gb_per_s: {len(gb_per_s)} rates for {len(schedule.dims)} dimensions")
     dims = [replace(dim, gb_per_s=rate) for dim, rate in zip(schedule.dims, gb_per_s, strict=True)]
@@ -90,9 +119,15 @@ def resolve(
 
 
 def best_us(dims: Sequence[Dim], collective: str, nbytes: float) -> float:
-    """How soon the busiest dimension can be done when data may go in any order, without latency and headers.
+    """The least time of the busiest dimension when data may visit the dimensions in any order; no schedule is faster.
 
-    No schedule is faster.
+    Args:
+        dims: The dimensions, 1..6; their latencies and headers are left out.
+        collective: "all_reduce", "reduce_scatter" or "all_gather".
+        nbytes: The bytes of the larger buffer of a device, > 0.
+
+    Returns:
+        The time in microseconds.
 
     >>> thin = [Dim(kind="ring", size=4, gb_per_s=g, step_us=0) for g in (100, 5)]
     >>> round(best_us(thin, "all_reduce", 16e6), 6)  # the second ring has 16/4 (1 - 1/4) MB to send, twice
@@ -109,9 +144,16 @@ def best_us(dims: Sequence[Dim], collective: str, nbytes: float) -> float:
 def balanced_shares(
     dims: Sequence[Dim], nbytes: float, *, alone: bool = False, seed: int | None = None
 ) -> dict[Order, float]:
-    """How much of the data goes through the dimensions in which order, so that the busiest is done soonest.
+    """The share of the data for each order of the dimensions, so that the busiest dimension is done soonest.
 
-    With a seed, a random one among the optimal vertices. `alone` as in `Dim.wire_bytes`.
+    Args:
+        dims: The dimensions.
+        nbytes: The bytes on each device before the first stage.
+        alone: Whether the collective is only a reduce-scatter or only an all-gather.
+        seed: The seed of a random choice among the optimal vertices; the solver's own vertex when not given.
+
+    Returns:
+        The share of each order that is used; they add up to 1.
     """
     orders, loads = _orders(dims, nbytes, alone=alone)
     scale = max(float(loads.max()), *(dim.latency_us for dim in dims))
@@ -155,7 +197,7 @@ def _vertex(loads: NDArray[np.float64], latency: Sequence[float], seed: int | No
 def _balanced(
     dims: tuple[Dim, ...], collective: str, nbytes: float, chunks: int, seed: int
 ) -> Iterator[list[DimSchedule]]:
-    """The schedules to try, those of one vertex together."""
+    """The schedules to try, as one list per vertex of the linear program."""
     seen: set[tuple[tuple[Order, int], ...]] = set()
     alone = collective != "all_reduce"
     in_vain = 0
@@ -187,8 +229,8 @@ def _pieces(shares: dict[Order, float], collective: str, chunks: int) -> Iterato
     yield spread, "fifo"
     yield tuple(itertools.chain(*blocks)), "johnson"
     if collective == "all_reduce":
-        # Chunks that were reduced in one order and are gathered in that of another: the loads stay what they are, and
-        # a chunk does not have to go straight back to the dimension that it has just been through.
+        # Gather each chunk in the order of another chunk: the loads stay the same, and a chunk does not have to go
+        # straight back to the dimension that it has just been through.
         half = len(spread) // 2
         for others in (spread[::-1], spread[half:] + spread[:half]):
             yield (
@@ -198,7 +240,10 @@ def _pieces(shares: dict[Order, float], collective: str, chunks: int) -> Iterato
 
 
 def _cut(shares: dict[Order, float], collective: str, chunks: int) -> list[list[DimChunk]]:
-    """Chunks in proportion to the shares (at least one of each order); their sizes make up for the rounding."""
+    """Cut the data into chunks, in number proportional to the shares (at least one of each order).
+
+    The sizes of the chunks make up for the rounding of their numbers.
+    """
     orders = sorted(shares, key=lambda order: -shares[order])[:chunks]
     total = sum(shares[order] for order in orders)
     counts = dict.fromkeys(orders, 1)

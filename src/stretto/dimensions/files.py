@@ -64,14 +64,14 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def save(schedule: DimSchedule, path: str | Path) -> None:
-    """Write the file form."""
+    """Write a schedule as versioned JSON, with its digest."""
     data = _plain(schedule)
     data["digest"] = schedule.digest
     write_file(path, msgspec.json.encode(data) + b"\n")
 
 
 def load(path: str | Path) -> DimSchedule:
-    """Read the file form; whatever is wrong is one line that names the field."""
+    """Read a schedule from its JSON file; `InvalidInput` names the file and the bad field."""
     where = str(path)
     data = convert(parse_json(read_text(path), where=where), _File, where=where)
     if data.version != VERSION:

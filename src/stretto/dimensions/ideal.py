@@ -1,10 +1,10 @@
-"""What no system can beat: training steps on a network whose bandwidth can be shared and interrupted at will.
+"""A bound for training steps: a network whose bandwidth can be shared and interrupted at will.
 
 Every collective has to put some bytes into any set X of dimensions, whatever the orders of its chunks: at least those
-of the order that visits X last. So X is a machine on which collective i needs a time; it cannot begin before its head
-(the longest way there, each collective on it alone and without latency), and after it at least its tail is to do. One
-machine that may interrupt its jobs is best served by the longest tail first, and how long it then takes bounds every
-system. The largest over all X, and the longest way through all ops, is the ideal time.
+of the order that visits X last. So X is a machine on which each collective needs some time. A collective cannot begin
+before its head (the longest path of ops before it, each alone and without latency), and after it at least its tail
+(the longest path behind it) has to run. A machine that may interrupt its jobs does best with the longest tail first,
+and its time then bounds every system. The ideal time is the largest over all X and over the longest path of ops.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .model import RS, Dim, Part
 
 Floats = NDArray[np.float64]
 PIECES = 8
-"""Of a flow that cannot use all of a machine: its end alone does not say how much of it has to be late."""
+"""The pieces of a flow that cannot use all of a machine: its end alone does not say how much of it has to be late."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What an op asks for: time of its own, or (`kind` not empty) a collective over parts of the dimensions."""
+    """The needs of an op: a duration, or (where `kind` is not empty) a collective over parts of the dimensions."""
 
     after: tuple[int, ...]
     duration_us: float = 0.0
@@ -36,7 +36,7 @@ class Need:
 
 
 def relaxed(rates: Sequence[float], needs: Sequence[Need]) -> tuple[Floats, Floats, float, int]:
-    """When each op can begin and end at the earliest, the least time of all, and the op that is last to be served.
+    """The earliest begin and end of each op, the least total time, and the op that is last to be served.
 
     `rates` are bytes per us of each dimension; ops may only wait for earlier ones.
     """
@@ -83,9 +83,9 @@ def relaxed(rates: Sequence[float], needs: Sequence[Need]) -> tuple[Floats, Floa
 
 
 def _pieces(nbytes: float, most: float, capacity: float, head: float, tail: float) -> Iterator[tuple[float, ...]]:
-    """Head, body and tail of a flow on a machine of that capacity; one that cannot use all of it comes in pieces.
+    """Head, body and tail of a flow on a machine of some capacity; a flow that cannot use all of it comes in pieces.
 
-    A piece cannot begin before those before it could be sent, and after it those behind it are still to be sent.
+    A piece cannot begin before the earlier pieces could be sent, and after it the later pieces are still to be sent.
     """
     count = PIECES if most < capacity * (1 - 1e-9) else 1
     alone = nbytes / most
@@ -94,7 +94,15 @@ def _pieces(nbytes: float, most: float, capacity: float, head: float, tail: floa
 
 
 def longest_tail_first(head: Floats, body: Floats, tail: Floats) -> tuple[float, int]:
-    """How long one machine that may interrupt its jobs takes at least until the last tail is over, and whose that is.
+    """The least time until the last tail is over, on one machine that may interrupt its jobs.
+
+    Args:
+        head: The earliest begin of each job, >= 0.
+        body: The time that each job needs on the machine, >= 0.
+        tail: The time that passes after each job, off the machine, >= 0.
+
+    Returns:
+        The time, and the job whose tail is the last to end.
 
     >>> longest_tail_first(np.array([0.0, 1.0]), np.array([4.0, 2.0]), np.array([0.0, 10.0]))  # the second cuts in
     (13.0, 1)
@@ -124,7 +132,7 @@ def longest_tail_first(head: Floats, body: Floats, tail: Floats) -> tuple[float,
 
 @cache
 def _least(kind: str, parts: tuple[Part, ...], rates: tuple[float, ...]) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """For each set of dimensions, what a byte of the collective puts into it at least: flows, and their most rates."""
+    """For each set of dimensions the flows that one byte of the collective puts into it: (least bytes, most rate)."""
     sets = range(1, 1 << len(rates))
     if kind == "all_to_all":
         return tuple(tuple((dim.all_to_all_bytes(1.0), rates[at]) for at, dim in parts if x >> at & 1) for x in sets)
@@ -136,7 +144,7 @@ def _least(kind: str, parts: tuple[Part, ...], rates: tuple[float, ...]) -> tupl
 
 
 def _fewest(kind: str, parts: tuple[Part, ...], chosen: int) -> float:
-    """By what has been visited: how the bytes sent so far into the chosen dimensions are the fewest."""
+    """The fewest bytes that any order sends into the chosen dimensions, by dynamic programming over visited sets."""
     dims: list[Dim] = [dim for _, dim in parts]
     alone = kind != "all_reduce"
     fewest = [0.0] + [np.inf] * ((1 << len(parts)) - 1)

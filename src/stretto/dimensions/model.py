@@ -1,4 +1,4 @@
-"""The dimensions of a network, and what one stage of a hierarchical collective costs in each."""
+"""The dimensions of a network, and the cost of one stage of a hierarchical collective in each."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ STEADY_CHUNKS = 8
 LEAST_RATE, MOST_RATE = 1e-6, 1e9
 MOST_US = 1e9
 MOST_BYTES = 1e18
-"""Beyond these a clock of 53 bits no longer tells stages apart."""
+"""The limits of rates, times and sizes: beyond them a clock of 53 bits no longer tells stages apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dim:
     """One dimension: `size` devices, each with `gb_per_s` into it, and `step_us` for the smallest message.
 
-    With `in_network` its switch reduces and multicasts: there is one step, all of the data goes up for a reduce-scatter
-    and comes down for an all-gather. In an all-reduce the two passes use different directions, so that each counts half
-    of its bytes. That is an average over many chunks, of which some go up while others come down: the up-pass of one
-    chunk alone takes twice as long as it says. All-reduces in fewer than `STEADY_CHUNKS` are therefore refused.
-    Every packet of up to `packet_bytes` carries `header_bytes` more, which count as its payload does.
+    With `in_network` its switch reduces and multicasts: there is one step, in which all of the data goes up for a
+    reduce-scatter and comes down for an all-gather. In an all-reduce the two passes use different directions, so that
+    each pass counts half of its bytes. That is an average over many chunks, of which some go up while others come
+    down: the up-pass of one chunk alone takes twice as long. All-reduces in fewer than `STEADY_CHUNKS` chunks are
+    therefore refused. Every packet of up to `packet_bytes` carries `header_bytes` more, which count like payload.
     """
 
     kind: str
@@ -60,30 +60,37 @@ class Dim:
 
     @property
     def algorithm(self) -> str:
-        """How a stage runs in it."""
+        """The name of the algorithm that a stage runs in this dimension."""
         return ALGORITHMS[self.kind]
 
     @property
     def bytes_per_us(self) -> float:
-        """The rate in the simulator's units."""
+        """The rate in the simulator's units, bytes per microsecond."""
         return self.gb_per_s * 1e3
 
     @property
     def steps(self) -> int:
-        """The steps of one reduce-scatter or all-gather."""
+        """The number of steps of one reduce-scatter or all-gather."""
         if self.in_network or self.kind == "fully_connected":
             return 1
         return self.size - 1 if self.kind == "ring" else math.ceil(math.log2(self.size))
 
     @property
     def latency_us(self) -> float:
-        """What one stage costs beside its bytes (A_K of the paper)."""
+        """The time of one stage beside that of its bytes (A_K of the paper)."""
         return self.steps * self.step_us
 
     def wire_bytes(self, stage: str, before: float, *, alone: bool = False) -> float:
-        """What each device sends in a stage that begins with `before` bytes on it.
+        """The bytes that each device sends in a stage, headers included.
 
-        `alone`: the collective is only a reduce-scatter or only an all-gather, so that nothing goes the other way.
+        Args:
+            stage: "reduce_scatter" or "all_gather".
+            before: The bytes on each device when the stage begins, >= 0.
+            alone: Whether the collective is only a reduce-scatter or only an all-gather, so that nothing goes the other
+                way.
+
+        Returns:
+            The bytes per device.
 
         >>> Dim(kind="ring", size=4, gb_per_s=100, step_us=1).wire_bytes("all_gather", 8.0)
         24.0
@@ -96,7 +103,16 @@ class Dim:
         return payload + self.header_bytes * packets * (0.5 if self.in_network and not alone else 1.0)
 
     def payload_bytes(self, stage: str, before: float, *, alone: bool = False) -> float:
-        """The same without headers: in proportion to `before`."""
+        """The bytes that each device sends in a stage without headers; they are proportional to `before`.
+
+        Args:
+            stage: "reduce_scatter" or "all_gather".
+            before: The bytes on each device when the stage begins, >= 0.
+            alone: Whether the collective is only a reduce-scatter or only an all-gather.
+
+        Returns:
+            The bytes per device.
+        """
         whole = before if stage == RS else before * self.size
         if self.in_network:
             return whole * (1.0 if alone else 0.5)
@@ -110,11 +126,11 @@ class Dim:
         return [whole / self.size] * (self.size - 1)
 
     def after(self, stage: str, before: float) -> float:
-        """What each device holds when the stage is over."""
+        """The bytes that each device holds when a stage that began with `before` bytes is over."""
         return before / self.size if stage == RS else before * self.size
 
     def all_to_all_bytes(self, nbytes: float) -> float:
-        """What each device sends for its part of an all-to-all; in a ring all that passes by, too."""
+        """The bytes that each device sends for its part of an all-to-all; in a ring, including what it forwards."""
         hops = self.size**2 // 4 if self.kind == "ring" else self.size - 1
         return nbytes * hops / self.size
 
@@ -122,7 +138,7 @@ class Dim:
 def dims_of(cluster: Cluster, *, in_network: Sequence[int] = ()) -> tuple[Dim, ...]:
     """The dimensions of a cluster with more than one device, from the innermost on.
 
-    Those of them numbered in `in_network`, from 0 on, reduce in their switches.
+    The dimensions whose numbers (from 0 on) are in `in_network` reduce in their switches.
     """
     if not cluster.dimensions:
         raise InvalidInput(f"cluster {cluster.name}: has no dimensions; themis_2d_sw_sw and torus:8x8 have some")
@@ -139,14 +155,14 @@ def dims_of(cluster: Cluster, *, in_network: Sequence[int] = ()) -> tuple[Dim, .
 
 
 def check_dims(dims: Sequence[Dim]) -> tuple[Dim, ...]:
-    """Refuse none, and too many: their orders are counted in factorials."""
+    """Refuse an empty list of dimensions, and more than `MAX_DIMS`: the number of their orders is a factorial."""
     if not 1 <= len(dims) <= MAX_DIMS:
         raise InvalidInput(f"dims: must be 1..{MAX_DIMS}, not {len(dims)}")
     return tuple(dims)
 
 
 Part = tuple[int, Dim]
-"""What a group uses of the dimension with this number: all of it, or a smaller one."""
+"""A group's part of a dimension: the dimension's number, and the dimension or a smaller one inside it."""
 
 
 def split(dims: Sequence[Dim], inner: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
@@ -177,7 +193,17 @@ def split(dims: Sequence[Dim], inner: int) -> tuple[tuple[Part, ...], tuple[Part
 
 
 def order_loads(dims: Sequence[Dim], order: Sequence[int], nbytes: float, *, alone: bool = False) -> list[float]:
-    """How long each dimension sends for one reduce-scatter in this order (or one all-gather in the reverse)."""
+    """The time that each dimension sends for one reduce-scatter in this order (or one all-gather in the reverse order).
+
+    Args:
+        dims: The dimensions.
+        order: The numbers of the dimensions in the order of the stages.
+        nbytes: The bytes on each device before the first stage.
+        alone: Whether the collective is only a reduce-scatter or only an all-gather.
+
+    Returns:
+        Microseconds per dimension, without latency.
+    """
     loads = [0.0] * len(dims)
     size = nbytes
     for at in order:
@@ -187,10 +213,21 @@ def order_loads(dims: Sequence[Dim], order: Sequence[int], nbytes: float, *, alo
 
 
 def ideal_us(dims: Sequence[Dim], collective: str, nbytes: float) -> float:
-    """The time at which every dimension sends all the time: no schedule can be faster.
+    """The time in which every dimension sends all the time: no schedule can be faster.
 
     Whatever the order of the dimensions, a device sends ``nbytes (1 - 1/N)`` in each pass. Where switches reduce, the
-    order matters, and the one with the least traffic counts. Headers and latencies are left out.
+    order matters, and the order with the least traffic counts. Headers and latencies are left out.
+
+    Args:
+        dims: The dimensions, 1..8.
+        collective: "all_reduce", "reduce_scatter" or "all_gather".
+        nbytes: The bytes of the larger buffer of a device, > 0.
+
+    Returns:
+        The time in microseconds.
+
+    Raises:
+        InvalidInput: The collective is unknown, or there are too many dimensions.
     """
     if collective not in COLLECTIVES:
         raise unknown("collective", collective, COLLECTIVES)

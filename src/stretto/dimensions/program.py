@@ -1,4 +1,4 @@
-"""A schedule as a real `Program`: every message of every device, verified, and simulated link by link.
+"""Schedules as real `Program`s: every message of every device, verified, and simulated link by link.
 
 The order in which stages begin is kept by the connections: round r of a stage uses lane r of each pair of devices, a
 connection carries its messages in program order, and the program lists stages in the order in which they begin. Stages
@@ -28,11 +28,12 @@ from .simulation import MAX_IN_FLIGHT, simulate
 
 UNITS = 256
 MAX_MOVES = 1 << 24
-"""Pieces that all devices send together: beyond, the one-representative model is what to use."""
+"""The most pieces that all devices send together; for more, use `dimensions.simulate`, where one device stands for
+all."""
 
 
 def quantized(schedule: DimSchedule, *, units: int = UNITS) -> DimSchedule:
-    """The same with shares that are multiples of ``1 / units`` (even ones, where a ring needs two halves)."""
+    """The schedule with shares rounded to multiples of ``1 / units`` (even multiples where a ring needs two halves)."""
     least = 2 if any(dim.kind == "ring" and dim.size > 2 for dim in schedule.dims) else 1
     parts = units // least
     if parts * least != units or parts < len(schedule.chunks):
@@ -50,17 +51,29 @@ def quantized(schedule: DimSchedule, *, units: int = UNITS) -> DimSchedule:
 
 
 def moves(schedule: DimSchedule, *, units: int = UNITS) -> int:
-    """How many pieces all devices send together in the schedule's program: what memory and time it takes."""
+    """The number of pieces that all devices send together in the schedule's program; memory and time grow with it."""
     count = math.prod(dim.size for dim in schedule.dims)
     payload = replace(schedule, dims=tuple(replace(dim, header_bytes=0.0) for dim in schedule.dims)).stages.wire_bytes
     return round(float(payload.sum()) / schedule.nbytes * units * count**2)
 
 
 def program(schedule: DimSchedule, *, units: int = UNITS, in_place: bool = False) -> Program:
-    """The schedule's messages between all devices; device ``c0 + d0 (c1 + d1 (c2 + ...))`` has coordinates c.
+    """Make the schedule's messages between all devices.
 
-    Shares are rounded to multiples of ``1 / units``. Stages begin in the schedule's `order`, or else in the order in
-    which they do with any number of them in flight.
+    Device ``c0 + d0 (c1 + d1 (c2 + ...))`` has coordinates c. Stages begin in the schedule's `order`, or else in the
+    order in which they do with any number of them in flight.
+
+    Args:
+        schedule: The schedule; its dimensions do not reduce in the network.
+        units: Shares are rounded to multiples of ``1 / units``; at least one unit per chunk (two where there are
+            rings).
+        in_place: Whether input and output share memory.
+
+    Returns:
+        The program, not verified yet.
+
+    Raises:
+        InvalidInput: Switches reduce, `units` does not fit, or there would be more than `MAX_MOVES` pieces.
     """
     if any(dim.in_network for dim in schedule.dims):
         raise InvalidInput("dims: a Program cannot say yet that switches reduce; without in_network it can")
@@ -79,11 +92,22 @@ def program(schedule: DimSchedule, *, units: int = UNITS, in_place: bool = False
 
 
 def best_program(schedule: DimSchedule, cluster: Cluster, *, units: int = UNITS) -> tuple[Program, Timeline]:
-    """The program, and its run on the links of a cluster, with the order that does best there.
+    """The program with the order of stages that does best on the links of a cluster, and its run there.
 
     A link serves messages in the order in which they ask and knows no priorities; so the orders in which stages begin
-    with different numbers of them in flight are tried. So are, for an all-gather, the best reduce-scatter with time
-    running backwards (and the other way round), and for an all-reduce the best of both one after the other.
+    with different numbers of them in flight are tried. For an all-gather the best reduce-scatter with time running
+    backwards is tried, too (and the other way round), and for an all-reduce the best of both one after the other.
+
+    Args:
+        schedule: The schedule; its own `order` is ignored.
+        cluster: The cluster, whose dimensions are those of the schedule.
+        units: As in `program`.
+
+    Returns:
+        The program and its timeline.
+
+    Raises:
+        InvalidInput: See `program`.
     """
     schedule = quantized(replace(schedule, order=()), units=units)
     if schedule.collective == "all_reduce":
@@ -129,7 +153,7 @@ def _mirrored_schedule(schedule: DimSchedule) -> DimSchedule:
 
 
 def _backwards(found: Program, run: Timeline) -> Program:
-    """The opposite half: every message the other way, the last first; one lane, so that links keep that order."""
+    """The opposite half: every message in the other direction, the last first, on one lane to keep that order."""
     kind = AG if found.collective.kind == RS else RS
     collective = COLLECTIVES[kind](found.collective.num_ranks, chunks=found.collective.chunks)
     step = np.empty(found.num_transfers, np.int64)
@@ -141,7 +165,7 @@ def _backwards(found: Program, run: Timeline) -> Program:
 
 
 def _joined(first: Program, second: Program, units: int) -> Program:
-    """An all-reduce from its halves; pieces follow their own dependencies from one to the other."""
+    """Join two halves to an all-reduce; each piece goes on to the second half as soon as its own sums are ready."""
     count = first.collective.num_ranks
     both = (first, second)
     block, piece = np.divmod(np.concatenate([each.chunk for each in both]), units)
@@ -178,7 +202,7 @@ class _Messages:
         self.block, self.piece = (1, math.prod(self.sizes)) if whole else (units, 1)
 
     def add(self, position: int, row: int) -> None:
-        """One stage in all lines of devices along its dimension."""
+        """Add the messages of one stage, in all lines of devices along its dimension."""
         table = self.schedule.stages
         number = int(table.chunk[row])
         chunk = self.schedule.chunks[number]
@@ -193,7 +217,7 @@ class _Messages:
         rounds = self.rounds[dim, reduce]
         ways: list[tuple[list[Round], NDArray[np.int64]]] = [(rounds, pieces)]
         if self.schedule.dims[dim].kind == "ring" and self.sizes[dim] > 2:
-            # Half goes round the other way, so that both links of every device are used.
+            # Half of the pieces goes round in the other direction, so that both links of every device are used.
             half = len(pieces) // 2
             ways = [(rounds, pieces[:half]), (_mirrored(rounds, self.sizes[dim]), pieces[half:])]
         for way, some in ways:
@@ -205,7 +229,8 @@ class _Messages:
         others = [d for d in range(len(self.sizes)) if d != dim]
         places = {d: np.arange(self.sizes[d]) * self.strides[d] for d in others}
         line = sums(places[d] for d in others)
-        # Blocks in play agree with the device in the dimensions that are reduced (or not gathered yet), else are any.
+        # A device handles the blocks whose coordinates equal its own in the dimensions of `fixed` (already reduced, or
+        # not gathered yet); in other dimensions their coordinates take all values.
         agreeing = sums(places[d] * (d in fixed) for d in others)
         free = sums(places[d] for d in others if d not in fixed)
         for at, (src, dst, blocks) in enumerate(rounds):

@@ -1,4 +1,4 @@
-"""`DimSchedule`: which dimension each chunk visits when."""
+"""`DimSchedule`: which dimension each chunk of a collective visits when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_CHUNKS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class DimChunk:
-    """A share of the data and its way: the dimensions of its reduce-scatter stages, then of its all-gather stages."""
+    """A chunk: its share of the data, and the dimensions of its reduce-scatter and of its all-gather stages."""
 
     share: float
     reduce_scatter: tuple[int, ...] = ()
@@ -27,19 +27,19 @@ class DimChunk:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The dimensions it visits."""
+        """The dimensions that the chunk visits, in order."""
         return self.reduce_scatter + self.all_gather
 
 
 @dataclass(frozen=True, kw_only=True)
 class DimSchedule:
-    """The chunks of one collective of `nbytes`, and how each dimension chooses among those that wait for it.
+    """The chunks of one collective of `nbytes`, and how each dimension chooses among the chunks that wait for it.
 
-    ``fifo`` takes the one that came first, ``scf`` the smallest (by its size before the stage, then by what it sends),
-    ``johnson`` the one that is shortest here compared with its next stage (which then keeps the next dimension busy).
-    Where there is an `order`, each dimension begins its (chunk, stage) pairs in that order and no other, so that
-    devices can never disagree; the discipline then only says which of those in flight sends first: with ``enforced``
-    the one whose turn it was, as plain links do it.
+    The discipline ``fifo`` takes the chunk that came first, ``scf`` the smallest (by its size before the stage, then by
+    what it sends), ``johnson`` the chunk whose stage here is shortest compared with its next stage (which then keeps
+    the next dimension busy). Where there is an `order`, each dimension begins its (chunk, stage) pairs in that order
+    and no other, so that devices can never disagree; the discipline then only says which of the stages in flight sends
+    first: with ``enforced`` the one that comes first in the order, as plain links do.
     """
 
     name: str
@@ -55,7 +55,7 @@ class DimSchedule:
 
     @classmethod
     def load(cls, path: str | Path) -> DimSchedule:
-        """A schedule from its file."""
+        """Read a schedule from its JSON file; `InvalidInput` names the bad field."""
         from .files import load
 
         return load(path)
@@ -68,19 +68,19 @@ class DimSchedule:
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of all that devices have to agree about."""
+        """A short hash of everything that devices have to agree about."""
         from .files import digest
 
         return digest(self)
 
     @cached_property
     def stages(self) -> Stages:
-        """Every stage of every chunk, in arrays."""
+        """The stages of all chunks, as arrays."""
         return _stages(self)
 
     @property
     def ideal_us(self) -> float:
-        """No schedule can be faster."""
+        """A time in microseconds that no schedule of this collective can beat."""
         return ideal_us(self.dims, self.collective, self.nbytes)
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class DimSchedule:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stages:
-    """Stage k of chunk c is row ``chunk_ptr[c] + k``."""
+    """All stages of all chunks in arrays: stage k of chunk c is row ``chunk_ptr[c] + k``."""
 
     chunk_ptr: NDArray[np.int64]
     dim: NDArray[np.int32]
@@ -179,7 +179,10 @@ def _check_chunks(s: DimSchedule) -> None:
 
 
 def _check_order(s: DimSchedule) -> None:
-    """Every stage once in its dimension, and no circle: a runtime that keeps to the order can then never be stuck."""
+    """Check that each stage is listed once, in its dimension, and that no stages wait for each other in a circle.
+
+    A runtime that keeps to the order can then never be stuck.
+    """
     if len(s.order) != len(s.dims):
         raise InvalidInput(f"order: one list for each of the {len(s.dims)} dimensions, not {len(s.order)}")
     told = {(d, pair) for d, order in enumerate(s.order) for pair in order}

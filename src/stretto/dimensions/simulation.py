@@ -1,4 +1,4 @@
-"""Running schedules on one device that stands for all: one collective, or many jobs that wait for each other."""
+"""The simulator of schedules on one device that stands for all: one collective, or many jobs with dependencies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DimRun:
-    """What the simulation says: when each stage held a slot, and how long each dimension sent."""
+    """The result of a simulation: when each stage held a slot, and how long each dimension sent."""
 
     schedule: DimSchedule
     dims: tuple[Dim, ...]
@@ -37,18 +37,18 @@ class DimRun:
 
     @property
     def utilization(self) -> float:
-        """Of all bandwidth of all dimensions, the share that was used, 0..1."""
+        """The share of all bandwidth of all dimensions that was used, 0..1."""
         return ideal_us(self.dims, self.schedule.collective, self.schedule.nbytes) / self.total_us
 
     @property
     def dim_utilization(self) -> Floats:
-        """The share of the time that each dimension was sending."""
+        """The share of the time that each dimension was sending, 0..1."""
         return self.busy_us / self.total_us
 
     def activity(self, window_us: float) -> Floats:
-        """For each dimension and window of time, the share in which some chunk was there (the paper's Fig. 9).
+        """For each dimension and window of time, the share in which some chunk was present (the paper's Fig. 9).
 
-        A chunk is there from when its stage got a slot until it gave it back.
+        A chunk is present in a dimension from when its stage gets a slot until it gives the slot back.
         """
         if not 0 < window_us < math.inf or self.total_us / window_us > 1 << 20:
             raise InvalidInput(f"window_us: must be > 0 and make at most {1 << 20} windows, not {window_us:g}")
@@ -64,7 +64,7 @@ class DimRun:
         """The schedule with the order fixed in which the stages began here (section 4.6 of the paper)."""
         table = self.schedule.stages
         order: list[list[tuple[int, int]]] = [[] for _ in self.dims]
-        # Those that start at one moment were taken in the order of the discipline; their ends tell it apart.
+        # Stages that start at the same moment were taken in the order of the discipline, which their ends reveal.
         for at in np.lexsort((np.arange(len(table.dim)), self.end_us, self.start_us)).tolist():
             chunk = int(table.chunk[at])
             order[table.dim[at]].append((chunk, at - int(table.chunk_ptr[chunk])))
@@ -89,9 +89,19 @@ def simulate(
 ) -> DimRun:
     """Run a schedule on one device that stands for all.
 
-    Up to `in_flight` stages share a dimension: their latencies overlap, and its rate goes to the first of them by the
-    queue discipline (``ordered``) or to all alike (``equal``). `dims` replaces the schedule's own dimensions by what
-    the network really is, where that was estimated wrongly. `release_us` says when each chunk is there.
+    Args:
+        schedule: The schedule.
+        in_flight: The most stages, >= 1, that share a dimension; their latencies overlap.
+        sharing: Whether the rate of a dimension goes to the first stage in flight by the queue discipline ("ordered")
+            or to all stages in flight alike ("equal").
+        release_us: The time at which each chunk becomes available, >= 0; 0 when not given.
+        dims: The real rates and latencies of the network, where the schedule was made with wrong ones.
+
+    Returns:
+        The times of all stages.
+
+    Raises:
+        InvalidInput: An argument is out of range, or `dims` have other kinds or sizes than the schedule's.
     """
     _check(in_flight, sharing)
     count = len(schedule.chunks)
@@ -121,11 +131,11 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkJob:
-    """Chunks that begin together, once all jobs numbered in `after` are over; a lower `priority` goes first."""
+    """Chunks that begin together, once all jobs numbered in `after` are over; jobs with a lower `priority` go first."""
 
     stages: Stages
     keys: Floats | None = None
-    """What the smallest of goes first; None: what came first."""
+    """A key per stage, of which the smallest goes first; None for first come, first served."""
     after: tuple[int, ...] = ()
     priority: int = 0
 
@@ -133,9 +143,20 @@ class ChunkJob:
 def simulate_jobs(
     rates: Sequence[float], jobs: Sequence[ChunkJob], *, in_flight: int = IN_FLIGHT, sharing: str = "ordered"
 ) -> tuple[Floats, Floats, Floats]:
-    """When each job began to hold a slot and ended (both 0 for one without chunks), and how long each dimension sent.
+    """Simulate many jobs on the same dimensions.
 
-    `rates` are bytes per us of each dimension. Jobs may only wait for earlier ones.
+    Args:
+        rates: The rate of each dimension in bytes per microsecond.
+        jobs: The jobs; a job may only wait for earlier ones.
+        in_flight: The most stages that share a dimension, as in `simulate`.
+        sharing: "ordered" or "equal", as in `simulate`.
+
+    Returns:
+        For each job when it first held a slot and when it ended (both 0 for a job without chunks), and for each
+        dimension how long it sent, all in microseconds.
+
+    Raises:
+        InvalidInput: A job waits for a later one, or a stage can never end.
     """
     _check(in_flight, sharing)
     for number, job in enumerate(jobs):
@@ -166,12 +187,13 @@ def simulate_jobs(
 
 
 def keys(schedule: DimSchedule) -> Floats:
-    """What the smallest of goes first, where the discipline says so; by what the schedule believes of the network."""
+    """The key of each stage, of which the smallest goes first, by the rates that the schedule was made with."""
     table = schedule.stages
     if schedule.discipline == "enforced":
         return _turns(schedule).astype(np.float64)
     if schedule.discipline != "johnson":
-        # Among equals the shorter stage: with it, Themis needs the 7 units of its Fig. 5, else 8.
+        # Of equal chunks the one with the shorter stage goes first: Themis then needs the 7 units of its Fig. 5, else
+        # 8.
         return np.asarray(table.before_bytes + TIE * table.wire_bytes)
     rate = np.array([dim.bytes_per_us for dim in schedule.dims])
     here = table.wire_bytes / rate[table.dim] + table.latency_us
@@ -190,7 +212,7 @@ def _turns(schedule: DimSchedule) -> NDArray[np.int64]:
 
 
 def _covered(start: Floats, end: Floats, edges: Floats) -> Floats:
-    """How much of the time before each edge at least one of the intervals covers."""
+    """The time before each edge that at least one of the intervals covers."""
     if not len(start):
         return np.zeros(len(edges))
     order = np.argsort(start, kind="stable")

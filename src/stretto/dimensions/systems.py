@@ -24,7 +24,23 @@ def plan(
     in_flight: int = IN_FLIGHT,
     sharing: str = "ordered",
 ) -> DimSchedule:
-    """The schedule of one of `SCHEDULERS`; only ours looks at `in_flight` and `sharing`."""
+    """The schedule of one of `SCHEDULERS`.
+
+    Args:
+        system: The name of the scheduler.
+        dims: The dimensions.
+        collective: "all_reduce", "reduce_scatter" or "all_gather".
+        nbytes: The bytes of the larger buffer of a device, > 0.
+        chunks: How many chunks, 1..65536; for "stretto" the most.
+        in_flight: The most stages that share a dimension; only "stretto" looks at it.
+        sharing: "ordered" or "equal", as in `simulate`; only "stretto" looks at it.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        InvalidInput: The scheduler is unknown, or an argument is out of range.
+    """
     if system not in SCHEDULERS:
         raise unknown("scheduler", system, SCHEDULERS)
     if system == "baseline":

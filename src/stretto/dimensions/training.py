@@ -1,7 +1,8 @@
-"""Training steps on a multi-dimensional network: forward, backward, and the communication that nothing hides (Fig. 12).
+"""Training steps on a multi-dimensional network: forward, backward, and exposed communication (Fig. 12).
 
-All collectives of a `Workload` run on the dimensions that their groups span, all in flight share them, and compute
-waits for what it needs. A group is everybody, neighbouring devices, or devices with the same place in such groups.
+All collectives of a `Workload` run on the dimensions that their groups span; those in flight share the dimensions, and
+compute waits for what it needs. The groups of an op are all ranks together, neighbouring devices, or the devices with
+the same position in such groups of neighbours.
 """
 
 from __future__ import annotations
@@ -23,34 +24,34 @@ from .systems import SCHEDULERS, plan
 
 SYSTEMS = (*SCHEDULERS, "ideal")
 DATA_PARALLEL = ("ar-", "rs-", "ag-")
-"""How the names of collectives of gradients and parameters begin, in all models."""
+"""The prefixes of the names of collectives of gradients and parameters, in all models."""
 SUPPORTED = (*COLLECTIVES, "all_to_all")
 ROUNDS = 4
-"""How often ours plans again around what else is in flight, while it is not `GOOD_ENOUGH`."""
+"""How often Stretto's scheduler plans again around other collectives in flight, while it is not `GOOD_ENOUGH`."""
 GOOD_ENOUGH = 1.001
 MAX_AROUND = 256
-"""Collectives of which each may get a plan of its own."""
+"""The most collectives of which each may get a plan of its own."""
 LEAST_LEFT = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTime:
-    """Where the time of one iteration goes."""
+    """The time of one iteration, divided into compute and exposed communication."""
 
     system: str
     total_us: float
     forward_us: float
     backward_us: float
     data_parallel_us: float
-    """Exposed: compute waits for gradients or parameters."""
+    """The exposed time in which compute waits for gradients or parameters."""
     model_parallel_us: float
-    """Exposed: compute waits for activations or embeddings."""
+    """The exposed time in which compute waits for activations or embeddings."""
     utilization: float
-    """Of the bandwidth of each dimension while a collective over it is pending, the share that was used; ideal: 1."""
+    """The share used of the bandwidth of dimensions while a collective over them is pending; 1 for ``ideal``."""
 
     @property
     def exposed_us(self) -> float:
-        """Communication that nothing hides."""
+        """The communication time that no compute hides."""
         return self.data_parallel_us + self.model_parallel_us
 
 
@@ -63,11 +64,25 @@ def iteration(
     in_flight: int = IN_FLIGHT,
     sharing: str = "ordered",
 ) -> IterationTime:
-    """Simulate one iteration from its begin until nothing is left to do.
+    """Simulate one iteration from its begin until all its ops are done.
 
-    ``ideal`` is a bound that no system can beat (see `ideal`): bandwidth without latency, shared at will.
-    Ours lets collectives that block compute go before those that do not, and earlier ones before later ones, and plans
-    them again for the bandwidth that others in flight leave to them.
+    The system ``ideal`` is a bound that no system can beat (see `ideal`): bandwidth without latency, shared at will.
+    The system ``stretto`` lets collectives that block compute go before those that do not, and earlier ones before
+    later ones, and plans them again for the bandwidth that others in flight leave to them.
+
+    Args:
+        workload: The training step; all its ranks do the same.
+        dims: The dimensions of the network; their sizes multiply to the workload's ranks.
+        system: One of `SYSTEMS`.
+        chunks: How many chunks a collective is cut into, 1..65536.
+        in_flight: The most stages that share a dimension, as in `simulate`.
+        sharing: "ordered" or "equal", as in `simulate`.
+
+    Returns:
+        The time of the iteration and its parts.
+
+    Raises:
+        InvalidInput: The system is unknown, or the workload does not fit the network.
     """
     if system not in SYSTEMS:
         raise unknown("system", system, SYSTEMS)
@@ -114,7 +129,7 @@ def _run(
 def _around(
     ops: Sequence[Op], waits: Sequence[tuple[int, ...]], network: _Network, run: _Run
 ) -> list[tuple[Part, ...]]:
-    """For each op the dimensions of its group with the bandwidth that others left to it while it was pending."""
+    """The dimensions of each op's group, with the bandwidth that other ops left to it while it was pending."""
     rates = np.array([dim.bytes_per_us for dim in network.dims])
     comm = [at for at, op in enumerate(ops) if op.is_comm]
     stages = [run.jobs[at].stages for at in comm]
@@ -123,7 +138,7 @@ def _around(
     end = run.ends[comm]
     length = np.maximum(end - ready, 1e-9)
     overlap = np.minimum(end[:, None], end) - np.maximum(ready[:, None], ready)
-    overlap = np.clip(overlap / length, 0.0, 1.0)  # column: how much of that one's time
+    overlap = np.clip(overlap / length, 0.0, 1.0)  # as a share of the time that the column's op is pending
     np.fill_diagonal(overlap, 0.0)
     left = np.clip(1 - overlap @ sent / (rates * length[:, None]), LEAST_LEFT, 1.0)
     found: list[tuple[Part, ...]] = [()] * len(ops)
@@ -138,7 +153,7 @@ def _around(
 
 
 def _waits(ops: Sequence[Op]) -> list[tuple[int, ...]]:
-    """What each op waits for; compute also for what its stream did before."""
+    """The ops that each op waits for; compute also waits for the previous op of its stream."""
     number = {op.name: at for at, op in enumerate(ops)}
     before: dict[str, int] = {}
     waits = []
@@ -164,14 +179,14 @@ def _ideal(ops: Sequence[Op], waits: Sequence[tuple[int, ...]], network: _Networ
 
 
 def _sorted(workload: Workload) -> list[Op]:
-    """The ops with each after what it waits for, otherwise as they are listed."""
+    """The ops, each after those that it waits for; in the listed order where that is possible."""
     needs = {op.name: [dep.op for dep in op.after if dep.lag == 0] for op in workload.ops}
     listed = all(workload.index[dep] < at for at, op in enumerate(workload.ops) for dep in needs[op.name])
     return list(workload.ops) if listed else [workload.op(name) for name in TopologicalSorter(needs).static_order()]
 
 
 class _Network:
-    """Turns ops into jobs; remembers what was planned for one of the same kind, size and group."""
+    """The network of one iteration: it turns ops into jobs, and keeps the plan for each kind, size and group."""
 
     def __init__(
         self, dims: tuple[Dim, ...], num_ranks: int, system: str, chunks: int, in_flight: int, sharing: str,
@@ -198,7 +213,10 @@ class _Network:
         return replace(self.planned[key], priority=0 if blocking or self.system != "stretto" else 1 + at)
 
     def parts(self, op: Op) -> tuple[Part, ...]:
-        """The dimensions that the op's groups span: all of them neighbours, or all with the same place in such."""
+        """The dimensions that the op's groups span.
+
+        All groups must be neighbouring devices, or all must be the devices with the same position in such groups.
+        """
         if op.kind not in SUPPORTED:
             raise InvalidInput(f"{op.name}: {unknown('collective', op.kind, SUPPORTED)}")
         if op.groups not in self.spans:
@@ -239,7 +257,7 @@ def _one(dim: int, nbytes: float) -> Stages:
 
 
 def _all_to_all(parts: Sequence[Part], nbytes: float, chunks: int) -> Stages:
-    """Chunk by chunk through the dimensions; nothing shrinks, so that the order does not matter for the load."""
+    """The stages of an all-to-all: each chunk visits all dimensions and never shrinks, so that any order will do."""
     count = len(parts) * chunks
     sent = [dim.all_to_all_bytes(nbytes / chunks) for _, dim in parts]
     waits = [dim.step_us * (dim.size // 2 if dim.kind == "ring" else 1) for _, dim in parts]
@@ -254,7 +272,8 @@ def _account(
     system: str, ops: Sequence[Op], waits: Sequence[tuple[int, ...]], starts: Floats, ends: Floats, total: float,
     last: int | None,
 ) -> IterationTime:  # fmt: skip
-    """Where the time goes; `last` is whom compute waits for in the end, where it is not who ends last."""
+    """Account for the time of an iteration; `last` is the op that compute waits for in the end, by default the one
+    that ends last."""
     exposed = {True: 0.0, False: 0.0}
     spent: dict[str, float] = {}
     clock = 0.0
@@ -279,7 +298,7 @@ def _account(
 
 
 def _used(ops: Sequence[Op], waits: Sequence[tuple[int, ...]], run: _Run, network: _Network) -> float:
-    """The bytes that all dimensions sent, over those they could have while they had something pending."""
+    """The bytes that all dimensions sent, divided by those that they could have sent while an op was pending."""
     pending: list[list[tuple[float, float]]] = [[] for _ in network.dims]
     for at, op in enumerate(ops):
         if op.is_comm:
