@@ -1,1 +1,1 @@
-"""Motifs: how a comm-op is cut into pieces, the rules that rewrite it, and its program."""
+"""The motif algebra: how a comm-op is divided into motifs, the rules that rewrite motifs, and their programs."""

@@ -1,8 +1,8 @@
-"""From motif expressions to programs: how a rewriting is checked, and what each motif alone costs is asked of.
+"""Turns motif expressions into programs, to verify rewritings and to cost each motif alone.
 
 `lower` makes one `Program` of a whole expression. Each motif becomes a library algorithm on its ranks and payload; all
-payloads are cut where any of them is; the steps of a sequence follow one another, those of parallel motifs run side by
-side. `check` proves that the program does what the original collective asks.
+payloads are cut wherever any of them is cut; the steps of a sequence follow one another, and those of parallel motifs
+run side by side. `check` proves that the program does what the original collective asks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .shapes import Ints, ProgramShape, default_algorithm, shape_of
 __all__ = ["Binding", "Leaf", "check", "default_algorithm", "leaf_programs", "lower"]
 
 MAX_NAMED = 200
-"""Characters of a motif in a message."""
+"""The largest number of characters of a motif in an error."""
 
 Binding = str | Program
 """How a motif is executed: the name of a library algorithm, or a program of the motif's own collective."""
 Bindings = Mapping[Any, Binding]
-"""Bindings by the number of a motif (from left to right), or for all of a kind by its letters."""
+"""Bindings by the number of a motif (from left to right), or by the letters of a kind for all motifs of that kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,34 +42,55 @@ class Leaf:
     motif: Motif
     program: Program
     after: tuple[int, ...]
-    """The motifs of the expression, by number, that must have ended before."""
+    """The numbers of the motifs of the expression that must have ended before this one starts."""
 
     @property
     def nbytes(self) -> int:
-        """The size of its collective."""
+        """The bytes of the motif's own collective."""
         return self.motif.nbytes
 
 
 def lower(expr: Expr, original: Motif | None = None, *, algorithms: Bindings | None = None) -> Program:
-    """The whole expression as one program of the original collective; not yet proved (see `check`).
-
-    The original is the expression itself where that is a single motif. Motifs that nobody binds get a default: rings
-    for AR, RS and AG, straight transfers for the others.
+    """The whole expression as one program of the original collective; the program is not yet proved (see `check`).
 
     >>> from stretto.planner.algebra.motif import motif
     >>> from stretto.planner.algebra.rules import apply
     >>> whole = motif("AR", 4, 1000)
     >>> lower(apply(whole, "ring"), whole)
     <Program motifs: all_reduce over 4 ranks, 24 transfers, 32 dependencies, 1 lane>
+
+    Args:
+        expr: the expression.
+        original: the motif that the expression carries out; None if the expression is a single motif.
+        algorithms: bindings of motifs; motifs without one use rings for AR, RS and AG, direct transfers for the others.
+
+    Returns:
+        The program, over the original's ranks.
+
+    Raises:
+        InvalidInput: the original is missing, or an algorithm does not fit its motif.
+        VerificationError: a motif uses processes or payload that the original does not have.
     """
     return _Lowered.of(expr, _original(expr, original), algorithms).program
 
 
 def check(expr: Expr, original: Motif | None = None, *, algorithms: Bindings | None = None) -> Program:
-    """Prove that an expression does what the original does; raises `VerificationError` that names the motif.
+    """Prove that an expression does what the original motif does.
 
-    Two things are proved: that no motif touches what one in parallel with it writes, so that any order of motifs that
-    the expression allows gives the same, and that the program verifies as the original collective. Returns the program.
+    Two properties are proved: no motif touches data that a motif in parallel with it writes, so that any order of
+    motifs that the expression allows gives the same result; and the program verifies as the original collective.
+
+    Args:
+        expr: the expression.
+        original: the motif that the expression carries out; None if the expression is a single motif.
+        algorithms: bindings of motifs, as for `lower`.
+
+    Returns:
+        The verified program.
+
+    Raises:
+        InvalidInput: the original is missing, or an algorithm does not fit its motif.
+        VerificationError: the expression is wrong; the text names the motif.
     """
     whole = _original(expr, original)
     built = _Lowered.of(expr, whole, algorithms)
@@ -82,7 +103,7 @@ def check(expr: Expr, original: Motif | None = None, *, algorithms: Bindings | N
 
 
 def leaf_programs(expr: Expr, *, algorithms: Bindings | None = None) -> tuple[Leaf, ...]:
-    """Each motif alone: its program (on its own ranks) and size, for costing, and what it waits for.
+    """Each motif alone: its program (on its own ranks) and size, for costing, and the motifs that it waits for.
 
     >>> from stretto.planner.algebra.motif import motif
     >>> from stretto.planner.algebra.rules import apply
@@ -138,7 +159,7 @@ class _Lowered:
         return cls(program=program, leaves=leaves, leaf=leaf, refinement=refinement)
 
     def refuse_races(self, expr: Expr) -> None:
-        """Raise where a motif reads or writes what a parallel one writes: no order of the two is promised."""
+        """Raise if a motif reads or writes data that a parallel motif writes, because their order is not defined."""
         p = self.program
         rows = np.diff(p.chunk_ptr)
         leaf = np.repeat(self.leaf, rows)
@@ -150,7 +171,7 @@ class _Lowered:
         self._races(expr, [*touched], 0)
 
     def _races(self, expr: Expr, touched: list[tuple[Ints, ...]], number: int) -> tuple[Ints, Ints, int]:
-        """What an expression reads and writes, and the number of the motif behind it."""
+        """The slots that an expression reads and writes, and the number of the motif after it."""
         if isinstance(expr, Motif):
             return touched[number][0], touched[number][1], number + 1
         reads, writes, of_child, begins = [], [], [], [number]
@@ -175,7 +196,7 @@ class _Lowered:
         return np.unique(np.concatenate(reads)), np.unique(written), number
 
     def _race(self, slot: int, begins: Sequence[int], one: int, other: int, verb: str) -> NoReturn:
-        """Name the two motifs, one in each of two parallel children, that meet at a slot."""
+        """Raise an error that names the two motifs, one in each of two parallel children, that use the same slot."""
         rank, chunk = divmod(slot, self.program.collective.num_chunks)
 
         def find(child: int, ends: NDArray[np.int32]) -> str:
@@ -195,7 +216,7 @@ class _Lowered:
         raise VerificationError(f"{writer} and {second} are in parallel, but {both}")
 
     def blame(self, message: str) -> NoReturn:
-        """Raise the verifier's message in the words of the notation, with the motif that it is about."""
+        """Raise the verifier's message in the words of the notation, with the motif that the message is about."""
         p = self.program
         text = message.removeprefix(f"{p.name}: ")
         transfers = [int(number) for number in re.findall(r"transfer (\d+) \(", text)]
@@ -230,7 +251,7 @@ class _Lowered:
 
 
 def _begin(expr: Expr, shapes: Sequence[ProgramShape], step: int, begins: list[int]) -> int:
-    """Appends the step at which each motif begins; returns the step behind the expression."""
+    """Append the step at which each motif begins; return the step after the expression."""
     if isinstance(expr, Motif):
         begins.append(step)
         return step + shapes[len(begins) - 1].num_steps
@@ -299,8 +320,10 @@ def _program(
 
 
 def _kept_waits(shape: ProgramShape, kept: Ints, offset: int) -> tuple[Ints, Ints]:
-    """The waits that pace a program, between those transfers that are left; what waits for one left out waits for
-    what that one waited for."""
+    """The pacing waits between the transfers that are kept.
+
+    A transfer that waited for a dropped transfer waits for the dependencies of the dropped one instead.
+    """
     behind, before = shape.paced
     number = np.full(shape.program.num_transfers, -1, np.int64)
     number[kept] = np.arange(len(kept)) + offset

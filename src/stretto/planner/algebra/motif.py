@@ -1,4 +1,4 @@
-"""The motif algebra's words: `Motif`, and `Par` and `Seq` of them (Syndicate, section 4.2 and appendix A.1).
+"""The terms of the motif algebra: `Motif`, and `Par` and `Seq` of them (Syndicate, section 4.2 and appendix A.1).
 
 A motif is a collective over some of the processes and some of the payload. An expression says how a collective is
 carried out by motifs: some at the same time (``||``), some one after the other (``->``).
@@ -31,11 +31,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Expr:
-    """What motifs and their compositions share."""
+    """An expression of the motif algebra: a motif, or motifs composed in parallel or in sequence."""
 
     @property
     def children(self) -> tuple[Expr, ...]:
-        """The expressions it is made of; none for a motif."""
+        """The expressions that this one is composed of; empty for a motif."""
         return ()
 
     def walk(self) -> Iterator[tuple[Path, Motif]]:
@@ -48,12 +48,12 @@ class Expr:
 
     @property
     def leaves(self) -> tuple[Motif, ...]:
-        """Its motifs, from left to right."""
+        """The motifs of the expression, from left to right."""
         return tuple(motif for _, motif in self.walk())
 
     @property
     def depth(self) -> int:
-        """How deep it is nested; 0 for a motif."""
+        """The depth of nesting; 0 for a motif."""
         return 1 + max(child.depth for child in self.children) if self.children else 0
 
     def at(self, path: Sequence[int]) -> Expr:
@@ -69,7 +69,7 @@ class Expr:
         return here
 
     def map(self, change: Callable[[Expr], Expr], at: Sequence[int] = ()) -> Expr:
-        """The same with the expression at a path changed."""
+        """This expression with the part at a path replaced by ``change(part)``."""
         if not at:
             return change(self)
         self.at(at)
@@ -78,7 +78,7 @@ class Expr:
         return par(kids) if isinstance(self, Par) else seq(kids)
 
     def flatten(self) -> Expr:
-        """The same with ``||`` inside ``||`` and ``->`` inside ``->`` drawn together."""
+        """The same expression with ``||`` inside ``||``, and ``->`` inside ``->``, merged."""
         if not self.children:
             return self
         make = par if isinstance(self, Par) else seq
@@ -87,7 +87,7 @@ class Expr:
 
     @property
     def after(self) -> tuple[tuple[int, ...], ...]:
-        """For each motif the motifs that must have ended before: the last ones that use any of its ranks.
+        """For each motif the motifs that must have ended before it: the last ones that use any of its ranks.
 
         >>> from stretto.planner.algebra.notation import parse
         >>> parse("RS(T[0:8], PG[0:2]) -> AG(T[0:4], PG[0:2]) || AG(T[4:8], PG[0:2])").after
@@ -105,17 +105,17 @@ class Expr:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Motif(Expr):
-    """One collective over `ranks` and part of the payload; its fields as the notation writes them.
+    """One collective over `ranks` and a part of the payload.
 
-    ``AR(T[lo:hi], PG[ranks])``: `spans` are the intervals of the op's buffer it works on.
-    RS, AG, GA and SC also say which of that each rank ends with, or starts with: `shards`, one set of intervals per
-    rank (even pieces in rank order unless given). BC, RE, GA and SC have a `root`, one of the ranks. SD sends from
-    its first rank to its second.
+    In ``AR(T[lo:hi], PG[ranks])`` `spans` are the intervals of the op's buffer that the motif works on. RS, AG, GA and
+    SC also have `shards`, one set of intervals per rank (even pieces in rank order unless given): the part that each
+    rank ends with or starts with. BC, RE, GA and SC have a `root`, one of the ranks. SD sends from its first rank to
+    its second.
 
-    In an all-to-all ``T_i[j, lo:hi]`` is what process i has for process j, so the span is a part of every such block.
-    The rank at position i sends to the positions ``(i+a) % n .. (i+b-1) % n`` of `ranks`, where ``(a, b)`` is the
-    `window`. What rank p sends to rank q are the blocks from the processes ``held[p]`` to the processes ``bound[q]``:
-    just p and q, unless blocks are relayed on the way (as in a two-step all-to-all).
+    In an all-to-all ``T_i[j, lo:hi]`` is the block that process i has for process j, so the span is a part of every
+    block. The rank at position i sends to the positions ``(i+a) % n .. (i+b-1) % n`` of `ranks`, where ``(a, b)`` is
+    the `window`. Rank p sends to rank q the blocks from the processes ``held[p]`` to the processes ``bound[q]``: just p
+    and q, unless blocks are relayed on the way (as in a two-step all-to-all).
 
     >>> whole = Motif(kind="RS", ranks=(0, 1, 2), spans=((0, 7),))
     >>> whole.shards, whole.nbytes
@@ -136,12 +136,12 @@ class Motif(Expr):
 
     @property
     def size(self) -> int:
-        """How much of the buffer it works on; for an all-to-all, of each block."""
+        """The bytes of the buffer that the motif works on; for an all-to-all, of each block."""
         return measure(self.spans)
 
     @cached_property
     def nbytes(self) -> int:
-        """The size of its own collective: the larger of one rank's send and receive buffer."""
+        """The bytes of the motif's own collective: the larger of one rank's send and receive buffer."""
         if self.kind != "AA":
             return self.size
         count, (first, last) = len(self.ranks), self.window
@@ -161,7 +161,7 @@ class Motif(Expr):
 
     @property
     def collective_kind(self) -> str:
-        """The comm-op that it is."""
+        """The kind of comm-op that the motif is."""
         return KINDS[self.kind]
 
     @property
@@ -171,7 +171,7 @@ class Motif(Expr):
 
     @property
     def relays(self) -> bool:
-        """For an all-to-all: whether it moves blocks from or for others than its own ranks."""
+        """For an all-to-all: whether it moves blocks from or for processes other than its own ranks."""
         alone = tuple((rank,) for rank in self.ranks)
         return self.held != alone or self.bound != alone
 
@@ -197,33 +197,43 @@ class _Several(Expr):
 
 @dataclass(frozen=True, repr=False)
 class Par(_Several):
-    """All at the same time, if resources permit; none may read or write what another writes."""
+    """Expressions that run at the same time, if resources permit; none may read or write data that another writes."""
 
 
 @dataclass(frozen=True, repr=False)
 class Seq(_Several):
-    """One after the other."""
+    """Expressions that run one after the other."""
 
 
 def par(children: Iterable[Expr | None]) -> Expr:
-    """Children at the same time; what moves nothing is left out, and one alone stands for itself."""
+    """Children in parallel; motifs of one rank are left out, and a single child stands for itself."""
     return _several(Par, children)
 
 
 def seq(children: Iterable[Expr | None]) -> Expr:
-    """Children one after the other; what moves nothing is left out, and one alone stands for itself."""
+    """Children in sequence; motifs of one rank are left out, and a single child stands for itself."""
     return _several(Seq, children)
 
 
 def motif(kind: str, ranks: int | Sequence[int], size: int, *, root: int | None = None) -> Motif:
-    """The motif that is a whole collective, by its letters or its name.
-
-    `size` is D of the notation: the whole buffer, or for an all-to-all the block of each pair. The root is a rank.
+    """The motif that is a whole collective.
 
     >>> print(motif("all_reduce", 8, 1024))
     AR(T[0:1024], PG[0:8])
     >>> print(motif("BC", [4, 5, 6, 9], 100, root=9))
     BC_9(T[0:100], PG[4:7,9])
+
+    Args:
+        kind: letters of the motif such as "AR", or name of the collective such as "all_reduce".
+        ranks: the ranks, or their number (then 0, 1, ...).
+        size: D of the notation: bytes of the whole buffer, or for an all-to-all of the block of each pair.
+        root: one of the ranks, for rooted kinds; None takes the first.
+
+    Returns:
+        The motif.
+
+    Raises:
+        InvalidInput: the kind is unknown, or ranks, size or root are invalid.
     """
     code = kind if kind in KINDS else CODES.get(kind)
     if code is None:
@@ -236,7 +246,20 @@ def motif(kind: str, ranks: int | Sequence[int], size: int, *, root: int | None 
 
 
 def motif_of(kind: str, ranks: Sequence[int], nbytes: float, root: int = 0) -> Motif:
-    """The motif of a comm-op of a workload: `nbytes` as a `Collective` counts them, `root` a position in `ranks`."""
+    """The motif of a comm-op of a workload.
+
+    Args:
+        kind: kind of the comm-op.
+        ranks: the ranks of one group.
+        nbytes: bytes as a `Collective` counts them; a non-integer size is rounded.
+        root: position of the root in `ranks`, for rooted kinds.
+
+    Returns:
+        The motif.
+
+    Raises:
+        InvalidInput: the kind is unknown or the ranks invalid.
+    """
     per_block = len(ranks) if CODES.get(kind, kind) == "AA" else 1
     at = ranks[root] if CODES.get(kind, kind) in ROOTED else None
     return motif(kind, ranks, max(1, round(nbytes / per_block)), root=at)
@@ -253,7 +276,7 @@ def _several(make: type[Par] | type[Seq], children: Iterable[Expr | None]) -> Ex
 
 
 def _order(expr: Expr, last: dict[int, tuple[int, ...]], found: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """Appends what each motif waits for; returns the last motifs of each rank after the expression."""
+    """Append the motifs that each motif waits for; return the last motifs of each rank after the expression."""
     if isinstance(expr, Motif):
         found.append(tuple(sorted(set(chain.from_iterable(last.get(rank, ()) for rank in expr.ranks)))))
         return last | dict.fromkeys(expr.ranks, (len(found) - 1,))
@@ -270,7 +293,7 @@ def _order(expr: Expr, last: dict[int, tuple[int, ...]], found: list[tuple[int, 
 
 
 def _complete(m: Motif) -> None:
-    """Check a motif and fill in what follows from the rest, so that equal motifs have equal fields."""
+    """Check a motif and fill in the fields that follow from others, so that equal motifs have equal fields."""
 
     def put(name: str, value: object) -> None:
         object.__setattr__(m, name, value)

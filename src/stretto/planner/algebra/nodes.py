@@ -1,10 +1,10 @@
-"""A training step as nodes: one for every place of a compute-op, one for every comm-op, and what each waits for.
+"""A training step as nodes: one for every place of a compute-op, one for every comm-op, with the waits of each.
 
-At a place a compute-op takes that place's time and waits only for what happens there: for the same place's part of
-another compute-op (for all its parts where it has none there), and for whole comm-ops. A comm-op starts at all its
-places at once, so it waits for all of them. Communication that no compute-op waits for, not even by way of other
-communication, has ended `LATEST` iterations later all the same: the first compute-op of each of its places waits for
-it. Without that, communication slower than compute would fall behind for ever, with its buffers.
+At a place a compute-op takes that place's time and waits only for nodes there: for the same place's part of another
+compute-op (for all its parts if it has none there), and for whole comm-ops. A comm-op starts at all its places at once,
+so it waits for all of them. Communication that no compute-op waits for, directly or through other communication, must
+still have ended `LATEST` iterations later: the first compute-op of each of its places waits for it. Without that rule,
+communication slower than compute would fall behind without limit, and its buffers would pile up.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from ...workload import Op, Workload
 
 MAX_NODES = 1 << 22
 LATEST = 2
-"""Iterations after which communication that nobody waits for has ended."""
+"""Iterations after which communication that no compute-op waits for must have ended."""
 
 Wait = tuple[int, int]
-"""A node, and of how many iterations before."""
+"""A node, and the number of iterations by which it lies before."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Nodes:
-    """Columns by node, in program order."""
+    """The nodes of a step in program order, as parallel columns."""
 
     op: tuple[int, ...]
     place: tuple[int, ...]
-    """-1 for a comm-op, which is at several."""
+    """The place of a compute-op; -1 for a comm-op, which is at several places."""
     us: tuple[float, ...]
-    """How long a compute-op takes at its place; 0 for a comm-op."""
+    """Microseconds of a compute-op at its place; 0 for a comm-op."""
     stream: tuple[int, ...]
     """The number of the (place, stream) that a compute-op holds; -1 for a comm-op."""
     num_streams: int
     of_op: tuple[range, ...]
-    """Per op its nodes."""
+    """The nodes of each op."""
     waits: tuple[tuple[Wait, ...], ...]
-    """What each waits for, but for the order of its stream."""
+    """The waits of each node, without those that the order of its stream gives."""
 
     @property
     def stream_us(self) -> list[float]:
-        """The load of every stream."""
+        """Microseconds of compute on every stream."""
         load = [0.0] * self.num_streams
         for stream, us in zip(self.stream, self.us, strict=True):
             if stream >= 0:
@@ -51,12 +51,14 @@ class Nodes:
 
     @property
     def anchor(self) -> int:
-        """The first node of the busiest stream: the times of an iteration count from its start."""
+        """The first node of the busiest stream; the times of an iteration count from its start."""
         load = self.stream_us
         return self.stream.index(load.index(max(load))) if load else 0
 
     def all_waits(self) -> list[list[Wait]]:
-        """What each waits for, its stream's order included: the first for the last of the iteration before."""
+        """The waits of each node, the order of its stream included: the first node waits for the previous iteration's
+        last.
+        """
         found = [list(waits) for waits in self.waits]
         last, first = [-1] * self.num_streams, [-1] * self.num_streams
         for node, stream in enumerate(self.stream):
@@ -119,7 +121,7 @@ def _waits(workload: Workload, of_op: Sequence[range]) -> list[tuple[Wait, ...]]
 
 
 def _late(workload: Workload, of_op: Sequence[range]) -> dict[int, list[Wait]]:
-    """What the first compute-op of each place waits for because nobody else does."""
+    """Waits of the first compute-op of each place for communication that no other op waits for."""
     first: dict[int, int] = {}
     for op, nodes, places in zip(workload.ops, of_op, workload.op_places, strict=True):
         if not op.is_comm:
@@ -134,7 +136,7 @@ def _late(workload: Workload, of_op: Sequence[range]) -> dict[int, list[Wait]]:
 
 
 def _unawaited(workload: Workload) -> list[int]:
-    """The comm-ops that no compute-op waits for, directly or by way of others."""
+    """The comm-ops that no compute-op waits for, directly or through other ops."""
     stack = [workload.index[dep.op] for op in workload.ops if not op.is_comm for dep in op.after]
     awaited = set(stack)
     while stack:
@@ -147,10 +149,10 @@ def _unawaited(workload: Workload) -> list[int]:
 
 
 def communicator(op: Op) -> tuple[bool, tuple[tuple[int, ...], ...]]:
-    """What a library keeps one queue for: the groups of a comm-op, and whether it is point to point."""
+    """The key by which a library keeps one queue: the groups of a comm-op, and whether it is point to point."""
     return op.kind == "send", op.groups
 
 
 def is_queued(op: Op) -> bool:
-    """Whether a stack that runs one collective at a time counts this op: sends have connections of their own."""
+    """Whether a stack that runs one collective at a time counts this op; sends have connections of their own."""
     return op.is_comm and op.kind != "send"

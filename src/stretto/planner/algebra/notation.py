@@ -27,13 +27,13 @@ from .spans import Spans, cut
 __all__ = ["parse", "show"]
 
 RUN = {"||": 3, "->": 3, "|": 4, ",": 4}
-"""From how many alike on they are written as one."""
+"""The least number of evenly growing parts that are written as one repetition, for each joint."""
 JOINTS = {"||": " || ", "->": " -> ", "|": "|", ",": ","}
 
 
 @dataclass(frozen=True)
 class _Number:
-    """A number in the text: a constant and multiples of running variables."""
+    """A number in the text: a constant plus multiples of running variables."""
 
     value: int
     slopes: tuple[tuple[str, int], ...] = ()
@@ -60,13 +60,21 @@ Items = list[Item]
 
 
 def show(expr: Expr, *, expand: bool = False, unicode: bool = False) -> str:
-    """The text of an expression; with `expand` every motif is written out.
+    """The text of an expression, which `parse` reads back.
 
     >>> text = "||_{s=0}^{3} AR(T[256*s:256*s+256], PG[0:8])"
     >>> show(parse(text)) == text
     True
     >>> show(parse(text), unicode=True)
     '∥_{s=0}^{3} AR(T[256*s:256*s+256], PG[0:8])'
+
+    Args:
+        expr: the expression.
+        expand: whether every motif is written out, without repetitions.
+        unicode: whether ``∥`` and ``→`` are used instead of ``||`` and ``->``.
+
+    Returns:
+        The text.
     """
     text = "".join(str(item) for item in _Writer(expand=expand).expression(expr))
     return text.replace("||", "∥").replace("->", "→") if unicode else text
@@ -89,9 +97,9 @@ class _Writer:
         return self.join(parts, "||" if tight else "->", atoms)
 
     def join(self, parts: Sequence[Items], joint: str, atoms: Sequence[bool] = ()) -> Items:
-        """Parts with the joint between them; runs of parts that grow evenly are written once.
+        """Parts with the joint between them; runs of evenly growing parts are written once.
 
-        Those that are no `atoms` need brackets to be repeated.
+        Parts that are no `atoms` need brackets when they are repeated.
         """
         height = 1 + max((_height(item) for part in parts for item in part), default=-1)
         found: list[Items] = []
@@ -147,7 +155,7 @@ class _Writer:
         return self.join([[_Number(lo), ":", _Number(hi)] for lo, hi in spans], ",") or ["-"]
 
     def numbers(self, values: Sequence[int]) -> Items:
-        """Numbers in their order, those that grow evenly as ``first:last+step:step``."""
+        """Numbers in their order; evenly growing ones are written as ``first:last+step:step``."""
         parts: list[Items] = []
         at = 0
         while at < len(values):
@@ -167,12 +175,12 @@ class _Writer:
 
 
 def _height(item: Item) -> int:
-    """The place in `VARIABLES` of the running variable that a repetition introduces, or -1."""
+    """The index in `VARIABLES` of the running variable that a repetition introduces, or -1."""
     return VARIABLES.index(item[2]) if isinstance(item, str) and item.startswith("_{") and len(item) > 2 else -1
 
 
 def _run(parts: Sequence[Items], at: int) -> tuple[int, list[int]]:
-    """How many parts from here on differ only in numbers that grow evenly, and by how much each grows."""
+    """The number of parts from here on that differ only in evenly growing numbers, and the growth of each number."""
     if at + 1 >= len(parts):
         return 1, []
     slopes = _growth(parts[at], parts[at + 1])
@@ -185,7 +193,7 @@ def _run(parts: Sequence[Items], at: int) -> tuple[int, list[int]]:
 
 
 def _growth(one: Items, other: Items) -> list[int] | None:
-    """By how much each number of the other is larger, or None where they differ in more than that."""
+    """The difference of each pair of numbers, or None if the two texts differ in anything else."""
     if len(one) != len(other):
         return None
     slopes = []

@@ -1,4 +1,4 @@
-"""Reads the notation of motif expressions; see `notation`. Whatever the text, an expression or one clear line."""
+"""Reads the notation of motif expressions (see `notation`): any text gives an expression or an error of one line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .motif import KINDS, MAX_LEAVES, MAX_RANK, MAX_SIZE, ROOTED, SHARDED, Expr,
 from .spans import Span, Spans
 
 VARIABLES = "stuvwxyz"
-"""What repetitions run over, from the inside out."""
+"""Names of running variables of repetitions, from the innermost outwards."""
 MAX_TEXT = 1 << 22
 MAX_DEPTH = 40
 MAX_STEPS = 1 << 20
-"""Tokens read, counting a repeated part as often as it is repeated."""
+"""Limit on the tokens read; a repeated part counts once per repetition."""
 MAX_ENTRIES = 1 << 22
-"""Ranks and processes over all motifs."""
+"""Limit on the ranks and processes of all motifs together."""
 
 _TOKEN = re.compile(r"\s*(?:(\d+)|([A-Za-z]+)|(\|\||->|∥|→|[()\[\]{}_^=+*%:,|-])|(\S))")
 _SAME = {"∥": "||", "→": "->"}
@@ -29,7 +29,7 @@ Entry = tuple[int, ...]
 
 
 def parse(text: str) -> Expr:
-    """The expression a text describes.
+    """The expression that a text describes.
 
     >>> parse("AR(T[0:512], PG[0:8]) || AR(T[512:1024], PG[0:8])").leaves[1].spans
     ((512, 1024),)
@@ -44,7 +44,7 @@ def parse(text: str) -> Expr:
 
 
 class _Reader:
-    """Goes through the tokens; a repeated part is gone through once for each value of its variable."""
+    """Reads tokens from left to right; a repeated part is read once for each value of its variable."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_TEXT:
@@ -103,7 +103,7 @@ class _Reader:
         return Par(tuple(parts)) if len(parts) > 1 else parts[0]
 
     def several(self, joint: str, one: Callable[[], T]) -> list[T]:
-        """Parts with a joint between them; ``joint_{s=0}^{3} part`` stands for four, wherever it is in the list."""
+        """Parts with a joint between them; ``joint_{s=0}^{3} part`` anywhere in the list stands for four parts."""
         found: list[T] = []
         while not found or self.token == joint:
             if self.token == joint and self.tokens[self.at + 1] == "_":
@@ -140,7 +140,7 @@ class _Reader:
         return found
 
     def body(self, joint: str, one: Callable[[], T]) -> T:
-        """What is repeated ends by itself: one motif, one entry, or what is in brackets."""
+        """The repeated part, whose end is clear: one motif, one entry, or text in brackets."""
         if joint == "|":
             self.expect("{")
             part = one()
@@ -260,7 +260,7 @@ class _Reader:
         return self.several("|", self.listed)
 
     def listed(self) -> list[Entry]:
-        """One list of entries; ``-`` is the empty one."""
+        """One list of entries; ``-`` is the empty list."""
         if self.accept("-"):
             return [self.entry()] if self.accept(",") else []
         return self.several(",", self.entry)
@@ -328,7 +328,7 @@ class _Reader:
         return tuple(found)
 
     def groups(self, members: list[list[Entry]], ranks: tuple[int, ...]) -> Groups:
-        """One set of processes per rank; a single list is dealt out one by one."""
+        """One set of processes per rank; a single list gives each rank one process."""
         if not members or (len(members) == 1 and not members[0]):
             return ()
         if len(members) == 1 and len(ranks) > 1:

@@ -1,4 +1,4 @@
-"""The ways to execute a comm-op: motif expressions, each leaf bound to channels and to its fastest algorithm there."""
+"""The options of a comm-op: motif expressions, each leaf bound to channels and to its fastest algorithm there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..schedule.problem import MotifTask, Option, PlanProblem
 from .rewrites import Groups, MotifStage, Rewrite, rewrites
 
 SLOWEST = 20.0
-"""An option that takes this many times as long as the fastest is left out: nothing hides it."""
+"""An option that takes more than this many times as long as the fastest is left out."""
 
 STOCK_ALGORITHMS = {
     "all_reduce": ("ring", "double_binary_tree", "double_binary_tree:1"),
@@ -25,11 +25,24 @@ STOCK_ALGORITHMS = {
     "broadcast": ("chain:64", "chain", "chain:1"),
     "reduce": ("chain:64", "chain", "chain:1"),
 }
-"""What NCCL has for each collective; its rings broadcast as pipelined chains. All others are sends, straight on."""
+"""The library's equivalents of NCCL's algorithms; its rings broadcast as pipelined chains. Others are direct sends."""
 
 
 def problem(workload: Workload, cluster: Cluster, costs: CostModel | None = None) -> PlanProblem:
-    """What there is to decide: the options of every comm-op of a workload that runs on a cluster's devices."""
+    """The planning problem: the options of every comm-op of a workload that runs on a cluster's devices.
+
+    Args:
+        workload: the training step.
+        cluster: the cluster; rank r runs on device r.
+        costs: the cost model; None simulates.
+
+    Returns:
+        The problem; equal comm-ops share their options.
+
+    Raises:
+        InvalidInput: the workload has more ranks than the cluster has devices.
+        Infeasible: no channels carry one of the comm-ops.
+    """
     if workload.num_ranks > cluster.num_devices:
         raise InvalidInput(f"{workload.name}: {workload.num_ranks} ranks do not fit on {cluster.num_devices} devices")
     model = costs if costs is not None else simulated_costs(cluster)
@@ -48,12 +61,25 @@ def problem(workload: Workload, cluster: Cluster, costs: CostModel | None = None
 def options(
     op: Op, workload: Workload, cluster: Cluster, costs: CostModel, *, menu: Menu | None = None
 ) -> tuple[Option, ...]:
-    """Every way worth trying; the first is what a library would do: the whole op in one motif, on its own links.
+    """The options of a comm-op that are worth trying; the first does what a library would do.
 
-    Rewrites: segments, the patterns of every registered rule, and segments of those. Bindings: each part's own scope
-    (inside hosts, between them, both), and segments spread over two disjoint sets of channels. An option that another
-    one beats in every task, on no more channels, is left out; so is what the channels cannot carry. A `menu` remembers
-    what was bound before.
+    The first option is the whole op as one motif on its usual links. Rewrites: segments, the patterns of every
+    registered rule, and segments of those. Bindings: each stage's own scope (inside hosts, between them, both), and
+    segments spread over two disjoint sets of channels. An option is left out if another beats it in every task on no
+    more channels, or if its channels cannot carry it.
+
+    Args:
+        op: the comm-op.
+        workload: the workload that it belongs to.
+        cluster: the cluster.
+        costs: the cost model.
+        menu: cache of earlier bindings, shared by the ops of a workload; None makes a new one.
+
+    Returns:
+        The options, at least one.
+
+    Raises:
+        Infeasible: no channels of the cluster carry the op.
     """
     menu = menu if menu is not None else Menu(cluster, costs)
     every = tuple(rewrites(op, workload.groups_of(op), cluster))
@@ -69,7 +95,7 @@ def options(
 
 
 def _sources(found: Sequence[Sequence[Option]], cluster: Cluster, costs: CostModel) -> tuple[str, tuple[str, ...]]:
-    """Where the costs come from; and a warning, where measurements were given and none fits."""
+    """A description of where the costs come from, and a warning if measurements were given and none fits."""
     tasks = {
         (task.motion, task.nbytes, task.algorithm): task.source.partition(":")[0]
         for some in found for option in some for task in option.tasks
@@ -89,17 +115,17 @@ def _sources(found: Sequence[Sequence[Option]], cluster: Cluster, costs: CostMod
 
 
 class Menu:
-    """Binds rewrites to channels and algorithms, and remembers what was asked before."""
+    """Binds rewrites to channels and algorithms, and caches costs."""
 
     def __init__(self, cluster: Cluster, costs: CostModel) -> None:
         self._cluster, self._costs = cluster, costs
         self._bindings: dict[Groups, tuple[Binding, ...]] = {}
         self._known: dict[Motion, dict[str, list[tuple[float, float]]]] = {}
-        """Of each motion and algorithm the sizes that were costed, with their times."""
+        """For each motion and algorithm the sizes that were costed, with their times."""
         self._best: dict[tuple[Motion, float], tuple[str, Cost] | None] = {}
 
     def bound(self, rewrite: Rewrite) -> Iterator[Option]:
-        """The rewrite on every choice of bindings, one per scope of its stages."""
+        """The rewrite with every choice of bindings, one binding per scope of its stages."""
         scopes = list(dict.fromkeys(stage.scope for stage in rewrite.stages))
         choices = [self._offered([stage for stage in rewrite.stages if stage.scope == scope]) for scope in scopes]
         for chosen in product(*choices):
@@ -111,7 +137,7 @@ class Menu:
             yield from self._spread(rewrite, choices[0])
 
     def stock(self, rewrite: Rewrite) -> Option:
-        """What a communication library does with the whole op by itself: the best of its own algorithms."""
+        """The option that a communication library would take for the whole op: the best of its own algorithms."""
         (stage,) = rewrite.stages
         usual = (NCCL, *STOCK_ALGORITHMS.get(stage.kind, ("direct",)))
         found = self.whole(rewrite, usual) or self.whole(rewrite, None)
@@ -120,7 +146,7 @@ class Menu:
         return found
 
     def whole(self, rewrite: Rewrite, names: Sequence[str] | None) -> Option | None:
-        """The whole op on its usual links by the fastest of these algorithms (None: of all), where there is one."""
+        """The whole op on its usual links by the fastest of these algorithms (None: of all); None if none can run."""
         (stage,) = rewrite.stages
         binding = self._offered(rewrite.stages)[0]
         known = self._costs.algorithms(self._motion(stage, binding), stage.nbytes)
@@ -133,14 +159,18 @@ class Menu:
         return min((option for option in made if option is not None), key=lambda one: one.total_us, default=None)
 
     def like(self, task: MotifTask, rewrite: Rewrite) -> Option | None:
-        """A rewrite that only cuts the payload, moved just as the default option moves the whole."""
+        """A rewrite that only cuts the payload, with the channels and algorithm of the default option; None for other
+        rewrites.
+        """
         if len(rewrite.steps) != 1 or rewrite.segments == 1:
             return None
         binding = next(b for b in self._offered(rewrite.stages[:1]) if b.channels == task.channels)
         return self._option(rewrite, [binding] * len(rewrite.stages), task.algorithm)
 
     def _spread(self, rewrite: Rewrite, offered: Sequence[Binding]) -> Iterator[Option]:
-        """Segments shared out between two bindings that have no channel in common, so that both end together."""
+        """Options with segments divided between two bindings without a common channel, so that both end at the same
+        time.
+        """
         alone = {b.channels: self._option(rewrite, [b] * len(rewrite.stages)) for b in offered}
         for first, second in product(offered, offered):
             one, other = alone[first.channels], alone[second.channels]
@@ -155,12 +185,12 @@ class Menu:
                 yield min(made, key=lambda option: option.total_us)
 
     def _shared(self, rewrite: Rewrite, first: Binding, second: Binding, share: int) -> Option | None:
-        """The last `share` segments on the second binding."""
+        """The option with the last `share` segments on the second binding."""
         last = rewrite.segments - share
         return self._option(rewrite, [second if stage.segment >= last else first for stage in rewrite.stages])
 
     def _offered(self, stages: Sequence[MotifStage]) -> tuple[Binding, ...]:
-        """The bindings that serve each of some stages."""
+        """The bindings that serve all of these stages."""
         found: tuple[Binding, ...] | None = None
         for groups in dict.fromkeys(stage.groups for stage in stages):
             if groups not in self._bindings:
@@ -198,7 +228,7 @@ class Menu:
         return Option(name=_name(rewrite, tasks), expression=rewrite.text, tasks=tuple(tasks), rules=rewrite.steps)
 
     def _fastest(self, motion: Motion, nbytes: float) -> tuple[str, Cost] | None:
-        """The algorithm that is fastest at this size; those that cannot be are not costed."""
+        """The fastest algorithm at this size; algorithms that cannot be fastest are not costed."""
         key = (motion, nbytes)
         if key not in self._best:
             known = self._known.setdefault(motion, {})
@@ -219,7 +249,9 @@ class Menu:
         return self._best[key]
 
     def _least_us(self, motion: Motion, nbytes: float, name: str, known: list[tuple[float, float]]) -> float:
-        """What an algorithm takes at least: more bytes take no less, and k times the bytes at most k times as long."""
+        """A lower bound on an algorithm's time: more bytes take no less time, and k times the bytes at most k times as
+        long.
+        """
         least = self._costs.at_least_us(motion, nbytes, name) if isinstance(self._costs, Bounding) else 0.0
         at = bisect_right(known, (nbytes, 0.0))
         for size, us in known[max(at - 1, 0) : at + 1]:
@@ -228,7 +260,7 @@ class Menu:
 
 
 def _name(rewrite: Rewrite, tasks: Sequence[MotifTask]) -> str:
-    """Such as ``ring/4 segments on nvlink+rdma`` or ``hierarchical(ring,direct) on nvlink, rdma``."""
+    """A name such as ``ring/4 segments on nvlink+rdma`` or ``hierarchical(ring,direct) on nvlink, rdma``."""
     algorithms = ",".join(dict.fromkeys(task.algorithm for task in tasks))
     pattern = next((step.partition(":")[0] for step in rewrite.steps if not step.startswith("segment")), "")
     if pattern == "tree":
@@ -247,7 +279,7 @@ def _name(rewrite: Rewrite, tasks: Sequence[MotifTask]) -> str:
 
 
 def _undominated(found: Sequence[Option], keep: Sequence[Option]) -> list[Option]:
-    """Options that no other beats in every task (on the same or fewer channels), and those to be kept anyway."""
+    """Options that no other beats in every task (on the same or fewer channels), and those of `keep`."""
     by_shape: dict[tuple[tuple[int, ...], ...], list[Option]] = {}
     for option in found:
         by_shape.setdefault(tuple(task.after for task in option.tasks), []).append(option)

@@ -18,26 +18,38 @@ from .shapes import Ints, ProgramShape
 from .spans import Span, Spans, cut, cut_sizes, measure
 
 Rows = tuple[Ints, NDArray[np.int32]]
-"""For each chunk of an algorithm the refined chunks it stands for, as a CSR table."""
+"""For each chunk of an algorithm the refined chunks that it consists of, as a CSR table."""
 MAX_CHUNKS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refinement:
-    """The chunks that the original's payload falls into where any motif or algorithm cuts it."""
+    """The chunks into which the original's payload falls when it is cut wherever a motif or an algorithm cuts it."""
 
     original: Motif
     edges: Ints
-    """All cuts, in order; chunk ``number[k]`` is ``edges[k]:edges[k+1]`` (-1: not of the payload)."""
+    """All cuts, in order; chunk ``number[k]`` is ``edges[k]:edges[k+1]``; -1 marks an interval outside the payload."""
     number: Ints
     pairs: NDArray[np.int32]
-    """For an all-to-all the number of each (source, destination) pair, -1 where there is none; else empty."""
+    """For an all-to-all the number of each (source, destination) pair, -1 if there is no such pair; else empty."""
     processes: tuple[Ints, Ints]
-    """The processes that rows and columns of `pairs` stand for, in order."""
+    """The processes of the rows and of the columns of `pairs`, in order."""
 
     @classmethod
     def of(cls, original: Motif, leaves: Sequence[Motif], shapes: Sequence[ProgramShape]) -> Refinement:
-        """The refinement, once every leaf is known to stay inside the original."""
+        """The refinement of a motif by the leaves that carry it out.
+
+        Args:
+            original: the motif.
+            leaves: the leaves, all of which use only ranks of the original.
+            shapes: the algorithm of each leaf.
+
+        Returns:
+            The refinement.
+
+        Raises:
+            InvalidInput: there would be too many chunks.
+        """
         spans: list[Span] = [*original.spans, *chain.from_iterable(original.shards)]
         for leaf, shape in zip(leaves, shapes, strict=True):
             spans += chain.from_iterable(_pieces(leaf, shape)[0])
@@ -54,12 +66,12 @@ class Refinement:
 
     @property
     def per_pair(self) -> int:
-        """Chunks of one pair's block, or of the whole buffer."""
+        """The number of chunks of one pair's block, or of the whole buffer."""
         return int(self.number.max()) + 1
 
     @property
     def num_chunks(self) -> int:
-        """Chunks over all pairs."""
+        """The number of chunks over all pairs."""
         return self.per_pair * (int(self.pairs.max()) + 1 if self.pairs.size else 1)
 
     @property
@@ -76,7 +88,7 @@ class Refinement:
         return end[np.cumsum([0, *map(len, sets)])], chunk.astype(np.int32)
 
     def rows(self, leaf: Motif, shape: ProgramShape) -> Rows:
-        """Which chunks each chunk of a leaf's algorithm stands for."""
+        """The refined chunks that each chunk of a leaf's algorithm consists of."""
         pieces, which = _pieces(leaf, shape)
         ptr, chunk = self.chunks(pieces)
         if len(chunk) and chunk.min() < 0:
@@ -85,12 +97,12 @@ class Refinement:
         return self._block_rows(leaf, shape, ptr, chunk) if leaf.kind == "AA" else (ptr, chunk)
 
     def _block_rows(self, leaf: Motif, shape: ProgramShape, ptr: Ints, chunk: NDArray[np.int32]) -> Rows:
-        """The same for an all-to-all: the chunks of every block from what one holds to what is bound for the other."""
+        """The same as `rows` for an all-to-all: the chunks of every block from a holder's processes to a receiver's."""
         n = len(leaf.ranks)
         src, dst = np.divmod(shape.share_of, n)
         inside = (dst - src - leaf.window[0]) % n < leaf.window[1] - leaf.window[0]
         held, bound = self._index(leaf, leaf.held, 0), self._index(leaf, leaf.bound, 1)
-        # Of each chunk of the algorithm: holders x destinations x pieces of the block, written out in that order.
+        # Each chunk of the algorithm becomes holders x destinations x pieces of the block, in that order.
         extent = [np.diff(held[0])[src] * inside, np.diff(bound[0])[dst], np.diff(ptr)]
         total = extent[0] * extent[1] * extent[2]
         new_ptr = np.concatenate([[0], np.cumsum(total)])
@@ -116,7 +128,9 @@ class Refinement:
         return np.cumsum([0, *map(len, groups)]), at
 
     def collective(self) -> Collective:
-        """The original as a collective of these chunks: the library's own, where all are equal and in its order."""
+        """The original as a collective of these chunks; the library's own collective if all chunks are equal and in its
+        order.
+        """
         m = self.original
         count, total = len(m.ranks), self.num_chunks
         even = len(set(self.sizes.tolist())) == 1
@@ -187,7 +201,7 @@ class Refinement:
 
 
 def moved(shape: ProgramShape, rows: Rows) -> tuple[Ints, NDArray[np.int32], Ints]:
-    """The transfers of a leaf in refined chunks: their chunks as a CSR table, and which of them move anything."""
+    """The transfers of a leaf in refined chunks: their chunks as a CSR table, and the transfers that move anything."""
     program = shape.program
     entry_ptr, chunk = take_rows(rows[0], rows[1], program.chunk.astype(np.intp))
     width = np.diff(entry_ptr[program.chunk_ptr])
@@ -196,9 +210,10 @@ def moved(shape: ProgramShape, rows: Rows) -> tuple[Ints, NDArray[np.int32], Int
 
 
 def _pieces(leaf: Motif, shape: ProgramShape) -> tuple[list[Spans], NDArray[np.intp]]:
-    """Pieces of a leaf's payload, and which of them each chunk of its algorithm stands for.
+    """The pieces of a leaf's payload, and the piece of each chunk of its algorithm.
 
-    Shares (shards, blocks, or all of it) are cut as the algorithm cuts its own; all blocks of an all-to-all alike.
+    Shares (shards, blocks, or the whole) are cut as the algorithm cuts its own; all blocks of an all-to-all are cut
+    alike.
     """
     order = np.argsort(shape.share_of, kind="stable")
     share = shape.share_of[order]
@@ -221,7 +236,7 @@ def _pieces(leaf: Motif, shape: ProgramShape) -> tuple[list[Spans], NDArray[np.i
 
 
 def _cut_like(spans: Spans, shares: NDArray[np.float64]) -> Sequence[Spans]:
-    """A set cut evenly where the shares are equal, else as near to them as whole numbers allow."""
+    """A set cut evenly if the shares are equal, else as near to the shares as whole numbers allow."""
     if not len(shares):
         return ()
     if np.ptp(shares) <= 1e-12:

@@ -1,4 +1,4 @@
-"""How a motif may be moved: the library's algorithms by name, laid out on the links they are bound to.
+"""Recipes of a motif: library algorithms by name, laid out on the links that the motif is bound to.
 
 A recipe is a name that, with a collective, a group and a cluster, always gives the same program: plans store the name.
 """
@@ -25,14 +25,14 @@ Window = tuple[int, int]
 """A splined all-to-all: rank i sends to i + first, ..., i + first + count - 1, modulo the number of ranks."""
 
 PIPELINED = ("double_binary_tree", "binary_tree", "chain")
-"""Algorithms that send piece after piece; ``name:1`` is the one in one piece, which has the lower latency."""
+"""Algorithms that send piece after piece; ``name:1`` sends one piece only, which has the lower latency."""
 FINE = {"chain": 64}
-"""Where many small pieces pay, as the way is long: ``chain:64``."""
+"""The number of pieces of a further variant with many small pieces, for algorithms with long paths: ``chain:64``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MotifRequest:
-    """One motif to be moved: the collective, over one group; `nbytes` as the group's collective counts them."""
+    """One motif to be moved: a collective over one group."""
 
     kind: str
     group: tuple[int, ...]
@@ -41,15 +41,22 @@ class MotifRequest:
 
 
 Provider = Callable[[MotifRequest, Cluster, float], "dict[str, Callable[[], Program]]"]
-"""More ways to move a motif of that size on a cluster, by name (synthesised or multi-dimensional ones, say)."""
+"""A source of further algorithms: ``provider(request, cluster, nbytes)`` returns builders by algorithm name.
+
+`SimulatedCosts` calls each provider in the planning process, for every motif and size that is costed. `request` is one
+motif in one group, `cluster` has only the links that the motif is bound to, `nbytes` is the motif's size. The provider
+returns an empty dict for motifs that it does not serve. A builder returns a `Program` of the request's collective over
+its group, and is called only when the algorithm is costed or planned; the program is verified, so a wrong one is
+refused. The same request must give the same program, since plans are reproducible.
+"""
 
 
 def library(ask: MotifRequest) -> list[str]:
     """The recipes of the algorithm library for a motif.
 
-    >>> library(Ask(kind="broadcast", group=(0, 1, 2)))[4:]
+    >>> library(MotifRequest(kind="broadcast", group=(0, 1, 2)))[4:]
     ['binomial', 'chain', 'chain:1', 'chain:64', 'direct']
-    >>> library(Ask(kind="all_to_all", group=(0, 1, 2), window=(1, 1)))
+    >>> library(MotifRequest(kind="all_to_all", group=(0, 1, 2), window=(1, 1)))
     ['direct']
     """
     if ask.kind == "send" or ask.window is not None:
@@ -67,9 +74,20 @@ def _named(kind: str, count: int) -> tuple[str, ...]:
 
 
 def build(recipe: str, ask: MotifRequest, cluster: Cluster, *, in_place: bool = False) -> Program:
-    """The program of a recipe on (a part of) a cluster; raises `InvalidInput` where it is not defined.
+    """The program of a recipe on (a part of) a cluster.
 
-    In place several chains are one: programs side by side are put together from ones that are not.
+    Args:
+        recipe: one of ``library(ask)``.
+        ask: the motif.
+        cluster: the links that the motif may use.
+        in_place: whether output and input share one buffer; then several chains are merged into one, because programs
+            side by side are composed of programs that are not in place.
+
+    Returns:
+        The program, not yet verified.
+
+    Raises:
+        InvalidInput: the recipe is unknown or not defined for this motif.
     """
     name, _, chunks = recipe.partition(":")
     if recipe not in library(ask):
@@ -90,7 +108,7 @@ def build(recipe: str, ask: MotifRequest, cluster: Cluster, *, in_place: bool = 
 
 
 def _side_by_side(parts: Sequence[Program], ask: MotifRequest) -> Program:
-    """Programs of one collective, each for its share of the payload and on connections of its own."""
+    """Programs of one collective, each with its share of the payload and connections of its own, as one program."""
     whole = motif_of(ask.kind, ask.group, len(parts) * max(p.collective.num_chunks for p in parts), ask.root)
     bound = {at: p.replace(lane=np.full(p.num_transfers, at, np.int16)) for at, p in enumerate(parts)}
     made = lower(apply(whole, "segment", parts=len(parts)), whole, algorithms=bound)
@@ -98,7 +116,7 @@ def _side_by_side(parts: Sequence[Program], ask: MotifRequest) -> Program:
 
 
 def rails(cluster: Cluster, group: Sequence[int]) -> int:
-    """How many rings or chains to run side by side: one per link out of a host, as far as a device can feed them.
+    """The number of rings or chains to run side by side: one per link out of a host, as many as a device can feed.
 
     >>> hgx2 = Cluster.preset("hgx2", nodes=2)
     >>> rails(hgx2, range(16)), rails(hgx2, range(8)), rails(hgx2, (0, 8))
@@ -126,7 +144,7 @@ def rails(cluster: Cluster, group: Sequence[int]) -> int:
 
 
 def windowed(group: Sequence[int], window: Window) -> Program:
-    """An all-to-all of the pairs in a window, straight from rank to rank.
+    """An all-to-all of the pairs in a window, sent directly from rank to rank.
 
     >>> windowed(range(4), (1, 2)).num_transfers
     8

@@ -1,7 +1,7 @@
-"""What a comm-op may be rewritten into: every registered rule, and segments of its results, over all groups at once.
+"""The rewrites of a comm-op: every registered rule, and segments of its results, applied to all groups at once.
 
-Groups need not be alike. Those of one length that lie on their hosts in the same way are of one *sort*; every sort is
-rewritten by itself, and a rewrite counts where it gives all sorts the same stages.
+Groups need not be equal. Groups of one length that lie on their hosts in the same way are of one *sort*; every sort is
+rewritten by itself, and a rewrite is valid if it gives all sorts the same stages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .rules import parse_step, variants
 from .spans import measure
 
 CHOICES = 2
-"""Of each rule so many of the parameters it offers are tried, those first that keep stages inside hosts or between."""
+"""The number of parameters that are tried of each rule; those that keep stages inside hosts or between come first."""
 MAX_PATTERNS = 8
 MAX_TASKS = 64
 EVEN = 1.5
-"""Costs are those of even shares. Where the largest share is more than this many times that, a rewrite is left out."""
+"""A rewrite is left out if its largest share is more than this many times the even share, which costs are based on."""
 
 Groups = tuple[tuple[int, ...], ...]
 Steps = tuple[str, ...]
@@ -31,7 +31,7 @@ Steps = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class MotifStage:
-    """Leaves of an expression that run at the same time on different ranks: one task. `after` are earlier stages."""
+    """Leaves of an expression that run at the same time on different ranks, as one task; `after` are earlier stages."""
 
     motif: str
     kind: str
@@ -45,7 +45,9 @@ class MotifStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewrite:
-    """A comm-op rewritten: the steps that led there, an expression for each sort of group, its stages over all."""
+    """A rewritten comm-op: the steps that led to it, one expression for each sort of group, and the stages over all
+    groups.
+    """
 
     steps: Steps
     exprs: tuple[Expr, ...]
@@ -54,23 +56,32 @@ class Rewrite:
 
     @cached_property
     def text(self) -> str:
-        """The expressions in the paper's notation, one beside the other."""
+        """The expressions in the paper's notation, in parallel."""
         return str(par(self.exprs))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sort:
-    """Groups that get one expression: that of the first, with the others' ranks in the same positions."""
+    """Groups with one expression: that of the first group, with the other groups' ranks in the same positions."""
 
     whole: Motif
     hosts: Groups
     members: Groups
     splits: bool
-    """Whether it is an all-to-all whose pieces may differ: then a rank knows only its own, and nothing is relayed."""
+    """Whether this is an all-to-all whose pieces may differ: a rank then knows only its own sizes and cannot relay."""
 
 
 def rewrites(op: Op, groups: Groups, cluster: Cluster) -> Iterator[Rewrite]:
-    """The op as it is, cut into segments, in every pattern that a rule makes of it, and segments of those."""
+    """The op as it is, cut into segments, in every pattern that a rule makes of it, and segments of those patterns.
+
+    Args:
+        op: the comm-op.
+        groups: its groups.
+        cluster: the cluster, for the hosts of the ranks.
+
+    Returns:
+        The rewrites; the first is the op as it is.
+    """
     sorts = _sorts(op, groups, cluster)
     scopes: dict[Groups, Scope] = {}
 
@@ -125,7 +136,9 @@ def _sorts(op: Op, groups: Groups, cluster: Cluster) -> list[_Sort]:
 
 
 def _named(sort: _Sort) -> dict[str, tuple[str, Expr]]:
-    """What the rules make of a sort's motif, and the step that does it, by names that do not tell ranks."""
+    """The results of the rules for a sort's motif, with the step that gives each, under names that do not mention
+    ranks.
+    """
     local = {len(host) for host in sort.hosts}
     in_rows = [rank for host in sort.hosts for rank in host] == list(sort.whole.ranks)
     hosts = f"local={max(local)}" if len(local) == 1 and in_rows else "hosts"
@@ -139,7 +152,7 @@ def _named(sort: _Sort) -> dict[str, tuple[str, Expr]]:
 
 
 def _chosen(patterns: Sequence[Rewrite]) -> list[Rewrite]:
-    """Of each rule the first few choices that keep to one fabric at a time, or where none does the first few."""
+    """The first few choices of each rule that use one fabric at a time; if none does, the first few choices."""
     by_rule: dict[str, list[Rewrite]] = {}
     seen: set[tuple[Expr, ...]] = set()
     for rewrite in patterns:
@@ -156,7 +169,7 @@ def _chosen(patterns: Sequence[Rewrite]) -> list[Rewrite]:
 def _merged(
     each: Sequence[list[MotifStage] | None], cluster: Cluster, scopes: dict[Groups, Scope]
 ) -> tuple[MotifStage, ...] | None:
-    """The stages of all sorts drawn together; None where they differ in more than their ranks."""
+    """The stages of all sorts merged; None if they differ in more than their ranks."""
     first = each[0]
     if first is None or len(each) == 1:
         return None if first is None else tuple(first)
@@ -177,7 +190,7 @@ def _merged(
 def _stages(
     expr: Expr, segments: int, sort: _Sort, cluster: Cluster, scopes: dict[Groups, Scope]
 ) -> list[MotifStage] | None:
-    """One sort's stages, or None where shares are so uneven that no cost would be right."""
+    """The stages of one sort; None if shares are so uneven that no cost would be right."""
     if any(_uneven(leaf) for leaf in expr.leaves):
         return None
     place = {rank: at for at, rank in enumerate(sort.whole.ranks)}
@@ -222,7 +235,7 @@ def _stages(
         add([child], (), number)
     per = len(made) // segments
     if segments > 1 and all(stage.segment == at // per for at, stage in enumerate(made)):
-        # Segments differ by a byte or so: all are costed as the largest.
+        # Segments differ by at most a few bytes, so all of them get the cost of the largest.
         sizes = [max(stage.nbytes for stage in made[at::per]) for at in range(per)]
         made = [replace(stage, nbytes=sizes[at % per]) for at, stage in enumerate(made)]
     return made
@@ -241,7 +254,7 @@ def _uneven(leaf: Motif) -> bool:
 
 
 def beside(expr: Expr) -> list[list[int]]:
-    """The children of a ``||`` in sets of one form whose ranks are all different."""
+    """The children of a ``||`` divided into sets of equal form whose ranks are all different."""
     sides: list[tuple[object, set[int], list[int]]] = []
     for at, child in enumerate(expr.children):
         form, ranks = _form(child), {rank for leaf in child.leaves for rank in leaf.ranks}

@@ -1,6 +1,7 @@
-"""The rules of the paper (section 4.2, appendix A.1), for every kind of motif where they make sense.
+"""The rules of the paper (section 4.2, appendix A.1), for every kind of motif to which they apply.
 
-Sizes, rank counts and parameters need not divide one another: then pieces differ in size and the last group is smaller.
+Sizes, rank counts and parameters need not divide one another: then pieces differ in size, and the last group is
+smaller.
 """
 
 from __future__ import annotations
@@ -26,8 +27,18 @@ def _dividing(motif: Motif, hosts: Groups) -> Iterator[dict[str, Any]]:
 def segment(motif: Motif, *, parts: int | None = None, size: int | None = None) -> Expr:
     """S: cut the payload into parts, or into segments of a size, each moved by a motif of the same pattern.
 
-    The size counts what one motif works on (of each block, for an all-to-all). Shards are cut one by one, so that
-    every rank keeps its own.
+    Shards are cut one by one, so that every rank keeps its own.
+
+    Args:
+        motif: the motif.
+        parts: number of parts, 1..65536; give either this or `size`.
+        size: size of a segment in bytes of the motif's payload (of each block, for an all-to-all).
+
+    Returns:
+        The segments in parallel.
+
+    Raises:
+        InvalidInput: both or none of `parts` and `size` are given, or one is out of range.
     """
     if (parts is None) == (size is None):
         raise InvalidInput("give either parts or size")
@@ -40,7 +51,7 @@ def segment(motif: Motif, *, parts: int | None = None, size: int | None = None) 
 
 @rule("ring", kinds=["AR"])
 def ring(motif: Motif) -> Expr:
-    """P: an all-reduce as a reduce-scatter, then an all-gather."""
+    """P: an all-reduce as a reduce-scatter followed by an all-gather."""
     return seq([Motif(kind=kind, ranks=motif.ranks, spans=motif.spans) for kind in ("RS", "AG")])
 
 
@@ -50,9 +61,10 @@ def _branching(motif: Motif, hosts: Groups) -> Iterator[dict[str, Any]]:
 
 @rule("tree", kinds=["AR", "BC", "RE"], choices=_branching)
 def tree(motif: Motif, *, n: int = 2) -> Expr:
-    """P: groups of n reduce to their first, those all-reduce, and broadcast back; reduces and broadcasts likewise.
+    """P: groups of n reduce to their first rank, the first ranks all-reduce, and broadcast back; reduces, broadcasts
+    alike.
 
-    Applied again to the motif in the middle it gives a tree of any depth.
+    Applied again to the motif in the middle, the rule gives a tree of any depth.
     """
     return _through_leaders(motif, _groups_of(motif.ranks, "n", n))
 
@@ -66,9 +78,21 @@ def _on_hosts(motif: Motif, hosts: Groups) -> Iterator[dict[str, Any]]:
 def hierarchical(motif: Motif, *, local: int | None = None, groups: Sequence[Sequence[int]] | None = None) -> Expr:
     """P: inside groups (hosts) of ranks and across them, with one rail per local position.
 
-    Groups are `local` consecutive ranks, or given by their ranks. All-reduce: reduce-scatter inside, all-reduces
-    across, all-gather inside. All-gather goes across first, reduce-scatter and all-to-all inside first. Broadcast and
-    reduce pass through one leader per group. A group that is smaller than others serves several rails by one rank.
+    All-reduce: reduce-scatter inside, all-reduces across, all-gather inside. All-gather goes across first,
+    reduce-scatter and all-to-all inside first. Broadcast and reduce pass through one leader per group. In a group that
+    is smaller than others one rank serves several rails.
+
+    Args:
+        motif: the motif.
+        local: number of consecutive ranks in a group, >= 1; give either this or `groups`.
+        groups: the ranks of each group; together they hold each rank of the motif once.
+
+    Returns:
+        The expression.
+
+    Raises:
+        InvalidInput: both or none of `local` and `groups` are given, the groups are wrong, or an all-to-all has a
+            window.
     """
     if (local is None) == (groups is None):
         raise InvalidInput("give either local or groups")
@@ -101,10 +125,21 @@ def _patterns(motif: Motif, hosts: Groups) -> Iterator[dict[str, Any]]:
 
 @rule("spline", kinds=["AA", "BC", "RE", "AG", "RS", "GA", "SC"], choices=_patterns)
 def spline(motif: Motif, *, n: int | None = None, parts: int | None = None) -> Expr:
-    """P: cut the pattern: each motif serves n of the processes (or a share of 1/parts) with their whole payload.
+    """P: cut the pattern: each motif serves some of the processes with their whole payload.
 
     All-to-all: n destinations per process, counted from itself. Broadcast, scatter and reduce-scatter: n destinations.
     Reduce, gather and all-gather: n sources; reduces to one root follow one another.
+
+    Args:
+        motif: the motif.
+        n: number of processes that each motif serves; give either this or `parts`.
+        parts: number of motifs, each of which serves an even share of the processes.
+
+    Returns:
+        The expression.
+
+    Raises:
+        InvalidInput: both or none of `n` and `parts` are given, or one is out of range.
     """
     if (n is None) == (parts is None):
         raise InvalidInput("give either n or parts")
@@ -131,9 +166,9 @@ def spline(motif: Motif, *, n: int | None = None, parts: int | None = None) -> E
 
 @rule("scatter", kinds=["BC", "RE"])
 def scatter(motif: Motif) -> Expr:
-    """P: a broadcast as a scatter, then an all-gather; a reduce as a reduce-scatter, then a gather.
+    """P: a broadcast as a scatter followed by an all-gather; a reduce as a reduce-scatter followed by a gather.
 
-    The root of a broadcast keeps out of the all-gather: what it would get there it has, and others may be reading it.
+    The root of a broadcast is left out of the all-gather: it already has the data, and others may be reading it.
     """
     if motif.kind == "RE":
         sums = Motif(kind="RS", ranks=motif.ranks, spans=motif.spans)
@@ -147,19 +182,21 @@ def scatter(motif: Motif) -> Expr:
 
 
 def _all(motifs: Sequence[Expr | None]) -> Expr | None:
-    """All at once, if there are any."""
+    """The motifs in parallel; None if there are none."""
     return par(motifs) if any(m is not None for m in motifs) else None
 
 
 def _sharded(motif: Motif, shards: Sequence[Spans], ranks: tuple[int, ...] | None = None) -> Motif | None:
-    """The same kind of motif with other shards (and ranks), if there is anything in them."""
+    """The same kind of motif with other shards (and ranks); None if all shards are empty."""
     if not any(shards):
         return None
     return replace(motif, ranks=ranks or motif.ranks, spans=(), shards=tuple(shards))
 
 
 def _inside(motif: Motif, kind: str, hosts: Groups, through: Sequence[Spans]) -> Expr | None:
-    """A reduce-scatter or all-gather in each host, after or before which each rank has what its rails carry."""
+    """A reduce-scatter or all-gather in each host, after or before which each rank has the
+    data that its rails carry.
+    """
     found = []
     for host in hosts:
         shards = tuple(joined(chain.from_iterable(through[position :: len(host)])) for position in range(len(host)))
@@ -168,11 +205,13 @@ def _inside(motif: Motif, kind: str, hosts: Groups, through: Sequence[Spans]) ->
 
 
 def _two_step(motif: Motif, hosts: Groups, rails: Sequence[tuple[int, ...]]) -> Expr:
-    """Inside each host to the rank whose rail leads to the destination, then across."""
+    """An all-to-all inside each host to the rank whose rail leads to the destination, then one across hosts on each
+    rail.
+    """
     if not motif.whole:
         raise InvalidInput("needs an all-to-all of all ranks with all, not one with a window")
     held, bound = (dict(zip(motif.ranks, side, strict=True)) for side in (motif.held, motif.bound))
-    # Of each rail: for whom its blocks are, host by host; a host that is too small has nobody there.
+    # For each rail the processes that its blocks are for, host by host; empty where a host is too small for the rail.
     ends = [[bound[host[at]] if at < len(host) else () for host in hosts] for at in range(len(rails))]
     for_rail = [tuple(chain.from_iterable(rail)) for rail in ends]
     inside = [
@@ -194,7 +233,7 @@ def _two_step(motif: Motif, hosts: Groups, rails: Sequence[tuple[int, ...]]) -> 
 
 
 def _through_leaders(motif: Motif, groups: Groups) -> Expr:
-    """Groups and their leaders: the first of each, or the root where it is a member."""
+    """Pass data through the leaders of groups; the leader is the root if it is a member, else the first rank."""
     leaders = tuple(motif.root if motif.root in group else group[0] for group in groups)
     middle = replace(motif, ranks=leaders)
 

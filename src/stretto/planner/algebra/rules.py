@@ -1,7 +1,7 @@
-"""The transformation rules: what a motif may be rewritten into, and how rules are applied and registered.
+"""The transformation rules: what a motif may be rewritten into, and how rules are registered and applied.
 
-Segmentation cuts the payload, splining cuts the pattern (Syndicate, section 4.2 and appendix A.1). A rule only says
-what it claims; `lowering.check` proves it for the motif at hand, whoever wrote the rule.
+Segmentation cuts the payload, splining cuts the pattern (Syndicate, section 4.2 and appendix A.1). A rule only claims
+that its result is equivalent; `lowering.check` proves it for the motif at hand, whoever wrote the rule.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Choices = Callable[[Motif, Groups], Iterable[Mapping[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class RewriteRule:
-    """One rule: the kinds it rewrites, and the function that does it."""
+    """One rule: the kinds of motif that it rewrites, and the function that rewrites them."""
 
     name: str
     kinds: tuple[str, ...]
     summary: str
     build: Callable[..., Expr]
     choices: Choices
-    """The parameters worth trying for a motif whose ranks lie on these hosts."""
+    """``choices(motif, hosts)`` gives the parameters worth trying for a motif whose ranks lie on these hosts."""
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
-        """Its parameters with their defaults, in order."""
+        """The rule's parameters with their defaults, in order."""
         keywords = inspect.signature(self.build).parameters.values()
         return {p.name: p.default for p in keywords if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
     @cached_property
     def _typed(self) -> frozenset[str]:
-        """The parameters that say they are whole numbers, or lists of them."""
+        """The parameters that are annotated as whole numbers, or lists of them."""
         hints = inspect.signature(self.build).parameters.items()
         return frozenset(name for name, p in hints if re.search(r"\bint\b", str(p.annotation)))
 
@@ -64,7 +64,13 @@ _RULES: dict[str, RewriteRule] = {}
 def rule(
     name: str, *, kinds: Iterable[str] = tuple(KINDS), choices: Choices = lambda motif, hosts: ({},)
 ) -> Callable[[Callable[..., Expr]], Callable[..., Expr]]:
-    """Register ``build(motif, *, parameters...) -> Expr`` under a name; the first line of its docstring describes it.
+    """Register a rule ``build(motif, *, parameters...) -> Expr``; the first line of its docstring describes it.
+
+    The planner calls `choices` and then `build` in the planning process, once for each motif and parameter choice.
+    `build` gets a motif of one of `kinds`, must not change it, and returns an expression over the same ranks and
+    payload (the motif itself means that the rule does not apply); it raises `InvalidInput` for parameters out of range.
+    Equal arguments must give equal results. Parameters are keyword-only, annotated with int or lists of int, so that a
+    step can be written as text.
 
     >>> from stretto.planner.algebra.motif import motif, seq
     >>> @rule("in_two_steps", kinds=["RE"])
@@ -76,6 +82,17 @@ def rule(
     >>> print(apply(motif("RE", 4, 10), "in_two_steps"))
     RE_0(T[0:5], PG[0:4]) -> RE_0(T[5:10], PG[0:4])
     >>> unregister("in_two_steps")
+
+    Args:
+        name: name of the rule: lower-case letters, digits and _.
+        kinds: letters of the motifs that it rewrites; all by default.
+        choices: called with a motif and the ranks of each host; returns keyword arguments worth trying.
+
+    Returns:
+        A decorator that registers the function and returns it unchanged.
+
+    Raises:
+        InvalidInput: a kind is unknown, or the name is invalid or taken.
     """
     served = tuple(kinds)
     for kind in served:
@@ -95,7 +112,7 @@ def rule(
 
 
 def unregister(name: str) -> None:
-    """Forget a rule."""
+    """Remove a rule from the registry."""
     entry(name)
     del _RULES[name]
 
@@ -130,6 +147,18 @@ def apply(expr: Expr, name: str, *, at: Sequence[int] = (), **parameters: Any) -
     RE_0(T[0:1024], PG[0:4]) || RE_4(T[0:1024], PG[4:8]) ->
     (RS(T[0:1024], PG[0,4]) -> AG(T[0:1024], PG[0,4])) ->
     BC_0(T[0:1024], PG[0:4]) || BC_4(T[0:1024], PG[4:8])
+
+    Args:
+        expr: the expression.
+        name: name of the rule.
+        at: path of the motif; empty for an expression that is a motif itself.
+        **parameters: parameters of the rule.
+
+    Returns:
+        The expression with the motif rewritten.
+
+    Raises:
+        InvalidInput: rule, path or parameter are unknown or invalid, or the rule does not rewrite this kind.
     """
     found = entry(name)
 
@@ -145,7 +174,19 @@ def apply(expr: Expr, name: str, *, at: Sequence[int] = (), **parameters: Any) -
 
 
 def rewrite_all(expr: Expr, name: str, **parameters: Any) -> Expr:
-    """Rewrite every motif of a kind that the rule serves; one at least."""
+    """Rewrite every motif of a kind that the rule serves.
+
+    Args:
+        expr: the expression.
+        name: name of the rule.
+        **parameters: parameters of the rule.
+
+    Returns:
+        The expression with these motifs rewritten.
+
+    Raises:
+        InvalidInput: rule or parameter are unknown or invalid, or the rule rewrites no motif of the expression.
+    """
     found = entry(name)
     paths = [path for path, motif in expr.walk() if motif.kind in found.kinds]
     if not paths:
@@ -162,7 +203,7 @@ def _everywhere(expr: Expr, found: RewriteRule, parameters: Mapping[str, Any]) -
 
 @dataclass(frozen=True, kw_only=True)
 class RewriteStep:
-    """One rewriting as it is written on a command line: ``tree:4@1`` or ``segment:size=256`` (everywhere)."""
+    """One rewriting as text on a command line: ``tree:4@1``, or ``segment:size=256`` for all motifs."""
 
     rule: str
     parameters: dict[str, Any]
@@ -179,7 +220,7 @@ def parse_step(text: str) -> RewriteStep:
     """A step from ``rule``, ``rule:value,key=value`` and an optional ``@path`` such as ``@0.1`` (``@`` is the top).
 
     >>> parse_step("segment:4@0.1")
-    Step(rule='segment', parameters={'parts': 4}, at=(0, 1))
+    RewriteStep(rule='segment', parameters={'parts': 4}, at=(0, 1))
     >>> parse_step("hierarchical:groups=0 1 2;3 4").parameters
     {'groups': [[0, 1, 2], [3, 4]]}
     """
@@ -204,9 +245,9 @@ def parse_step(text: str) -> RewriteStep:
 
 
 def variants(motif: Motif, hosts: Sequence[Sequence[int]] = ()) -> Iterator[tuple[str, Expr]]:
-    """Every registered rule with each of its parameters worth trying: the name as a step, and what becomes of it.
+    """Every registered rule with each of its parameters worth trying: the step as text, and the rewritten expression.
 
-    `hosts` lists the ranks of each host. What leaves the motif as it is is not listed.
+    `hosts` lists the ranks of each host. Results that leave the motif unchanged are not listed.
     """
     members = set(motif.ranks)
     local = tuple(tuple(rank for rank in host if rank in members) for host in hosts)

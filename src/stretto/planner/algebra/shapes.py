@@ -1,4 +1,6 @@
-"""Library algorithms as motifs use them: a program over positions 0..n-1, its synchronous steps, its pieces."""
+"""Library algorithms in the form that motifs use: a program over positions 0..n-1, its
+synchronous steps, its shares.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,29 @@ DEFAULTS = {
     "AR": "ring", "AG": "ring", "RS": "ring", "AA": "direct", "BC": "direct", "RE": "direct", "GA": "direct",
     "SC": "direct", "SD": "direct",
 }  # fmt: skip
-"""As the paper describes each: rings, and convergent or divergent patterns straight to or from the root."""
+"""Default algorithms, as the paper describes them: rings, and direct patterns to or from the root."""
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramShape:
-    """A program with what composing needs to know about it."""
+    """A program with the properties that composing programs needs."""
 
     program: Program
     step: Ints
-    """For each transfer the synchronous step it can be thought to happen in."""
+    """The synchronous step of each transfer."""
     num_steps: int
     share_of: Ints
-    """For each chunk which share of the payload it is cut from: a rank's shard, a pair (src * n + dst), or 0."""
+    """The share of the payload that each chunk is cut from: a rank's shard, a pair (src * n + dst), or 0."""
     paced: tuple[Ints, Ints]
-    """Waits (who, for whom) that do not follow from the data but were put there to pace the program."""
+    """Waits (transfer that waits, transfer that it waits for) that pace the program and do not follow from the data."""
 
 
 def default_algorithm(motif: Motif) -> str:
-    """The algorithm of a motif that nobody has bound: its usual one, where that is defined for so many ranks."""
+    """The algorithm of a motif without a binding: the one in `DEFAULTS`, or the first one
+    defined for that many ranks.
+    """
     kind = "permute" if motif.kind == "SD" else KINDS[motif.kind]
     known = defined_for(kind, len(motif.ranks))
     return DEFAULTS[motif.kind] if DEFAULTS[motif.kind] in known else known[0]
@@ -80,7 +84,7 @@ def _shape(code: str, program: Program) -> ProgramShape:
         step=step,
         reduce=program.reduce,
     )
-    # Sorting by step moves a transfer only where the program's own order is not one of steps.
+    # Sorting by step moves a transfer only if the program's own order is not sorted by steps.
     place = np.empty(len(step), np.int64)
     place[np.argsort(step, kind="stable")] = np.arange(len(step))
     count = max(program.num_transfers, 1)
@@ -97,10 +101,10 @@ def _shape(code: str, program: Program) -> ProgramShape:
 
 
 def _steps(program: Program) -> Ints:
-    """The least synchronous steps that keep every wait: reads of a step come before its writes.
+    """The fewest synchronous steps that keep every wait; the reads of a step come before its writes.
 
-    One pass in program order settles all waits for earlier transfers; what is left are exchanges, in which each of
-    two waits for the other's read.
+    One pass in program order settles all waits for earlier transfers; the remaining waits are exchanges, in which each
+    of two transfers waits for the other's read.
     """
     p = program
     count = p.num_transfers

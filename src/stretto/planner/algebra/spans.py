@@ -1,4 +1,4 @@
-"""Sets of intervals of a buffer: what a motif carries. Nothing here is allocated by size, only by pieces."""
+"""Sets of intervals of a buffer, which motifs carry. Memory grows with the number of intervals, not with their size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Spans = tuple[Span, ...]
 
 
 def joined(spans: Iterable[Span]) -> Spans:
-    """The same set in its one canonical form: in order, neighbours drawn together, nothing empty.
+    """The same set in its canonical form: sorted, neighbors merged, no empty interval.
 
     >>> joined([(8, 12), (0, 4), (4, 8), (20, 20)])
     ((0, 12),)
@@ -27,12 +27,12 @@ def joined(spans: Iterable[Span]) -> Spans:
 
 
 def overlap(spans: Spans) -> Span | None:
-    """Where two intervals of a list in order cover the same, if anywhere."""
+    """The first overlap of two intervals in a sorted list; None if there is none."""
     return next(((b[0], min(a[1], b[1])) for a, b in pairwise(spans) if b[0] < a[1]), None)
 
 
 def measure(spans: Iterable[Span]) -> int:
-    """How much a set covers."""
+    """The total length of a set of intervals."""
     return sum(hi - lo for lo, hi in spans)
 
 
@@ -47,7 +47,7 @@ def even_sizes(total: int, count: int) -> list[int]:
 
 
 def cut(spans: Spans, count: int) -> tuple[Spans, ...]:
-    """A set in `count` pieces of even size, in order; where there is too little, the last ones are empty.
+    """A set cut into `count` pieces of even size, in order; if there is too little, the last pieces are empty.
 
     >>> cut(((0, 10), (100, 102)), 3)
     (((0, 4),), ((4, 8),), ((8, 10), (100, 102)))
@@ -56,7 +56,7 @@ def cut(spans: Spans, count: int) -> tuple[Spans, ...]:
 
 
 def cut_sizes(spans: Spans, sizes: Sequence[int]) -> tuple[Spans, ...]:
-    """A set in pieces of the given sizes, in order."""
+    """A set cut into pieces of the given sizes, in order."""
     if len(spans) == 1:
         ends = list(accumulate(sizes, initial=spans[0][0]))
         return tuple(((lo, hi),) if lo < hi else () for lo, hi in pairwise(ends))
