@@ -1,7 +1,7 @@
 """New algorithms for a given cluster: from sketches, by exact search, by flows and trees, and greedily at scale.
 
-`synthesize` asks everybody who can make a program, and returns the best with its certificate; `select` does so
-for a range of sizes. Solvers are loaded only by the makers that use one.
+`synthesize` asks every maker that can make a program, and returns the best program with its certificate; `select` does
+so for a range of sizes. Solvers are loaded only by the makers that use one.
 """
 
 from .certificate import Candidate, Certificate, Lowering, Synthesis

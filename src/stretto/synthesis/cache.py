@@ -1,4 +1,4 @@
-"""Results kept on disk, addressed by what they are the result of.
+"""Results kept on disk, addressed by a hash of everything that they depend on.
 
 An entry is two files: the program in its text form, and its certificate as JSON with a checksum of the program. Both
 are written to a temporary name and moved into place. An entry that cannot be read, does not verify, or no longer gives
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 VARIABLE = "STRETTO_CACHE"
 ROOMS = ("algorithms", "programs", "simulator", "synthesis")
 MAX_TRANSFERS = 1 << 18
-"""Larger programs take longer to read back than to make again."""
+"""The largest program that is cached: larger ones take longer to read back than to make again."""
 CLOSE = 1e-9
 
 log = logging.getLogger(__name__)
 
 
 def directory() -> Path:
-    """Where results are kept: ``$STRETTO_CACHE``, else the user's cache directory."""
+    """The folder that results are kept in: ``$STRETTO_CACHE``, else the user's cache directory."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -51,14 +51,14 @@ def directory() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """The place of one result."""
+    """The entry of one result in the cache."""
 
     key: str
     folder: Path
 
     @classmethod
     def of(cls, problem: SynthesisProblem, options: Mapping[str, Any]) -> Cache:
-        """Where the result of this search belongs."""
+        """The entry for the result of a search for this problem with these options."""
         sketch = problem.sketch
         asked = {
             "collective": problem.collective.digest,
@@ -77,12 +77,12 @@ class Cache:
 
     @property
     def program_file(self) -> Path:
-        """The program's text form."""
+        """The path of the program's text form."""
         return self.folder / f"{self.key}.prog"
 
     @property
     def certificate_file(self) -> Path:
-        """The certificate, and the checksum of the program's file."""
+        """The path of the file that holds the certificate and the checksum of the program's file."""
         return self.folder / f"{self.key}.json"
 
     def load(self, problem: SynthesisProblem) -> Synthesis | None:
@@ -119,7 +119,7 @@ class Cache:
             raise InvalidInput(f"{self.program_file}: takes {again:.6g} us, not {time_us:.6g}")
 
     def save(self, found: Synthesis) -> None:
-        """Keep a result; a full or read-only disk is a warning."""
+        """Write a result to the cache; where the disk is full or read-only, only a warning is logged."""
         if found.program.num_transfers > MAX_TRANSFERS:
             log.info("not cached: %d transfers are more than %d", found.program.num_transfers, MAX_TRANSFERS)
             return
@@ -137,7 +137,7 @@ class Cache:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All or nothing: readers see the old file or the new one."""
+    """Write a file so that readers see either the old or the new content."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,4 +1,4 @@
-"""What a synthesis returns: the program, a certificate of how good it is, and everything that was tried."""
+"""The results of a synthesis: the program, a certificate of how good it is, and all candidates."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PACKAGES = ("stretto", "numpy", "highspy", "ortools")
 class Candidate:
     """One program that was tried, with its simulated time; or the reason why there is none.
 
-    One with a time *and* a reason cannot be turned into a file that the runtimes take (see `too_long` in lowering.py).
+    A candidate with a time *and* a reason cannot be turned into a file that the runtimes take (`lowering.too_long`).
     """
 
     maker: str
     name: str = ""
     time_us: float | None = None
     seconds: float = 0.0
-    """From the start of its maker until the program was there."""
+    """The time from the start of the maker until the program was made."""
     reason: str = ""
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """How good a program is: its simulated time beside a lower bound that knows nothing of algorithms.
+    """A certificate of how good a program is: its simulated time beside a lower bound for all algorithms.
 
     `maker` made the program in `seconds`; the whole search took `search_s`. `bound_reason` says in words what no
     algorithm can avoid. Both hold for `nbytes` on the cluster with `cluster_digest` under `alpha` and `contention`.
@@ -70,7 +70,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """How far the time is above the bound: 0.02 is two per cent."""
+        """The relative distance of the time to the bound: 0.02 is two per cent above it."""
         return self.time_us / self.bound_us - 1 if self.bound_us > 0 else 0.0
 
     def __str__(self) -> str:
@@ -96,8 +96,8 @@ class Lowering:
 class Synthesis:
     """The best `program` that was found, its `certificate`, and all `candidates` (fastest first, then the refusals).
 
-    With ``lower=True`` also the best `lowering`. `cached` says that nothing had to be searched. `hosts` gives the host
-    of each rank on the cluster that the program was made for.
+    Where ``lower`` was asked for, `lowering` holds the best instruction streams. `cached` says that the result was read
+    from the cache. `hosts` gives the host of each rank on the cluster that the program was made for.
     """
 
     program: Program
@@ -109,7 +109,7 @@ class Synthesis:
 
     @property
     def time_us(self) -> float:
-        """The simulated time of the program."""
+        """The simulated time of the program in microseconds."""
         return self.certificate.time_us
 
     @property
@@ -119,7 +119,7 @@ class Synthesis:
 
     @property
     def collective(self) -> Collective:
-        """What the program does, with the chunks that its maker chose."""
+        """The collective of the program, with the chunks that its maker chose."""
         return self.program.collective
 
     def save(self, path: str | Path, **options: Any) -> Path:
@@ -145,7 +145,7 @@ class Synthesis:
 
 
 def certificate_path(path: Path) -> Path:
-    """Where the certificate of a program file is written."""
+    """The path of the certificate that belongs to a program file."""
     return path.with_name(path.stem + ".certificate.json")
 
 
@@ -168,7 +168,7 @@ def loads(text: str, *, where: str = "certificate") -> tuple[Certificate, tuple[
 
 @cache
 def versions() -> dict[str, str]:
-    """What the search ran on, without importing any of it."""
+    """The versions of Python and of the packages that the search depends on, without importing them."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from typing import Any
 
 Row = tuple[list[int], list[int], int, bool]
-"""``sum(first) - sum(second) <= bound``, or with True equal to it."""
+"""(first, second, bound, equal): ``sum(first) - sum(second) <= bound``, or with `equal` equal to it."""
 
 START_S = 20.0
-"""Leave for the child to load the solver on a busy machine."""
+"""The extra time that the child gets to load the solver on a busy machine."""
 
 
 def available() -> bool:
@@ -26,7 +26,9 @@ def available() -> bool:
 
 
 def minimize(task: dict[str, Any], *, limit_s: float) -> tuple[str, list[int] | None, float]:
-    """``optimal``, ``feasible``, ``infeasible`` or ``unknown``; the values; a bound on the cost.
+    """Solve an integer program; return its status, the values and a bound on the cost.
+
+    The status is ``optimal``, ``feasible``, ``infeasible`` or ``unknown``; the last two have no values.
 
     The task has integer `lower`, `upper`, `cost` per column, `rows` of (lower or null, upper or null, columns,
     factors), `hint` (values or null), `gap` and `seed`.
@@ -47,7 +49,17 @@ def minimize(task: dict[str, Any], *, limit_s: float) -> tuple[str, list[int] | 
 
 
 def decide(count: int, rows: Sequence[Row], *, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
-    """``feasible`` with the values of `count` binary variables, ``infeasible``, or ``unknown``."""
+    """Decide whether binary variables can satisfy all rows.
+
+    Args:
+        count: How many binary variables there are.
+        rows: The rows.
+        limit_s: The seconds that the solver may take, > 0.
+        seed: The seed of the solver.
+
+    Returns:
+        ``feasible`` with the values of the variables, or ``infeasible`` or ``unknown`` with None.
+    """
     limits = [
         (bound if equal else None, bound, [*first, *second], [1] * len(first) + [-1] * len(second))
         for first, second, bound, equal in rows

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 MAX_DEVICES = 256
 LATENCY_BYTES = 64_000
-"""Below so many bytes per rank more chunks only add messages."""
+"""The bytes per rank below which more chunks only add messages."""
 
 
 def sketch_variants(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
-    """The sketches to try for a problem, each with a label: the one that was given, or what the cluster suggests."""
+    """The sketches to try for a problem, with labels: the user's sketch, or those that the cluster suggests."""
     if problem.sketch is not None:
         return [("", {})]
     limit = 6 if problem.ranks <= 16 else 3
@@ -33,7 +33,7 @@ def sketch_variants(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]
 
 
 def sketches(cluster: Cluster, *, split: bool = True) -> Iterator[Sketch]:
-    """Candidate sketches, the most promising first; none twice.
+    """Candidate sketches for a cluster, the most promising first, without repetitions.
 
     >>> [sketch.name for sketch in sketches(Cluster.load("ndv2:2"))][:3]
     ['auto', 'auto,chunks=2', 'auto,chunks=4']
@@ -56,7 +56,7 @@ def _candidates(cluster: Cluster, split: bool) -> Iterator[Sketch]:
     hosts, size = _hosts(cluster)
     yield auto
     turns = smallest(rotations(cluster))
-    # Few variables let the model find the routing that a policy asks for.
+    # A rotation merges variables; the smaller model is more likely to find the routing that a switch policy needs.
     turned = auto.vary(symmetry_offsets=turns) if turns else auto
     if turned != auto:
         label = "+".join(f"{offset}/{group}" for offset, group in turns)
@@ -69,7 +69,7 @@ def _candidates(cluster: Cluster, split: bool) -> Iterator[Sketch]:
             edges = (Hyperedge(gpus=joined, strategy=strategy),)
             yield turned.vary(name=f"auto,{strategy}", switches=edges)
     if hosts > 1:
-        # Every GPU may cross, or only to its own number: what a shared NIC's relays forbid.
+        # Let every GPU cross between hosts, or only to the GPU of its own number; relays of a shared NIC forbid both.
         yield auto.vary(name="direct", internode_conn="direct-map")
         yield auto.vary(name="full", internode_conn="fully-connected")
         for count in (2, 4):
@@ -79,7 +79,7 @@ def _candidates(cluster: Cluster, split: bool) -> Iterator[Sketch]:
 
 
 def rotations(cluster: Cluster) -> list[tuple[int, int]]:
-    """(offset, group): turning every group of that many devices by the offset maps all direct hops to like ones.
+    """Rotations (offset, group) of every group of devices by the offset that map all direct hops to equal hops.
 
     >>> rotations(Cluster.preset("ring", nodes=6)), rotations(Cluster.load("ndv2:2"))
     ([(1, 6), (2, 6), (3, 6)], [(8, 16)])
@@ -117,7 +117,7 @@ def smallest(turns: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _maps(hops: Hops, image: NDArray[np.int64]) -> bool:
-    """Whether each hop's image is one as long and as fast, and hops that share a link have images that share one."""
+    """Whether each hop maps to an equally long and fast hop, and hops that share a link to hops that share a link."""
     if (image < 0).any():
         return False
     lengths = np.diff(hops.link_ptr)
@@ -130,7 +130,7 @@ def _maps(hops: Hops, image: NDArray[np.int64]) -> bool:
 
 
 def _hosts(cluster: Cluster) -> tuple[int, int]:
-    """How many hosts there are, and how many devices each has (0 where they differ or are not in order)."""
+    """The number of hosts, and the devices of each (0 where the numbers differ or devices are not host by host)."""
     host = cluster.node_host[: cluster.num_devices]
     if (host < 0).any():
         return cluster.num_hosts, 0
@@ -141,7 +141,7 @@ def _hosts(cluster: Cluster) -> tuple[int, int]:
 
 
 def _switched(cluster: Cluster, hosts: int) -> tuple[int, ...]:
-    """The devices of the first host if they all meet in one switch of it, else nothing."""
+    """The devices of the first host if one switch joins them all, else an empty tuple."""
     host = cluster.node_host[: cluster.num_devices]
     first = np.flatnonzero(host == host.min(initial=0)) if hosts else np.zeros(0, np.int64)
     if len(first) < 3:

@@ -1,4 +1,4 @@
-"""Which instruction streams run fastest: chunk count, instances, channels, FIFO depth."""
+"""The search for the fastest instruction streams of programs: over instances and FIFO depth."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from .portfolio import ProvedProgram
 
 FORMATS = ("msccl", "mscclpp")
-"""Formats that programs can be lowered for."""
+"""The file formats that programs can be lowered for."""
 MAX_INSTANCES = 16
 MAX_MOVES = 1 << 17
-"""Chunks moved in all instances together: larger files help no runtime."""
+"""The most chunk moves of all instances together: larger files help no runtime."""
 WORTHWHILE = 0.999
 HOPELESS = 2.0
-"""A program this many times slower than the fastest is not lowered."""
+"""The factor by which a program may be slower than the fastest and is still lowered."""
 
 
 def search_lowering(
@@ -36,12 +36,23 @@ def search_lowering(
     budget_s: float,
     report: Callable[[str], None] = lambda message: None,
 ) -> tuple[ProvedProgram, Lowering]:
-    """Lower programs (fastest first) in several ways, simulate the streams as threadblocks would run them.
+    """Lower programs in several ways, simulate the streams as threadblocks would run them, and return the fastest.
 
-    Returns the program whose streams are fastest, and these. First the programs of every maker are lowered, from coarse
-    to fine, until one does not fit; then the number of instances of whatever is fastest is doubled for as long as
-    that helps. Streams that no runtime of the wanted format accepts (too many channels, threadblocks or steps) are
-    left out.
+    First the programs of every maker are lowered, from coarse to fine, until one does not fit; then the number of
+    instances of whatever is fastest is doubled for as long as that helps. Streams that no runtime of the wanted format
+    accepts (too many channels, threadblocks or steps) are left out.
+
+    Args:
+        programs: The programs, fastest first, at least one.
+        problem: The problem that they were made for; its `lower` names the format.
+        budget_s: The seconds that the search may take; at least one lowering is found first.
+        report: Called with a line of text for each lowering.
+
+    Returns:
+        The program whose streams are fastest, and the streams.
+
+    Raises:
+        Infeasible: No program fits the limits of the runtimes.
     """
     search = _Search(problem=problem, report=report, deadline=time.monotonic() + budget_s)
     for group in _by_maker(programs):
@@ -73,14 +84,17 @@ class _Search:
     best: tuple[ProvedProgram, Lowering] | None = None
     tried: list[Candidate] = field(default_factory=list)
     growing: list[tuple[float, ProvedProgram, int]] = field(default_factory=list)
-    """Streams that more instances may make faster: time, program, instances."""
+    """Lowerings that more instances may make faster, as (time, program, instances)."""
 
     def over(self) -> bool:
-        """Whether the time is spent; something is always found first."""
+        """Whether the time is spent; the search never ends before it has found a lowering."""
         return self.best is not None and time.monotonic() > self.deadline
 
     def lower(self, made: ProvedProgram, instances: int, *, depth: int = 2, better_than: float = float("inf")) -> bool:
-        """One way to lower one program, and whether it can be; FIFO depth 2 lets more instructions be fused."""
+        """Lower one program in one way and keep the best; False where it does not fit.
+
+        FIFO depth 2 lets more instructions be fused.
+        """
         name = f"{made.program.name} instances={instances} fifo_depth={depth}"
         self.report(f"lowering {name}")
         problem = self.problem
@@ -107,7 +121,7 @@ class _Search:
 
 
 def _by_maker(programs: Sequence[ProvedProgram]) -> list[list[ProvedProgram]]:
-    """The programs of every maker, coarse ones first and none that is hopeless; the cheapest makers come first."""
+    """The programs of every maker that are not hopelessly slow, coarse ones first; makers of small programs first."""
     groups: dict[str, list[ProvedProgram]] = {}
     for made in sorted(programs, key=lambda made: len(made.program.chunk)):
         if made.time_us <= HOPELESS * programs[0].time_us:
@@ -126,7 +140,7 @@ def _check_fits(lowered: Lowered, problem: SynthesisProblem) -> None:
 
 
 def too_long(program: Program) -> str:
-    """Why no runtime could take a program however it is lowered, as far as that is seen at a glance."""
+    """The reason why no runtime could take a program however it is lowered; empty where none is seen at once."""
     c = program.collective
     connection = (program.src.astype(np.int64) * c.num_ranks + program.dst) * program.num_lanes + program.lane
     steps = int(np.unique(connection, return_counts=True)[1].max(initial=0))

@@ -1,4 +1,4 @@
-"""The makers of candidates: who can make what, about how long it takes, and how to ask."""
+"""The makers of candidates: the collectives that each serves, its share of the time, and how it is called."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ..programs import Program
 
 Progress = Callable[[str, float], None]
 Offer = Callable[[Program], float]
-"""Takes a program, proves and simulates it, and says its time."""
+"""Takes a program, proves and simulates it, and returns its time in microseconds."""
 
 LIBRARY = "library"
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
-"""A number of things, as an option of a maker."""
+"""The type of a maker's option that counts something."""
 MAX_LIBRARY_MOVES = 1 << 21
-"""Chunks that one library program may move: beyond it, more pieces cost more than they can win."""
+"""The most chunks that one library program may move: beyond it, more pieces cost more than they can win."""
 WORTHWHILE = 0.999
 PATIENCE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisProblem:
-    """What is to be made, and under which physics it is judged."""
+    """The collective, the cluster and the size that a program is made for, and the physics by which it is judged."""
 
     collective: Collective
     cluster: Cluster
@@ -43,11 +43,11 @@ class SynthesisProblem:
     seed: int = 0
     sketch: Any = None
     lower: str = ""
-    """The format whose runtimes the program must fit, if any."""
+    """The file format (``msccl``, ``mscclpp``) whose runtimes the program must fit; empty for none."""
 
     @property
     def ranks(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks that take part."""
         return self.collective.num_ranks
 
     @property
@@ -58,21 +58,34 @@ class SynthesisProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class MakerTask:
-    """One call of one maker."""
+    """One call of one maker, with the options of that call."""
 
     maker: str
     label: str
     weight: float
-    """Its share of the time that is left, relative to the other tasks."""
+    """The task's share of the time that is left, relative to the other tasks."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Maker:
-    """A module of this package with ``synthesize(collective, cluster, *, nbytes, budget_s, seed, progress, ...)``.
+    """A maker: a module of this package that makes programs, and what the portfolio has to know about it.
 
-    It also takes, by name, the fields of the problem that `reads` lists, and those of its own `options` that the user
-    gave. Nothing else is passed, and nothing is left out.
+    The module defines ``synthesize(collective, cluster, *, nbytes, budget_s, seed, progress, ...) -> Program``. To add
+    a maker, write the module and list it in `makers`; it is imported when it is first asked.
+
+    The portfolio calls `tasks` once per search, in the caller's process, and then each task once: there or, with
+    several jobs or many ranks, in a worker process or on a Ray node; tasks know nothing of each other. A task calls
+    the module's ``synthesize``, which gets nbytes (> 0), budget_s (the seconds that it should take at most), seed (the
+    same seed must give the same program), progress (to be called with a line of text and a fraction 0..1), by name
+    the fields of the problem that `reads` lists, and those of its `options` that the user gave. It may assume that
+    the collective is of a kind in `collectives`, over at most `max_ranks` ranks, and all on devices of the cluster;
+    with ``reduces=False`` that the collective only copies. It may cut chunks finer than the collective asks, but
+    must serve the same buffers (`matching.same_task`).
+
+    It returns its best program, or raises `Infeasible` (nothing can be made for this problem) or `SearchTimeout` with
+    a reason, which the certificate lists. A maker that overruns budget_s by much is killed where it runs in a worker.
+    Nothing that a maker returns is trusted: the portfolio verifies the program and simulates it.
     """
 
     name: str
@@ -81,13 +94,13 @@ class Maker:
     weight: float = 1.0
     max_ranks: int = 1 << 17
     reduces: bool = True
-    """Whether it can combine chunks itself; if not, reductions are derived from what it makes."""
+    """Whether the maker can combine chunks itself; if not, reductions are derived from its copying collectives."""
     reads: tuple[str, ...] = ("alpha",)
-    """The fields of the problem that it takes beside collective, cluster, size and seed."""
+    """The fields of the problem that the maker takes beside collective, cluster, size and seed."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What can be set for this maker alone: names, and their types for msgspec."""
+    """The options that users can set for this maker alone: their names, and their types for msgspec."""
     variants: Callable[[SynthesisProblem], Iterable[tuple[str, dict[str, Any]]]] = lambda problem: [("", {})]
-    """Labels and options of the calls worth making."""
+    """Maps a problem to the labels and options of the calls that are worth making; one call by default."""
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The options that were given for this maker, as it takes them.
@@ -135,7 +148,18 @@ class Maker:
     def run(
         self, task: MakerTask, problem: SynthesisProblem, budget_s: float, offer: Offer, progress: Progress
     ) -> None:
-        """Make the program and offer it."""
+        """Make the program of one task and offer it; called by the portfolio, once per task.
+
+        Args:
+            task: The task, from `tasks`.
+            problem: The problem that the task was made for.
+            budget_s: The seconds that the task should take at most.
+            offer: Takes each program that is made; it raises where the program is wrong, and the exception must pass.
+            progress: Takes a line of text and the fraction done, 0..1.
+
+        Raises:
+            StrettoError: No program can be made; the message is the reason that the certificate lists.
+        """
         synthesize = import_module(f".{self.module}", __package__).synthesize
         options = {name: getattr(problem, name) for name in self.reads}
 
@@ -158,7 +182,7 @@ class Maker:
 
 
 def _combined(make: Callable[[Collective, Cluster, float], Program], problem: SynthesisProblem) -> Program:
-    """A reduction from what its maker can do: an all-gather or broadcast, run backwards; an all-reduce from both."""
+    """Derive a reduction from copying collectives: an all-gather or broadcast run backwards, or both for all-reduce."""
     from .combine import INVERSE, all_reduce_from, inverse, like, reversed_cluster
 
     collective, cluster = problem.collective, problem.cluster
@@ -170,7 +194,7 @@ def _combined(make: Callable[[Collective, Cluster, float], Program], problem: Sy
     gather = make(like(collective, kind="all_gather", chunks=pieces), cluster, 0.45)
     try:
         scatter = inverse(gather, cluster, **physics)
-    except Infeasible:  # links do not lead back the way they lead there
+    except Infeasible:  # The links differ in the two directions, so the reverse needs a search of its own.
         other = make(like(collective, kind="all_gather", chunks=pieces), reversed_cluster(cluster), 0.45)
         scatter = inverse(other, cluster, **physics)
     return all_reduce_from(scatter, gather, cluster, **physics)
@@ -181,7 +205,7 @@ def _is_text(value: Any) -> bool:
 
 
 class Library(Maker):
-    """The algorithms everybody knows, each with as many chunks as the size is worth."""
+    """The maker of the algorithms of the library, each with as many chunks as the size is worth."""
 
     def tasks(self, problem: SynthesisProblem) -> list[MakerTask]:
         """One task per algorithm that serves the collective."""
@@ -202,7 +226,15 @@ class Library(Maker):
     def run(
         self, task: MakerTask, problem: SynthesisProblem, budget_s: float, offer: Offer, progress: Progress
     ) -> None:
-        """Double the number of chunks for as long as that helps."""
+        """Offer one algorithm's program, doubling the number of chunks for as long as that helps.
+
+        Args:
+            task: The task; its options name the algorithm.
+            problem: The problem that the task was made for.
+            budget_s: The seconds that the task should take at most.
+            offer: Takes each program and returns its time.
+            progress: Takes the name of each program.
+        """
         name: str = task.options["algorithm"]
         began, best, worse = time.monotonic(), float("inf"), 0
         collective = problem.collective
@@ -364,7 +396,7 @@ def plan_tasks(
 
 
 def _check_sketch(problem: SynthesisProblem, at_work: set[str], refused: Mapping[str, str]) -> None:
-    """Refuse a sketch that nobody would follow."""
+    """Refuse a sketch that none of the makers at work follows."""
     followers = [name for name, maker in makers().items() if "sketch" in maker.reads]
     if problem.sketch is None or at_work & set(followers):
         return

@@ -1,4 +1,4 @@
-"""Whether two collectives ask for the same thing and only cut it into chunks differently."""
+"""Comparison of collectives: whether two ask for the same thing and only cut it into chunks differently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..collectives import ALL_PARTS, Collective
 from ..programs.formats.named import name_of
 
 CLOSE = 1e-9
-"""Borders in a buffer nearer than this (as a share of nbytes) are one: shares are sums of floating-point numbers."""
+"""The distance (as a share of nbytes) below which two borders in a buffer are one: shares are sums of floats."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -51,7 +51,8 @@ def same_task(a: Collective, b: Collective) -> bool:
 
 
 def _meet(a: Collective, b: Collective, rank: int, output: bool) -> tuple[Ints, Floats, Floats] | None:
-    """The pieces of one buffer: which two chunks meet, at which distance of their beginnings, and for how long."""
+    """The pieces of one buffer, cut at the borders of both collectives: the two chunks of each piece, the distance of
+    their beginnings, and the piece's length; None where the buffers differ."""
     borders = [_borders(c, rank, output) for c in (a, b)]
     if abs(borders[0][-1] - borders[1][-1]) > CLOSE:
         return None
@@ -77,7 +78,7 @@ def _borders(c: Collective, rank: int, output: bool) -> Floats:
 
 
 def _sets(c: Collective) -> Ints:
-    """A number for each set of parts that only depends on what is in it; the last stands for all parts."""
+    """A number for each set of parts that depends only on its content; the last number stands for all parts."""
     return np.array([*(hash(parts) for parts in c.part_sets), ALL_PARTS], np.int64)
 
 

@@ -15,12 +15,13 @@ from . import cp_sat
 
 SOLVERS = ("highs", "cpsat")
 CPSAT_STEPS = 1 << 20
-"""CP-SAT knows integers only: continuous columns and their rows are counted in so many steps of the largest value."""
+"""CP-SAT knows integers only: continuous columns and their rows are counted in steps of 1/CPSAT_STEPS of the largest
+upper bound."""
 
 
 @dataclass(kw_only=True)
 class Milp:
-    """Minimise cost over columns with bounds, some of them integer, under rows ``lower <= sum <= upper``."""
+    """A model: minimise the cost of columns with bounds, some of them integer, under rows ``lower <= sum <= upper``."""
 
     cost: list[float] = field(default_factory=list)
     lower: list[float] = field(default_factory=list)
@@ -29,7 +30,17 @@ class Milp:
     rows: dict[tuple[float, float, tuple[tuple[int, float], ...]], None] = field(default_factory=dict)
 
     def column(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = math.inf, integer: bool = False) -> int:
-        """Add a column; returns its number."""
+        """Add a column.
+
+        Args:
+            cost: The cost per unit.
+            lower: The least value.
+            upper: The largest value; CP-SAT needs a finite one.
+            integer: Whether the value must be whole.
+
+        Returns:
+            The number of the column.
+        """
         self.cost.append(cost)
         self.lower.append(lower)
         self.upper.append(upper)
@@ -37,19 +48,26 @@ class Milp:
         return len(self.cost) - 1
 
     def row(self, terms: Mapping[int, float], *, lower: float = -math.inf, upper: float = math.inf) -> None:
-        """Add a row, once: symmetric problems say the same thing many times."""
+        """Add a row, unless an equal row is there already: symmetric problems repeat themselves.
+
+        Args:
+            terms: The factor of each column that takes part.
+            lower: The least value of the sum.
+            upper: The largest value of the sum.
+        """
         self.rows[lower, upper, tuple(sorted(terms.items()))] = None
 
     @property
     def counts(self) -> str:
-        """How large the model is, in words."""
+        """The size of the model, in words."""
         entries = sum(len(terms) for _, _, terms in self.rows)
         return f"{sum(self.integer)} binaries, {len(self.cost)} columns, {len(self.rows)} rows, {entries} entries"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MilpSolution:
-    """What a solver found: the values of the columns (None: nothing yet), a proved bound, and whether they meet."""
+    """The result of a solver: the values of the columns (None where it found none), a proved bound on the cost, and
+    whether the two meet."""
 
     values: NDArray[np.float64] | None
     bound: float
@@ -65,7 +83,23 @@ def solve(
     gap: float = 1e-4,
     start: Sequence[float] | None = None,
 ) -> MilpSolution:
-    """The best solution inside the time limit; raises `Infeasible` where there is provably none."""
+    """Find the best solution inside the time limit.
+
+    Args:
+        model: The model.
+        solver: "highs", or "cpsat" with the extra ``solvers``.
+        limit_s: The seconds that the solver may take, > 0.
+        seed: The seed of the solver.
+        gap: The relative distance to the bound at which a solution counts as optimal.
+        start: A value for each column to start from.
+
+    Returns:
+        The values found, if any, and a bound.
+
+    Raises:
+        Infeasible: The model provably has no solution.
+        InvalidInput: The solver is unknown or not installed, or a column has no upper bound for cpsat.
+    """
     if solver == "highs":
         return _highs(model, limit_s, seed, gap, start)
     if solver == "cpsat":
@@ -123,7 +157,7 @@ def _cpsat(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[f
     unit = [1.0 if whole else step for whole in model.integer]
     rows: list[tuple[int | None, int | None, list[int], list[int]]] = []
     for lower, upper, terms in model.rows:
-        # A row of binaries is exact; one with times is rounded to steps, and simulation has the last word on times.
+        # A row of binaries is exact. A row with times is rounded to steps: programs are simulated afterwards anyway.
         per = 1.0 if all(model.integer[at] and value == round(value) for at, value in terms) else step
         rows.append(
             (

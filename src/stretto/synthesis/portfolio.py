@@ -1,4 +1,4 @@
-"""`synthesize`: everything that could make a program for a collective, and the best of what it made."""
+"""`synthesize`: asks all makers for programs of a collective, and returns the best of what they made."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from .makers import LIBRARY, MakerOptions, MakerTask, Progress, SynthesisProblem
 from .matching import same_task
 
 CLOSE_ENOUGH = 1e-3
-"""A candidate this near to the bound ends the search: nothing else could be faster by more."""
+"""The relative distance to the lower bound at which the search ends: no other program could be faster by more."""
 LEAST_S = 0.25
-"""A task is not started with less time than this."""
+"""The least time that a task gets; with less time left, no further task is started."""
 MAX_JOBS = 256
 LOWERING = 0.3
 """The share of the budget that is kept for turning programs into instruction streams."""
 KEPT_TO_LOWER = 6
-"""Programs of one task that are worth lowering: the fastest may not fit a runtime's limits."""
+"""The number of programs of one task that are kept for lowering: the fastest may not fit a runtime's limits."""
 SMALL = 256
-"""Up to so many ranks a task without a process of its own is over in good time."""
+"""The most ranks for which tasks run in this process: they then end soon after their budget without being killed."""
 
 MAX_REASON = 200
-"""Characters of what a crash says; the signature of a native function may have thousands."""
+"""The most characters of a crash's message; one that holds the signature of a native function may have thousands."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProvedProgram:
-    """A program that was proved and simulated."""
+    """A program that was proved and simulated, with its maker and time."""
 
     maker: str
     program: Program
@@ -54,22 +54,31 @@ class ProvedProgram:
 
 @dataclass(kw_only=True)
 class Attempt:
-    """What one task came to: all its candidates, and the best programs, fastest first."""
+    """The result of one task: all its candidates, and its best programs, fastest first."""
 
     candidates: list[Candidate] = field(default_factory=list)
     made: list[ProvedProgram] = field(default_factory=list)
     crashed: bool = False
-    """Whether it ended by a bug, or for want of memory or a package: the same search may come to more another time."""
+    """Whether the task ended by a bug, or for want of memory or a package: another run of it may find more."""
 
     @classmethod
     def without(cls, task: MakerTask, reason: str, *, crashed: bool = False) -> Attempt:
-        """A task that made nothing."""
+        """The result of a task that made nothing.
+
+        Args:
+            task: The task.
+            reason: Why it made nothing, for the certificate.
+            crashed: Whether the same task may find more another time.
+
+        Returns:
+            The result, with one candidate that holds the reason.
+        """
         return cls(candidates=[Candidate(maker=task.label, reason=reason)], crashed=crashed)
 
 
 @dataclass(kw_only=True)
 class Board:
-    """Where a search stands: what has been tried, what is best, how much time is left."""
+    """The state of a search: the candidates so far, the best programs, and the time that is left."""
 
     bound: Bound
     budget_s: float
@@ -78,34 +87,34 @@ class Board:
     candidates: list[Candidate] = field(default_factory=list)
     made: list[ProvedProgram] = field(default_factory=list)
     crashed: bool = False
-    """Whether any task has crashed: then the result is not kept."""
+    """Whether any task has crashed: the result is then not cached."""
 
     @property
     def left_s(self) -> float:
-        """What is left of the budget."""
+        """The seconds that are left of the budget; negative once it is overrun."""
         return self.began + self.budget_s - time.monotonic()
 
     @property
     def best(self) -> ProvedProgram | None:
-        """The fastest so far."""
+        """The fastest program so far, or None."""
         return self.made[0] if self.made else None
 
     def add(self, attempt: Attempt) -> None:
-        """Take note of what a task came to."""
+        """Add the result of a task."""
         self.candidates += attempt.candidates
         self.crashed |= attempt.crashed
-        # Sorting is stable: of equally fast programs the one that came first, from the simpler maker, stays ahead.
+        # Sorting is stable: of equally fast programs the one that was made first, by the simpler maker, stays ahead.
         self.made = sorted(self.made + attempt.made, key=lambda made: made.time_us)
 
     def at_bound(self) -> str:
-        """The line that says so when nothing can be noticeably better, or nothing."""
+        """A sentence that says that the best program is at the lower bound; empty while it is not."""
         best = self.best
         if best is None or best.time_us > self.bound.total_us * (1 + CLOSE_ENOUGH):
             return ""
         return f"{best.program.name} is within {100 * CLOSE_ENOUGH:g} % of the lower bound"
 
     def enough(self) -> str:
-        """Why nothing more has to be tried, or nothing. As long as there is no program, one more is tried."""
+        """The reason why no further task has to be started, or an empty text; without a program there is none."""
         if self.at_bound():
             return f"not tried: {self.at_bound()}"
         if self.left_s < LEAST_S and self.made:
@@ -113,7 +122,7 @@ class Board:
         return ""
 
     def report(self, message: str) -> None:
-        """Say what is going on, to whoever wants to know."""
+        """Pass a message, with the best time so far and the share of the budget spent, to `progress`."""
         if self.progress is not None:
             so_far = ""
             if self.best is not None:
@@ -122,7 +131,7 @@ class Board:
             self.progress(so_far + message, min(1.0, 1 - self.left_s / self.budget_s))
 
     def reporter(self, task: MakerTask) -> Progress:
-        """What a task's maker calls to say how far it is."""
+        """The progress function for a task's maker."""
         return lambda message, fraction: self.report(f"{task.label}: {message}")
 
 
@@ -145,18 +154,37 @@ def synthesize(
     lower: bool | str = False,
     progress: Progress | None = None,
 ) -> Synthesis:
-    """The fastest program for a collective of `nbytes` on a cluster that can be found in `budget_s` seconds.
+    """Find the fastest program for a collective of `nbytes` on a cluster in `budget_s` seconds.
 
-    Every maker that applies is asked (library algorithms, trees, flows, greedy, sketches, exact search), or only
-    `makers` (``["forest", "library:ring"]``); each of their programs is proved right and simulated. A maker that
-    fails is listed among the candidates with its reason. A `sketch` is for the makers that follow one, and
-    `maker_options` are for single makers (``{"forest": {"max_k": 4}}``); what no maker would take is refused. With
-    `jobs` > 1, or for more than 256 ranks, makers run in processes that are ended when the time is over; with the
-    backend ``ray`` as tasks on the Ray cluster at `ray_address` (default: ``$RAY_ADDRESS``, else a local one). With
-    `lower` (``msccl``, ``mscclpp``, or True for the first) the program is the one whose instruction streams run
-    fastest within the limits of the runtimes that read this format. Results are kept on disk (see
-    `stretto.synthesis.cache`) unless `cache` is False. `progress` is called with a line of text and the share of the
-    budget that is spent.
+    Every maker that applies is asked (library algorithms, trees, flows, greedy, sketches, exact search); each of their
+    programs is proved right and simulated. A maker that fails is listed among the candidates with its reason. With
+    `jobs` > 1, or for more than 256 ranks, makers run in processes that are ended when the time is over.
+
+    Args:
+        collective: The collective.
+        cluster: The cluster.
+        nbytes: The larger of one rank's send and receive buffer in bytes, > 0.
+        budget_s: The seconds that the search may take, > 0.
+        sketch: A sketch for the makers that follow one; refused where none of the makers asked does.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+        contention: "fifo" or "fair", as in `simulate`; what the cluster needs when not given.
+        seed: The seed of all makers.
+        jobs: How many makers run at once, 1..256.
+        backend: Where they run: "processes" of this machine, or "ray".
+        ray_address: The Ray cluster, ``HOST:PORT``; ``$RAY_ADDRESS``, else a local one, when not given.
+        cache: Whether results are kept on disk and read from there (see `stretto.synthesis.cache`).
+        makers: The makers or single tasks to ask, such as ``["forest", "library:ring"]``; all when not given.
+        maker_options: Options for single makers, such as ``{"forest": {"max_k": 4}}``.
+        lower: "msccl" or "mscclpp" (True for the first): find the program whose instruction streams run fastest within
+            the limits of the runtimes that read this format.
+        progress: Called with a line of text and the share of the budget that is spent, 0..1.
+
+    Returns:
+        The program with its certificate, and all candidates.
+
+    Raises:
+        Infeasible: No maker found a program; the message holds their reasons.
+        InvalidInput: An argument is not valid, or no maker that is asked would take an option or the sketch.
 
     >>> from stretto import MB, AllGather
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
@@ -200,16 +228,16 @@ def _search(
     backend: str,
     ray_address: str | None,
 ) -> tuple[Synthesis, bool]:
-    """The best of what all makers came to, and whether one of them crashed."""
+    """Run all tasks; return the best result, and whether one of the makers crashed."""
     from . import worker
 
     tasks, refused = planned
-    # What is over soon runs here. Workers run side by side, and can be ended where a maker overstays.
+    # Short tasks run in this process. Long ones run in workers: several at once, and killed where they overrun.
     small = problem.ranks <= SMALL
     alone = jobs == 1 and backend == "processes"
     here = [task for task in tasks if small and (alone or task.maker == LIBRARY)]
     there = [task for task in tasks if task not in here]
-    # A cluster that has to be started first is no part of the search.
+    # The backend is started before the clock of the budget: starting a Ray cluster is not part of the search.
     with worker.backend(backend, jobs=jobs, address=ray_address) if there else nullcontext() as start:
         board = Board(
             bound=lower_bound(problem.collective, problem.cluster, problem.nbytes),
@@ -227,7 +255,7 @@ def _search(
     if problem.lower:
         left = max(board.left_s, LOWERING * budget_s)
         best, lowering = search_lowering(board.made, problem, budget_s=left, report=board.report)
-    # What a worker says is checked once more here.
+    # A program that came from a worker is verified and simulated once more in this process.
     timeline = simulate(
         best.program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
     )
@@ -259,7 +287,17 @@ def _search(
 
 
 def attempt(task: MakerTask, problem: SynthesisProblem, budget_s: float, progress: Progress) -> Attempt:
-    """Run one task; whatever goes wrong with it becomes the reason of a candidate without a time."""
+    """Run one task; an error of its maker becomes the reason of a candidate without a time.
+
+    Args:
+        task: The task.
+        problem: The problem that it was made for.
+        budget_s: The seconds that the task should take at most.
+        progress: Takes a line of text and the fraction done, 0..1.
+
+    Returns:
+        The candidates and the best programs of the task; this never raises an `Exception`.
+    """
     began = time.monotonic()
     result = Attempt()
     keep = KEPT_TO_LOWER if problem.lower else 1
@@ -284,7 +322,7 @@ def attempt(task: MakerTask, problem: SynthesisProblem, budget_s: float, progres
     try:
         makers()[task.maker].run(task, problem, budget_s, offer, progress)
     except Exception as error:
-        # One broken maker must not take the others with it; what is wrong with it is shown, and logged if it is a bug.
+        # A broken maker must not end the search: its error is listed among the candidates, and logged if it is a bug.
         reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
         if isinstance(error, VerificationError):
             reason = f"wrong program: {error}"
@@ -299,7 +337,7 @@ def attempt(task: MakerTask, problem: SynthesisProblem, budget_s: float, progres
 
 
 def _in_turn(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board, *, later: float) -> None:
-    """One task after the other in this process; each is told its share of the time that is left."""
+    """Run tasks one after the other in this process; each gets its share of the time that is left."""
     for at, task in enumerate(tasks):
         why = board.enough()
         if why:
@@ -311,7 +349,7 @@ def _in_turn(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board
 
 
 def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Fastest first; then those without a time, as they came."""
+    """Sort candidates: the fastest first, then those without a time in the order in which they were added."""
     timed = sorted((c for c in candidates if c.time_us is not None), key=lambda c: c.time_us or 0.0)
     return (*timed, *(c for c in candidates if c.time_us is None))
 

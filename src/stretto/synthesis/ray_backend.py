@@ -1,8 +1,8 @@
-"""Tasks on a Ray cluster: that of this process, one at an address, or a local one for the time of a search.
+"""Tasks on a Ray cluster: the cluster that this process is connected to, one at an address, or a local one.
 
-A task is a Ray generator of the messages that a worker process would write to its pipe. Each runs in a Ray worker that
-does nothing else before or after, so that what a maker loads (a HiGHS library, say) never meets what another has
-loaded. The nodes of a cluster need this package, in the same version.
+A task is a Ray generator of the messages that a worker process would write to its pipe. Each task runs in a Ray worker
+that does nothing else before or after, so that the libraries of one maker (HiGHS, for example) never meet those of
+another. The nodes of a cluster need this package, in the same version.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 
 ADDRESS = "RAY_ADDRESS"
 STORE_BYTES = 256 << 20
-"""For results on their way from a local Ray's workers."""
+"""The size of a local Ray's object store, which holds results on their way from its workers."""
 CONNECT_S = 5.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""How a caller of a gRPC service, such as Ray's head, begins; it answers with nine bytes of which the fourth is 4."""
+"""The first bytes that a client sends to a gRPC service such as Ray's head, which answers with a SETTINGS frame: nine
+bytes of which the fourth is 4."""
 LONGEST_ROOT = 40
 LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # With it Ray keeps to the loopback device, which it does by itself only where it knows no clusters.
+    # With this setting Ray listens on the loopback device only, which it otherwise does on Windows and macOS only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""The environment a local Ray is started with."""
+"""The environment variables that a local Ray is started with."""
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +56,9 @@ def check_installed(address: str | None) -> None:
 
 @contextlib.contextmanager
 def connected(*, jobs: int, address: str | None = None) -> Iterator[Start]:
-    """A Ray to start tasks on: what this process is connected to, else that at the address, else a local one.
+    """Connect to Ray: the cluster of this process if there is one, else the one at the address, else a local one.
 
-    The address is `address` or ``$RAY_ADDRESS``. What was started or connected here is shut down in the end.
+    The address is `address` or ``$RAY_ADDRESS``. A Ray that was started or connected here is shut down in the end.
     """
     given = address or os.environ.get(ADDRESS) or "local"
     check_installed(given)
@@ -75,7 +76,7 @@ def connected(*, jobs: int, address: str | None = None) -> Iterator[Start]:
                 options |= {"_node_ip_address": "127.0.0.1", "_temp_dir": folder}
             try:
                 _begin(ray, given, options)
-            except Exception as error:  # Ray raises nothing more special when one of its processes is slow
+            except Exception as error:  # Ray raises no special exception when one of its processes is slow.
                 _remove(folder)
                 line = " ".join(str(error).split())[:200]
                 raise InvalidInput(f"ray_address: cannot use Ray at {given}: {line}") from None
@@ -93,7 +94,7 @@ def connected(*, jobs: int, address: str | None = None) -> Iterator[Start]:
 
 
 def _begin(ray: Any, address: str, options: dict[str, Any]) -> None:
-    """Start a local Ray, or connect; a local one that was too slow (on a busy machine) has a second try."""
+    """Start a local Ray, or connect to one; starting a local one is tried twice, as it fails on a busy machine."""
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception:
@@ -104,7 +105,7 @@ def _begin(ray: Any, address: str, options: dict[str, Any]) -> None:
 
 
 def _own_folder() -> str:
-    """Where a local Ray keeps its logs and sockets; the names of sockets must be short."""
+    """Make a folder for a local Ray's logs and sockets; its path is short, as the paths of sockets must be."""
     root = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="stretto-ray-", dir=root if len(root) <= LONGEST_ROOT else "/tmp")
 
@@ -115,10 +116,10 @@ def _remove(folder: str | None) -> None:
 
 
 def _check_listening(address: str) -> None:
-    """Ray itself would try for many minutes."""
+    """Refuse an address at which no Ray answers: Ray itself would try to connect for many minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return  # "auto"
+        return  # The address is "auto".
     try:
         with socket.create_connection((host, int(port)), timeout=CONNECT_S) as connection:
             connection.sendall(PREFACE)
@@ -132,13 +133,13 @@ def _check_listening(address: str) -> None:
 
 
 def _ray() -> Any:
-    """The module; its types know nothing of tasks that stream."""
+    """The module `ray`, as Any: its type annotations do not know tasks that stream."""
     return import_module("ray")
 
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """These variables where nobody has set them, for a while."""
+    """Set environment variables that are not set already, for the time of a with statement."""
     fresh = {key: value for key, value in values.items() if key not in os.environ}
     os.environ.update(fresh)
     try:
@@ -149,11 +150,11 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 class _RayTask:
-    """A task on the cluster."""
+    """A task on the Ray cluster (an `ActiveTask`)."""
 
     def __init__(self, request: bytes, tell: Tell) -> None:
         ray = _ray()
-        # One call per Ray worker, and no second try: a task that was ended stays ended.
+        # Each Ray worker serves one call, and a call is not retried: a task that was ended stays ended.
         remote = ray.remote(num_cpus=1, max_calls=1, max_retries=0)(_messages)
         self.stream = remote.remote(request)
         self.failure = "its Ray task ended without a result"
@@ -174,7 +175,7 @@ class _RayTask:
             for item in self.stream:
                 last = ray.get(item)
                 tell(last)
-        except Exception as error:  # also what the task itself raised, such as that its node lacks this package
+        except Exception as error:  # This includes errors of the task itself, such as a node without this package.
             cause = getattr(error, "cause", None) or error
             self.failure = f"its Ray task failed: {type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         if last is None or isinstance(last, str):
@@ -182,7 +183,7 @@ class _RayTask:
 
 
 def _messages(request: bytes) -> Iterator[str | Attempt]:
-    """Runs on the cluster: lines of progress as they come, and at last the attempt."""
+    """The generator that runs on the cluster: it yields lines of progress, and then the result."""
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def run() -> None:

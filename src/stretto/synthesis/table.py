@@ -1,4 +1,4 @@
-"""Which program for which size: a table indexed by the number of bytes."""
+"""Tables of programs by size: which program to use for which number of bytes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ MAX_SIZES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SizeChoice:
-    """For `min_bytes` to `max_bytes` (0: without limit) use the program of `synthesis`, which was made for one of them.
+    """The program for a range of sizes, `min_bytes` to `max_bytes` (0: without limit).
 
-    ``points`` are the sizes that were simulated, each with (nbytes, time_us, bound_us).
+    `synthesis` was made for a size in the range; `points` are the sizes that were simulated, each with
+    (nbytes, time_us, bound_us).
     """
 
     synthesis: Synthesis
@@ -41,7 +42,7 @@ class SizeChoice:
 
     @property
     def program(self) -> Program:
-        """What to run."""
+        """The program to run."""
         return self.synthesis.program
 
 
@@ -54,14 +55,14 @@ class Selection:
     choices: tuple[SizeChoice, ...]
 
     def best(self, nbytes: float) -> Program:
-        """The program for a size."""
+        """The program for a size in bytes."""
         for choice in self.choices:
             if not choice.max_bytes or nbytes <= choice.max_bytes:
                 return choice.program
         raise AssertionError("the last choice has no limit")
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per simulated size."""
+        """The table as dictionaries, one per simulated size."""
         return [
             {
                 "program": choice.program.name,
@@ -78,7 +79,7 @@ class Selection:
         ]
 
     def save(self, folder: str | Path, *, suffix: str = ".xml") -> list[Path]:
-        """One program file per choice, ``index.json`` and ``index.csv``; returns what was written.
+        """Write one program file per choice, ``index.json`` and ``index.csv``; return their paths.
 
         Files for MSCCL and MSCCL++ carry their size range themselves, so that the runtime picks the right one; no two
         ranges overlap. `suffix` chooses the format (.xml, .json, .txt, .prog).
@@ -128,9 +129,21 @@ def select(
 ) -> Selection:
     """Synthesise for every size, try each program at every other size too, and divide the sizes among the best.
 
-    `options` go to `synthesize` (its budget is for one size); with ``lower=True`` instruction streams are compared, and
-    fit the runtimes that read MSCCL files. Where the best program changes between two sizes, the
-    border is where both take the same time.
+    Where the best program changes between two sizes, the border is where both take the same time.
+
+    Args:
+        collective: The collective.
+        cluster: The cluster.
+        sizes: 1..64 different sizes in bytes.
+        progress: Called with a line of text and the fraction done, 0..1.
+        **options: Options of `synthesize` (its budget is for one size); with `lower` instruction streams are compared.
+
+    Returns:
+        The table, which covers every size.
+
+    Raises:
+        Infeasible: No maker found a program for some size.
+        InvalidInput: There are no or too many sizes, or an option is not valid.
 
     >>> from stretto import AllGather, KB, MB
     >>> ring = Cluster.preset("ring", nodes=8)
@@ -179,7 +192,7 @@ def select(
 
 
 def _border(difference: Any, low: int, high: int, steps: int = 10) -> int:
-    """The last size at which the first of two programs still wins: it does at `low` and does not at `high`."""
+    """The last size at which the first of two programs wins, by bisection: it wins at `low` and loses at `high`."""
     for _ in range(steps):
         middle = round(math.sqrt(low * high))
         if middle in (low, high):

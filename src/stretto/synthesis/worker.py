@@ -1,9 +1,9 @@
-"""Tasks beside this process: several at once, each ended when its time is over.
+"""Tasks in other processes: several run at once, and each is ended when its time is over.
 
-`run_tasks` shares the budget and listens; where a task runs is up to a backend. The one here starts processes: a worker
-is ``python -m stretto.synthesis.worker``, which reads a task from its standard input and writes what comes of it to
-its standard output, so that nothing of the caller's program is run again (as starting from a copy of it would). Ray
-tasks (ray_backend.py) are the other.
+`run_tasks` shares the budget among tasks and collects their results; a backend decides where a task runs. The backend
+in this module starts processes: a worker is ``python -m stretto.synthesis.worker``, which reads a task from its
+standard input and writes its messages to its standard output, so that nothing of the caller's program is run again (as
+forking or spawning a copy of it would). The other backend runs Ray tasks (ray_backend.py).
 """
 
 from __future__ import annotations
@@ -28,31 +28,44 @@ from .portfolio import LEAST_S, Attempt, Board, attempt
 
 BACKENDS = ("processes", "ray")
 GRACE_S = 2.0
-"""How long after the end of the budget a task is ended that has not come to an end by itself."""
+"""The time after the end of the budget at which a task is killed that has not ended by itself."""
 
 Message = str | Attempt | None
-"""A line of progress, or at last what came of it (None: nothing)."""
+"""A line of progress, or the last message of a task: its result, or None where it ended without one."""
 Tell = Callable[[Message], None]
 Inbox = queue.Queue[tuple[int, Message]]
 
 
 class ActiveTask(Protocol):
-    """A task that was started somewhere."""
+    """A task that a backend has started; `run_tasks` calls its methods, from one thread."""
 
     def end(self) -> None:
-        """End it at once, with what it has started."""
+        """Kill the task and the processes that it has started; harmless where the task has ended already."""
 
     def reason(self) -> str:
-        """Why it came to nothing, once it has said so."""
+        """The reason why the task ended without a result; called after its last message was None."""
 
 
 Start = Callable[[bytes, Tell], ActiveTask]
-"""Start a task (as bytes for `work`) somewhere; its messages go to the second argument, from any thread."""
+"""Starts a task without waiting for it. The first argument is the request for `work`, as bytes; the second takes the
+task's messages, from any thread: lines of progress, then once its result or None."""
 
 
 @contextlib.contextmanager
 def backend(name: str, *, jobs: int, address: str | None = None) -> Iterator[Start]:
-    """A place to run tasks, for as long as it is needed."""
+    """Make a place to run tasks, for the time of a with statement.
+
+    Args:
+        name: One of `BACKENDS`.
+        jobs: How many tasks will run at once, >= 1.
+        address: The Ray cluster, ``HOST:PORT``; for the backend "ray" only.
+
+    Yields:
+        The function that starts a task.
+
+    Raises:
+        InvalidInput: The backend is unknown, not installed, or does not answer.
+    """
     check_backend(name, address)
     if name == "processes":
         yield _Process
@@ -76,7 +89,15 @@ def check_backend(name: str, address: str | None) -> None:
 
 
 def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board, *, jobs: int, start: Start) -> None:
-    """Run the tasks, `jobs` at a time."""
+    """Run tasks in workers until all have ended, the budget is spent or the lower bound is reached.
+
+    Args:
+        problem: The problem that the tasks were made for.
+        tasks: The tasks, in the order in which they are started.
+        board: The state of the search, which gets the results.
+        jobs: How many tasks run at once, >= 1.
+        start: The function that starts a task, from `backend`.
+    """
     waiting = list(tasks)
     running: dict[int, tuple[MakerTask, ActiveTask]] = {}
     inbox: Inbox = queue.Queue()
@@ -108,7 +129,7 @@ def _deliver(inbox: Inbox, number: int, message: Message) -> None:
 
 
 def _collect(running: dict[int, tuple[MakerTask, ActiveTask]], inbox: Inbox, board: Board) -> None:
-    """Wait for one message; end what is late, and everything once the bound is reached."""
+    """Wait for one message; end all tasks where the budget is overrun or the lower bound is reached."""
     with contextlib.suppress(queue.Empty):
         number, message = inbox.get(timeout=0.1)
         if number in running:
@@ -131,7 +152,7 @@ class _Process:
     """A task in a process of this machine."""
 
     def __init__(self, request: bytes, tell: Tell) -> None:
-        # Its own session, so that a solver that it has started ends with it.
+        # The process gets a session of its own, so that a solver that it has started is killed with it.
         self.process = subprocess.Popen(
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -151,7 +172,7 @@ class _Process:
         return f"its process ended with code {self.process.returncode}"
 
     def _listen(self, request: bytes, tell: Tell) -> None:
-        """Pass on lines of progress, and at last the attempt; None when the process ends without one."""
+        """Pass on lines of progress, and then the result; None when the process ends without a result."""
         assert self.process.stdin is not None and self.process.stdout is not None
         message: Message = ""
         try:
@@ -167,7 +188,7 @@ class _Process:
 
 
 def work(request: bytes, tell: Callable[[str], None]) -> Attempt:
-    """What a worker does with a request, wherever it runs."""
+    """Run the task of a request; this is what a worker executes, in a process or on a Ray node."""
     payload, task, budget_s = pickle.loads(request)
     problem: SynthesisProblem = pickle.loads(payload)
     result = attempt(task, problem, budget_s, lambda message, fraction: tell(message))
@@ -176,12 +197,12 @@ def work(request: bytes, tell: Callable[[str], None]) -> Attempt:
 
 
 def _plain(program: Program) -> Program:
-    """A copy without what was computed on the way."""
+    """A copy of the program without cached properties, which are large and need not be sent."""
     return program.replace(collective=replace(program.collective))
 
 
 def _main() -> None:
-    # Solvers print to descriptor 1; only we may write to the pipe.
+    # Solvers print to descriptor 1, so that it is redirected; only messages may be written to the pipe.
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
@@ -193,7 +214,7 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    # The module's classes must be those that the caller knows, not those of __main__.
+    # Import the module by its name: pickled classes must be those that the caller knows, not those of __main__.
     from stretto.synthesis.worker import _main as main
 
     main()
