@@ -25,6 +25,7 @@ DONE = [
     "highs.py",
     "lab",
     "pipeline",
+    "planner",
     "programs",
     "report",
     "resharding",

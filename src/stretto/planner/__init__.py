@@ -1,1 +1,1 @@
-"""The joint planner: motifs, physical plans, schedules, and the search over all of them together."""
+"""The joint planner: motifs, their physical plans, schedules, and the search over all of them together."""

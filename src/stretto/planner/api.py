@@ -1,4 +1,4 @@
-"""The front door: a workload and a cluster in, a `Plan` out, with everything it was compared with."""
+"""The planner's entry points: a workload and a cluster in, a `Plan` out, with everything it was compared with."""
 
 from __future__ import annotations
 
@@ -26,30 +26,45 @@ from .schedule.search import SearchResult, search
 
 SYSTEM = "stretto"
 SEARCH_SHARE = 0.7
-"""The part of the budget that is kept for our own search; the baselines share the rest evenly."""
+"""The share of the budget that is kept for the planner's own search; the baselines share the rest evenly."""
 TEXT_CHARS = 40
-"""About what one transfer takes as text."""
+"""Characters that one transfer takes as text, roughly."""
 LEAST_SHARE = 0.4
-"""The part that is left to it where baselines need longer: on large steps even one schedule of each takes seconds."""
+"""The least share of the budget for the search, even if baselines need longer: on large steps one schedule of each
+takes seconds."""
 
 Progress = Callable[[str, float], None]
-"""Called with what is going on, and how much of it is done (0..1)."""
+"""Called with a description of the current work, and the share of it that is done (0..1)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanResult:
-    """A plan with what led to it: the problem, the search, and the schedule of every system."""
+    """A plan with the problem, the search and the schedule of every system that it was compared with."""
 
     plan: Plan
     problem: PlanProblem
     schedules: dict[str, StepSchedule]
     search: SearchResult
     plain: StepSchedule
-    """What our backend does without a plan."""
+    """The schedule that Stretto's backend runs without a plan."""
 
 
 def plan(workload: Workload, cluster: Cluster, *, budget_s: float = 30.0, seed: int = 0) -> Plan:
-    """Decide how every byte of a training step moves; `planned` returns what it was compared with too."""
+    """Plan the communication of a training step; `planned` also returns what the plan was compared with.
+
+    Args:
+        workload: the training step, with at least one comm-op.
+        cluster: the cluster; rank r runs on device r.
+        budget_s: seconds for baselines and search, > 0; costing the options comes on top.
+        seed: seed of all searches, >= 0.
+
+    Returns:
+        The best plan found.
+
+    Raises:
+        InvalidInput: an argument is invalid, or the workload has no comm-ops.
+        Infeasible: a comm-op cannot be carried by the cluster's channels.
+    """
     return planned(workload, cluster, budget_s=budget_s, seed=seed).plan
 
 
@@ -67,12 +82,31 @@ def planned(
     least_gain: float = 0.0,
     progress: Progress | None = None,
 ) -> PlanResult:
-    """Cost the options, run every system over them, and search from the best of all.
+    """Cost the options of all comm-ops, schedule every baseline with them, and search from the best of all.
 
-    With `steps` the result depends on the seed alone; with a time budget only the number of steps varies. With
-    `synthesis_s` the algorithms to choose from include ones made for this cluster, each in so many seconds. Where the
-    best promises less than the part `least_gain` of plain order (what costs may be wrong by, say), the plan is that
-    order, and is called ``plain``.
+    With `steps` the result depends on the seed alone; with a time budget only the number of steps varies.
+
+    Args:
+        workload: the training step, with at least one comm-op.
+        cluster: the cluster; rank r runs on device r.
+        budget_s: seconds for baselines and search, > 0; costing the options comes on top.
+        steps: number of search steps, >= 1, instead of a time budget; None uses `budget_s`.
+        seed: seed of all searches, >= 0.
+        costs: the cost model; None simulates.
+        synthesis_s: seconds for each algorithm that is synthesized for this cluster; 0 synthesizes none. Not used with
+            `costs`.
+        systems: names of the baselines to compare with.
+        retime: whether the plan is also simulated link by link.
+        least_gain: if the best plan saves less than this share of plain order's iteration time, 0 <= least_gain < 1,
+            the plan is plain order and is called ``plain``.
+        progress: called with a description of the current work and the share of it that is done.
+
+    Returns:
+        The plan with everything it was compared with.
+
+    Raises:
+        InvalidInput: an argument is invalid, or the workload has no comm-ops.
+        Infeasible: a comm-op cannot be carried by the cluster's channels, or no order can be fed by the application.
     """
     check_seed(seed)
     if not 0 <= least_gain < 1:
@@ -95,7 +129,7 @@ def planned(
     problem = make_problem(workload, cluster, model)
     deadline = time.monotonic() + budget_s
     compared = Systems(problem)
-    # One that optimises by hand searches three times.
+    # The baseline hand_optimised runs three searches, so it gets three shares of the baselines' time.
     shares = max(len(systems) + 2 * ("hand_optimised" in systems), 1)
     effort = Effort(budget_s=(1 - SEARCH_SHARE) * budget_s / shares, seed=seed)
     if steps is not None:
@@ -135,7 +169,7 @@ def planned(
 def _enforceable(
     workload: Workload, found: StepSchedule, others: dict[str, StepSchedule]
 ) -> tuple[StepSchedule, tuple[str, ...]]:
-    """The fastest order that the application can feed, and a note where that is not the one that was found."""
+    """The fastest order that the application can feed, and a note if that is not the order that the search found."""
     why = ""
     for schedule in sorted([found, *others.values()], key=lambda s: (s.period_us, s is not found)):
         try:
@@ -148,7 +182,18 @@ def _enforceable(
 
 
 def with_retiming(plan: Plan, schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, costs: CostModel) -> Plan:
-    """The plan with its link-level iteration time, or with a note that says why there is none."""
+    """The plan with its link-level iteration time, or with a note that says why there is none.
+
+    Args:
+        plan: the plan.
+        schedule: the schedule that the plan was made from.
+        problem: the problem that the schedule solves.
+        cluster: the cluster.
+        costs: the cost model of the problem.
+
+    Returns:
+        The plan with `retimed_us` or a further note.
+    """
     try:
         found = retimed(schedule, problem, cluster, costs)
     except Infeasible as error:
@@ -160,9 +205,18 @@ def with_retiming(plan: Plan, schedule: StepSchedule, problem: PlanProblem, clus
 
 
 def with_programs(plan: Plan, schedule: StepSchedule, problem: PlanProblem, costs: CostModel) -> Plan:
-    """The plan with the programs that only its maker knows; a note says which are too large to be handed on.
+    """The plan with the programs that have no library name; a note names those that are too large to be included.
 
-    An enforcer runs the library's usual algorithm instead of those.
+    An enforcer runs the library's usual algorithm instead of a program that is not included.
+
+    Args:
+        plan: the plan.
+        schedule: the schedule that the plan was made from.
+        problem: the problem that the schedule solves.
+        costs: the cost model of the problem; only `SimulatedCosts` has programs.
+
+    Returns:
+        The plan with `programs`.
     """
     if not isinstance(costs, SimulatedCosts):
         return plan
@@ -192,7 +246,17 @@ def with_programs(plan: Plan, schedule: StepSchedule, problem: PlanProblem, cost
 
 
 def to_plan(name: str, schedule: StepSchedule, problem: PlanProblem, cluster: Cluster) -> Plan:
-    """A schedule written down as a plan."""
+    """A schedule written down as a plan.
+
+    Args:
+        name: name of the plan.
+        schedule: the schedule.
+        problem: the problem that the schedule solves.
+        cluster: the cluster.
+
+    Returns:
+        The plan, without bound, baselines and programs.
+    """
     workload = problem.workload
     position = {task: at for at, task in enumerate(schedule.order)}
     start = {
@@ -227,7 +291,10 @@ def to_plan(name: str, schedule: StepSchedule, problem: PlanProblem, cluster: Cl
 
 
 def to_schedule(plan: Plan, problem: PlanProblem) -> StepSchedule:
-    """The schedule that a plan stands for, over the options of its problem; its times are those of the problem."""
+    """The schedule of a plan over the options of a problem; its times are those of the problem.
+
+    Raises `PlanMismatch` if the plan is for another workload, or its options no longer exist.
+    """
     workload = problem.workload
     plan.check(workload)
     choice: dict[str, int] = {}

@@ -1,11 +1,11 @@
-"""The systems of SYNDICATE's section 6.4 and table 3, each as its own way to fill in a schedule.
+"""The systems of SYNDICATE's section 6.4 and table 3, each as its own way to make a schedule.
 
 All are compared by the same number, the steady-state period of a replayed order. The traditional ones issue one
-collective at a time (`serial`) and bind it as their library does; what differs is the order, and how tensors are cut.
+collective at a time (`serial`) and bind it as their library does; they differ in the order, and in how tensors are cut.
 Stock systems (the first six) see the step as PyTorch submits it (`as_submitted`): a comm-op waits for the compute
-submitted before it, so that nothing of the next iteration is pulled ahead. That is what SYNDICATE's scheduler adds.
-Submission order is that of each communicator: PyTorch gives every process group a stream of its own, and what a
-pipeline's stages send each other goes by connections of its own beside all collectives.
+submitted before it, so that nothing of the next iteration is pulled ahead. SYNDICATE's scheduler adds that. Submission
+order is kept per communicator: PyTorch gives every process group a stream of its own, and sends between pipeline stages
+use connections of their own beside all collectives.
 
 ============== ============== ================================================ =============
 system         order          pieces                                           channels
@@ -19,6 +19,10 @@ s_exec         submission     searched, with every option                      a
 s_sched        critical path  oracle                                           one at a time
 syndicate      critical path  searched, with every option                      all
 ============== ============== ================================================ =============
+
+A baseline is a function ``baseline(run) -> StepSchedule`` with a `_register` line. `Systems.schedule` calls it in the
+planning process with a compiled problem (as submitted if its name is in `STOCK`); it should keep to ``run.effort``, may
+append sentences to ``run.notes``, and returns a schedule made by ``run.scheduler``.
 """
 
 from __future__ import annotations
@@ -41,12 +45,14 @@ from .schedule.search import search
 
 P3_SLICE_BYTES = 50_000 * 4
 MAX_TAC_CELLS = 1 << 26
-"""Nodes times comm-ops up to which TicTac's order looks at what everything waits for."""
+"""Largest product of nodes and comm-ops for which TicTac's order is computed in full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much a baseline that searches may try, how long that may take (then it tries less), and from which seed."""
+    """Limits of a baseline that searches: schedules evaluated, seconds (after which it
+    evaluates fewer), and its seed.
+    """
 
     evaluations: int = 4000
     budget_s: float = 10.0
@@ -55,7 +61,7 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderRule:
-    """How ready motifs are ordered."""
+    """How ready motifs are ordered: a discipline of the list scheduler, and priorities if it needs them."""
 
     discipline: str
     priority: Mapping[str, float] | None = None
@@ -63,7 +69,7 @@ class OrderRule:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BaselineRun:
-    """One system at work: the step as it sees it, and what it may spend."""
+    """One run of a baseline: the step as the system sees it, and the effort that it may spend."""
 
     scheduler: Scheduler
     effort: Effort
@@ -77,14 +83,14 @@ class BaselineRun:
 
     @property
     def in_time(self) -> bool:
-        """Whether there is time left."""
+        """Whether time is left of the effort's budget."""
         return time.monotonic() < self.begun + self.effort.budget_s
 
 
 Baseline = Callable[[BaselineRun], StepSchedule]
 BASELINES: dict[str, Baseline] = {}
 STOCK = ("fifo", "tictac", "p3", "bytescheduler+", "hand_optimised", "s_exec")
-"""The systems that know only what has been submitted."""
+"""The systems that know only the ops that have been submitted."""
 
 
 def _register(name: str) -> Callable[[Baseline], Baseline]:
@@ -101,16 +107,16 @@ class Systems:
     def __init__(self, problem: PlanProblem) -> None:
         self.problem = problem
         self.notes: list[str] = []
-        """What a system had to leave out."""
+        """Sentences about parts of a method that a system had to leave out."""
 
     @cached_property
     def own(self) -> Scheduler:
-        """The step as it is."""
+        """The scheduler of the step as it is."""
         return Scheduler(self.problem)
 
     @cached_property
     def stock(self) -> Scheduler:
-        """The step as it is submitted."""
+        """The scheduler of the step as PyTorch submits it."""
         return Scheduler(replace(self.problem, workload=as_submitted(self.problem.workload)))
 
     def schedule(self, name: str, effort: Effort | None = None) -> StepSchedule:
@@ -125,19 +131,31 @@ class Systems:
 
 
 def baseline(name: str, problem: PlanProblem, effort: Effort | None = None) -> StepSchedule:
-    """The schedule of one system; `Systems` compiles a problem once for all."""
+    """The schedule of one system; use `Systems` to compile a problem once for several.
+
+    Args:
+        name: one of `BASELINES`.
+        problem: the problem.
+        effort: limits of the search; None takes the defaults.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        InvalidInput: the name is unknown.
+    """
     return Systems(problem).schedule(name, effort)
 
 
 def as_submitted(workload: Workload) -> Workload:
-    """The step with PyTorch's own waits: what is submitted waits for the compute that was submitted before it.
+    """The step with PyTorch's own waits: a submitted op waits for the compute that was submitted before it.
 
-    On each of its places a comm-op waits for the last compute-op listed before it, on any stream; before the first,
-    that is the last one of the iteration before. A comm-op that already says after which op it is submitted (in a
-    captured step, say) is left as it is.
+    At each of its places a comm-op waits for the last compute-op listed before it, on any stream; a comm-op before the
+    first compute-op waits for the last one of the previous iteration. A comm-op that already has a ``submit``
+    dependency (in a captured step, say) is left as it is.
     """
     places = workload.op_places
-    # Where an op is listed before what it waits for, it cannot have been submitted there.
+    # An op that is listed before an op that it waits for cannot have been submitted at that place.
     nodes = nodes_of(workload)
     needs: dict[int, list[int]] = {at: [] for at in range(len(workload.ops))}
     for at, waits in zip(nodes.op, nodes.all_waits(), strict=True):
@@ -161,9 +179,10 @@ def as_submitted(workload: Workload) -> Workload:
 
 
 def plain(scheduler: Scheduler) -> StepSchedule:
-    """What our backend does without a plan: whole collectives as they come, by what is fastest on the usual channels.
+    """The schedule of Stretto's backend without a plan: whole collectives in order, each by its fastest usual
+    algorithm.
 
-    No system to be compared with, but what a plan has to beat to be worth its while.
+    This is no system to be compared with, but a plan must beat it to be worthwhile.
     """
     choice = {}
     for name, options in scheduler.problem.options.items():
@@ -181,7 +200,9 @@ def fifo(run: BaselineRun) -> StepSchedule:
 
 @_register("tictac")
 def tictac(run: BaselineRun) -> StepSchedule:
-    """TicTac's TAC order of whole tensors: what lets the most compute start, for the least communication, first."""
+    """TicTac's TAC order of whole tensors: first the op that lets the most compute start for
+    the least communication.
+    """
     order, note = _tac(run.problem, run.scheduler.nodes, lambda: run.in_time)
     run.notes.extend([note] if note else [])
     return run.scheduler.schedule(_defaults(run.problem), discipline="priority", priority=_by_rank(order), serial=True)
@@ -189,7 +210,7 @@ def tictac(run: BaselineRun) -> StepSchedule:
 
 @_register("p3")
 def p3(run: BaselineRun) -> StepSchedule:
-    """P3: slices as near to 50,000 parameters as 1 to 16 pieces come; those that are needed first have priority."""
+    """P3: slices as near to 50,000 parameters as 1 to 16 pieces come; slices that are needed first have priority."""
     problem = run.problem
     choice = {}
     for op in problem.workload.comm_ops:
@@ -202,16 +223,16 @@ def p3(run: BaselineRun) -> StepSchedule:
 
 @_register("bytescheduler+")
 def bytescheduler(run: BaselineRun) -> StepSchedule:
-    """ByteScheduler with a segmentation oracle: the most recently submitted first, cut so that this works best."""
+    """ByteScheduler with a segmentation oracle: the most recently submitted op first, cut so that this works best."""
     return _oracle(run, OrderRule(discipline="lifo"))
 
 
 @_register("hand_optimised")
 def hand_optimised(run: BaselineRun) -> StepSchedule:
-    """The order a person would write, with the oracle, and for each comm-op the option that is fastest alone.
+    """The order that a person would write, with the oracle, and for each comm-op the option that is fastest alone.
 
-    All-to-alls first (the embeddings wait for them), then what gathers parameters, then gradients, latest first; or
-    ByteScheduler+'s order, where that is better. Each order may try as much as ByteScheduler+ did.
+    All-to-alls come first (the embeddings wait for them), then gathers of parameters, then gradients, latest first; or
+    ByteScheduler+'s order if that is better. Each order may try as much as ByteScheduler+ did.
     """
     urgency = {"all_to_all": 0, "send": 0, "all_gather": 1, "broadcast": 1}
     problem, workload = run.problem, run.problem.workload
@@ -241,7 +262,7 @@ def s_sched(run: BaselineRun) -> StepSchedule:
 
 @_register("s_exec")
 def s_exec(run: BaselineRun) -> StepSchedule:
-    """SYNDICATE without scheduling: every option is searched, but all run in the order of submission."""
+    """SYNDICATE without scheduling: every option is searched, but all ops run in the order of submission."""
     scheduler, whole = run.scheduler, fifo(run)
     found = [
         _chain(run, "fifo"),
@@ -258,7 +279,7 @@ def syndicate(run: BaselineRun) -> StepSchedule:
 
 
 def _chain(run: BaselineRun, discipline: str) -> StepSchedule:
-    """SYNDICATE's own search: as many steps as wanted, or as the time allows."""
+    """SYNDICATE's own search, with as many steps as the effort allows."""
     scheduler, effort = run.scheduler, run.effort
     scheduler.bound()
     begun = time.monotonic()
@@ -272,15 +293,15 @@ def _chain(run: BaselineRun, discipline: str) -> StepSchedule:
 def tac_order(problem: PlanProblem) -> list[str]:
     """The order of TicTac's timing-aware heuristic over the comm-ops of one iteration.
 
-    An op's P is the compute that could start if it alone arrived, its M its own time (an op that waits for others has
-    no P before those are sent). Op A goes before B if ``min(P_B, M_A) < min(P_A, M_B)``, and where that says nothing if
-    what it opens together with others needs less communication. The compute that waits may lie in the next iteration.
+    P of an op is the compute that could start if this op alone arrived, M its own time (an op that waits for others has
+    no P before those are sent). Op A goes before B if ``min(P_B, M_A) < min(P_A, M_B)``; in a tie, if the compute that
+    it enables together with others needs less communication. The compute that waits may lie in the next iteration.
     """
     return _tac(problem, nodes_of(problem.workload), lambda: True)[0]
 
 
 def _tac(problem: PlanProblem, nodes: Nodes, in_time: Callable[[], bool]) -> tuple[list[str], str]:
-    """`tac_order`; what there was no time or room for comes by first use, and a note says so."""
+    """`tac_order`; ops for which there was no time or memory follow by first use, and a note says so."""
     names = [op.name for op in problem.workload.comm_ops]
     picked: list[int] = []
     if len(nodes.op) * len(names) <= MAX_TAC_CELLS:
@@ -295,9 +316,9 @@ def _tac(problem: PlanProblem, nodes: Nodes, in_time: Callable[[], bool]) -> tup
 
 
 class _Tac:
-    """What is left of TAC's tables, kept up to date pick by pick.
+    """The remaining entries of TAC's tables, updated with every pick.
 
-    Rows are sets of comm-ops that some compute needs. Times are whole numbers, so that equal sums are equal.
+    Rows are sets of comm-ops that some compute needs. Times are whole numbers, so that equal sums compare as equal.
     """
 
     def __init__(
@@ -313,7 +334,7 @@ class _Tac:
         self._open(self.count == 1)
 
     def _open(self, rows: NDArray[np.bool_]) -> None:
-        """Compute that waits for one comm-op alone is what that one gains."""
+        """Add compute that now waits for a single comm-op to the gain of that op."""
         for row in np.flatnonzero(rows).tolist():
             self.gain[np.flatnonzero(self.needs[row] & self.left)] += self.computes_us[row]
 
@@ -322,7 +343,7 @@ class _Tac:
         return float(self.together[rows].min()) if rows.any() else np.inf
 
     def pick(self) -> int:
-        """The next comm-op."""
+        """The number of the next comm-op."""
         gains = np.flatnonzero(self.left & (self.gain > 0)).tolist()
         if gains:
             best = gains[0]
@@ -344,9 +365,9 @@ class _Tac:
 
 
 def _communication_needed(nodes: Nodes, num_comm: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """The comm-ops of an iteration that compute of it and the next needs, with how long that takes.
+    """The comm-ops that compute of this and the next iteration needs, with the time of that compute.
 
-    Compute that needs the same is drawn together in one row. Of an op at several places each counts for its share.
+    Compute that needs the same comm-ops is merged into one row. An op at several places counts once, by shares.
     """
     waits = nodes.all_waits()
     order = in_order({node: [u for u, lag in needs if lag == 0] for node, needs in enumerate(waits)})
@@ -377,9 +398,10 @@ def _by_use(workload: Workload, names: Iterable[str]) -> list[str]:
 
 
 def first_uses(workload: Workload) -> dict[str, tuple[int, int]]:
-    """For every comm-op the first compute-op that has use of it: how many iterations later, and its position.
+    """For every comm-op the first compute-op that uses its result: how many iterations later, and its position.
 
-    An optimiser's step has no use of gradients itself, it hands on to whoever reads the parameters; so does a comm-op.
+    An optimizer step does not use gradients itself but passes on to the ops that read the parameters; so does a
+    comm-op.
     """
     readers: dict[str, list[tuple[int, int]]] = {}
     for at, op in enumerate(workload.ops):
@@ -432,7 +454,7 @@ def _oracle(
     run: BaselineRun, rule: OrderRule, *,
     also: Mapping[str, int] | None = None, start: Mapping[str, int] | None = None,
 ) -> StepSchedule:  # fmt: skip
-    """The best cut of every comm-op: one op at a time to a local optimum, all at one size, then from random starts.
+    """The best cut of every comm-op: a local search op by op, then all ops at one size, then from random starts.
 
     `also` holds one more option per op that may be taken, `start` a choice to begin with.
     """

@@ -1,4 +1,4 @@
-"""What differs between two plans, op by op."""
+"""The differences between two plans, op by op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .plan import OpPlan, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChange:
-    """One decision that two plans make differently; empty where a plan does not have the op."""
+    """One decision in which two plans differ; `before` or `after` is empty if that plan does not have the op."""
 
     op: str
     what: str
@@ -20,7 +20,7 @@ class PlanChange:
 
 
 def diff(before: Plan, after: Plan) -> list[PlanChange]:
-    """Every decision that changed; plans of different workloads cannot be compared."""
+    """Every decision that changed; plans of different workloads raise `PlanMismatch`."""
     if before.workload_digest != after.workload_digest:
         raise PlanMismatch(
             f"the plans are for different workloads: {before.workload} ({before.workload_digest}) and "
@@ -37,7 +37,7 @@ def diff(before: Plan, after: Plan) -> list[PlanChange]:
 
 
 def _moved(before: Plan, after: Plan) -> list[PlanChange]:
-    """The fewest comm-ops that would have to change places: those outside the longest run of turns in common."""
+    """The fewest comm-ops that would have to change places: those outside the longest common subsequence of turns."""
     turns = [[op.op for op in plan.by_turn] for plan in (before, after)]
     common = [name for name in turns[0] if name in set(turns[1])]
     place = {name: at for at, name in enumerate(turns[1])}

@@ -1,4 +1,4 @@
-"""A worked example of why order and options must be chosen together, of the kind of Fig. 6 in the SYNDICATE paper."""
+"""A worked example of why order and options must be chosen together, in the manner of Fig. 6 of the SYNDICATE paper."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SLOW = ("pcie", "ethernet")
 def figure6() -> PlanProblem:
     """Four collectives of one iteration: all-reduces b, c, d and, submitted last, an all-to-all a.
 
-    The paper prints the totals 11 and 9.5 and no durations: these were chosen so that its totals come out.
+    The paper prints the totals 11 and 9.5 and no durations; the durations here were chosen to give these totals.
 
     Alone, each is fastest over NVLink and RDMA, and a traditional stack runs one after the other as submitted: 11
-    units. Putting `a` first hides the compute behind it: 10. Only with its *slower* option, over PCIe and Ethernet
-    beside the all-reduces, are 9.5 reached; and 9.5 is the least possible.
+    units. Putting `a` first hides the compute that waits for it: 10. Only with its *slower* option, over PCIe and
+    Ethernet beside the all-reduces, the step takes 9.5, which is the least possible.
 
-    >>> from .schedule import Scheduler
+    >>> from stretto.planner.schedule.schedule import Scheduler
     >>> scheduler = Scheduler(figure6())
     >>> scheduler.schedule(scheduler.greedy, discipline="fifo", serial=True).period_us
     11.0
@@ -61,9 +61,20 @@ def random_problem(
     longest_us: float = 3.0,
     two_places: bool = False,
 ) -> PlanProblem:
-    """A small training step with made-up durations (multiples of a half), to measure searches by.
+    """A small training step with random durations (multiples of a half), to compare searches on.
 
-    Communication follows some compute-op and is awaited by a later one of the same iteration, or in the next.
+    Each comm-op follows some compute-op and is awaited by a later one of the same iteration, or by one of the next.
+
+    Args:
+        seed: seed of the random numbers.
+        num_comm: number of comm-ops.
+        num_options: most options of a comm-op.
+        num_tasks: most tasks of an option.
+        longest_us: longest task in microseconds.
+        two_places: whether ops may be on one half of the ranks only.
+
+    Returns:
+        The problem.
     """
     draw = Random(seed)
     num_compute = max(2, num_comm)

@@ -1,4 +1,4 @@
-"""`Plan`: the decision. For each comm-op its motifs, where and how each runs, and in which order."""
+"""`Plan`: the planner's decision. For each comm-op its motifs, the channels and algorithm of each, and their order."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ..workload import Workload
 
 FORM = "plan"
 PLAIN = "plain"
-"""The name of a plan that is the order of the application."""
+"""The name of a plan that keeps the application's own order."""
 VERSION = 1
 MAX_MOTIFS = 1_000_000
 MAX_AHEAD = 64
 MAX_PROGRAM_CHARS = 16 << 20
 LIMIT = 1e18
-"""Times and sizes are below this."""
+"""Upper limit of times and sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MotifPlan:
     """One motif of a comm-op, bound and ordered.
 
-    Motifs run in the order of `seq` on each of their channels; equal numbers start together. `ahead` says how many
-    iterations early it runs (1: in the iteration before its own, as a prefetch; -1: in the one after). `after` are
-    positions of motifs of the same op that must have ended.
+    Motifs run in the order of `seq` on each of their channels; motifs with equal numbers start together. `ahead` is the
+    number of iterations by which the motif runs early (1: in the iteration before its own, as a prefetch; -1: in the
+    one after). `after` are positions of motifs of the same op that must have ended.
     """
 
     motif: str
@@ -46,13 +46,13 @@ class MotifPlan:
     duration_us: float = 0.0
     launch_us: float = 0.0
     start_us: float = 0.0
-    """When it starts in the predicted steady-state iteration, counted from the iteration's first compute-op."""
+    """Predicted start in the steady-state iteration, counted from the iteration's first compute-op."""
     source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpPlan:
-    """What becomes of one comm-op, and why."""
+    """The decision for one comm-op, and the reason for it."""
 
     op: str
     kind: str
@@ -64,13 +64,13 @@ class OpPlan:
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """Every channel that some motif holds."""
+        """Every channel that one of the motifs holds."""
         return tuple(dict.fromkeys(channel for motif in self.motifs for channel in motif.channels))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramPlan:
-    """A program that no name stands for (a synthesised one, say), as text over positions 0..n-1 of each of `groups`."""
+    """A program without a library name (a synthesized one, say), as text over positions 0..n-1 of each of `groups`."""
 
     algorithm: str
     kind: str
@@ -81,7 +81,7 @@ class ProgramPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything an enforcer needs, and what is promised of it."""
+    """Everything that an enforcer needs, and the predictions for it."""
 
     name: str
     workload: str
@@ -89,35 +89,35 @@ class Plan:
     cluster: str
     cluster_digest: str
     iteration_us: float
-    """Predicted steady-state iteration time, the cost of each motif taken alone."""
+    """Predicted steady-state iteration time, from the cost of each motif alone."""
     retimed_us: float = 0.0
-    """The same by the link-level simulator, all motifs contending for the links; 0 when not done."""
+    """Iteration time by the link-level simulator, with all motifs contending for links; 0 if not simulated."""
     bound_us: float = 0.0
-    """No plan over these options can be faster."""
+    """Lower bound on the iteration time of every plan over these options."""
     bound_by: str = ""
     baselines_us: dict[str, float] = field(default_factory=dict)
     serial: bool = False
-    """One motif at a time, whatever its channels: what a communication library with one stream does."""
+    """Whether one motif runs at a time, whatever its channels, as in a communication library with one stream."""
     made_by: str = ""
     seed: int = 0
     costs: str = ""
     notes: tuple[str, ...] = field(default=())
-    """What whoever uses the plan should know."""
+    """Sentences that users of the plan should know."""
     ops: tuple[OpPlan, ...]
     programs: tuple[ProgramPlan, ...] = ()
-    """Of the motifs whose algorithms are not the library's."""
+    """Programs of the motifs whose algorithms are not in the library."""
 
     def __post_init__(self) -> None:
         _validate(self)
 
     @cached_property
     def hash(self) -> str:
-        """The content in 16 hexadecimal digits: two ranks that hold the same hash hold the same plan."""
+        """A hash of the content in 16 hexadecimal digits: ranks with equal hashes hold the same plan."""
         text = msgspec.json.encode(self, order="deterministic")
         return hashlib.sha256(text).hexdigest()[:16]
 
     def op(self, name: str) -> OpPlan:
-        """What becomes of the comm-op with this name."""
+        """The decision for the comm-op with this name."""
         for op in self.ops:
             if op.op == name:
                 return op
@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def num_motifs(self) -> int:
-        """How many motifs are issued in an iteration."""
+        """The number of motifs that are issued in an iteration."""
         return sum(len(op.motifs) for op in self.ops)
 
     @property
@@ -135,11 +135,11 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """By which part the iteration is longer than the lower bound; 0 where there is no bound."""
+        """The relative distance of the iteration time to the lower bound; 0 without a bound."""
         return max(self.iteration_us / self.bound_us - 1, 0.0) if self.bound_us else 0.0
 
     def check(self, workload: Workload, cluster: Cluster | None = None) -> None:
-        """Raises `PlanMismatch` unless the plan was made for this workload (and this cluster)."""
+        """Raise `PlanMismatch` unless the plan was made for this workload (and this cluster)."""
         if workload.digest != self.workload_digest:
             raise PlanMismatch(
                 f"plan {self.name} was made for workload {self.workload} ({self.workload_digest}), "
@@ -159,7 +159,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan; a file that was cut short or changed by hand is refused."""
+        """Read a plan; a file that was truncated or changed by hand raises `InvalidInput`."""
         value = parse_json(read_text(path), where=str(path))
         if not isinstance(value, dict) or value.get("stretto") != FORM:
             raise InvalidInput(f"{path}: not a plan (no field stretto: {FORM})")
@@ -186,7 +186,7 @@ class Plan:
 
 
 def _refuse_unknown_fields(value: Mapping[str, Any], where: str) -> None:
-    """The hash does not cover what no field takes, so there must be nothing such at any level."""
+    """Raise `InvalidInput` for a field that no class has, at any level, because the hash would not cover it."""
     rows: list[tuple[str, Mapping[str, Any], type[Plan | OpPlan | MotifPlan | ProgramPlan]]] = [("", value, Plan)]
     rows += [(f"programs[{at}].", program, ProgramPlan) for at, program in enumerate(value.get("programs", ()))]
     for at, op in enumerate(value["ops"]):

@@ -1,4 +1,4 @@
-"""Why a comm-op runs as it does, in a sentence."""
+"""Sentences that say why a comm-op runs as it does."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .schedule.schedule import StepSchedule
 
 MAX_NAMED = 3
 LEAST_OVERLAP = 0.05
-"""Of the shorter one's time: less is not worth naming."""
+"""The least overlap that is mentioned, as a share of the shorter op's time."""
 
 Span = tuple[float, float]
 
 
 def reasons(schedule: StepSchedule, problem: PlanProblem) -> dict[str, str]:
-    """For each comm-op: what differs from its default, what it costs, and what it overlaps with."""
+    """For each comm-op the difference from its default option, its cost, and the ops that it overlaps with."""
     workload = problem.workload
     places = workload.op_places
     spans: dict[int, list[Span]] = {}
@@ -75,7 +75,7 @@ def _moved(shifts: set[int]) -> str:
 
 
 def _partners(busy: dict[int, list[Span]], places: tuple[tuple[int, ...], ...]) -> dict[int, list[int]]:
-    """Comm-ops of a common place that run at the same time for a while."""
+    """For each comm-op the comm-ops of a common place that run at the same time for a while."""
     shared: dict[tuple[int, int], float] = {}
     running: list[tuple[float, int]] = []
     for start, end, op in sorted((start, end, op) for op, some in busy.items() for start, end in some):
@@ -94,10 +94,18 @@ def _partners(busy: dict[int, list[Span]], places: tuple[tuple[int, ...], ...]) 
 
 
 def wrapped(start: float, end: float, period: float) -> list[Span]:
-    """A span of a periodic schedule inside one period.
+    """A span of a periodic schedule as spans inside one period.
 
     >>> wrapped(8.0, 11.0, 10.0), wrapped(2.0, 13.0, 10.0)
     ([(8.0, 10.0), (0.0, 1.0)], [(0.0, 10.0)])
+
+    Args:
+        start: start of the span, 0 <= start < period.
+        end: end of the span, >= start.
+        period: length of the period.
+
+    Returns:
+        One or two spans within 0..period.
     """
     if end - start >= period:
         return [(0.0, period)]
@@ -105,7 +113,7 @@ def wrapped(start: float, end: float, period: float) -> list[Span]:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not touch, in order."""
+    """The same time as sorted spans that do not touch."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -116,12 +124,12 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length_us(spans: list[Span]) -> float:
-    """How long a union is."""
+    """The total length of a union of spans in microseconds."""
     return sum(end - start for start, end in spans)
 
 
 def overlap_us(a: list[Span], b: list[Span]) -> float:
-    """How long two unions run at the same time."""
+    """Microseconds in which two unions of spans run at the same time."""
     total, i = 0.0, 0
     j = max(bisect_left(b, a[0]) - 1, 0) if a else 0
     while i < len(a) and j < len(b):

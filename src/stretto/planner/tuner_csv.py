@@ -1,10 +1,10 @@
-"""What NCCL can express by itself: a plan's algorithms as the table of NCCL's example tuner plugin.
+"""The part of a plan that NCCL can express by itself: algorithms, as the table of NCCL's example tuner plugin.
 
-One line is ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks``; the first that fits, and whose
-algorithm and protocol NCCL can run there, wins; -1 means any. The plugin gives one channel to every call that no line
-serves, and to lines with -1 channels. So there is a line with a number of channels for every call: for all sizes of
-what the plan decides, and rings for everything else. The order of motifs, their pieces and their links have no place in
-the table; a comment says what was left out.
+One line is ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks``. The first line that fits, and
+whose algorithm and protocol NCCL can run there, wins; -1 means any. The plugin gives one channel to every call that no
+line serves, and to lines with -1 channels. So the table has a line with a number of channels for every call: for all
+sizes of the planned ops, and rings for everything else. The order of motifs, their pieces and their links have no place
+in the table; a comment says what was left out.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ NCCL_NAMES = {
     "ring": ("ring", "chain", "chain:1", "chain:64"),
     "tree": ("double_binary_tree", "double_binary_tree:1", "binary_tree", "binary_tree:1"),
 }
-"""What of the library NCCL's two algorithms are; its rings broadcast and reduce as chains. Trees only all-reduce."""
+"""The library's equivalents of NCCL's algorithms; its rings broadcast and reduce as chains. Trees only all-reduce."""
 FIELDS = (
     "collective_type", "min_bytes", "max_bytes", "algorithm", "protocol", "channels", "nNodes", "nRanks", "numPipeOps",
     "regBuff",
 )  # fmt: skip
 """The columns of the table; the last two may be left out."""
 LIMITS = {5: (1, 1 << 10), 6: (1, 1 << 20), 7: (1, 1 << 20), 8: (0, 1 << 20), 9: (0, 1 << 20)}
-"""What the numbers in these columns may be, beside -1."""
+"""Smallest and largest number in a column, beside -1."""
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
 MAX_LINE = 255
 MAX_BYTES = (1 << 63) - 1
 
 CHANNEL_GB_PER_S = 20.0
-"""What a channel is taken to move: NCCL's own figure for a ring (LL128) on Volta and Ampere; on Hopper it has 36.7."""
+"""Assumed rate of a channel: NCCL's own figure for a ring (LL128) on Volta and Ampere; for Hopper NCCL has 36.7."""
 LEAST_CHANNELS, MOST_CHANNELS = 2, 32
 CHANNEL_BYTES = 32 << 10
-"""A channel more is not worth it for less than this: 512 threads times 64 bytes, as in NCCL's own rule for Simple."""
+"""The least bytes for which one more channel pays: 512 threads times 64 bytes, as in NCCL's own rule for Simple."""
 
 LL_UP_TO_BYTES = 64 << 10
 LL128_UP_TO_BYTES = 4 << 20
-"""Protocols are not part of our model: these are the usual sizes up to which the low-latency ones pay."""
+"""The usual sizes up to which the low-latency protocols pay; protocols are not part of Stretto's model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunerLine:
-    """One line of the table."""
+    """One line of the tuner's table."""
 
     collective: str
     min_bytes: int
@@ -87,24 +87,23 @@ class TunerLine:
 def tuner_lines(
     plan: Plan, workload: Workload, cluster: Cluster, costs: CostModel | None = None
 ) -> tuple[list[TunerLine], list[str]]:
-    """The table, and one sentence for all of a plan that NCCL cannot be told.
+    """The tuner's table of a plan, and one sentence for each decision that NCCL cannot be told.
 
-    An all-reduce that the plan moves in a way that NCCL does not have gets the cheaper of ring and tree, by `costs`
-    (by default the simulator's). Between two planned sizes of a collective the border is their geometric mean; the
-    smallest and the largest reach to the ends. Calls that the plan does not have (another collective, other groups)
-    run as rings.
+    An all-reduce that the plan moves in a way that NCCL does not have gets the cheaper of ring and tree. Between two
+    planned sizes of a collective the border is their geometric mean; the smallest and the largest size reach to the
+    ends. Calls that the plan does not have (another collective, other groups) run as rings.
 
     Args:
-        plan: What was decided.
-        workload: The step that it was decided for.
-        cluster: Where the step runs.
-        costs: What algorithms cost; by default simulated.
+        plan: the plan.
+        workload: the step that it was made for.
+        cluster: the cluster on which the step runs.
+        costs: the cost model; None simulates.
 
     Returns:
-        The lines in the order in which the plugin tries them, and what was left out.
+        The lines in the order in which the plugin tries them, and the sentences.
 
     Raises:
-        PlanMismatch: The plan is for another workload or cluster.
+        PlanMismatch: the plan is for another workload or cluster.
     """
     plan.check(workload, cluster)
     model = costs if costs is not None else simulated_costs(cluster)
@@ -144,15 +143,23 @@ def tuner_lines(
 
 
 def shape_of(cluster: Cluster, group: Sequence[int]) -> tuple[int, int]:
-    """How many hosts and how many ranks a group has: all that NCCL's tuner knows of it."""
+    """The number of hosts and of ranks of a group, which is all that NCCL's tuner knows of it."""
     return len(set(cluster.hosts_of(group).tolist())), len(group)
 
 
 def most_channels(cluster: Cluster, group: Iterable[int], channels: Sequence[str]) -> int:
-    """How many NCCL channels the links of a group's ranks are worth.
+    """The number of NCCL channels for the links of a group's ranks.
 
-    This is an assumption: enough for all of a rank's links of these `channels` at `CHANNEL_GB_PER_S` for each, from
-    `LEAST_CHANNELS` to `MOST_CHANNELS`. NCCL takes it as the most, and never uses more than it has set up.
+    This is an assumption: enough channels for all of a rank's links at `CHANNEL_GB_PER_S` each, from `LEAST_CHANNELS`
+    to `MOST_CHANNELS`. NCCL takes the number as the most, and never uses more channels than it has set up.
+
+    Args:
+        cluster: the cluster.
+        group: the ranks.
+        channels: names of the cluster's channels whose links count.
+
+    Returns:
+        The number of channels, 2..32.
     """
     held = [cluster.channels.index(name) for name in channels if name in cluster.channels]
     counted = np.isin(cluster.link_channel, held)
@@ -162,7 +169,18 @@ def most_channels(cluster: Cluster, group: Iterable[int], channels: Sequence[str
 
 
 def told(lines: Iterable[TunerLine], collective: str, nbytes: float, nodes: int, ranks: int) -> TunerLine | None:
-    """The line that NCCL's example plugin would take for a call, if NCCL can run all that lines name."""
+    """The line that NCCL's example plugin would take for a call, if NCCL can run everything that lines name.
+
+    Args:
+        lines: the table.
+        collective: NCCL's name of the collective, such as "allreduce".
+        nbytes: size of the call in bytes.
+        nodes: number of hosts of the group.
+        ranks: number of ranks of the group.
+
+    Returns:
+        The first line that fits; None if there is none.
+    """
     for line in lines:
         fits = line.min_bytes <= nbytes <= line.max_bytes and line.nodes in (-1, nodes) and line.ranks in (-1, ranks)
         if line.collective == collective and fits:
@@ -175,7 +193,7 @@ def _covering(
 ) -> list[TunerLine]:
     """Lines for (from, to, algorithm), cut where protocol or number of channels change.
 
-    Where NCCL cannot run a low-latency protocol it goes on to the next line that fits, so Simple stands behind it.
+    If NCCL cannot run a low-latency protocol, it goes on to the next line that fits, so a line with Simple follows.
     """
     cuts = {LL_UP_TO_BYTES, LL128_UP_TO_BYTES}
     cuts |= {CHANNEL_BYTES << doubled for doubled in range(1, most.bit_length()) if 1 << doubled < most}
@@ -195,7 +213,7 @@ def _covering(
 
 
 def _joined(lines: Iterable[TunerLine]) -> list[TunerLine]:
-    """The same table with neighbouring ranges of equal lines as one."""
+    """The same table with neighboring ranges of equal lines merged."""
     found: list[TunerLine] = []
     for line in lines:
         before = found[-1] if found else line
@@ -210,7 +228,22 @@ def _joined(lines: Iterable[TunerLine]) -> list[TunerLine]:
 def write_tuner_csv(
     plan: Plan, workload: Workload, cluster: Cluster, path: str | Path, costs: CostModel | None = None
 ) -> list[str]:
-    """Write the table for ``NCCL_TUNER_CONFIG_FILE``; returns what was left out."""
+    """Write the table for ``NCCL_TUNER_CONFIG_FILE``.
+
+    Args:
+        plan: the plan.
+        workload: the step that it was made for.
+        cluster: the cluster on which the step runs.
+        path: file to write.
+        costs: the cost model; None simulates.
+
+    Returns:
+        One sentence for each decision that NCCL cannot be told.
+
+    Raises:
+        PlanMismatch: the plan is for another workload or cluster.
+        InvalidInput: the file cannot be written.
+    """
     lines, left_out = tuner_lines(plan, workload, cluster, costs)
     comments = [
         f"{plan.workload} on {plan.cluster}, plan {plan.hash}",
@@ -223,15 +256,15 @@ def write_tuner_csv(
 
 
 def _comment(text: str) -> str:
-    """One line that NCCL's reader skips, whatever names are in it: a name may hold line breaks."""
+    """A comment line that NCCL's reader skips; line breaks and other special characters in names are replaced."""
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in f"# {text}")[:MAX_LINE]
 
 
 def read_tuner_csv(path: str | Path) -> list[TunerLine]:
-    """Read such a table back, by its own rules, independent of what wrote it.
+    """Read a tuner's table by the plugin's own rules, independently of the writer.
 
-    Channels, nodes and ranks are at least 1, or -1: any number of nodes and ranks, and for channels what the plugin
-    makes of it (NCCL's example: one).
+    Channels, nodes and ranks are at least 1, or -1: any number of nodes and ranks, and for channels the plugin's
+    default (NCCL's example: one).
     """
     lines = []
     for number, text in enumerate(read_text(path, max_bytes=1 << 20).splitlines(), 1):
@@ -275,7 +308,7 @@ def _number(text: str, name: str, where: str) -> int:
 def _nccl_algorithm(
     op: OpPlan, groups: tuple[tuple[int, ...], ...], cluster: Cluster, costs: CostModel
 ) -> tuple[str | None, str]:
-    """What NCCL is told to do with an op (None: nothing), and what of the plan that leaves out."""
+    """The algorithm that NCCL is told for an op (None: nothing), and the decisions of the plan that this leaves out."""
     usual = bindings_for(cluster, groups)[0].channels
     names = {motif.algorithm for motif in op.motifs}
     if NCCL in names:
@@ -307,7 +340,7 @@ def _nccl_algorithm(
 
 
 def _whole_groups(op: OpPlan, groups: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether every motif is of a whole group: the op itself, or the two halves of a ring, maybe in segments."""
+    """Whether every motif covers a whole group: the op itself, or the two halves of a ring, perhaps in segments."""
     kinds = {CODES[op.kind], *(("RS", "AG") if op.kind == "all_reduce" else ())}
     whole = {frozenset(group) for group in groups}
     return all(

@@ -1,4 +1,4 @@
-"""What NCCL alone would gain of a plan: whole collectives as its tuner is told, in the order of submission."""
+"""The gain of a plan with NCCL alone: whole collectives as its tuner is told, in the order of submission."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .tuner_csv import COLLECTIVES, NCCL_NAMES, TunerLine, shape_of, told
 def with_tuner_alone(
     lines: Sequence[TunerLine], problem: PlanProblem, cluster: Cluster, costs: CostModel | None = None
 ) -> StepSchedule:
-    """The step as PyTorch and NCCL run it with a tuner's table and nothing else of a plan.
+    """The step as PyTorch and NCCL run it with a tuner's table and no other part of a plan.
 
     Args:
-        lines: The table.
-        problem: The step with its options; the first option of an op is what NCCL does by itself.
-        cluster: Where it runs.
-        costs: What algorithms cost; by default simulated.
+        lines: the table.
+        problem: the step with its options; the first option of an op is what NCCL does by itself.
+        cluster: the cluster on which the step runs.
+        costs: the cost model; None simulates.
 
     Returns:
         The schedule, whose period is the time of an iteration.

@@ -1,1 +1,1 @@
-"""What a motif takes: prices from models and measurements."""
+"""The cost of a motif, from simulation and from measurements."""

@@ -1,4 +1,4 @@
-"""What a motif can be bound to: sets of a cluster's channels, the part inside hosts and the part between them apart."""
+"""Bindings of a motif: sets of a cluster's channels, with the part inside hosts and the part between hosts apart."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...cluster import Cluster
 from ...errors import Infeasible, unknown
 
 MAX_CHANNELS = 8
-"""Of more channels than this not every subset is tried, only each by itself and all together."""
+"""Largest number of channels of which every subset is tried; with more, only single channels and all together."""
 MAX_GROUPS = 16
-"""How many groups are looked at to find the channels that all of them usually take."""
+"""The number of groups whose routes are read to find the channels that groups usually take."""
 
 Scope = Literal["intra", "inter", "mixed"]
 Ints = NDArray[np.int64]
@@ -25,10 +25,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """Channels a motif may hold: `intra` for traffic inside a host, `inter` for traffic between hosts.
+    """Channels that a motif may hold: `intra` for traffic inside a host, `inter` for traffic between hosts.
 
-    Either may be empty, for motifs that have no such traffic. `cpu_driven` says that it leaves the links that GPU
-    libraries would take, so that host code moves (and adds) the data.
+    Either may be empty, for motifs that have no such traffic. `cpu_driven` says that the binding uses links that GPU
+    libraries would not take, so that host code moves (and adds) the data.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Binding:
 
 @lru_cache(maxsize=64)
 def bindings(cluster: Cluster) -> tuple[Binding, ...]:
-    """Every binding a cluster offers, the one its own routes take first, then those for all, intra and inter traffic.
+    """Every binding of a cluster: first the one that its own routes take, then those for all, intra and inter traffic.
 
-    An intra fabric is a least set of channels whose links inside hosts join the devices of every host; an inter fabric
-    one over which each device reaches every other host. Each pair of them is a binding, and so is each alone.
+    An intra fabric is a smallest set of channels whose links inside hosts join the devices of every host; an inter
+    fabric is one over which each device reaches every other host. Each pair of them is a binding, and so is each alone.
 
     >>> [b.name for b in bindings(Cluster.preset("hgx2", nodes=2))]
     ['nvlink+rdma', 'nvlink+pcie+ethernet', 'pcie+rdma', 'pcie+ethernet', 'nvlink', 'pcie', 'rdma']
@@ -62,12 +62,12 @@ def bindings(cluster: Cluster) -> tuple[Binding, ...]:
 
 @lru_cache(maxsize=64)
 def default_binding(cluster: Cluster) -> Binding:
-    """The channels that the cluster's own routes take between its devices: what a GPU library would use."""
+    """The channels that the cluster's own routes take between its devices, which a GPU library would use."""
     return _usual(cluster, (tuple(range(cluster.num_devices)),))
 
 
 def bindings_for(cluster: Cluster, groups: Sequence[Sequence[int]]) -> tuple[Binding, ...]:
-    """The bindings that serve these groups and hold nothing they do not need; the usual one first.
+    """The bindings that serve these groups without channels that they do not need; the usual one first.
 
     Groups inside single hosts hold an intra fabric only, groups with one rank per host an inter fabric only.
 
@@ -86,7 +86,7 @@ def bindings_for(cluster: Cluster, groups: Sequence[Sequence[int]]) -> tuple[Bin
 
 
 def scope_of(cluster: Cluster, groups: Sequence[Sequence[int]]) -> Scope:
-    """Whether groups stay inside hosts, have one rank on each host, or neither."""
+    """``intra`` if groups stay inside hosts, ``inter`` if each has one rank per host, else ``mixed``."""
     hosts = [cluster.hosts_of(group).tolist() for group in groups]
     if all(len(set(each)) == 1 for each in hosts):
         return "intra"
@@ -94,7 +94,7 @@ def scope_of(cluster: Cluster, groups: Sequence[Sequence[int]]) -> Scope:
 
 
 def restrict(cluster: Cluster, channels: Iterable[str]) -> Cluster:
-    """The same nodes with only the links of these channels; raises `Infeasible` when no two devices are joined.
+    """The same nodes with only the links of these channels; raises `Infeasible` if they join no two devices.
 
     >>> restrict(Cluster.preset("hgx2", nodes=2), ["nvlink", "rdma"])
     <Cluster hgx2:2[nvlink+rdma]: 16 devices on 2 hosts, 96 links over nvlink, rdma>
@@ -128,7 +128,16 @@ def restrict(cluster: Cluster, channels: Iterable[str]) -> Cluster:
 
 
 def require_connected(cluster: Cluster, groups: Sequence[Sequence[int]], channels: Iterable[str]) -> None:
-    """Raises `Infeasible`, naming two ranks, unless each group's devices are joined by links of these channels."""
+    """Check that links of these channels join the devices of each group.
+
+    Args:
+        cluster: the cluster.
+        groups: the groups of ranks.
+        channels: names of channels.
+
+    Raises:
+        Infeasible: a group is not joined; the text names two of its devices.
+    """
     held = _ordered(cluster, set(channels))
     label = components(cluster, held)
     for group in groups:
@@ -139,12 +148,30 @@ def require_connected(cluster: Cluster, groups: Sequence[Sequence[int]], channel
 
 
 def connected(cluster: Cluster, group: Sequence[int], channels: Iterable[str]) -> bool:
-    """Whether links of these channels join the devices of a group (devices passing on what they receive)."""
+    """Whether links of these channels join the devices of a group, if devices forward.
+
+    Args:
+        cluster: the cluster.
+        group: the ranks.
+        channels: names of channels.
+
+    Returns:
+        True if every device reaches every other.
+    """
     return len(np.unique(components(cluster, _ordered(cluster, set(channels)))[list(group)])) == 1
 
 
 def components(cluster: Cluster, channels: Sequence[str], *, inside: bool = False) -> Ints:
-    """For each node a number that it shares with all nodes that links of these channels (inside hosts) join it to."""
+    """For each node a number that is equal for all nodes that links of these channels join.
+
+    Args:
+        cluster: the cluster.
+        channels: names of channels.
+        inside: whether only links inside hosts count.
+
+    Returns:
+        One number per node.
+    """
     pick = np.isin(cluster.link_channel, [cluster.channels.index(channel) for channel in channels])
     if inside:
         ends = cluster.node_host[cluster.link_src], cluster.node_host[cluster.link_dst]
@@ -152,7 +179,7 @@ def components(cluster: Cluster, channels: Sequence[str], *, inside: bool = Fals
     src, dst = cluster.link_src[pick], cluster.link_dst[pick]
     label = np.arange(cluster.num_nodes, dtype=np.int64)
     while True:
-        # Both ends of every link, and whom they point to, take the lower number; then chains are cut short.
+        # Both ends of every link, and the nodes that they point to, take the lower number; then chains are shortened.
         low = np.minimum(label[src], label[dst])
         new = label.copy()
         for at in (src, dst, label[src], label[dst]):
@@ -217,7 +244,7 @@ def _inter_fabrics(cluster: Cluster) -> list[tuple[str, ...]]:
 
 
 def _least_sets(cluster: Cluster, joins: Callable[[Ints], bool], *, inside: bool = False) -> list[tuple[str, ...]]:
-    """Sets of channels that do it and of which none can be left out."""
+    """Smallest sets of channels that satisfy `joins`: no channel of a set can be left out."""
     channels = cluster.channels
     small = len(channels) <= MAX_CHANNELS
     sizes = range(1, len(channels) + 1) if small else (1, len(channels))

@@ -1,4 +1,4 @@
-"""Programs that run at the same time as one program: what contends for links is simulated together."""
+"""Merges programs that run at the same time into one program, so that their contention for links is simulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...programs import Program
 
 @dataclass(frozen=True, kw_only=True)
 class ConcurrentProgram:
-    """One of the programs: how much it moves, and the channels its routes keep to (None: any)."""
+    """One of the programs: its bytes, and the channels that its routes may use (None: any)."""
 
     program: Program
     nbytes: float
@@ -25,10 +25,10 @@ class ConcurrentProgram:
 
 
 def together(parts: Sequence[ConcurrentProgram], cluster: Cluster) -> tuple[Program, float]:
-    """All parts side by side as one program, and the number of bytes to simulate it with.
+    """All programs side by side as one program, and the number of bytes to simulate it with.
 
-    Parts may share ranks; each keeps its own chunks, connections and channels. The result verifies as all of their
-    collectives at once.
+    The programs may share ranks; each keeps its own chunks, connections and channels. The result verifies as all of
+    their collectives at once.
     """
     whole = max(part.nbytes for part in parts)
     devices = sorted({device for part in parts for device in part.program.collective.ranks})
@@ -120,7 +120,7 @@ def _collective(
 
 
 def _before(sizes: Iterable[int]) -> list[int]:
-    """Where each begins when they lie one behind the other."""
+    """The start of each part when the parts lie one behind the other."""
     total, found = 0, []
     for size in sizes:
         found.append(total)

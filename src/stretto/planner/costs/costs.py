@@ -1,4 +1,4 @@
-"""What a bound motif costs: simulated, measured, or measured where there is a measurement and simulated elsewhere."""
+"""The cost of a bound motif: simulated, measured, or measured where there is a measurement and simulated elsewhere."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .concurrent import ConcurrentProgram, together
 
 GRID_BYTES = 1024
 GRID_RATIO = 4
-"""Simulated sizes are 1 KiB, 4 KiB, 16 KiB, ...; in between the time is a straight line, below it is constant."""
+"""Sizes are simulated at 1 KiB, 4 KiB, 16 KiB, ...; in between the time is linear, below 1 KiB it is constant."""
 CPU_REDUCE_US_PER_MB = 100.0
-"""Assumed: what a host adds up per rank where host code drives the motif (10 GB/s of one core's share of memory)."""
+"""Assumed time of a reduction at each rank if host code drives the motif (10 GB/s, one core's share of memory)."""
 LAUNCH_US = 10.0
 CPU_LAUNCH_US = 30.0
-"""Assumed: what it costs to issue one motif, as a kernel of the GPU or through host code and its staging copies."""
+"""Assumed microseconds to issue one motif: as a GPU kernel, or through host code with its staging copies."""
 
 Groups = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """How long a motif takes, and how that is known.
+    """The time of a motif, and how it is known.
 
-    A simulated time begins once the motif has been issued. A measured one began before: `with_launch`.
+    A simulated time begins once the motif has been issued. A measured time includes the launch: `with_launch`.
     """
 
     us: float
@@ -45,7 +45,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Motion:
-    """What is to be costed: one motif in each of some disjoint groups at once, on some channels."""
+    """The subject of a cost: one motif in each of several disjoint groups at once, on some channels."""
 
     kind: str
     groups: tuple[tuple[int, ...], ...]
@@ -58,40 +58,82 @@ class Motion:
         return hash((self.kind, self.groups, self.channels, self.root, self.window))
 
     def __hash__(self) -> int:
-        """Remembered: tables are asked for the same motion thousands of times, and groups are long."""
+        """The hash is cached: tables are asked for the same motion thousands of times, and groups are long."""
         return self._hash
 
     def ask(self, at: int = 0) -> MotifRequest:
-        """The same for one of the groups."""
+        """The request for one of the groups."""
         return MotifRequest(kind=self.kind, group=self.groups[at], root=self.root, window=self.window)
 
 
 class CostModel(Protocol):
-    """Says what a motif costs, and with which algorithms it can be moved."""
+    """A cost model: gives the time of a motif, and the algorithms that can move it.
+
+    Pass an instance as ``costs=`` to `planned`, `problem` or `retime`. Only the process that plans calls it, from one
+    thread; the ranks of a job never do. For every motif and size the planner first calls `algorithms`, then `cost` with
+    some of the returned names, thousands of times in all: answers should be cached. A model may assume that
+    `motion.groups` are disjoint sets of device numbers of `cluster` with at least two ranks each, that
+    `motion.channels` are channels of `cluster`, and that ``nbytes > 0``. Equal arguments must give equal answers.
+
+    A model that can also bound a cost from below without computing it implements `Bounding`.
+
+    Attributes:
+        cluster: the cluster that the costs are for.
+    """
 
     cluster: Cluster
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
-        """The names of the algorithms that a cost can be given for."""
+        """The names of the algorithms that `cost` knows for this motif.
+
+        The order breaks ties between equally fast algorithms. An empty list means that the model cannot move this motif
+        on these channels; options that need it are left out.
+        """
         ...
 
     def cost(self, motion: Motion, nbytes: float, algorithm: str, *, exact: bool = False) -> Cost:
-        """The time of a motif of that size; raises `Infeasible` where the channels cannot carry it."""
+        """The time of a motif by one algorithm, from the start of all groups at once to the end of the last.
+
+        For one algorithm the time must not fall as `nbytes` grows, and k times the bytes may take at most k times as
+        long: the planner skips algorithms by these two properties.
+
+        Args:
+            motion: the motif, its groups and its channels.
+            nbytes: bytes as the group's `Collective` counts them, > 0.
+            algorithm: one of the names that `algorithms` returned for this motion and size.
+            exact: whether the time must be that of exactly this size; otherwise it may be interpolated.
+
+        Returns:
+            The time in microseconds; its `source` begins with one word and a colon, such as ``measured: file.csv``.
+
+        Raises:
+            Infeasible: the channels or the algorithm cannot carry the motif; the planner then tries another.
+        """
         ...
 
 
 @runtime_checkable
 class Bounding(Protocol):
-    """A cost model that can rule an algorithm out without costing it."""
+    """A cost model that can rule out an algorithm without costing it; the planner calls `at_least_us` before `cost`."""
 
     def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
-        """What a cost cannot be below; 0 where nothing is known."""
+        """A lower bound on the cost.
+
+        Args:
+            motion: the motif, its groups and its channels.
+            nbytes: bytes as the group's `Collective` counts them, > 0.
+            algorithm: one of the names that `algorithms` returned.
+
+        Returns:
+            Microseconds that ``cost(...).us`` is not below; 0 if nothing is known, infinite if the algorithm cannot
+            run.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Run:
-    """A program with its routes, as the simulator takes it at any size."""
+    """A program with its routes, in the form that the simulator takes at any size."""
 
     program: Program
     connection: NDArray[np.int32]
@@ -100,11 +142,11 @@ class _Run:
 
     @cached_property
     def links(self) -> NDArray[np.int32]:
-        """Every link that it uses, once."""
+        """Every link that the program uses, once."""
         return np.unique(self.routes[1])
 
     def least_us_per_byte(self, part: Cluster) -> float:
-        """What the busiest link takes for its share, with no latency and nobody waiting."""
+        """The time per byte of the busiest link for its share, without latency and waiting."""
         if self.program.multicasts:
             return 0.0
         ptr, links = self.routes
@@ -125,7 +167,7 @@ class _Run:
 class SimulatedCosts:
     """Costs by the link-level simulator: verified programs of all groups at once, on the channels they are bound to.
 
-    `providers` add algorithms to those of the library. Where a binding is driven by the CPU, adding up costs
+    `providers` add algorithms to those of the library. If a binding is driven by the CPU, a reduction costs
     `cpu_reduce_us_per_mb` at each receiver.
 
     >>> costs = SimulatedCosts(Cluster.preset("dgx2"))
@@ -141,7 +183,7 @@ class SimulatedCosts:
     ) -> None:  # fmt: skip
         self.cluster = cluster
         self.simulations = 0
-        """How many simulations have been run so far."""
+        """The number of simulations run so far."""
         self._providers = tuple(providers)
         self._cpu_reduce = cpu_reduce_us_per_mb
         self._parts: dict[tuple[str, ...], Cluster] = {}
@@ -152,21 +194,45 @@ class SimulatedCosts:
         self._times: dict[tuple[Motion, str, float], float] = {}
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
-        """The library's algorithms for the groups' size, then what the providers offer."""
+        """The library's algorithms for the size of the groups, then those of the providers."""
         return [*library(motion.ask()), *self._provided(motion, nbytes)]
 
     def cost(self, motion: Motion, nbytes: float, algorithm: str, *, exact: bool = False) -> Cost:
-        """The simulated time: at this very size, or from a grid of sizes."""
+        """The simulated time.
+
+        Args:
+            motion: the motif, its groups and its channels.
+            nbytes: bytes as the group's `Collective` counts them, > 0.
+            algorithm: name of an algorithm of the library or of a provider.
+            exact: whether exactly this size is simulated; otherwise the time is interpolated between the sizes of a
+                grid.
+
+        Returns:
+            The time in microseconds, without the launch.
+
+        Raises:
+            InvalidInput: `nbytes` is not a positive number.
+            Infeasible: the channels or the algorithm do not serve the groups.
+        """
         if not (math.isfinite(nbytes) and nbytes > 0):
             raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
         source = f"simulated: {algorithm} on {self._where(motion.channels)}"
         if exact or algorithm not in library(motion.ask()):
-            # A provider may make another program for each size: nothing lies on a line between two of them.
+            # A provider may make another program for each size, so times between two sizes cannot be interpolated.
             return Cost(us=self._time(motion, algorithm, nbytes), source=source)
         return Cost(us=interpolated(nbytes, lambda size: self._time(motion, algorithm, size)), source=source)
 
     def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
-        """The time of the busiest link, for the library's algorithms; infinite where they cannot be run."""
+        """The time of the busiest link, for algorithms of the library.
+
+        Args:
+            motion: the motif, its groups and its channels.
+            nbytes: bytes as the group's `Collective` counts them.
+            algorithm: name of the algorithm.
+
+        Returns:
+            Microseconds; 0 for a provider's algorithm, infinite for one that cannot run.
+        """
         if algorithm not in library(motion.ask()):
             return 0.0
         key = (motion, algorithm)
@@ -179,7 +245,21 @@ class SimulatedCosts:
         return self._least[key] * nbytes
 
     def program(self, motion: Motion, nbytes: float, algorithm: str, at: int = 0) -> Program:
-        """The verified program that one of the groups runs."""
+        """The verified program that one of the groups runs.
+
+        Args:
+            motion: the motif, its groups and its channels.
+            nbytes: bytes, for algorithms of providers, which may make another program for each size.
+            algorithm: name of the algorithm.
+            at: index of the group.
+
+        Returns:
+            The program, over the group's devices.
+
+        Raises:
+            InvalidInput: the algorithm is unknown or not defined for the motif.
+            VerificationError: a provider's program is wrong.
+        """
         made = algorithm not in library(motion.ask())
         key = (replace(motion, groups=(motion.groups[at],)), algorithm, nbytes if made else 0.0)
         if key not in self._programs:
@@ -190,7 +270,7 @@ class SimulatedCosts:
                 program = offered[algorithm]()
                 program.verify()
             elif at and self._alike(motion, at):
-                # Proved with the first one: only the devices have other names.
+                # The first group's program is proved; this one differs only in the names of its devices.
                 first = self.program(motion, nbytes, algorithm)
                 program = first.replace(collective=replace(first.collective, ranks=motion.groups[at]))
             else:
@@ -200,7 +280,7 @@ class SimulatedCosts:
         return self._programs[key]
 
     def _alike(self, motion: Motion, at: int) -> bool:
-        """Whether a group lies on its hosts just as the first one does, so that it gets the same program."""
+        """Whether a group lies on its hosts in the same way as the first one, so that it gets the same program."""
         return _layout(self.cluster, motion.groups[0]) == _layout(self.cluster, motion.groups[at])
 
     def _provided(self, motion: Motion, nbytes: float) -> dict[str, Callable[[], Program]]:
@@ -218,7 +298,7 @@ class SimulatedCosts:
         return max(run.total_us(self.part(motion), nbytes) for run in self._prepared(motion, algorithm, nbytes))
 
     def _prepared(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[_Run, ...]:
-        """What to simulate; raises `Infeasible` where the channels or the algorithm do not serve the groups."""
+        """The programs to simulate; raises `Infeasible` if the channels or the algorithm do not serve the groups."""
         key = (motion, algorithm, 0.0 if algorithm in library(motion.ask()) else nbytes)
         if key not in self._runs:
             require_connected(self.cluster, motion.groups, motion.channels)
@@ -229,7 +309,7 @@ class SimulatedCosts:
         return self._runs[key]
 
     def _contending(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[_Run, ...]:
-        """The programs to simulate: all groups' as one, or where none meet on a link one of each sort."""
+        """The programs to simulate: those of all groups merged, or, if groups share no link, one of each sort."""
         part = self.part(motion)
         made = [self._run(self.program(motion, nbytes, algorithm, at), part) for at in range(len(motion.groups))]
         if len(made) == 1:
@@ -247,7 +327,7 @@ class SimulatedCosts:
 
     @staticmethod
     def _shape(program: Program) -> bytes:
-        """Programs of one shape send the same messages between ranks of the same numbers."""
+        """A key that is equal for programs that send the same messages between ranks of the same numbers."""
         return program.src.tobytes() + program.dst.tobytes() + program.chunk.tobytes()
 
     @staticmethod
@@ -263,7 +343,7 @@ class SimulatedCosts:
         return self._named[channels]
 
     def part(self, motion: Motion) -> Cluster:
-        """The links that a motion may use, with what reductions cost there."""
+        """The links that a motion may use, with the cost of reductions there."""
         if motion.channels not in self._parts:
             part = restrict(self.cluster, motion.channels)
             if not set(motion.channels) <= set(default_binding(self.cluster).channels):
@@ -274,13 +354,13 @@ class SimulatedCosts:
 
 @lru_cache(maxsize=4)
 def simulated_costs(cluster: Cluster) -> SimulatedCosts:
-    """The simulated costs of a cluster with the library's algorithms: one table for all who ask in this process."""
+    """The simulated costs of a cluster with the library's algorithms, cached per process."""
     return SimulatedCosts(cluster)
 
 
 @lru_cache(maxsize=4096)
 def _layout(cluster: Cluster, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """For each rank the number of its host in the group, and where between its host's devices it lies."""
+    """For each rank the number of its host in the group, and its position among the host's devices."""
     host = cluster.hosts_of(group)
     all_hosts = cluster.hosts_of(range(cluster.num_devices))
     number = {value: at for at, value in enumerate(dict.fromkeys(host.tolist()))}
@@ -290,14 +370,14 @@ def _layout(cluster: Cluster, group: tuple[int, ...]) -> tuple[tuple[int, int], 
 
 
 def launch_us(binding: Binding, cost: Cost | None = None) -> float:
-    """What it costs to issue one motif on a binding; nothing more where its cost holds the launch already."""
+    """Microseconds to issue one motif on a binding; 0 if the cost includes the launch already."""
     if cost is not None and cost.with_launch:
         return 0.0
     return CPU_LAUNCH_US if binding.cpu_driven else LAUNCH_US
 
 
 def interpolated(nbytes: float, time: Callable[[float], float]) -> float:
-    """The time at a size, on a straight line between those at the grid's sizes on either side.
+    """The time at a size, linear between the two neighboring sizes of the grid.
 
     >>> interpolated(3000.0, lambda size: 1.0 + size / 1000)
     4.0

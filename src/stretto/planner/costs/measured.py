@@ -32,16 +32,16 @@ MAX_ROWS = 1_000_000
 MAX_RANKS = 1 << 20
 MAX_VALUE = 1e18
 NCCL = "nccl"
-"""The algorithm's name where nccl-tests does not say which one NCCL chose."""
+"""The algorithm's name for nccl-tests output, which does not say which algorithm NCCL chose."""
 STRAIGHT = ("direct", NCCL)
-"""What moves an all-to-all from each rank straight to each, so that its pieces may differ."""
+"""Algorithms that send an all-to-all directly from each rank to each, so that its pieces may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapPartner:
-    """The other half of an overlapped pair.
+    """The other motif of a pair that was measured at the same time.
 
-    >>> str(Beside(collective="all_to_all", algorithm="direct", channels=("shm", "eth"), nbytes=1048576))
+    >>> str(OverlapPartner(collective="all_to_all", algorithm="direct", channels=("shm", "eth"), nbytes=1048576))
     'all_to_all/direct/shm+eth/1048576'
     """
 
@@ -56,20 +56,20 @@ class OverlapPartner:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """A motif that was measured by itself and beside another one."""
+    """A motif that was measured by itself and at the same time as another one."""
 
     alone: Measurement
     together: Measurement
 
     @property
     def slowdown(self) -> float:
-        """How many times longer it took beside the other."""
+        """The ratio of its time beside the other motif to its time alone."""
         return self.together.time_us / self.alone.time_us
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One call that was timed; without `channels`, on those the cluster's own routes take."""
+    """One timed call; empty `channels` are those that the cluster's own routes take."""
 
     collective: str
     algorithm: str
@@ -78,9 +78,9 @@ class Measurement:
     time_us: float
     channels: tuple[str, ...] = ()
     groups: int = 1
-    """So many groups of `nranks` each did the same at once."""
+    """The number of groups of `nranks` each that ran the same at once."""
     beside: OverlapPartner | None = None
-    """What ran at the same time on the same ranks."""
+    """The motif that ran at the same time on the same ranks; None if there was none."""
     file: str = ""
 
 
@@ -88,9 +88,22 @@ def read_measurements(
     path: str | Path, *, collective: str | None = None, algorithm: str | None = None, nranks: int | None = None,
     channels: Iterable[str] = (),
 ) -> tuple[Measurement, ...]:  # fmt: skip
-    """The measurements of a CSV table or of nccl-tests' text, told apart by content.
+    """The measurements of a CSV table or of nccl-tests' text; the content tells which it is.
 
-    The options say what an nccl-tests text leaves open; a CSV table says all of it itself.
+    The options apply to nccl-tests only; a CSV table has these columns itself.
+
+    Args:
+        path: the file.
+        collective: name of the collective; None reads it from the text.
+        algorithm: name of the algorithm; None takes "nccl".
+        nranks: number of ranks, 2..2^20; None counts them in the text.
+        channels: channels that the calls used; empty means those of the cluster's own routes.
+
+    Returns:
+        The measurements, at least one.
+
+    Raises:
+        InvalidInput: the file has neither form, holds no measurements, or a field is invalid.
     """
     text = read_text(path)
     where = str(path)
@@ -107,7 +120,7 @@ def read_measurements(
 
 
 def write_measurements(path: str | Path, rows: Iterable[Measurement]) -> None:
-    """The CSV table that `read_measurements` reads."""
+    """Write the CSV table that `read_measurements` reads."""
     text = StringIO()
     out = csv.writer(text, lineterminator="\n")
     out.writerow([*COLUMNS, *MORE_COLUMNS])
@@ -121,19 +134,19 @@ def write_measurements(path: str | Path, rows: Iterable[Measurement]) -> None:
 
 
 class MeasuredCosts:
-    """Costs of motifs that were measured; between two measured sizes on a straight line, never falling with the size.
+    """Costs of measured motifs; linear between two measured sizes, never falling with the size.
 
-    Beyond the largest size the line goes on, and the source says so. A measurement holds for as many groups at once as
-    were measured; one of a single group also for groups that each stay inside a host and so do not meet. What was
-    measured beside something else is in `overlaps`, and is nobody's cost: motifs on disjoint channels are planned as if
-    they did not slow each other.
+    Beyond the largest size the line is extrapolated, and the source says so. A measurement is valid for the number of
+    groups that was measured; one of a single group also for groups that each stay inside a host and so do not share
+    links. Measurements beside another motif are in `overlaps` and are not used as costs: motifs on disjoint channels
+    are planned as if they did not slow each other.
     """
 
     def __init__(self, cluster: Cluster, measurements: Iterable[Measurement]) -> None:
         self.cluster = cluster
         measurements = tuple(measurements)
         self.files = tuple(dict.fromkeys(Path(row.file).name for row in measurements if row.file)) or ("given",)
-        """The names of the files that they come from."""
+        """The names of the files with the measurements."""
         rows: dict[_Key, list[Measurement]] = {}
         for row in measurements:
             for channel in row.channels:
@@ -152,11 +165,24 @@ class MeasuredCosts:
         return [algorithm for algorithm in named if self.has(motion, algorithm)]
 
     def has(self, motion: Motion, algorithm: str) -> bool:
-        """Whether there is a measurement."""
+        """Whether the motif was measured with this algorithm."""
         return self._find(motion, algorithm) is not None
 
     def cost(self, motion: Motion, nbytes: float, algorithm: str, *, exact: bool = False) -> Cost:
-        """The measured time; raises `Infeasible` where nobody measured."""
+        """The measured time, interpolated between measured sizes.
+
+        Args:
+            motion: the motif, its groups and its channels.
+            nbytes: bytes as the group's `Collective` counts them, > 0.
+            algorithm: name of a measured algorithm.
+            exact: not used: there is no time but the measured ones.
+
+        Returns:
+            The time in microseconds, with the launch.
+
+        Raises:
+            Infeasible: this motif was not measured.
+        """
         curve = self._find(motion, algorithm)
         if curve is None:
             held = "+".join(motion.channels)
@@ -184,10 +210,10 @@ class MeasuredCosts:
 
 
 class LayeredCosts:
-    """Measured costs of the motifs that were measured, another model's of all others; each cost says which.
+    """Measured costs of the motifs that were measured, another model's costs of all others; each cost says which.
 
-    For a motif (a collective, so many ranks, these channels) that was measured only the measured algorithms are
-    offered: beside them a simulated one would win or lose by the simulator's error.
+    For a measured motif (a collective, a number of ranks, a set of channels) only the measured algorithms are offered:
+    a simulated one beside them would win or lose by the simulator's error.
     """
 
     def __init__(self, measured: MeasuredCosts, otherwise: CostModel) -> None:
@@ -195,15 +221,37 @@ class LayeredCosts:
         self._measured, self._otherwise = measured, otherwise
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
-        """What was measured, or where nothing was, what the other model knows."""
+        """The measured algorithms or, if the motif was not measured, those of the other model."""
         return self._measured.algorithms(motion, nbytes) or self._otherwise.algorithms(motion, nbytes)
 
     def cost(self, motion: Motion, nbytes: float, algorithm: str, *, exact: bool = False) -> Cost:
-        """The measured time, or the other model's."""
+        """The measured time, or the other model's.
+
+        Args:
+            motion: the motif, its groups and its channels.
+            nbytes: bytes as the group's `Collective` counts them, > 0.
+            algorithm: one of the names that `algorithms` returned.
+            exact: passed on to the other model.
+
+        Returns:
+            The time in microseconds.
+
+        Raises:
+            Infeasible: the channels or the algorithm cannot carry the motif.
+        """
         return self._model(motion, algorithm).cost(motion, nbytes, algorithm, exact=exact)
 
     def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
-        """What the other model says, where it answers."""
+        """The lower bound of the model that answers for this motif.
+
+        Args:
+            motion: the motif, its groups and its channels.
+            nbytes: bytes as the group's `Collective` counts them.
+            algorithm: one of the names that `algorithms` returned.
+
+        Returns:
+            Microseconds; 0 if that model gives no bound.
+        """
         model = self._model(motion, algorithm)
         return model.at_least_us(motion, nbytes, algorithm) if isinstance(model, Bounding) else 0.0
 
@@ -212,7 +260,7 @@ class LayeredCosts:
 
 
 def overlaps(measurements: Iterable[Measurement]) -> tuple[Overlap, ...]:
-    """Every measurement beside something else with the same one by itself, where there is one."""
+    """Every measurement beside another motif, paired with the same measurement alone where there is one."""
     rows = tuple(measurements)
 
     def same(row: Measurement) -> tuple[str, str, frozenset[str], int, float, int]:
@@ -239,10 +287,10 @@ class _Curve:
     files: str
 
     def at(self, nbytes: float) -> tuple[float, bool]:
-        """The time, and whether the size lies beyond what was measured."""
+        """The time at a size, and whether the size lies beyond the measured ones."""
         at = bisect_right(self.sizes, nbytes)
         if at == 0 or len(self.sizes) == 1:
-            # Less than the least measured size is mostly latency; one size alone gives a rate, not a latency.
+            # Below the smallest measured size the time is mostly latency; a single size gives a rate, not a latency.
             return self.times[0] * max(1.0, nbytes / self.sizes[0]), at > 0 and nbytes > self.sizes[-1]
         low = min(at, len(self.sizes) - 1) - 1
         run, rise = self.sizes[low + 1] - self.sizes[low], self.times[low + 1] - self.times[low]
@@ -250,7 +298,7 @@ class _Curve:
 
 
 def _curve(rows: Sequence[Measurement]) -> _Curve:
-    """One time per size (the least of several), raised where noise would let a larger size be faster."""
+    """One time per size (the least of several), raised where noise would make a larger size faster."""
     best: dict[float, float] = {}
     for row in rows:
         best[row.nbytes] = min(row.time_us, best.get(row.nbytes, math.inf))
@@ -312,7 +360,7 @@ def _nccl_rows(
         cells = line.lstrip("# ").split()
         if line.startswith("#"):
             if cells[:1] == ["size"] and "time" in cells:
-                # Some versions leave redop and root out of the rows, so columns are counted from the end.
+                # Some versions of nccl-tests omit redop and root in the rows, so columns are counted from the end.
                 behind = len(cells) - cells.index("time")
             continue
         if not behind or not cells or not cells[0].isdigit():

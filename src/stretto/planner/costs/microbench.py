@@ -17,17 +17,17 @@ from .costs import CostModel, Motion, SimulatedCosts, launch_us
 from .measured import LayeredCosts, MeasuredCosts
 
 SIZES = tuple(int(16 * KB * 4**step) for step in range(9))
-"""16 KB to about 1 GB."""
+"""Sizes from 16 KB to about 1 GB."""
 PAIR_SIZES = (2 * MB, 4 * MB, 8 * MB, 16 * MB)
 PAIR_ALL_REDUCE = 256 * MB
-"""All-to-alls of some GB (8 MB per rank are 1 GB over 128 ranks) beside an all-reduce of hundreds of MB, as in DLRM."""
+"""An all-reduce of hundreds of MB, as in DLRM, beside all-to-alls of some GB (8 MB per rank are 1 GB on 128 ranks)."""
 WAYS = (1, 2, 4)
 PAIR_WAYS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Times of some plans over sizes, and what the paper's figure shows."""
+    """Times of several plans over sizes, and the plans that win in the paper's figure."""
 
     name: str
     sizes: tuple[int, ...]
@@ -51,7 +51,7 @@ class Figure:
 
     @property
     def says(self) -> str:
-        """One line: who wins from which size on."""
+        """One line of text: which plan wins from which size on."""
         parts = [
             f"{plan} from {format_bytes(self.sizes[at])}"
             for at, plan in enumerate(self.winners)
@@ -72,7 +72,7 @@ class Figure:
 
 
 def figures(cluster: Cluster, costs: CostModel | None = None) -> tuple[Figure, ...]:
-    """All three on a cluster, with simulated costs unless others are given."""
+    """All three figures on a cluster, with simulated costs unless others are given."""
     model = costs if costs is not None else SimulatedCosts(cluster)
     return all_reduce_plans(model), all_to_all_plans(model), overlapped_pair(model)
 
@@ -92,7 +92,19 @@ def all_reduce_plans(costs: CostModel, sizes: Sequence[int] = SIZES) -> Figure:
 
 
 def all_to_all_plans(costs: CostModel, sizes: Sequence[int] | None = None, ways: Sequence[int] = WAYS) -> Figure:
-    """Figure 17: splined once, twice and four times, each window after the other."""
+    """Figure 17: an all-to-all splined once, twice and four times, with windows one after the other.
+
+    Args:
+        costs: the cost model.
+        sizes: sizes in bytes; None takes 128 KB to 512 MB.
+        ways: numbers of windows.
+
+    Returns:
+        The figure.
+
+    Raises:
+        Infeasible: the channels cannot carry the all-to-all.
+    """
     sizes = tuple(128 * KB * 2**step for step in range(13)) if sizes is None else tuple(sizes)
     binding = _bindings(costs)[0]
     return Figure(
@@ -106,11 +118,22 @@ def all_to_all_plans(costs: CostModel, sizes: Sequence[int] | None = None, ways:
 def overlapped_pair(
     costs: CostModel, sizes: Sequence[int] = PAIR_SIZES, all_reduce_bytes: float = PAIR_ALL_REDUCE
 ) -> Figure:
-    """Figure 18: an all-reduce and an all-to-all (of `sizes`) on one set of channels, or each on its own.
+    """Figure 18: an all-reduce and an all-to-all on one set of channels, or each on its own.
 
-    Which way wins depends on the two sizes, as the second set of channels is the slower one: the note says from which
-    all-to-all on it takes longer there than both take one after the other on the first. What is measured slows each
-    other by as much as pairs on these channels were measured to.
+    Which way wins depends on the two sizes, because the second set of channels is slower: the note gives the size of
+    the all-to-all from which it takes longer there than both take one after the other on the first set. Motifs on two
+    sets slow each other by the factor that was measured for pairs on these channels, if there are such measurements.
+
+    Args:
+        costs: the cost model.
+        sizes: sizes of the all-to-all, in bytes per rank.
+        all_reduce_bytes: size of the all-reduce in bytes.
+
+    Returns:
+        The figure.
+
+    Raises:
+        InvalidInput: the cluster has no two disjoint sets of channels that join all devices.
     """
     first = _bindings(costs)[0]
     second = next((b for b in _bindings(costs) if not set(b.channels) & set(first.channels)), None)
@@ -140,7 +163,16 @@ def overlapped_pair(
 
 
 def measured_slowdown(costs: CostModel, one: Sequence[str], two: Sequence[str]) -> float:
-    """How many times longer motifs on two sets of channels were measured to take side by side; 1 where nobody did."""
+    """The factor by which motifs on two sets of channels were measured to slow each other.
+
+    Args:
+        costs: the cost model.
+        one: one set of channels.
+        two: the other set.
+
+    Returns:
+        The median of the measured factors, at least 1; 1 without measurements.
+    """
     pairs = costs.overlaps if isinstance(costs, MeasuredCosts | LayeredCosts) else ()
     ends = {(frozenset(one), frozenset(two)), (frozenset(two), frozenset(one))}
     slow = [
@@ -165,7 +197,7 @@ def _motion(costs: CostModel, kind: str, binding: Binding, window: tuple[int, in
 
 
 def _fastest(costs: CostModel, motion: Motion, nbytes: float, names: Sequence[str] | None = None) -> float:
-    """The time of the best algorithm in one motif."""
+    """The time of the best algorithm as one motif."""
     binding = next(b for b in _bindings(costs) if b.channels == motion.channels)
     times = []
     for name in costs.algorithms(motion, nbytes) if names is None else names:
@@ -184,7 +216,7 @@ def _issued_us(costs: CostModel, binding: Binding, motion: Motion, nbytes: float
 
 
 def _splined(costs: CostModel, binding: Binding, nbytes: float, ways: int) -> float:
-    """Windows of 1/ways of the destinations each, one after the other; straight to the destination."""
+    """The time of windows of 1/ways of the destinations each, one after the other, sent directly."""
     count = costs.cluster.num_devices
     edges = [count * at // ways for at in range(ways + 1)]
     total = 0.0
@@ -195,7 +227,9 @@ def _splined(costs: CostModel, binding: Binding, nbytes: float, ways: int) -> fl
 
 
 def _border(costs: CostModel, first: Binding, second: Binding, reduce_us: float, least: float) -> float:
-    """The all-to-all from which on the second set is too slow for it; 0 where that is beyond reach."""
+    """The size of the all-to-all from which on the second set is too slow; 0 if there is none
+    within 64 times `least`.
+    """
 
     def slower(size: float) -> bool:
         exchange = {b.name: min(_splined(costs, b, size, way) for way in PAIR_WAYS) for b in (first, second)}
@@ -211,7 +245,7 @@ def _border(costs: CostModel, first: Binding, second: Binding, reduce_us: float,
 
 
 def _at_once(costs: CostModel, binding: Binding, reduce_bytes: float, exchange_bytes: float) -> float:
-    """Both on the same links at the same time, contending for them (by simulation)."""
+    """The simulated time of both on the same links at the same time, contending for them."""
     simulated = costs if isinstance(costs, SimulatedCosts) else SimulatedCosts(costs.cluster)
     parts = [
         ConcurrentProgram(program=simulated.program(_motion(costs, kind, binding), nbytes, name), nbytes=nbytes)

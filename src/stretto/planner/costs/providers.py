@@ -1,4 +1,4 @@
-"""More algorithms for the planner to choose from: synthesised for the links at hand, or over a network's dimensions."""
+"""Further algorithms for the planner: synthesized for the links at hand, or over the dimensions of a network."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ..algebra.recipes import MotifRequest, Provider
 SYNTHESIZED = "synthesised"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
 MAKERS = ("forest", "flow", "greedy", "compose", "exact")
-"""Who may synthesise: the library is offered anyway."""
+"""The makers that may synthesize; the library's algorithms are offered anyway."""
 DIM_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 DIM_CHUNKS = 16
 DIM_UNITS = 8 * DIM_CHUNKS
-"""With fewer, rounding spoils the balance."""
+"""Units that a payload is cut into; with fewer, rounding spoils the balance."""
 DIM_BYTES = 64 * MB
 MAX_DIM_MOVES = 1 << 21
 BALANCED = f"dimensions:{DIM_CHUNKS}"
 
 
 def synthesized(*, budget_s: float = 5.0, seed: int = 0) -> Provider:
-    """A provider that synthesises one program per collective, group and set of links, at the first size asked for.
+    """A provider that synthesizes one program per collective, group and set of links, at the first size requested.
 
-    The program is then timed at every size like any other, so that a plan takes it only where it pays. Its name says
-    nothing of that first size: a provider of its own for each plan makes it the same again.
+    The program is then timed at every size like any other, so that a plan takes it only where it is fastest. Its name
+    does not tell that first size: every plan uses a provider of its own, so that equal plans get equal programs.
     """
     made: dict[tuple[MotifRequest, str], Program | None] = {}
 
@@ -56,12 +56,12 @@ def synthesized(*, budget_s: float = 5.0, seed: int = 0) -> Provider:
 
 
 def dimensional(cluster: Cluster) -> Provider:
-    """A provider for clusters with dimensions: our balanced schedule over all of them, every message of it.
+    """A provider for clusters with dimensions: Stretto's balanced schedule over all of them, message by message.
 
-    The schedule is made for `DIM_BYTES` in as many chunks as its name says (``dimensions:16``), and its messages in the
-    order that does best on the links at hand: the name, the collective and the cluster say which program it is. It is
-    timed at every size like any other. Clusters of more than about ninety devices are not served: every message of
-    theirs is too many (`MAX_DIM_MOVES`).
+    The schedule is made for `DIM_BYTES` in as many chunks as its name says (``dimensions:16``), with its messages in
+    the order that does best on the links at hand: name, collective and cluster determine the program. It is timed at
+    every size like any other. Clusters of more than about ninety devices are not served, because they have too many
+    messages (`MAX_DIM_MOVES`).
     """
     dims = dims_of(cluster)
     count = math.prod(dim.size for dim in dims)
@@ -83,7 +83,7 @@ def dimensional(cluster: Cluster) -> Provider:
 
 
 def _writable(dims: Sequence[Dim], kind: str) -> bool:
-    """Whether every message can be said, and said in a second or so."""
+    """Whether every message of the schedule can be written down, within a second or so."""
     halving = all(dim.kind != "switch" or dim.size & (dim.size - 1) == 0 for dim in dims)
     if not halving or len(dims) > MAX_BALANCED:
         return False
@@ -91,7 +91,16 @@ def _writable(dims: Sequence[Dim], kind: str) -> bool:
 
 
 def providers_for(cluster: Cluster, *, synthesis_s: float = 0.0, seed: int = 0) -> tuple[Provider, ...]:
-    """The providers that make sense on a cluster: its dimensions where it has some; synthesis with a time for it."""
+    """The providers that fit a cluster.
+
+    Args:
+        cluster: the cluster; one with dimensions gets the provider `dimensional`.
+        synthesis_s: seconds for each synthesized algorithm; 0 leaves synthesis out.
+        seed: seed of the synthesis, >= 0.
+
+    Returns:
+        The providers, perhaps none.
+    """
     found: list[Provider] = [dimensional(cluster)] if any(d.size > 1 for d in cluster.dimensions) else []
     if synthesis_s > 0:
         found.append(synthesized(budget_s=synthesis_s, seed=seed))

@@ -1,1 +1,1 @@
-"""The joint search over orders and motifs, and what it is judged by."""
+"""The joint search over orders and motifs, and the schedules, bounds and simulations that it is judged by."""

@@ -1,4 +1,4 @@
-"""What no plan can beat: a lower bound on the period, from arguments that know nothing of any order.
+"""A lower bound on the period of every plan, from arguments that do not depend on any order.
 
 * A compute stream has to run all its ops in every period.
 * Circles of waiting take as long as their ops with the fastest option of each, per iteration of lag.
@@ -27,12 +27,12 @@ MAX_LP_TERMS = 200_000
 MAX_CHANNELS = 256
 MAX_BETWEEN_OPS = 1000
 MAX_FROM = 24
-"""Compute-ops, and thresholds, from which load is counted: more cost time, fewer only weaken the bound."""
+"""The number of compute-ops, and of thresholds, from which load is counted; fewer only weaken the bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodBound:
-    """A proved lower bound on the period, the argument that gives it, and what the others give."""
+    """A proved lower bound on the period, the argument that gives it, and the bounds of the other arguments."""
 
     us: float
     why: str
@@ -40,9 +40,9 @@ class PeriodBound:
 
 
 def lower_bound(problem: PlanProblem, *, serial: bool = False) -> PeriodBound:
-    """The largest of the bounds, for any options, orders and shifts.
+    """The largest of the bounds, valid for any options, orders and shifts.
 
-    >>> from .example import figure6
+    >>> from stretto.planner.example import figure6
     >>> bound = lower_bound(figure6())
     >>> round(bound.us, 3), bound.why
     (8.118, 'channel load between forward and the next')
@@ -64,7 +64,7 @@ def lower_bound(problem: PlanProblem, *, serial: bool = False) -> PeriodBound:
 
 
 def least_us(option: Option) -> float:
-    """An option cannot be faster than its longest chain of tasks, nor than its busiest channel."""
+    """A lower bound on an option's time: its longest chain of tasks, or its busiest channel."""
     ends: list[float] = []
     load: dict[str, float] = defaultdict(float)
     for task in option.tasks:
@@ -75,7 +75,7 @@ def least_us(option: Option) -> float:
 
 
 def _fastest(problem: PlanProblem, nodes: Nodes) -> list[float]:
-    """Per node, the least time that it takes."""
+    """The least time of each node."""
     known: dict[int, float] = {}
     found = []
     for at, place, us in zip(nodes.op, nodes.place, nodes.us, strict=True):
@@ -89,7 +89,7 @@ def _fastest(problem: PlanProblem, nodes: Nodes) -> list[float]:
 
 
 def _circles(problem: PlanProblem, nodes: Nodes, fastest: list[float]) -> tuple[float, list[str]]:
-    """The largest ratio of duration to lag, every comm-op as fast as it can be and on channels of its own."""
+    """The largest ratio of duration to lag, with every comm-op as fast as possible and on channels of its own."""
     workload = problem.workload
     count = len(nodes.op)
     none = np.zeros(0, np.int32)
@@ -113,21 +113,21 @@ def _circles(problem: PlanProblem, nodes: Nodes, fastest: list[float]) -> tuple[
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Loads:
-    """The time that options take of every channel: ops that are alike share a table with a row for each option."""
+    """The time that options take of every channel; equal ops share a table, which has a row for each option."""
 
     tables: list[NDArray[np.float64]]
     of_op: list[int]
-    """Per comm-op, its table."""
+    """The table of each comm-op."""
     count: int
-    """Of channels that differ."""
+    """The number of channels that differ."""
 
     def least(self, price: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Per comm-op, the price of its cheapest option."""
+        """The price of each comm-op's cheapest option."""
         each = np.array([float((table @ price).min()) for table in self.tables])
         return each[self.of_op] if self.of_op else np.zeros(0)
 
     def paid(self, price: NDArray[np.float64]) -> float:
-        """What all of them cost at least."""
+        """The least total price of all comm-ops."""
         return float(self.least(price).sum())
 
 
@@ -144,7 +144,7 @@ def _loads(problem: PlanProblem, serial: bool) -> _Loads:
     all_options = [problem.options[op.name] for op in first]
     names = sorted({c for options in all_options for option in options for task in option.tasks for c in task.channels})
     channels = {c: at for at, c in enumerate(names)}
-    # Places that the same ops use look alike: one of them stands for all.
+    # Places that the same ops use have equal loads, so one of them stands for all.
     users: dict[int, list[int]] = defaultdict(list)
     for at, (_, places, _) in enumerate(known):
         for place in places:
@@ -162,7 +162,7 @@ def _loads(problem: PlanProblem, serial: bool) -> _Loads:
         tables.append(table.reshape(len(options), -1))
     if not tables:
         return _Loads(tables=[], of_op=[], count=0)
-    # Channels that every option loads alike (the same one at many places) are one.
+    # Channels that every option loads equally (the same channel at many places) are merged.
     kept = np.unique(np.concatenate(tables), axis=1, return_index=True)[1]
     return _Loads(tables=[table[:, kept] for table in tables], of_op=of_op, count=len(kept))
 
@@ -189,7 +189,7 @@ def _prices(loads: _Loads) -> list[NDArray[np.float64]]:
     values = solve(model, limit_s=10.0).values
     if values is None:
         return alone
-    # Whatever the solver's tolerance, prices that sum to one are valid.
+    # Prices that sum to one are valid whatever the solver's tolerance, so they are normalized.
     best = np.maximum(values[prices], 0.0)
     return [best / best.sum(), *alone]
 
@@ -197,7 +197,7 @@ def _prices(loads: _Loads) -> list[NDArray[np.float64]]:
 def _between(
     problem: PlanProblem, nodes: Nodes, fastest: list[float], loads: _Loads, prices: list[NDArray[np.float64]]
 ) -> tuple[float, str]:
-    """The longest wait from a compute-op to its next iteration, counting the load that has to fit between."""
+    """The longest wait from a compute-op to its next iteration, including the load that has to fit between."""
     compute = [node for node, place in enumerate(nodes.place) if place >= 0]
     comm = [node for node, place in enumerate(nodes.place) if place < 0]
     if not compute or not comm or len(nodes.op) > MAX_BETWEEN_OPS:
@@ -230,8 +230,11 @@ class _Unrolled:
         self.order = list(TopologicalSorter(inside).static_order())
 
     def around(self, op: int) -> tuple[list[list[float]], list[list[float]]]:
-        """For every op of both iterations: the longest time from the start of `op` to its start, and from its end to
-        the start of `op` in the second."""
+        """Longest times around `op`, for every op of both iterations.
+
+        These are the time from the start of `op` to the other's start, and from the other's end to the start of `op` in
+        the second iteration.
+        """
         none = float("-inf")
         before = [[none] * len(self.fastest) for _ in range(2)]
         after = [[none] * len(self.fastest) for _ in range(2)]

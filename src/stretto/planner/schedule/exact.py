@@ -1,13 +1,13 @@
-"""The best possible period of a small problem, proved.
+"""The best possible period of a small problem, with a proof.
 
 Cyclic scheduling as an integer program for CP-SAT. Everything gets a time relative to its own iteration, and the period
 T is a variable: a wait with lag L reads ``t[v] + L T >= end[u]``, linear in T because L is a number. Two tasks that
 share a channel take turns: for one whole number k, b of k iterations later comes between a and the next a. So options,
 orders and shifts are all decided at once, and the optimum is that of the steady state, not of some unrolled iterations.
 
-Proved is the minimum over all options and all orders in which a task runs at most `SHIFT` iterations early or late.
-Durations are counted in whole steps, rounded down: then the bound holds for the true ones, and the value that is
-reported is the true period of the plan that was found.
+The proof covers all options and all orders in which a task runs at most `SHIFT` iterations early or late. Durations are
+counted in whole steps, rounded down, so that the bound holds for the true ones; the reported value is the true period
+of the plan that was found.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAX_COMM_OPS = 12
 MAX_PAIRS = 20_000
 SHIFT = 1
 STEPS = 1 << 16
-"""The least number of steps that a period is counted in."""
+"""The least number of steps into which a period is divided."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exact:
-    """The best plan found, and a bound that nothing inside the limits of this module can beat."""
+    """The best plan found, and a lower bound for all plans within the limits of this module."""
 
     schedule: StepSchedule
     value_us: float
@@ -41,7 +41,7 @@ class Exact:
 
     @property
     def gap(self) -> float:
-        """How far the value may be from the optimum, as a share of the bound."""
+        """The largest possible distance of the value to the optimum, as a share of the bound."""
         return self.value_us / self.bound_us - 1 if self.bound_us > 0 else 0.0
 
 
@@ -53,11 +53,24 @@ def solve_exactly(
     start: StepSchedule | None = None,
     serial: bool = False,
 ) -> Exact:
-    """The optimum of a problem with at most 12 comm-ops; `start` is a plan to begin with, a list schedule when None.
+    """The optimum of a small problem.
 
-    >>> from .example import figure6
+    >>> from stretto.planner.example import figure6
     >>> solve_exactly(figure6()).value_us
     9.5
+
+    Args:
+        problem: a problem with at most 12 comm-ops, compiled or not.
+        limit_s: seconds for the solver.
+        seed: seed of the solver, >= 0.
+        start: a plan to begin with; None takes a list schedule.
+        serial: whether a place runs one task of a collective at a time.
+
+    Returns:
+        The best plan and its bound; its status says whether the optimum is proved.
+
+    Raises:
+        InvalidInput: OR-Tools is not installed, the problem is too large, or it has no compute-op.
     """
     check_seed(seed)
     scheduler = problem if isinstance(problem, Scheduler) else Scheduler(problem)
@@ -84,7 +97,7 @@ def solve_exactly(
     if values is not None:
         found = model.schedule(values)
         best = min((start, found), key=lambda plan: plan.period_us)
-    # A period that is no whole number of steps was rounded up to the next.
+    # A period that is not a whole number of steps was rounded up, so one step is subtracted from the bound.
     proved = max(below, (bound - 1) * model.step_us)
     return Exact(schedule=best, value_us=best.period_us, bound_us=min(proved, best.period_us), status=status)
 
@@ -113,7 +126,7 @@ class _Model:
         }  # fmt: skip
 
     def schedule(self, values: Sequence[int]) -> StepSchedule:
-        """The order that the times give; its true period."""
+        """The order that the solver's times give, with its true period."""
         period = values[self.period]
         anchor = values[self.anchor]
         choice: list[int] = []
@@ -139,7 +152,7 @@ class _Model:
         return int(us / self.step_us + 1e-6)
 
     def _at_least(self, terms: list[tuple[int, int]], bound: int, only_if: Sequence[int] = ()) -> None:
-        """``sum(terms) >= bound`` where all the binaries are 1."""
+        """Add the row ``sum(terms) >= bound``, which holds if all the binaries `only_if` are 1."""
         most = 12 * self.upper + 4 * self.reach
         columns = [column for column, _ in terms] + list(only_if)
         factors = [factor for _, factor in terms] + [-most] * len(only_if)
@@ -174,7 +187,7 @@ class _Model:
                 first[-1] += [column for column, task in zip(starts, option.tasks, strict=True) if not task.after]
         if not nodes.num_streams:
             raise InvalidInput("exact: needs a compute-op")
-        # Shifts count from the anchor, as in every schedule.
+        # Shifts are counted from the anchor, as in every schedule.
         self.anchor = first[nodes.anchor][0]
         self.lower_[self.anchor] = self.upper_[self.anchor] = 0
         for mine, needs in zip(first, nodes.all_waits(), strict=True):
@@ -192,7 +205,7 @@ class _Model:
             for k, column in enumerate(chosen):
                 for start, task in zip(self.starts[op, k], options[k].tasks, strict=True):
                     tasks.append((op, column, start, task))
-                    # A shift of at most SHIFT: the windows -SHIFT .. SHIFT + 1 of the iteration's own.
+                    # The shift is at most SHIFT: the task starts in one of the windows -SHIFT .. SHIFT + 1.
                     self._at_least([(start, 1), (self.period, SHIFT)], 0, [column])
                     self._at_least([(self.period, SHIFT + 1), (start, -1)], 1, [column])
         pairs = 0
@@ -228,7 +241,7 @@ class _Model:
 
 
 def _step_us(problem: PlanProblem, period_us: float) -> float:
-    """A step that divides every duration, where there is one (leaving room for fractions); else a small one."""
+    """A step that divides every duration if there is one (with room for fractions), else a small one."""
     lengths = [us for each_us in problem.workload.op_durations_us for us in each_us]
     lengths += [task.duration_us for options in problem.options.values() for o in options for task in o.tasks]
     for unit in (1.0, 0.5, 0.25, 0.1, 0.05, 0.01):

@@ -1,4 +1,4 @@
-"""Many motifs' programs and the work between them as one set of transfers for the simulator."""
+"""Merges the programs of many motifs, and the work between them, into one set of transfers for the simulator."""
 
 from __future__ import annotations
 
@@ -36,31 +36,42 @@ class Transfers:
     route_ptr: Ints
     route_links: NDArray[np.int32]
     last: Ints
-    """Those that no other waits for."""
+    """The transfers that no other transfer of the motif waits for."""
     settle_us: float
-    """What the last reductions still take, where that is not in the simulation's own rate."""
+    """Microseconds of the last reductions beyond the rate that the simulation assumes."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of transfers."""
         return len(self.nbytes)
 
     @cached_property
     def first(self) -> NDArray[np.bool_]:
-        """Which wait for no other."""
+        """For each transfer whether it waits for no other of the motif."""
         alone: NDArray[np.bool_] = np.diff(self.after_ptr) == 0
         return alone
 
     @cached_property
     def links(self) -> frozenset[int]:
-        """Every link that is used."""
+        """Every link that the transfers use."""
         return frozenset(np.unique(self.route_links).tolist())
 
 
 def transfers_of(
     motion: Motion, nbytes: float, algorithm: str, cluster: Cluster, costs: SimulatedCosts
 ) -> Transfers | None:
-    """A motif's transfers on the whole cluster's links; None where its algorithm is only known by measurements."""
+    """The transfers of a motif on the links of the whole cluster.
+
+    Args:
+        motion: the motif, its groups and its channels.
+        nbytes: bytes as the group's `Collective` counts them.
+        algorithm: name of the algorithm.
+        cluster: the cluster.
+        costs: the cost model that knows the programs.
+
+    Returns:
+        The transfers of all groups; None if the algorithm is known only by measurements.
+    """
     try:
         programs = [costs.program(motion, nbytes, algorithm, at) for at in range(len(motion.groups))]
     except InvalidInput:
@@ -84,7 +95,7 @@ def transfers_of(
     joined = {name: np.concatenate(values) for name, values in columns.items()}
     for name in ("after_ptr", "gate_ptr", "route_ptr"):
         joined[name] = np.concatenate([[0], np.cumsum(joined[name])]).astype(np.int64)
-    # Host code adds up more slowly than the cluster's devices: whoever waits for a sum waits for the difference too.
+    # Host code reduces more slowly than the cluster's devices: transfers that wait for a sum are delayed by that.
     slower = max(costs.part(motion).reduce_us_per_mb - cluster.reduce_us_per_mb, 0.0)
     added = np.where(joined["reduce"], joined["nbytes"], 0.0) * slower / MB
     delay_us = np.zeros(first)
@@ -96,12 +107,12 @@ def transfers_of(
 
 
 def contention_on(cluster: Cluster, moves: Iterable[Transfers]) -> str:
-    """How these transfers share links: fairly where a link that they use caps flows or suffers from incast."""
+    """The contention model for these transfers: fair if a link that they use caps flows or suffers from incast."""
     return default_contention(cluster, np.array(sorted({link for one in moves for link in one.links}), np.int64))
 
 
 class Merge:
-    """Transfers and work put down one after the other, each with what it waits for, then simulated together."""
+    """Transfers and work, added one after the other with their waits, then simulated together."""
 
     def __init__(self, cluster: Cluster, contention: str) -> None:
         self._cluster, self._contention = cluster, contention
@@ -110,20 +121,20 @@ class Merge:
         self._moves: list[tuple[int, Transfers, int]] = []
 
     def work(self, needs: list[int], us: float) -> int:
-        """Something that takes no link, once all it needs have ended; returns its number."""
+        """Add work that takes no link and begins when all of `needs` have ended; return its number."""
         self._work.append((self.count, needs, us))
         self.count += 1
         return self.count - 1
 
     def move(self, moves: Transfers, start: int) -> int:
-        """A motif that starts when `start` has ended; returns the number of its end."""
+        """Add a motif that starts when number `start` has ended; return the number of its end."""
         begin = self.count
         self._moves.append((begin, moves, start))
         self.count += moves.count
         return self.work((moves.last + begin).tolist(), moves.settle_us)
 
     def end_us(self) -> NDArray[np.float64]:
-        """When each number ends."""
+        """The time at which each number ends."""
         count = self.count
         numbers = np.array([number for number, _, _ in self._work], np.int64)
         waits, gates = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -132,7 +143,7 @@ class Merge:
         delay_us[numbers] = [us for _, _, us in self._work]
         route, connection, cast = (np.full(count, fill, np.int32) for fill in (0, 0, -1))
         connection[numbers] = np.arange(len(numbers))
-        # Route 0 is the empty one of all work; every motif's routes are listed once.
+        # Route 0 is the empty route of all work; the routes of every motif are listed once.
         routes = _Routes()
         connections, casts = len(numbers), 0
         for begin, moves, _ in self._moves:
@@ -150,7 +161,7 @@ class Merge:
             after[ptr[number] : ptr[number + 1]] = needs
         for begin, moves, start in self._moves:
             rows = slice(ptr[begin], ptr[begin + moves.count])
-            # Those that wait for no other of the motif wait for its start instead.
+            # Transfers that wait for no other transfer of the motif wait for its start instead.
             after[ptr[begin : begin + moves.count][moves.first]] = start
             inner = np.repeat(~moves.first, waits[begin : begin + moves.count])
             after[rows][inner] = moves.after + begin

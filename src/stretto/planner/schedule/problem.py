@@ -1,4 +1,4 @@
-"""What the search decides over: for every comm-op the options, each a small graph of bound motifs."""
+"""The subject of the search: the options of every comm-op, each a small graph of bound motifs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..costs.costs import Motion
 class MotifTask:
     """A motif bound to its physical plan: once started it holds its channels for `duration_us`.
 
-    `channels` are names of the cluster's link channels (``("nvlink", "rdma")``); two tasks may run at the same time
-    on a place when they share none. `after` are positions of tasks of the same option that must have ended.
-    `launch_us` is the part of the duration that is the cost of issuing it, `source` says where the cost came from,
-    `motion` who takes part (None where nothing but a duration is known).
+    `channels` are names of the cluster's link channels (``("nvlink", "rdma")``); two tasks may run at the same time at
+    a place if they share none. `after` are positions of tasks of the same option that must have ended. `launch_us` is
+    the part of the duration that issuing the motif takes, `source` says where the cost came from, `motion` holds groups
+    and channels (None if only a duration is known).
     """
 
     motif: str
@@ -46,7 +46,7 @@ class Option:
 
     @cached_property
     def total_us(self) -> float:
-        """How long it takes alone: its tasks in a list, those with the longest way to go first."""
+        """The time of the option alone, by list scheduling with the longest remaining chain first."""
         return _makespan_us(self.tasks)
 
     def __post_init__(self) -> None:
@@ -80,9 +80,9 @@ class PlanProblem:
 
 
 def _makespan_us(tasks: tuple[MotifTask, ...]) -> float:
-    """List scheduling: whenever a task ends, those that may start do, the one with the longest way to go first.
+    """The time by list scheduling: whenever a task ends, tasks that may start do, the longest remaining chain first.
 
-    Where the order in which tasks are written already takes no longer than the busiest channel, that is the answer.
+    If the tasks in their listed order take no longer than the busiest channel, that time is the answer.
     """
     written, load = _as_written_us(tasks)
     if written <= load * (1 + 1e-12):
@@ -120,7 +120,7 @@ def _makespan_us(tasks: tuple[MotifTask, ...]) -> float:
 
 
 def _as_written_us(tasks: tuple[MotifTask, ...]) -> tuple[float, float]:
-    """The time where each channel serves tasks in the order they are written, and the time of the busiest channel."""
+    """The time if each channel serves tasks in their listed order, and the time of the busiest channel."""
     ends: list[float] = []
     free: dict[str, float] = {}
     load: dict[str, float] = {}

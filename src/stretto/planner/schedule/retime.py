@@ -1,11 +1,11 @@
-"""A plan's iteration again, link by link: every motif at its very size, contending with all others for the links.
+"""Simulates a plan's iteration link by link: every motif at its exact size, contending with all others for the links.
 
-The search takes the cost of each motif by itself, read from a grid of sizes. Here every motif is simulated at its own
-size. A link belongs to one channel and a motif holds its channels at all its places, so two motifs can meet on a link
-only where their places differ (stages of a pipeline that share a spine, say). A motif that meets nobody takes the time
-it takes alone, which is exact; those that can meet become one set of transfers over several iterations, with everything
-else as work between them, and the simulator says when each iteration ends. A motif still starts on all its ranks at
-once, when the plan's order and its dependencies let it.
+The search takes the cost of each motif by itself, interpolated on a grid of sizes. Here every motif is simulated at its
+own size. A link belongs to one channel and a motif holds its channels at all its places, so two motifs can meet on a
+link only if their places differ (stages of a pipeline that share a spine, say). A motif that meets no other takes the
+time that it takes alone, which is exact. Motifs that can meet become one set of transfers over several iterations, with
+everything else as work between them, and the simulator says when each iteration ends. A motif still starts on all its
+ranks at once, when the plan's order and its dependencies let it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIRST_ITERATIONS = 4
 MAX_ITERATIONS = 32
 MAX_TRANSFERS = 12_000_000
 SETTLED = 1e-6
-"""Two iterations that differ by less than this part are the steady state."""
+"""Two iterations whose times differ by less than this share are the steady state."""
 
 Node = tuple[int, int, int]
 """Iteration, node of the workload, and task of a comm-op; -1 for a compute-op at a place."""
@@ -39,25 +39,35 @@ TaskId = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RetimedPlan:
-    """The steady-state iteration time, and how it was found."""
+    """The steady-state iteration time by simulation, and how it was found."""
 
     period_us: float
     meeting: int = 0
-    """How many motifs of an iteration can meet another one on a link."""
+    """The number of motifs of an iteration that can meet another one on a link."""
     transfers: int = 0
     iterations: int = 0
     contention: str = ""
     settled: bool = True
-    """Whether iterations came to take the same time; else the period is the mean over the later half of them."""
+    """Whether iterations reached a constant time; else the period is the mean over the later half of them."""
 
 
 def retime(
     schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, costs: CostModel | None = None
 ) -> RetimedPlan:
-    """Simulate a schedule link by link; raises `Infeasible` where what contends is too large for that.
+    """Simulate a schedule link by link.
 
-    `costs` is the model that the problem was costed with (by default the simulator's): a measured motif keeps its
-    measured time, unless it meets another and its algorithm is known, link by link.
+    Args:
+        schedule: the schedule.
+        problem: the problem that it solves.
+        cluster: the cluster.
+        costs: the model that the problem was costed with; None means the simulator's. A measured motif keeps its
+            measured time, unless it meets another one and the program of its algorithm is known.
+
+    Returns:
+        The iteration time.
+
+    Raises:
+        Infeasible: the contending motifs have too many transfers.
     """
     model = costs if costs is not None else simulated_costs(cluster)
     alone = _exact(schedule, problem, model)
@@ -70,7 +80,7 @@ def retime(
 
 
 def _exact(schedule: StepSchedule, problem: PlanProblem, model: CostModel) -> PlanProblem:
-    """The chosen options alone, each motif with the cost of its very size."""
+    """The problem with the chosen options alone, and each motif with the cost of its exact size."""
     options: dict[str, tuple[Option, ...]] = {}
     for op, chosen in zip(problem.workload.comm_ops, schedule.choice, strict=True):
         option = problem.options[op.name][chosen]
@@ -97,7 +107,7 @@ def _tasks(problem: PlanProblem) -> dict[TaskId, MotifTask]:
 
 
 def _meeting(alone: PlanProblem, cluster: Cluster, costs: SimulatedCosts) -> dict[TaskId, Transfers]:
-    """The motifs that can meet another on a link, as transfers."""
+    """The motifs that can meet another one on a link, as transfers."""
     places = [frozenset(where) for where in alone.workload.op_places]
     sorts: dict[tuple[frozenset[int], Motion, float, str], list[TaskId]] = {}
     for (op, at), task in _tasks(alone).items():
@@ -136,7 +146,7 @@ class _Unrolled:
         self._contention = contention_on(cluster, meeting.values())
 
     def run(self) -> RetimedPlan:
-        """More and more iterations, until one takes as long as the one before it."""
+        """Simulate more and more iterations until one takes as long as the one before it."""
         tail = max(1, *self._schedule.shift)
         per_iteration = sum(moves.count for moves in self._meeting.values()) + 2 * len(self._tasks)
         most = min(MAX_ITERATIONS + tail, MAX_TRANSFERS // per_iteration)
@@ -146,7 +156,7 @@ class _Unrolled:
                 f"{per_iteration} transfers in each of {iterations} iterations are more than {MAX_TRANSFERS}"
             )
         while True:
-            # The last iterations lack what later ones would have pulled ahead of them.
+            # The last iterations lack the motifs that later iterations would have pulled ahead into them.
             finish, transfers = self._finish(iterations)
             steps = np.diff(finish[: iterations - tail])
             settled = bool(abs(steps[-1] - steps[-2]) <= SETTLED * steps[-1])
@@ -159,7 +169,7 @@ class _Unrolled:
             iterations = min(2 * iterations, most)
 
     def _finish(self, iterations: int) -> tuple[NDArray[np.float64], int]:
-        """When everything of each iteration has ended, and the number of transfers."""
+        """The time at which everything of each iteration has ended, and the number of transfers."""
         merge = Merge(self._cluster, self._contention)
         waits = self._waits(iterations)
         end: dict[Node, int] = {}
@@ -181,7 +191,7 @@ class _Unrolled:
         return finish, merge.count
 
     def _waits(self, iterations: int) -> dict[Node, list[Node]]:
-        """For every node those that must have ended: dependencies, program order, and the plan's order."""
+        """For every node the nodes that must have ended: by dependencies, program order and the plan's order."""
         waits: dict[Node, list[Node]] = {}
         for iteration in range(iterations):
             for at, before in enumerate(self._needs):

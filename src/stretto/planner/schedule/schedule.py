@@ -1,11 +1,12 @@
 """When everything runs: list schedules, the periodic order taken from them, and its steady state.
 
-The time model. A *place* is a class of ranks nobody tells apart; at each of its places a compute-op holds its stream
-for that place's time, and ops of a stream run in program order, iteration after iteration. A comm-op is the tasks of
-its chosen option; a task holds its channels at all places of the op. What nobody waits for has ended two iterations
-later (`nodes`). A periodic order fixes, for one window of time, the order of the tasks on every channel; a task with
-shift s runs in window w for iteration w + s (1: pulled ahead, -1: pushed back). The iteration time is the steady-state
-period of that order, which is exactly the largest ratio of duration to lag over all circles of waiting.
+The time model: a *place* is a class of ranks that no op distinguishes. At each of its places a compute-op holds its
+stream for that place's time, and ops of a stream run in program order, iteration after iteration. A comm-op is the
+tasks of its chosen option; a task holds its channels at all places of the op. Communication that no op waits for has
+ended two iterations later (`nodes`). A periodic order fixes, for one window of time, the order of the tasks on every
+channel; a task with shift s runs in window w for iteration w + s (1: pulled ahead, -1: pushed back). The iteration time
+is the steady-state period of that order, which is exactly the largest ratio of duration to lag over all circles of
+waiting.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ if TYPE_CHECKING:
     from .bounds import PeriodBound
 
 DISCIPLINES = ("critical_path", "lifo", "priority", "fifo")
-"""In the order of the native module's numbers."""
+"""The disciplines in the order of the native module's numbers."""
 ITERATIONS = 4
 MAX_ITERATIONS = 64
 SAME = 1e-9
-"""Of the period: starts nearer than this are at the same time."""
+"""Starts that differ by less than this share of the period are at the same time."""
 
 Choice = Sequence[int] | Mapping[str, int]
-"""The option of every comm-op: in program order, or by name (the first where a name is missing)."""
+"""The option of every comm-op: in program order, or by name (a missing name takes the first option)."""
 Priority = Mapping[str, float] | Sequence[float]
 """A number for every comm-op: by name, or in program order."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StepSchedule:
-    """A plan's order and its steady state.
+    """The order of a plan and its steady state.
 
     ``order[k]`` is a task as (position of its op in the workload, position in the option); ``shift[k]`` and ``seq[k]``
     belong to it. Tasks with equal `seq` start together and share no channel. The arrays list one steady-state window,
-    sorted by start: compute-ops have task -1 and are there once for each `place`, tasks run at all places of their op
-    (place -1). `iteration` is relative to the window's own, and what starts in the window may end after it. Times count
-    from the start of the window's first compute-op.
+    sorted by start: compute-ops have task -1 and appear once for each `place`; tasks run at all places of their op
+    (place -1). `iteration` is relative to the window's own, and a node that starts in the window may end after it.
+    Times count from the start of the window's first compute-op.
     """
 
     choice: tuple[int, ...]
@@ -59,7 +60,7 @@ class StepSchedule:
     serial: bool
     period_us: float
     first_us: float
-    """When the first iteration ends, everything being idle before."""
+    """The end of the first iteration if everything was idle before."""
     op: NDArray[np.int32]
     task: NDArray[np.int32]
     place: NDArray[np.int32]
@@ -67,11 +68,11 @@ class StepSchedule:
     start_us: NDArray[np.float64]
     end_us: NDArray[np.float64]
     compute_idle: NDArray[np.float64]
-    """Per place, the share of the period in which no compute-op runs."""
+    """The share of the period in which no compute-op runs, for each place."""
     exposed_us: NDArray[np.float64]
-    """Per place, how long in a period communication runs and no compute-op does."""
+    """Microseconds of a period in which communication runs and no compute-op does, for each place."""
     critical: tuple[tuple[int, int], ...]
-    """The circle of ops and tasks that sets the period; empty when it is a compute stream's own load."""
+    """The circle of ops and tasks that sets the period; empty if a compute stream's own load does."""
 
     def timeline(self, problem: PlanProblem) -> Timeline:
         """One steady-state window: compute streams and channels of every place, shown at the place's first rank."""
@@ -89,7 +90,7 @@ class StepSchedule:
 
 
 class Scheduler:
-    """A problem compiled once, so that a schedule of it costs microseconds."""
+    """A problem compiled once, so that each of its schedules takes microseconds."""
 
     def __init__(self, problem: PlanProblem) -> None:
         self.problem = problem
@@ -102,7 +103,7 @@ class Scheduler:
         self._bounds: dict[bool, PeriodBound] = {}
 
     def bound(self, serial: bool = False) -> PeriodBound:
-        """What no plan can beat; worked out once."""
+        """The lower bound on the period of every plan; computed once."""
         from .bounds import lower_bound
 
         if serial not in self._bounds:
@@ -115,7 +116,7 @@ class Scheduler:
         return tuple(min(range(len(o)), key=lambda k, o=o: (o[k].total_us, k)) for o in self._options)  # type: ignore[misc]
 
     def choice(self, choice: Choice) -> tuple[int, ...]:
-        """A choice written out, checked."""
+        """A choice as a checked tuple of option numbers in program order."""
         names = [op.name for op in self.problem.workload.comm_ops]
         if isinstance(choice, Mapping):
             extra = sorted(set(choice) - set(names))
@@ -130,7 +131,7 @@ class Scheduler:
         return tuple(int(chosen) for chosen in choice)
 
     def tasks(self, choice: Choice) -> tuple[tuple[int, int], ...]:
-        """The (op, task) of a choice, in program order."""
+        """The (op, task) pairs of a choice, in program order."""
         counts = [len(o[k].tasks) for o, k in zip(self._options, self.choice(choice), strict=True)]
         return tuple((op, task) for op, count in zip(self._comm, counts, strict=True) for task in range(count))
 
@@ -143,7 +144,21 @@ class Scheduler:
         serial: bool = False,
         iterations: int = ITERATIONS,
     ) -> float:
-        """The period alone, as `schedule` finds it."""
+        """The period that `schedule` finds, without the schedule.
+
+        Args:
+            choice: the option of every comm-op.
+            discipline: one of `DISCIPLINES`, see `schedule`.
+            priority: a number for every comm-op, the smallest first; only with the discipline ``priority``.
+            serial: whether a place runs one task of a collective at a time.
+            iterations: iterations of the list schedule, 2..64.
+
+        Returns:
+            The period in microseconds.
+
+        Raises:
+            InvalidInput: an argument is unknown or out of range.
+        """
         return self.native.evaluate(*self._arguments(choice, discipline, priority, serial, iterations))
 
     def schedule(
@@ -158,9 +173,21 @@ class Scheduler:
         """List scheduling over some iterations, and the steady state of the middle one's order.
 
         Disciplines: ``critical_path`` (the task with the longest path to the end first), ``lifo`` (the last submitted
-        ready one), ``priority`` (the smallest given number; by comm-op), ``fifo`` (every communicator strictly in
-        program order; of several, the one that is ready first). `serial`: a place runs one task of a collective at a
-        time, whatever its channels; sends run beside.
+        of the ready tasks), ``priority`` (the comm-op with the smallest number), ``fifo`` (every communicator strictly
+        in program order; of several communicators the one that is ready first).
+
+        Args:
+            choice: the option of every comm-op.
+            discipline: one of `DISCIPLINES`.
+            priority: a number for every comm-op; only with the discipline ``priority``.
+            serial: whether a place runs one task of a collective at a time, whatever its channels; sends run beside.
+            iterations: iterations of the list schedule, 2..64.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            InvalidInput: an argument is unknown or out of range.
         """
         arguments = self._arguments(choice, discipline, priority, serial, iterations)
         _, order, shift = self.native.schedule(*arguments)
@@ -171,7 +198,21 @@ class Scheduler:
     def replay(
         self, choice: Choice, order: Sequence[tuple[int, int]], shift: Sequence[int], *, serial: bool = False
     ) -> StepSchedule:
-        """The steady state of a given periodic order; raises `Infeasible` where it can never be carried out."""
+        """The steady state of a given periodic order.
+
+        Args:
+            choice: the option of every comm-op.
+            order: every (op, task) pair of the choice once, in the order in which channels serve them.
+            shift: for each of them the number of iterations by which it runs ahead, within -64..64.
+            serial: whether a place runs one task of a collective at a time.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            InvalidInput: order or shift do not fit the choice.
+            Infeasible: tasks of the order wait for each other in a circle.
+        """
         choice = self.choice(choice)
         tasks = self.tasks(choice)
         flat = {task: at for at, task in enumerate(tasks)}
@@ -240,7 +281,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _sorted(self, found: StepSchedule) -> StepSchedule:
-        """The same order on every channel, cut where the window begins and listed by start."""
+        """The same order on every channel, cut where the window begins and sorted by start."""
         place = {task: k for k, task in enumerate(found.order)}
         listed = [
             (float(start), place[int(op), int(task)], int(iteration))
@@ -295,15 +336,25 @@ class Scheduler:
 
 
 def check_order(workload: Workload, schedule: StepSchedule) -> None:
-    """Refuse an order that the application cannot feed when every task starts strictly in the order of the plan."""
+    """Raise `Infeasible` for a schedule that the application cannot feed if tasks start
+    strictly in the plan's order.
+    """
     check_sequence(workload, schedule.order, schedule.shift)
 
 
 def check_sequence(workload: Workload, sequence: Sequence[tuple[int, int]], shift: Sequence[int]) -> None:
-    """The same for (op, task) pairs in order, each with the number of iterations that it runs ahead.
+    """Check that the application can feed (op, task) pairs that start strictly in order.
 
-    A task starts only when all before it have started, on whatever channel (the enforcer asks that of each channel
-    alone). So a task pulled ahead must be submittable before the application waits for anything behind it.
+    A task starts only when all before it have started, on whatever channel (the enforcer requires this per channel
+    only). So a task that is pulled ahead must be submittable before the application waits for anything behind it.
+
+    Args:
+        workload: the step.
+        sequence: the (op, task) pairs in order.
+        shift: for each pair the number of iterations by which it runs ahead.
+
+    Raises:
+        Infeasible: the application would wait for an op before it submits one that comes earlier in the order.
     """
     nodes = nodes_of(workload)
     size = len(nodes.op)
@@ -329,7 +380,7 @@ def check_sequence(workload: Workload, sequence: Sequence[tuple[int, int]], shif
     if not pairs:
         return
     op_of = [*nodes.op, *(op for op, _ in sequence)]
-    # The whole run of tasks held behind each other: its first cannot be submitted until its last is done.
+    # Find the whole run of tasks held behind each other: its first cannot be submitted until its last is done.
     start = next(k for k, pair in enumerate(pairs) if pair in held and pairs[k - 1] not in held)
     run = [*pairs[start:], *pairs[:start]]
     stop = next(k for k, pair in enumerate(run) if pair not in held)
@@ -366,7 +417,7 @@ def _shares(
     end: NDArray[np.float64],
     period: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Per place: the share of the period without compute, and how long of that there is communication."""
+    """For each place the share of the period without compute, and the microseconds of that with communication."""
     num_places = len(workload.places)
     compute: list[list[tuple[float, float]]] = [[] for _ in range(num_places)]
     either: list[list[tuple[float, float]]] = [[] for _ in range(num_places)]
@@ -396,7 +447,7 @@ def _rows(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 class _Sets:
-    """Options by what they load: ops with the same options at the same places share one set."""
+    """Sets of options: ops with the same options at the same places share one set."""
 
     def __init__(self, problem: PlanProblem, nodes: Nodes) -> None:
         workload = problem.workload

@@ -1,10 +1,10 @@
 """The joint search over options and orders.
 
-`syndicate` is the paper's: one Metropolis-Hastings chain over options, started from the fastest of each, every step
-costed by the critical-path list schedule. `stretto` is ours: several chains of different temperatures that change
-options and orders together, most often where the circle of waiting runs that sets the period, started from every plan
-that is given. With a budget of steps the result depends on the seed alone; with a budget of time only the number of
-steps does not.
+`syndicate` is the paper's: one Metropolis-Hastings chain over options, which starts from the fastest option of each op;
+every step is costed by the critical-path list schedule. `stretto` is ours: several chains of different temperatures
+that change options and orders together, most often on the circle of waiting that sets the period, and start from every
+given plan. With a budget of steps the result depends on the seed alone; with a budget of time, also on the number of
+steps that the machine makes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .schedule import DISCIPLINES, ITERATIONS, Scheduler, StepSchedule
 MODES = ("stretto", "syndicate")
 CHAINS = 6
 ROUND_STEPS = 256
-"""Steps of each chain between two exchanges."""
+"""The number of steps of each chain between two exchanges of states."""
 SLICE_S = 0.1
-"""About how long one call into the native module may take: then there is progress, and Ctrl-C is noticed."""
+"""Seconds that one call into the native module should take; between calls progress is shown and Ctrl-C noticed."""
 MAX_TIDY = 2000
-"""Options of a problem up to which the plan that was found is simplified."""
+"""The largest number of options of a problem for which the plan found is simplified."""
 PATIENCE = 0.1
 """The share of the budget before which no search is stopped for want of progress."""
 BETA = {"stretto": 2000.0, "syndicate": 200.0}
@@ -39,11 +39,11 @@ BETA = {"stretto": 2000.0, "syndicate": 200.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a search stands."""
+    """The state of a search that is running."""
 
     elapsed_s: float
     left_s: float | None
-    """None when the budget is one of steps."""
+    """Seconds left; None if the budget is a number of steps."""
     steps: int
     evaluations: int
     acceptance: float
@@ -53,12 +53,12 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SearchResult:
-    """The best plan, and how it was found."""
+    """The best plan of a search, and how it was found."""
 
     schedule: StepSchedule
     bound: PeriodBound
     curve: tuple[tuple[float, int, float], ...]
-    """(elapsed_s, evaluations, best_us), a point for each improvement, and the end."""
+    """Points (elapsed_s, evaluations, best_us), one for each improvement and one at the end."""
     start_us: float
     evaluations: int
     evaluations_per_s: float
@@ -83,12 +83,30 @@ def search(
     threads: int | None = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> SearchResult:
-    """The best plan found inside the budget: never worse than any plan of `start`.
+    """The best plan found within the budget; it is never worse than any plan of `start`.
 
-    `steps` replaces `budget_s`. `discipline` and `serial` are those of the list schedule that costs a step; our own
-    mode orders freely, so that there the discipline is only a start. Stops early when the plan equals the lower
-    bound, or (`syndicate`) when nothing better came for more than half of the search so far. Ctrl-C ends it with the
-    best so far. `threads` (all cores when None) does not change the result of a number of steps.
+    The search stops early when the plan equals the lower bound, or (`syndicate`) when nothing better was found in more
+    than half of the time so far. Ctrl-C ends it with the best plan so far.
+
+    Args:
+        problem: the problem, compiled or not.
+        budget_s: seconds, > 0; not used with `steps`.
+        steps: number of steps, >= 1; the result then depends on the seed alone.
+        seed: seed, >= 0.
+        mode: one of `MODES`.
+        start: plans to start from; only for the mode ``stretto``.
+        discipline: discipline of the list schedule that costs a step, not ``priority``; the mode ``stretto`` only
+            starts from it.
+        serial: whether a place runs one task of a collective at a time.
+        chains: number of chains of the mode ``stretto``, 1..64.
+        threads: number of threads, 1..64; None uses all cores. The result of a number of steps does not depend on it.
+        progress: called from time to time with the state of the search.
+
+    Returns:
+        The best plan, the bound, and figures of the search.
+
+    Raises:
+        InvalidInput: an argument is unknown or out of range.
     """
     check_seed(seed)
     if mode not in MODES:
@@ -169,7 +187,7 @@ def _start(
         if other not in (discipline, "priority"):
             run.start_listed(greedy, DISCIPLINES.index(other))
     for plan in start:
-        # A plan that runs one task at a time keeps its order where more may overlap; the reverse does not hold.
+        # The order of a serial plan is also valid where tasks may overlap; the reverse does not hold.
         if serial and not plan.serial:
             raise InvalidInput("start: a plan that overlaps tasks cannot start a serial search")
         tasks = scheduler.tasks(plan.choice)
@@ -190,7 +208,9 @@ def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, j
 
 
 def _tidy(scheduler: Scheduler, plan: StepSchedule) -> StepSchedule:
-    """Op by op the simplest option that costs nothing: a plan should be elaborate only where that pays."""
+    """Replace each op's option by the simplest one that costs nothing, so that a plan is elaborate only where that
+    pays.
+    """
     options = [scheduler.problem.options[op.name] for op in scheduler.problem.workload.comm_ops]
     if sum(len(of_op) for of_op in options) > MAX_TIDY:
         return plan
@@ -214,7 +234,7 @@ def _tidy(scheduler: Scheduler, plan: StepSchedule) -> StepSchedule:
 
 
 def _round_steps(scheduler: Scheduler, most: int) -> int:
-    """Fewer on large problems, so that a round stays short; it must not depend on the machine's speed."""
+    """Fewer steps on large problems, so that a round stays short; the number must not depend on the machine's speed."""
     return max(8, min(most, 200_000 // max(len(scheduler.problem.workload.ops), 1)))
 
 

@@ -1,4 +1,4 @@
-"""A schedule as a `Timeline`: the same type that simulated and measured runs have."""
+"""Turns a schedule into a `Timeline`, the type that simulated and measured runs have."""
 
 from __future__ import annotations
 
