@@ -1,4 +1,4 @@
-"""Collectives from one another: inverses, finer chunks, and all-reduce as two overlapped halves."""
+"""Collectives derived from one another: inverses, finer chunks, and all-reduce as two overlapped halves."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ INVERSE = {
 HALVES = {"reduce_scatter": "all_gather", "reduce": "broadcast"}
 DEFAULT_BYTES = 64 * MB
 MAX_RANKED = 100_000
-"""Beyond so many transfers, orders that need a walk over all dependencies in Python are not tried."""
+"""The most transfers for which orders are tried that need a walk over all dependencies in Python."""
 
 Order = NDArray[np.intp]
 
 
 def reversed_cluster(cluster: Cluster) -> Cluster:
-    """The cluster with every link turned round; nodes and the numbers of links stay.
+    """The cluster with the direction of every link reversed; nodes and the numbers of links stay.
 
     An all-gather routed on it inverts to a reduce-scatter on the cluster itself, link by link.
 
@@ -53,7 +53,15 @@ def reversed_cluster(cluster: Cluster) -> Cluster:
 
 
 def like(collective: Collective, *, kind: str | None = None, chunks: int | None = None) -> Collective:
-    """The library's collective of this (or another) kind with the same ranks, root and place, cut as told.
+    """The library's collective of this (or another) kind with the same ranks, root and in-place flag.
+
+    Args:
+        collective: The collective to follow.
+        kind: Another kind, or None for the same.
+        chunks: Another number of chunks per shard (or tensor), or None for the same.
+
+    Returns:
+        The collective.
 
     >>> from stretto import AllGather
     >>> like(AllGather(4, chunks=2), chunks=6)
@@ -67,7 +75,18 @@ def like(collective: Collective, *, kind: str | None = None, chunks: int | None 
 
 
 def refine(program: Program, factor: int, *, split: bool = True) -> Program:
-    """The same program with every chunk cut into `factor`; with `split` each piece is a message of its own.
+    """The same program with every chunk cut into `factor` chunks.
+
+    Args:
+        program: A program for a collective of the library.
+        factor: How many chunks each chunk becomes, >= 1.
+        split: Whether each piece is a message of its own; otherwise messages stay whole.
+
+    Returns:
+        The finer program.
+
+    Raises:
+        InvalidInput: The factor is < 1, or the collective is not one of the library's plain ones.
 
     >>> from stretto import algorithm
     >>> refine(algorithm("ring", "all_gather", 4), 2)
@@ -91,12 +110,25 @@ def refine(program: Program, factor: int, *, split: bool = True) -> Program:
 
 
 def inverse(program: Program, cluster: Cluster, *, nbytes: float = DEFAULT_BYTES, alpha: str = "pipelined") -> Program:
-    """The program run backwards: what was copied out is now summed (or collected) along the same ways.
+    """The program run backwards: data that was copied out is now summed (or collected) along the same routes.
 
-    All-gather becomes reduce-scatter, broadcast becomes reduce, gather and scatter (and the ways back) each other,
-    all-to-all the all-to-all of the transposed chunks. The result runs on `cluster`; the given program on
-    `reversed_cluster(cluster)`, or on the cluster itself where each link has one that leads back. Transfers are
-    ordered (or also held back) as in the mirror image of its timeline, whichever is fastest for `nbytes`.
+    All-gather and reduce-scatter become each other, and so do broadcast and reduce, gather and scatter; an all-to-all
+    becomes the all-to-all of the transposed chunks. Transfers are ordered (or also held back) as in the mirror image of
+    the program's timeline, whichever is fastest for `nbytes`.
+
+    Args:
+        program: A program on `reversed_cluster(cluster)`, or on the cluster itself where each link has one that leads
+            back.
+        cluster: The cluster that the result runs on.
+        nbytes: The size in bytes to choose the order for, > 0.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+
+    Returns:
+        The verified inverse.
+
+    Raises:
+        InvalidInput: The collective has no inverse.
+        Infeasible: Some link has none that leads back, or a rank passes a chunk on in a way that cannot be inverted.
     """
     collective = _of_library(program)
     if collective.kind not in INVERSE:
@@ -119,6 +151,15 @@ def reduce_scatter_from(
 ) -> Program:
     """The `inverse` of an all-gather.
 
+    Args:
+        program: The all-gather.
+        cluster: The cluster that the result runs on.
+        nbytes: The size in bytes to choose the order for, > 0.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+
+    Returns:
+        The reduce-scatter.
+
     >>> from stretto import algorithm
     >>> reduce_scatter_from(algorithm("ring", "all_gather", 4), Cluster.preset("ring", nodes=4))
     <Program inverse(ring): reduce_scatter over 4 ranks, 12 transfers, 8 dependencies, 1 lane>
@@ -129,7 +170,17 @@ def reduce_scatter_from(
 def reduce_from(
     program: Program, cluster: Cluster, *, nbytes: float = DEFAULT_BYTES, alpha: str = "pipelined"
 ) -> Program:
-    """The `inverse` of a broadcast."""
+    """The `inverse` of a broadcast.
+
+    Args:
+        program: The broadcast.
+        cluster: The cluster that the result runs on.
+        nbytes: The size in bytes to choose the order for, > 0.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+
+    Returns:
+        The reduce.
+    """
     return _inverse_of("broadcast", program, cluster, nbytes, alpha)
 
 
@@ -141,6 +192,19 @@ def all_reduce_from(
     A chunk is sent on as soon as it is whole; nothing waits for the first half to end. Where the halves are cut
     differently, both are refined to the least common multiple. Several orders and lanes are tried, and the fastest
     for `nbytes` is kept.
+
+    Args:
+        first: The reduce-scatter or reduce.
+        second: The all-gather or broadcast, over the same ranks and root.
+        cluster: The cluster.
+        nbytes: The size in bytes to choose the order for, > 0.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+
+    Returns:
+        The verified all-reduce.
+
+    Raises:
+        InvalidInput: The halves do not fit together.
     """
     kinds = first.collective.kind, second.collective.kind
     if HALVES.get(kinds[0]) != kinds[1]:
@@ -172,7 +236,7 @@ def _of_library(program: Program) -> Collective:
 
 
 def _routed_on(program: Program, cluster: Cluster, back: Cluster) -> Program:
-    """The program with its routes named as links of the reversed cluster."""
+    """The program with its routes expressed as links of the reversed cluster."""
     if not program.routes or program.routes_digest == back.digest:
         return program
     if program.routes_digest != cluster.digest:
@@ -186,7 +250,7 @@ def _routed_on(program: Program, cluster: Cluster, back: Cluster) -> Program:
 
 
 def _twins(cluster: Cluster) -> NDArray[np.int64]:
-    """For each link one that leads back on the same channel, the widest to the widest; -1 where none does."""
+    """For each link the one that leads back on the same channel, the widest for the widest; -1 where there is none."""
     twin = np.full(cluster.num_links, -1, np.int64)
     ends: dict[tuple[int, int, int], list[int]] = {}
     for link in np.argsort(-cluster.link_gb_per_s, kind="stable").tolist():
@@ -200,7 +264,7 @@ def _twins(cluster: Cluster) -> NDArray[np.int64]:
 
 
 def _first_arrivals(program: Program) -> Program:
-    """Without deliveries of what a rank already has: backwards they would be summed twice."""
+    """The program without deliveries of chunks that a rank already has: backwards they would be summed twice."""
     c = program.collective
     if program.reduce.any():
         return program
@@ -255,7 +319,10 @@ def _assemble(
     *,
     lanes: int = 0,
 ) -> Program:
-    """A program of transfers of others (numbered through), in this order; the k-th's lanes begin at ``k * lanes``."""
+    """A program of the transfers of other programs, numbered consecutively, in the given order.
+
+    The lanes of the k-th program begin at ``k * lanes``.
+    """
     routes = tuple(route for p in programs for route in p.routes)
     shift = np.cumsum([0, *(len(p.routes) for p in programs)])
     digests = {p.routes_digest for p in programs if p.routes}
@@ -300,7 +367,7 @@ def _joined(halves: list[Program], cluster: Cluster, nbytes: float, alpha: str) 
     work = TransferJobs.of(plain, cluster, nbytes, alpha)
     begun = np.arange(len(late)) >= first.num_transfers
     tail = work.remaining_us()
-    # What has farthest to go; the first half before the second; the second before the first; whatever is ready.
+    # Priorities to try: the longest remaining chain; the first half first; the second half first; program order.
     keys = ((-tail,), (-tail, begun), (-tail, ~begun), (late,))
     orders = {tuple(work.list_order(np.lexsort(key)).tolist()) for key in keys}
     for order in sorted(orders):
@@ -310,7 +377,7 @@ def _joined(halves: list[Program], cluster: Cluster, nbytes: float, alpha: str) 
 
 
 def _kept(program: Program, order: Order) -> Order:
-    """The order, or the program's own where it would let a write overtake a read that it waits for."""
+    """The order, or the program's own order where the given one would let a write overtake a read that it waits for."""
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     kept = bool(np.all(place[program.gate] < np.repeat(place, np.diff(program.gate_ptr))))
@@ -319,7 +386,7 @@ def _kept(program: Program, order: Order) -> Order:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TransferJobs:
-    """A program's transfers as jobs: what each waits for, the links it needs and for how long."""
+    """A program's transfers as jobs: how many others each waits for, which follow it, its links and its times."""
 
     waits: list[int]
     follows: list[list[int]]
@@ -329,7 +396,17 @@ class TransferJobs:
 
     @classmethod
     def of(cls, program: Program, cluster: Cluster, nbytes: float, alpha: str) -> TransferJobs:
-        """The jobs of a program on a cluster."""
+        """The jobs of a program on a cluster.
+
+        Args:
+            program: The program.
+            cluster: The cluster.
+            nbytes: The size in bytes, > 0.
+            alpha: "pipelined" or "blocking", as in `simulate`.
+
+        Returns:
+            The jobs, numbered as the transfers.
+        """
         _, route, ptr, link = routes_of(program, cluster)
         follows: list[list[int]] = [[] for _ in range(program.num_transfers)]
         owner = np.repeat(np.arange(program.num_transfers), np.diff(program.after_ptr))
@@ -349,14 +426,14 @@ class TransferJobs:
         )
 
     def remaining_us(self) -> NDArray[np.float64]:
-        """The longest chain that begins with each transfer, alone on the network."""
+        """The time of the longest chain that begins with each transfer, without contention."""
         tail = list(self.arrives_us)
         for t in range(len(tail) - 1, -1, -1):
             tail[t] += max((tail[f] for f in self.follows[t]), default=0.0)
         return np.array(tail)
 
     def list_order(self, priority: Order) -> Order:
-        """Transfers by their start when every link, once free, takes the first of those that wait for it."""
+        """The transfers by start time when every link, once free, serves the first by priority of those waiting."""
         rank = np.empty(len(priority), np.int64)
         rank[priority] = np.arange(len(priority))
         ranks = rank.tolist()
@@ -375,7 +452,7 @@ class TransferJobs:
                 blocked = next((link for link in self.links[t] if busy_until.get(link, 0.0) > now), None)
                 if blocked is not None:
                     heapq.heappush(parked.setdefault(blocked, []), entry)
-                    # Its place in the queue of a link that is free goes to the next one that waits there.
+                    # The transfer stays parked, so the free links that it would have used go to the next one waiting.
                     for link in self.links[t]:
                         if busy_until.get(link, 0.0) <= now and parked.get(link):
                             heapq.heappush(pool, heapq.heappop(parked[link]))
@@ -403,7 +480,7 @@ class TransferJobs:
 
 
 def _best(found: list[Program], cluster: Cluster, nbytes: float, alpha: str) -> Program:
-    """The first of the fastest, verified."""
+    """The first of the fastest programs, verified."""
     times = [simulate(p, cluster, nbytes=nbytes, alpha=alpha).total_us for p in found]
     best = found[int(np.argmin(np.round(times, 9)))]
     best.verify()

@@ -1,9 +1,10 @@
 """Hierarchical composition: one algorithm inside the hosts and one between them make one for the cluster.
 
 Every rank is on a rail: the ranks with its local number on the other hosts. An all-gather runs on all rails at once,
-and what comes in over a rail is spread inside the host while the next comes. An all-to-all is handed to the right
-rail inside the host, and sent along it. Reduce-scatter is an all-gather backwards; all-reduce is both. Messages
-inside a host and between hosts use different links, so they overlap; the simulator chooses the parts and the pieces.
+and data that comes in over a rail is spread inside the host while the next data comes in. Data of an all-to-all is
+first handed to the right rail inside the host, and then sent along it. Reduce-scatter is an all-gather backwards;
+all-reduce is both. Messages inside a host and between hosts use different links, so they overlap; the simulator
+chooses the two algorithms and the number of pieces.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from . import greedy
 from .combine import all_reduce_from, inverse, like, reversed_cluster
 
 MAX_MOVES = 1 << 18
-"""Transfers up to which finer pieces are tried."""
+"""The most transfers up to which finer pieces are tried."""
 PIECES = (1, 2, 4, 8, 16)
 ABOUT = 1.01
 INSIDE_S = 1.0
-"""What synthesis inside one host may take."""
+"""The seconds that synthesis inside one host may take."""
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 Ints = NDArray[np.int64]
@@ -52,6 +53,23 @@ def synthesize(
     pieces: Sequence[int] | None = None,
 ) -> Program:
     """The best composition for ranks that lie in equal numbers on several hosts.
+
+    Args:
+        collective: An all-gather, reduce-scatter, all-reduce or all-to-all.
+        cluster: The cluster; at least two hosts with at least two ranks each.
+        nbytes: The size in bytes, > 0.
+        budget_s: The seconds to search; the first composition is always finished.
+        seed: The seed of the synthesis inside a host.
+        progress: Called with a line of text and the fraction done, 0..1.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+        pieces: The numbers of pieces to cut chunks into; 1, 2, 4, 8 and 16 while the program stays small by default.
+
+    Returns:
+        The verified program.
+
+    Raises:
+        Infeasible: The collective is not served, or the ranks do not form a grid of hosts.
+        InvalidInput: A device does not exist, or a number of pieces is < 1.
 
     >>> from stretto import GB
     >>> synthesize(AllGather(16), Cluster.load("dgx_a100:2"), nbytes=GB, pieces=[1]).name
@@ -76,7 +94,7 @@ def synthesize(
     gather = like(collective, kind="all_gather", chunks=max(1, collective.num_chunks // collective.num_ranks))
     tried = search.trials(gather, grid)
     found: list[tuple[float, Program]] = []
-    # The plainest all-gather, and the fastest, which may overlap better with the sums.
+    # Try the plainest all-gather, and the fastest, which may overlap better with the reduce-scatter.
     for trial in dict.fromkeys([plainest(tried), min(tried, key=lambda trial: trial.us)]):
         spread = trial.program(gather, grid)
         if found and spread.num_transfers > MAX_MOVES // 4:
@@ -116,7 +134,7 @@ class LevelAlgorithm:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompositionTrial:
-    """What one composition took."""
+    """One composition that was tried, with its time and its number of connections."""
 
     us: float
     connections: int
@@ -125,15 +143,15 @@ class CompositionTrial:
     between: LevelAlgorithm
 
     def program(self, collective: Collective, grid: Ints) -> Program:
-        """The composition itself."""
+        """The program of this composition."""
         return composed(like(collective, chunks=self.chunks), grid, self.inside, self.between)
 
 
 def plainest(trials: Sequence[CompositionTrial]) -> CompositionTrial:
-    """Of those that are about as fast as the fastest, the one with the fewest connections.
+    """Of the trials that are about as fast as the fastest, the one with the fewest connections.
 
-    Connections share ports in an order that only the plan knows; the fewer there are, the nearer a runtime, which runs
-    them side by side, comes to it.
+    Connections share ports in an order that only the plan knows. A runtime runs them side by side, and comes the
+    nearer to the plan the fewer connections there are.
     """
     fastest = min(trial.us for trial in trials)
     return min((t for t in trials if t.us <= fastest * ABOUT), key=lambda trial: (trial.connections, trial.us))
@@ -141,7 +159,7 @@ def plainest(trials: Sequence[CompositionTrial]) -> CompositionTrial:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompositionSearch:
-    """Where and for what the parts are compared."""
+    """The search for the best composition: the cluster, the size and the options by which trials are compared."""
 
     cluster: Cluster
     nbytes: float
@@ -152,11 +170,12 @@ class CompositionSearch:
     tell: Progress
 
     def best(self, collective: Collective, grid: Ints) -> Program:
-        """The plainest of about the fastest."""
+        """The program of the plainest composition among those that are about as fast as the fastest."""
         return plainest(self.trials(collective, grid)).program(collective, grid)
 
     def trials(self, collective: Collective, grid: Ints) -> list[CompositionTrial]:
-        """All parts in the coarsest cut, then the two best ways inside a host, and the plainest, in finer ones."""
+        """Try all pairs of algorithms in the coarsest cut, and in finer cuts the two best inside a host and the
+        plainest."""
         cuts = list(_cuts(collective, self.pieces))
         chosen = [*product(*self.parts(collective, grid))]
         tried: list[CompositionTrial] = []
@@ -181,13 +200,13 @@ class CompositionSearch:
         return tried
 
     def parts(self, collective: Collective, grid: Ints) -> tuple[list[LevelAlgorithm], list[LevelAlgorithm]]:
-        """What may run inside a host, and between hosts."""
+        """The algorithms to try inside a host, and between hosts."""
         hosts, local = grid.shape
         devices = [collective.ranks[rank] for rank in grid[0].tolist()]
         inside = [LevelAlgorithm(name="direct", program=algorithm("direct", collective.kind, devices))]
         between = [LevelAlgorithm(name="direct", program=algorithm("direct", collective.kind, hosts))]
         make = AllToAll if collective.kind == "all_to_all" else AllGather
-        with suppress(Infeasible):  # a host whose devices only meet outside: the other ways serve
+        with suppress(Infeasible):  # where the devices of a host meet only outside of it
             made = greedy.synthesize(
                 make(devices), self.cluster, nbytes=self.nbytes / hosts, budget_s=INSIDE_S, seed=self.seed,
                 alpha=self.alpha, pieces=[1],
@@ -215,7 +234,17 @@ def _cuts(collective: Collective, pieces: Sequence[int] | None) -> Iterator[int]
 
 
 def composed(collective: Collective, grid: Ints, inside: LevelAlgorithm, between: LevelAlgorithm) -> Program:
-    """One program from both parts, verified; `grid` says which rank has which host and local number."""
+    """Make one program from an algorithm inside the hosts and one between them.
+
+    Args:
+        collective: The all-gather or all-to-all, cut as the result shall be.
+        grid: The ranks as a table, one row per host and one column per rail.
+        inside: The algorithm over the local numbers of a host.
+        between: The algorithm over the hosts.
+
+    Returns:
+        The verified program.
+    """
     steps = Steps()
     build = _to_rails if collective.kind == "all_to_all" else _from_rails
     build(steps, collective, grid, inside.program, between.program)
@@ -226,11 +255,12 @@ def composed(collective: Collective, grid: Ints, inside: LevelAlgorithm, between
 
 
 def _from_rails(steps: Steps, collective: Collective, grid: Ints, inside: Program, between: Program) -> None:
-    """All-gather: along all rails at once; what has come to a host is spread there, oldest first."""
+    """Add an all-gather: data goes along all rails at once, and is spread inside each host in order of arrival."""
     hosts, _ = grid.shape
     piece = np.arange(collective.chunks)[:, None]
     count, each = between.num_transfers + 1, inside.num_transfers + 1
-    came = np.zeros((hosts, hosts), np.int64)  # [whose, where]: after which transfer; one's own is there at once
+    # came[a, b] is one more than the transfer that brings host a's shards to host b; 0 for a host's own shards.
+    came = np.zeros((hosts, hosts), np.int64)
     for t in range(between.num_transfers):
         src, dst, shards = int(between.src[t]), int(between.dst[t]), between.chunks_of(t)
         came[shards, dst] = t + 1
@@ -245,13 +275,13 @@ def _from_rails(steps: Steps, collective: Collective, grid: Ints, inside: Progra
 
 
 def _to_rails(steps: Steps, collective: Collective, grid: Ints, inside: Program, between: Program) -> None:
-    """All-to-all: inside the host to the rail of the destination, host by host, and along it."""
+    """Add an all-to-all: data goes inside the host to the rail of its destination, host by host, then along it."""
     hosts, local = grid.shape
     ranks, chunks = collective.num_ranks, collective.chunks
     piece = np.arange(chunks)[:, None, None]
     host, each = np.arange(hosts), inside.num_transfers + between.num_transfers + 1
     for turn in range(hosts):
-        to = (host + turn + 1) % hosts  # what leaves the host comes first, what stays comes last
+        to = (host + turn + 1) % hosts  # data for other hosts comes first, data for the own host last
         stage = piece * hosts + turn
         for t in range(inside.num_transfers):
             a, b = np.divmod(inside.chunks_of(t), local)

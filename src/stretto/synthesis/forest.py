@@ -1,4 +1,4 @@
-"""Throughput-optimal synthesis: spanning trees packed to the last byte per second, in polynomial time."""
+"""Throughput-optimal synthesis: spanning trees that use the full rate of the network, packed in polynomial time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .forest_trees import Forest, pack_trees
 
 MAX_TRANSFERS = 2_000_000
 MULTIPLES = (1, 2, 4, 8)
-"""More trees than needed can be lower."""
+"""The multiples of the smallest k that are tried: with more trees than needed, each can be lower."""
 FEWER = (2, 4, 8, 16)
-"""Where the exact k is more than twice as large, the best k up to these is tried, too."""
+"""The limits for smaller k that are tried where the exact k is more than twice as large."""
 WORTH_IT = 0.002
-"""Twice as many pieces must save this share of the time."""
+"""The share of the time that twice as many pieces must save to be worth it."""
 TRY_ALL = 40_000
-"""Up to so many transfers every pace is tried; beyond, only the better half each time."""
+"""The most transfers up to which every pace is tried; beyond, only the better half each time."""
 
 Progress = Callable[[str, float], None]
 
@@ -40,7 +40,20 @@ def forests_of(
 ) -> tuple[Forest, ...]:
     """The trees of a collective: one forest, or for all-reduce one that reduces and one that spreads.
 
-    With `multicast` (None: if the cluster has any) those that spread are copied in switches that multicast.
+    Args:
+        collective: An all-gather, reduce-scatter, all-reduce, broadcast or reduce.
+        cluster: The cluster.
+        max_k: The most trees per root, >= 1; as many as make a program of moderate size when not given.
+        max_height: The most edges between a root and a rank, >= 1; no limit when not given.
+        multiple: A factor for the smallest k that reaches the optimum, >= 1.
+        multicast: Whether switches that multicast copy in the trees that spread; if the cluster has any by default.
+
+    Returns:
+        One forest, or two.
+
+    Raises:
+        Infeasible: The collective is not served, or the trees were not found.
+        InvalidInput: An argument is out of range, or no switch multicasts.
 
     >>> from stretto import AllGather
     >>> forests_of(AllGather(8), Cluster.preset("dgx_a100"))
@@ -91,9 +104,27 @@ def synthesize(
 ) -> Program:
     """A program that sends along optimally packed trees, cut into as many pieces as simulation finds best.
 
-    All trees carry equal shares (so every chunk has the same size, as MSCCL needs). `seed` changes nothing: there is
-    no chance involved. `max_k` trades throughput for fewer trees, `max_height` bounds them. Where switches multicast
-    (`multicast`, None: if any does) trees that use it are tried beside those that do not.
+    All trees carry equal shares (so every chunk has the same size, as MSCCL needs).
+
+    Args:
+        collective: An all-gather, reduce-scatter, all-reduce, broadcast or reduce.
+        cluster: The cluster.
+        nbytes: The size in bytes, > 0.
+        budget_s: The seconds to search; one program is always finished.
+        seed: Ignored: there is no chance involved.
+        progress: Called with a line of text and the fraction done, 0..1.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+        max_k: The most trees per root, >= 1: fewer trees may lose throughput.
+        max_height: The most edges between a root and a rank, >= 1.
+        max_transfers: The most transfers of a program with more than one piece per tree.
+        multicast: Whether trees that use multicast are tried beside those that do not; if any switch does by default.
+
+    Returns:
+        The verified program.
+
+    Raises:
+        Infeasible: The collective is not served, or the trees were not found.
+        InvalidInput: An argument is out of range, or no switch multicasts.
     """
     del seed
     began = time.monotonic()
@@ -128,7 +159,7 @@ def synthesize(
     edges = _edges(chosen)
     best: tuple[float, Program] | None = None
     pieces, idle, paces = 1, 0, PACES
-    # Ever finer, until that costs more (alphas) than it brings (pipelining).
+    # Cut ever finer, until the additional alphas cost more than pipelining saves.
     while idle < 2 and (best is None or pieces * edges <= max_transfers):
         level: list[tuple[float, Program]] = []
         for pace in paces:
@@ -154,8 +185,10 @@ def synthesize(
 def _candidates(
     collective: Collective, cluster: Cluster, max_k: int | None, max_height: int | None, until: float, multicast: bool
 ) -> list[tuple[Forest, ...]]:
-    """The smallest k, multiples of it whose trees are lower, as long as they are quick to pack, and where that k is
-    large, smaller ones that come near: with fewer trees there are more pieces to each."""
+    """The forests to compare: with the smallest k, and with multiples of it whose trees are lower and quick to pack.
+
+    Where that k is large, also forests with fewer trees that come near to the optimum: each tree then gets more pieces.
+    """
     found: list[tuple[Forest, ...]] = []
     refused: Infeasible | None = None
     for multiple in MULTIPLES:
@@ -190,8 +223,11 @@ def _multicast(cluster: Cluster, asked: bool | None) -> bool:
 
 
 def _promise(forests: tuple[Forest, ...], took: dict[int, float], nbytes: float, max_transfers: int) -> float:
-    """What a forest may reach, judged by some numbers of pieces: if finer was better, filling the trees is what is
-    left beyond their throughput, and it shrinks as pieces do."""
+    """The time that a forest may reach, estimated from the times with some numbers of pieces.
+
+    If the finest cut was the best, the time beyond that of the throughput is the time to fill the trees, which shrinks
+    as pieces do.
+    """
     finest, best = max(took), min(took.values())
     if took[finest] > best:
         return best
@@ -201,7 +237,7 @@ def _promise(forests: tuple[Forest, ...], took: dict[int, float], nbytes: float,
 
 
 def _edges(forests: tuple[Forest, ...]) -> int:
-    """Transfers per piece."""
+    """The number of transfers of a program with one piece per tree."""
     step = math.lcm(*(f.k for f in forests))
     return step * sum(int(f.amount @ np.diff(f.ptr)) // f.k for f in forests)
 

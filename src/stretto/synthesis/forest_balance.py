@@ -1,4 +1,4 @@
-"""Switches that send and receive at unequal rates: the part of their rates that trees can use."""
+"""Switches that send and receive at unequal rates: finding the part of their rates that trees can use."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FINEST = 1 << 16
 
 
 def balanced(graph: Graph) -> tuple[Graph, float]:
-    """The same links at rates that leave every switch balanced and supply the terminals best.
+    """Find rates that leave every switch balanced and supply the terminals best, by a linear program.
 
-    Also the rate per unit of weight, in the given graph's units, that no trees exceed. Without multicast a switch
-    sends what it receives, so any trees use balanced rates; and where switches are balanced, cuts alone decide. The
-    best rates are a linear program with one row per cut, found as they are needed. (Switches that may copy need no
-    balance; then the rate is still an upper bound.)
+    Returns the graph with these rates, and the rate per unit of weight, in the given graph's units, that no trees
+    exceed. Without multicast a switch sends what it receives, so any trees use balanced rates; and where switches are
+    balanced, cuts alone decide. The linear program has one row per cut, found as they are needed. (Switches that may
+    copy need no balance; then the rate is still an upper bound.)
     """
-    highspy = load_highspy()  # slow to import, and most clusters have balanced switches
+    highspy = load_highspy()  # HiGHS is slow to import, and most clusters have balanced switches.
 
     links, nodes = len(graph.link), graph.cluster.num_nodes
     scale = int(graph.rate.max())
@@ -74,7 +74,7 @@ def _violated(graph: Graph, rate: NDArray[np.float64], supply: float) -> list[ND
 
 
 def _whole(graph: Graph, rate: NDArray[np.float64]) -> Graph:
-    """Rates in whole units: simple fractions if the solution has them, else rounded down."""
+    """The graph with these rates in whole units: as simple fractions if they are such, else rounded down."""
     simple = [Fraction(r).limit_denominator(1000) for r in rate.tolist()]
     common = math.lcm(*(r.denominator for r in simple))
     if common <= FINEST and np.allclose([float(r) for r in simple], rate, rtol=1e-7, atol=1e-7):

@@ -1,4 +1,4 @@
-"""Trees that pass switches which copy: what such a tree sends, as multicasts from device to devices."""
+"""Trees that pass switches which copy: their edges as multicasts from device to devices."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ from ..cluster import Cluster
 Columns = dict[str, NDArray[np.int32]]
 Route = tuple[int, ...]
 Branches = list[tuple[int, Route]]
-"""Where one message goes, and how."""
+"""The destinations of one message, each with its route."""
 
 
 def without_switches(
     cluster: Cluster, ptr: NDArray[np.int64], columns: Columns, routes: list[Route]
 ) -> tuple[NDArray[np.int64], Columns, list[Route]]:
-    """Trees whose edges lead from device to device only, parents first; those that a switch parts are one cast.
+    """Turn trees over devices and switches into trees whose edges lead from device to device only, parents first.
 
-    Switches at which a branch would end are left out, since nobody needs anything there.
+    Edges that part at a switch are one multicast. Switches at which a branch ends are left out, since no device is
+    behind them.
+
+    Args:
+        cluster: The cluster.
+        ptr: Tree t has edges ``ptr[t]:ptr[t+1]``.
+        columns: The arrays src, dst, route and cast of all edges.
+        routes: The routes that `route` refers to.
+
+    Returns:
+        The new pointers, columns and routes.
     """
     rows: dict[str, list[int]] = {key: [] for key in columns}
     new_ptr = [0]
@@ -28,7 +38,7 @@ def without_switches(
     casts = 0
     src, dst, via = (columns[key].tolist() for key in ("src", "dst", "route"))
     for first, last in pairwise(ptr.tolist()):
-        # How each switch of this tree is reached: from which device, over which links, as which message.
+        # For each switch of this tree: the device that it is reached from, the links, and the message.
         reached: dict[int, tuple[int, Route, int]] = {}
         messages: dict[int, Branches] = {}
         for e in range(first, last):
@@ -69,7 +79,7 @@ def _parents_first(src: list[int], messages: dict[int, Branches]) -> list[tuple[
 
 
 def _casts(cluster: Cluster, ends: Branches) -> list[Branches]:
-    """The branches of one message in as few casts as can be told greedily: no cast parts where nobody copies."""
+    """Group the branches of one message greedily into few casts; a cast parts only at nodes that copy."""
     found: list[tuple[set[Route], Branches]] = []
     for end, way in ends:
         fits = (cast for cast in found if _parts_well(cluster, cast[0], way))
@@ -82,7 +92,7 @@ def _casts(cluster: Cluster, ends: Branches) -> list[Branches]:
 
 
 def _parts_well(cluster: Cluster, strands: set[Route], way: Route) -> bool:
-    """Whether a way leaves these at a node that copies; all ways of one message begin alike."""
+    """Whether a route leaves these strands at a node that copies; all routes of one message begin alike."""
     shared = 1
     while way[: shared + 1] in strands:
         shared += 1

@@ -18,15 +18,15 @@ from ..errors import Infeasible
 
 MAX_NODES = 4096
 MAX_UNITS = 1 << 52
-"""Capacities stay below this: they pass through doubles unharmed."""
+"""The limit of the sum of all capacities: below it they are exact as doubles."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
     """The links that trees may use, with whole-number rates: ``rate[e] * unit`` GB/s.
 
-    `weight[v]` is what node v supplies to every one of `terminals`, relative to the others. Nodes that `copies` marks
-    may multicast.
+    ``weight[v]`` is how much node v supplies to each of `terminals`, relative to other nodes. Nodes that `copies`
+    marks may multicast.
     """
 
     cluster: Cluster
@@ -49,7 +49,21 @@ class Graph:
         reverse: bool = False,
         multicast: bool = False,
     ) -> Graph:
-        """All links between ranks, switches and NICs; other devices only relay where devices forward."""
+        """All links between ranks, switches and NICs; other devices only relay where the cluster's devices forward.
+
+        Args:
+            cluster: The cluster.
+            terminals: The devices that trees must reach.
+            roots: The devices that trees start at, each with weight 1.
+            reverse: Whether all links are reversed, for trees that gather.
+            multicast: Whether switches that multicast may copy.
+
+        Returns:
+            The graph.
+
+        Raises:
+            Infeasible: The cluster has too many nodes.
+        """
         if cluster.num_nodes > MAX_NODES:
             raise Infeasible(f"forest: {cluster.num_nodes} nodes are too many; at most {MAX_NODES}")
         usable = (cluster.node_kind != DEVICE) | cluster.devices_forward
@@ -81,26 +95,26 @@ class Graph:
 
     @cached_property
     def passive(self) -> NDArray[np.bool_]:
-        """The nodes that send what they receive, and no more: neither terminals nor allowed to copy."""
+        """The nodes that send no more than they receive: neither terminals nor allowed to copy."""
         inner = ~self.copies
         inner[self.terminals] = False
         return inner
 
     @cached_property
     def balanced(self) -> bool:
-        """Whether every such node sends as fast as it receives."""
+        """Whether every passive node sends as fast as it receives."""
         into, out = (np.bincount(ends, self.rate, self.cluster.num_nodes) for ends in (self.dst, self.src))
         return bool(np.all((into == out)[self.passive]))
 
     def spanning(self, nodes: NDArray[np.int64]) -> Graph:
-        """The same graph with these switches among the terminals, and no others that copy."""
+        """The same graph with these switches among the terminals, in which no other node copies."""
         terminals = np.append(self.terminals, nodes).astype(np.int32)
         return replace(self, terminals=terminals, copies=np.zeros_like(self.copies))
 
     def fans_out(self, switch: int) -> bool:
-        """Whether one link out of a switch leads, over nodes that cannot copy, to several that want a copy.
+        """Whether one link out of a switch leads, over nodes that cannot copy, to several nodes that want a copy.
 
-        A multicast from there would have to part too late, or to pass the link more than once.
+        A multicast from the switch would have to part too late, or to pass the link more than once.
         """
         for link in np.flatnonzero(self.src == switch).tolist():
             ends, seen = set(), {switch}
@@ -131,12 +145,20 @@ class Graph:
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def with_rate(self, rate: NDArray[np.int64], unit: Fraction) -> Graph:
-        """The same links with other rates."""
+        """The same graph with other rates, in whole units of `unit` GB/s."""
         return replace(self, rate=rate, unit=unit)
 
     def short(self, capacity: NDArray[np.int64], trees: int, start: int = 0) -> tuple[int, NDArray[np.bool_]] | None:
-        """The first terminal (from number `start`) that capacities cannot supply with `trees` per unit of weight,
-        and the side of the cut it is on."""
+        """The first terminal that capacities cannot supply, and the side of the cut that it is on.
+
+        Args:
+            capacity: The number of trees that each link can carry.
+            trees: The number of trees per unit of weight that must reach each terminal.
+            start: The number of the terminal to begin with.
+
+        Returns:
+            The number of the terminal and the nodes on its side of the minimum cut; None where all can be supplied.
+        """
         flow = _native.MaxFlow(self.cluster.num_nodes, self.src, self.dst)
         flow.set_capacity(capacity.astype(np.float64), 1.0)
         roots = np.flatnonzero(self.weight).astype(np.int32)
@@ -162,14 +184,17 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Optimum:
-    """No algorithm supplies more than ``1 / inverse`` units of rate per unit of weight: the cut into `side`."""
+    """The optimum: no algorithm supplies more than ``1 / inverse`` units of rate per unit of weight.
+
+    The cut into `side` proves it.
+    """
 
     inverse: Fraction
     side: NDArray[np.bool_]
 
 
 def optimum(graph: Graph) -> Optimum:
-    """The tightest of all cuts around a terminal, exactly: Newton's method on whole numbers."""
+    """The tightest of all cuts around a terminal, found exactly by Newton's method on whole numbers."""
     best, side = Fraction(0), np.zeros(graph.cluster.num_nodes, np.bool_)
     for v in graph.terminals.tolist():
         into = int(graph.rate[graph.dst == v].sum())
@@ -194,9 +219,17 @@ def optimum(graph: Graph) -> Optimum:
 
 
 def exact_trees(graph: Graph, best: Optimum, most: int) -> tuple[int, NDArray[np.int64]] | None:
-    """The smallest number of trees per unit of weight, up to `most`, that reaches the optimum, and the capacities.
+    """The smallest number of trees per unit of weight that reaches the optimum.
 
     Every link of the tightest cut must be used up, so the number is a multiple of what makes these whole.
+
+    Args:
+        graph: The graph.
+        best: Its optimum.
+        most: The largest number to consider.
+
+    Returns:
+        The number of trees and the trees that each link can carry; None where the number is larger than `most`.
     """
     tight = np.unique(graph.rate[graph.into(best.side)])
     least = math.lcm(*((best.inverse * int(r)).denominator for r in tight))
@@ -208,7 +241,16 @@ def exact_trees(graph: Graph, best: Optimum, most: int) -> tuple[int, NDArray[np
 
 
 def near_trees(graph: Graph, best: Optimum, most: int) -> tuple[int, NDArray[np.int64], Fraction]:
-    """The number of trees up to `most` that comes closest to the optimum, the capacities, and the inverse reached."""
+    """The number of trees per unit of weight that comes closest to the optimum.
+
+    Args:
+        graph: The graph.
+        best: Its optimum.
+        most: The largest number to consider, >= 1.
+
+    Returns:
+        The number of trees, the trees that each link can carry, and the inverse of the rate that is reached.
+    """
     cuts = [graph.into(best.side)]
     weights = [int(graph.weight[~best.side].sum())]
     reached: tuple[Fraction, int] | None = None
@@ -231,7 +273,7 @@ def near_trees(graph: Graph, best: Optimum, most: int) -> tuple[int, NDArray[np.
 
 def _least_scale(rate: NDArray[np.int64], scale: Fraction, need: int) -> Fraction:
     """The least factor, at least `scale`, with which the whole parts of these rates add up to `need`."""
-    # Links that balancing has closed never add anything.
+    # Links whose rate balancing has set to 0 never add anything.
     distinct, count = (x.tolist() for x in np.unique(rate[rate > 0], return_counts=True))
     while sum(n * int(r * scale) for r, n in zip(distinct, count, strict=True)) < need:
         scale = min(Fraction(int(r * scale) + 1, r) for r in distinct)
@@ -239,6 +281,6 @@ def _least_scale(rate: NDArray[np.int64], scale: Fraction, need: int) -> Fractio
 
 
 def _fraction(value: float) -> Fraction:
-    """The simple fraction meant by a rate: 21.73913043478261 is 500/23."""
+    """The simple fraction that a rate stands for: 21.73913043478261 is 500/23."""
     simple = Fraction(value).limit_denominator(100_000)
     return simple if abs(float(simple) - value) <= 1e-12 * value else Fraction(value).limit_denominator(1 << 30)

@@ -1,4 +1,4 @@
-"""From trees to a pipelined `Program`: every tree carries its share of the data in pieces."""
+"""Pipelined `Program`s from trees: every tree carries its share of the data in pieces."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sends:
-    """One transfer of a chunk each: `round` is when it may run if every round moves one piece of every tree, `edge`
-    the edge of a tree that it belongs to, `cast` the multicast (or -1), `onward` how many more follow it in turn."""
+    """Transfers of one chunk each, in arrays.
+
+    `round` is when a transfer may run if every round moves one piece of every tree, `edge` the edge of a tree that it
+    belongs to, `cast` its multicast (or -1), `onward` the length of the longest chain of transfers that follows it.
+    """
 
     src: Ints
     dst: Ints
@@ -38,9 +41,16 @@ class Sends:
 
 
 def sends(forest: Forest, ranks: tuple[int, ...], chunks: int, after: Ints | None = None) -> tuple[Sends, Ints]:
-    """What the trees send, with `chunks` (a multiple of k) per root, and the round in which each chunk is done.
+    """The transfers of a forest.
 
-    `after` is the round before which a chunk must not start.
+    Args:
+        forest: The forest.
+        ranks: The device of each rank.
+        chunks: The number of chunks per root, a multiple of k.
+        after: The round before which each chunk must not start; when not given, its number among the tree's pieces.
+
+    Returns:
+        The transfers, and the round by which each chunk is done.
     """
     rank = np.zeros(forest.cluster.num_devices, np.int64)
     rank[list(ranks)] = np.arange(len(ranks))
@@ -48,7 +58,7 @@ def sends(forest: Forest, ranks: tuple[int, ...], chunks: int, after: Ints | Non
     roots[list(forest.roots)] = np.arange(len(forest.roots))
     pieces = chunks // forest.k
     sizes = np.diff(forest.ptr)
-    # One row per tree, then one per edge of each tree, then one per piece on each edge.
+    # The arrays have one row per tree, then one per edge of each tree, then one per piece on each edge.
     bundle = np.repeat(np.arange(len(forest.root)), forest.amount)
     at_root = roots[forest.root[bundle]]
     order = np.argsort(at_root, kind="stable")
@@ -84,7 +94,7 @@ def sends(forest: Forest, ranks: tuple[int, ...], chunks: int, after: Ints | Non
 
 
 def _cast_numbers(forest: Forest, edge: Ints, tree: Ints, piece: Ints) -> Ints:
-    """A number for every piece of every multicast of every tree: trees of one bundle are alike, but not the same."""
+    """A number for every piece of every multicast of every tree; equal trees of one bundle get different numbers."""
     pieces = len(piece) // max(1, len(edge))
     numbers = np.full(len(piece), -1, np.int64)
     casts = int(forest.cast.max(initial=-1)) + 1
@@ -97,8 +107,10 @@ def _cast_numbers(forest: Forest, edge: Ints, tree: Ints, piece: Ints) -> Ints:
 
 
 def _turn(total: Sends) -> Ints:
-    """The multicasts of one rank in one round, numbered, since they must follow each other alike on all connections;
-    before them goes what is sent to one rank only."""
+    """Number the multicasts of each rank and round, since they must be in the same order on all connections.
+
+    Transfers to one rank only get -1 and go first.
+    """
     turn = np.full(len(total.src), -1, np.int64)
     several = np.flatnonzero(total.cast >= 0)
     if len(several):
@@ -119,9 +131,9 @@ def _turn(total: Sends) -> Ints:
 class Pace:
     """How far a rank may run ahead with data that it holds from the start.
 
-    It sends the next piece only when the one `window` places before it has arrived: on the same edge of a tree, or
-    (`port`) among all that leaves over the same link. Otherwise everything would queue at its links at once, in front
-    of what it has to pass on for others.
+    The rank sends the next piece only when the one `window` places before it has arrived: on the same edge of a tree,
+    or (`port`) among all pieces that leave over the same link. Otherwise all of them would queue at its links at once,
+    in front of data that it has to pass on for others.
     """
 
     window: int
@@ -134,7 +146,18 @@ PACES: tuple[Pace, ...] = (
 
 
 def program(name: str, collective: Collective, forests: tuple[Forest, ...], chunks: int, pace: Pace) -> Program:
-    """The transfers of one forest, or of one that reduces and then one that spreads, as a program."""
+    """The transfers of one forest, or of one that reduces and then one that spreads, as a program.
+
+    Args:
+        name: The program's name.
+        collective: The collective, cut to fit.
+        forests: One forest or two, all on one cluster.
+        chunks: The number of chunks per root, a multiple of each k.
+        pace: How far ranks may run ahead.
+
+    Returns:
+        The program, not verified yet.
+    """
     routes: list[tuple[int, ...]] = []
     total: Sends | None = None
     done: Ints | None = None
@@ -163,7 +186,7 @@ def program(name: str, collective: Collective, forests: tuple[Forest, ...], chun
 
 
 def _paced(plain: Program, group: Ints, window: int) -> Program:
-    """What depends on nothing waits for the transfer `window` places before it in its group.
+    """Let each transfer without dependencies wait for the transfer `window` places before it in its group.
 
     A multicast is one transfer here: its first member stands for all.
     """

@@ -1,4 +1,4 @@
-"""Spanning trees that together use a network to the full: `Forest`, and how it is packed."""
+"""Spanning trees that together use the full rate of a network: `Forest`, and how it is packed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .forest_optimum import Graph, exact_trees, near_trees, optimum
 DONE, STARVED, UNBALANCED, TOO_HIGH = range(4)
 NO_LIMIT = 1 << 30
 MAX_PAIRS = 1 << 16
-"""Roots x ranks: 256 ranks take half a minute."""
+"""The largest number of roots times ranks: 256 ranks take half a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -32,7 +32,7 @@ class Forest:
     Bundle b stands for ``amount[b]`` equal trees from device ``root[b]``; its edges are
     ``ptr[b]:ptr[b+1]``, parents first; edge e leads from ``src[e]`` to ``dst[e]`` (``depth[e]`` edges below the
     root) over the links ``routes[route[e]]``. Edges with the same ``cast[e] >= 0`` are one multicast: they share the
-    links that their routes begin with in common. With `reverse` all links are turned round: trees that gather.
+    links that their routes begin with in common. With `reverse` all links are reversed, for trees that gather.
     Each tree may send ``throughput / k`` GB/s at the same time as all others; no packing reaches more than `optimum`.
     """
 
@@ -41,12 +41,12 @@ class Forest:
     roots: tuple[int, ...]
     k: int
     optimum: Fraction
-    """GB/s per root that no algorithm exceeds: a cut forbids it (or, with unequal switches, their balance).
+    """The GB/s per root that no algorithm exceeds, by a cut (or, with unequal switches, by their balance).
 
-    Without `multicast` this is for algorithms that do not multicast either.
+    Without `multicast` the bound holds for algorithms that do not multicast either.
     """
     throughput: Fraction
-    """GB/s per root that these trees reach together."""
+    """The GB/s per root that these trees reach together."""
     root: NDArray[np.int32]
     amount: NDArray[np.int64]
     ptr: NDArray[np.int64]
@@ -61,7 +61,7 @@ class Forest:
 
     @property
     def algorithm_gb_per_s(self) -> Fraction:
-        """All roots together: bytes of the whole result per time."""
+        """The rate of all roots together: bytes of the whole result per time."""
         return self.throughput * len(self.roots)
 
     @property
@@ -79,7 +79,7 @@ class Forest:
 
     @cached_property
     def below(self) -> NDArray[np.int32]:
-        """For each edge the height of the tree that hangs at its end."""
+        """The height of the subtree below each edge."""
         below = np.zeros(len(self.src), np.int32)
         height = np.zeros(self.cluster.num_nodes, np.int32)
         for first, last in pairwise(self.ptr.tolist()):
@@ -102,7 +102,7 @@ class Forest:
         return float(np.average(self.heights, weights=self.amount)) if len(self.root) else 0.0
 
     def load(self) -> NDArray[np.int64]:
-        """How many trees use each link of the cluster; what is multicast counts once where it travels once."""
+        """The number of trees that use each link of the cluster; a multicast counts once where it travels once."""
         used = np.zeros(self.cluster.num_links, np.int64)
         trees = np.repeat(self.amount, np.diff(self.ptr))
         alone = self.cast < 0
@@ -140,11 +140,24 @@ def pack_trees(
     multiple: int = 1,
     multicast: bool = False,
 ) -> Forest:
-    """Trees over `devices` from each of `roots`: the smallest k that reaches the optimum, times `multiple`.
+    """Pack trees over `devices` from each of `roots`: the smallest k that reaches the optimum, times `multiple`.
 
-    Where that k is larger than `max_k`, the k up to it that comes closest. With `max_height` no tree is higher, or
-    `Infeasible` is raised (the search is greedy: there may be such trees all the same). With `multicast` the cluster's
-    multicasting switches may copy, where that can be no slower than if they did not.
+    Args:
+        cluster: The cluster.
+        devices: The devices that every tree spans.
+        roots: The devices that trees start at.
+        reverse: Whether links are reversed, for trees that gather.
+        max_k: The most trees per root, >= 1; where the exact k is larger, the k up to it that comes closest is used.
+        max_height: The most edges between a root and a device; no limit when not given.
+        multiple: A factor for k, >= 1.
+        multicast: Whether the cluster's multicasting switches may copy, where that can be no slower.
+
+    Returns:
+        The forest.
+
+    Raises:
+        Infeasible: There are too many devices, a device cannot be reached, or no trees of that height were found (the
+            search is greedy: there may be such trees all the same).
 
     >>> pack_trees(Cluster.preset("dgx_a100", nodes=2), range(16), range(16)).algorithm_gb_per_s
     Fraction(1040, 3)
@@ -181,14 +194,14 @@ def pack_trees(
 
 
 def _packed(graph: Graph, reverse: bool, roots: Sequence[int], max_k: int, limit: int, multiple: int) -> Forest:
-    """Trees over the terminals of a graph in which nobody copies but those that are terminals themselves."""
+    """Pack trees over the terminals of a graph in which only terminals copy."""
     bound = graph.unit / optimum(graph).inverse
     packed = _pack(graph, max_k, limit, multiple)
     if packed[1][0] == UNBALANCED and not graph.balanced:
         unit = graph.unit
         graph, most = balanced(graph)
         settled = graph.unit / optimum(graph).inverse
-        # The solver's optimum is a float; if the exact rates are as good, theirs is the number meant.
+        # The solver's optimum is a float; if the optimum of the exact rates is as good, that one is meant.
         bound = settled if float(settled / unit) > most * (1 - 1e-7) else Fraction(most) * unit
         packed = _pack(graph, max_k, limit, multiple)
     k, result, inverse = packed
@@ -234,7 +247,7 @@ def _pack(graph: Graph, max_k: int, max_height: int, multiple: int) -> tuple[int
 
     result = packed()
     if result[0] == UNBALANCED and graph.balanced:
-        # Rounding down has upset a switch: take as many trees as make every rate whole.
+        # Rounding down has unbalanced a switch: take as many trees as make every rate whole.
         k *= math.lcm(*((inverse * k * r).denominator for r in np.unique(graph.rate).tolist()))
         capacity = graph.capacity(inverse * k)
         result = packed()
@@ -296,7 +309,7 @@ def _forest(
 
 
 def _carried(graph: Graph, forest: Forest) -> Fraction:
-    """What the links really carry: less than was packed, if a multicast had to be sent more than once."""
+    """The rate that the trees really reach: less than was packed, if a multicast had to be sent more than once."""
     load = forest.load()[graph.link]
     fullest = max(Fraction(int(n), int(r)) for n, r in zip(load, graph.rate, strict=True) if n)
     return graph.unit * forest.k / fullest

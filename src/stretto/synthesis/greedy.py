@@ -3,7 +3,7 @@
 At every moment free hops are matched with chunks that their receivers lack (``native/greedy.cpp``). On a network that
 translations leave unchanged (a torus, equal hosts) only one device of each orbit is planned, and the others do the
 same: the problem shrinks by the size of the symmetry, and all copies of a hop run side by side without conflict. Runs
-with different rules and seeds are compared by what they plan, and the best of them by what `simulate` says.
+with different rules and seeds are compared by their planned times, and the best of them by `simulate`.
 
 Sums are planned as copies on the reversed network with time running backwards.
 """
@@ -32,19 +32,19 @@ from .quotient import Quotient, quotient
 from .schedule import program_from_schedule
 
 MAX_MOVES = 1 << 20
-"""Transfers up to which finer chunks are tried."""
+"""The most transfers up to which finer chunks are tried."""
 MAX_TABLE = 1 << 26
 MAX_OVERLAPPED = 1 << 13
-"""Transfers of a half up to which ways to overlap both halves of an all-reduce are tried."""
+"""The most transfers of a half up to which overlapping the two halves of an all-reduce is tried."""
 FINALISTS = 2
 RESTARTS = 8
 KEPT_WAYS = 4
-"""Of the ways to decide, those that are kept for finer chunks."""
+"""The number of rule sets (`GreedyOptions`) that are kept for finer chunks."""
 PIECES = (1, 2, 4, 8)
 PLANNING = 0.8
 """The share of what is left of the budget after which a plan that is not done is given up."""
 LEAST_S = 2.0
-"""So long a plan may take in any case: what is small is made, however short the budget and busy the machine."""
+"""The least time limit of a plan: small plans are made, however short the budget and busy the machine."""
 SYMMETRIC = ("all_gather", "all_to_all")
 INVERSE = {"reduce_scatter": "all_gather", "reduce": "broadcast"}
 
@@ -67,7 +67,24 @@ def synthesize(
 ) -> Program:
     """The best program that greedy runs find within the budget.
 
-    Chunks are cut further into each number of `pieces` (default: 1, 2, 4 and 8, as far as the program stays small).
+    Args:
+        collective: A collective that copies, or a reduce-scatter, reduce or all-reduce.
+        cluster: The cluster.
+        nbytes: The size in bytes, > 0.
+        budget_s: The seconds to search.
+        seed: The seed of the first run; further runs count from it.
+        progress: Called with a line of text and the fraction done, 0..1.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+        pieces: The numbers of pieces to cut chunks into; 1, 2, 4 and 8 while the program stays small when not given.
+        symmetric: Whether symmetries of the cluster are used.
+
+    Returns:
+        The verified program.
+
+    Raises:
+        Infeasible: The collective is not served, or some rank cannot be reached.
+        SearchTimeout: One plan takes longer than the budget.
+        InvalidInput: A device does not exist, or a number of pieces is < 1.
 
     >>> from stretto import AllGather, MB
     >>> torus = Cluster.preset("torus", nodes=16, alpha_us=0.0, gb_per_s=1.0)
@@ -99,7 +116,7 @@ def _quiet(message: str, fraction: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GreedySearch:
-    """What every run of a synthesis shares."""
+    """The options that all runs of one synthesis share."""
 
     nbytes: float
     seed: int
@@ -109,11 +126,25 @@ class GreedySearch:
     tell: Progress
 
     def run(self, program: Program, cluster: Cluster) -> Timeline:
-        """What the simulator says."""
+        """The simulated timeline of a program."""
         return simulate(program, cluster, nbytes=self.nbytes, contention="fifo", alpha=self.alpha)
 
     def program(self, collective: Collective, cluster: Cluster, deadline: float, *, backwards: str = "") -> Program:
-        """The best program for a collective that only copies, or for the kind that is its inverse."""
+        """The best program for a collective that only copies, or for its inverse.
+
+        Args:
+            collective: The collective that only copies.
+            cluster: The cluster that the result runs on.
+            deadline: The time (of `time.monotonic`) at which to end.
+            backwards: The kind of the inverse to make ("reduce_scatter", "reduce"), or empty for the collective itself.
+
+        Returns:
+            The verified program.
+
+        Raises:
+            Infeasible: No hop joins two of the ranks, or some rank cannot be reached.
+            SearchTimeout: One plan takes longer than the time that is left.
+        """
         hops = Hops.of(reversed_cluster(cluster) if backwards else cluster, devices=collective.ranks)
         if not hops.num_hops:
             raise Infeasible(f"greedy: no hop of {cluster.name} joins two of the ranks")
@@ -126,10 +157,10 @@ class GreedySearch:
             began = time.monotonic()
             left = deadline - began
             if best and left < 3 * took:
-                break  # twice as many chunks take more than twice as long
+                break  # Twice as many chunks take more than twice as long to plan.
             finer = collective if count == 1 else like(collective, chunks=collective.chunks * count)
             until = began + 0.6 * left / (len(cuts) - at)
-            # The rest is for turning the plan into a program, proving and timing it.
+            # The rest of the time is for turning the plan into a program, proving and simulating it.
             plans = _plans(LocalDemand.of(finer, view, self.nbytes), ways, self.seed, until, began + PLANNING * left)
             if not plans:
                 break
@@ -146,7 +177,16 @@ class GreedySearch:
         return best[1]
 
     def all_reduce(self, collective: Collective, cluster: Cluster, deadline: float) -> Program:
-        """All-reduce from a reduce-scatter and an all-gather, one after the other or overlapped."""
+        """All-reduce from a reduce-scatter and an all-gather, one after the other or overlapped.
+
+        Args:
+            collective: The all-reduce.
+            cluster: The cluster.
+            deadline: The time (of `time.monotonic`) at which to end.
+
+        Returns:
+            The verified program.
+        """
         gather = like(collective, kind="all_gather", chunks=max(1, collective.num_chunks // collective.num_ranks))
         now = time.monotonic()
         spread = self.program(gather, cluster, now + (deadline - now) / 2)
@@ -174,19 +214,31 @@ def _cuts(collective: Collective, pieces: Sequence[int] | None) -> Iterator[int]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalDemand:
-    """Who holds what, and who wants it, as the local devices of a quotient see it."""
+    """The chunks that the local devices of a quotient hold and want, numbered relative to each device."""
 
     nbytes: Floats
     kind: NDArray[np.int32]
     held: Ints
     goal: NDArray[np.int32]
-    """Per chunk the only rank that wants it; empty where all want all."""
+    """The only rank that wants each chunk; empty where all ranks want all chunks."""
     there: NDArray[np.int32]
     back: NDArray[np.int32]
 
     @classmethod
     def of(cls, collective: Collective, view: Quotient, nbytes: float) -> LocalDemand:
-        """The demand of a collective that copies: everything to all, or each chunk to one rank."""
+        """The demand of a collective that copies: all chunks to all ranks, or each chunk to one rank.
+
+        Args:
+            collective: The collective.
+            view: The network up to symmetry.
+            nbytes: The size in bytes, > 0.
+
+        Returns:
+            The demand of the local devices.
+
+        Raises:
+            Infeasible: Some chunks are wanted by several but not all ranks, or there are too many chunks.
+        """
         chunks, ranks = collective.num_chunks, collective.num_ranks
         holder = np.repeat(np.arange(ranks), np.diff(collective.in_ptr))
         wanter = np.repeat(np.arange(ranks), np.diff(collective.out_ptr))
@@ -229,16 +281,16 @@ def _translated(collective: Collective, view: Quotient, by: int, sign: int = 1) 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GreedyOptions:
-    """One way to decide: which hops, and by which rules."""
+    """A set of rules for a greedy run: the hops that it may use, and how it decides."""
 
     view: Quotient
     blocking: bool
-    """Plan as if the link were taken for alpha, too; what arrives a little later is then chosen from as well."""
+    """Whether to plan as if alpha occupied the link, too; chunks that arrive a little later are then considered."""
     mirrored: bool
     once: bool
-    """Each chunk comes into a region once."""
+    """Whether each chunk may come into a region only once."""
     patient: bool
-    """A slow link stays idle when the faster ones will bring everything sooner."""
+    """Whether a slow link stays idle when the faster links will bring everything sooner."""
 
 
 def _ways(view: Quotient, *, blocking: bool, mirrored: bool) -> list[GreedyOptions]:
@@ -254,7 +306,7 @@ def _ways(view: Quotient, *, blocking: bool, mirrored: bool) -> list[GreedyOptio
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HopSchedule:
-    """When which hop carries which chunk (as the receiver names it)."""
+    """A schedule: when each hop carries which chunk, by the receiver's numbering of chunks."""
 
     way: GreedyOptions
     start_us: Floats
@@ -264,13 +316,14 @@ class HopSchedule:
 
     @property
     def end_us(self) -> float:
-        """When the last chunk arrives."""
+        """The time at which the last chunk arrives, in microseconds."""
         return float(self.arrive_us.max(initial=0.0))
 
 
 def _plans(demand: LocalDemand, ways: list[GreedyOptions], seed: int, until: float, last: float) -> list[HopSchedule]:
-    """Plans made in every way and with several seeds, the shortest first; none is begun after `until`, and one that is
-    not done at `last` is given up, so that there may be none.
+    """Plans by every set of rules and with several seeds, the shortest first.
+
+    No plan is begun after `until`, and a plan that is not done at `last` is given up, so that there may be none.
     """
     usual = float(demand.nbytes.mean())
     far = {id(way.view): way.view.distances(usual) if len(demand.goal) else np.zeros(0) for way in ways}
@@ -305,7 +358,10 @@ def _plan(demand: LocalDemand, way: GreedyOptions, distance: Floats, seed: int, 
 
 
 def _without_shared(view: Quotient) -> Quotient | None:
-    """Without local hops over links that foreign chunks come in or go out by, where the others still join all."""
+    """The quotient without local hops over links that chunks use to cross between regions.
+
+    None where there are no such hops, or where the others do not connect each region.
+    """
     foreign = np.zeros(len(view.rate), np.bool_)
     lengths = np.diff(view.link_ptr)
     foreign[view.link[np.repeat(view.crosses, lengths)]] = True
@@ -323,7 +379,7 @@ def _without_shared(view: Quotient) -> Quotient | None:
 
 
 def _without_slowest(view: Quotient) -> Quotient | None:
-    """Without the slowest hops, where the others still join all."""
+    """The quotient without its slowest hops, or None where the others do not connect all devices."""
     rate = np.minimum.reduceat(view.rate[view.link], view.link_ptr[:-1])
     slow = rate < rate.min() * (1 + 1e-9)
     kept = view.keep(~slow)
@@ -331,7 +387,7 @@ def _without_slowest(view: Quotient) -> Quotient | None:
 
 
 def _counting_us(demand: LocalDemand, way: GreedyOptions) -> float:
-    """When the links into each device could at the earliest have brought all it lacks, were they never idle."""
+    """The earliest time at which links that are never idle could have brought each device all chunks that it lacks."""
     if len(demand.goal):
         return 0.0
     view, size = way.view, float(demand.nbytes.min(initial=np.inf))
@@ -350,7 +406,8 @@ def _counting_us(demand: LocalDemand, way: GreedyOptions) -> float:
 def _program(
     name: str, plan: HopSchedule, collective: Collective, hops: Hops, cluster: Cluster, backwards: str = ""
 ) -> Program:
-    """The plan with all copies of each transfer, in order of start; backwards it is its mirror image, with sums."""
+    """The program of a plan with all copies of each transfer, in order of start; backwards its mirror image, which
+    reduces."""
     view = plan.way.view
     start, arrive = plan.start_us, plan.arrive_us
     if backwards:
@@ -358,7 +415,7 @@ def _program(
     order = np.argsort(start, kind="stable")
     hop = plan.hop[order]
     src, dst = (all_ends.reshape(-1, view.copies)[hop] for all_ends in view.ends())
-    # The receiver's own place on the torus is what its name for the chunk is relative to.
+    # A chunk is numbered relative to its receiver's position on the torus.
     moved = np.stack([_translated(collective, view, t) for t in range(view.copies)], axis=1)
     chunk = moved[plan.chunk[order][:, None], dst // view.local]
     begin, end = (dst.ravel(), src.ravel()) if backwards else (src.ravel(), dst.ravel())
@@ -389,7 +446,7 @@ def _shares_links(view: Quotient) -> bool:
 def _routes(
     src: Ints, dst: Ints, ranks: tuple[int, ...], hops: Hops, cluster: Cluster
 ) -> tuple[NDArray[np.int32] | None, tuple[tuple[int, ...], ...]]:
-    """The routes of transfers, where they are not the cluster's own; hops of the reversed cluster are turned."""
+    """The routes of transfers, where they are not the cluster's own; hops of the reversed cluster are reversed."""
     device, count = np.array(ranks, np.int64), cluster.num_devices
     turned = hops.cluster is not cluster
     begins, ends = (hops.dst, hops.src) if turned else (hops.src, hops.dst)

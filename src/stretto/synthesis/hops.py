@@ -1,4 +1,4 @@
-"""The network as a synthesiser sees it: hops from device to device, and the physical links that hops share."""
+"""The network as synthesisers see it: hops from device to device, and the physical links that hops share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ MAX_HOPS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Hops:
-    """Hop h goes from device ``src[h]`` to ``dst[h]`` over the physical links ``link[link_ptr[h]:link_ptr[h+1]]``
-    without passing another device. Alone it takes ``alpha_us[h] + bytes / (gb_per_s[h] * 1e3)``; hops that share a
-    physical link (a switch port, a NIC) share its rate. Devices are numbered as in the cluster.
+    """The direct hops between devices, in arrays.
+
+    Hop h goes from device ``src[h]`` to ``dst[h]`` over the physical links ``link[link_ptr[h]:link_ptr[h+1]]`` without
+    passing another device. Alone it takes ``alpha_us[h] + bytes / (gb_per_s[h] * 1e3)``; hops that share a physical
+    link (a switch port, a NIC) share its rate. Devices are numbered as in the cluster.
     """
 
     cluster: Cluster
@@ -37,7 +39,18 @@ class Hops:
     def of(
         cls, cluster: Cluster, *, devices: Sequence[int] | None = None, channels: Iterable[str] | None = None
     ) -> Hops:
-        """Every direct hop between the given devices (default: all), over its shortest and widest route.
+        """Every direct hop between devices, over its shortest and widest route.
+
+        Args:
+            cluster: The cluster.
+            devices: The devices; all when not given.
+            channels: The channels whose links may be used; all when not given.
+
+        Returns:
+            The hops.
+
+        Raises:
+            Infeasible: There are too many pairs of devices.
 
         >>> ring = Hops.of(Cluster.preset("ring", nodes=4))
         >>> len(ring.src), ring.route(0)
@@ -76,25 +89,33 @@ class Hops:
 
     @property
     def num_hops(self) -> int:
-        """How many hops there are."""
+        """The number of hops."""
         return len(self.src)
 
     def route(self, hop: int) -> tuple[int, ...]:
-        """The physical links of a hop."""
+        """The physical links of a hop, in order."""
         return tuple(self.link[self.link_ptr[hop] : self.link_ptr[hop + 1]].tolist())
 
     @cached_property
     def between(self) -> dict[tuple[int, int], int]:
-        """The hop from one device to another."""
+        """The hop from one device to another, by (source, destination)."""
         return {(a, b): h for h, (a, b) in enumerate(zip(self.src.tolist(), self.dst.tolist(), strict=True))}
 
     def hop_us(self, nbytes: float) -> NDArray[np.float64]:
-        """How long a message of this size takes over each hop, alone."""
+        """The time in microseconds of a message of `nbytes` over each hop, without contention."""
         return self.alpha_us + nbytes / (self.gb_per_s * 1e3)
 
 
 def joins_all(src: NDArray[np.integer[Any]], dst: NDArray[np.integer[Any]], count: int) -> bool:
-    """Whether these hops lead from every one of so many devices to every other one.
+    """Whether hops lead, directly or by relaying, from every device to every other one.
+
+    Args:
+        src: The device that each hop starts at, 0..count-1.
+        dst: The device that it leads to.
+        count: How many devices there are.
+
+    Returns:
+        True if the hops strongly connect all devices.
 
     >>> ring = Hops.of(Cluster.preset("ring", nodes=4))
     >>> joins_all(ring.src, ring.dst, 4), joins_all(ring.src[:-2], ring.dst[:-2], 4)

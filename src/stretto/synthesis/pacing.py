@@ -1,4 +1,4 @@
-"""Keeping to a plan: what a rank receives tells it the time."""
+"""Keeping to a plan's times: a rank waits for arrivals that the plan has before a send."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ Floats = NDArray[np.float64]
 
 
 def paced(program: Program, start_us: ArrayLike, arrive_us: ArrayLike, *, sends: bool = False) -> Program:
-    """The program in which each transfer also waits for what its rank should last have received (and delivered).
+    """Let each transfer also wait for the last transfer that its rank should have received (or delivered) before it.
 
-    A link serves whoever asks first, so what a rank holds early would overtake what the plan sends first. Transfers
-    must be in order of planned start. A rank knows by itself what it waits for: nobody else has to tell it the time.
-    What it received is known to a lowered program too; what it delivered (`sends`) is not.
+    A link serves whichever transfer asks first, so data that a rank holds early would overtake data that the plan sends
+    first. A rank knows by itself what it has received, so no other rank has to tell it the time.
+
+    Args:
+        program: The program; its transfers are in order of planned start.
+        start_us: The planned start of each transfer.
+        arrive_us: The planned arrival of each transfer.
+        sends: Whether to wait for deliveries, too; these waits are lost when the program is lowered.
+
+    Returns:
+        The program with more dependencies.
     """
     start_us, arrive_us = np.asarray(start_us, np.float64), np.asarray(arrive_us, np.float64)
     count = program.num_transfers
@@ -45,7 +53,18 @@ def one_then_other(
     name: str, collective: Collective, halves: tuple[Program, Program], timelines: tuple[Timeline, Timeline],
     cluster: Cluster,
 ) -> Program:  # fmt: skip
-    """Two programs as one, the second planned to begin when the first ends (what really waits is finer)."""
+    """Join two programs, the second planned to begin when the first ends; real waits are finer than that.
+
+    Args:
+        name: The name of the result.
+        collective: The collective that both together carry out.
+        halves: The two programs.
+        timelines: The timeline of each.
+        cluster: The cluster that both are routed on.
+
+    Returns:
+        The joined program, paced by the timelines.
+    """
     first, second = halves
     keys = ("src", "dst", "reduce", "lane", "chunk")
     whole = {key: np.concatenate([getattr(p, key) for p in halves]) for key in keys}

@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Quotient:
-    """The hops that leave the devices with t = 0; links that translations take into one another are one link.
+    """The hops that leave the devices with t = 0; links that translations map to one another are one link.
 
     Hop h goes from `src` (a local number) to the device ``dst`` + L * ``by``. `rate` is in bytes per us; a link that
     several translations leave in place serves that many copies of a hop, each at its share of the rate.
@@ -32,9 +32,9 @@ class Quotient:
     dst: NDArray[np.int32]
     by: Ints
     moves: Ints
-    """The translations other than none that hops make."""
+    """The distinct translations that hops make, without the identity."""
     shift: NDArray[np.int32]
-    """Beside the hops: 0, or 1 + where `moves` lists its translation."""
+    """For each hop 0 (no translation), or 1 + the index of its translation in `moves`."""
     link_ptr: Ints
     link: NDArray[np.int32]
     alpha_us: NDArray[np.float64]
@@ -44,18 +44,18 @@ class Quotient:
 
     @property
     def copies(self) -> int:
-        """How many devices each local one stands for."""
+        """The number of devices that each local device stands for."""
         return prod(self.sizes)
 
     def ends(self) -> tuple[Ints, Ints]:
-        """The ranks that each hop and its copies lead from and to: the copies of a hop stand side by side."""
+        """The ranks that each hop and its copies lead from and to; the copies of a hop are consecutive."""
         point = np.arange(self.copies)
         src = self.src[:, None] + self.local * point
         dst = self.dst[:, None] + self.local * translate(point, self.by[:, None], self.sizes)
         return src.ravel(), dst.ravel()
 
     def distances(self, nbytes: float) -> NDArray[np.float64]:
-        """How long the shortest way from each local device to each rank takes, by relaying (flat, rank by rank)."""
+        """The time of the shortest path of hops from each local device to each rank, as a flat array, row by row."""
         count = self.local * self.copies
         starts = self.link_ptr[:-1]
         rate = np.minimum.reduceat(self.rate[self.link], starts)
@@ -68,7 +68,7 @@ class Quotient:
         return np.ascontiguousarray(far[: self.local].ravel())
 
     def keep(self, hops: NDArray[np.bool_]) -> Quotient:
-        """The same with only some hops."""
+        """The quotient with only the hops that `hops` marks."""
         lengths = np.diff(self.link_ptr)
         fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
         fields |= {key: fields[key][hops] for key in ("src", "dst", "by", "shift", "crosses")}
@@ -78,7 +78,17 @@ class Quotient:
 
 
 def quotient(hops: Hops, ranks: tuple[int, ...], *, symmetric: bool = True) -> Quotient:
-    """The finest symmetry that the cluster suggests and the hops have: its dimensions, else a circle of hosts.
+    """Divide the hops by the finest symmetry that the cluster suggests and the hops have.
+
+    The symmetries tried are the cluster's dimensions, and a circle of equal hosts.
+
+    Args:
+        hops: The hops between the ranks' devices.
+        ranks: The device of each rank.
+        symmetric: Whether to look for a symmetry at all.
+
+    Returns:
+        The quotient; without a symmetry all devices are local.
 
     >>> from stretto import Cluster
     >>> q = quotient(Hops.of(Cluster.preset("torus", nodes=16)), tuple(range(16)))
@@ -121,7 +131,7 @@ def quotient(hops: Hops, ranks: tuple[int, ...], *, symmetric: bool = True) -> Q
 
 
 def _regions(hops: Hops, ranks: tuple[int, ...]) -> Ints:
-    """A number for each rank's host; a device without a host is one of its own."""
+    """A number for each rank's host; a device without a host counts as a host of its own."""
     host = hops.cluster.node_host[list(ranks)].astype(np.int64)
     host = np.where(host >= 0, host, hops.cluster.num_nodes + np.arange(len(ranks)))
     return np.unique(host, return_inverse=True)[1].astype(np.int64)
@@ -139,7 +149,7 @@ def _suggested(hops: Hops, ranks: tuple[int, ...], host: Ints) -> list[tuple[int
 
 
 def _link_orbits(hops: Hops, src: Ints, dst: Ints, local: int, sizes: tuple[int, ...]) -> Ints | None:
-    """The orbit of each link under translations, or None where they do not take hops to hops."""
+    """The orbit of each link under translations, or None where translations do not map hops to hops."""
     count = local * prod(sizes)
     table = np.full((count, count), -1, np.int64)
     table[src, dst] = np.arange(len(src))

@@ -1,4 +1,4 @@
-"""From a schedule (who sends what when) to a `Program`."""
+"""Programs from schedules, which say when each transfer starts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,24 @@ def program_from_schedule(
     reduce: ArrayLike = False,
     lane: ArrayLike = 0,
 ) -> Program:
-    """A program whose transfers are ordered by start time; a transfer may use what arrived from earlier ones.
+    """Make a program whose transfers are ordered by start time; a transfer may use what arrived from earlier ones.
 
-    `src` and `dst` are ranks of the collective. `routes` gives the physical links of each transfer; without it the
-    cluster's own routes are used. Times only give the order: what really waits for what is derived, and `simulate`
-    says how long it takes.
+    Times only give the order: dependencies are derived from it, and `simulate` says how long the program takes.
+
+    Args:
+        name: The program's name.
+        collective: The collective that the program is to carry out.
+        cluster: The cluster that `routes` refer to.
+        start_us: The start of each transfer.
+        src: The rank that sends each transfer.
+        dst: The rank that receives it.
+        chunks: The chunks of each transfer: a list per transfer, or one number each as an array.
+        routes: The physical links of each transfer; the cluster's own routes when not given.
+        reduce: Whether the receiver adds the chunks to its own; one truth value for all, or one per transfer.
+        lane: The connection of each transfer; one number for all, or one per transfer.
+
+    Returns:
+        The program, not verified yet.
     """
     times = np.asarray(start_us, np.float64)
     order = np.argsort(times, kind="stable")
