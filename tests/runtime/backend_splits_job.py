@@ -171,16 +171,23 @@ def wrong_pairs() -> Any:
 
 
 def mixed() -> Any:
-    """One rank with splits, the others without, all pieces equal: the right result, or an error that names both."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Splits on some ranks, none on others, whose pieces are then equal; also none at all, and messages of slices."""
+    rank, world, draw = dist.get_rank(), dist.get_world_size(), random.Random(9)
     group = dist.new_group(list(range(world)), timeout=timedelta(seconds=60))
-    x, y = torch.arange(2 * world) + 100 * rank, torch.zeros(2 * world, dtype=torch.int64)
-    splits = [2] * world if rank == 1 else None
-    try:
-        dist.all_to_all_single(y, x, splits, splits, group=group)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return y.tolist()
+    found = []
+    for rows in (2, 0, 1, 65536, 0, 300_000, 7):
+        without = draw.sample(range(world), draw.randint(1, world - 1))
+        others = [[draw.choice([0, 1, 90, 70_000]) for _ in range(world)] for _ in range(world)]
+        matrix = [[rows if p in without or q in without else others[p][q] for q in range(world)] for p in range(world)]
+        gives, takes = matrix[rank], [row[rank] for row in matrix]
+        given = torch.cat([piece(count, (), torch.uint8, rank, q) for q, count in enumerate(gives)])
+        taken = torch.zeros(sum(takes), dtype=torch.uint8)
+        equal = rank in without
+        dist.all_to_all_single(taken, given, None if equal else takes, None if equal else gives, group=group)
+        wanted = torch.cat([piece(count, (), torch.uint8, p, rank) for p, count in enumerate(takes)])
+        assert torch.equal(taken, wanted), f"{without} {matrix}"
+        found.append(taken)
+    return digest(found)
 
 
 SCENARIOS = (generated, several_under_way, forms, refused, wrong_pairs, mixed)

@@ -77,6 +77,5 @@ def test_each_reason_to_delegate_is_logged_once(outcomes: Outcomes, folder: Path
     lines = [line for line in (folder / "log-0").read_text().splitlines() if ":stretto.torch:" in line]
     assert len(lines) == len(set(lines))
     assert any("all_reduce goes to gloo: no band of torch.float32" in line for line in lines)
-    exchanges = {line.rpartition("all_to_all goes to gloo: ")[2] for line in lines if "all_to_all goes" in line}
-    assert exchanges == {"an empty tensor"}, "not those with splits"
+    assert not any("all_to_all goes" in line for line in lines), "neither empty ones nor those with splits"
     assert any("send goes to gloo" in line for line in lines)

@@ -37,12 +37,21 @@ def test_exchanges_keep_the_order_of_the_plan(outcomes: Outcomes) -> None:
 
 def test_splits_that_were_not_recorded_are_carried_out_or_go_in_plain_order(outcomes: Outcomes) -> None:
     for found in outcomes["recorded_without"]:
-        assert found["segment:parts=4"] == {"right": [True] * 10, "fell_back": ""}
-        assert found["hierarchical:local=2"]["right"] == [True] * 10
+        for carrier in ("executor", "gloo"):
+            assert found[f"segment:parts=4 {carrier}"] == {"right": [True] * 10, "fell_back": ""}
+        assert found["hierarchical:local=2 auto"]["right"] == [True] * 10
 
 
 def test_calls_of_some_ranks_that_the_others_do_not_see_leave_the_plan_as_it_is(outcomes: Outcomes) -> None:
     assert outcomes["some_ranks_more"] == [{"right": True, "fell_back": "", "number": 1}] * 4
+
+
+def test_a_pair_whose_sum_has_another_size_or_that_calls_once_more_leaves_the_plan_as_it_is(outcomes: Outcomes) -> None:
+    assert outcomes["sub_groups_differ"] == [{"right": True, "fell_back": "", "number": 1}] * 4
+
+
+def test_ranks_without_a_part_in_the_step_change_plans_with_the_others(outcomes: Outcomes) -> None:
+    assert outcomes["idle_ranks"] == [{"right": True, "iteration": 12, "number": 2}] * 4
 
 
 def test_a_capture_keeps_the_size_of_every_rank(outcomes: Outcomes) -> None:
@@ -53,3 +62,19 @@ def test_a_capture_keeps_the_size_of_every_rank(outcomes: Outcomes) -> None:
         ["all_to_all", 72.0, True, [24.0, 40.0, 56.0, 72.0]],
     ]
     assert outcomes["recorded"] == [wanted] * 4
+
+
+@pytest.mark.parametrize("carrier", ["executor", "gloo"])
+def test_ranks_that_count_on_different_sizes_are_named_to_all_ranks_and_none_is_called_lost(
+    outcomes: Outcomes, carrier: str
+) -> None:
+    said = [found["said"] for found in outcomes[f"wrong_pair {carrier}"]]
+    for one in said:
+        assert "rank 0 sends 20 bytes to rank 1, which expects 28" in one
+    assert [one.partition(":")[0] for one in said] == ["Mismatched"] * 2 + ["PlanMismatch"] * 2
+
+
+@pytest.mark.parametrize("carrier", ["executor", "gloo"])
+def test_a_report_lists_ops_that_came_with_more_bytes_than_planned(outcomes: Outcomes, carrier: str) -> None:
+    grown = [{"op": "all_to_all.0", "planned_nbytes": 64.0, "nbytes": 320}]
+    assert [found["outgrown"] for found in outcomes[f"wrong_pair {carrier}"]] == [grown] * 4

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ...errors import PlanMismatch
+from ...errors import PlanMismatch, StrettoError
 from ...programs import Lowered, Program
 from ...programs.lower import lower
 from ..executor.executor import DTYPES, Executor, LoadedProgram
@@ -73,6 +73,9 @@ class Carrier(Protocol):
 
 class PendingMaximum(Protocol):
     """A maximum under way."""
+
+    def over(self, timeout_s: float) -> bool:
+        """Whether it has ended, well or not, within a time."""
 
     def wait(self) -> list[int]:
         """The values, once all ranks have given theirs."""
@@ -292,6 +295,11 @@ class _Agreement:
         self._values = np.array(values, np.int64)
         at = self._values.ctypes.data
         self._work = executor.start(handle, at, at, len(values), "int64", "max", timeout_s=timeout_s, keep=self._values)
+
+    def over(self, timeout_s: float) -> bool:
+        with contextlib.suppress(StrettoError):
+            self._work.wait(timeout_s)
+        return self._work.done
 
     def wait(self) -> list[int]:
         self._work.wait()

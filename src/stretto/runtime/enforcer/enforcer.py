@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ...cluster import Cluster
-from ...errors import InvalidInput, PlanMismatch
+from ...errors import InvalidInput, PeerLost, PlanMismatch
 from ...planner.plan import PLAIN, Plan
 from ...workload import Workload
+from ..executor.executor import ProgramMismatch
 from ..executor.forks import Home, check_world
 from ..torch_backend.buffers import CollectiveCall, lay_out
 from ..torch_backend.current import Current
@@ -33,7 +34,7 @@ from .carriers import chosen, make, refusal
 from .fast_path import whole_of
 from .measured import MeasuredWindow
 from .nccl import NcclCarrier
-from .planned_work import PlannedWork, SubmittedOp, never
+from .planned_work import STALLED_S, PlannedWork, SubmittedOp, never
 from .plans import Plans
 from .prepared import CompiledOp, ExpectedOps, PreparedPlan
 from .queued import StreamWork, SubmittedOnStream
@@ -82,7 +83,7 @@ class Enforcer:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._home = Home(f"rank {self._rank}")
         self._every = every
-        self._sequencer = Sequencer()
+        self._sequencer = Sequencer(self._tell_failure)
         self._announcements = Announcements(self._rank)
         self._job = world.engine.job
         made = make(
@@ -104,6 +105,8 @@ class Enforcer:
         self._marked = False
         self._position = 0
         self._iteration = 0
+        self._round = 0
+        """The iteration as the active plan counts: one in which nothing of the step was called here does not count."""
         self._strays: dict[tuple[int, ...], list[str]] = {}
         self._before = 0
         """Calls that are not of the step, by their ranks; and the iteration before which they came."""
@@ -112,6 +115,8 @@ class Enforcer:
         self.compares = False
         """Whether each plan is set aside for some iterations, to measure what it is compared with; on all ranks."""
         self._trial: PlainTrial | None = None
+        self._told: Exception | None = None
+        """The failure that other ranks have been told of."""
         Current.enforcer = self
 
     @property
@@ -159,6 +164,7 @@ class Enforcer:
             iteration=self._iteration,
             fell_back=plans.fell_back,
             resting=resting.plan.number if resting is not None else 0,
+            outgrown=active.outgrown if active is not None else (),
             **self._measured.figures(active.expected.workload.ops if active is not None else ()),
         )
 
@@ -203,6 +209,7 @@ class Enforcer:
                 if not self._position and self._empty < PATIENCE:
                     # Nothing of the step at all: a batch that was skipped, or another kind of step, in plain order.
                     self._empty += 1
+                    self._boundary(empty=True)
                     return
                 missing = active.expected.ops[self._position][1].name
                 self._fall_back(f"the iteration ends without {missing}")
@@ -224,10 +231,10 @@ class Enforcer:
         if found is None:
             return self._carefully(group, tensors, plain)
         active, instance = found
-        side = self._trial.side(instance.iteration) if self._trial is not None else None
+        side = self._trial.side(self._iteration) if self._trial is not None else None
         if side is not None or (active.plan.name == PLAIN and OwnBackend.runs):
-            # Without the plan, or plain order is what the job's own backend does: the call only keeps its place.
-            self._sequencer.submit(instance, SubmittedOp(self, self._carrier, instance, None, None, call, never))
+            # Without the plan, or plain order is what the job's own backend does.
+            self._submit_nothing(instance, call)
             return None if side is None or not group.alone else plain(own=side == "own")
         engine = group.engine
         number = instance.planned.number
@@ -268,8 +275,7 @@ class Enforcer:
         """A call of several in one, which the backend runs as usual: only its place in the order counts."""
         found = self._expect(group, call)
         if found is not None:
-            _, instance = found
-            self._sequencer.submit(instance, SubmittedOp(self, self._carrier, instance, None, None, call, never))
+            self._submit_nothing(found[1], call)
 
     def _expect(self, group: Any, call: CollectiveCall) -> tuple[PreparedPlan, QueuedOp] | None:
         """The op of the plan that a call is; None in plain order, and from a call on that is not what was expected."""
@@ -285,7 +291,7 @@ class Enforcer:
                 if self._plans.active is None and resting is not None:
                     resting.call(call, ranks, marked=self._marked)
                     self._plans.see_return(resting)
-            elif not self._marked and self._position == len(self._plans.active.expected):
+            elif self._counts_up(self._plans.active.expected, call, ranks):
                 self._boundary()
                 if self._plans.active is None:
                     self._count(call, ranks)
@@ -295,24 +301,36 @@ class Enforcer:
             wrong = active.expected.refusal(self._position, call, ranks)
             if wrong:
                 between = self._position in (0, len(active.expected))
-                if not between and self._gpu is None and active.expected.knows_nothing_of(ranks):
+                if not between and self._gpu is None and len(ranks) < self._size:
                     # Ranks outside of this group do not see the call: leaving the plan here would part the ranks.
                     self._strays.pop(ranks, None)
+                    if active.expected.differs_in_size(self._position, call, ranks):
+                        self._submit_nothing(self._next_instance(active), call)
                 elif not between or too_many(sum(map(len, self._strays.values())), active.expected):
                     self._fall_back(wrong)
                 else:
                     self._stray(active, call, ranks)
                 return None
             self._empty = 0
-            number = active.expected.ops[self._position][0]
-            self._position += 1
-            return active, active.instance(self._iteration, number)
+            instance = self._next_instance(active)
+            active.measure(instance.planned.number, call)
+            return active, instance
+
+    def _next_instance(self, active: PreparedPlan) -> QueuedOp:
+        """The op that comes next, which is submitted now."""
+        number = active.expected.ops[self._position][0]
+        self._position += 1
+        return active.instance(self._round, number)
+
+    def _submit_nothing(self, instance: QueuedOp, call: CollectiveCall) -> None:
+        """An op that runs in plain order only keeps its place in the plan's."""
+        self._sequencer.submit(instance, SubmittedOp(self, self._carrier, instance, None, None, call, never))
 
     # Calls that are not of the step.
 
     def _stray(self, active: PreparedPlan, call: CollectiveCall, ranks: tuple[int, ...]) -> None:
         """A call between two iterations (an evaluation's, say) runs in plain order, and the plan goes on after it."""
-        upcoming = self._iteration + (self._position > 0)
+        upcoming = self._round + (self._position > 0)
         if upcoming != self._before:
             self._before, self._strays = upcoming, {}
         seen = self._strays.setdefault(ranks, [])
@@ -357,10 +375,10 @@ class Enforcer:
         with self._flow:
             active = self._plans.active_as(number) is not None
             ended = self._announcements.ended(number, stay)
-            for before in sorted({self._before, self._iteration} if active else ()):
+            for before in sorted({self._before, self._round} if active else ()):
                 seen = self._strays if before == self._before else {}
                 # Who is inside an iteration has gone past the calls before it.
-                past = self._iteration >= before and self._position > 0
+                past = self._round >= before and self._position > 0
                 for stray in self._announcements.strays(number, before):
                     ended = ended or stray.contradicts(before, self._rank, seen, past=past)
             if ended:
@@ -373,9 +391,11 @@ class Enforcer:
     def _count(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
         """Follow the application in plain order, to know where an iteration ends."""
         expected = self._expected
-        if expected is None or self._marked:
+        if expected is None or self._marked or not expected.countable:
             return
         if self._position == len(expected):
+            if not self._counts_up(expected, call, ranks):
+                return
             self._boundary()
             if self._plans.active is not None:
                 return
@@ -386,38 +406,61 @@ class Enforcer:
                 return
         self._position += 1
 
-    def _boundary(self) -> None:
-        """Between two iterations, and the only place where plans change."""
+    def _counts_up(self, expected: ExpectedOps, call: CollectiveCall, ranks: Sequence[int]) -> bool:
+        """Whether a call begins the next iteration, where iterations are counted by calls.
+
+        Not every call behind the last comm-op does: some ranks may have an evaluation's there, and others not, and
+        `stretto.step` may still mark the end of the first iteration.
+        """
+        over = self._position == len(expected) and expected.countable
+        return over and not self._marked and expected.begins(call, ranks)
+
+    def _boundary(self, *, empty: bool = False) -> None:
+        """Between two iterations, and the only place where plans change.
+
+        One that was `empty` here may not have been so on other ranks: all of them agree on plans after it.
+        """
         trial = self._trial
         side = trial.side(self._iteration) if trial is not None else None
-        counts = bool(self._iteration) and (trial is None or trial.counts(self._iteration))
+        counts = bool(self._iteration) and not empty and (trial is None or trial.counts(self._iteration))
         self._measured.boundary(side, counts=counts)
         self._position = 0
         self._iteration += 1
+        self._round += not empty
         old = self._plans.active
         if self._agreement is not None:
             pending, self._agreement = self._agreement, None
+            while not pending.over(STALLED_S):
+                self._check_ended()
             if self._plans.elect(pending.wait()):
                 self._change(old)
                 old = None
-        if old is not None:
-            self._sequencer.add(old.open(self._iteration))
-            old.forget(self._iteration - 2)
+        if old is not None and not empty:
+            self._sequencer.add(old.open(self._round))
+            old.forget(self._round - 2)
         if self._iteration % self._every == 0:
             self._agreement = self._carrier.agree(self._plans.offer())
+
+    def _check_ended(self) -> None:
+        """Raise `PlanMismatch` where another rank has said that nothing goes on."""
+        for plan in (self._plans.active, self._plans.resting.plan if self._plans.resting is not None else None):
+            why = "" if plan is None else self._announcements.ended(plan.number, self._plans.stay(plan.number))
+            if why:
+                raise PlanMismatch(why)
 
     def _change(self, old: PreparedPlan | None) -> None:
         """All ranks have agreed: from here on another plan is active."""
         if old is not None:
-            self._run_out(old, (self._iteration, 0))
+            self._run_out(old, (self._round, 0))
             self._carrier.unload(old.number)
         new = self._plans.active
+        self._round = self._iteration
         self._strays, self._empty = {}, 0
         self._measured.changed(planned=new is not None)
         compares = self.compares and new is not None and new.plan.name != PLAIN
         self._trial = PlainTrial(self._iteration) if compares else None
         if new is not None:
-            self._sequencer.add(new.begin(self._iteration))
+            self._sequencer.add(new.begin(self._round))
             if self._rank == 0:
                 log.info("plan %d (%s) is active from iteration %d on", new.number, new.hash, self._iteration)
 
@@ -441,7 +484,7 @@ class Enforcer:
         if place is None:
             at = self._position
             number = active.expected.ops[at][0] if at < len(active.expected) else len(active.expected.workload.ops)
-            place = (self._iteration, number)
+            place = (self._round, number)
         why = f"iteration {self._iteration}: {why}"
         log.warning("rank %d leaves plan %d in %s", self._rank, active.number, why)
         self._plans.leave(why, mine=mine)
@@ -498,10 +541,20 @@ class Enforcer:
         stay = self._plans.stay(instance.plan)
         return self._announcements.hopeless(instance.plan, stay, instance.place, instance.planned.op.name)
 
+    def _tell_failure(self, instance: QueuedOp, error: Exception) -> None:
+        """Tell ranks that wait elsewhere why this one goes no further; of lost ranks they hear by themselves."""
+        if isinstance(error, PeerLost) or error is self._told:
+            return
+        self._told = error
+        # The store may be gone with a rank.
+        with contextlib.suppress(Exception):
+            why = str(error) if isinstance(error, PlanMismatch) else f"{instance.planned.op.name} failed: {error}"
+            self._announcements.end(instance.plan, self._plans.stay(instance.plan), why)
+
     def explain(self, instance: QueuedOp, error: Exception) -> Exception:
         """What lies behind an error: a rank that has found out that ranks went different ways leaves, and says so."""
         why = ""
-        if not isinstance(error, PlanMismatch):
+        if not isinstance(error, PlanMismatch | ProgramMismatch):
             # The store may be gone with the rank.
             with contextlib.suppress(Exception):
                 why = self._announcements.ended(instance.plan, self._plans.stay(instance.plan))
@@ -510,5 +563,5 @@ class Enforcer:
     def _here(self, active: PreparedPlan) -> Place:
         """The next comm-op that the application has to submit."""
         if self._position < len(active.expected):
-            return self._iteration, active.expected.ops[self._position][0]
-        return self._iteration + 1, 0
+            return self._round, active.expected.ops[self._position][0]
+        return self._round + 1, 0

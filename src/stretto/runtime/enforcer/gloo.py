@@ -20,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ...errors import PeerLost
 from ...planner.algebra.motif import Motif
+from ..executor.executor import ProgramMismatch
 from ..torch_backend.engine import channels_of
 from ..torch_backend.meeting import CUT_OFF
 from ..torch_backend.roll_call import GlooRollCall
@@ -27,7 +28,7 @@ from .calls import run
 from .carrier import Ended, LoadedMotif, PendingMaximum
 from .memory import RowLayout, StagedBuffers
 from .parts import RankMotif
-from .pieces import MotifBinding
+from .pieces import MotifBinding, PeerRanges
 from .sequencer import ActiveMotif, QueuedMotif
 
 Gloo: Any = dist.ProcessGroupGloo
@@ -35,6 +36,7 @@ Gloo: Any = dist.ProcessGroupGloo
 NOTHING = torch.empty(0, dtype=torch.uint8)
 LOST_SIGNS = (*CUT_OFF, "Timed out")
 """Parts of gloo's messages where the other side of a connection has ended, or does not answer."""
+PAUSE_S = 0.0005
 Explain = Callable[[Exception], Exception]
 """An error with the name of the rank that is gone, where that is known."""
 
@@ -137,6 +139,9 @@ class GlooCarrier:
             error: Exception | None = None
             try:
                 me = loaded.leaf.ranks.index(self._rank)
+                exchange = loaded.layout.task.exchange
+                if exchange is not None and exchange.data_dependent:
+                    compare_sizes(loaded.lane.group, loaded.leaf.ranks, exchange)
                 run(loaded.lane.group, loaded.leaf, me, staged, op, nothing=NOTHING, in_place=False)
             except Exception as wrong:
                 error = self.explained(wrong)
@@ -199,6 +204,24 @@ def communicator(store: Any, rank: int, size: int, interface: str, timeout: time
     return Gloo(store, rank, size, options)
 
 
+def compare_sizes(group: Any, ranks: Sequence[int], exchange: PeerRanges) -> None:
+    """Raise `ProgramMismatch` on all ranks where two count on different sizes for what one of them sends to the other.
+
+    gloo itself would end the receiver's process where it gets more than it expects, and say nothing where it gets less.
+    """
+    mine = torch.tensor([exchange.splits], dtype=torch.int64)
+    everyone = torch.empty((len(ranks), *mine.shape[1:]), dtype=torch.int64)
+    group._allgather_base(everyone, mine, c10d.AllgatherOptions()).wait()
+    sent, expected = everyone[:, 0], everyone[:, 1].T
+    wrong = (sent != expected).nonzero().tolist()
+    if wrong:
+        source, target = wrong[0]
+        raise ProgramMismatch(
+            f"all_to_all with splits: rank {ranks[source]} sends {int(sent[source, target])} bytes to rank "
+            f"{ranks[target]}, which expects {int(expected[source, target])}"
+        )
+
+
 class GlooMaximum:
     """A maximum that gloo finds."""
 
@@ -208,6 +231,16 @@ class GlooMaximum:
         options: Any = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         self._work = group.allreduce([self._values], options)
+
+    def over(self, timeout_s: float) -> bool:
+        """Whether it has ended, well or not, within a time."""
+        deadline = time.monotonic() + timeout_s
+        # Not a wait with a limit: gloo would give the call up.
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(PAUSE_S)
+        return True
 
     def wait(self) -> list[int]:
         """The values, once all ranks have given theirs."""

@@ -50,6 +50,8 @@ class PeerRanges:
 
     gives: tuple[Span, ...]
     takes: tuple[Span, ...]
+    data_dependent: bool
+    """Whether sizes were recorded as following the data; the same on all ranks."""
 
     @property
     def splits(self) -> tuple[list[int], list[int]]:

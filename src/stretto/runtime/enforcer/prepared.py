@@ -9,9 +9,11 @@ from ...cluster import Cluster
 from ...planner.plan import Plan
 from ...workload import Op, Workload
 from ..torch_backend.buffers import CollectiveCall
+from ..torch_backend.selection import STRAIGHT
 from .carrier import Carrier, ExecutorMotif, LoadedMotif
 from .parts import RankPlan, share_of
 from .pieces import OpBinding, Programs, tasks_of
+from .report import OutgrownOp
 from .sequencer import QueuedMotif, QueuedOp
 from .splits import carries_splits, split_tasks
 
@@ -41,7 +43,6 @@ class ExpectedOps:
         """Positions of all-to-alls that a plan can carry out with equal pieces only."""
         self.digest = workload.digest
         self.workload = workload
-        self._groups = {group for op in workload.ops if op.is_comm for group in workload.groups_of(op)}
         self.ops: list[tuple[int, Op, tuple[int, ...]]] = []
         self._usual: list[tuple[str, int, tuple[int, ...]]] = []
         """What a call mostly is, to compare with at once."""
@@ -51,12 +52,22 @@ class ExpectedOps:
                 self.ops.append((number, op, group))
                 self._usual.append(("" if op.kind in ROOTED else op.kind, int(op.nbytes), group))
 
+        self.countable = frozenset(range(workload.num_ranks)) == frozenset(
+            rank for op in workload.ops if op.is_comm and op.kind != "send" for rank in workload.ranks_of(op)
+        )
+        """Whether iterations can be counted by calls: every rank of the job has some in each. The same on all ranks."""
+
     def __len__(self) -> int:
         return len(self.ops)
 
-    def knows_nothing_of(self, ranks: tuple[int, ...]) -> bool:
-        """Whether these are some of the job's ranks, and do nothing together in the step."""
-        return len(ranks) < self.workload.num_ranks and ranks not in self._groups
+    def begins(self, call: CollectiveCall, ranks: Sequence[int]) -> bool:
+        """Whether a call is the first of an iteration."""
+        return not self.refusal(0, call, ranks)
+
+    def differs_in_size(self, at: int, call: CollectiveCall, ranks: Sequence[int]) -> bool:
+        """Whether a call that is refused is what comes next but for its size."""
+        _, op, group = self.ops[at]
+        return call.op == op.kind and tuple(ranks) == group and (op.kind not in ROOTED or call.root == op.root)
 
     def refusal(self, at: int, call: CollectiveCall, ranks: Sequence[int]) -> str:
         """How a call differs from what comes next; empty where it does not."""
@@ -105,6 +116,8 @@ class PreparedPlan:
         self._first = 0
         self._next = 0
         self._instances: dict[tuple[int, int], QueuedOp] = {}
+        self._largest: dict[int, int] = {}
+        """The most bytes that an op was called with, of ops that the plan was made for less of."""
         for number_, op, group in self.expected.ops:
             if number_ in self._splits:
                 self.bound_splits(number_, (0,) * len(group), (0,) * len(group))
@@ -122,9 +135,29 @@ class PreparedPlan:
             found = self._bound[key] = self._loaded(op, tasks)
         return found
 
+    def measure(self, op: int, call: CollectiveCall) -> None:
+        """Keep the size of a call of an op, where it is the largest so far and more than was planned."""
+        planned = self.share.ops[op]
+        nbytes = _nbytes(call, len(planned.whole.ranks))
+        if nbytes > planned.op.nbytes and nbytes > self._largest.get(op, 0):
+            self._largest[op] = nbytes
+
+    @property
+    def outgrown(self) -> tuple[OutgrownOp, ...]:
+        """Ops that have come with more bytes than the plan was made for."""
+        return tuple(
+            OutgrownOp(op=self.share.ops[op].op.name, planned_nbytes=self.share.ops[op].op.nbytes, nbytes=nbytes)
+            for op, nbytes in sorted(self._largest.copy().items())
+        )
+
     def may_split(self, op: int) -> bool:
-        """Whether some rank may give splits for an op: then it is carried out for pieces of any sizes on all ranks."""
-        return op in self._splits and self.share.ops[op].op.at_most
+        """Whether an op is carried out for pieces of any sizes on all ranks, since some rank may give splits.
+
+        Where none were recorded, that is only done where it costs nothing: no algorithm of the plan's is given up.
+        """
+        planned = self.share.ops[op]
+        straight = not self._carrier.programs or all(part.algorithm == STRAIGHT for part in planned.parts)
+        return op in self._splits and (planned.op.at_most or straight)
 
     def bound_splits(self, op: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> CompiledOp:
         """An all-to-all with splits: the bytes that go to, and come from, each rank. The last sizes are remembered."""

@@ -27,6 +27,16 @@ class MotifReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutgrownOp:
+    """A comm-op that this rank has called with more bytes than the active plan was made for."""
+
+    op: str
+    planned_nbytes: float
+    nbytes: float
+    """The most so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Timing:
     """What iterations took: their median, the quarter points around it, and how many they were."""
 
@@ -66,6 +76,8 @@ class EnforcerReport:
     waits_us: float = 0.0
     """How long the application stood in ``wait()``, mean per iteration."""
     motifs: tuple[MotifReport, ...] = ()
+    outgrown: tuple[OutgrownOp, ...] = ()
+    """Ops whose size follows the data, or that came with splits, and has grown beyond what was recorded."""
     fell_back: str = ""
     """Why the last plan was left, if it was."""
     resting: int = 0

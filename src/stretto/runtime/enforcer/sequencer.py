@@ -147,8 +147,10 @@ class QueuedOp:
 class Sequencer:
     """The lines of all channels of a process. Any thread may call; whoever comes starts what can be started."""
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[QueuedOp, Exception], None] = lambda instance, error: None) -> None:
         self.lock = threading.RLock()
+        self._failed = failed
+        """Called without the lock, before those who wait for an op get the failure."""
         self.failure: Exception | None = None
         """What ended it; nothing runs any more."""
         self._lines: dict[str, deque[QueuedMotif]] = {}
@@ -360,6 +362,8 @@ class Sequencer:
         while (instance := _first(self._finished)) is not None:
             self._over(instance)
         while (instance := _first(self._broken)) is not None:
+            assert self.failure is not None
+            self._failed(instance, self.failure)
             instance.settle(self.failure)
 
     def _followed(self, entry: QueuedMotif) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from ...planner.algebra.motif import Motif
 from ...planner.algebra.recipes import windowed
 from ...planner.algebra.spans import Span
 from .parts import RankMotif, RankOp
@@ -46,12 +45,12 @@ def split_tasks(
     whole = planned.whole
     places = {peer: at for at, peer in enumerate(whole.ranks)}
     given, taken = (list(pairwise(accumulate(sizes, initial=0))) for sizes in (gives, takes))
-    made = tuple(_task(part, rank, whole, places, given, taken, programs) for part in planned.parts)
+    made = tuple(_task(part, rank, planned, places, given, taken, programs) for part in planned.parts)
     return OpBinding(tasks=made, room=0, averages=True)
 
 
 def _task(
-    part: RankMotif, rank: int, whole: Motif, places: dict[int, int], given: Sequence[Span], taken: Sequence[Span],
+    part: RankMotif, rank: int, planned: RankOp, places: dict[int, int], given: Sequence[Span], taken: Sequence[Span],
     programs: Programs | None,
 ) -> MotifBinding:  # fmt: skip
     leaf, count = part.leaf, len(part.leaf.ranks)
@@ -60,11 +59,13 @@ def _task(
     first, last = leaf.window
 
     def cut(pieces: Sequence[Span], peer: int, distance: int) -> Span:
-        return _share(pieces[places[peer]], share, whole.size) if (distance - first) % count < last - first else NOTHING
+        inside = (distance - first) % count < last - first
+        return _share(pieces[places[peer]], share, planned.whole.size) if inside else NOTHING
 
     exchange = PeerRanges(
         gives=tuple(cut(given, peer, at - me) for at, peer in enumerate(leaf.ranks)),
         takes=tuple(cut(taken, peer, me - at) for at, peer in enumerate(leaf.ranks)),
+        data_dependent=planned.op.at_most,
     )
     program = None
     if programs is not None:

@@ -18,7 +18,7 @@ from ..executor.join import interface_address
 from .buffers import IN_PLACE, Buffers, CollectiveCall, is_rigid, lay_out
 from .meeting import Card, Meeting
 from .recording import LEDGER, Choice, current
-from .selection import Selector
+from .selection import ProgramPick, Selector
 from .work import NO_TIMEOUT, ExecutedWork, GroupWork, Tensors
 
 MAX_READY = 4096
@@ -98,6 +98,10 @@ class Engine:
 
     def start(self, call: CollectiveCall, tensors: Tensors, opts: Any, *, alone: bool = True) -> GroupWork | str:
         """Run a call, or say why not. One that is not `alone` is waited for together with others."""
+        pick = None
+        if call.op == "all_to_all" and call.splits is None and self.job.executor is not None:
+            pick = self.selector.pick_exchange(call.nbytes)
+            call = call if pick is None else call.with_splits()
         why = self.refusal(call)
         if why:
             return why
@@ -109,7 +113,7 @@ class Engine:
             # An error of the caller's; the wrapped backend says which.
             return "tensors that do not fit together"
         if call.splits is not None:
-            return self._start_split(executor, call, buffers, tensors, opts, alone=alone)
+            return self._start_split(executor, call, buffers, tensors, opts, alone=alone, equal=pick)
         handle, choice, rigid = self._prepared(call, kind, buffers)
         if rigid:
             buffers = buffers.padded(handle.lowered.collective.num_chunks)
@@ -132,10 +136,14 @@ class Engine:
         return ExecutedWork(started, tensors, buffers.finish, ended)
 
     def _start_split(
-        self, executor: Executor, call: CollectiveCall, buffers: Buffers, tensors: Tensors, opts: Any, *, alone: bool
-    ) -> GroupWork:
-        """Run an all-to-all whose pieces may differ: one program for all sizes, which come with the call."""
-        handle, choice = self._prepared_split(call, executor)
+        self, executor: Executor, call: CollectiveCall, buffers: Buffers, tensors: Tensors, opts: Any, *, alone: bool,
+        equal: ProgramPick | None,
+    ) -> GroupWork:  # fmt: skip
+        """Run an all-to-all whose pieces may differ: one program for all sizes, which come with the call.
+
+        `equal` is the choice for one whose pieces are equal on this rank.
+        """
+        handle, choice = self._prepared_split(call, executor, equal)
         LEDGER.add(choice)
         recording = current()
         ended = recording.start(f"{call.op} {choice.program}", self.name, call.nbytes) if recording else None
@@ -146,10 +154,12 @@ class Engine:
         )  # fmt: skip
         return ExecutedWork(started, tensors, buffers.finish, ended)
 
-    def _prepared_split(self, call: CollectiveCall, executor: Executor) -> tuple[LoadedProgram, Choice]:
+    def _prepared_split(
+        self, call: CollectiveCall, executor: Executor, equal: ProgramPick | None
+    ) -> tuple[LoadedProgram, Choice]:
         # Sizes that follow the data have no end: calls count as alike up to the next power of two.
-        scale = max(call.nbytes - 1, 0).bit_length()
-        key = ("splits", scale, call.inputs[0].dtype)
+        nbytes = 1 << max(call.nbytes - 1, 0).bit_length() if equal is None else call.nbytes
+        key = ("splits", nbytes, equal is None, call.inputs[0].dtype)
         found = self._ready.get(key)
         if found is not None:
             return found[:2]
@@ -159,7 +169,8 @@ class Engine:
             handle = executor.load(pick.program, ranks=ranks, communicator=self.communicator, by_call=True)
             self._handles[id(pick)] = handle, False
         handle, _ = self._handles[id(pick)]
-        choice = call.choice(self.name, backend="executor", why=pick.why, nbytes=1 << scale, pick=pick)
+        chosen = equal or pick
+        choice = call.choice(self.name, backend="executor", why=chosen.why, nbytes=nbytes, pick=chosen)
         self._remember(key, (handle, choice, False))
         return handle, choice
 

@@ -41,6 +41,8 @@ SHORTLIST = 5
 """So many are simulated in full: those that are best when every chunk is one message."""
 MAX_SLICES = 16
 """More slices than these behave alike."""
+STRAIGHT = "direct"
+"""The algorithm in which every piece goes straight to its rank."""
 AS_FAST = 1.02
 """Predictions this close are equal: what decides then is how little the ranks get into each other's way."""
 VARIANTS: dict[str, tuple[Mapping[str, Any], ...]] = {
@@ -68,6 +70,7 @@ class ProgramPick:
     program: Program | Lowered
     why: str
     rejected: tuple[tuple[str, str], ...] = ()
+    from_table: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +131,25 @@ class Selector:
             self._picks[key] = self._find(kind, 1 << scale, key[2], in_place)
         return self._picks[key]
 
+    def pick_exchange(self, nbytes: int) -> ProgramPick | None:
+        """The choice for an all-to-all of equal pieces, where pieces of any sizes take the same program; else None.
+
+        A rank that gives no splits does not know whether another rank gives some, so both should run the same.
+        """
+        pick = self.pick("all_to_all", nbytes)
+        return pick if pick.program.name == STRAIGHT and not pick.from_table else None
+
     def _find(self, kind: str, nbytes: int, root: int, in_place: bool) -> ProgramPick:
         if kind == "all_to_all_v":
             why = "pieces of any sizes, of which a rank knows only its own: each goes straight to its rank"
-            return ProgramPick(program=self._build("direct", kind, None, root, in_place), why=why)
+            return ProgramPick(program=self._build(STRAIGHT, kind, None, root, in_place), why=why)
         rejected: list[tuple[str, str]] = []
         made = self._from_table(kind, nbytes, root, in_place, rejected)
         if made is not None:
-            return ProgramPick(program=made, why="made for this job (STRETTO_TABLE)", rejected=tuple(rejected))
+            why = "made for this job (STRETTO_TABLE)"
+            return ProgramPick(program=made, why=why, rejected=tuple(rejected), from_table=True)
         if self._together:
-            program = self._build("direct", kind, None, root, in_place)
+            program = self._build(STRAIGHT, kind, None, root, in_place)
             return ProgramPick(program=program, why="all ranks on one host", rejected=tuple(rejected))
         if len(self.devices) <= MAX_SIMULATED:
             return self._simulated(kind, nbytes, root, in_place, rejected)
@@ -184,7 +196,11 @@ class Selector:
         rough.sort(key=lambda pair: pair[0])
         fine = [self._timed(program, cluster, nbytes) for _, program in rough[:SHORTLIST]]
         least_us = min(each.total_us for each in fine)
-        best = min((each for each in fine if each.total_us <= AS_FAST * least_us), key=lambda each: each.burden)
+        as_fast = [each for each in fine if each.total_us <= AS_FAST * least_us]
+        best = min(as_fast, key=lambda each: each.burden)
+        if kind == "all_to_all":
+            # Other ranks may give splits, and then only this program fits theirs (`pick_exchange`).
+            best = next((each for each in as_fast if each.program.name == STRAIGHT), best)
         for each in fine:
             if each is not best:
                 close = ", but asks more of the links" if each.total_us <= AS_FAST * least_us else ""
@@ -211,7 +227,7 @@ class Selector:
 
     def _by_rule(self, kind: str, root: int, in_place: bool, rejected: list[tuple[str, str]]) -> ProgramPick:
         defined = defined_for(kind, len(self.devices))
-        for name in (*MANY.get(kind, ()), "direct"):
+        for name in (*MANY.get(kind, ()), STRAIGHT):
             if name not in defined:
                 rejected.append((name, f"is not defined for {len(self.devices)} ranks"))
                 continue
