@@ -71,7 +71,7 @@ def test_ranks_that_count_on_different_sizes_are_named_to_all_ranks_and_none_is_
     said = [found["said"] for found in outcomes[f"wrong_pair {carrier}"]]
     for one in said:
         assert "rank 0 sends 20 bytes to rank 1, which expects 28" in one
-    assert [one.partition(":")[0] for one in said] == ["Mismatched"] * 2 + ["PlanMismatch"] * 2
+    assert [one.partition(":")[0] for one in said] == ["ProgramMismatch"] * 2 + ["PlanMismatch"] * 2
 
 
 @pytest.mark.parametrize("carrier", ["executor", "gloo"])
