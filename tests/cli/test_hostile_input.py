@@ -50,6 +50,11 @@ def test_pipes_and_devices_are_refused_instead_of_read(command: tuple[str, str],
         ("collective show all_to_all_v -n 100000", "--ranks: all_to_all_v over 100000 ranks"),
         ("collective show permute -n 1000000000", "ranks: must be 1..131072"),
         ("collective show all_reduce --root 1", "--root: all_reduce has no root"),
+        ("pipeline export 1f1b --backward \u0663", "--backward '\u0663': must be 0 to"),
+        ("pipeline export 1f1b --forward nan", "forward"),
+        ("dims sweep -c torus:4x4 --chunks \u0663", "--chunks '\u0663': expected numbers"),
+        ("dims train themis:dlrm -c themis_2d_sw_sw --chunks 0", "chunks: must be 1..65536, not 0"),
+        ("dims train themis:dlrm -c themis_2d_sw_sw --chunks 99999999999999999999", "chunks: must be 1..65536"),
     ],
 )
 def test_options_out_of_all_bounds_are_refused_at_once(arguments: str, message: str, bad: Run) -> None:

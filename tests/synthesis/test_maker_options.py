@@ -32,14 +32,14 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
 KINDS = {"flow": "all_to_all"}
 
 
-def synthesise_of(maker: Maker) -> Any:
+def synthesize_of(maker: Maker) -> Any:
     return import_module(f"stretto.synthesis.{maker.module}").synthesize
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_a_maker_declares_is_what_its_function_takes(name: str) -> None:
     maker = MAKERS[name]
-    parameters = inspect.signature(synthesise_of(maker)).parameters
+    parameters = inspect.signature(synthesize_of(maker)).parameters
     keywords = {key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     declared = [*SHARED, *maker.reads, *maker.options]
     assert len(declared) == len(set(declared))
@@ -56,7 +56,7 @@ def test_a_maker_gets_its_options_and_no_others(name: str, monkeypatch: pytest.M
         raise Infeasible("was only listened to")
 
     maker = MAKERS[name]
-    monkeypatch.setattr(f"stretto.synthesis.{maker.module}.synthesise", record)
+    monkeypatch.setattr(f"stretto.synthesis.{maker.module}.synthesize", record)
     kind = KINDS.get(name, "all_gather")
     for text_or_value in (0, 1):
         given = {key: sample[text_or_value] for key, sample in SAMPLES[name].items()}

@@ -200,3 +200,15 @@ def test_broken_gloo_traces(tmp_path: Path) -> None:
     assert "more bytes than any machine has" in _error(_gloo(tmp_path, _calls("Input Dims", huge)))
     two = [{"pg_name": "0", "ranks": [0, 1]}, {"pg_name": "1", "ranks": [1, 0]}]
     assert "2 groups are possible" in _error(_gloo(tmp_path, _about("pg_config", two)))
+
+
+def test_a_root_of_another_script_is_no_number(tmp_path: Path) -> None:
+    text = (DATA / "ddp_gloo.0.json").read_text().replace("c10d::allreduce_", "c10d::broadcast_")
+    trace = json.loads(text.replace("gloo:all_reduce", "gloo:broadcast"))
+    calls = [event for event in trace["traceEvents"] if event.get("name") == "c10d::broadcast_"]
+    for event in calls:
+        event["args"]["Concrete Inputs"] = ["", "", "\N{SUPERSCRIPT TWO}", "", "", ""]
+    path = tmp_path / "t.0.json"
+    path.write_text(json.dumps(trace))
+    roots = [op.root for op in kineto.read(path).ops if op.kind == "broadcast"]
+    assert roots == [0] * len(roots) != []

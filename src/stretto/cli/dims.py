@@ -460,7 +460,7 @@ def _counts(text: str) -> list[int]:
 
 def _numbers(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 8 for part in parts):
+    if not all(part.isascii() and part.isdecimal() and len(part) < 8 for part in parts):
         raise InvalidInput(f"{option} {text!r}: expected numbers such as 1,2")
     return [int(part) for part in parts]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -220,12 +221,12 @@ def export(
     plan = _schedule(schedule, stages, microbatches, delay)
     written = plan.compute_only() if comm == "none" else with_comms(plan, comm)
     check(written)
+    costs = _costs(plan.num_stages, forward, backward, "0")
     files = OutputFiles()
     files.write(target, written.save, f"format {'compute_comms' if written.has_comms else 'compute_only'}")
     if workload is not None:
         from ..pipeline.workload import to_workload
 
-        costs = _costs(plan.num_stages, forward, backward, "0")
         files.write(workload, to_workload(plan, costs, activation_bytes=[size] * (plan.num_stages - 1)).save)
     if target is None:
         print(written.to_csv(), end="")
@@ -249,7 +250,7 @@ def _schedule(name: str, stages: int, microbatches: int, delay: int) -> Schedule
 def _numbers(option: str, text: str, count: int) -> tuple[float, ...]:
     """One number for all, or as many as are needed."""
     try:
-        values = tuple(float(part[:40]) for part in text.split(","))
+        values = tuple(float(part[:40]) if part.isascii() else math.nan for part in text.split(","))
     except ValueError:
         raise InvalidInput(f"{option} {text[:80]!r}: expected microseconds: 10, or one for each: 10,12,10") from None
     if any(not 0 <= value <= MOST_US for value in values):

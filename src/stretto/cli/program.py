@@ -197,10 +197,12 @@ def _hosts(text: str | None, cluster: str | None, collective: Collective) -> lis
     if cluster is not None:
         found: list[int] = Cluster.load(cluster).hosts_of(collective.ranks).tolist()
         return found
-    try:
-        return None if text is None else [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InvalidInput(f"--hosts: {text!r} is not a list of host numbers such as 0,0,1,1") from None
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+        raise InvalidInput(f"--hosts: {text!r} is not a list of host numbers such as 0,0,1,1")
+    return [int(part) for part in parts]
 
 
 def _given(**options: object) -> dict[str, Any]:

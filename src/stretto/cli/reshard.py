@@ -194,13 +194,13 @@ def _few(devices: tuple[int, ...]) -> str:
 
 def _shape(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 16 for part in parts) or len(parts) > 16:
+    if not all(part.isascii() and part.isdecimal() and len(part) < 16 for part in parts) or len(parts) > 16:
         raise InvalidInput(f"--shape {text[:80]!r}: expected sizes such as 1024,1024,512")
     return tuple(int(part) for part in parts)
 
 
 def _dtype_bytes(text: str) -> int:
-    if text.isdecimal() and len(text) < 4:
+    if text.isascii() and text.isdecimal() and len(text) < 4:
         return int(text)
     if text not in DTYPES:
         raise unknown("dtype", text, DTYPES)

@@ -124,7 +124,7 @@ def _matrix(text: str) -> tuple[list[str], dict[str, list[str]], dict[str, str]]
 def _between(a: str, b: str, columns: Sequence[str], rows: dict[str, list[str]]) -> str:
     found = [rows[x][columns.index(y)] for x, y in ((a, b), (b, a)) if x in rows]
     for word in found:
-        if word not in _CLASSES and not re.fullmatch(r"NV[1-9]\d?", word):
+        if word not in _CLASSES and not re.fullmatch(r"NV[1-9][0-9]?", word):
             raise InvalidInput(f"row {a}, column {b}: {unknown('class', word, ('NV#', *_CLASSES))}")
     if len(set(found)) > 1:
         raise InvalidInput(f"row {a}, column {b}: says {found[0]}, but the other way round {found[1]}")

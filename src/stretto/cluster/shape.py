@@ -187,7 +187,7 @@ def ranges(names: Iterable[str]) -> str:
         runs.clear()
 
     for name in names:
-        match = re.fullmatch(r"(.*?)(0|[1-9]\d*)", name)
+        match = re.fullmatch(r"(.*?)(0|[1-9][0-9]{0,8})", name)
         if match is None:
             flush()
             out.append(name)

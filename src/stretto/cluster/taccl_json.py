@@ -76,7 +76,7 @@ def _chunk_bytes(name: str, given: float) -> tuple[float, list[str]]:
     note = "if the file's costs were scaled up (TACCL's guide advises it for small chunks), so are ours"
     if given:
         return float(given), [f"costs are taken per chunk of {given:g} bytes; {note}"]
-    match = re.search(r"_(\d{1,6}[KMG]B)$", name)
+    match = re.search(r"_([0-9]{1,6}[KMG]B)$", name)
     size = parse_bytes(match[1]) if match else MB
     source = f"by its name {name!r}" if match else "assumed"
     return float(size), [f"costs are taken per chunk of {size} bytes ({source}); {note}"]

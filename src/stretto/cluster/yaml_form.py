@@ -198,7 +198,7 @@ def _links_of(
     return ends, table
 
 
-_RANGE = re.compile(r"(.*)\[(\d{1,9})\.\.(\d{1,9})\]", re.DOTALL)
+_RANGE = re.compile(r"(.*)\[([0-9]{1,9})\.\.([0-9]{1,9})\]", re.DOTALL)
 
 
 def _expand(text: str, path: str) -> list[str]:
@@ -227,7 +227,7 @@ def _node_groups(cluster: Cluster) -> Iterator[_Nodes]:
 def _compress(names: list[str]) -> str | list[str]:
     if len(names) == 1 and not _RANGE.fullmatch(names[0]):
         return names[0]
-    match = re.fullmatch(r"(.*?)(0|[1-9]\d{0,8})", names[0], re.DOTALL)
+    match = re.fullmatch(r"(.*?)(0|[1-9][0-9]{0,8})", names[0], re.DOTALL)
     if len(names) > 1 and match is not None:
         text = f"{match[1]}[{match[2]}..{int(match[2]) + len(names) - 1}]"
         if _RANGE.fullmatch(text) and _expand(text, "") == names:

@@ -188,7 +188,7 @@ def _ends(
 
 def _run(chunks: int | str, path: str, count: int) -> range:
     """A chunk number, or a run of them written ``first..last``."""
-    match = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", chunks) if isinstance(chunks, str) else None
+    match = re.fullmatch(r"([0-9]{1,9})\.\.([0-9]{1,9})", chunks) if isinstance(chunks, str) else None
     if isinstance(chunks, str) and match is None:
         raise InvalidInput(f"{path}: must be a chunk or a run such as 0..3, not {chunks!r}")
     first, last = (int(match[1]), int(match[2])) if match else (int(chunks), int(chunks))

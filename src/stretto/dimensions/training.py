@@ -17,7 +17,7 @@ from ..errors import InvalidInput, unknown
 from ..workload.dag import Op, Workload
 from .ideal import Need, relaxed
 from .model import COLLECTIVES, Dim, Part, check_dims, split
-from .schedule import Stages
+from .schedule import MAX_CHUNKS, Stages
 from .schedulers import CHUNKS
 from .simulation import IN_FLIGHT, ChunkJob, Floats, keys, simulate_jobs
 from .systems import SCHEDULERS, plan
@@ -86,6 +86,8 @@ def iteration(
     """
     if system not in SYSTEMS:
         raise unknown("system", system, SYSTEMS)
+    if not 1 <= chunks <= MAX_CHUNKS:
+        raise InvalidInput(f"chunks: must be 1..{MAX_CHUNKS}, not {chunks}")
     if len(workload.places) > 1:
         raise InvalidInput(f"{workload.name}: its ranks do different things; here all have to do the same")
     ops = _sorted(workload)

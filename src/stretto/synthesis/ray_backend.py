@@ -118,7 +118,7 @@ def _remove(folder: str | None) -> None:
 def _check_listening(address: str) -> None:
     """Refuse an address at which no Ray answers: Ray itself would try to connect for many minutes."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit():
+    if not (port.isascii() and port.isdigit()):
         return  # The address is "auto".
     try:
         with socket.create_connection((host, int(port)), timeout=CONNECT_S) as connection:

@@ -233,7 +233,7 @@ def _lists_by_gpu(given: Mapping[Any, list[int]], where: str) -> dict[int, tuple
 def _by_gpu(given: Mapping[Any, Any], where: str) -> dict[int, Any]:
     found = {}
     for key, value in given.items():
-        if not (isinstance(key, int) or re.fullmatch(r"\d{1,6}", key)):
+        if not (isinstance(key, int) or re.fullmatch(r"[0-9]{1,6}", key)):
             raise InvalidInput(f"{where}: keys are the numbers of GPUs, not {key!r}")
         found[int(key)] = value
     return found

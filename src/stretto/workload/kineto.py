@@ -21,7 +21,7 @@ from .ordering import few, in_order
 from .trace_files import rank_files
 
 ENDINGS = (".json", ".json.gz")
-_STEP = re.compile(r"ProfilerStep#(\d{1,18})")
+_STEP = re.compile(r"ProfilerStep#([0-9]{1,18})")
 
 
 def read(path: str | Path, *, peers: Sequence[str | Path] = ()) -> Workload:

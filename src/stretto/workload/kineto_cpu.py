@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from math import prod
 from typing import Any
@@ -177,4 +178,4 @@ def _element(types: list[Any], span: Event) -> tuple[int, bool]:
 
 
 def _is_number(values: list[Any], at: int) -> bool:
-    return at < len(values) and isinstance(values[at], str) and values[at].isdigit() and len(values[at]) < 10
+    return at < len(values) and isinstance(values[at], str) and re.fullmatch("[0-9]{1,9}", values[at]) is not None

@@ -212,7 +212,7 @@ def group_of(args: Args, about: Events, where: str) -> tuple[int, ...]:
     """
     ranks = args.group_ranks
     cut = isinstance(ranks, str) and "..." in ranks
-    listed = [int(part) for part in re.findall(r"-?\d{1,9}", ranks)] if isinstance(ranks, str) else ranks or []
+    listed = [int(part) for part in re.findall(r"-?[0-9]{1,9}", ranks)] if isinstance(ranks, str) else ranks or []
     if not isinstance(listed, list) or not all(isinstance(rank, int) for rank in listed):
         raise InvalidInput(f"{where}.Process Group Ranks: must be a list of ranks, not {ranks!r}")
     size = None if args.group_size is None else count(args.group_size, f"{where}.Group size")

@@ -363,7 +363,7 @@ def _nccl_rows(
                 # Some versions of nccl-tests omit redop and root in the rows, so columns are counted from the end.
                 behind = len(cells) - cells.index("time")
             continue
-        if not behind or not cells or not cells[0].isdigit():
+        if not behind or not cells or not (cells[0].isascii() and cells[0].isdigit()):
             continue
         if len(cells) <= behind:
             raise InvalidInput(f"{where}:{number}: {len(cells)} columns; the header has more")

@@ -276,7 +276,7 @@ class _Reader:
         return self.whole(options.get(key, ""), key)
 
     def whole(self, text: str, key: str = "number") -> int:
-        if not re.fullmatch(r"-?\d{1,10}", text):
+        if not re.fullmatch(r"-?[0-9]{1,10}", text):
             self.fail(f"{key}: expected a whole number, not {text[:40]!r}")
         return int(text)
 
