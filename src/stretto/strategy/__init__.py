@@ -1,4 +1,4 @@
-"""How each parameter of a model is synchronised: represented, built, simulated and searched."""
+"""How each parameter of a model is synchronized: strategies are represented, built, simulated and searched here."""
 
 from .builders import BUILDERS, build
 from .compare import StrategyChange, diff, explain

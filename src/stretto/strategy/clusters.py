@@ -14,7 +14,7 @@ GPU_OF_HOST = {TITAN: "titan_x", G3_4: "m60", G3_16: "m60", G4DN_2: "t4", G4DN_1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PaperCluster:
-    """A cluster, its fastest GPU (for which a model's times are made), and how much slower each rank's is."""
+    """A cluster, its fastest GPU (for which a model's times are made), and the slowdown of each rank relative to it."""
 
     name: str
     cluster: Cluster
@@ -23,7 +23,7 @@ class PaperCluster:
 
 
 def paper_cluster(name: str) -> PaperCluster:
-    """A cluster of the paper by its name there.
+    """A cluster of the AutoDist paper by its name there.
 
     >>> mixed = paper_cluster("b10")
     >>> mixed.device, [round(factor, 2) for factor in mixed.slowdown[3:5]], paper_cluster("b9").slowdown

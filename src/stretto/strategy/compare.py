@@ -1,4 +1,4 @@
-"""What a strategy decides, in words, and what two of them decide differently."""
+"""Describes the decisions of a strategy in words, and the differences between two strategies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = 6
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyChange:
-    """One decision that two strategies make differently; `part` is -1 where it concerns the whole variable."""
+    """One decision in which two strategies differ; `part` is -1 if it concerns the whole variable."""
 
     variable: str
     part: int
@@ -25,7 +25,7 @@ class StrategyChange:
 
 
 def diff(before: Strategy, after: Strategy) -> list[StrategyChange]:
-    """Every decision that changed; strategies of different models cannot be compared."""
+    """Every decision that changed; strategies of different models raise `InvalidInput`."""
     if before.model_digest != after.model_digest:
         raise InvalidInput(
             f"{before.name} is for {before.model} ({before.model_digest}), "
@@ -43,7 +43,7 @@ def _node(old: NodeConfig, new: NodeConfig) -> Iterator[StrategyChange]:
     if _cut(old) != _cut(new):
         yield _change(old.variable, -1, "partition", _cut(old), _cut(new))
         if bool(old.parts) or bool(new.parts):
-            # Parts of different cuts have nothing to do with each other.
+            # Parts of different cuts cannot be compared one by one.
             yield _change(old.variable, -1, "parts", _kinds(old), _kinds(new))
             return
     count = max(len(old.parts), len(new.parts))
@@ -74,13 +74,24 @@ def _said(value: object) -> str:
 
 
 def explain(strategy: Strategy, model: ModelSpec, *, variable: str | None = None) -> str:
-    """In words what happens to each variable, or to one; variables that are treated alike are told of together.
+    """A description of what happens to each variable, or to one; variables with equal decisions share a line.
 
     >>> from stretto.strategy import zoo
     >>> from stretto.strategy.builders import build
     >>> model = zoo.model("ncf_sparse", scale=0.01)
     >>> print(explain(build("parallax", model, 2, part_mb=0.001), model, variable="factor.items.weight"))
     factor.items.weight (267x3, 3204B, sparse): cut 2 along axis 0; rows to 2 servers (rank1, rank0) and back
+
+    Args:
+        strategy: the strategy.
+        model: the model that it is for.
+        variable: name of one variable; None describes all.
+
+    Returns:
+        One or more lines of text.
+
+    Raises:
+        InvalidInput: the strategy is for another model, or the variable unknown.
     """
     strategy.check(model)
     if variable is not None:
@@ -101,7 +112,7 @@ def explain(strategy: Strategy, model: ModelSpec, *, variable: str | None = None
 
 
 def words(node: NodeConfig, variable: Variable) -> str:
-    """What is decided for a variable, in a line."""
+    """The decision for a variable, in one line."""
     cuts = [
         f"{cut if isinstance(cut, int) else len(cut)} along axis {axis}"
         + ("" if isinstance(cut, int) else f" unevenly ({_sizes(cut)})")

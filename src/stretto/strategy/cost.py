@@ -1,18 +1,18 @@
-"""The predefined cost model: what a strategy costs, from six figures that need no run at all.
+"""The predefined cost model: an estimate of a strategy's time from six figures that need no run.
 
 AutoDist's Appendix C, which names its six components, is missing from the text at hand; these are ours. Each is a time
 in microseconds, computed from the messages that the kernels make of a strategy:
 
-* `uplink_us`: the busiest uplink of a host, both ways looked at, if everything else were free and all messages at once
+* `uplink_us`: the busiest uplink of a host, in either direction, if everything else were free and all messages at once
 * `device_us`: the same for the busiest device inside its host
 * `serial_us`: every message alone at its own slowest place, those of a queue one after the other; the longest queue
-* `exposed_us`: how long after the backward pass the last queue is through when each message begins once it is ready
-* `latency_us`: the steps of all messages, each with its latency
+* `exposed_us`: the time after the backward pass until the last queue is done, if each message begins when it is ready
+* `latency_us`: the latency of all steps of all messages
 * `update_us`: optimizer and encoders on the busiest rank
 
-Collectives of a lane form a queue and go round a ring in the order of their ranks; servers are reached directly, each
-with a queue of its own. The estimate is the compute and a linear combination of the six with fixed constants, where
-`uplink_us` counts as far as the backward pass does not hide it.
+The collectives of a lane form a queue and go round a ring in the order of their ranks; servers are reached directly,
+each with a queue of its own. The estimate is the compute plus a linear combination of the six with fixed constants, in
+which only the part of `uplink_us` counts that the backward pass does not hide.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .resources import Where, resources
 
 UNKNOWN_GB_PER_S, INSIDE_GB_PER_S = 1.0, 10.0
 UNKNOWN_ALPHA_US = 20.0
-"""Assumed where devices are known by name only: their uplinks, what is inside a host, and a message's latency."""
+"""Assumed for devices that are known by name only: rates of uplinks and inside hosts, and a message's latency."""
 THETA = (0.6, 0.1, 0.4, 0.4, 1.0, 1.0)
-"""The constants: messages overlap partly, so the truth lies between `uplink_us` and `serial_us`."""
+"""The weights of the six figures: messages overlap partly, so the truth lies between `uplink_us` and `serial_us`."""
 
 Floats = NDArray[np.float64]
 
@@ -53,16 +53,16 @@ class Components:
     update_us: float
     compute_us: float
     hidden_us: float
-    """The backward pass, behind which messages hide."""
+    """Time of the backward pass, which hides messages."""
 
     @property
     def six(self) -> tuple[float, ...]:
-        """The figures alone."""
+        """The six figures, in the order of `NAMES`."""
         return self.uplink_us, self.device_us, self.serial_us, self.exposed_us, self.latency_us, self.update_us
 
     @property
     def estimate_us(self) -> float:
-        """How long an iteration takes, roughly."""
+        """A rough estimate of the iteration time."""
         counted = (max(self.uplink_us - self.hidden_us, 0.0), *self.six[1:])
         return self.compute_us + sum(weight * value for weight, value in zip(THETA, counted, strict=True))
 
@@ -71,7 +71,7 @@ NAMES = ("uplink_us", "device_us", "serial_us", "exposed_us", "latency_us", "upd
 
 
 class StrategyCostModel:
-    """What strategies cost for one model on one cluster (or on devices known by name)."""
+    """Estimates the cost of strategies for one model on one cluster (or on devices known by name)."""
 
     def __init__(self, model: ModelSpec, where: Where) -> None:
         self.model = model
@@ -118,7 +118,7 @@ class StrategyCostModel:
                 steps_us = self._alpha_us * _steps(exchange)
                 latency += steps_us
                 busy[queue] += alone
-                # What may come an iteration late hides behind that one's compute.
+                # A message that may come `lag` iterations late is spread over the compute of these iterations.
                 now += (alone + steps_us) / message.lag
             until[queue] = now
             update[list(message.updaters) or slice(None)] += _update_us(message)
@@ -132,11 +132,11 @@ class StrategyCostModel:
         )  # fmt: skip
 
     def estimate_us(self, strategy: Strategy) -> float:
-        """How long an iteration takes, roughly: good for saying which of two strategies is faster."""
+        """A rough estimate of the iteration time, good for telling which of two strategies is faster."""
         return self.components(strategy).estimate_us
 
     def _way(self, exchange: StepExchange, group: tuple[int, ...], ranks: tuple[int, ...]) -> _Way:
-        """What a byte of an exchange costs in one group."""
+        """The cost of one byte of an exchange in one group."""
         key = (exchange.kind, group, exchange.root)
         if key not in self._ways:
             uplink, device = np.zeros((2, len(self.there.by_host))), np.zeros((2, len(self.there.devices)))
@@ -156,7 +156,9 @@ class StrategyCostModel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Way:
-    """Bytes out of and into each host's uplink and each device for one byte, and how long that takes alone."""
+    """Bytes out of and into each host's uplink and each device for one byte of an exchange, and the time of that byte
+    alone.
+    """
 
     uplink: Floats
     device: Floats
@@ -164,7 +166,7 @@ class _Way:
 
 
 def _ways(kind: str, group: tuple[int, ...], root: int) -> list[tuple[int, int, float]]:
-    """Who sends which share of the bytes to whom."""
+    """Transfers of an exchange as (sender, receiver, share of the bytes)."""
     count = len(group)
     if kind in ("all_reduce", "reduce_scatter", "all_gather"):
         share = (count - 1) / count * (2 if kind == "all_reduce" else 1)
@@ -201,7 +203,7 @@ def _inside(where: Where, count: int) -> tuple[float, float]:
 
 
 def _flow_gb_per_s(where: Where) -> float:
-    """What one connection carries at most."""
+    """The most that one connection carries."""
     return float(where.link_flow_gb_per_s.min()) if isinstance(where, Cluster) and where.num_links else np.inf
 
 

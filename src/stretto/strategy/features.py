@@ -1,4 +1,4 @@
-"""What the learned model sees of a strategy: the predefined model's figures, and raw ones.
+"""The feature vector of a strategy for the learned model: the predefined model's figures, and raw ones.
 
 All vectors of one model on one cluster have the same length: there is one learned model for each search.
 """
@@ -11,16 +11,16 @@ from .cost import NAMES, Floats, StrategyCostModel
 from .representation import SYNCHRONIZERS, Strategy
 
 LARGEST = 6
-"""Variables that are looked at one by one: those with the largest gradients."""
+"""The number of variables, those with the largest gradients, that have features of their own."""
 
 
 class Features:
-    """Vectors of strategies for a model on a cluster.
+    """Feature vectors of strategies for a model on a cluster.
 
     >>> from stretto.strategy import ModelSpec, Variable
     >>> from stretto.strategy.builders import build
     >>> model = ModelSpec(name="two", variables=(Variable(name="w", shape=(4096, 64)), Variable(name="b", shape=(64,))))
-    >>> features = Features(model=CostModel(model, 2))
+    >>> features = Features(model=StrategyCostModel(model, 2))
     >>> len(features.vector(build("ps", model, 2))) == len(features.names)
     True
     """
@@ -40,7 +40,7 @@ class Features:
         )  # fmt: skip
 
     def vector(self, strategy: Strategy) -> Floats:
-        """Times as logarithms, everything else as shares of the gradient's bytes."""
+        """The vector of a strategy: times as logarithms, everything else as shares of the gradient's bytes."""
         parts = self.cost.components(strategy)
         times = [np.log1p(value) for value in (parts.estimate_us, *parts.six)]
         share = dict.fromkeys(SYNCHRONIZERS, 0.0)

@@ -36,7 +36,7 @@ VERSION = 1
 MAX_DEVICES = 1 << 16
 MAX_ALL_PARTS = 1 << 20
 MAX_YAML_BYTES = 8 << 20
-"""YAML takes seconds per megabyte to read; the same as JSON does not."""
+"""Largest YAML file: reading YAML takes seconds per megabyte, reading the same as JSON does not."""
 
 Text = Annotated[str, Meta(max_length=4096)]
 Devices = Annotated[list[Text], Meta(max_length=MAX_DEVICES)]
@@ -124,7 +124,19 @@ def strategy_text(strategy: Strategy, *, as_json: bool = False) -> str:
 
 
 def read_strategy(text: str, *, where: str = "strategy", as_json: bool = False) -> Strategy:
-    """A strategy from its file form; `where` is what errors call the text."""
+    """A strategy from its file form.
+
+    Args:
+        text: the content of the file.
+        where: name of the text in errors.
+        as_json: whether the text is JSON; otherwise it is YAML.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        InvalidInput: the text is not a strategy of this version; the error names the field.
+    """
     form = convert(_plain(text, where, as_json), _Strategy, where=where)
     _check_version(form.version, where)
     if sum(max(len(node.parts), 1) for node in form.nodes) > MAX_ALL_PARTS:
@@ -147,7 +159,7 @@ def read_strategy(text: str, *, where: str = "strategy", as_json: bool = False) 
 
 
 def load_strategy(path: str | Path) -> Strategy:
-    """A strategy from a file."""
+    """A strategy from a file: JSON if the name ends in ``.json``, else YAML."""
     return read_strategy(_read(path), where=str(path), as_json=_is_json(path))
 
 
@@ -172,7 +184,19 @@ def model_text(model: ModelSpec, *, as_json: bool = False) -> str:
 
 
 def read_model(text: str, *, where: str = "model", as_json: bool = False) -> ModelSpec:
-    """A model from its file form; `where` is what errors call the text."""
+    """A model from its file form.
+
+    Args:
+        text: the content of the file.
+        where: name of the text in errors.
+        as_json: whether the text is JSON; otherwise it is YAML.
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidInput: the text is not a model of this version; the error names the field.
+    """
     form = convert(_plain(text, where, as_json), _Model, where=where)
     _check_version(form.version, where)
     try:
@@ -191,7 +215,7 @@ def read_model(text: str, *, where: str = "model", as_json: bool = False) -> Mod
 
 
 def load_model(path: str | Path) -> ModelSpec:
-    """A model from a file."""
+    """A model from a file: JSON if the name ends in ``.json``, else YAML."""
     return read_model(_read(path), where=str(path), as_json=_is_json(path))
 
 
@@ -217,13 +241,13 @@ def _plain(text: str, where: str, as_json: bool) -> Any:
 
 
 def _text(form: msgspec.Struct, listed: str, as_json: bool) -> str:
-    """One line per variable, as a person would write it."""
+    """The file form with one line per variable."""
     data: dict[str, Any] = plain(form)
     if as_json:
         return msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
     rows = data.pop(listed)
     style: dict[str, Any] = {"sort_keys": False, "width": 10**9, "allow_unicode": True}
-    # In a mapping of its own each list is on one line, and each text as plain as it can be.
+    # Each key is dumped as a mapping of its own, so that each list is on one line and each text is plain.
     head = (
         yaml.safe_dump({key: value}, default_flow_style=None if isinstance(value, list) else False, **style)
         for key, value in data.items()

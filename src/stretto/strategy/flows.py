@@ -1,12 +1,12 @@
-"""A training step in time: compute as it is ordered, messages sharing links.
+"""Simulates a training step under a strategy: compute in its order, messages that share links.
 
-The planner's time model lets one motif hold its channels at all its places, which is right for collectives but not for
-parameter servers, whose point is that different servers are reached at the same time. Here a message is a load on
-links: alone it takes the time that the link-level simulator says, and while others load the same links all of them
-slow down alike (max-min fair). Collectives of one size that run beside each other lose more than that, since the steps
-of each wait for one another: how much, the link-level simulator says once for so many of them. Messages that use the
-same connections follow one another: collectives of a lane in the order of the program, pushes to a server and pulls
-from it in the order in which they become ready.
+In the planner's time model one motif holds its channels at all its places. That is right for collectives but not for
+parameter servers, because different servers are reached at the same time. Here a message is a load on links: alone it
+takes the time that the link-level simulator gives, and while others load the same links all of them slow down alike
+(max-min fair). Equal collectives that run beside each other lose more than that, since the steps of each wait for one
+another: the link-level simulator gives that loss once for each number of them. Messages on the same connections follow
+one another: collectives of a lane in program order, pushes to a server and pulls from it in the order in which they
+become ready.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from ..simulator.network import routes_of
 from ..workload import Workload
 
 AS_LISTED = "as_listed"
-"""A ring through the ranks in the order of the group, whatever that costs."""
+"""The algorithm that is a ring through the ranks in the order of the group, whatever it costs."""
 DIRECT = "direct"
 FIRST_ITERATIONS = 3
 MORE_ITERATIONS = 4
 SETTLED = 1e-6
 MAX_REMEMBERED = 1 << 16
 CONTENTION = "fair"
-"""How messages that meet share links: as TCP does. If they took turns, all senders would wait for the first server."""
+"""Messages share links as in TCP. If they took turns, all senders would wait for the first server."""
 SAME_SIZE = 0.05
-"""Relative: parts that differ by no more than this (an axis rarely divides) count as equal."""
+"""Relative difference up to which the sizes of parts count as equal (an axis rarely divides)."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MessageFlow:
-    """A message alone: how long it takes, the bytes that it puts on each link, and which others it follows.
+    """A message alone: its time, the bytes that it puts on each link, and the messages that it follows.
 
-    `queue` names its connections; with `in_order` they serve messages as the program lists them.
+    `queue` names its connections; with `in_order` they serve messages in program order.
     """
 
     us: float
@@ -67,7 +67,7 @@ class MessageFlow:
 
 
 class FlowCosts:
-    """What messages cost alone on a cluster, remembered."""
+    """The costs of single messages on a cluster, cached."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -81,9 +81,22 @@ class FlowCosts:
         self, kind: str, groups: tuple[tuple[int, ...], ...], nbytes: float, *, root: int, how: str, lane: int,
         more_us: float = 0.0,
     ) -> MessageFlow:  # fmt: skip
-        """The flow of one exchange; `how` is ``stock`` (the library's best), ``direct`` or ``as_listed``.
+        """The flow of one exchange.
 
-        It takes `more_us` longer to issue than a library does.
+        Args:
+            kind: kind of the collective.
+            groups: its groups.
+            nbytes: bytes as a `Collective` counts them.
+            root: position of the root in each group.
+            how: ``stock`` (the library's best algorithm), ``direct`` or ``as_listed``.
+            lane: the lane whose collectives follow one another; -1 for exchanges with a server.
+            more_us: microseconds that issuing takes longer than a library's launch.
+
+        Returns:
+            The flow.
+
+        Raises:
+            Infeasible: no algorithm can carry the exchange.
         """
         key = (kind, groups, nbytes, root, how, lane, more_us)
         if key not in self._flows:
@@ -118,7 +131,7 @@ class FlowCosts:
         )  # fmt: skip
 
     def beside_others(self, flow: MessageFlow, count: int) -> float:
-        """The pace of each of so many collectives that are the same and run at the same time, link by link."""
+        """The pace of each of `count` equal collectives that run at the same time, simulated link by link."""
         size = max(round(math.log(max(flow.nbytes, 1.0), GRID_RATIO)), 1)
         key = (flow.motion, flow.algorithm, size, count)
         if key not in self._beside:
@@ -154,23 +167,32 @@ def _as_listed(ask: MotifRequest, cluster: Cluster, nbytes: float) -> dict[str, 
 
 @lru_cache(maxsize=16)
 def flow_costs(cluster: Cluster) -> FlowCosts:
-    """One table of costs per cluster for all who ask in this process."""
+    """The costs of a cluster, one table per cluster and process."""
     return FlowCosts(cluster)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlowResult:
-    """The steady state: time of an iteration, and of one iteration what each link carried."""
+    """The steady state: the time of an iteration, and the bytes that each link carried in it."""
 
     period_us: float
     settled: bool
     link_bytes: Floats
     comm_us: float
-    """While at least one message was under way."""
+    """Microseconds of an iteration in which at least one message was under way."""
 
 
 def run(workload: Workload, flows: Mapping[str, MessageFlow], cluster: Cluster) -> FlowResult:
-    """Iterations until two of them take the same time."""
+    """Simulate iterations until two of them take the same time.
+
+    Args:
+        workload: the step.
+        flows: the flow of each comm-op, by name.
+        cluster: the cluster.
+
+    Returns:
+        The steady state, or the mean of the later iterations if there is none.
+    """
     lag = max((dep.lag for op in workload.ops for dep in op.after), default=1)
     engine = _Engine(workload, flows, cluster)
     for iterations in (FIRST_ITERATIONS - 1 + lag, FIRST_ITERATIONS + MORE_ITERATIONS + 3 * lag):
@@ -206,14 +228,14 @@ class _Engine:
                 self._turns[self._queue[node]].append(node)
         used = np.flatnonzero(sum((f.load for f in self._flow if f is not None), np.zeros(len(self._capacity))))
         self._capacity = self._capacity[used]
-        # Messages alike are one flow, and links' shares depend only on which flows are under way together.
+        # Equal messages are one flow, and the shares of links depend only on which flows are active together.
         kinds = {id(flow): flow for flow in self._flow if flow is not None}
         number = {key: at for at, key in enumerate(kinds)}
         self._kind = [-1 if flow is None else number[id(flow)] for flow in self._flow]
         self._paces = _Paces(list(kinds.values()), used, self._capacity, flow_costs(cluster))
 
     def finish(self, iterations: int) -> tuple[Floats, float]:
-        """When the compute of each iteration ends, and for how long messages were under way."""
+        """The end of each iteration's compute, and the time in which messages were under way."""
         count = len(self._us)
         missing = [
             sum(lag <= iteration for _, lag in waits) for iteration in range(iterations) for waits in self._waits
@@ -280,7 +302,7 @@ class _Engine:
 
 
 class _Paces:
-    """The pace of each flow of a set that is under way together, remembered."""
+    """The pace of each flow of a set that is active together, cached."""
 
     def __init__(self, flows: list[MessageFlow], used: NDArray[np.intp], capacity: Floats, costs: FlowCosts) -> None:
         self._share, self._capacity = np.array([flow.load[used] / flow.us for flow in flows]), capacity
@@ -296,7 +318,7 @@ class _Paces:
 
     def _pace(self, kinds: tuple[int, ...]) -> Floats:
         pace = paces(self._share[list(kinds)], self._capacity)
-        # Parts of one variable go in step. Others of another size do not meet at the same places all the time.
+        # Parts of one variable run in step. Messages of other sizes do not meet at the same places all the time.
         alike: dict[tuple[Motion, str, int], list[int]] = {}
         for at, kind in enumerate(kinds):
             if (flow := self._flows[kind]).in_order:
@@ -310,12 +332,12 @@ class _Paces:
 
 
 class _Active:
-    """Messages under way: how much of each is left, and the pace at which it goes (1: as if it were alone)."""
+    """Messages under way: the rest of each, and its pace (1: as if it were alone)."""
 
     def __init__(self, pace_of: _Paces) -> None:
         self._pace_of = pace_of
         self._of: dict[int, tuple[int, float]] = {}
-        """Of each kind of flow, which is under way once at most, the message's number and what is left."""
+        """The message's number and remaining time of each kind of flow; a kind is active at most once."""
         self._changed = True
         self.numbers: list[int] = []
         self._kinds: tuple[int, ...] = ()
@@ -323,7 +345,7 @@ class _Active:
         self._pace = np.zeros(0)
 
     def add(self, number: int, us: float, kind: int) -> None:
-        """A message that starts."""
+        """Start a message."""
         if not self._changed:
             for other, left in zip(self._kinds, self._left.tolist(), strict=True):
                 self._of[other] = self._of[other][0], left
@@ -332,7 +354,7 @@ class _Active:
         self._changed = True
 
     def next_us(self) -> float:
-        """How long until one ends."""
+        """The time until a message ends."""
         if not self._of:
             return float("inf")
         if self._changed:
@@ -343,7 +365,7 @@ class _Active:
         return float((self._left / self._pace).min())
 
     def advance(self, us: float) -> list[int]:
-        """Those that end after so long."""
+        """Advance all messages by some microseconds; return the numbers of those that end."""
         if not self._of:
             return []
         self._left = self._left - self._pace * us

@@ -1,10 +1,10 @@
-"""The learned model: which of two strategies is faster, from tens of trials.
+"""The learned model: it predicts which of two strategies is faster, from tens of trials.
 
-AutoDist trains a recurrent network with a ranking loss. With tens of samples a Gaussian process does better, and says
-how sure it is: a utility for each strategy, with a prior that begins at the predefined model's estimate and varies
-smoothly over the features. Its loss is pairwise: for each two trials the cross-entropy between how clearly the one
-was faster than the other and how clearly the utilities say so. Of two that are far apart only the order counts. The
-most probable utilities are found with Newton's method (Laplace's approximation).
+AutoDist trains a recurrent network with a ranking loss. With tens of samples a Gaussian process does better, and gives
+its uncertainty: a utility for each strategy, with a prior that begins at the predefined model's estimate and varies
+smoothly over the features. Its loss is pairwise: for each two trials, the cross-entropy between how clearly one was
+faster than the other and how clearly the utilities say so. For two that are far apart only the order counts. The most
+probable utilities are found with Newton's method (Laplace's approximation).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from .cost import Floats
 
 NOISE = 0.03
-"""Relative: how far the times of one strategy's trials lie apart."""
+"""Relative spread of the times of one strategy's trials."""
 CLEAR = 0.2
-"""Times that differ by this factor leave little doubt about the order."""
+"""Relative difference of two times that leaves little doubt about their order."""
 ESTIMATE_SLOPE, SMOOTH = 1.0, 0.3
-"""Prior: how the utility (a logarithm of speed) follows the estimate, and how far it strays from that."""
+"""Prior: the slope of the utility (a logarithm of speed) over the estimate, and its standard deviation around that."""
 ROUNDS = 40
 LEAST_SPREAD = 0.05
 LEAST_BEND = 0.1
@@ -50,17 +50,17 @@ class Ranker:
 
     @property
     def trials(self) -> int:
-        """How many it has learned from."""
+        """The number of trials that the model has learned from."""
         return len(self._pull)
 
     def fit(self, vectors: Sequence[Floats], times_us: Sequence[float]) -> None:
-        """Learn from all trials so far."""
+        """Learn from all trials so far; fewer than two change nothing."""
         if len(vectors) < 2:
             return
         raw, speed = np.array(vectors), -np.log(np.array(times_us))
         self._mean = raw.mean(0)
         spread = raw.std(0)
-        # What never varied must not decide about a candidate in which it does.
+        # A feature that never varied must not decide about a candidate in which it differs.
         self._scale = np.where(spread > 1e-9, np.maximum(spread, LEAST_SPREAD), 1.0)
         self._vectors = self._standard(raw)
         gaps = ((self._vectors[:, None] - self._vectors[None]) ** 2).sum(-1)
@@ -68,7 +68,7 @@ class Ranker:
         prior, kernel = self._prior(raw), self._kernel(self._vectors, self._vectors) + 1e-6 * np.eye(len(raw))
         first, second = np.triu_indices(len(raw), 1)
         sure = _sigmoid((speed[first] - speed[second]) / CLEAR)
-        # A trial is in as many pairs as there are others: together they say as much as one time with its noise.
+        # A trial is in as many pairs as there are others; together the pairs weigh as much as one time with its noise.
         weight = 4 * (CLEAR / NOISE) ** 2 / (len(raw) - 1)
         utility = prior.copy()
         for _ in range(ROUNDS):
@@ -76,7 +76,7 @@ class Ranker:
             slope = np.zeros(len(raw))
             np.add.at(slope, first, weight * (sure - said) / CLEAR)
             np.add.at(slope, second, -weight * (sure - said) / CLEAR)
-            # More than the true curvature where utilities are far apart: it shortens steps, and ends at the same place.
+            # Where utilities are far apart the curvature is enlarged, which shortens steps but keeps the optimum.
             bend = weight * np.maximum(said * (1 - said), LEAST_BEND) / CLEAR**2
             hessian = np.zeros((len(raw), len(raw)))
             np.add.at(hessian, (first, first), bend)
@@ -110,7 +110,7 @@ class Ranker:
         return np.asarray(np.sqrt(np.maximum(own - ((cross @ self._solve) * cross).sum(1), 1e-9)))
 
     def distance(self, some: Sequence[Floats], others: Sequence[Floats]) -> Floats:
-        """How different strategies are, between 0 and 1."""
+        """How different strategies are, from 0 to 1."""
         a, b = np.array(some), np.array(others)
         if self.trials:
             a, b = self._standard(a), self._standard(b)
@@ -135,11 +135,18 @@ def _sigmoid(x: Floats) -> Floats:
 def fidelity(scores: Sequence[float], times_us: Sequence[float], *, accuracy: float = 0.8) -> float:
     """The fidelity level: the highest score below which the scores rank trials right in `accuracy` of all pairs.
 
-    A pair belongs below a score when one of the two does. Minus infinity where there is no such score. Trials whose
-    times differ by less than the noise do not count.
+    A pair belongs below a score if one of the two does. Trials whose times differ by less than the noise do not count.
 
     >>> fidelity([1.0, 2.0, 3.0, 4.0], [40.0, 10.0, 20.0, 30.0])
     2.0
+
+    Args:
+        scores: score of each trial, higher is faster.
+        times_us: measured time of each trial.
+        accuracy: required share of pairs in the right order, 0..1.
+
+    Returns:
+        The level; minus infinity if there is none.
     """
     order = np.argsort(np.array(scores), kind="stable")
     score, speed = np.array(scores)[order], -np.log(np.array(times_us)[order])
@@ -155,7 +162,7 @@ def fidelity(scores: Sequence[float], times_us: Sequence[float], *, accuracy: fl
 
 
 def kendall_tau(scores: Sequence[float], times_us: Sequence[float]) -> float:
-    """How well scores rank times: 1 in the same order, -1 in the opposite one, ties count as neither.
+    """How well scores rank times: 1 for the same order, -1 for the opposite one; ties count as neither.
 
     >>> kendall_tau([3.0, 2.0, 1.0], [10.0, 20.0, 30.0])
     1.0

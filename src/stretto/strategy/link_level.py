@@ -1,7 +1,7 @@
-"""The same step link by link: every transfer of every message contends in the simulator. The judge of `flows`.
+"""The same step link by link: every transfer of every message contends in the simulator. `flows` is judged by this.
 
-It shares the programs and the physics with `flows`, not the idea that a message is one load: here its steps wait for
-each other, and where two messages meet each of their connections gets its share.
+It shares the programs and the physics with `flows`, but not the idea that a message is one load: here the steps of a
+message wait for each other, and where two messages meet each of their connections gets its share.
 """
 
 from __future__ import annotations
@@ -27,9 +27,23 @@ MAX_TRANSFERS = 2_000_000
 def link_level_us(
     strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = (), host_us: float = 0.0
 ) -> float:
-    """How long an iteration takes, all transfers of all messages simulated together; arguments as `simulate_strategy`.
+    """The time of an iteration with all transfers of all messages simulated together.
 
-    Messages of one queue follow one another in the order of the program. Raises `Infeasible` where that is too large.
+    Messages of one queue follow one another in program order.
+
+    Args:
+        strategy: the strategy.
+        model: the model that it is for.
+        cluster: the cluster, whose first devices are the strategy's.
+        slowdown: for each rank the factor on the model's compute times; empty means 1 for all.
+        host_us: microseconds that issuing a message takes longer than a library's launch, >= 0.
+
+    Returns:
+        Microseconds.
+
+    Raises:
+        InvalidInput: the arguments do not fit.
+        Infeasible: there are too many transfers.
     """
     step, workload = prepared(strategy, model, cluster, slowdown)
     flows = flows_of(step, cluster, host_us)

@@ -1,4 +1,4 @@
-"""`ModelSpec`: what a strategy needs to know of a model: its trainable variables, and when each one is used."""
+"""`ModelSpec`: the properties of a model that a strategy depends on: its trainable variables, and when each is used."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ MAX_ELEMENTS = 1 << 50
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """A trainable parameter, or several names of one (tied weights).
+    """A trainable parameter; `also` has further names of it (tied weights).
 
-    `forward_us` and `backward_us` are the compute of the part of the model that it belongs to. The gradient of a
-    `sparse` one (an embedding) has about `rows` rows of the first axis per rank and step; a dense one has all.
+    `forward_us` and `backward_us` are the compute of the part of the model that the variable belongs to. The gradient
+    of a `sparse` variable (an embedding) has about `rows` rows of the first axis per rank and step; a dense one has
+    all.
     """
 
     name: str
@@ -34,21 +35,21 @@ class Variable:
     backward_us: float = 0.0
     also: tuple[str, ...] = ()
     factors: int = 0
-    """Rows of the batch that make up a linear layer's gradient: it is the product of two matrices of that rank."""
+    """Rows of the batch that make up a linear layer's gradient, which is the product of two matrices of that rank."""
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the whole variable."""
         return self.elements * DTYPE_BYTES[self.dtype]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one rank's gradient: of the touched rows and their 8-byte numbers where it is sparse."""
+        """Bytes of one rank's gradient; of a sparse one the touched rows and their 8-byte numbers."""
         if not self.sparse:
             return self.nbytes
         return self.rows * (self.nbytes // max(self.shape[0], 1) + 8)
@@ -56,7 +57,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The variables in the order in which the forward pass first uses them; the backward pass goes the other way.
+    """The variables in the order in which the forward pass first uses them; the backward pass has the reverse order.
 
     >>> model = ModelSpec(name="two", variables=(Variable(name="w", shape=(4, 8)), Variable(name="b", shape=(8,))))
     >>> model.nbytes, model.variable("w").elements
@@ -67,9 +68,9 @@ class ModelSpec:
     variables: tuple[Variable, ...]
     batch: int = 0
     runtime: str = "graph"
-    """What carries a step out. ``graph`` (TensorFlow's): a forward pass takes each variable from its server when it
-    gets there, and of a sparse table the rows that it looks up. ``torch``: `optimizer.step()` ends when every rank has
-    all variables, and a whole copy of each table, so all changed rows go to all."""
+    """The runtime. ``graph`` (TensorFlow's): a forward pass takes each variable from its server when it needs it, and
+    of a sparse table only the rows that it looks up. ``torch``: `optimizer.step()` ends when every rank has all
+    variables, and ranks have a whole copy of each table, so all changed rows go to all ranks."""
 
     def __post_init__(self) -> None:
         if not self.variables:
@@ -110,7 +111,9 @@ class ModelSpec:
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of what a strategy depends on: names, shapes, types and sparsity, not order and times."""
+        """A short hash of names, shapes, types and sparsity, which a strategy depends on; order
+        and times are left out.
+        """
         rows = sorted((v.name, v.shape, v.dtype, v.sparse) for v in self.variables)
         return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:16]
 

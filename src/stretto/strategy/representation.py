@@ -1,7 +1,7 @@
-"""`Strategy`: how each variable of a model is synchronised. AutoDist's section 2.2, complete.
+"""`Strategy`: how each variable of a model is synchronized. AutoDist's section 2.2, complete.
 
 Graph level: the devices that hold a replica. Node level, for each variable: how it is cut, and for the whole or for
-each part where it lies, by which primitives it is synchronised, in which form it travels, and how late it may come.
+each part its placement, the primitives that synchronize it, the form in which it is sent, and how late it may arrive.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ WITH_AMOUNT: dict[str, tuple[Callable[[float], bool], str]] = {
 MAX_RANK = 1 << 20
 LOSSLESS = frozenset({"none", "sufficient_factors"})
 STALE_ENCODERS = ("none", "float16", "bfloat16")
-"""What may be sent to a server that does not wait for all: nothing that is kept back for the next step."""
+"""Encoders for servers that do not wait for all ranks: those that keep nothing back for the next step."""
 ALONE = -1
-"""The `group` of a variable or part that travels as a message by itself."""
+"""The `group` of a variable or part that is sent as a message by itself."""
 ASYNCHRONOUS = -1
 MAX_STALENESS = 16
 MAX_PARTS = 4096
@@ -39,11 +39,11 @@ def _no_amount(amount: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
-    """How one variable, or one part of it, is synchronised.
+    """How one variable, or one part of it, is synchronized.
 
     `placement`: the one device of a parameter server; a collective has none, since every replica takes part in it.
-    `transfer`: stations, at most one per host, where a host's gradients are summed before they travel on and where
-    parameters arrive first. `sequence`: the order of devices in a reduction. `group`: equal numbers travel as one
+    `transfer`: stations, at most one per host, where a host's gradients are summed before they are sent on and where
+    parameters arrive first. `sequence`: the order of devices in a reduction. `group`: equal numbers are sent as one
     message (-1: alone). `encoder` with its amount after a colon: ``powersgd:4`` (rank), ``topk:0.01`` (share).
     `staleness`: how many steps the fastest replica may be ahead (0: synchronous, -1: no limit).
     """
@@ -58,7 +58,7 @@ class Sync:
 
     @property
     def encoding(self) -> tuple[str, float]:
-        """The encoder's name and its amount (0 where it has none)."""
+        """The encoder's name and its amount (0 if it has none)."""
         name, _, amount = self.encoder.partition(":")
         try:
             return name, float(amount) if amount else 0.0
@@ -67,13 +67,13 @@ class Sync:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether training computes what synchronous training with whole gradients does."""
+        """Whether training computes the same as synchronous training with whole gradients."""
         return self.encoding[0] in LOSSLESS and self.staleness == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariablePart:
-    """A piece of a variable: where it begins on each axis, and its shape."""
+    """A part of a variable: its begin on each axis, and its shape."""
 
     index: int
     start: tuple[int, ...]
@@ -81,15 +81,16 @@ class VariablePart:
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """One variable. `partition` has an entry per axis: a number of parts, or their sizes; empty: not cut.
+    """The decision for one variable.
 
-    `parts` has one `Sync` per part, in row-major order; empty: all as `sync` says.
+    `partition` has an entry per axis: a number of parts, or their sizes; empty: the variable is not cut. `parts` has
+    one `Sync` per part, in row-major order; empty: all parts use `sync`.
     """
 
     variable: str
@@ -98,7 +99,7 @@ class NodeConfig:
     parts: tuple[Sync, ...] = ()
 
     def cut(self, variable: Variable) -> tuple[VariablePart, ...]:
-        """The parts of a variable; raises `InvalidInput` where it cannot be cut so.
+        """The parts of a variable; raises `InvalidInput` if it cannot be cut in this way.
 
         >>> node = NodeConfig(variable="w", partition=((3, 1), 1))
         >>> [(part.start, part.shape) for part in node.cut(Variable(name="w", shape=(4, 8)))]
@@ -129,7 +130,7 @@ class NodeConfig:
         return list(cut)
 
     def syncs(self, variable: Variable) -> Iterator[tuple[VariablePart, Sync]]:
-        """Each part and how it is synchronised."""
+        """Each part with its synchronization."""
         parts = self.cut(variable)
         if self.parts and len(self.parts) != len(parts):
             raise InvalidInput(f"{self.variable}.parts: must be {len(parts)} (as cut), not {len(self.parts)}")
@@ -138,7 +139,7 @@ class NodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A choice for every variable of a model, on named devices.
+    """A decision for every variable of a model, on named devices.
 
     Devices are named as in the cluster (or ``rank0``, ``rank1``, ...), one per rank, in the order of ranks.
     """
@@ -218,18 +219,18 @@ class Strategy:
         return {node.variable: node for node in self.nodes}
 
     def node(self, variable: str) -> NodeConfig:
-        """What is decided for a variable."""
+        """The decision for a variable."""
         if variable not in self._nodes:
             raise unknown("variable", variable, self._nodes)
         return self._nodes[variable]
 
     @property
     def is_lossless(self) -> bool:
-        """Whether it trains as synchronous training with whole gradients does."""
+        """Whether the strategy trains as synchronous training with whole gradients does."""
         return all(sync.is_lossless for node in self.nodes for sync in (node.parts or (node.sync,)))
 
     def check(self, model: ModelSpec) -> None:
-        """Raises `InvalidInput` unless it is a strategy for this model."""
+        """Raise `InvalidInput` unless this is a strategy for this model."""
         known = {v.name for v in model.variables}
         missing = [v.name for v in model.variables if v.name not in self._nodes]
         extra = [node.variable for node in self.nodes if node.variable not in known]
@@ -247,7 +248,7 @@ class Strategy:
 
 
 def _check_fit(sync: Sync, variable: Variable, *, is_cut: bool) -> None:
-    """Refuse what a variable's gradient does not allow."""
+    """Raise `InvalidInput` for a synchronization that the variable's gradient does not allow."""
     encoder = sync.encoding[0]
     if sync.kind == "sparse_all_gather" and not variable.sparse:
         raise InvalidInput(f"{variable.name}.kind: sparse_all_gather needs a sparse gradient")

@@ -1,6 +1,6 @@
-"""What a search asks of a job that it keeps running, and what the job answers: one file each, in a folder of both.
+"""Requests of a search to a job that it keeps running, and the job's replies: one file each, in a common folder.
 
-The job first leaves ``model.json`` and ``model.hosts``. Request ``3.json`` is answered by ``3.answer``; a request
+The job first writes ``model.json`` and ``model.hosts``. Request ``3.json`` is answered by ``3.answer``; a request
 without arms asks the job to end.
 """
 
@@ -28,7 +28,7 @@ DDP_BUCKET_MB = 25.0
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What a script does without any strategy: PyTorch's DistributedDataParallel, in buckets of this size.
+    """A script without any strategy: PyTorch's DistributedDataParallel, in buckets of this size.
 
     >>> Reference().name, Reference(bucket_mb=1.0).name
     ('DDP', 'DDP, bucket_mb=1')
@@ -38,12 +38,12 @@ class Reference:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for people to read."""
         return "DDP" if self.bucket_mb == DDP_BUCKET_MB else f"DDP, bucket_mb={self.bucket_mb:g}"
 
 
 Arm = Strategy | Reference
-"""What can be measured."""
+"""A contestant that can be measured: a strategy, or plain DDP."""
 
 
 class _Arm(msgspec.Struct, kw_only=True):
@@ -52,23 +52,25 @@ class _Arm(msgspec.Struct, kw_only=True):
 
 
 class TrialRequest(msgspec.Struct, kw_only=True):
-    """Measure these, one after the other, in so many rounds; each for some iterations to warm up and some timed."""
+    """A request to measure arms one after the other, in several rounds; each with some warm-up and some timed
+    iterations.
+    """
 
     arms: Annotated[list[_Arm], Meta(max_length=MAX_ARMS)] = []
     rounds: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)] = 1
     warmup: Annotated[int, Meta(ge=0, le=MAX_ITERATIONS)] = 0
     timed: Annotated[int, Meta(ge=1, le=MAX_ITERATIONS)] = 1
     enough_us: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
-    """What takes longer than this after a few iterations is not timed any further; 0: everything is."""
+    """An arm that takes longer than this after a few iterations is not timed any further; 0: all arms are."""
 
     def arm(self, at: int) -> Arm:
-        """One of those to measure."""
+        """The strategy or reference at an index."""
         one = self.arms[at]
         return read_strategy(one.strategy, as_json=True) if one.strategy else Reference(bucket_mb=one.ddp_mb)
 
 
 class TrialReply(msgspec.Struct, kw_only=True):
-    """The slowest rank's median of every arm in every round (microseconds), or why there is none."""
+    """The slowest rank's median of every arm in every round (microseconds), or the reason why there is none."""
 
     ranks: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     times_us: Annotated[list[list[Annotated[float, Meta(gt=0, lt=1e12)]]], Meta(max_length=MAX_ARMS)]
@@ -76,7 +78,18 @@ class TrialReply(msgspec.Struct, kw_only=True):
 
 
 def request(arms: Sequence[Arm], *, rounds: int, warmup: int, timed: int, enough_us: float = 0.0) -> TrialRequest:
-    """Ask for measurements."""
+    """A request for measurements.
+
+    Args:
+        arms: strategies and references; none asks the job to end.
+        rounds: number of rounds, 1..1024.
+        warmup: iterations before timing, 0..100000.
+        timed: timed iterations, 1..100000.
+        enough_us: time of an iteration beyond which an arm is not timed any further; 0 times all to the end.
+
+    Returns:
+        The request.
+    """
     asked = [
         _Arm(ddp_mb=arm.bucket_mb) if isinstance(arm, Reference) else _Arm(strategy=strategy_text(arm, as_json=True))
         for arm in arms
@@ -85,20 +98,20 @@ def request(arms: Sequence[Arm], *, rounds: int, warmup: int, timed: int, enough
 
 
 def leave(found: TrialRequest | TrialReply, path: Path) -> None:
-    """Write a file whole or not at all: somebody is looking for it."""
+    """Write a file atomically, because the other side is waiting for it."""
     beside = path.with_name(f".{path.name}.part")
-    # An arm is a strategy or a bucket size: the other field is left out.
+    # An arm is a strategy or a bucket size; the field of the other kind is omitted.
     beside.write_bytes(msgspec.json.encode(plain(msgspec.structs.asdict(found))))
     beside.replace(path)
 
 
 def read_request(path: Path) -> TrialRequest:
-    """What is asked."""
+    """Read a request from its file."""
     return convert(parse_json(read_text(path, max_bytes=MAX_BYTES), where="request"), TrialRequest, where="request")
 
 
 def read_answer(path: Path) -> TrialReply:
-    """What was found."""
+    """Read a reply from its file."""
     return convert(parse_json(read_text(path, max_bytes=MAX_BYTES), where="answer"), TrialReply, where="answer")
 
 

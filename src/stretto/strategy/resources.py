@@ -1,4 +1,4 @@
-"""Where a strategy runs: the devices of the replicas, and which of them share a host."""
+"""The devices on which a strategy runs, and which of them share a host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_DEVICES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Named devices, one per rank, the host of each, and how fast each host is reached (GB/s, all 1 if not known)."""
+    """Named devices, one per rank, the host of each, and the rate of each host's uplink (GB/s; empty: all equal)."""
 
     devices: tuple[str, ...]
     hosts: tuple[int, ...]
@@ -37,7 +37,7 @@ class Resources:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """How fast each host of `by_host` is reached, relative to the others."""
+        """The rate of the uplink of each host of `by_host`, relative to the others."""
         return self.host_gb_per_s or (1.0,) * len(self.by_host)
 
 
@@ -45,7 +45,8 @@ Where = Resources | Cluster | Sequence[str] | int
 
 
 def resources(where: Where) -> Resources:
-    """From a cluster, names of devices (``h0.gpu1`` is on ``h0``, a name without a dot alone), or a number of ranks.
+    """Resources from a cluster, names of devices (``h0.gpu1`` is on ``h0``; a name without a dot is alone), or a rank
+    count.
 
     >>> resources(3).devices
     ('rank0', 'rank1', 'rank2')
@@ -71,7 +72,7 @@ def resources(where: Where) -> Resources:
 def _of_cluster(cluster: Cluster) -> Resources:
     count = cluster.num_devices
     given = cluster.node_host[:count].tolist()
-    # A device that belongs to no host is its own.
+    # A device that belongs to no host counts as a host of its own.
     hosts = tuple(host if host >= 0 else -1 - rank for rank, host in enumerate(given))
     rates = []
     for host in dict.fromkeys(hosts):

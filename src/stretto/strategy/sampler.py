@@ -1,11 +1,11 @@
-"""The guided sampler: random strategies from where good ones lie. AutoDist's section 2.4 with its three constraints.
+"""The guided sampler: random strategies from promising regions. AutoDist's section 2.4 with its three constraints.
 
 1. Small variables are never cut, large ones always.
-2. Parameter servers get their variables last of all, so that each has to do what its host's uplink allows.
+2. Parameter servers get their variables last of all, each as much as its host's uplink allows.
 3. Collectives are merged into groups of similar size.
 
-Within them everything is drawn: a `Recipe` is what was drawn, `compose` the strategy that follows from it. A change of
-a recipe (`Sampler.change`) is a neighbouring strategy.
+Within these constraints everything is drawn: a `Recipe` holds what was drawn, and `compose` makes the strategy from it.
+A changed recipe (`Sampler.change`) gives a neighboring strategy.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .representation import MAX_STALENESS, STALE_ENCODERS, NodeConfig, Strategy,
 from .resources import Where, resources
 
 LOSSY = ("float16", "bfloat16", "powersgd:2", "topk:0.01", "onebit")
-"""Encoders that are drawn where what is trained may change."""
+"""Encoders that are drawn if the search may change the training's results."""
 SMALL_SHARE, SMALL_BYTES = 0.002, 16_384
 LARGE_SHARE, LARGE_BYTES = 0.25, 64_000_000
-"""Of the model's gradient: less than the first is small, more than the second large; bytes limit both."""
+"""A variable is small below the first share of the model's gradient, large above the second; bytes limit both."""
 DENSE_KINDS = ("all_reduce", "parameter_server", "sharded")
 SPARSE_KINDS = ("sparse_all_gather", "parameter_server", "all_reduce")
 STRAYS = (0.0, 0.0, 0.1, 0.3)
-"""How many variables differ from the others of their class."""
+"""Shares of variables that differ from the others of their class, of which one is drawn."""
 GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 CLASSES = ("small", "large", "sparse")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariableChoice:
-    """What was drawn for one variable: how it is synchronised, in how many parts along which axis, in which form."""
+    """The draw for one variable: its synchronizer, its number of parts and their axis, and its encoder."""
 
     kind: str = "all_reduce"
     parts: int = 1
@@ -46,7 +46,7 @@ class VariableChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What was drawn for a strategy: a choice per variable, and what holds for all."""
+    """The draw for a strategy: a choice per variable, and the settings that hold for all."""
 
     choices: tuple[VariableChoice, ...]
     servers: tuple[str, ...]
@@ -56,7 +56,7 @@ class Recipe:
     by_rate: bool = True
     by_host: bool = False
     apart: bool = False
-    """Whether parts of a cut variable are reduced beside each other instead of being merged."""
+    """Whether parts of a cut variable are reduced in parallel instead of being merged."""
     staleness: int = 0
 
 
@@ -88,8 +88,11 @@ class Sampler:
         self._members = {c: [at for at, v in enumerate(model.variables) if self._class(v) == c] for c in CLASSES}
 
     def sample(self) -> tuple[Recipe, Strategy]:
-        """One strategy. Variables of a class (small, large, sparse) are mostly alike: independent draws for hundreds
-        of variables would all be the same mixture."""
+        """Draw one strategy.
+
+        Variables of a class (small, large, sparse) mostly get equal choices: independent draws for hundreds of
+        variables would always give the same mixture.
+        """
         rng = self._rng
         choices: list[VariableChoice] = [VariableChoice()] * len(self.model.variables)
         for members in self._members.values():
@@ -110,7 +113,7 @@ class Sampler:
         return recipe, self.compose(recipe)
 
     def change(self, recipe: Recipe) -> tuple[Recipe, Strategy]:
-        """A neighbour: one to three things drawn anew."""
+        """A neighbor of a recipe: one to three of its draws are repeated."""
         made = recipe
         for _ in range(self._rng.choice((1, 1, 2, 3))):
             made = self._changed(made)
@@ -142,12 +145,12 @@ class Sampler:
         return replace(recipe, by_host=self._interleaved and not recipe.by_host, staleness=late)
 
     def compose(self, recipe: Recipe) -> Strategy:
-        """The strategy of a recipe: variables are cut, then collectives are grouped and servers given their work."""
+        """The strategy of a recipe: variables are cut, then collectives are grouped and servers assigned."""
         cuts: list[tuple[int | tuple[int, ...], ...]] = []
         syncs: list[list[Sync]] = []
         served: list[tuple[float, int, int]] = []
         merged: dict[object, list[tuple[float, int, int]]] = {}
-        # The last variable's gradient is ready first: groups follow that order.
+        # The last variable's gradient is ready first, and groups follow that order.
         for at in reversed(range(len(self.model.variables))):
             variable, choice = self.model.variables[at], recipe.choices[at]
             cut = cut_along(variable, choice.axis, choice.parts) if choice.parts > 1 else ()
@@ -177,7 +180,7 @@ class Sampler:
         return made
 
     def _sync(self, choice: VariableChoice, recipe: Recipe) -> Sync:
-        """A piece before it is placed or grouped."""
+        """The synchronization of a piece before it is placed or grouped."""
         if choice.kind == "parameter_server":
             first = recipe.servers[:1]
             late = recipe.staleness if choice.encoder in STALE_ENCODERS else 0
@@ -218,7 +221,7 @@ class Sampler:
     def _group(
         lists: Sequence[Sequence[tuple[float, int, int]]], count: int, syncs: Sequence[list[Sync]], first: int = 0
     ) -> None:
-        """Constraint 3: neighbours in the order of readiness, each group with about the same bytes."""
+        """Constraint 3: neighbors in the order of readiness, each group with about the same bytes."""
         number = first
         for pieces in lists:
             share = sum(nbytes for nbytes, _, _ in pieces) / count
@@ -247,10 +250,10 @@ class Sampler:
         return self._fitting(VariableChoice(kind=kind, parts=count, axis=axis, encoder=encoder), variable)
 
     def _fitting(self, choice: VariableChoice, variable: Variable) -> VariableChoice:
-        """Constraint 1, and what the variable's shape and gradient allow of a choice."""
+        """Constraint 1, and the part of a choice that the variable's shape and gradient allow."""
         nbytes = variable.gradient_bytes
         parts, axis, encoder = choice.parts, choice.axis, choice.encoder
-        # What is gathered whole by every rank, or cut into shares anyway, is not cut before.
+        # A variable that every rank gathers whole, or that is cut into shares anyway, is not cut before.
         cuttable = choice.kind in ("all_reduce", "parameter_server") and encoder != "sufficient_factors"
         if nbytes < self._small or not variable.shape or not cuttable:
             parts = 1
@@ -264,7 +267,9 @@ class Sampler:
         return replace(choice, parts=max(parts, 1), axis=max(axis, 0), encoder=encoder)
 
     def _servers(self) -> tuple[str, ...]:
-        """Who may serve: a device of every host, all devices, only the fastest hosts, some hosts, or one."""
+        """The possible servers: a device of every host, all devices, only the fastest hosts, some
+        hosts, or one device.
+        """
         rng, there = self._rng, self.there
         best = max(there.rates)
         fast = tuple(name for name, rate in zip(there.firsts, there.rates, strict=True) if rate >= 0.75 * best)
@@ -277,7 +282,7 @@ class Sampler:
 
 
 def by_factors(variable: Variable) -> bool:
-    """Whether the two factors of a linear layer's gradient are smaller than it."""
+    """Whether the two factors of a linear layer's gradient are smaller than the gradient."""
     if variable.factors < 1 or len(variable.shape) != 2 or variable.sparse:
         return False
     return variable.factors * sum(variable.shape) < variable.elements

@@ -1,8 +1,8 @@
-"""Algorithm 1: sample, score, filter, select, try, learn; until the budget of trials is spent.
+"""Algorithm 1 of AutoDist: sample, score, filter, select, try, learn; until the budget of trials is spent.
 
-What builders make comes first: all-reduce in buckets, as DDP has them, then those that the cost model likes best. Later
-candidates are the guided sampler's strategies, the neighbours of the best so far, and the builders that are left. In
-the end the best few are compared with what would be used otherwise, which stays unless it is beaten.
+The strategies of builders come first: all-reduce in buckets, as in DDP, then those with the best estimates. Later
+candidates are strategies of the guided sampler, neighbors of the best so far, and the remaining builders. In the end
+the best few are compared with the references, which are kept unless they are beaten.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ METHODS = ("learned", "random")
 CANDIDATES = 96
 PER_ROUND = 4
 NEIGHBORS = 0.5
-"""The share of candidates that are neighbours of what was good, once there are trials."""
+"""The share of candidates that are neighbors of good strategies, once there are trials."""
 FOLDS = 5
 MOST_REJECTED = 0.75
-"""However high the fidelity level is, so many are left to choose from that they can differ."""
+"""The largest share of candidates that the fidelity level may reject, so that there is a choice left."""
 DIVERSITY = 1.0
-"""What being wholly different from everything tried is worth, in standard deviations of the scores."""
+"""The bonus of a strategy that is wholly different from all tried ones, in standard deviations of the scores."""
 CONFIRM = 12
-"""The most rounds of the comparison at the end."""
+"""The largest number of rounds of the comparison at the end."""
 FINALISTS = 3
 USUAL = "all_reduce"
 
@@ -54,26 +54,35 @@ BUILT: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 Try = Callable[[Strategy], float]
-"""Runs a strategy and says how many microseconds an iteration took; raises `Infeasible` where it did not run."""
+"""Runs a strategy and returns the microseconds of an iteration; raises `Infeasible` if it did not run."""
 
 
 @runtime_checkable
 class Bench(Protocol):
-    """What measures strategies, and DDP, for real: `Trials`, `RayTrials`."""
+    """Measures strategies and DDP in real runs, for `search`; `Trials` and `RayTrials` are benches.
+
+    `search` calls the methods from one thread of its own process, which is not a rank of the job. It first calls
+    `run_all` with single references, then repeatedly with at most `places` strategies, and in the end `rounds` with the
+    finalists. Times are microseconds of one iteration on the slowest rank. A contestant that does not run gives an
+    `Infeasible` in its place of the result: a bench raises only if it cannot go on at all.
+    """
 
     @property
     def places(self) -> int:
-        """How many it can run at the same time."""
+        """The number of contestants that can run at the same time, >= 1."""
 
     def run_all(self, arms: Sequence[Arm]) -> Sequence[float | Infeasible]:
-        """One run of each."""
+        """Measure each contestant in one run of its own; return one time or error per contestant, in their order."""
 
     def rounds(self, arms: Sequence[Arm], rounds: int) -> Sequence[list[float] | Infeasible]:
-        """All of them in turn, so many times."""
+        """Measure all contestants in turn, in `rounds` rounds; return one list of times (or an error) per contestant.
+
+        The times of one round must be comparable: taken shortly after one another, on the same machines.
+        """
 
 
 class _Alone:
-    """A function as a bench."""
+    """A function as a bench that runs one strategy at a time."""
 
     places = 1
 
@@ -101,7 +110,7 @@ class _Alone:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyTrial:
-    """One run: what was tried, in which round, what the models expected, how long an iteration took."""
+    """One run: the strategy, its origin, the models' predictions, and the measured time."""
 
     number: int
     strategy: Strategy
@@ -111,31 +120,31 @@ class StrategyTrial:
     estimate_us: float
     score: float
     iteration_us: float
-    """Infinite where it failed."""
+    """The measured time; infinite if the run failed."""
     why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyResult:
-    """What a search found."""
+    """The result of a search: the best strategy, all trials, and the final comparison."""
 
     best: Strategy
     best_us: float
     usual_us: float
-    """Of all-reduce in DDP's buckets, carried out as a strategy."""
+    """The time of all-reduce in DDP's buckets, run as a strategy."""
     trials: tuple[StrategyTrial, ...]
     levels: tuple[float, ...]
     """The share of candidates that the fidelity level rejected in each round."""
     references: tuple[tuple[Reference, float], ...] = ()
-    """What else was measured at the beginning, each once (infinite: it did not run)."""
+    """The references with their times at the beginning, each measured once (infinite: it did not run)."""
     finalists: tuple[tuple[str, Arm], ...] = ()
     decision: Decision | None = None
     """The comparison of the finalists."""
     kept: Reference | None = None
-    """What nothing was faster than, with confidence; `best` is then the strategy that does the same."""
+    """The reference that no strategy beat with confidence; `best` is then the strategy that does the same."""
 
     def times(self, reference: Reference) -> tuple[float, ...]:
-        """A reference's times in the rounds of the comparison."""
+        """The times of a reference in the rounds of the comparison."""
         at = [arm for _, arm in self.finalists].index(reference)
         return self.decision.times_us[at] if self.decision is not None else ()
 
@@ -145,7 +154,7 @@ class StrategyResult:
         return [min(times[: at + 1]) for at in range(len(times))]
 
     def hits(self, baseline_us: float) -> float:
-        """The share of all strategies tried (the usual one apart) that beat a baseline."""
+        """The share of all tried strategies (without the usual one) that beat a baseline."""
         times = [trial.iteration_us for trial in self.trials if trial.number > 0]
         return sum(time_us < baseline_us for time_us in times) / max(len(times), 1)
 
@@ -156,12 +165,33 @@ def search(
     with_builders: bool = True, on_trial: Callable[[StrategyTrial], None] | None = None,
     on_start: Callable[[str], None] | None = None,
 ) -> StrategyResult:  # fmt: skip
-    """The best strategy found in so many trials.
+    """The best strategy found in a number of trials.
 
-    `run` tries one strategy, or is a `Bench`, which can also measure `references` and several strategies at once. They
-    are run at the beginning, and with the best few strategies in at most `confirm` rounds in the end; neither counts as
-    a trial. Without references the usual strategy (all-reduce in buckets) is what has to be beaten. The search is
-    lossless and synchronous unless `lossy` or `staleness` say otherwise.
+    References are measured at the beginning, and with the best few strategies in the final comparison; neither counts
+    as a trial. Without references the usual strategy (all-reduce in buckets) has to be beaten.
+
+    Args:
+        model: the model.
+        where: a cluster, resources, names of devices, or a number of ranks.
+        run: a function that runs one strategy, or a `Bench`, which can also measure references and several strategies
+            at once.
+        trials: number of trials, 1..100000.
+        seed: seed of all random draws, >= 0.
+        method: one of `METHODS`.
+        lossy: whether encoders that lose information may be used.
+        staleness: largest staleness of parameter servers, 0..16.
+        references: configurations of plain DDP to compare with; only with a `Bench`.
+        confirm: largest number of rounds of the final comparison, 0..1000.
+        with_builders: whether strategies of builders are candidates.
+        on_trial: called after each trial.
+        on_start: called before each run with a name of what is run.
+
+    Returns:
+        The best strategy and all trials.
+
+    Raises:
+        InvalidInput: an argument is unknown or out of range.
+        Infeasible: no strategy ran.
     """
     check_seed(seed)
     if not 1 <= trials <= 100_000:
@@ -233,7 +263,9 @@ class _Search:
         return self._decided(ran)
 
     def _first(self) -> list[_Candidate]:
-        """Builders before anything else, those with the best estimates, with at most half of all trials."""
+        """Strategies of builders that are tried first, those with the best estimates, with at
+        most half of all trials.
+        """
         if not self._builders:
             return []
         built = sorted(self._built(), key=lambda one: self._features.cost.estimate_us(one.strategy))
@@ -246,10 +278,10 @@ class _Search:
         return found
 
     def _decided(self, ran: list[StrategyTrial]) -> StrategyResult:
-        """The best few against what would be used without them."""
+        """Compare the best few strategies with the references."""
         usual = self._trials[0]
         known = [at for at, time_us in enumerate(self._reference_us) if math.isfinite(time_us)]
-        # The first is how everybody uses it; the best of the others may be better.
+        # The first reference is the default of DDP; the best of the others may be better.
         chosen = known[:1] + sorted(known[1:], key=lambda at: self._reference_us[at])[:1]
         entered: list[tuple[str, Arm]] = [(self._references[at].name, self._references[at]) for at in chosen]
         best = ran[:FINALISTS]
@@ -281,7 +313,7 @@ class _Search:
         return replace(base, best=self._named(winner))
 
     def _same_as(self, reference: Reference) -> Strategy:
-        """DDP's buckets: a size that is given (in MiB) is the first one's too."""
+        """The strategy with a reference's buckets; a size that is given (in MiB) is also that of the first bucket."""
         sizes: dict[str, Any] = {}
         if reference != Reference():
             sizes = dict.fromkeys(("bucket_mb", "first_mb"), reference.bucket_mb * MIB / MB)
@@ -291,7 +323,7 @@ class _Search:
         return replace(strategy, name=f"tuned-{self._model.name}")
 
     def _candidates(self) -> list[_Candidate]:
-        """Line 3: sampled strategies, neighbours of good ones, and what the builders make."""
+        """Line 3: sampled strategies, neighbors of good ones, and strategies of builders."""
         found = list(self._built()) if self._builders else []
         good = [t for t in sorted(self._trials, key=lambda t: t.iteration_us) if t.recipe and not t.why][:4]
         wanted = CANDIDATES if self._learns else self._round_size
@@ -320,7 +352,9 @@ class _Search:
             yield candidate
 
     def _by_factors(self) -> Strategy:
-        """The usual one, but linear layers send their factors where those are smaller: nothing is lost by that."""
+        """The usual strategy, in which linear layers send their factors if these are smaller;
+        no information is lost.
+        """
         usual = build(USUAL, self._model, self._there)
         nodes = tuple(
             replace(node, sync=replace(node.sync, encoder="sufficient_factors"))
@@ -334,7 +368,7 @@ class _Search:
     def _candidate(
         self, strategy: Strategy, recipe: Recipe | None, origin: str, *, note: bool = True
     ) -> _Candidate | None:
-        """None for what was there already."""
+        """A candidate with its features; None for a strategy that was a candidate before."""
         key = tuple(strategy.nodes)
         if key in self._seen:
             return None
@@ -344,7 +378,9 @@ class _Search:
         return _Candidate(strategy=strategy, recipe=recipe, origin=origin, vector=vector)
 
     def _select(self, candidates: list[_Candidate], count: int) -> list[_Candidate]:
-        """Lines 2, 4 and 5: those above the fidelity level, by score and by how they differ from all others tried."""
+        """Lines 2, 4 and 5: candidates above the fidelity level, by score and by their
+        difference from all tried ones.
+        """
         if not self._learns or not candidates:
             return candidates[:count]
         vectors = [candidate.vector for candidate in candidates]
@@ -354,7 +390,7 @@ class _Search:
         if keep.sum() < count:
             keep[np.argsort(-scores, kind="stable")[:count]] = True
         kept = np.flatnonzero(keep)
-        # A round's first is the best there is; others may also be worth it for what they would teach.
+        # The first pick of a round has the best score; the others may also be picked for what they would teach.
         merit = scores[kept] / max(float(scores[kept].std()), NOISE)
         apart = self._ranker.distance([vectors[at] for at in kept], [t.vector for t in self._trials]).min(1)
         chosen: list[int] = []
@@ -371,8 +407,11 @@ class _Search:
         return picked
 
     def _level(self) -> float:
-        """Line 2. The paper tests on the most recent trials; with so few all are tested, each by a model that has not
-        seen it."""
+        """Line 2: the fidelity level.
+
+        The paper tests on the most recent trials; there are so few that all are tested, each by a model that has not
+        seen it.
+        """
         known = [trial for trial in self._trials if not trial.why]
         if len(known) < 2 * FOLDS:
             return -math.inf
@@ -385,7 +424,7 @@ class _Search:
         return fidelity(scores.tolist(), [t.iteration_us for t in known])
 
     def _try(self, chosen: list[_Candidate]) -> None:
-        """Lines 6 to 9."""
+        """Lines 6 to 9: run the chosen candidates and learn from their times."""
         scores = self._ranker.score([candidate.vector for candidate in chosen])
         results: list[float | Infeasible] = []
         for at in range(0, len(chosen), self._bench.places):

@@ -1,4 +1,4 @@
-"""How long an iteration takes under a strategy, and why; and the joint plan of what the strategy leaves to decide."""
+"""The time of an iteration under a strategy, and the reasons for it; and the joint plan of a strategy's messages."""
 
 from __future__ import annotations
 
@@ -25,29 +25,26 @@ class SimulatedStrategy:
     iteration_us: float
     compute_us: float
     comm_us: float
-    """While at least one message was under way."""
+    """Microseconds in which at least one message was under way."""
     bound_us: float
-    """What no order of these messages can beat: the compute, or the busiest link."""
+    """A lower bound for any order of these messages: the compute, or the busiest link."""
     busiest_link: str
     busiest_us: float
     messages: int
     moved_bytes: float
-    """Over all links."""
+    """Bytes moved, summed over all links."""
     settled: bool
 
     @property
     def exposed_us(self) -> float:
-        """What communication adds to the compute."""
+        """The time that communication adds to the compute."""
         return self.iteration_us - self.compute_us
 
 
 def simulate_strategy(
     strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = (), host_us: float = 0.0
 ) -> SimulatedStrategy:
-    """Run a strategy's step on a cluster until iterations take the same time.
-
-    With `slowdown` each rank computes so many times as long as the model says. Every message takes
-    `host_us` longer to issue than through a library that does nothing else (a runtime's bookkeeping, remote calls).
+    """Simulate a strategy's step on a cluster until iterations take the same time.
 
     >>> from stretto.strategy import zoo
     >>> from stretto.strategy.builders import build
@@ -55,6 +52,20 @@ def simulate_strategy(
     >>> found = simulate_strategy(build("all_reduce", model, cluster), model, cluster)
     >>> found.bound_us <= found.iteration_us < 2 * found.compute_us
     True
+
+    Args:
+        strategy: the strategy.
+        model: the model that it is for.
+        cluster: the cluster, whose first devices are the strategy's.
+        slowdown: for each rank the factor on the model's compute times; empty means 1 for all.
+        host_us: microseconds that issuing a message takes longer than a library's launch (bookkeeping, remote calls),
+            >= 0.
+
+    Returns:
+        Times and loads of one iteration.
+
+    Raises:
+        InvalidInput: the arguments do not fit.
     """
     step, workload = prepared(strategy, model, cluster, slowdown)
     flows = flows_of(step, cluster, host_us)
@@ -70,7 +81,20 @@ def simulate_strategy(
 
 
 def iteration_us(strategy: Strategy, model: ModelSpec, cluster: Cluster, *, slowdown: Sequence[float] = ()) -> float:
-    """How long an iteration takes; see `simulate_strategy`."""
+    """The simulated time of an iteration; see `simulate_strategy`.
+
+    Args:
+        strategy: the strategy.
+        model: the model that it is for.
+        cluster: the cluster, whose first devices are the strategy's.
+        slowdown: for each rank the factor on the model's compute times; empty means 1 for all.
+
+    Returns:
+        Microseconds.
+
+    Raises:
+        InvalidInput: the arguments do not fit.
+    """
     return simulate_strategy(strategy, model, cluster, slowdown=slowdown).iteration_us
 
 
@@ -78,7 +102,24 @@ def plan_strategy(
     strategy: Strategy, model: ModelSpec, cluster: Cluster, *, budget_s: float = 30.0, steps: int | None = None,
     seed: int = 0, slowdown: Sequence[float] = (), systems: tuple[str, ...] = ("fifo",),
 ) -> PlanResult:  # fmt: skip
-    """The strategy handed to the joint planner: pieces, order, channels and algorithms of its messages together."""
+    """Let the joint planner choose pieces, order, channels and algorithms of a strategy's messages.
+
+    Args:
+        strategy: the strategy.
+        model: the model that it is for.
+        cluster: the cluster, whose first devices are the strategy's.
+        budget_s: seconds for the planner, > 0.
+        steps: number of search steps instead of a time budget; None uses `budget_s`.
+        seed: seed of the search, >= 0.
+        slowdown: for each rank the factor on the model's compute times; empty means 1 for all.
+        systems: names of the baselines to compare with.
+
+    Returns:
+        The plan with everything it was compared with.
+
+    Raises:
+        InvalidInput: the arguments do not fit.
+    """
     _, workload = prepared(strategy, model, cluster, slowdown)
     return planned(workload, cluster, budget_s=budget_s, steps=steps, seed=seed, systems=systems, retime=False)
 
@@ -86,7 +127,20 @@ def plan_strategy(
 def prepared(
     strategy: Strategy, model: ModelSpec, cluster: Cluster, slowdown: Sequence[float] = ()
 ) -> tuple[StrategyStep, Workload]:
-    """The step that a strategy makes on a cluster, and its workload."""
+    """The step of a strategy on a cluster, and its workload.
+
+    Args:
+        strategy: the strategy.
+        model: the model that it is for.
+        cluster: the cluster, whose first devices are the strategy's.
+        slowdown: for each rank the factor on the model's compute times; empty means 1 for all.
+
+    Returns:
+        The step and the workload.
+
+    Raises:
+        InvalidInput: the arguments do not fit.
+    """
     step = global_step(strategy, model, cluster)
     if step.ranks != tuple(range(step.num_ranks)):
         raise InvalidInput(f"strategy {strategy.name}: its devices must be the first of {cluster.name}, in its order")
@@ -94,7 +148,19 @@ def prepared(
 
 
 def flows_of(step: StrategyStep, cluster: Cluster, host_us: float = 0.0) -> dict[str, MessageFlow]:
-    """The messages of a step by the names of their comm-ops."""
+    """The flow of each message's exchange, by the name of its comm-op.
+
+    Args:
+        step: the step.
+        cluster: the cluster.
+        host_us: microseconds that issuing a message takes longer than a library's launch, >= 0.
+
+    Returns:
+        The flows by name.
+
+    Raises:
+        InvalidInput: `host_us` is out of range.
+    """
     if not 0 <= host_us < 1e9:
         raise InvalidInput(f"host_us: must be 0 or more, not {host_us:g}")
     costs = flow_costs(cluster)

@@ -1,9 +1,10 @@
-"""Trials: a training job run for a few iterations under a strategy, as a command that knows nothing of the search.
+"""Trials: a training job run for a few iterations under a strategy, started as a command that does not know of the
+search.
 
-A job that calls `stretto.distribute` does what ``STRETTO_TRIAL=session,FOLDER`` says: it describes its model, and then
-tries what is asked for in the folder (`strategy.requests`), one after the other, until it is asked to end. A trial
-costs its iterations, not a start. A strategy under which the job dies, or stands still, is noted, and the job is
-started again for the next.
+A job that calls `stretto.distribute` reads ``STRETTO_TRIAL=session,FOLDER``: it describes its model, and then tries the
+strategies that are requested in the folder (`strategy.requests`), one after the other, until it is asked to end. So a
+trial costs its iterations, not a start. A strategy under which the job dies or hangs is recorded, and the job is
+started again for the next one.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from .resources import MAX_DEVICES, Resources
 TRIAL = "STRETTO_TRIAL"
 WARMUP, TIMED = 10, 40
 SHORT_WARMUP, SHORT_SHARE, SHORT_LEAST = 3, 4, 3
-"""In rounds of comparison there are many short runs: so few iterations to warm up, and a quarter of those timed."""
+"""Rounds of a comparison have many short runs: the warm-up, the divisor of the timed iterations, and their minimum."""
 ENOUGH = 1.5
-"""What takes so many times as long as the best so far is not timed to the end."""
+"""A strategy that takes this many times as long as the best so far is not timed to the end."""
 MAX_HOSTS_BYTES = 1 << 20
 TIMEOUT_S = 600.0
 GRACE_S = 5.0
-"""Between being asked to end and being killed."""
+"""Seconds between asking a job to end and killing it."""
 POLL_S = 0.01
 TAIL_BYTES, TAIL_LINES, TAIL_CHARACTERS = 64 << 10, 3, 500
 ERROR = re.compile(r"^(\[?rank ?\d+\]?:? ?)?([\w.]*(Error|Exception|InvalidInput|Infeasible)|stretto: error): ")
@@ -50,17 +51,21 @@ Times = list[float]
 
 
 class TrialJob(Protocol):
-    """A job that was started."""
+    """A started job. `Trials` polls `ended` while it waits for a reply, and calls `end` when the job is no longer
+    needed.
+    """
 
     def ended(self) -> str | None:
-        """Its last words once it has ended."""
+        """None while the job runs; after its end a short text with its exit code and last output."""
 
     def end(self) -> str:
-        """End it with everything that it has started; its last words."""
+        """End the job and all processes that it has started; return the text of `ended`. A second call returns the same
+        text.
+        """
 
 
 Start = Callable[[Mapping[str, str]], TrialJob]
-"""Starts the job with these variables added to its environment."""
+"""``start(variables)`` starts the job with these variables added to its environment, and returns at once."""
 
 
 class _Hosts(msgspec.Struct, kw_only=True):
@@ -68,10 +73,10 @@ class _Hosts(msgspec.Struct, kw_only=True):
 
 
 class Trials:
-    """Measures strategies in a job that it starts, and starts again when it has died; used as a context.
+    """Measures strategies in a job that it starts, and restarts when the job has died; used as a context manager.
 
-    `folder`: where requests and answers are passed, which rank 0 must see under the same name. `timeout_s` is for the
-    start, and for each run of some iterations.
+    `folder` is where requests and replies are passed; rank 0 must see it under the same name. `timeout_s` applies to
+    the start, and to each run of some iterations.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class Trials:
         return load_model(path), named(hosts)
 
     def run(self, arm: Arm) -> float:
-        """How many microseconds an iteration takes: the slowest rank's median. `Infeasible` when it did not run."""
+        """Microseconds of an iteration: the slowest rank's median. Raises `Infeasible` if the strategy did not run."""
         (found,) = self.measure(
             [arm], rounds=1, warmup=self.warmup, timed=self.timed, enough_us=ENOUGH * self._least_us
         )
@@ -122,11 +127,11 @@ class Trials:
 
     @property
     def places(self) -> int:
-        """One job at a time."""
+        """The number of jobs at a time, which is 1."""
         return 1
 
     def run_all(self, arms: Sequence[Arm]) -> list[float | Infeasible]:
-        """One run of each; where the job dies on one, it is started again for the next."""
+        """Measure each contestant in one run; if the job dies with one, it is started again for the next."""
         found: list[float | Infeasible] = []
         for arm in arms:
             try:
@@ -136,14 +141,30 @@ class Trials:
         return found
 
     def rounds(self, arms: Sequence[Arm], rounds: int) -> list[Times | Infeasible]:
-        """Several in turn, each in a short run per round; all of them fail when the job dies on one."""
+        """Measure several contestants in turn, each in a short run per round; all of them fail if the job dies with
+        one.
+        """
         timed = min(self.timed, max(self.timed // SHORT_SHARE, SHORT_LEAST))
         return self.measure(arms, rounds=rounds, warmup=min(self.warmup, SHORT_WARMUP), timed=timed)
 
     def measure(
         self, arms: Sequence[Arm], *, rounds: int, warmup: int, timed: int, enough_us: float = 0.0
     ) -> list[Times | Infeasible]:
-        """Several in turn, each for so many iterations per round, fewer for what takes longer than `enough_us`."""
+        """Measure several contestants in turn, in several rounds.
+
+        Args:
+            arms: strategies and references.
+            rounds: number of rounds, 1..1024.
+            warmup: iterations before timing, in each round.
+            timed: timed iterations in each round.
+            enough_us: time of an iteration beyond which a contestant is not timed any further; 0 times all to the end.
+
+        Returns:
+            For each contestant its times in microseconds, one per round, or the error.
+
+        Raises:
+            InvalidInput: the job's reply does not fit the request.
+        """
         limit_s = self.timeout_s * len(arms) * rounds
         try:
             place = self._running()
@@ -165,7 +186,7 @@ class Trials:
         return measured
 
     def _running(self) -> Path:
-        """The folder of a job that waits to be asked."""
+        """The folder of a job that waits for requests; starts the job if there is none."""
         if self._job is not None and self._job.ended() is not None:
             self.close()
         if self._job is None:
@@ -178,12 +199,12 @@ class Trials:
         return self._place
 
     def _until(self, path: Path, limit_s: float) -> None:
-        """Wait for a file that the job leaves; without it the job is ended."""
+        """Wait for a file that the job writes; end the job and raise if it does not come."""
         assert self._job is not None
         deadline = time.monotonic() + limit_s
         while not path.exists():
             said = self._job.ended()
-            # It may have come just before the end.
+            # The file may have been written just before the job ended.
             if said is not None and not path.exists():
                 self.close()
                 over = said.startswith("exit code 0:")
@@ -194,7 +215,7 @@ class Trials:
             time.sleep(POLL_S)
 
     def close(self) -> str:
-        """Ask the job to end, and see to it; its last words."""
+        """Ask the job to end, and kill it if it does not; return its last output."""
         job, place = self._job, self._place
         self._job = self._place = None
         said = ""
@@ -211,11 +232,11 @@ class Trials:
 
 
 class _Lost(Exception):
-    """The job ended, or was ended, without an answer."""
+    """The job ended, or was ended, without a reply."""
 
 
 def named(hosts: Sequence[int]) -> Resources:
-    """Ranks with the hosts that they run on: ``h0.rank0``, ``h0.rank1``, ...
+    """Resources of ranks with the hosts that they run on: ``h0.rank0``, ``h0.rank1``, ...
 
     >>> named([0, 0, 1]).devices
     ('h0.rank0', 'h0.rank1', 'h1.rank2')
@@ -224,7 +245,7 @@ def named(hosts: Sequence[int]) -> Resources:
 
 
 def command(words: Sequence[str]) -> Start:
-    """A command to run on this machine, which ends with everything that it has started."""
+    """A command to run on this machine; ending the job ends everything that the command has started."""
     if not words or shutil.which(words[0]) is None:
         raise InvalidInput(f"command: {words[0] if words else ''!r} is not an executable file or a command")
     return lambda variables: _Command(words, variables)
@@ -233,7 +254,7 @@ def command(words: Sequence[str]) -> Start:
 class _Command:
     def __init__(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
         self._heard = tempfile.TemporaryFile()  # noqa: SIM115, open as long as the job is
-        # Its own session, so that ranks end with what started them.
+        # The command gets a session of its own, so that a signal reaches it and all its ranks.
         self._process = subprocess.Popen(
             words, env=os.environ | dict(variables), stdin=subprocess.DEVNULL, stdout=self._heard,
             stderr=subprocess.STDOUT, start_new_session=True,
@@ -250,7 +271,7 @@ class _Command:
             if not self._over(GRACE_S):
                 self._signal(signal.SIGTERM)
                 self._over(GRACE_S)
-            # Before it is reaped its number belongs to nobody else: what is left of its group goes, too.
+            # Until the process is reaped no other can get its pid, so the signal reaches only the rest of its group.
             self._signal(signal.SIGKILL)
             code = self._process.wait()
             self._said = f"exit code {code}: {_tail(self._heard.fileno())}"
@@ -258,7 +279,7 @@ class _Command:
         return self._said
 
     def _over(self, limit_s: float) -> bool:
-        """Whether it has ended, or does so in time; it is not reaped."""
+        """Whether the process has ended, or ends within the limit; the process is not reaped."""
         deadline = time.monotonic() + limit_s
         while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             if time.monotonic() >= deadline:
@@ -272,7 +293,7 @@ class _Command:
 
 
 def _tail(file: int) -> str:
-    """The first error among its last words; launchers say much after it. Without one, its last lines."""
+    """The first error in the last output, since launchers print much after it; without an error, the last lines."""
     size = os.fstat(file).st_size
     text = os.pread(file, TAIL_BYTES, max(size - TAIL_BYTES, 0)).decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,7 +1,8 @@
 """Trials as actors of a Ray cluster, one on each node, so that they do not disturb one another.
 
-Each keeps a job of its own running. Nodes need this package in the same version, the job's command at the same path,
-and the same hardware: times of unlike machines cannot be compared. Rounds of comparison all go to one of them.
+Each actor keeps a job of its own running. Nodes need this package in the same version, the job's command at the same
+path, and equal hardware, since times of different machines cannot be compared. All rounds of a comparison run on one
+actor.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class RayTrials:
         self.places = len(self._actors)
 
     def run_all(self, arms: Sequence[Arm]) -> list[float | Infeasible]:
-        """One run of each, spread over the actors; an actor's runs follow one another."""
+        """Measure each contestant in one run, spread over the actors; the runs of one actor follow one another."""
         sent = [self._actors[at % self.places].run.remote(arm) for at, arm in enumerate(arms)]
         return [self._got(partial(self._get, reference)) for reference in sent]
 
     def rounds(self, arms: Sequence[Arm], rounds: int) -> list[Times | Infeasible]:
-        """Several in turn, on one node: only there their times can be compared closely."""
+        """Measure several contestants in turn on one node, because only there their times can be compared closely."""
         found: list[Times | str] | Infeasible = self._got(
             partial(self._get, self._actors[0].rounds.remote(list(arms), rounds))
         )
@@ -43,7 +44,7 @@ class RayTrials:
     def _got(wait: Callable[[], Any]) -> Any:
         try:
             found = wait()
-        except Exception as error:  # also what the actor itself raised, such as that its node lacks this package
+        except Exception as error:  # includes errors of the actor itself, such as a node that lacks this package
             cause = getattr(error, "cause", None) or error
             return Infeasible(f"its Ray actor failed: {type(cause).__name__}: {' '.join(str(cause).split())[:200]}")
         return Infeasible(found) if isinstance(found, str) else found
@@ -54,11 +55,24 @@ def ray_trials(
     words: Sequence[str], *, warmup: int, timed: int, timeout_s: float, folder: str | None = None,
     address: str | None = None, jobs: int = 1,
 ) -> Iterator[RayTrials]:  # fmt: skip
-    """Actors on the nodes of a cluster, or `jobs` of them on a local Ray."""
+    """A bench of actors on the nodes of a Ray cluster, or of `jobs` actors on a local Ray; used as a context manager.
+
+    Args:
+        words: the job's command and arguments.
+        warmup: iterations before timing.
+        timed: timed iterations.
+        timeout_s: seconds for the start of a job and for each run.
+        folder: folder for requests and replies on each node; None takes a temporary one.
+        address: address of the Ray cluster; None starts or finds a local one.
+        jobs: number of actors on a local Ray, >= 1.
+
+    Returns:
+        An iterator over the one bench, for the context manager.
+    """
     with connected(jobs=jobs, address=address):
         ray: Any = import_module("ray")
         processors = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-        # An actor that asks for all processors of a node has it for itself; a local Ray was given one for each job.
+        # An actor that asks for all processors of a node has the node to itself; a local Ray has one per job.
         each = 1.0 if len(processors) == 1 else min(count for count in processors if count > 0)
         places = min(int(sum(count // each for count in processors)), jobs if len(processors) == 1 else 1 << 16)
         make = ray.remote(num_cpus=each, max_restarts=0, scheduling_strategy="SPREAD")(_Actor)
@@ -72,7 +86,7 @@ def ray_trials(
 
 
 class _Actor:
-    """On a node of the cluster: times, or why there are none."""
+    """An actor on a node of the cluster: it returns times, or the reason why there are none."""
 
     def __init__(self, words: list[str], warmup: int, timed: int, timeout_s: float, folder: str | None) -> None:
         self._trials = Trials(command(words), warmup=warmup, timed=timed, timeout_s=timeout_s, folder=folder)

@@ -3,6 +3,19 @@
 >>> from stretto.strategy import zoo
 >>> build("parallax", zoo.model("ncf_sparse", scale=0.01), 4).is_lossless
 True
+
+A builder is one function and one entry of `_MAKERS`: ``builder(model, there, option=default, ...)`` returns one
+`NodeConfig` per variable of the model, in any order. `build` calls it once per strategy, in the process that asks (the
+command line, the search, or every rank of a job that calls `distribute` without a strategy), so equal arguments must
+give equal results.
+
+* It may assume a valid `ModelSpec` and `Resources` with at least one device; it needs no cluster and no running job.
+* Options come after the first two parameters and have defaults: a bool or int default fixes the type that is accepted.
+  The
+  builder checks ranges and raises `InvalidInput` that begins with the option's name.
+* It names devices by ``there.devices``. It sets no encoder and no staleness: `build` adds these to all nodes
+  afterwards.
+* The first line of its docstring is what the command line shows. `build` checks the result against the model.
 """
 
 from __future__ import annotations
@@ -23,14 +36,14 @@ Builder = Callable[..., tuple[NodeConfig, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """A builder: what it makes, and the options that it takes."""
+    """A registered builder: its function, and one line that describes it."""
 
     make: Builder
     about: str
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names of its own options."""
+        """The names of the builder's own options."""
         return tuple(signature(self.make).parameters)[2:]
 
 
@@ -56,12 +69,23 @@ def build(
 ) -> Strategy:
     """The strategy that a builder makes for a model on a cluster, on named devices, or on a number of ranks.
 
-    `encoder` is given to every dense gradient and `staleness` to every parameter server; other options are those of
-    the builder (``BUILDERS[name].options``).
-
     >>> from stretto.strategy import zoo
     >>> build("all_reduce", zoo.model("vgg16", scale=0.05), 2, chunk=8).node("features.0.weight").sync.group
     0
+
+    Args:
+        name: one of `BUILDERS`.
+        model: the model.
+        where: a cluster, resources, names of devices, or a number of ranks.
+        encoder: encoder of every dense gradient, such as "float16" or "topk:0.01".
+        staleness: staleness of every parameter server, -1..16.
+        **options: options of the builder, see ``BUILDERS[name].options``.
+
+    Returns:
+        The checked strategy.
+
+    Raises:
+        InvalidInput: a name or option is unknown, out of range, or does not fit the model.
     """
     if name not in BUILDERS:
         raise unknown("builder", name, BUILDERS)
@@ -91,7 +115,7 @@ def build(
 
 
 def _check_kind(option: str, value: object, usual: object) -> None:
-    """Refuse what is no switch or no whole number where the builder means one."""
+    """Raise `InvalidInput` if a value is no bool or no whole number although the option's default is one."""
     if isinstance(usual, bool) and not isinstance(value, bool):
         raise InvalidInput(f"{option}: must be true or false, not {value!r}")
     if type(usual) is int and isinstance(value, float | bool):
@@ -104,7 +128,9 @@ def _adjusted(node: NodeConfig, variable: Variable, encoder: str, staleness: int
     def one(sync: Sync) -> Sync:
         late = staleness if sync.kind == "parameter_server" else 0
         if late:
-            sync = replace(sync, transfer=())  # ranks that wait for nobody have nobody to meet at a station
+            sync = replace(
+                sync, transfer=()
+            )  # a stale rank does not wait for others, so it cannot meet them at a station
         fits = not variable.sparse and sync.kind != "sharded"
         fits &= encoder != "sufficient_factors" or (by_factors and len(variable.shape) == 2)
         return replace(sync, encoder=encoder if fits else "none", staleness=late)

@@ -1,4 +1,4 @@
-"""What builders share: merge groups, balanced placement, and how a variable is cut."""
+"""Code that builders share: merge groups, balanced placement, and how a variable is cut."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ from ..representation import MAX_PARTS
 from ..resources import Resources
 
 BUCKET_MB = 26.2144
-"""PyTorch's 25 MiB."""
+"""The size of a bucket: PyTorch's 25 MiB."""
 FIRST_BUCKET_MB = 1.048576
 PART_MB = 1.0
-"""Variables of less than this are not cut."""
+"""Size below which variables are not cut."""
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:
-    """Refuse an option that is no number in range."""
+    """Check that an option is a number in a range.
+
+    Args:
+        name: name of the option.
+        value: its value.
+        low: smallest valid number.
+        high: largest valid number.
+
+    Raises:
+        InvalidInput: the value is no number or out of range.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         last = high if isinstance(high, int) else f"{high:g}"
         raise InvalidInput(f"{name}: must be {low:g}..{last}, not {value!r}")
@@ -28,10 +38,22 @@ def check_number(name: str, value: object, low: float, high: float) -> None:
 def merge_groups(
     variables: Sequence[Variable], *, chunk: int = 0, bucket_mb: float = BUCKET_MB, first_mb: float = FIRST_BUCKET_MB
 ) -> dict[str, int]:
-    """Merge groups of dense variables: `chunk` neighbours each, or else as DDP does it: from the last one on.
+    """Merge groups of dense variables: neighbors by number, or else by size from the last variable on, as DDP does.
 
-    A group holds one data type. Its number says when it is ready: those of the last variables come first in the
-    backward pass.
+    A group holds one data type. Groups are numbered in the order in which the backward pass makes them ready, unless
+    `chunk` is given.
+
+    Args:
+        variables: dense variables in the order of the forward pass.
+        chunk: number of neighbors in a group; 0 groups by size.
+        bucket_mb: size in MB at which a group is full.
+        first_mb: size in MB at which the first group is full.
+
+    Returns:
+        The group of each variable.
+
+    Raises:
+        InvalidInput: an option is out of range.
     """
     check_number("chunk", chunk, 0, 1 << 20)
     check_number("bucket_mb", bucket_mb, 0, 1e9)
@@ -61,7 +83,7 @@ def dense(model: ModelSpec) -> list[Variable]:
 
 
 class Balance:
-    """Places one thing after the other where the load, relative to what a server takes, is least."""
+    """Places items one after the other on the server whose load is least relative to its rate."""
 
     def __init__(self, servers: Sequence[str], rates: Sequence[float]) -> None:
         self._rates = list(rates)
@@ -69,7 +91,7 @@ class Balance:
         self._heap = [(0.0, at, 0.0) for at in range(len(servers))]
 
     def place(self, nbytes: float) -> str:
-        """The server of the next thing."""
+        """The server of the next item, of so many bytes."""
         _, at, load = heapq.heappop(self._heap)
         load += nbytes
         heapq.heappush(self._heap, (load / self._rates[at], at, load))
@@ -77,7 +99,7 @@ class Balance:
 
 
 def stations(there: Resources, server: str) -> tuple[str, ...]:
-    """One station per host that has several devices: the server itself on its own host, else the first device."""
+    """One station per host that has several devices: on the server's host the server, else the first device."""
     mine = there.hosts[there.devices.index(server)]
     found = []
     for ranks in there.by_host:
@@ -87,12 +109,21 @@ def stations(there: Resources, server: str) -> tuple[str, ...]:
 
 
 def cut_along(variable: Variable, axis: int, parts: int) -> tuple[int, ...]:
-    """The partition vector that cuts one axis."""
+    """The partition that cuts one axis.
+
+    Args:
+        variable: the variable.
+        axis: the axis.
+        parts: number of parts; at most the size of the axis and 4096 are made.
+
+    Returns:
+        One number of parts per axis.
+    """
     size = min(variable.shape[axis], parts, MAX_PARTS)
     return tuple(size if at == axis else 1 for at in range(len(variable.shape)))
 
 
 def longest_axis(variable: Variable) -> int:
-    """The axis to cut: the first, where rows are, unless it is too short for that."""
+    """The axis to cut: the first, which has the rows, unless it is too short; then the longest."""
     shape = variable.shape
     return 0 if shape[0] >= 16 or shape[0] == max(shape) else shape.index(max(shape))

@@ -1,4 +1,4 @@
-"""Parameter servers: all on one device, balanced, and with large variables shared out between hosts."""
+"""Parameter servers: all on one device, balanced, and with large variables distributed over hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,19 @@ SERVERS = ("hosts", "devices")
 
 
 def ps(model: ModelSpec, there: Resources, device: str = "") -> tuple[NodeConfig, ...]:
-    """One parameter server for everything: by default on the first device."""
+    """One parameter server for everything: by default on the first device.
+
+    Args:
+        model: the model.
+        there: the devices.
+        device: name of the server's device; empty takes the first.
+
+    Returns:
+        One node per variable.
+
+    Raises:
+        InvalidInput: the device is unknown.
+    """
     server = device or there.devices[0]
     if server not in there.devices:
         raise unknown("device", server, there.devices)
@@ -28,7 +40,20 @@ def ps(model: ModelSpec, there: Resources, device: str = "") -> tuple[NodeConfig
 def ps_balanced(
     model: ModelSpec, there: Resources, servers: str = "hosts", two_level: bool = False
 ) -> tuple[NodeConfig, ...]:
-    """Each variable whole on the server with the least to do; one server per host, or on every device."""
+    """Each variable whole on the server with the least to do; one server per host, or on every device.
+
+    Args:
+        model: the model.
+        there: the devices.
+        servers: "hosts" for one server per host, "devices" for one per device.
+        two_level: whether dense gradients are summed per host before they are sent.
+
+    Returns:
+        One node per variable.
+
+    Raises:
+        InvalidInput: `servers` is unknown.
+    """
     balance = _servers(there, servers)
     return tuple(
         NodeConfig(variable=v.name, sync=_server(there, balance.place(v.gradient_bytes), _in_two(v, two_level)))
@@ -40,7 +65,22 @@ def partitioned_ps(
     model: ModelSpec, there: Resources, part_mb: float = PART_MB, parts: int = 0, servers: str = "hosts",
     two_level: bool = True,
 ) -> tuple[NodeConfig, ...]:  # fmt: skip
-    """Large variables cut evenly, one part for each host (or `parts`), and shared out; gradients summed per host."""
+    """Large variables cut evenly, one part for each host (or `parts`), and distributed; gradients summed per host.
+
+    Args:
+        model: the model.
+        there: the devices.
+        part_mb: size in MB from which a variable is cut, 0..1e9.
+        parts: number of parts, 0..4096; 0 takes the number of hosts.
+        servers: "hosts" for one server per host, "devices" for one per device.
+        two_level: whether dense gradients are summed per host before they are sent.
+
+    Returns:
+        One node per variable.
+
+    Raises:
+        InvalidInput: an option is unknown or out of range.
+    """
     check_number("part_mb", part_mb, 0, 1e9)
     check_number("parts", parts, 0, 4096)
     count = parts or len(there.by_host)
@@ -55,7 +95,20 @@ def partitioned_ps(
 def uneven_partitioned_ps(
     model: ModelSpec, there: Resources, part_mb: float = PART_MB, two_level: bool = True
 ) -> tuple[NodeConfig, ...]:
-    """Parts as large as each host's uplink is fast; between hosts alike a number of parts that does not divide."""
+    """Parts as large as each host's uplink is fast; between equal hosts a number of parts that does not divide.
+
+    Args:
+        model: the model.
+        there: the devices with the rates of their hosts.
+        part_mb: size in MB from which a variable is cut, 0..1e9.
+        two_level: whether dense gradients are summed per host before they are sent.
+
+    Returns:
+        One node per variable.
+
+    Raises:
+        InvalidInput: `part_mb` is out of range.
+    """
     check_number("part_mb", part_mb, 0, 1e9)
     rates = there.rates
     balance = Balance(there.firsts, rates)
@@ -74,7 +127,7 @@ def uneven_partitioned_ps(
 
 
 def _not_a_divisor(size: int, least: int) -> int:
-    """The smallest number of parts from `least` on that are not all of one size."""
+    """The smallest number of parts from `least` on that gives parts of different sizes."""
     return next((count for count in range(least, size) if size % count), least)
 
 
@@ -92,7 +145,9 @@ def _server(there: Resources, server: str, two_level: bool) -> Sync:
 
 
 def _in_two(v: Variable, two_level: bool) -> bool:
-    """Rows of different ranks are not the same ones, so a station would have nothing to add up."""
+    """Whether a station is used: sparse gradients of different ranks have different rows, so
+    there is nothing to sum.
+    """
     return two_level and not v.sparse
 
 
@@ -107,7 +162,7 @@ def _shared_out(v: Variable, cut: tuple[int, ...], there: Resources, balance: Ba
 
 
 def _proportional(size: int, rates: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers > 0 that add up to `size`, as near to the rates as that allows.
+    """Whole numbers > 0 that add up to `size`, as near to the rates as possible.
 
     >>> _proportional(10, [1.0, 1.0, 3.0])
     (2, 2, 6)

@@ -14,7 +14,19 @@ def zero1(model: ModelSpec, there: Resources) -> tuple[NodeConfig, ...]:
 
 
 def zero2(model: ModelSpec, there: Resources, bucket_mb: float = BUCKET_MB) -> tuple[NodeConfig, ...]:
-    """Optimizer state and gradients sharded: bucket by bucket as the backward pass makes them."""
+    """Optimizer state and gradients sharded: bucket by bucket as the backward pass makes them.
+
+    Args:
+        model: the model.
+        there: the devices.
+        bucket_mb: size of a bucket in MB, 0..1e9.
+
+    Returns:
+        One node per variable.
+
+    Raises:
+        InvalidInput: `bucket_mb` is out of range.
+    """
     return _sharded(model, merge_groups(dense(model), bucket_mb=bucket_mb))
 
 

@@ -1,8 +1,8 @@
 """Kernels: each rewrites the training step by one aspect of a strategy.
 
-Two stages, so that nothing grows with ranks times variables: `global_step` carries a strategy out once for all, and
-`local_step` keeps what one rank has to do of it. `to_workload` makes the global step the planner's and the
-simulator's noun.
+There are two stages, so that nothing grows with ranks times variables: `global_step` applies a strategy once for all
+ranks, and `local_step` keeps the part of one rank. `to_workload` turns the global step into the workload that planner
+and simulator use.
 
 >>> from stretto.strategy import zoo
 >>> from stretto.strategy.builders import build
@@ -35,11 +35,23 @@ from .synchronizer import Synchronizer
 from .workload import workload_of
 
 KERNELS: tuple[Kernel, ...] = (Replicator(), Partitioner(), Merger(), Synchronizer(), Compressor(), Bridge())
-"""In the order in which they are applied; each relies on those before it."""
+"""The kernels in the order in which they are applied; each relies on those before it (see `Kernel`)."""
 
 
 def global_step(strategy: Strategy, model: ModelSpec, where: Where) -> StrategyStep:
-    """The step of all ranks: which messages there are, who exchanges them how, who updates what."""
+    """The step of all ranks: its messages, the exchanges of each, and the ranks that update each.
+
+    Args:
+        strategy: the strategy.
+        model: the model that it is for.
+        where: a cluster, resources, names of devices, or a number of ranks; it must contain the strategy's devices.
+
+    Returns:
+        The step after all kernels.
+
+    Raises:
+        InvalidInput: the strategy is for another model, or a device is unknown.
+    """
     strategy.check(model)
     there = resources(where)
     if strategy.devices == resources(len(strategy.devices)).devices and len(strategy.devices) <= len(there.devices):
@@ -52,7 +64,20 @@ def global_step(strategy: Strategy, model: ModelSpec, where: Where) -> StrategyS
 
 
 def to_workload(strategy: Strategy, model: ModelSpec, where: Where, *, slowdown: Sequence[float] = ()) -> Workload:
-    """A strategy as a workload on a cluster whose first devices are the strategy's; rank r runs on device r."""
+    """A strategy as a workload on a cluster whose first devices are the strategy's; rank r runs on device r.
+
+    Args:
+        strategy: the strategy.
+        model: the model that it is for.
+        where: a cluster, resources, names of devices, or a number of ranks.
+        slowdown: for each rank the factor on the model's compute times, > 0; empty means 1 for all.
+
+    Returns:
+        One training step.
+
+    Raises:
+        InvalidInput: strategy, model and devices do not fit, or a factor is invalid.
+    """
     step = global_step(strategy, model, where)
     if step.ranks != tuple(range(step.num_ranks)):
         at = next(at for at, device in enumerate(step.ranks) if at != device)
@@ -62,7 +87,7 @@ def to_workload(strategy: Strategy, model: ModelSpec, where: Where, *, slowdown:
 
 
 def local_step(step: StrategyStep, rank: int) -> LocalStep:
-    """What one rank does of a step."""
+    """The part of a step that one rank does."""
     if not 0 <= rank < step.num_ranks:
         raise InvalidInput(f"rank: must be 0..{step.num_ranks - 1}, not {rank}")
     return reduce(lambda made, kernel: kernel.localize(made), KERNELS, LocalStep.of(step, rank))

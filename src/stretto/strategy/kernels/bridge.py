@@ -1,4 +1,4 @@
-"""Bridge: how many iterations late parameters may come."""
+"""Bridge: how many iterations late parameters may arrive."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from .step import LocalStep, StrategyStep
 
 
 class Bridge:
-    """The next forward pass waits for a synchronous message, the one `staleness` later for a stale one."""
+    """Sets the lag of messages: the next forward pass waits for a synchronous message, a later
+    one for a stale message.
+    """
 
     def rewrite(self, step: StrategyStep) -> StrategyStep:
-        """Nobody waits for what is asynchronous; a workload says so with the longest lag that it has."""
+        """Set each message's lag to 1 + staleness; no pass waits for asynchronous messages,
+        which get the largest lag.
+        """
         messages = []
         for message in step.messages:
             late = message.sync.staleness
@@ -22,5 +26,5 @@ class Bridge:
         return replace(step, messages=tuple(messages))
 
     def localize(self, local: LocalStep) -> LocalStep:
-        """The limit is the same on every rank."""
+        """Return the step unchanged: the lag is the same on every rank."""
         return local

@@ -1,4 +1,4 @@
-"""Compressor: the form in which gradients travel."""
+"""Compressor: the form in which gradients are sent."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from ..model import DTYPE_BYTES
 from .step import LocalStep, Message, StepExchange, StrategyStep, VariablePiece
 
 MEMORY_GB_PER_S = 200.0
-"""Assumed: what a device reads or writes per second while it encodes or updates."""
+"""Assumed memory rate of a device while it encodes or updates."""
 SHORT_INDEX_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What becomes of a gradient: its bytes, whether ranks' messages can be added up, and passes over memory.
+    """An encoded form: bytes of a gradient, whether ranks' messages can be summed, and passes over memory.
 
-    With `then` everybody needs the sum of the first bytes to make those that are summed after it.
+    `nbytes` and `then` are called with a piece and the encoder's amount. With `then`, every rank needs the sum of the
+    first bytes before it can make the second ones, which are summed after it.
     """
 
     nbytes: Callable[[VariablePiece, float], float]
@@ -33,7 +34,7 @@ def _as_matrix(piece: VariablePiece) -> tuple[int, int]:
 
 
 def _low_rank(piece: VariablePiece, rank: float) -> tuple[float, float]:
-    """Two factors, where they are smaller; vectors stay as they are."""
+    """Bytes of two factors if they are smaller than the piece; other pieces are sent whole."""
     rows, columns = _as_matrix(piece) if piece.part.shape else (1, 1)
     size = rank * DTYPE_BYTES[piece.variable.dtype]
     return (size * rows, size * columns) if size * (rows + columns) < piece.nbytes else (piece.nbytes, 0.0)
@@ -64,14 +65,16 @@ FORMS: dict[str, Form] = {
 
 
 class Compressor:
-    """Gives the pushes of a message the size of their encoded form; what cannot be added up is gathered instead."""
+    """Gives the pushes of a message the size of their encoded form; forms that cannot be
+    summed are gathered instead.
+    """
 
     def rewrite(self, step: StrategyStep) -> StrategyStep:
-        """Only gradients are encoded: parameters come back whole."""
+        """Encode gradients only: parameters are sent back whole."""
         return replace(step, messages=tuple(self._encoded(message, step) for message in step.messages))
 
     def localize(self, local: LocalStep) -> LocalStep:
-        """Every rank encodes what it sends."""
+        """Return the step unchanged: every rank encodes what it sends."""
         return local
 
     def _encoded(self, message: Message, step: StrategyStep) -> Message:
@@ -95,7 +98,7 @@ def _summed(pushes: Sequence[StepExchange], nbytes: float) -> list[StepExchange]
 
 
 def _gathered(pushes: Sequence[StepExchange], nbytes: float, num_ranks: int) -> list[StepExchange]:
-    """Runs of bytes joined from level to level, each padded to the longest of its group."""
+    """Pushes that gather runs of bytes, joined from level to level, each padded to the longest run of its group."""
     made, runs = [], 1
     for exchange in pushes:
         kind = {"all_reduce": "all_gather", "reduce": "gather"}.get(exchange.kind, exchange.kind)

@@ -1,4 +1,4 @@
-"""Partitioner: variables cut into pieces, each of which is synchronised by itself."""
+"""Partitioner: cuts variables into pieces, each of which is synchronized by itself."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .step import LocalStep, StrategyStep, VariablePiece
 
 
 class Partitioner:
-    """Cuts variables, their gradients and their updates; what reads a variable reads it stitched together."""
+    """Cuts variables, their gradients and their updates; ops that read a variable read all its pieces."""
 
     def rewrite(self, step: StrategyStep) -> StrategyStep:
-        """Pieces in the order of the forward pass."""
+        """Make the pieces, in the order of the forward pass."""
         pieces = []
         for variable in step.model.variables:
             found = list(step.strategy.node(variable.name).syncs(variable))
@@ -21,5 +21,5 @@ class Partitioner:
         return replace(step, pieces=tuple(pieces))
 
     def localize(self, local: LocalStep) -> LocalStep:
-        """Every rank stitches every variable together."""
+        """Return the step unchanged: every rank reads every variable."""
         return local

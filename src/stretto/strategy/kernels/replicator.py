@@ -1,4 +1,4 @@
-"""Replicator: which devices hold a replica, and which of them share a host."""
+"""Replicator: the devices that hold a replica, and which of them share a host."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .step import LocalStep, StrategyStep
 
 
 class Replicator:
-    """Every device of the strategy computes the whole step on its part of the batch."""
+    """Gives every device of the strategy a replica, which computes the whole step on its part of the batch."""
 
     def rewrite(self, step: StrategyStep) -> StrategyStep:
-        """Ranks by host, in the strategy's numbers."""
+        """Find the device of each rank, and the ranks of each host."""
         place = {name: at for at, name in enumerate(step.there.devices)}
         ranks = tuple(place[name] for name in step.strategy.devices)
         hosts: dict[int, list[int]] = {}
@@ -20,5 +20,5 @@ class Replicator:
         return replace(step, ranks=ranks, hosts=tuple(map(tuple, hosts.values())))
 
     def localize(self, local: LocalStep) -> LocalStep:
-        """Every rank has a replica."""
+        """Return the step unchanged: every rank has a replica."""
         return local

@@ -1,4 +1,6 @@
-"""`StrategyStep`: a training step while kernels rewrite it, and `LocalStep`: one rank's part of it."""
+"""`StrategyStep`: a training step while kernels rewrite it; `LocalStep`: one rank's part of it;
+`Kernel`: the contract.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from ..representation import Strategy, Sync, VariablePart
 from ..resources import Resources
 
 INDEX_BYTES = 8
-"""The number of a row, as PyTorch's sparse gradients carry it."""
+"""Bytes of a row number in PyTorch's sparse gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariablePiece:
-    """A variable or a part of one, which is synchronised by itself."""
+    """A variable or a part of one, which is synchronized by itself."""
 
     variable: Variable
     part: VariablePart
@@ -24,17 +26,17 @@ class VariablePiece:
 
     @property
     def name(self) -> str:
-        """The variable's name, with the part's number where it is cut."""
+        """The variable's name, with the part's number if the variable is cut."""
         return self.variable.name if self.whole else f"{self.variable.name}[{self.part.index}]"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parameters."""
+        """Bytes of the piece's parameters."""
         return self.part.elements * DTYPE_BYTES[self.variable.dtype]
 
     @property
     def rows_bytes(self) -> float:
-        """Bytes of the rows (and their numbers) that one rank's sparse gradient touches of it."""
+        """Bytes of the rows (and their numbers) of the piece that one rank's sparse gradient touches."""
         v, shape = self.variable, self.part.shape
         if not shape:
             return 0.0
@@ -43,16 +45,16 @@ class VariablePiece:
 
     @property
     def table_bytes(self) -> float:
-        """Bytes of all its rows and their numbers."""
+        """Bytes of all rows of the piece and their numbers."""
         return self.nbytes + self.part.shape[0] * INDEX_BYTES if self.part.shape else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepExchange:
-    """One collective of a message; `push` brings gradients together, what is not brings parameters back.
+    """One collective of a message: a `push` collects gradients, any other exchange distributes parameters.
 
-    `nbytes` are those that a `Collective` counts, `root` a position in each of the `groups`. `at_work_us` is what is
-    computed before it (an encoder's work).
+    `nbytes` are bytes as a `Collective` counts them, `root` is a position in each of the `groups`. `at_work_us` is the
+    time of the encoder that runs before the exchange.
     """
 
     kind: str
@@ -66,28 +68,28 @@ class StepExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Pieces that travel together: their exchanges in order, and who updates the parameters in between."""
+    """Pieces that are sent together: their exchanges in order, and the ranks that update the parameters in between."""
 
     name: str
     pieces: tuple[VariablePiece, ...]
     exchanges: tuple[StepExchange, ...] = ()
     updaters: tuple[int, ...] = ()
-    """The ranks that run the optimizer on it; all when empty."""
+    """The ranks that run the optimizer on the message; empty means all."""
     update_share: float = 1.0
-    """The part of it that each of them updates."""
+    """The share of the message that each updater updates, 0..1."""
     lane: int = 0
-    """Collectives of one lane run one after the other, in the order of their messages; lanes run beside each other."""
+    """Collectives of one lane run one after the other, in the order of their messages; lanes run in parallel."""
     lag: int = 1
-    """How many iterations later the forward pass needs it."""
+    """The number of iterations after which the forward pass needs the parameters."""
 
     @property
     def sync(self) -> Sync:
-        """How all its pieces are synchronised."""
+        """The synchronization of all pieces of the message."""
         return self.pieces[0].sync
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parameters."""
+        """Bytes of the message's parameters."""
         return sum(piece.nbytes for piece in self.pieces)
 
 
@@ -105,13 +107,13 @@ class StrategyStep:
 
     @property
     def num_ranks(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return len(self.strategy.devices)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalStep:
-    """What one rank does: its exchanges (each group reduced to its own), and the messages that it updates."""
+    """The part of one rank: its exchanges (with only its own group of each), and the messages that it updates."""
 
     rank: int
     step: StrategyStep
@@ -120,17 +122,35 @@ class LocalStep:
 
     @classmethod
     def of(cls, step: StrategyStep, rank: int) -> LocalStep:
-        """Before any kernel has left anything out."""
+        """The local step before any kernel has left anything out."""
         return cls(rank=rank, step=step, messages=step.messages, updates=step.messages)
 
 
 class Kernel(Protocol):
-    """Rewrites a step by one aspect: first for all ranks, then for one."""
+    """Rewrites a step by one aspect of a strategy: first for all ranks, then for one.
+
+    `global_step` calls `rewrite` of every kernel once, in the order of `KERNELS`; `local_step` calls `localize` in the
+    same order for one rank. Both run in the process that asks: in the search, in the command line, and on every rank of
+    a job that calls `distribute`. A kernel therefore communicates with no other rank, keeps no state between calls, and
+    gives equal results for equal steps. It returns a new step (`dataclasses.replace`) and leaves its argument
+    unchanged.
+
+    When `rewrite` is called, ``step.strategy`` has been checked against ``step.model``, and the kernels before have
+    filled in: Replicator `ranks` and `hosts`, Partitioner `pieces`, Merger `messages` (without exchanges), Synchronizer
+    each message's `exchanges`, `updaters` and `update_share`, Compressor the encoded exchanges, Bridge each message's
+    `lag`. Every piece must stay in exactly one message, and all exchanges with ``push=True`` come before the others.
+    """
 
     def rewrite(self, step: StrategyStep) -> StrategyStep:
-        """The global stage."""
+        """The global stage: return the step of all ranks with this kernel's aspect applied.
+
+        Ranks are 0..num_ranks-1, in the order of ``step.strategy.devices``.
+        """
         ...
 
     def localize(self, local: LocalStep) -> LocalStep:
-        """The local stage: leave out what this rank has no part in."""
+        """The local stage: return the step without the exchanges and updates in which ``local.rank`` has no part.
+
+        A kernel whose aspect is the same on all ranks returns its argument.
+        """
         ...

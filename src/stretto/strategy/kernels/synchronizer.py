@@ -1,4 +1,4 @@
-"""Synchronizer: which collectives a message takes, over whom, and who updates the parameters."""
+"""Synchronizer: the collectives of a message, their groups, and the ranks that update the parameters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Synchronizer:
-    """(AllReduce), (Reduce, Broadcast), (ReduceScatter, AllGather), or a sparse AllGather."""
+    """Gives each message (AllReduce), (Reduce, Broadcast), (ReduceScatter, AllGather), or a sparse AllGather."""
 
     def rewrite(self, step: StrategyStep) -> StrategyStep:
-        """Gives every message its exchanges."""
+        """Set the exchanges and updaters of every message."""
         made = {
             "all_reduce": _all_reduce, "sparse_all_gather": _gathered, "sharded": _sharded,
             "parameter_server": _served,
@@ -21,7 +21,7 @@ class Synchronizer:
         return replace(step, messages=tuple(made[message.sync.kind](message, step) for message in step.messages))
 
     def localize(self, local: LocalStep) -> LocalStep:
-        """Only this rank's groups, and only what it updates."""
+        """Keep only this rank's groups, and the messages that it updates."""
         messages = []
         for message in local.messages:
             mine = []
@@ -43,7 +43,7 @@ def _all_reduce(message: Message, step: StrategyStep) -> Message:
     if not message.sync.transfer:
         one = StepExchange(kind="all_reduce", groups=groups, nbytes=message.nbytes, push=True)
         return replace(message, exchanges=_used(one))
-    # Through stations: sums inside hosts, all-reduce between them, copies back inside.
+    # With stations, gradients are summed inside hosts, all-reduced between them, and copied back inside.
     inner, outer = _levels(message, step, None)
     return replace(message, exchanges=_used(
         StepExchange(kind="reduce", groups=inner, nbytes=message.nbytes, push=True),
@@ -68,9 +68,9 @@ def _sharded(message: Message, step: StrategyStep) -> Message:
 
 
 def _served(message: Message, step: StrategyStep) -> Message:
-    """To the server and back; a sparse gradient as rows to it, and from it the rows that each rank looks up.
+    """Exchanges with a server; a sparse gradient goes to it as rows, and each rank gets back the rows that it looks up.
 
-    Where ranks have copies of a table (``torch``), all of them get all rows that have changed.
+    If ranks have copies of a table (runtime ``torch``), all of them get all changed rows.
     """
     (server,) = (step.strategy.rank(name) for name in message.sync.placement)
     sparse, copied = message.pieces[0].variable.sparse, step.model.runtime == "torch"
@@ -79,7 +79,7 @@ def _served(message: Message, step: StrategyStep) -> Message:
     changed = sum(min(piece.rows_bytes * step.num_ranks, piece.table_bytes) for piece in message.pieces)
 
     def exchange(kind: str, groups: Groups, push: bool, below: int = 1) -> StepExchange:
-        # Where hosts were passed first, what a station hands on is what all below it gave.
+        # A station passes on the rows of all ranks below it.
         widest = max(map(len, groups), default=0)
         nbytes = float(message.nbytes)
         if sparse:
@@ -100,7 +100,10 @@ def _served(message: Message, step: StrategyStep) -> Message:
 
 
 def _levels(message: Message, step: StrategyStep, server: int | None) -> tuple[Groups, Groups]:
-    """Groups around stations, each station first, and the group of what is left; the server is its own station."""
+    """Groups around stations, each station first, and the group of all stations and other ranks.
+
+    The server is the station of its own host.
+    """
     stations = {step.strategy.rank(name) for name in message.sync.transfer}
     inner: list[tuple[int, ...]] = []
     outer: list[int] = [] if server is None else [server]
@@ -116,7 +119,7 @@ def _levels(message: Message, step: StrategyStep, server: int | None) -> tuple[G
 
 
 def _used(*exchanges: StepExchange) -> tuple[StepExchange, ...]:
-    """Without groups of one rank, and without exchanges that have no others."""
+    """The exchanges without groups of one rank, and without exchanges that have no other groups."""
     kept = (
         replace(exchange, groups=tuple(group for group in exchange.groups if len(group) > 1)) for exchange in exchanges
     )

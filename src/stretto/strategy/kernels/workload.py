@@ -1,4 +1,4 @@
-"""A rewritten step as a `Workload`: what the planner plans and the simulator runs."""
+"""Turns a rewritten step into a `Workload` for the planner and the simulator."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .compressor import MEMORY_GB_PER_S
 from .step import Message, StrategyStep
 
 UPDATE_PASSES = 5.0
-"""Parameter, gradient and momentum read, parameter and momentum written: the memory that an update goes through."""
+"""Passes of an update over memory: parameter, gradient and momentum are read, parameter and momentum written."""
 
 
 def workload_of(step: StrategyStep, *, slowdown: Sequence[float] = ()) -> Workload:
     """One iteration: forward, backward, each message's exchanges and update.
 
-    With `slowdown` every rank computes so many times as long as the model's times say.
+    `slowdown` has for each rank the factor on the model's compute times; empty means 1 for all.
     """
     if slowdown and (len(slowdown) != step.num_ranks or not all(0 < factor < 1e6 for factor in slowdown)):
         raise InvalidInput(f"slowdown: must be {step.num_ranks} numbers > 0, one per rank")
@@ -31,7 +31,7 @@ def workload_of(step: StrategyStep, *, slowdown: Sequence[float] = ()) -> Worklo
         pushes, update, pulls = _message_ops(message, step, [Dep(op=f"bwd-{at}") for at in sorted(needed)])
         comm.setdefault(min(needed), []).extend(pushes)
         updates += [update, *pulls]
-        # A step that ends when everyone has everything lets no forward pass begin before.
+        # In PyTorch a step ends when every rank has all parameters, so the first forward op waits for all messages.
         for at in [0] if step.model.runtime == "torch" and not message.sync.staleness else needed:
             waits.setdefault(at, []).append(Dep(op=(pulls or [update])[-1].name, lag=message.lag))
     ops = []
@@ -57,7 +57,7 @@ def _compute(name: str, us: float, after: Sequence[Dep], phase: str, slowdown: S
 
 
 def exchange_name(message: Message, number: int) -> str:
-    """The comm-op of a message's exchange."""
+    """The name of the comm-op of a message's exchange."""
     return f"{message.exchanges[number].kind}{number}-{message.name}"
 
 
@@ -100,7 +100,7 @@ def _update(message: Message, after: tuple[Dep, ...]) -> Op:
 
 
 def _units(model: ModelSpec) -> list[list[str]]:
-    """Variables that are computed together: each that takes time, with those that take none behind it."""
+    """Variables that are computed together: each that takes time, with the following ones that take none."""
     units: list[list[str]] = []
     for variable in model.variables:
         if not units or variable.forward_us > 0 or variable.backward_us > 0:

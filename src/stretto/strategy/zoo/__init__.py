@@ -1,8 +1,8 @@
-"""The paper's models: their variables with shapes, and how long each part computes.
+"""The models of the AutoDist paper: their variables with shapes, and the compute time of each part.
 
-AutoDist's Appendix E, which lists them, is missing from the text at hand. What it fixes is kept: BERT-3L has 11 M
-parameters, NCF-large 122 M in 10 variables, VGG16 138 M, BERT-large 340 M. Everything else (batch sizes, sequence
-lengths, the widths of BERT-6L, ...) is ours. Compute times are a roofline's, in single precision.
+AutoDist's Appendix E, which lists them, is missing from the text at hand. The figures that the text gives are kept:
+BERT-3L has 11 M parameters, NCF-large 122 M in 10 variables, VGG16 138 M, BERT-large 340 M. Everything else (batch
+sizes, sequence lengths, the widths of BERT-6L, ...) is ours. Compute times are a roofline's, in single precision.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEVICES: dict[str, Accelerator] = {
         Accelerator(name="t4", tflops={"fp32": 8.1}, hbm_gb_per_s=320.0),
     )
 }
-"""The GPUs of the paper's clusters, from their data sheets (an M60 board has two; one is meant)."""
+"""The GPUs of the paper's clusters, from their data sheets (one of the two GPUs of an M60 board)."""
 
 MODELS: dict[str, tuple[Callable[[Scale], list[VariableLayer]], int]] = {
     "resnet101": (resnet101, 32),
@@ -45,15 +45,27 @@ MODELS: dict[str, tuple[Callable[[Scale], list[VariableLayer]], int]] = {
     "ncf_dense": (lambda scale: ncf(scale, sparse=False), 4096),
     "ncf_sparse": (lambda scale: ncf(scale, sparse=True), 4096),
 }
-"""What makes each model's layers, and the samples per rank and step."""
+"""The function that makes each model's layers, and the number of samples per rank and step."""
 
 
 def model(name: str, *, device: str = "t4", batch: int = 0, scale: float = 1.0) -> ModelSpec:
-    """A model of the paper, on a device; with `scale` all its widths and vocabularies times that.
+    """A model of the paper, with compute times of a device.
 
     >>> bert = model("bert_large")
     >>> round(bert.nbytes / 4e6), len(model("ncf_dense").variables), len(model("ncf_dense", scale=0.1).variables)
     (335, 10, 10)
+
+    Args:
+        name: one of `MODELS`.
+        device: one of `DEVICES`.
+        batch: samples per rank and step, up to 2^20; 0 takes the model's usual number.
+        scale: factor on all widths and vocabularies, over 0 and at most 4.
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidInput: a name is unknown or a number out of range.
     """
     if name not in MODELS:
         raise unknown("model", name, MODELS)

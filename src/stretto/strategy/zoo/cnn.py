@@ -8,7 +8,7 @@ CLASSES = 1000
 
 
 def resnet101(w: Scale) -> list[VariableLayer]:
-    """Bottlenecks 3, 4, 23, 3."""
+    """The layers of ResNet-101: bottlenecks 3, 4, 23, 3."""
     layers = [conv("conv1", 3, w(64), 7, 112, stride=2)]
     inputs, side = w(64), 56
     for stage, count in enumerate((3, 4, 23, 3)):
@@ -29,7 +29,7 @@ def resnet101(w: Scale) -> list[VariableLayer]:
 
 
 def densenet121(w: Scale) -> list[VariableLayer]:
-    """Growth 32, blocks of 6, 12, 24, 16."""
+    """The layers of DenseNet-121: growth 32, blocks of 6, 12, 24, 16."""
     growth, width, side = w(32), w(64), 56
     layers = [conv("conv0", 3, width, 7, 112, stride=2)]
     blocks = (6, 12, 24, 16)
@@ -46,7 +46,7 @@ def densenet121(w: Scale) -> list[VariableLayer]:
 
 
 def vgg16(w: Scale) -> list[VariableLayer]:
-    """Thirteen convolutions with biases and three large fully connected layers."""
+    """The layers of VGG16: thirteen convolutions with biases and three large fully connected layers."""
     layers: list[VariableLayer] = []
     inputs, side = 3, 224
     for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -62,11 +62,11 @@ def vgg16(w: Scale) -> list[VariableLayer]:
 
 
 Conv = tuple[int, int | tuple[int, int], int]
-"""Outputs, kernel, stride."""
+"""A convolution as (output channels, kernel, stride)."""
 
 
 def inceptionv3(w: Scale) -> list[VariableLayer]:
-    """Five kinds of blocks whose branches are joined; without the auxiliary classifier."""
+    """The layers of Inception v3: five kinds of blocks whose branches are joined; without the auxiliary classifier."""
     layers = []
     inputs = 3
     stem = ((32, 3, 149, 2), (32, 3, 147, 1), (64, 3, 147, 1), (80, 1, 73, 1), (192, 3, 71, 1))
@@ -83,13 +83,15 @@ def inceptionv3(w: Scale) -> list[VariableLayer]:
                 layers.append(conv(name, width, w(outputs), size, after, stride=stride))
                 width = w(outputs)
             joined += width
-        # In the last two blocks convolutions fork, so that what is joined is more than the branches' ends.
+        # In the last two blocks convolutions fork, so that more channels are joined than the branches' ends have.
         inputs = joined + (inputs if passed < 0 else w(passed) if passed else 0)
     return [*layers, linear("fc", inputs, w(CLASSES))]
 
 
 def _inception_blocks() -> list[tuple[int, list[list[Conv]], int]]:
-    """Side, branches, and what else is joined: -1 the pooled input itself, or channels of forks."""
+    """Blocks as (side, branches, further channels that are joined: -1 for the pooled input
+    itself, or those of forks).
+    """
     wide, tall = (1, 7), (7, 1)
 
     def block_a(pool: int) -> list[list[Conv]]:

@@ -10,7 +10,17 @@ LM1B_WORDS, LM1B_STEPS, LM1B_SAMPLED = 793470, 20, 8192
 
 
 def bert(w: Scale, *, layers: int, width: int, sparse: bool = False) -> list[VariableLayer]:
-    """Embeddings, encoder layers and pooler; with `sparse` the words' gradient is sparse (no tied output layer)."""
+    """The layers of BERT: embeddings, encoder layers and pooler.
+
+    Args:
+        w: scales widths.
+        layers: number of encoder layers.
+        width: hidden width before scaling.
+        sparse: whether the gradient of the word table is sparse (then there is no tied output layer).
+
+    Returns:
+        The layers in the order of use.
+    """
     hidden, tokens = w(width), BERT_TOKENS
     made = [
         table("words", w(BERT_WORDS), hidden, looked_up=tokens, sparse=sparse),
@@ -26,7 +36,7 @@ def _layer(name: str, hidden: int, inner: int, tokens: int, *, cross: bool = Fal
     attention = []
     for kind in ("self", "cross") if cross else ("self",):
         for what in ("query", "key", "value"):
-            # Scores and their products with the values are counted with the values.
+            # The attention scores and their products with the values are counted with the value projection.
             more = 4.0 * tokens * tokens * hidden if what == "value" else 0.0
             attention.append(linear(f"{name}.{kind}.{what}", hidden, hidden, tokens=tokens, more=more))
         attention.append(linear(f"{name}.{kind}.output", hidden, hidden, tokens=tokens, norm=True))
@@ -37,20 +47,22 @@ def _layer(name: str, hidden: int, inner: int, tokens: int, *, cross: bool = Fal
 
 
 def transformer(w: Scale) -> list[VariableLayer]:
-    """The base model: 6 layers each way, width 512, one dense table for words and output."""
+    """The layers of the base Transformer: 6 encoder and 6 decoder layers of width 512, one dense table for words and
+    output.
+    """
     hidden, tokens = w(512), TRANSFORMER_TOKENS
     made = [table("words", w(TRANSFORMER_WORDS), hidden, looked_up=2 * tokens, sparse=False)]
     for at in range(6):
         made += _layer(f"encoder{at}", hidden, w(2048), tokens)
     for at in range(6):
         made += _layer(f"decoder{at}", hidden, w(2048), tokens, cross=True)
-    # The output layer's product with the words' table; the table itself is the one above.
+    # The output layer multiplies with the word table above, so it adds only flops.
     logits = linear("output_norm", hidden, hidden, tokens=tokens, more=2.0 * w(TRANSFORMER_WORDS) * hidden * tokens)
     return [*made, logits]
 
 
 def lm1b(w: Scale) -> list[VariableLayer]:
-    """An LSTM of 2048 with projections to 512, sparse word vectors and a sampled softmax."""
+    """The layers of LM1B: an LSTM of 2048 with projections to 512, sparse word vectors and a sampled softmax."""
     words, inner, hidden, steps = w(LM1B_WORDS), w(512), w(2048), LM1B_STEPS
     return [
         table("words", words, inner, looked_up=steps, sparse=True),

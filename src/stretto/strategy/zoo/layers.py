@@ -10,23 +10,25 @@ from ..model import Variable
 
 BYTES = 4
 NORM_PASSES = 4
-"""How often an activation is read or written beside the product itself: normalisation and non-linearity."""
+"""Reads and writes of an activation beside those of the product: normalization and non-linearity."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Widths of a model, made smaller or larger."""
+    """A factor on the widths of a model."""
 
     factor: float = 1.0
 
     def __call__(self, width: int) -> int:
-        """The scaled width."""
+        """The scaled width, at least 2."""
         return max(2, round(width * self.factor))
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariableLayer:
-    """Variables in the order of use, what one sample costs forward, and (for embeddings) rows touched per sample."""
+    """Variables in the order of use, the forward cost of one sample, and (for embeddings) the
+    rows touched per sample.
+    """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     flops: float
@@ -41,7 +43,20 @@ def conv(
     name: str, inputs: int, outputs: int, size: int | tuple[int, int], side: int, *, stride: int = 1,
     norm: bool = True,
 ) -> VariableLayer:  # fmt: skip
-    """A convolution to `side` x `side` outputs with its normalisation, or with a bias."""
+    """A convolution with its normalization, or with a bias.
+
+    Args:
+        name: prefix of the variables' names.
+        inputs: input channels.
+        outputs: output channels.
+        size: size of the kernel, or (height, width).
+        side: width and height of the output.
+        stride: stride of the kernel.
+        norm: whether the layer has a normalization instead of a bias.
+
+    Returns:
+        The layer.
+    """
     high, wide = (size, size) if isinstance(size, int) else size
     weight = (f"{name}.weight", (outputs, inputs, high, wide))
     rest = ((f"{name}.norm.weight", (outputs,)), (f"{name}.norm.bias", (outputs,)))
@@ -55,7 +70,19 @@ def conv(
 def linear(
     name: str, inputs: int, outputs: int, *, tokens: int = 1, norm: bool = False, more: float = 0.0
 ) -> VariableLayer:
-    """A fully connected layer on `tokens` rows per sample, perhaps with a layer norm behind it, and other flops."""
+    """A fully connected layer, perhaps with a layer norm after it.
+
+    Args:
+        name: prefix of the variables' names.
+        inputs: input width.
+        outputs: output width.
+        tokens: rows per sample.
+        norm: whether a layer norm follows.
+        more: further flops of one sample.
+
+    Returns:
+        The layer.
+    """
     shapes = [(f"{name}.weight", (outputs, inputs)), (f"{name}.bias", (outputs,))]
     shapes += [(f"{name}.norm.weight", (outputs,)), (f"{name}.norm.bias", (outputs,))] if norm else []
     return VariableLayer(
@@ -65,7 +92,19 @@ def linear(
 
 
 def table(name: str, rows: int, width: int, *, looked_up: float, sparse: bool, extra_rows: int = 0) -> VariableLayer:
-    """An embedding of which each sample looks up some rows, and a step `extra_rows` more."""
+    """An embedding table.
+
+    Args:
+        name: prefix of the variable's name.
+        rows: number of rows.
+        width: width of a row.
+        looked_up: rows that each sample looks up.
+        sparse: whether the gradient is sparse.
+        extra_rows: further rows that each step touches.
+
+    Returns:
+        The layer.
+    """
     return VariableLayer(
         shapes=((f"{name}.weight", (rows, width)),), flops=0.0, moved=2.0 * looked_up * width, rows=looked_up,
         extra_rows=extra_rows, sparse=sparse,
@@ -73,11 +112,21 @@ def table(name: str, rows: int, width: int, *, looked_up: float, sparse: bool, e
 
 
 def variables_of(layers: Sequence[VariableLayer], device: Accelerator, samples: int) -> tuple[Variable, ...]:
-    """The variables of layers: the first of each carries its compute time; the backward pass takes twice as long."""
+    """The variables of layers; the first of each layer carries its compute time, and the backward pass takes twice as
+    long.
+
+    Args:
+        layers: the layers in the order of use.
+        device: the device that computes.
+        samples: samples per rank and step.
+
+    Returns:
+        The variables in the order of use.
+    """
     found = []
     for layer in layers:
         params = sum(_size(shape) for _, shape in layer.shapes)
-        # A dense gradient of an embedding is written whole.
+        # The dense gradient of an embedding is written for the whole table.
         dense = params if layer.rows and not layer.sparse else 0
         read = 0 if layer.rows else params
         forward_us, backward_us = (

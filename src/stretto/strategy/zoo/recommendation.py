@@ -9,7 +9,9 @@ FACTOR_WIDTH, TOWER_WIDTH = 256, 480
 
 
 def ncf(w: Scale, *, sparse: bool) -> list[VariableLayer]:
-    """Four tables (users and items, for the product and for the tower), two hidden layers, and the prediction."""
+    """The layers: four tables (users and items, for the product and for the tower), two hidden layers, and the
+    prediction.
+    """
     users, items, factor, tower = w(USERS), w(ITEMS), w(FACTOR_WIDTH), w(TOWER_WIDTH)
     return [
         table("factor.users", users, factor, looked_up=1, sparse=sparse),
