@@ -32,22 +32,22 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExactResult:
-    """A program, its simulated time, and what is proved: no such program is faster than `proved_bound_us`."""
+    """A program, its simulated time, and a proof that no such program is faster than `proved_bound_us`."""
 
     program: Program
     time_us: float
     proved_bound_us: float
     grid: str
-    """The slot, and what was rounded."""
+    """The length of a time slot, and which times were rounded to slots."""
 
     @property
     def optimal(self) -> bool:
-        """Whether the time is the bound."""
+        """Whether the program's time equals the bound."""
         return self.time_us <= self.proved_bound_us * (1 + 1e-9)
 
     @property
     def gap(self) -> float:
-        """How much the time may exceed the optimum, as a share of the bound."""
+        """The most by which the time may exceed the optimum, as a share of the bound."""
         return max(0.0, self.time_us / self.proved_bound_us - 1) if self.proved_bound_us > 0 else 0.0
 
 
@@ -63,7 +63,26 @@ def synthesize(
     solver: str = "auto",
     channels: Iterable[str] | None = None,
 ) -> Program:
-    """The fastest program found by `solve`."""
+    """The fastest program found by `solve`.
+
+    Args:
+        collective: A small collective (about a dozen ranks).
+        cluster: The cluster.
+        nbytes: The size in bytes, > 0.
+        budget_s: The seconds to search.
+        seed: The seed of the solver.
+        progress: Called with a line of text and the share of the budget spent, 0..1.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+        solver: "auto", "highs" or "cp-sat".
+        channels: The channels whose links may be used; all when not given.
+
+    Returns:
+        The verified program.
+
+    Raises:
+        Infeasible: The collective is not served, or the model is too large.
+        SearchTimeout: No schedule was found in time.
+    """
     return solve(
         collective, cluster, nbytes=nbytes, budget_s=budget_s, seed=seed, progress=progress, alpha=alpha,
         solver=solver, channels=channels,
@@ -87,6 +106,25 @@ def solve(
     Horizons are tried upwards from a counting bound: each is proved too short, or gives the program. Reduce-scatter
     and reduce are solved as their inverses on the reversed cluster. All-reduce is searched among reductions to fixed
     roots followed by broadcasts, overlapped; its bound is by counting, for any algorithm.
+
+    Args:
+        collective: A small collective (about a dozen ranks), with chunks of one size.
+        cluster: The cluster.
+        nbytes: The size in bytes, > 0.
+        budget_s: The seconds to search.
+        seed: The seed of the solver.
+        progress: Called with a line of text and the share of the budget spent, 0..1.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+        solver: "auto", "highs" or "cp-sat".
+        channels: The channels whose links may be used; all when not given.
+
+    Returns:
+        The program, its time and the bound that was proved.
+
+    Raises:
+        Infeasible: The collective is not served, or the model is too large.
+        SearchTimeout: No schedule was found in time.
+        InvalidInput: The solver is unknown or not installed, or a device does not exist.
 
     >>> from stretto import AllGather
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=0.0)
@@ -129,7 +167,7 @@ class _Search:
         return self.ends_at - time.monotonic()
 
     def spread(self, collective: Collective, cluster: Cluster) -> ExactResult:
-        """Any collective in which chunks are only copied."""
+        """Solve a collective in which chunks are only copied."""
         net = HopNetwork.of(collective, cluster, nbytes=self.nbytes, alpha=self.alpha, channels=self.channels)
         down, up = net.grids
         exact = up is down
@@ -137,7 +175,7 @@ class _Search:
         least = plain.least_slots()
         bound = lower_bound(collective, cluster, self.nbytes, channels=self.channels).total_us
         kind = SingleDestination if plain.single() else CopyModel
-        # On an exact grid a bound between two slots counts as the next one.
+        # On an exact grid a bound between two slots is rounded up to the next slot.
         known = math.ceil(bound / down.slot_us - 1e-6) if exact else math.floor(bound / down.slot_us + 1e-6)
         first = max(least, known)
         proved, moves = self.climb(partial(kind, collective, net, down), first, 1.0 if exact else 0.4)
@@ -194,7 +232,7 @@ class _Search:
         while (last is None or slots <= last) and time.monotonic() < limit:
             self.progress(f"exact: {slots} slots", 1 - max(self.left_s(), 0.0) / self.budget_s)
             status = "unknown"
-            # Most often there is a schedule in which nothing waits inside a switch, and it is found much faster.
+            # Most often there is a schedule in which no message waits inside a switch, and it is found much faster.
             for rigid in (True, False):
                 model = build(slots, rigid)
                 # A horizon that is hard to decide must not use up the time for the next, easier one.
@@ -221,14 +259,14 @@ class _Search:
 
 
 def _solver(name: str) -> str:
-    """HiGHS unless told otherwise: on models of this kind it is as fast as CP-SAT or faster, and always there."""
+    """The solver to use: HiGHS unless told otherwise, as it is at least as fast here and always installed."""
     if name == "cp-sat" and not cp_sat.available():
         raise InvalidInput("solver: cp-sat needs OR-Tools (the extra 'solvers'); highs needs nothing")
     return "highs" if name == "auto" else name
 
 
 def _same_both_ways(cluster: Cluster) -> bool:
-    """Whether every link has one that leads back at the same cost."""
+    """Whether for every link another one leads back at the same cost."""
     columns = [cluster.link_channel, cluster.link_alpha_us, cluster.link_gb_per_s]
     there = zip(cluster.link_src, cluster.link_dst, *columns, strict=True)
     back = zip(cluster.link_dst, cluster.link_src, *columns, strict=True)

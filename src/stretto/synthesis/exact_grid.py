@@ -19,16 +19,19 @@ from .pacing import paced
 from .schedule import program_from_schedule
 
 MAX_SLOTS = 16
-"""A common divisor of the hop times counts as a grid if the longest hop has at most so many slots."""
+"""The most slots of the longest hop for which a common divisor of the hop times is used as the slot."""
 
 Move = tuple[int, int, int]
-"""(chunk, hop, slot in which its first link begins)"""
+"""One send: (chunk, hop, slot in which its first link begins)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Grid:
-    """Hop times in slots. Stage j of hop h is its j-th link, busy for ``busy[h][j]``; the next stage begins no sooner
-    than ``leads[h][j]`` after it (the last entry: when the message has arrived)."""
+    """Hop times in slots.
+
+    Stage j of hop h is its j-th link, busy for ``busy[h][j]``; the next stage begins no sooner than ``leads[h][j]``
+    after it (the last entry says when the message has arrived).
+    """
 
     slot_us: float
     busy: list[list[int]]
@@ -36,13 +39,13 @@ class Grid:
 
     @cached_property
     def arrives(self) -> list[int]:
-        """Slots from a hop's first start to its arrival, at the least."""
+        """The least number of slots from a hop's start to its arrival."""
         return [sum(leads) for leads in self.leads]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HopNetwork:
-    """The hops among a collective's ranks, with their ends as ranks."""
+    """The hops among a collective's ranks, whose ends are ranks, and their times for one chunk."""
 
     cluster: Cluster
     num_ranks: int
@@ -56,7 +59,22 @@ class HopNetwork:
     def of(
         cls, collective: Collective, cluster: Cluster, *, nbytes: float, alpha: str, channels: tuple[str, ...] | None
     ) -> HopNetwork:
-        """The net for chunks of the size they have when the collective moves `nbytes`."""
+        """The hops for chunks of the size that they have when the collective moves `nbytes`.
+
+        Args:
+            collective: The collective; its chunks are of one size.
+            cluster: The cluster.
+            nbytes: The size in bytes, > 0.
+            alpha: "pipelined" or "blocking", as in `simulate`.
+            channels: The channels whose links may be used; all when None.
+
+        Returns:
+            The hops with their times.
+
+        Raises:
+            Infeasible: Chunks differ in size.
+            InvalidInput: A device does not exist.
+        """
         shares = np.unique(np.round(collective.chunk_share, 15))
         if len(shares) > 1:
             raise Infeasible("chunks: exact mode needs chunks of one size")
@@ -92,7 +110,7 @@ class HopNetwork:
         slots = [s for s in slots if max(values) / s <= MAX_SLOTS]
 
         def least(rounding: Callable[[float], int]) -> Grid:
-            # The smallest mean error; among equals the coarsest grid.
+            # Choose the grid with the smallest total error, and among equals the coarsest.
             error = {s: sum(abs(rounding(v / s) * s / v - 1) for v in values) for s in slots}
             return self._grid(min(slots, key=lambda s: (round(error[s], 6), -s)), rounding)
 
@@ -105,7 +123,7 @@ class HopNetwork:
         return Grid(slot_us=slot, busy=rounded(self.busy_us), leads=rounded(self.leads_us))
 
     def describe(self) -> str:
-        """The slots, and what was rounded."""
+        """The length of the slots, and which times were rounded to them, in words."""
         down, up = self.grids
         if down is up:
             return f"slots of {up.slot_us:g} us divide every hop time"
@@ -115,7 +133,7 @@ class HopNetwork:
         )
 
     def distances(self, grid: Grid) -> NDArray[np.float64]:
-        """The least slots from rank to rank."""
+        """The least number of slots from each rank to each other, relays included."""
         n = self.num_ranks
         far = np.full((n, n), np.inf)
         np.fill_diagonal(far, 0)
@@ -127,13 +145,19 @@ class HopNetwork:
 
     @cached_property
     def staged(self) -> bool:
-        """Whether some hop has more than one link."""
+        """Whether some hop passes more than one link."""
         return any(len(route) > 1 for route in self.routes)
 
     def programs(self, collective: Collective, grid: Grid, moves: list[Move]) -> list[Program]:
-        """The program of these moves; for all-reduce hops are numbered on for the way out of the root.
+        """The programs of a schedule; where links may be shared, a second one holds messages back (see `paced`).
 
-        Where ports are shared, a second one holds messages back as planned (see `paced`).
+        Args:
+            collective: The collective.
+            grid: The grid that the moves are on.
+            moves: The moves; for all-reduce a hop number beyond the hops means the way from the root.
+
+        Returns:
+            One or two programs, not verified yet.
         """
         count = len(self.src)
         hop = [h % count for _, h, _ in moves]
@@ -155,7 +179,7 @@ class HopNetwork:
 
 
 def _common_divisor(values: Iterable[float]) -> float | None:
-    """The largest number of which all values are multiples, but for rounding; None if it is tiny."""
+    """The largest number of which all values are multiples, up to rounding; None if there is none of useful size."""
     found = 0.0
     largest = max(values)
     for value in sorted(values):

@@ -24,7 +24,7 @@ MAX_VARIABLES = 60_000
 
 @dataclass(eq=False)
 class SlotModel(ABC):
-    """Binary variables "stage j of hop h begins to send chunk c in slot t", and rows over them.
+    """A model with binary variables "stage j of hop h begins to send chunk c in slot t", and rows over them.
 
     Rows are ``sum(positive) - sum(negative) <= bound``, or equal to it.
     """
@@ -45,19 +45,39 @@ class SlotModel(ABC):
 
     @abstractmethod
     def build(self) -> None:
-        """Write all variables and rows."""
+        """Add all variables and rows to the model; called once, when the number of slots is known."""
 
     def at_most(self, positive: list[int], negative: list[int], bound: int = 0) -> None:
-        """A row, unless it says nothing."""
+        """Add the row ``sum(positive) - sum(negative) <= bound``, unless it always holds.
+
+        Args:
+            positive: Variables with factor 1.
+            negative: Variables with factor -1.
+            bound: The bound.
+        """
         if len(positive) > bound:
             self.rows.append((positive, negative, bound, False))
 
     def exactly(self, positive: list[int], bound: int = 1) -> None:
-        """An equality."""
+        """Add the row ``sum(positive) == bound``."""
         self.rows.append((positive, [], bound, True))
 
     def hop_variables(self, chunk: int, hop: int, first: float, last: float, tag: int = 0) -> HopVariables:
-        """Variables for a hop whose first link may begin in slots first..last (for its least way to the end)."""
+        """Add the variables of one chunk on one hop.
+
+        Args:
+            chunk: The chunk (or whatever the model numbers).
+            hop: The hop.
+            first: The first slot in which the hop may begin.
+            last: The last slot in which it may begin, if it is not delayed on the way.
+            tag: 1 for the way out of an all-reduce's root, which has variables of its own.
+
+        Returns:
+            The variables of starts and of arrivals.
+
+        Raises:
+            Infeasible: The model has too many variables.
+        """
         lead = 0
         begins: list[tuple[int, int]] = []
         before: list[tuple[int, int]] = []
@@ -82,18 +102,24 @@ class SlotModel(ABC):
         return HopVariables(begins=begins, arrivals=before)
 
     def follow(self, later: Sequence[tuple[int, int]], earlier: Sequence[tuple[int, int]], held: int = 0) -> None:
-        """No more begins by any slot than has arrived by then, beside what was held."""
+        """Add rows: by any slot, no more begins than has arrived by then, plus what was held from the start.
+
+        Args:
+            later: (slot, variable) of the sends that begin.
+            earlier: (slot, variable) of the arrivals.
+            held: How many chunks the rank holds from the start.
+        """
         for t in sorted({t for t, _ in later}):
             self.at_most([v for s, v in later if s <= t], [v for s, v in earlier if s <= t], held)
 
     def close(self) -> None:
-        """Every link sends one thing at a time."""
+        """Add the rows that let every link send one chunk at a time; called after all variables exist."""
         rows = {tuple(sorted(variables)) for variables in self.taken.values()}
         for row in sorted(rows):
             self.at_most(list(row), [], 1)
 
     def moves(self, values: Sequence[bool]) -> list[Move]:
-        """What is sent, without what nobody needs."""
+        """The sends of a solution, without those that no rank needs."""
         count = len(self.net.src)
         last = [0 if self.rigid else len(leads) - 1 for leads in self.grid.leads]
         begun: dict[tuple[int, int], int] = {}
@@ -107,18 +133,36 @@ class SlotModel(ABC):
         return self.needed(sorted(sent, key=lambda move: (move[2], move[1], move[0])))
 
     def needed(self, moves: list[Move]) -> list[Move]:
-        """The moves that bring something to where it is wanted."""
+        """The moves that help to bring a chunk to a rank that wants it; all of them by default."""
         return moves
 
     def most(self, slots: int, ranks: Iterable[int], *, last: bool) -> float:
-        """How many chunks these ranks can receive over the last links of hops (or send over the first) in time."""
+        """The most chunks that ranks can receive (or send) in a number of slots.
+
+        Args:
+            slots: The number of slots.
+            ranks: The ranks.
+            last: True for what they receive over the last links of hops, False for what they send over the first.
+
+        Returns:
+            The number of chunks, possibly infinite.
+        """
         net, at, chosen = self.net, -1 if last else 0, set(ranks)
         ends = net.dst if last else net.src
         links = {net.routes[h][at]: self.grid.busy[h][at] for h, end in enumerate(ends) if end in chosen}
         return sum(slots // busy if busy else math.inf for busy in links.values())
 
     def solve(self, solver: str, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
-        """``infeasible``, ``unknown``, or ``feasible`` with the values."""
+        """Decide whether a schedule exists.
+
+        Args:
+            solver: "highs" or "cp-sat".
+            limit_s: The seconds that the solver may take.
+            seed: The seed of the solver.
+
+        Returns:
+            ``feasible`` with the values of the variables, or ``infeasible`` or ``unknown`` with None.
+        """
         if any(equal and bound > len(positive) for positive, _, bound, equal in self.rows):
             return "infeasible", None
         return _SOLVE[solver](self, max(limit_s, 0.1), seed)
@@ -126,17 +170,17 @@ class SlotModel(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class HopVariables:
-    """(slot, variable) of a hop's starts, and of its arrivals."""
+    """The variables of one chunk on one hop: (slot, variable) of its starts, and of its arrivals."""
 
     begins: list[tuple[int, int]]
     arrivals: list[tuple[int, int]]
 
 
 class CopyModel(SlotModel):
-    """Chunks are copied from whoever has them to whoever wants them; any rank may relay."""
+    """The model of copying: chunks go from ranks that have them to ranks that want them; any rank may relay."""
 
     def wants(self) -> tuple[list[set[int]], list[set[int]]]:
-        """Per chunk, who has it, and who else wants it."""
+        """For each chunk, the ranks that have it, and the other ranks that want it."""
         c = self.collective
         has: list[set[int]] = [set() for _ in range(c.num_chunks)]
         wants: list[set[int]] = [set() for _ in range(c.num_chunks)]
@@ -153,7 +197,7 @@ class CopyModel(SlotModel):
         return all(len(want) <= 1 and len(have) == 1 for have, want in zip(has, wants, strict=True))
 
     def least_slots(self) -> int:
-        """By distance, by what each rank has to receive, and by what all together have to send."""
+        """A lower bound on the slots: by distance, by what each rank must receive, and by what all ranks must send."""
         has, wants = self.wants()
         far = self.net.distances(self.grid)
         least = 1
@@ -173,7 +217,8 @@ class CopyModel(SlotModel):
         return least
 
     def build(self) -> None:
-        """Who wants a chunk receives it once, others at most once, and nothing is sent on before it has arrived."""
+        """Add rows: a rank that wants a chunk receives it once, others at most once, and no rank sends a chunk before
+        it has arrived."""
         net, grid = self.net, self.grid
         has, wants = self.wants()
         far = net.distances(grid)
@@ -203,7 +248,7 @@ class CopyModel(SlotModel):
         self.close()
 
     def needed(self, moves: list[Move]) -> list[Move]:
-        """Without relaying to ranks that neither want a chunk nor pass it on."""
+        """The moves without relaying to ranks that neither want a chunk nor pass it on."""
         _, wants = self.wants()
         used = {(c, r) for c, want in enumerate(wants) for r in want}
         kept = []
@@ -215,11 +260,14 @@ class CopyModel(SlotModel):
 
 
 class SingleDestination(CopyModel):
-    """Every chunk goes to one rank only. Chunks for the same rank are interchangeable on the way, so variables say
-    "something for rank d", and chunks are told apart afterwards."""
+    """The model of collectives in which every chunk goes to one rank only.
+
+    Chunks for the same rank are interchangeable on the way, so variables say "some chunk for rank d", and chunks are
+    assigned afterwards.
+    """
 
     def supply(self) -> dict[int, dict[int, list[int]]]:
-        """Per destination, the chunks that each rank has for it."""
+        """For each destination, the chunks that each rank has for it."""
         found: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for chunk, (have, want) in enumerate(zip(*self.wants(), strict=True)):
             for rank in want:
@@ -227,7 +275,7 @@ class SingleDestination(CopyModel):
         return found
 
     def build(self) -> None:
-        """No rank sends on more than it had and received, and the destination receives it all."""
+        """Add rows: no rank sends more than it had and received, and the destination receives all its chunks."""
         net, grid = self.net, self.grid
         far = net.distances(grid)
         for goal, given in sorted(self.supply().items()):
@@ -246,7 +294,7 @@ class SingleDestination(CopyModel):
         self.close()
 
     def moves(self, values: Sequence[bool]) -> list[Move]:
-        """What is sent: each time the chunk that has been there longest."""
+        """The sends of a solution: a rank sends the chunk that it has had longest."""
         stages: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         for (goal, hop, stage, t), on in zip(self.keys, values, strict=True):
             if on:
@@ -269,7 +317,7 @@ class SingleDestination(CopyModel):
         return sorted((m for way in ways.values() for m in self.straight(way)), key=lambda move: (move[2], move[1]))
 
     def straight(self, way: list[Move]) -> list[Move]:
-        """A chunk's way without detours that come back to where it was."""
+        """A chunk's path without loops that come back to a rank where it was before."""
         kept: list[Move] = []
         for move in way:
             at = next((i for i, (_, hop, _) in enumerate(kept) if self.net.src[hop] == self.net.dst[move[1]]), None)
@@ -281,10 +329,10 @@ class SingleDestination(CopyModel):
 
 
 class AllReduceModel(SlotModel):
-    """All-reduce: chunk c is reduced to rank ``c // (chunks per rank)`` along a tree, and from there sent to all."""
+    """The model of all-reduce: chunk c is reduced to rank ``c // (chunks per rank)`` by a tree, then sent to all."""
 
     def least_slots(self) -> int:
-        """Each chunk crosses into ranks 2 (n - 1) times, whatever the algorithm."""
+        """A lower bound on the slots: ranks receive each chunk 2 (n - 1) times in all, whatever the algorithm."""
         c, net = self.collective, self.net
         far = net.distances(self.grid)
         if not np.isfinite(far).all():
@@ -298,7 +346,7 @@ class AllReduceModel(SlotModel):
         return least
 
     def build(self) -> None:
-        """All chunks; they only meet on links."""
+        """Add the variables and rows of all chunks, which interact on links only."""
         far = self.net.distances(self.grid)
         each = self.collective.num_chunks // self.collective.num_ranks
         for chunk in range(self.collective.num_chunks):
@@ -306,7 +354,13 @@ class AllReduceModel(SlotModel):
         self.close()
 
     def reduce_and_send(self, chunk: int, root: int, far: NDArray[np.float64]) -> None:
-        """Every other rank adds its sum to another's once, when it is whole, and receives the result once."""
+        """Add rows: every rank but the root sends its sum once, when it is whole, and receives the result once.
+
+        Args:
+            chunk: The chunk.
+            root: The rank that it is reduced to.
+            far: The least slots from rank to rank, from `HopNetwork.distances`.
+        """
         net, grid, n = self.net, self.grid, self.collective.num_ranks
         gathered, spread = far[:, root].max(), far[root].max()
         up_in: list[list[HopVariables]] = [[] for _ in range(n)]
@@ -335,7 +389,7 @@ class AllReduceModel(SlotModel):
                     self.follow(way.begins, [pair for come in down_in[rank] for pair in come.arrivals])
 
     def whole(self, come: list[HopVariables], go: list[tuple[int, int]]) -> None:
-        """Nothing arrives after the sum has been sent on."""
+        """Add rows: no summand arrives after the sum has been sent on."""
         for way in come:
             for t in sorted({t for t, _ in go}):
                 late = [v for s, v in way.arrivals if s > t]

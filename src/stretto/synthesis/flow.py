@@ -1,10 +1,10 @@
-"""All-to-all, and whatever one rank has for one other, as multi-commodity flow.
+"""All-to-all, and any collective whose chunks each go from one rank to one other, as multi-commodity flow.
 
-Every chunk takes one path over the physical links, passing switches and relayed by ranks. Paths are found by taking
-chunks out and putting them back where they add least to a price that grows steeply with a link's load, which brings the
-busiest link to the bound of the concurrent flow, or within a chunk of it; the messages are then ordered by planning
-with priorities, forwards and backwards, and by colouring where every message passes two busy ports. What is best is
-what `simulate` says.
+Every chunk takes one path over the physical links, passing switches and relayed by ranks. Paths are found by removing
+chunks and putting them back where they add least to a price that grows steeply with a link's load, which brings the
+busiest link to the bound of the concurrent flow, or within a chunk of it. The messages are then ordered by planning
+with priorities, forwards and backwards, and by colouring where every message passes two busy ports. `simulate` decides
+which program is best.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .flow_routes import Paths, Traffic, gather, refined, route, traffic_of
 PIECES = (1, 2, 3, 4, 6, 8, 12, 16)
 MERGES = (None, "source", "destination")
 SLACKS = (0.05, 0.01, 0.02, 0.1, 0.003)
-"""Parts of the planned time by which what ranks receive may run behind the plan."""
+"""The parts of the planned time by which arrivals may run behind the plan, each tried in turn."""
 TURNS = 2
 SHAKES = 48
 MAX_MOVES = 250_000
-"""Chunks x hops beyond which a finer cut is not tried."""
+"""The number of chunks x hops beyond which a finer cut is not tried."""
 SMALL = 3_000
-"""Messages up to which plans are shaken, and chunks up to which several seeds are tried."""
+"""The most messages for which plans are perturbed, and the most chunks for which several seeds are tried."""
 MAX_GATHER = 64
-"""Ranks up to which every pair may become a hop."""
+"""The most ranks for which every pair may become a hop."""
 CLOSE = 1.001
-"""A program this close to the bound is not improved on."""
+"""The ratio to the bound at which the search ends."""
 WORTHWHILE = 0.998
-"""What a finer cut must bring."""
+"""The factor by which a finer cut must reduce the time to be kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class _Problem:
 
 
 class _Search:
-    """Keeps the best program; stops when the time is over or nothing is left to win."""
+    """A search that keeps the best program, and ends when the time is over or the bound is reached."""
 
     def __init__(self, problem: _Problem, budget_s: float, progress: Callable[[str, float], None] | None) -> None:
         self.problem, self.budget_s, self.progress = problem, budget_s, progress
@@ -66,15 +66,15 @@ class _Search:
         self.us = np.inf
 
     def spent(self) -> float:
-        """The share of the time that is gone."""
+        """The share of the budget that is spent."""
         return (time.monotonic() - self.began) / self.budget_s if self.budget_s > 0 else 1.0
 
     def done(self) -> bool:
-        """Whether to stop."""
+        """Whether the search may end: a program is found, and the bound is reached or the time is over."""
         return self.program is not None and (self.us <= CLOSE * self.problem.bound_us or self.spent() >= 1)
 
     def offer(self, program: Program) -> float:
-        """Prove and simulate a program, keep it if it is the best, and say its time."""
+        """Prove and simulate a program, keep it if it is the best, and return its time."""
         p = self.problem
         us = simulate(program, p.cluster, nbytes=p.nbytes, alpha=p.alpha, contention=p.contention).total_us
         finer = self.program is not None and program.collective.chunks > self.program.collective.chunks
@@ -99,8 +99,22 @@ def synthesize(
 ) -> Program:
     """The fastest program found for a collective whose chunks each go from one rank to one other.
 
-    `pieces` is how many equal parts each chunk is cut into; by default several are tried. Time beyond `budget_s` is
-    only spent on what has begun.
+    Args:
+        collective: An all-to-all, or any collective of that form.
+        cluster: The cluster.
+        nbytes: The size in bytes, > 0.
+        budget_s: The seconds to search; what has begun by then is finished.
+        seed: The seed of the routing and of the order.
+        progress: Called with a line of text and the share of the budget spent, 0..1.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+        contention: "fifo" or "fair", as in `simulate`; what the cluster needs when not given.
+        pieces: How many equal parts each chunk is cut into, >= 1; several numbers are tried when not given.
+
+    Returns:
+        The verified program.
+
+    Raises:
+        Infeasible: A chunk has several sources or destinations, nothing moves, or ranks are not connected.
 
     >>> from stretto import AllToAll
     >>> ring = Cluster.preset("ring", nodes=5, gb_per_s=10.0, alpha_us=0.0)
@@ -135,7 +149,7 @@ def synthesize(
 
 
 def _try_cut(search: _Search, cut: int) -> int:
-    """Candidates with each chunk cut into so many; says how often a chunk is moved."""
+    """Try candidates with each chunk cut into `cut` pieces; return the largest number of chunk moves."""
     p = search.problem
     collective = refined(p.collective, cut)
     traffic = traffic_of(collective)
@@ -151,7 +165,7 @@ def _try_cut(search: _Search, cut: int) -> int:
 
 
 def _routings(problem: _Problem, collective: Collective, traffic: Traffic) -> Iterator[tuple[str, Paths]]:
-    """Paths for the bytes alone, and where alphas count too, shorter ones on links that may be busier."""
+    """Paths chosen by bytes alone, and where alphas matter also shorter paths on links that may be busier."""
     p = problem
     seeds = range(p.seed, p.seed + (4 if len(traffic.chunk) <= SMALL else 1))
     for load, detour in ((1.0, 0.02), (1.0, 0.5), (1.5, 0.5), (4.0, 0.5), (16.0, 0.5)):
@@ -168,7 +182,7 @@ def _routings(problem: _Problem, collective: Collective, traffic: Traffic) -> It
 
 
 def _gatherings(problem: _Problem, cut: int) -> Iterator[tuple[str, Paths]]:
-    """Paths on which chunks share messages, for links that alphas block."""
+    """Paths on which chunks share messages, for ``blocking`` alphas."""
     p = problem
     if p.alpha != "blocking" or p.collective.num_ranks > MAX_GATHER:
         return

@@ -1,4 +1,4 @@
-"""From paths to a program: messages from rank to rank, in an order under which links are busy when they must be."""
+"""Programs from paths: messages from rank to rank, in an order that keeps the busiest links busy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .flow_routes import Floats, Ints, Nodes, Paths, Traffic
 from .pacing import paced
 
 BUSY = 0.9
-"""Links at least so busy as the busiest one decide."""
+"""The share of the busiest link's load from which a link counts as busy."""
 MAX_STAGES = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MessageOrder:
-    """When each message starts and ends, and the rule that says so."""
+    """A plan: when each message starts and ends, and the name of the rule that made it."""
 
     rule: str
     start_us: Floats
@@ -30,13 +30,15 @@ class MessageOrder:
 
     @property
     def total_us(self) -> float:
-        """The planned time."""
+        """The planned total time in microseconds."""
         return float(self.end_us.max(initial=0.0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutedMessages:
-    """Message m goes from rank ``src[m]`` to ``dst[m]`` over ``routes[route[m]]`` with the chunks
+    """Messages with their routes and dependencies, in arrays.
+
+    Message m goes from rank ``src[m]`` to ``dst[m]`` over ``routes[route[m]]`` with the chunks
     ``chunk[chunk_ptr[m]:chunk_ptr[m+1]]``, once the messages ``after[after_ptr[m]:after_ptr[m+1]]`` have arrived.
     """
 
@@ -53,10 +55,19 @@ class RoutedMessages:
     after: Nodes
 
     def program(self, name: str, plan: MessageOrder, *, slack_us: float | None = None) -> Program:
-        """The program that sends them in the order of a plan.
+        """The program that sends the messages in the order of a plan.
 
-        A link serves whoever asks first, so what a rank has from the start overtakes what it is to relay. With
-        `slack_us` ranks keep to the plan: what they receive tells them the time.
+        A link serves whichever message asks first, so data that a rank has from the start overtakes data that it
+        relays.
+
+        Args:
+            name: The program's name.
+            plan: The plan.
+            slack_us: The time by which arrivals may be behind the plan before they hold back a send (see `paced`); no
+                send waits for the plan when not given.
+
+        Returns:
+            The program, not verified yet.
         """
         order = np.lexsort((np.arange(len(self.src)), plan.start_us))
         ptr, chunk = take_rows(self.chunk_ptr, self.chunk, order)
@@ -80,10 +91,19 @@ class RoutedMessages:
 def messages_of(
     collective: Collective, cluster: Cluster, traffic: Traffic, paths: Paths, *, nbytes: float, merge: str | None = None
 ) -> RoutedMessages:
-    """One message per chunk and hop; a hop ends at the next rank on the path.
+    """Turn paths into messages: one per chunk and hop, where a hop ends at the next rank on the path.
 
-    Chunks that take the same hop share a message where the paths say so, or with `merge`: those that are as many hops
-    from their source (``merge="source"``) or from their destination (``"destination"``).
+    Args:
+        collective: The collective, cut as the paths are.
+        cluster: The cluster.
+        traffic: Its traffic, from `traffic_of`.
+        paths: The path of each chunk.
+        nbytes: The size in bytes, > 0.
+        merge: Which chunks of one hop share a message: those equally far from their "source" or "destination", or only
+            those that the paths put together when None.
+
+    Returns:
+        The messages.
     """
     rank_of = np.full(cluster.num_nodes, -1, np.int32)
     rank_of[list(collective.ranks)] = np.arange(collective.num_ranks)
@@ -130,7 +150,7 @@ def messages_of(
 
 
 class Planner:
-    """Plans for messages: links serve by priority, which the program's order then brings about as far as it can."""
+    """A maker of plans in which links serve messages by priority; the program's order then follows the plan."""
 
     def __init__(self, messages: RoutedMessages, *, blocking: bool) -> None:
         self._forth, self._back = _Network(messages, blocking, False), _Network(messages, blocking, True)
@@ -139,7 +159,8 @@ class Planner:
         self._spread = 1e-6 * place / max(1, len(place))
 
     def rules(self) -> Iterator[MessageOrder]:
-        """First plans: by turns in which nobody meets, who has most ahead first, who has busy links ahead first."""
+        """The first plans: by turns without conflicts on busy links, by the longest remaining way, and by the busiest
+        remaining links."""
         colors = self._forth.colors(self._back)
         if colors is not None:
             yield self._plan("colour", colors)
@@ -147,9 +168,9 @@ class Planner:
         yield self._plan("crowd", -self._forth.remaining(self._forth.crowd()))
 
     def turn(self, plan: MessageOrder, shake: Floats | None = None) -> MessageOrder:
-        """A plan from another: what ends last there starts first in the reverse traffic, and so back again.
+        """Make a plan from another by planning the reverse traffic in the reverse order, and then forwards again.
 
-        This tightens both ends of a plan; with `shake` (times to be added) it leads to others.
+        This tightens both ends of a plan; with `shake` (times that are added to its ends) it leads to other plans.
         """
         end = plan.end_us if shake is None else plan.end_us + shake
         _, back = self._back.times(-end)
@@ -163,7 +184,7 @@ class Planner:
 
 
 class _Network:
-    """Messages as arrays for the planner; reversed, every path is run through from its end."""
+    """The messages as arrays for the native planner; with `reverse` every path begins at its end."""
 
     def __init__(self, messages: RoutedMessages, blocking: bool, reverse: bool) -> None:
         m, cluster = messages, messages.cluster
@@ -184,7 +205,7 @@ class _Network:
         self.after = waited.astype(np.int32)
 
     def times(self, key: Floats) -> tuple[Floats, Floats]:
-        """When each message starts and ends where links serve the lowest key first."""
+        """The start and end of each message when links serve the lowest key first."""
         return _native.plan_messages(
             after_ptr=self.after_ptr,
             after=self.after,
@@ -199,17 +220,17 @@ class _Network:
         )
 
     def crowd(self) -> Floats:
-        """How long each link is busy in all."""
+        """The total time that each link is busy."""
         ptr, links = take_rows(self.route_ptr, self.links, self.route.astype(np.intp))
         moved = np.bincount(links, np.repeat(self.bytes, np.diff(ptr)), len(self.rate))
         busy: Floats = moved / self.rate + self.blocking * self.alpha_us * np.bincount(links, minlength=len(self.rate))
         return busy
 
     def colors(self, back: _Network) -> Floats | None:
-        """Turns in which no two messages meet on a busy link, where most messages pass two of these.
+        """Assign turns in which no two messages meet on a busy link; None where few messages pass two busy links.
 
-        Turns whose messages wait for others come late, those whose messages are waited for come early; a message
-        that passes fewer busy links takes the turn of one that it serves.
+        Turns whose messages wait for others come late, and turns whose messages others wait for come early; a message
+        that passes no busy link takes the turn of a message that waits for it, or that it waits for.
         """
         crowd = self.crowd()
         ptr, links = take_rows(self.route_ptr, self.links, self.route.astype(np.intp))
@@ -224,7 +245,7 @@ class _Network:
         ahead, behind = self.remaining(), back.remaining()
         order = np.argsort((behind - ahead)[edges], kind="stable")
         edges, left, right = edges[order], links[first][order], links[last][order]
-        # A message over one busy link meets others only there.
+        # A message over one busy link gets a second end of its own, where it meets no other.
         right = np.where(left == right, len(crowd) + np.arange(len(right)), right)
         color = _native.colour_edges(left.astype(np.int32), right.astype(np.int32), len(crowd), len(crowd) + len(right))
         late = np.bincount(color, (behind - ahead)[edges]) / np.bincount(color)
@@ -241,9 +262,9 @@ class _Network:
         return np.where(np.isinf(key), len(late), key)
 
     def remaining(self, weight: Floats | None = None) -> Floats:
-        """For each message the time from its start to the last arrival of anything it carries, undisturbed.
+        """For each message the time from its start to the last arrival of its chunks, without contention.
 
-        With a weight per link: the heaviest sum of weights on that way.
+        With a weight per link, the largest sum of weights on that way instead.
         """
         ptr, links = take_rows(self.route_ptr, self.links, self.route.astype(np.intp))
         if weight is None:
@@ -254,7 +275,7 @@ class _Network:
         total: Floats = own.copy()
         waiter = np.repeat(np.arange(self.count), np.diff(self.after_ptr))
         while True:
-            # One hop more per turn; paths are short.
+            # Each pass takes one more hop into account; paths are short.
             longer = own.copy()
             np.maximum.at(longer, self.after, own[self.after] + total[waiter])
             if np.array_equal(longer, total):

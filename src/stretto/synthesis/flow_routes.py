@@ -1,4 +1,4 @@
-"""Routes for personalised traffic: every chunk one path over the physical links, so that no link is crowded."""
+"""Routes for personalised traffic: every chunk gets one path over the physical links, so that no link is crowded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WALK = 400
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traffic:
-    """Chunk ``chunk[i]``, which is ``share[i]`` of nbytes, goes from rank ``src[i]`` to rank ``dst[i]``."""
+    """Traffic: chunk ``chunk[i]``, which is ``share[i]`` of nbytes, goes from rank ``src[i]`` to rank ``dst[i]``."""
 
     chunk: Nodes
     src: Nodes
@@ -36,7 +36,7 @@ class Traffic:
 
 
 def traffic_of(collective: Collective) -> Traffic:
-    """What a collective sends from one rank to one other; raises `Infeasible` for what is shared or summed.
+    """The traffic of a collective; `Infeasible` where a chunk is held or wanted by several ranks.
 
     >>> from stretto import AllGather
     >>> len(traffic_of(AllToAll(4)).chunk)
@@ -61,7 +61,7 @@ def traffic_of(collective: Collective) -> Traffic:
 
 
 def refined(collective: Collective, pieces: int) -> Collective:
-    """The same collective with each chunk cut into so many.
+    """The same collective with each chunk cut into `pieces` chunks.
 
     >>> refined(AllToAll(4, chunks=2), 3) == AllToAll(4, chunks=6)
     True
@@ -92,9 +92,9 @@ def refined(collective: Collective, pieces: int) -> Collective:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Paths:
-    """Chunk i of the traffic takes the links ``link[ptr[i]:ptr[i+1]]``; the busiest link needs `worst_us`.
+    """Paths of all traffic: chunk i takes the links ``link[ptr[i]:ptr[i+1]]``; the busiest link needs `worst_us`.
 
-    Where `turn` is given (beside `link`), chunks that take the same hop in the same turn share a message.
+    Where `turn` is given (one per entry of `link`), chunks that take the same hop in the same turn share a message.
     """
 
     ptr: Ints
@@ -113,10 +113,24 @@ def route(
     detour: float = 0.02,
     seed: int = 0,
 ) -> Paths:
-    """Paths whose busiest link is as little busy as a search finds, short ones first; it ends at `target_us`.
+    """Paths whose busiest link is as little busy as a search finds; short paths are preferred.
 
-    `detour` is what time on an idle link counts, against time on a link that decides.
-    Data passes switches, NICs and ranks; other devices only where devices forward.
+    Data passes switches, NICs and ranks; it passes other devices only where the cluster's devices forward.
+
+    Args:
+        collective: The collective.
+        cluster: The cluster.
+        traffic: Its traffic, from `traffic_of`.
+        nbytes: The size in bytes, > 0.
+        target_us: The time of the busiest link at which the search ends, > 0.
+        detour: The price of time on an idle link, relative to time on the busiest link.
+        seed: The seed of the search.
+
+    Returns:
+        One path per chunk.
+
+    Raises:
+        Infeasible: Some ranks have no way to others.
     """
     device = np.array(collective.ranks, np.int32)
     relays = (cluster.node_kind != DEVICE) | cluster.devices_forward
@@ -160,11 +174,27 @@ def gather(
     detour: float = 0.02,
     seed: int = 0,
 ) -> Paths:
-    """Paths of at most so many hops, chosen so that chunks share messages: a message takes its alphas of every link.
+    """Paths of at most `turns` hops, chosen so that chunks share messages: a message pays the alphas of its links once.
 
-    In each turn a chunk stays where it is or takes a hop; those of one hop and turn travel together. The two-step
-    and three-step all-to-alls are of this form. The paths are those of the collective `refined` into `pieces`, which
-    follow one another in messages of their own.
+    In each turn a chunk stays where it is or takes a hop; chunks of one hop and turn travel together. The two-step and
+    three-step all-to-alls are of this form.
+
+    Args:
+        collective: The collective.
+        cluster: The cluster.
+        traffic: Its traffic, from `traffic_of`.
+        nbytes: The size in bytes, > 0.
+        target_us: The time of the busiest link at which the search ends, > 0.
+        pieces: The result is for the collective `refined` into so many pieces, which follow one another.
+        turns: The most hops of a path, >= 1.
+        detour: The price of time on an idle link, relative to time on the busiest link.
+        seed: The seed of the search.
+
+    Returns:
+        One path per piece of a chunk.
+
+    Raises:
+        Infeasible: Some ranks are more than `turns` hops from others.
     """
     hops = Hops.of(cluster, devices=collective.ranks)
     ranks, count = collective.num_ranks, hops.num_hops
