@@ -30,6 +30,7 @@ DONE = [
     "report",
     "resharding",
     "simulator",
+    "synthesis",
     "units.py",
     "workload",
 ]

@@ -1,8 +1,8 @@
 """Stage 3: neighbours on a connection that travel as one message, and the exact times of a plan.
 
-A message of several chunks pays alpha once, but leaves only when all of them are there and arrives as a whole. Where
-alpha only delays arrival (``pipelined``) a link loses nothing to it and merging never helps; where it takes the link
-(``blocking``), small plans are merged by a model of the paper's kind, large ones by trying.
+A message of several chunks pays alpha once, but leaves only when all of its chunks are there, and arrives as a whole.
+Where alpha only delays arrival (``pipelined``) a link loses nothing to it and merging never helps; where alpha occupies
+the link (``blocking``), small plans are merged by a model of the paper's kind, large ones by trying.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .ordering import SendTasks
 MAX_MERGED = 6
 RUNS = (2, 3, 4, 6)
 MAX_EXACT = 150
-"""Sends up to which the model is worth solving."""
+"""The most sends for which the model is worth solving."""
 WORTH_US = 1e-9
 
 
@@ -38,12 +38,12 @@ class MessageSchedule:
 
     @classmethod
     def single(cls, tasks: SendTasks, start_us: NDArray[np.float64]) -> MessageSchedule:
-        """Every send for itself."""
+        """The plan in which every send is a message of its own."""
         return cls(tasks=tasks, start_us=start_us, sends=tuple((t,) for t in range(tasks.count)))
 
     @cached_property
     def ends_us(self) -> NDArray[np.float64]:
-        """When each message arrives, by plan."""
+        """The planned arrival of each message, in microseconds."""
         tasks, alpha = self.tasks, self.tasks.problem.logical.hops.alpha_us
         took = [sum(tasks.us[t] for t in m) - (len(m) - 1) * float(alpha[tasks.hop[m[0]]]) for m in self.sends]
         ends: NDArray[np.float64] = self.start_us + np.array(took)
@@ -51,11 +51,11 @@ class MessageSchedule:
 
     @property
     def end_us(self) -> float:
-        """When everything has arrived, by plan."""
+        """The planned arrival of the last message, in microseconds."""
         return float(self.ends_us.max(initial=0.0))
 
     def joined(self, pairs: set[tuple[int, int]]) -> MessageSchedule | None:
-        """The plan in which these neighbours on a hop go together; None if they would wait in a circle."""
+        """The plan in which these neighbours on a hop share messages; None if messages would wait in a circle."""
         following = dict(pairs)
         later = set(following.values())
         groups = []
@@ -70,7 +70,7 @@ class MessageSchedule:
 
 
 def _replan(tasks: SendTasks, groups: list[tuple[int, ...]], wanted: list[float]) -> NDArray[np.float64] | None:
-    """Start times of messages in the wanted order, each after what brings its chunks."""
+    """Start times of messages in the wanted order, each after the messages that bring its chunks; None for a circle."""
     alpha = tasks.problem.logical.hops.alpha_us
     owner = {t: m for m, group in enumerate(groups) for t in group}
     waits = [{owner[tasks.before[t]] for t in group if tasks.before[t] >= 0} for group in groups]
@@ -102,7 +102,7 @@ def _replan(tasks: SendTasks, groups: list[tuple[int, ...]], wanted: list[float]
 
 
 def neighbors(plan: MessageSchedule) -> list[tuple[int, int]]:
-    """Sends that follow one another on a hop, where alpha is worth saving."""
+    """Pairs of sends that follow one another on a hop whose alpha is worth saving."""
     tasks = plan.tasks
     by_hop: dict[int, list[int]] = {}
     for t in np.argsort(plan.start_us, kind="stable").tolist():
@@ -119,7 +119,18 @@ def merge(
     seed: int = 0,
     solver: str = "highs",
 ) -> tuple[MessageSchedule, float]:
-    """The best plan found, by what `score` (the simulator) says, and its time."""
+    """Find the best way to merge neighbouring sends into messages.
+
+    Args:
+        plan: The plan with single sends.
+        score: Returns the simulated time of a plan.
+        limit_s: The seconds to search.
+        seed: The seed of the search.
+        solver: The solver of the model, "highs" or "cpsat".
+
+    Returns:
+        The best plan and its time; the given plan where alpha does not block links.
+    """
     best, best_us = plan, score(plan)
     candidates = neighbors(plan)
     if not plan.tasks.problem.blocking or not candidates:
@@ -147,7 +158,7 @@ def merge(
 def _moves(
     plan: MessageSchedule, candidates: list[tuple[int, int]], rng: np.random.Generator
 ) -> Iterator[tuple[set[tuple[int, int]], set[tuple[int, int]]]]:
-    """Pairs to part and pairs to join: runs of a length on all hops of one alpha, on one hop, then single pairs."""
+    """Changes to try, as (pairs to separate, pairs to join): on all hops of one alpha, on one hop, single pairs."""
     alpha = plan.tasks.problem.logical.hops.alpha_us
     chains: dict[int, list[tuple[int, int]]] = {}
     for pair in candidates:
@@ -178,7 +189,7 @@ def _longest(pairs: set[tuple[int, int]]) -> int:
 def _exact(
     plan: MessageSchedule, candidates: Sequence[tuple[int, int]], *, limit_s: float, seed: int, solver: str
 ) -> set[tuple[int, int]]:
-    """Which neighbours travel together when the order on every link stays as planned: the least time (appendix B.3)."""
+    """The neighbours that share messages in the fastest plan that keeps the order on every link (appendix B.3)."""
     tasks = plan.tasks
     horizon = tasks.end_us(plan.start_us) * 1.5 + 1e-6
     model = Milp()
@@ -189,7 +200,7 @@ def _exact(
     alpha = tasks.problem.logical.hops.alpha_us
     push = [tasks.us[t] - float(alpha[tasks.hop[t]]) for t in range(tasks.count)]
     most = MAX_MERGED * max(push, default=0.0)
-    # filled[t]: how long the message that t is in takes to push, counted up to t.
+    # filled[t] is the transmission time of the sends up to t in the message that t belongs to.
     filled = [model.column(lower=push[t], upper=most) for t in range(tasks.count)]
     for t in range(tasks.count):
         model.row({end[t]: 1.0, start[t]: -1.0, filled[t]: -1.0}, lower=float(alpha[tasks.hop[t]]))
@@ -224,7 +235,7 @@ def _in_order(
     together: dict[tuple[int, int], int],
     horizon: float,
 ) -> None:
-    """A physical link serves its sends in the order of the plan, one after the other unless they go together."""
+    """Add rows: a physical link serves its sends in the plan's order, one at a time unless they share a message."""
     served: dict[int, list[int]] = {}
     for t in np.argsort(plan.start_us, kind="stable").tolist():
         for link, _ in plan.tasks.busy[t]:

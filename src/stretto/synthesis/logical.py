@@ -1,4 +1,4 @@
-"""A sketch applied to a cluster and a collective: the hops that remain for every chunk, and what took the others."""
+"""A sketch applied to a cluster and a collective: the hops that each chunk may take, and what forbids the others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .hops import Hops, joins_all
 from .sketch import Connections, LinkRule, Sketch
 
 MAX_ROTATED = 512
-"""Devices up to which equal hosts are looked for: larger clusters are beyond this synthesiser anyway."""
+"""The most devices for which equal hosts are looked for: larger clusters are beyond this synthesiser anyway."""
 
 
 def default_sketch(cluster: Cluster, collective: Collective | None = None) -> Sketch:
-    """A sketch from what the cluster shows by itself: relays beside their NICs, and equal hosts as a symmetry.
+    """A sketch from the structure of the cluster: relays beside their NICs, and equal hosts as a symmetry.
 
-    For a collective over some of the devices any of them relays, and one with a root is not symmetric.
+    For a collective over some of the devices, any device relays; a collective with a root is not symmetric.
     """
     if collective is not None and collective.ranks != tuple(range(cluster.num_devices)):
         return Sketch(name="auto")
@@ -43,7 +43,7 @@ def default_sketch(cluster: Cluster, collective: Collective | None = None) -> Sk
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogicalTopology:
-    """What a sketch leaves: hops between *ranks*, and which of them each chunk may take."""
+    """The topology that a sketch leaves: hops between *ranks*, and which of them each chunk may take."""
 
     sketch: Sketch
     collective: Collective
@@ -56,11 +56,24 @@ class LogicalTopology:
     """The number of each rank within its host."""
     sources: tuple[tuple[int, ...], ...]
     targets: tuple[tuple[int, ...], ...]
-    """Ranks that hold each chunk at the start, and those that want it and do not have it."""
+    """The ranks that hold each chunk at the start, and the ranks that want it and do not have it."""
 
     @classmethod
     def of(cls, sketch: Sketch, cluster: Cluster, collective: Collective) -> LogicalTopology:
-        """Apply a sketch; raises `InvalidInput` where it does not fit the cluster."""
+        """Apply a sketch to a cluster and a collective.
+
+        Args:
+            sketch: The sketch.
+            cluster: The cluster.
+            collective: The collective, which does not combine chunks.
+
+        Returns:
+            The topology.
+
+        Raises:
+            Infeasible: The collective combines chunks.
+            InvalidInput: The sketch does not fit the cluster, or a device does not exist.
+        """
         if collective.combining:
             raise Infeasible(f"three_stage: {collective.kind} combines chunks; synthesise what it is derived from")
         if max(collective.ranks) >= cluster.num_devices:
@@ -99,23 +112,23 @@ class LogicalTopology:
 
     @cached_property
     def crosses(self) -> NDArray[np.bool_]:
-        """Which hops lead to another host."""
+        """Whether each hop leads to another host."""
         crosses: NDArray[np.bool_] = self.host[self.src] != self.host[self.dst]
         return crosses
 
     @cached_property
     def src_list(self) -> list[int]:
-        """`src` for loops."""
+        """The column `src` as a list, which is faster in loops."""
         return self.src.tolist()  # type: ignore[no-any-return]
 
     @cached_property
     def dst_list(self) -> list[int]:
-        """`dst` for loops."""
+        """The column `dst` as a list, which is faster in loops."""
         return self.dst.tolist()  # type: ignore[no-any-return]
 
     @cached_property
     def split(self) -> NDArray[np.float64]:
-        """By how much the sketch slows each hop down in planning (`beta_split`)."""
+        """The factor by which the sketch slows each hop down in planning (`beta_split`)."""
         factor = np.ones(self.hops.num_hops)
         for gpu, n in self.sketch.beta_split.items():
             factor[self.crosses & (self.local[self.src] == gpu)] = n
@@ -133,12 +146,12 @@ class LogicalTopology:
 
     @property
     def has_policies(self) -> bool:
-        """Whether the sketch asks the routing model for more than a short time."""
+        """Whether the sketch asks the routing model for a balance or a switch policy beside a short time."""
         return self.sketch.balance != "none" or any(policy != "none" for policy, _ in self.connections)
 
     @cached_property
     def restrictions(self) -> tuple[tuple[str, NDArray[np.bool_]], ...]:
-        """The sketch's limits by name, each as a table [chunk, hop] of what it permits."""
+        """The sketch's limits by name, each as a table [chunk, hop] of the hops that it permits."""
         sketch, count = self.sketch, (self.collective.num_chunks, self.hops.num_hops)
         found: list[tuple[str, NDArray[np.bool_]]] = []
         names = self.hops.cluster.node_names
@@ -165,7 +178,7 @@ class LogicalTopology:
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
-        """Table [chunk, hop]: everything the sketch permits, none of it into a rank that holds the chunk already."""
+        """A table [chunk, hop] of the hops that the sketch permits, except into ranks that hold the chunk already."""
         table = np.ones((self.collective.num_chunks, self.hops.num_hops), np.bool_)
         for _, permitted in self.restrictions:
             table &= permitted
@@ -174,7 +187,7 @@ class LogicalTopology:
         return table
 
     def _relays(self) -> tuple[str, NDArray[np.bool_]] | None:
-        """Per chunk, which GPU of its own host sends it to other hosts."""
+        """The name and table of the limit on which GPU of its host sends each chunk to other hosts; None if none."""
         sketch = self.sketch
         if sketch.chunk_to_relay_map is None and not sketch.gpus_to_sender:
             return None
@@ -216,7 +229,7 @@ class LogicalTopology:
 
 
 def _hosts(cluster: Cluster, devices: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Hosts numbered from 0. Where no device has one, all are one host: TACCL sees a torus as one node, too."""
+    """The host of each device, numbered from 0; where no device has one, all are on one host, as in TACCL."""
     given = cluster.node_host[devices]
     if np.all(given < 0):
         return np.zeros(len(devices), np.int32)
@@ -235,7 +248,7 @@ def _local(hosts: NDArray[np.int32]) -> tuple[NDArray[np.int32], list[int]]:
 
 
 def _hops(sketch: Sketch, cluster: Cluster, devices: NDArray[np.int32], host: NDArray[np.int32]) -> Hops:
-    """Hops within a host over the sketch's channels, and between hosts over any."""
+    """The hops within a host over the sketch's channels, and between hosts over any channel."""
     everything = Hops.of(cluster, devices=devices.tolist())
     number = np.full(cluster.num_devices, -1, np.int32)
     number[devices] = host
@@ -301,7 +314,7 @@ def _merge(a: Hops, rows_a: NDArray[np.intp], b: Hops, rows_b: NDArray[np.intp])
 
 
 def _nearest_relays(cluster: Cluster, hosts: NDArray[np.int32], local: NDArray[np.int32]) -> Connections:
-    """GPUs with the shortest way to another host; of those that share a NIC the last sends and the first receives."""
+    """The GPUs with the shortest way to another host; of GPUs that share a NIC the last sends, the first receives."""
     here, there = (np.flatnonzero(hosts == h).tolist() for h in (0, 1))
     hops = Hops.of(cluster, devices=[*here, *there])
     leaving = np.flatnonzero((hosts[hops.src] == 0) & (hosts[hops.dst] == 1)).tolist()
@@ -324,7 +337,7 @@ def _nearest_relays(cluster: Cluster, hosts: NDArray[np.int32], local: NDArray[n
         relay = max(sharing)
         mine = {b for (a, b), links in joined.items() if a == relay and links[0] == nic}
         first = {min(group & mine) for group in receivers.values() if group & mine}
-        # A GPU's own NIC is on the same rail, or beside the same switch; where there is none, all that it reaches.
+        # Prefer the receivers on the GPU's own rail or switch; where there are none, take all that it reaches.
         conn[relay] = tuple(sorted({*conn.get(relay, ()), *((first & sharing) or first)}))
     if conn == {gpu: (gpu,) for gpu in range(len(here))}:
         return "direct-map"
@@ -334,7 +347,7 @@ def _nearest_relays(cluster: Cluster, hosts: NDArray[np.int32], local: NDArray[n
 def _connected(
     cluster: Cluster, hosts: NDArray[np.int32], local: NDArray[np.int32], conn: Mapping[int, tuple[int, ...]]
 ) -> bool:
-    """Whether these relays still lead from every device to every other one: hosts may be wired differently."""
+    """Whether these relays connect every device with every other one; hosts may be wired differently."""
     hops = Hops.of(cluster)
     pairs = np.zeros((int(local.max()) + 1,) * 2, np.bool_)
     for a, dsts in conn.items():
@@ -344,7 +357,7 @@ def _connected(
 
 
 def _rotates(cluster: Cluster, size: int) -> bool:
-    """Whether moving every device one host on leaves the direct hops as they are."""
+    """Whether mapping every device to the same device of the next host maps direct hops to equal ones."""
     if cluster.num_devices > MAX_ROTATED:
         return False
     hops = Hops.of(cluster)

@@ -1,4 +1,4 @@
-"""Stage 2: when every chunk takes its hops. Greedy list scheduling with the paper's rules and their reverses."""
+"""Stage 2: the times at which chunks take their hops, by list scheduling with the paper's rules and their reverses."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SendTasks:
     before: list[int]
     us: list[float]
     traveled_us: NDArray[np.float64]
-    """How long the chunk has been on its way before this send, at least."""
+    """The least time that the chunk has been on its way before this send."""
     remaining_us: NDArray[np.float64]
-    """How long it still takes from the start of this send to the last target behind it, at least."""
+    """The least time from the start of this send to the arrival at the last target behind it."""
     busy: list[list[tuple[int, float]]]
-    """The physical links a send takes, and for how long."""
+    """The physical links that each send occupies, and for how long."""
 
     @classmethod
     def of(cls, problem: RoutingProblem, routing: Routing) -> SendTasks:
@@ -68,17 +68,17 @@ class SendTasks:
         )
 
     def end_us(self, start: NDArray[np.float64]) -> float:
-        """When the last send of a plan arrives."""
+        """The time at which the last send of a plan arrives."""
         return float((start + np.array(self.us)).max(initial=0.0))
 
     @property
     def count(self) -> int:
-        """How many sends there are."""
+        """The number of sends."""
         return len(self.hop)
 
 
 def schedule(tasks: SendTasks, priority: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Start times: always the send that can start first; of those that start together, the lowest value."""
+    """Start times by list scheduling: next is the send that can start first, and of several the lowest priority."""
     free = [0.0] * tasks.problem.logical.hops.cluster.num_links
     start = np.zeros(tasks.count)
     after: list[list[int]] = [[] for _ in range(tasks.count)]
@@ -109,7 +109,7 @@ def schedule(tasks: SendTasks, priority: NDArray[np.float64]) -> NDArray[np.floa
 
 
 def backwards(tasks: SendTasks, priority: NDArray[np.float64]) -> NDArray[np.float64]:
-    """As `schedule`, but from the end: every send as late as it can be. The result is a priority, not a time."""
+    """Schedule from the end, every send as late as possible; the result is a priority for `schedule`, not a time."""
     free = [0.0] * tasks.problem.logical.hops.cluster.num_links
     waiting = [0] * tasks.count
     for b in tasks.before:
@@ -147,11 +147,20 @@ VARIANTS: dict[str, Key] = {
     "backwards, shortest remaining first": lambda t: backwards(t, t.remaining_us),
     "backwards, longest travelled first": lambda t: backwards(t, -t.traveled_us),
 }
-"""The rules of the paper; the ones that go backwards suit switches."""
+"""The priority rules of the paper by name; those that schedule backwards suit switches."""
 
 
 def justify(tasks: SendTasks, start: NDArray[np.float64], *, rounds: int = 6) -> NDArray[np.float64]:
-    """Push everything to the end in the order of the plan, then to the front again, for as long as it helps."""
+    """Push all sends to the end in the order of the plan, then to the front again, for as long as that helps.
+
+    Args:
+        tasks: The sends.
+        start: The start times of the plan.
+        rounds: The most repetitions.
+
+    Returns:
+        The start times of the best plan.
+    """
     best, end = start, tasks.end_us(start)
     for _ in range(rounds):
         start = schedule(tasks, backwards(tasks, -(start + np.array(tasks.us))))
@@ -163,7 +172,7 @@ def justify(tasks: SendTasks, start: NDArray[np.float64], *, rounds: int = 6) ->
 
 
 def priorities(tasks: SendTasks, variant: str) -> NDArray[np.float64]:
-    """A variant's priorities; where the sketch says so, relays send what is their own to other hosts first."""
+    """A rule's priorities; where the sketch says so, relays send their own chunks to other hosts first."""
     found = VARIANTS[variant](tasks)
     logical = tasks.problem.logical
     if logical.sketch.own_first and tasks.count:

@@ -1,4 +1,4 @@
-"""Making a plan better: other ways and other orders at random, kept when they help, and sends paced by arrivals."""
+"""Improving a plan: random changes of routes and orders that are kept when they help, and sends paced by arrivals."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .routing import Routing, RoutingProblem
 from .routing_search import Trees
 
 CLOSE = 1 + 1e-3
-"""A plan this close to a proved bound is done."""
+"""The ratio to a proved bound at which a plan is good enough."""
 WALKS = 12
 PATIENCE = 4000
-"""Moves without gain after which a search starts again elsewhere."""
+"""The number of moves without gain after which a search starts again elsewhere."""
 
 
 class Judge(Protocol):
-    """Times plans and keeps the best."""
+    """A judge of plans: it simulates them and keeps the best."""
 
     best_us: float
 
     def see(self, plan: MessageSchedule) -> float:
-        """The simulated time of a plan."""
+        """Simulate a plan, keep it if it is the best, and return its time in microseconds."""
         ...
 
 
@@ -38,7 +38,7 @@ def paced(program: Program, plan: MessageSchedule) -> Program:
     """The program in which a send also waits for the last arrival at its sender that the plan has before it.
 
     Links serve in order of request, so a send whose data is there too early would overtake a more urgent one that
-    is still on its way. What arrives is the one clock that a sender has.
+    is still on its way. A sender has no other clock than its arrivals.
     """
     order = np.argsort(plan.start_us, kind="stable")
     return pacing.paced(program, plan.start_us[order], plan.ends_us[order])
@@ -47,7 +47,16 @@ def paced(program: Program, plan: MessageSchedule) -> Program:
 def improve(
     judge: Judge, plan: MessageSchedule, routings: Sequence[Routing], *, limit_s: float, seed: int, bound_us: float
 ) -> None:
-    """Simulated annealing over ways and priorities until the time is up or the bound is met."""
+    """Improve a plan by simulated annealing over routes and priorities; the judge keeps the best.
+
+    Args:
+        judge: Simulates plans and keeps the best.
+        plan: The plan to start from.
+        routings: Further routings to start from.
+        limit_s: The seconds to search.
+        seed: The seed of the search.
+        bound_us: A proved lower bound, at which the search ends.
+    """
     problem = plan.tasks.problem
     end = time.monotonic() + limit_s
     fixed, free = problem.logical.sketch.own_first, not problem.logical.has_policies
@@ -62,7 +71,7 @@ def improve(
 
 
 class _Walk:
-    """One annealing run: trees and priorities change, the planned end decides, the simulator confirms."""
+    """One annealing run: it changes trees and priorities, compares planned times, and lets the simulator confirm."""
 
     def __init__(
         self, problem: RoutingProblem, hops: list[tuple[int, ...]], seed: int, *, reroute: bool, reorder: bool
@@ -81,18 +90,18 @@ class _Walk:
             self.noise[self.tasks.chunk[t], self.tasks.hop[t]] = value
 
     def plan(self, tasks: SendTasks) -> NDArray[np.float64]:
-        """Longest remaining first, each send a little earlier or later than that."""
+        """Start times by the rule "longest remaining first", with each send's priority shifted by its noise."""
         noise = self.noise
         shift = [noise.get(key, 0.0) for key in zip(tasks.chunk, tasks.hop, strict=True)]
         return schedule(tasks, np.array(shift) - tasks.remaining_us)
 
     def cost(self, tasks: SendTasks, start: NDArray[np.float64]) -> float:
-        """How much comes later than the target, and by how much."""
+        """The sum of the lateness of all sends beyond the target."""
         late = (start + np.array(tasks.us) - self.target_us) / self.scale
         return float(np.maximum(late, 0.0).sum())
 
     def run(self, judge: Judge, end: float, bound_us: float) -> None:
-        """Walk until patience or time runs out."""
+        """Change the plan until an improvement is confirmed, or patience or time runs out."""
         self.target_us = max(bound_us, 0.97 * judge.best_us)
         start = self.plan(self.tasks)
         now = best = self.cost(self.tasks, start)

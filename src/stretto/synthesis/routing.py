@@ -1,5 +1,7 @@
-"""Stage 1: which hops every chunk takes. A sparse model: columns only for (chunk, hop) pairs that some near-shortest
-path uses, one column for all pairs that the sketch's rotations make equal, times only as sums per physical link.
+"""Stage 1: the hops that every chunk takes, by a sparse model.
+
+There are columns only for (chunk, hop) pairs that some near-shortest path uses, one column for all pairs that the
+sketch's rotations make equal, and times only as sums per physical link.
 """
 
 from __future__ import annotations
@@ -19,30 +21,30 @@ from .milp import Milp, solve
 MAX_TABLE = 1 << 24
 MAX_COLUMNS = 200_000
 MANY_PAIRS = 50_000
-"""Beyond so many pairs, chunks with one target must come nearer to it with every hop."""
+"""The number of pairs beyond which chunks with one target must come nearer to it with every hop."""
 POLICY_WEIGHT = 1e-2
-"""What all connections (uc-min, uc-max), or the balance, weigh against the whole time."""
+"""The weight of all connections (uc-min, uc-max), or of the balance, relative to the whole time."""
 HASTE = (0.0, 0.3, 1.0)
-"""How much the quick searches weigh early arrival against the load of links."""
+"""The weights of early arrival, relative to the load of links, that the quick searches use in turn."""
 TIE_WEIGHT = 1e-4
-"""What all sends together weigh: of routings that are equally fast, the one that sends less."""
+"""The weight of all sends together: of routings that are equally fast, the one that sends less is preferred."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routing:
-    """A choice of hops. `hops[c]` leads chunk c from its sources to its targets, each hop after the one it needs."""
+    """A routing: ``hops[c]`` leads chunk c from its sources to its targets, each hop after the one it depends on."""
 
     hops: tuple[tuple[int, ...], ...]
     bound_us: float
-    """No routing of this model has less load (0 where nothing was proved)."""
+    """A proved lower bound on the load of every routing of this model; 0 where none was proved."""
     load_us: float
-    """The busiest link's load."""
+    """The load of the busiest link in microseconds."""
     by: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingProblem:
-    """The pairs that may be chosen, and what they cost."""
+    """The (chunk, hop) pairs that may be chosen, and their costs."""
 
     logical: LogicalTopology
     chunk_bytes: NDArray[np.float64]
@@ -51,17 +53,30 @@ class RoutingProblem:
     hop: NDArray[np.int32]
     """Pair p sends ``chunk[p]`` over ``hop[p]``."""
     orbit: NDArray[np.int32]
-    """Pairs with one number are chosen together."""
+    """The orbit of each pair; pairs of one orbit are chosen together."""
     reach_us: NDArray[np.float64]
-    """[chunk, rank]: the earliest that a chunk can be there."""
+    """The earliest time at which each chunk can be at each rank, indexed by [chunk, rank]."""
     limit_us: NDArray[np.float64]
-    """Per chunk: how long its way may take when nothing else moves."""
+    """The longest time that each chunk's way may take without contention."""
 
     @classmethod
     def of(
         cls, logical: LogicalTopology, *, nbytes: float, alpha: str = "pipelined", detour: float = 0.5
     ) -> RoutingProblem:
-        """The sparse pairs: on paths that take at most `detour` longer than the shortest (alone on the network)."""
+        """The routing problem with the pairs on near-shortest paths.
+
+        Args:
+            logical: The sketch applied to a cluster and a collective.
+            nbytes: The size in bytes, > 0.
+            alpha: "pipelined" or "blocking", as in `simulate`.
+            detour: The share by which paths may take longer than the shortest path without contention, >= 0.
+
+        Returns:
+            The problem.
+
+        Raises:
+            Infeasible: The problem is too large, or the sketch leaves no path for some chunk.
+        """
         c = logical.collective
         if c.num_chunks * max(logical.hops.num_hops, c.num_ranks) > MAX_TABLE:
             raise Infeasible(
@@ -79,7 +94,7 @@ class RoutingProblem:
         radius = np.max(np.where(wanted, reach, 0.0), axis=1)
         single = np.array([len(ranks) == 1 for ranks in logical.targets])
         limit = (1 + detour) * radius * (1 + 1e-9)
-        # A tree may be as deep as the whole takes anyway: a ring, in the extreme, when few connections are wanted.
+        # A tree may be as deep as the least total time allows: in the extreme a ring, when few connections are wanted.
         limit = np.where(single, limit, np.maximum(limit, _receive_us(logical, size)))
         keep = allowed & (reach[:, logical.src] + cost + left[:, logical.dst] <= limit[:, None])
         if np.count_nonzero(keep) > MANY_PAIRS:
@@ -105,12 +120,12 @@ class RoutingProblem:
 
     @cached_property
     def num_orbits(self) -> int:
-        """How many binaries the model has."""
+        """The number of orbits, which is the number of binaries of the model."""
         return int(self.orbit.max(initial=-1)) + 1
 
     @cached_property
     def us(self) -> NDArray[np.float64]:
-        """How long each pair takes alone."""
+        """The time of each pair without contention."""
         h = self.logical.hops
         return h.alpha_us[self.hop] + self.chunk_bytes[self.chunk] / (h.gb_per_s[self.hop] * 1e3)
 
@@ -124,7 +139,7 @@ class RoutingProblem:
 
     @cached_property
     def orbit_loads(self) -> list[list[tuple[int, float]]]:
-        """Per orbit: the physical links that its pairs use, and for how long."""
+        """For each orbit the physical links that its pairs use, and for how long."""
         h = self.logical.hops
         links = h.cluster
         found: list[dict[int, float]] = [{} for _ in range(self.num_orbits)]
@@ -138,7 +153,7 @@ class RoutingProblem:
         return [sorted(at.items()) for at in found]
 
     def send(self, c: int, hop: int) -> tuple[float, list[tuple[int, float]]]:
-        """How long one send takes alone, and how long it takes each physical link of its hop."""
+        """The time of one send without contention, and how long it occupies each physical link of its hop."""
         size = float(self.chunk_bytes[c])
         known = self._sends.get((hop, size))
         if known is None:
@@ -154,12 +169,12 @@ class RoutingProblem:
 
     @cached_property
     def link_rows(self) -> list[tuple[tuple[int, float], ...]]:
-        """Per physical link that may matter: the orbits over it and how long each takes it."""
+        """For each physical link that may decide, the orbits that use it and how long each occupies it."""
         rows: dict[int, list[tuple[int, float]]] = {}
         for orbit, loads in enumerate(self.orbit_loads):
             for link, us in loads:
                 rows.setdefault(link, []).append((orbit, us))
-        # Of links that serve the same orbits (a GPU's PCIe link before its NIC), the slowest says it all.
+        # Of links that serve the same orbits (a GPU's PCIe link before its NIC), only the slowest can decide.
         slowest: dict[tuple[int, ...], tuple[tuple[int, float], ...]] = {}
         for row in rows.values():
             key = tuple(orbit for orbit, _ in row)
@@ -168,12 +183,12 @@ class RoutingProblem:
         return list(slowest.values())
 
     def load_us(self, chosen: NDArray[np.bool_]) -> float:
-        """The busiest link when these orbits are chosen."""
+        """The load of the busiest link when these orbits are chosen."""
         return max((sum(us for orbit, us in row if chosen[orbit]) for row in self.link_rows), default=0.0)
 
     @cached_property
     def orbit_policy(self) -> list[tuple[str, int]]:
-        """Per orbit: the switch policy over its hops, and the first of these, which stands for its rotations."""
+        """For each orbit the switch policy of its hops, and its first hop, which stands for all its rotations."""
         policy = ["none"] * self.logical.hops.num_hops
         for strategy, hops in self.logical.connections:
             for hop in hops.tolist():
@@ -183,7 +198,7 @@ class RoutingProblem:
         return [(policy[hop], hop) for hop in first.tolist()]
 
     def cost_us(self, chosen: NDArray[np.bool_]) -> float:
-        """The busiest link, and what the policies add to it in the model."""
+        """The load of the busiest link, with the cost that the policies add to it in the model."""
         load = self.load_us(chosen)
         if not self.logical.has_policies:
             return load
@@ -195,7 +210,7 @@ class RoutingProblem:
         return load
 
     def longest_us(self, routing: Routing) -> float:
-        """When the last chunk would be everywhere, were it alone."""
+        """The time at which the last chunk has reached all its targets, without contention."""
         last = 0.0
         for c, hops in enumerate(routing.hops):
             at = dict.fromkeys(self.logical.sources[c], 0.0)
@@ -205,7 +220,7 @@ class RoutingProblem:
         return last
 
     def tree(self, c: int, chosen: NDArray[np.bool_]) -> tuple[int, ...] | None:
-        """The hops of one chunk among the chosen ones, without waste, or None when they miss a target."""
+        """The chosen hops of one chunk that lead to its targets, or None when a target is not reached."""
         src, dst = self.logical.src, self.logical.dst
         into: dict[int, int] = {}
         at = dict.fromkeys(self.logical.sources[c], 0.0)
@@ -228,7 +243,16 @@ class RoutingProblem:
         return tuple(sorted(needed, key=lambda h: at[int(dst[h])]))
 
     def routing(self, chosen: NDArray[np.bool_], *, bound_us: float = 0.0, by: str) -> Routing | None:
-        """The chosen pairs as trees without waste, or None when they do not reach every target."""
+        """The chosen pairs as trees without superfluous hops.
+
+        Args:
+            chosen: Whether each orbit is chosen.
+            bound_us: A proved lower bound on the load, 0 for none.
+            by: The name of the method that chose.
+
+        Returns:
+            The routing, or None when some target is not reached.
+        """
         trees = []
         for c in range(len(self.pairs_of)):
             tree = self.tree(c, chosen)
@@ -246,7 +270,7 @@ class RoutingProblem:
         return taken
 
     def _require_symmetric_paths(self) -> None:
-        """Dropping pairs whose rotation does not exist must leave a way for every chunk."""
+        """Raise `Infeasible` where dropping pairs whose rotation does not exist leaves no way for some chunk."""
         if not self.logical.sketch.symmetry_offsets:
             return
         left = np.zeros_like(self.logical.allowed)
@@ -259,7 +283,7 @@ class RoutingProblem:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingModel:
-    """The model: column k < num_orbits says whether orbit k is chosen, `total` is the time."""
+    """The model: column k < num_orbits says whether orbit k is chosen, column `total` is the time."""
 
     problem: RoutingProblem
     model: Milp
@@ -278,7 +302,7 @@ class RoutingModel:
 
 
 def build(problem: RoutingProblem, *, scale_us: float) -> RoutingModel:
-    """The sparse model; `scale_us` is about the time to expect, against which policies and ties are weighed."""
+    """Build the sparse model; `scale_us` is about the time to expect, in relation to which policies and ties weigh."""
     sketch = problem.logical.sketch
     scale = max(scale_us, 1e-9)
     model = Milp()
@@ -308,9 +332,22 @@ def route(
     rate: Callable[[Routing], float] | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> list[Routing]:
-    """Several routings: from the model and its near-optimal ties, and from the quick search that it begins with.
+    """Find several routings: from the model and its near-optimal ties, and from the quick search that it begins with.
 
-    With a policy the model's routings come first, else all are sorted by `rate` (default: by load).
+    Args:
+        problem: The routing problem.
+        limit_s: The seconds to search.
+        seed: The seed of the searches.
+        solver: The solver of the model, "highs" or "cpsat".
+        solutions: How many solutions of the model to look for.
+        rate: Returns the expected time of a routing, by which routings are sorted; their load when not given.
+        progress: Called with a line of text and the fraction done, 0..1.
+
+    Returns:
+        The routings, best first; with a policy those of the model come before the others.
+
+    Raises:
+        Infeasible: The sketch leaves no routing.
     """
     from .routing_search import search
 
@@ -336,14 +373,15 @@ def route(
     start = built.start(quick[0]) if quick else None
     rng = np.random.default_rng(seed)
     bound = 0.0
-    # Random preferences would drown a policy, and a gap that is small beside the time is not small beside the policy.
+    # With policies no random preferences are added, which would outweigh them, and the gap must be small compared
+    # with the weight of one connection, not only with the time.
     gap = POLICY_WEIGHT / (4 * max(len(built.connections), 1)) if policies else 1e-3
     for attempt in range(min(solutions, 2) if policies else solutions):
         left = end - time.monotonic()
         if left < 0.2 and (exact or quick):
             break
-        # Ties between optima change the schedule. Starting elsewhere gives other ones; from the third on, the time is
-        # held and random pairs are preferred.
+        # Different optima of equal time give different schedules. The second solution starts without a hint; from the
+        # third on, the time is fixed and random pairs are preferred.
         try:
             solved = solve(
                 model,
@@ -355,12 +393,12 @@ def route(
             )
         except Infeasible:
             if exact or quick:
-                break  # the held time was rounded away
+                break  # The fixed time became infeasible by rounding.
             raise Infeasible(
                 f"sketch {problem.logical.sketch.name}: its limits and symmetry_offsets together leave no routing"
             ) from None
         if attempt == 0 and not policies and np.isfinite(solved.bound):
-            # With policies in it, the cost proves nothing about the time.
+            # A cost that includes policies would prove nothing about the time.
             bound = max(0.0, (solved.bound - TIE_WEIGHT) * scale)
         if solved.values is None:
             continue
@@ -375,14 +413,14 @@ def route(
             model.upper[total] = max(float(solved.values[total]), 1e-9) * (1 + 1e-4)
             model.cost = [c + float(rng.random()) * 0.1 if k < problem.num_orbits else c for k, c in enumerate(free)]
     if policies:
-        # A second optimum is as good only if it keeps to the policy as well.
+        # A second optimum is only as good if it meets the policy equally well.
         exact = [r for r, cost in zip(exact, costs, strict=True) if cost <= min(costs) + POLICY_WEIGHT * 1e-2]
     exact.sort(key=rate)
     return [*exact, *quick] if policies else sorted([*exact, *quick], key=rate)
 
 
 def _ways(problem: RoutingProblem, model: Milp, total: int) -> None:
-    """Every target is reached once, nothing is sent before it is there, and ways take time (eq. 2-5 of the paper)."""
+    """Add rows: every target is reached once, chunks are sent only where they are, and ways take time (eq. 2-5)."""
     logical = problem.logical
     arrival: dict[tuple[int, ...], int] = {}
     src, dst = logical.src.tolist(), logical.dst.tolist()
@@ -422,7 +460,7 @@ def _ways(problem: RoutingProblem, model: Milp, total: int) -> None:
 
 
 def _enter_hosts(problem: RoutingProblem, model: Milp, c: int) -> None:
-    """A chunk wanted in another host comes there at least once: implied, but a relaxation does not see it."""
+    """Add rows: a chunk that is wanted in another host enters it at least once; this tightens the relaxation."""
     logical = problem.logical
     homes = {int(logical.host[r]) for r in logical.sources[c]}
     entering: dict[int, dict[int, float]] = {int(logical.host[r]): {} for r in logical.targets[c]}
@@ -439,7 +477,7 @@ def _enter_hosts(problem: RoutingProblem, model: Milp, c: int) -> None:
 def _arrivals(
     problem: RoutingProblem, model: Milp, total: int, c: int, sources: set[int], known: dict[tuple[int, ...], int]
 ) -> None:
-    """A tree's arrival times: they count, and they forbid circles."""
+    """Add the arrival times of a chunk's tree, which bound the total time and forbid circles."""
     src, dst = problem.logical.src.tolist(), problem.logical.dst.tolist()
     incoming: dict[int, list[int]] = {}
     for p in problem.pairs_of[c]:
@@ -447,7 +485,7 @@ def _arrivals(
     limit = float(problem.limit_us[c])
     column: dict[int, int] = {}
     for rank, pairs in incoming.items():
-        # The same orbits lead into rotated ranks: one column serves them all.
+        # Ranks that are rotations of one another have the same incoming orbits and share one column.
         key = tuple(sorted(int(problem.orbit[p]) for p in pairs))
         if key not in known:
             known[key] = model.column(lower=float(problem.reach_us[c, rank]), upper=limit)
@@ -465,7 +503,7 @@ def _arrivals(
 
 
 def _sends_from(problem: RoutingProblem, model: Milp, total: int, c: int, column: dict[int, int]) -> None:
-    """A chunk that is sent on several times through one port takes that long from its arrival on."""
+    """Add rows: after its arrival, a chunk that is sent several times through one port takes the sum of the sends."""
     ports: dict[tuple[int, int], dict[int, float]] = {}
     for p in problem.pairs_of[c]:
         hop, rank = int(problem.hop[p]), problem.logical.src_list[problem.hop[p]]
@@ -479,7 +517,7 @@ def _sends_from(problem: RoutingProblem, model: Milp, total: int, c: int, column
 
 
 def _policies(problem: RoutingProblem, model: Milp) -> list[tuple[int, tuple[int, ...]]]:
-    """uc-min and uc-max: a column per connection of a hyperedge says whether it is used (eq. 9-11)."""
+    """Add the policies uc-min and uc-max: a column per connection of a hyperedge says whether it is used (eq. 9-11)."""
     over: dict[int, set[int]] = {}
     for pair, hop in enumerate(problem.hop.tolist()):
         over.setdefault(hop, set()).add(int(problem.orbit[pair]))
@@ -505,7 +543,7 @@ def _policies(problem: RoutingProblem, model: Milp) -> list[tuple[int, tuple[int
 
 
 def _balance(problem: RoutingProblem, model: Milp, scale: float, total: int) -> None:
-    """minmax: the busiest link beside the time; maxmin: the idlest link, as busy as it can be."""
+    """Add the balance: minmax minimises the load of the busiest link, maxmin maximises that of the idlest."""
     least = problem.logical.sketch.balance == "maxmin"
     column = model.column(cost=(-POLICY_WEIGHT if least else POLICY_WEIGHT) / scale, upper=model.upper[total])
     for row in problem.link_rows:
@@ -529,7 +567,7 @@ def _hop_us(logical: LogicalTopology, size: NDArray[np.float64]) -> NDArray[np.f
 
 
 def _receive_us(logical: LogicalTopology, size: NDArray[np.float64]) -> float:
-    """How long some rank takes to receive what it wants over all its links together, at least."""
+    """The least time of the slowest rank to receive what it wants over all its links together."""
     wanted = np.zeros(logical.collective.num_ranks)
     for c, ranks in enumerate(logical.targets):
         wanted[list(ranks)] += size[c]
@@ -541,7 +579,10 @@ def _receive_us(logical: LogicalTopology, size: NDArray[np.float64]) -> float:
 
 
 def _returns(logical: LogicalTopology) -> NDArray[np.bool_]:
-    """Hops back into a host that has the chunk already, where ways inside it exist."""
+    """A table [chunk, hop] of the hops that lead a chunk back into a host that has it already.
+
+    The table is all False where no hop, or every hop, crosses between hosts.
+    """
     table = np.zeros_like(logical.allowed)
     if not logical.crosses.any() or logical.crosses.all():
         return table
@@ -559,7 +600,7 @@ def _distances(
     starts: Sequence[Sequence[int]],
     ranks: int,
 ) -> NDArray[np.float64]:
-    """[chunk, rank]: the shortest way from any of the chunk's starts."""
+    """The length of the shortest way from any of a chunk's starts to each rank, as a table [chunk, rank]."""
     table = np.full((len(starts), ranks), np.inf)
     for c, at in enumerate(starts):
         table[c, list(at)] = 0.0
@@ -574,7 +615,7 @@ def _distances(
 
 
 def _require_paths(logical: LogicalTopology, reach: NDArray[np.float64], because: str | None = None) -> None:
-    """Raise `Infeasible` for the first chunk without a way, naming the limit that takes it."""
+    """Raise `Infeasible` for the first chunk without a way, naming the limit of the sketch that forbids it."""
     for c, targets in enumerate(logical.targets):
         for target in targets:
             if np.isfinite(reach[c, target]):
@@ -586,7 +627,7 @@ def _require_paths(logical: LogicalTopology, reach: NDArray[np.float64], because
 
 
 def _culprit(logical: LogicalTopology, c: int, target: int) -> str:
-    """The first limit without which the chunk would have a way; with none of them, the cluster has none."""
+    """The first sketch limit without which the chunk would have a way, or that the cluster has none, in words."""
     one = np.ones((1, logical.hops.num_hops))
     ranks = logical.collective.num_ranks
 
@@ -613,7 +654,7 @@ def _culprit(logical: LogicalTopology, c: int, target: int) -> str:
 def _orbits(
     logical: LogicalTopology, chunk: NDArray[np.intp], hop: NDArray[np.intp], keep: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Number pairs by orbit under the sketch's rotations; pairs whose rotation is not there are dropped."""
+    """Number pairs by their orbit under the sketch's rotations; pairs whose rotation does not exist are dropped."""
     number = np.full(keep.shape, -1, np.int64)
     number[chunk, hop] = np.arange(len(chunk))
     label = np.arange(len(chunk))
@@ -658,7 +699,10 @@ def _rotation(logical: LogicalTopology, at: int, offset: int, group: int) -> NDA
 
 
 def _rotated_chunks(logical: LogicalTopology, rank: NDArray[np.int64], at: int) -> NDArray[np.int64]:
-    """The chunk that starts and ends where the rotation puts a chunk's start and end; equal ones in order."""
+    """The image of each chunk under a rotation: the chunk whose sources and targets are the rotated ones.
+
+    Chunks with equal sources and targets are matched in order.
+    """
     c = logical.collective
     numbered: dict[tuple[frozenset[int], frozenset[int]], list[int]] = {}
     keys = []

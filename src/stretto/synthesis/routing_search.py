@@ -1,4 +1,4 @@
-"""A quick routing: trees grown one chunk at a time around busy links, then taken up and regrown."""
+"""A quick routing: trees are grown one chunk at a time around busy links, then removed and regrown."""
 
 from __future__ import annotations
 
@@ -12,14 +12,25 @@ if TYPE_CHECKING:
 
 ROUNDS = 4
 UNWANTED = 1e9
-"""How much dearer a way is that opens a connection under uc-min. All connections of a GPU over a switch share its port,
-so that one is no harder on the links than many, but ways become long: not for the hasty. Many open by themselves."""
+"""The factor on the price of a way that opens a new connection under uc-min. All connections of a GPU over a switch
+share its port, so that one connection loads the links no more than many do; but ways become long, so that searches
+with haste do not use the factor. uc-max needs no factor: many connections are opened anyway."""
 SHARPNESS = 6
-"""How much harder a link is avoided as it nears the busiest one."""
+"""The exponent with which the price of a link grows with its load relative to the busiest link."""
 
 
 def search(problem: RoutingProblem, *, seed: int = 0, rounds: int = ROUNDS, haste: float = 0.0) -> Routing | None:
-    """A good routing in a fraction of a second; different seeds give different ones, `haste` weighs early arrival."""
+    """Find a good routing in a fraction of a second.
+
+    Args:
+        problem: The routing problem.
+        seed: The seed; different seeds give different routings.
+        rounds: How often all trees are removed and regrown.
+        haste: The weight of early arrival relative to the load of links, >= 0.
+
+    Returns:
+        The routing with the least cost found, or None when some target was not reached.
+    """
     state = _State(problem, seed)
     state.haste = haste
     order = sorted(range(len(problem.pairs_of)), key=lambda c: -float(problem.limit_us[c]))
@@ -66,7 +77,7 @@ class _State:
                 self.family.setdefault(first, []).append(c)
 
     def price(self, orbit: int, us: float) -> float:
-        """Busy links cost more; what is chosen already costs nothing more."""
+        """The price of an orbit: high on busy links, nearly nothing where the orbit is chosen already."""
         if self.chosen[orbit]:
             return 1e-3 * us
         top = max(self.peak, 1e-9)
@@ -79,7 +90,7 @@ class _State:
         return total * (1 + 0.1 * float(self.rng.random()))
 
     def grow(self, c: int) -> None:
-        """Complete the tree of a chunk: cheap links first, and ranks that get the chunk early send it on more often."""
+        """Complete the tree of a chunk, cheap links first; ranks that get the chunk early send it on more often."""
         self.peak = max(max(self.load), 1e-9)
         out, targets = self.out[c], set(self.problem.logical.targets[c])
         tree = set(self.problem.logical.sources[c])
@@ -101,7 +112,7 @@ class _State:
                 continue
             now = cost + self.haste * (free[parent] + us)
             if now > key * (1 + 1e-9):
-                # Its parent has sent to others since.
+                # The parent has sent to other ranks since this entry was made, so that its price has risen.
                 heapq.heappush(heap, (now, cost, rank, parent, orbit, us))
                 continue
             way_to[rank] = (parent, orbit, us)
@@ -122,7 +133,7 @@ class _State:
                 spread(joined, 0.0)
 
     def take(self, orbit: int) -> None:
-        """Choose an orbit."""
+        """Choose an orbit, and add its load."""
         if not self.chosen[orbit]:
             self.chosen[orbit] = True
             self.uses[self.problem.orbit_policy[orbit][1]] += 1
@@ -130,7 +141,7 @@ class _State:
                 self.load[link] += busy
 
     def flip(self, orbit: int) -> None:
-        """Choose an orbit, or no longer."""
+        """Choose an orbit that is not chosen, or undo the choice of one that is."""
         if not self.chosen[orbit]:
             self.take(orbit)
             return
@@ -140,7 +151,7 @@ class _State:
             self.load[link] -= busy
 
     def remove(self, c: int) -> None:
-        """Take up a chunk's tree, with its rotations."""
+        """Remove a chunk's tree, together with its rotations."""
         for p in self.problem.pairs_of[c]:
             orbit = int(self.problem.orbit[p])
             if self.chosen[orbit]:
@@ -148,7 +159,7 @@ class _State:
 
 
 class Trees:
-    """A routing that changes by one move at a time, and can take the last one back."""
+    """A routing that changes by one move at a time, of which the last can be undone."""
 
     def __init__(self, problem: RoutingProblem, hops: list[tuple[int, ...]], seed: int) -> None:
         self.problem = problem
@@ -169,13 +180,13 @@ class Trees:
         self.before: tuple[list[tuple[int, ...]], list[int]] | None = None
 
     def routing(self) -> Routing:
-        """The trees as they are."""
+        """The current trees as a routing."""
         from .routing import Routing
 
         return Routing(hops=tuple(self.hops), bound_us=0.0, load_us=0.0, by="walk")
 
     def move(self) -> bool:
-        """Hang one rank of one chunk's tree elsewhere, or regrow a tree; False where that leads nowhere."""
+        """Attach one rank of one chunk's tree elsewhere, or regrow a tree; False where nothing has changed."""
         if not self.movable:
             return False
         problem = self.problem
@@ -209,7 +220,7 @@ class Trees:
         return bool(flipped)
 
     def undo(self) -> None:
-        """Take the last move back."""
+        """Undo the last move."""
         assert self.before is not None
         self.hops, flipped = self.before
         for orbit in flipped:

@@ -1,7 +1,7 @@
-"""Communication sketches: what a person already knows about a good algorithm, as limits on the search for one.
+"""Communication sketches: a person's knowledge of a good algorithm, as limits on the search for one.
 
-A `Sketch` says which links may be used (also chunk by chunk), who relays between hosts, how many connections a
-switch should carry, which rotations leave the algorithm unchanged, and how finely the data is cut. `Logical`
+A `Sketch` says which links may be used (also chunk by chunk), which GPUs relay between hosts, how many connections a
+switch should carry, which rotations leave the algorithm unchanged, and how finely the data is cut. `LogicalTopology`
 (logical.py) is a sketch applied to a cluster and a collective.
 """
 
@@ -25,7 +25,7 @@ Connections = str | Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRule:
-    """Hops from a device of `src` to one of `dst` (names or numbers; empty: any), for these chunks (empty: all)."""
+    """A rule for hops from a device of `src` to one of `dst` (names or numbers) with `chunks`; empty means any."""
 
     src: tuple[int | str, ...] = ()
     dst: tuple[int | str, ...] = ()
@@ -34,7 +34,7 @@ class LinkRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperedge:
-    """GPUs of every host that meet in a switch, and whether few or many connections over it are wanted."""
+    """The GPUs of every host that one switch joins, and whether few or many connections over it are wanted."""
 
     gpus: tuple[int, ...]
     strategy: str = "none"
@@ -52,24 +52,24 @@ class Sketch:
     nodes: int | None = None
     """How many hosts the sketch is written for; checked against the cluster."""
     channels: str | tuple[str, ...] = "auto"
-    """Links between GPUs of one host: of these channels, ``all``, or ``auto``: the widest channel if it joins them."""
+    """The channels of links between GPUs of one host, or ``all``, or ``auto`` (the widest channel if it joins them)."""
     keep: tuple[LinkRule, ...] = ()
-    """If there are any, only hops of these rules remain."""
+    """The rules of which at least one must match a hop; no restriction where there are none."""
     drop: tuple[LinkRule, ...] = ()
     switches: tuple[Hyperedge, ...] = ()
     balance: str = "none"
     internode_conn: Connections = "fully-connected"
-    """GPU i of a host sends to GPUs ``internode_conn[i]`` of other hosts only."""
+    """A pattern, or a table: GPU i of a host sends only to GPUs ``internode_conn[i]`` of other hosts."""
     beta_split: Mapping[int, float] = field(default_factory=dict)
-    """GPU i is planned with 1/n-th of the bandwidth between hosts."""
+    """For GPU i the number n: its sends between hosts are planned with 1/n-th of the bandwidth."""
     chunk_to_relay_map: tuple[int, int] | None = None
     """(r1, r2): a chunk of GPU p leaves its host through GPU ``p // r1 * r1 + r2``."""
     gpus_to_sender: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Chunks of the listed GPUs leave their host through the key."""
+    """For each sending GPU the GPUs whose chunks leave their host through it."""
     own_first: bool = False
-    """A relay sends its own chunks to other hosts before those of others."""
+    """Whether a relay sends its own chunks to other hosts before those of other GPUs."""
     symmetry_offsets: tuple[tuple[int, int], ...] = ()
-    """(o, g): rotating ranks by o within groups of g leaves the algorithm unchanged."""
+    """Pairs (o, g): rotating ranks by o within groups of g leaves the algorithm unchanged."""
     input_chunkup: int = 1
     input_bytes: float | None = None
 
@@ -78,7 +78,7 @@ class Sketch:
 
     @classmethod
     def load(cls, path: str | Path) -> Sketch:
-        """A sketch from our YAML form or from one of TACCL's JSON files."""
+        """Load a sketch from Stretto's YAML form or from one of TACCL's JSON files."""
         from .sketch_files import load
 
         return load(path)
@@ -90,7 +90,7 @@ class Sketch:
         save(self, path)
 
     def vary(self, **changes: object) -> Sketch:
-        """A copy with some fields changed: what an ablation needs."""
+        """A copy with some fields changed, as an ablation needs it."""
         known = [f.name for f in dataclasses.fields(self)]
         for key in changes:
             if key not in known:
@@ -105,7 +105,7 @@ class Sketch:
         return self.vary(internode_conn=conn, beta_split={}, chunk_to_relay_map=None, gpus_to_sender={})
 
     def with_strategy(self, strategy: str) -> Sketch:
-        """Every switch with this policy: ``uc-min``, ``uc-max`` or ``none``."""
+        """The sketch with this policy for every switch: ``uc-min``, ``uc-max`` or ``none``."""
         return self.vary(switches=tuple(dataclasses.replace(s, strategy=strategy) for s in self.switches))
 
 

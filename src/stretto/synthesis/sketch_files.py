@@ -1,4 +1,4 @@
-"""Sketches in files: our versioned YAML, and TACCL's JSON (as printed in its paper, or as its repository has them)."""
+"""Sketches in files: Stretto's versioned YAML, and TACCL's JSON (as in its paper, or as in its repository)."""
 
 from __future__ import annotations
 
@@ -93,14 +93,26 @@ class _Taccl(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load(path: str | Path) -> Sketch:
-    """A sketch from a file of either form."""
+    """Load a sketch from a file of either form."""
     return loads(read_text(path, max_bytes=MAX_FILE_BYTES), where=str(path), name=Path(path).stem)
 
 
 def loads(text: str, *, where: str = "<text>", name: str = "sketch") -> Sketch:
-    """A sketch from the text of a file of either form; `where` stands in front of errors."""
+    """Read a sketch from the text of a file of either form.
+
+    Args:
+        text: The text of the file.
+        where: What errors start with, usually the path.
+        name: The sketch's name, for TACCL's form, which holds none.
+
+    Returns:
+        The sketch.
+
+    Raises:
+        InvalidInput: A field is wrong; the message carries its path.
+    """
     if text.lstrip().startswith(("{", "//")):
-        # TACCL's paper prints its sketch with // comments, which JSON does not know.
+        # TACCL's paper prints its sketch with // comments, which are not valid JSON.
         data = parse_json(_COMMENT.sub(lambda found: found[1] or "", text), where=where)
     else:
         data = parse_yaml(text, where=where)
@@ -146,7 +158,7 @@ def dumps(sketch: Sketch) -> str:
         input_chunkup=sketch.input_chunkup,
         input_size=None if sketch.input_bytes is None else round(sketch.input_bytes),
     )
-    # A mapping without lists would be written in braces as a whole, which would be read as JSON.
+    # Keys are written one by one: a whole mapping without lists would be written in braces, and be read as JSON.
     parts = (
         yaml.safe_dump({key: value}, sort_keys=False, width=100, default_flow_style=None if nested else False)
         for key, value in plain(form).items()
@@ -156,7 +168,7 @@ def dumps(sketch: Sketch) -> str:
 
 
 def save(sketch: Sketch, path: str | Path) -> None:
-    """Write the YAML form."""
+    """Write the versioned YAML form of a sketch."""
     write_file(path, dumps(sketch))
 
 

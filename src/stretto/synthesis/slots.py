@@ -1,4 +1,4 @@
-"""Routing and order at once, on a grid of time slots: for small cases, where the sketch leaves few enough choices."""
+"""Routing and order in one model on a grid of time slots: for small cases, where the sketch leaves few choices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .routing import Routing, RoutingProblem
 
 MAX_BINARIES = 6000
 FINEST = 8
-"""The shortest send takes at most so many slots."""
+"""The most slots that the shortest send takes."""
 
 
 def slot_us(problem: RoutingProblem) -> float:
@@ -33,7 +33,19 @@ def slot_us(problem: RoutingProblem) -> float:
 def on_grid(
     problem: RoutingProblem, *, bound_us: float, best_us: float, limit_s: float, seed: int = 0, solver: str = "highs"
 ) -> MessageSchedule | None:
-    """The plan with the fewest slots that beats `best_us`, or None: none exists, it is too large, or time is up."""
+    """The plan with the fewest slots that beats `best_us`.
+
+    Args:
+        problem: The routing problem.
+        bound_us: A proved lower bound on the time.
+        best_us: The time to beat.
+        limit_s: The seconds to search.
+        seed: The seed of the solver.
+        solver: "highs" or "cpsat".
+
+    Returns:
+        The plan, or None: there is none, the model is too large, or the time is over.
+    """
     if not problem.num_orbits:
         return None
     slot, end = slot_us(problem), time.monotonic() + limit_s
@@ -58,7 +70,7 @@ def on_grid(
 def _solve(
     problem: RoutingProblem, slot: float, slots: int, limit_s: float, seed: int, solver: str
 ) -> MessageSchedule | None:
-    """Whether everything arrives in so many slots."""
+    """A plan in which everything arrives in `slots` slots, or None; `Infeasible` where there provably is none."""
     logical = problem.logical
     src, dst = logical.src_list, logical.dst_list
     took = np.maximum(1, np.ceil(problem.us / slot - 1e-6)).astype(int).tolist()
@@ -120,7 +132,7 @@ def _after_arrival(
     took: list[int],
     slots: int,
 ) -> None:
-    """What has been sent from a rank by slot t had arrived there by then."""
+    """Add rows: a rank sends a chunk in slot t only if the chunk has arrived there by then."""
     terms: dict[int, float] = {}
     for t in range(slots):
         for p in coming:
@@ -136,7 +148,7 @@ def _after_arrival(
 def _one_at_a_time(
     problem: RoutingProblem, model: Milp, column: dict[tuple[int, int], int], slot: float, slots: int
 ) -> None:
-    """A physical link carries one send at a time."""
+    """Add rows: a physical link carries one send at a time."""
     busy: dict[tuple[int, int], dict[int, float]] = {}
     for p, (c, hop) in enumerate(zip(problem.chunk.tolist(), problem.hop.tolist(), strict=True)):
         for link, us in problem.send(c, hop)[1]:

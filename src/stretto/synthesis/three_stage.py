@@ -1,4 +1,4 @@
-"""TACCL's three stages, sketch in hand: routing, ordering, contiguity; every plan is judged by the simulator."""
+"""TACCL's three stages, guided by a sketch: routing, ordering, contiguity; the simulator judges every plan."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .slots import on_grid
 Progress = Callable[[str, float], None]
 MAX_TRANSFERS = 1 << 18
 LARGE = 1500
-"""Binaries from which routing takes most of the time, for searching further comes to little."""
+"""The number of binaries from which routing gets most of the time, because a longer search of orders gains little."""
 POLICY_WORTH = 0.97
-"""With a policy, a routing that does not know it must be this much faster to be taken."""
+"""The factor by which a routing of the quick search must be faster to be tried where the sketch has a policy."""
 
 
 def synthesize(
@@ -46,10 +46,27 @@ def synthesize(
     solutions: int = 3,
     detour: float = 0.5,
 ) -> Program:
-    """The fastest program found that keeps to the sketch (default: what the cluster's own structure suggests).
+    """The fastest program found that keeps to the sketch.
 
-    For all-gather, all-to-all, broadcast, gather, scatter and anything else that does not combine chunks. The
-    sketch's `input_chunkup` cuts chunks further; its `input_size` stands in for `nbytes`.
+    Args:
+        collective: An all-gather, all-to-all, broadcast, gather, scatter or anything else that does not combine chunks.
+        cluster: The cluster.
+        nbytes: The size in bytes, > 0; from the sketch's `input_size` when not given.
+        budget_s: The seconds to search.
+        seed: The seed of all stages.
+        progress: Called with a line of text and the fraction done, 0..1.
+        sketch: The sketch, whose `input_chunkup` cuts chunks further; what the cluster suggests when not given.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+        solver: The solver of the models, "highs" or "cpsat".
+        solutions: How many routings to look for, >= 1.
+        detour: The share by which paths may be longer than the shortest, >= 0.
+
+    Returns:
+        The verified program.
+
+    Raises:
+        Infeasible: The collective combines chunks, the sketch leaves no routing, or the problem is too large.
+        InvalidInput: The sketch does not fit the cluster, or there is no size.
 
     >>> from stretto import AllGather, Cluster, simulate
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=1.0, alpha_us=0.0)
@@ -119,7 +136,7 @@ def synthesize(
 
 
 def _rated(problem: RoutingProblem) -> Callable[[Routing], float]:
-    """A routing's time by the first rule of ordering."""
+    """A function that returns a routing's planned time by the first rule of ordering."""
 
     def rate(routing: Routing) -> float:
         tasks = SendTasks.of(problem, routing)
@@ -129,14 +146,14 @@ def _rated(problem: RoutingProblem) -> Callable[[Routing], float]:
 
 
 class _Judge:
-    """Turns plans into programs, times them, and keeps the best."""
+    """A judge that turns plans into programs, simulates them, and keeps the best."""
 
     def __init__(self, problem: RoutingProblem, name: str, nbytes: float, alpha: str) -> None:
         self.problem, self.name, self.nbytes, self.alpha = problem, name, nbytes, alpha
         self.best_us = math.inf
 
     def see(self, plan: MessageSchedule) -> float:
-        """The simulated time of a plan, as it is and with its sends paced by what arrives."""
+        """The simulated time of a plan, the better of as it is and with its sends paced by arrivals."""
         program = self.program_of(plan)
         us = self._time(program, plan)
         if us > plan.end_us * (1 + 1e-6):
@@ -151,7 +168,7 @@ class _Judge:
 
     @property
     def cluster(self) -> Cluster:
-        """Where it runs."""
+        """The cluster that programs are simulated on."""
         return self.problem.logical.hops.cluster
 
     def program_of(self, plan: MessageSchedule) -> Program:
@@ -204,7 +221,7 @@ def refined(collective: Collective, pieces: int) -> Collective:
 
 
 def bytes_of(sketch: Sketch, collective: Collective) -> float:
-    """What a sketch's `input_size` (the data one GPU starts with) is as the collective's bytes."""
+    """The collective's bytes that correspond to a sketch's `input_size`, the data that one GPU starts with."""
     if sketch.input_bytes is None:
         raise InvalidInput("nbytes: is needed, for the sketch has no input_size")
     held = np.zeros(collective.num_ranks)
@@ -221,7 +238,17 @@ def ablation(
     chunks: Sequence[int] = (),
     strategies: Sequence[str] = (),
 ) -> Iterable[tuple[str, Sketch]]:
-    """The paper's ablations of a sketch, one field at a time: (what was changed, the sketch).
+    """The paper's ablations of a sketch, one field at a time.
+
+    Args:
+        sketch: The sketch to vary.
+        gpus: How many GPUs a host has.
+        connections: Numbers of GPUs of another host that each GPU sends to, 1..gpus.
+        chunks: Values of `input_chunkup`.
+        strategies: Policies for all switches: "uc-min", "uc-max" or "none".
+
+    Yields:
+        (What was changed, the sketch).
 
     >>> [label for label, _ in ablation(Sketch(), gpus=8, connections=(1, 4), chunks=(2,))]
     ['internode_conn=1', 'internode_conn=4', 'input_chunkup=2']
