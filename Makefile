@@ -8,7 +8,13 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/executor/*) CMakeLists.txt
 NATIVE_TESTS := tests/simulator tests/programs tests/dimensions tests/planner/test_schedule.py \
   tests/planner/test_schedule_random.py tests/planner/test_search.py tests/synthesis/test_forest.py \
   tests/synthesis/test_flow.py tests/synthesis/test_greedy.py
-EXECUTOR_TESTS := tests/runtime/test_executor.py tests/runtime/test_executor_faults.py
+EXECUTOR_TESTS := tests/runtime/test_executor.py tests/runtime/test_executor_faults.py \
+  tests/runtime/test_executor_join.py tests/runtime/test_backend_splits.py tests/runtime/test_backend_reuse.py
+# These ask how good a program is that a search finds within some seconds, which are not enough with a sanitizer.
+TESTS_OF_SPEED := tests/synthesis/test_forest.py::test_programs_keep_the_pace_of_their_trees \
+  tests/synthesis/test_forest.py::test_all_gather_keeps_the_pace_on_two_boxes \
+  tests/synthesis/test_flow.py::test_hundred_and_twenty_eight_gpus_within_five_percent \
+  tests/synthesis/test_greedy.py::test_hosts_on_switches_come_near_the_bound
 # Tests in which PyTorch runs; tests/gpu are added where there is a GPU.
 TORCH_TESTS := tests/runtime tests/control tests/resharding tests/cli/test_run_command.py tests/cli/test_run_splits.py \
   tests/cli/test_run_styles.py
@@ -47,7 +53,8 @@ test-torch: | system
 
 # The modules are built into build/sanitized-*, and what is installed stays as it is (docs/executor.md).
 test-asan: setup
-	scripts/test-sanitized address,undefined $(CURDIR)/$(BIN)/python $(NATIVE_TESTS) $(EXECUTOR_TESTS)
+	scripts/test-sanitized address,undefined $(CURDIR)/$(BIN)/python $(NATIVE_TESTS) $(EXECUTOR_TESTS) \
+	  $(addprefix --deselect=,$(TESTS_OF_SPEED))
 
 test-tsan: setup
 	scripts/test-sanitized thread $(CURDIR)/$(BIN)/python $(EXECUTOR_TESTS)

@@ -52,6 +52,8 @@ LARGE, SMALL = 4096, 64
 MODULUS = 65521
 REPLAN_ITERATIONS = 60
 """After so many iterations under a plan the controller gives out another one."""
+ITERATION_PAUSE_S = 0.001
+"""A rank sleeps for so long after every iteration."""
 REALLY = 10
 """Of so many plans a real planner, where there is one, makes one: it takes longer than all iterations between."""
 CALL_TIMEOUT_S, STOPPED_TIMEOUT_S = 120.0, 15.0
@@ -118,7 +120,8 @@ class RestlessController(Controller):
         self._every = every
         self._worker = worker
         self._given = life
-        self._changed_at = 0
+        self._due = every
+        """The iteration from which the active plan may be replaced."""
         self._number = 0
         super().__init__(memory=memory, seed=life, start=self._plan)
 
@@ -138,12 +141,18 @@ class RestlessController(Controller):
             job = self._jobs[state.job]
             iteration = state.report.iteration if state.report is not None else 0
             if state.active.number != self._number:
-                self._number, self._changed_at = state.active.number, iteration
-            if job.job.phase == "active" and iteration >= self._changed_at + self._every:
-                self._changed_at = iteration
+                self._number = state.active.number
+                self._activated(iteration)
+            # Without a digest that was planned for, the plan that was due before is still to be made.
+            if job.job.phase == "active" and job._planned_for and iteration >= self._due:
+                self._due += self._every
                 job._refuted.clear()
                 job._planned_for = ""
         return reply
+
+    def _activated(self, iteration: int) -> None:
+        """A plan has become active: it is to run for so many iterations."""
+        self._due = iteration + self._every
 
 
 def control(folder: Path, life: int) -> None:
@@ -201,7 +210,9 @@ class AgentFaults:
                             found.shutdown(socket.SHUT_RDWR)
 
 
-def train(folder: Path, rank: int, ranks: int, carrier: str, timeout_s: float) -> None:
+def train(
+    folder: Path, rank: int, ranks: int, carrier: str, timeout_s: float, pause_s: float = ITERATION_PAUSE_S
+) -> None:
     """One rank: iterates until the file `stop` exists, and logs the plan and the loss of every iteration."""
     torch.set_num_threads(1)
     # `join` lets ranks believe that they are on two hosts; their processes are on one, where the dead can be seen.
@@ -236,7 +247,7 @@ def train(folder: Path, rank: int, ranks: int, carrier: str, timeout_s: float) -
             if iteration % 10 == 0:
                 stop.fill_(float((folder / "stop").exists()))
                 dist.all_reduce(stop, dist.ReduceOp.MAX)
-            time.sleep(0.001)
+            time.sleep(pause_s)
     except Exception as error:
         said, code = f"{type(error).__name__}: {error}", LOST
     raised_at = time.monotonic()
@@ -322,7 +333,8 @@ class Trial:
         ]
         for process in self.job:
             process.start()
-        self._wait_for_plan(1)
+        self._wait_for_plan(self.dice.choice((1, 1, 2, 3)))
+        # Long enough for the next plan to be prepared, committed or switched to by then.
         time.sleep(self.dice.uniform(0, 0.6))
         for process in self.job:
             mapped = Path(f"/proc/{process.pid}/maps").read_text()

@@ -1,8 +1,11 @@
 """A long job whose plan changes again and again: ``soak_job.py FOLDER CARRIER ITERATIONS REPLAN_EVERY``.
 
 Writes FOLDER/report: memory, descriptors, threads and shared memory of the controller and of every rank under each
-plan, and their growth by a straight line after the first fifth. A real planner plans now and then; plans made by
-hand take the place of what it finds, so that they really change.
+plan, their growth by a straight line after the first fifth, and for how many iterations plans have run. A real planner
+plans now and then; plans made by hand take the place of what it finds, so that they really change. For 10,000
+iterations with a new plan every 200, in the folder of this file:
+
+``PYTHONPATH=../runtime GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 python soak_job.py /tmp/soak executor 10000 200``
 """
 
 from __future__ import annotations
@@ -23,12 +26,21 @@ RANKS = 2
 CALL_TIMEOUT_S = 120.0
 SILENT_S = 300.0
 """Without an iteration for so long the job hangs."""
-KEYS = ("anonymous_kib", "descriptors", "threads", "shared_files")
+KEYS = ("resident_kib", "anonymous_kib", "descriptors", "threads", "shared_files")
+PAUSE_S = 0.02
+"""After every iteration of a rank, so that 200 iterations are longer than a real planner takes (some seconds)."""
+
+
+class PunctualController(RestlessController):
+    """Plan number n is made in iteration n x `every`, or as soon as the one before it is active."""
+
+    def _activated(self, iteration: int) -> None:
+        """Leave the iteration of the next plan as it is: plans that came late are caught up with."""
 
 
 def control(folder: Path, every: int) -> None:
     """The controller, until it is killed."""
-    controller = RestlessController(folder / "state.json", 0, every, Worker)
+    controller = PunctualController(folder / "state.json", 0, every, Worker)
     controller._budget_s = 0.1
     server = controller.serve(f"unix:{folder}/socket", token=TOKEN)
     while server.address:
@@ -40,7 +52,8 @@ def sample(pid: int) -> dict[str, int]:
     proc = Path(f"/proc/{pid}")
     rollup = dict(line.split()[:2] for line in (proc / "smaps_rollup").read_text().splitlines()[1:])
     shared = {word for word in (proc / "maps").read_text().split() if word.startswith(("/dev/shm/", "/memfd:"))}
-    counts = (int(rollup["Anonymous:"]), len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")), len(shared))
+    memory = (int(rollup["Rss:"]), int(rollup["Anonymous:"]))
+    counts = (*memory, len(os.listdir(proc / "fd")), len(os.listdir(proc / "task")), len(shared))
     return dict(zip(KEYS, counts, strict=True))
 
 
@@ -55,12 +68,23 @@ def slopes(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
+def plan_lengths(folder: Path) -> list[int]:
+    """For how many iterations each plan but the last has run on rank 0."""
+    plans = [plan for _, plan, _ in read_log(folder, 0)]
+    starts = [at for at in range(1, len(plans)) if plans[at] != plans[at - 1]]
+    return np.diff(starts).tolist()
+
+
 def main(folder: Path, carrier: str, iterations: int, every: int) -> None:
     """Run the job, and take samples, until so many iterations have run under so many plans."""
+    folder.mkdir(parents=True, exist_ok=True)
     # On a busy machine the controller is late, and plans last for longer than they should.
     least_plans = iterations // every // 2
     controller = FORK.Process(target=control, args=(folder, every))
-    ranks = [FORK.Process(target=train, args=(folder, rank, RANKS, carrier, CALL_TIMEOUT_S)) for rank in range(RANKS)]
+    ranks = [
+        FORK.Process(target=train, args=(folder, rank, RANKS, carrier, CALL_TIMEOUT_S, PAUSE_S))
+        for rank in range(RANKS)
+    ]
     processes = {"controller": controller, **{f"rank {rank}": process for rank, process in enumerate(ranks)}}
     for process in processes.values():
         process.start()
@@ -88,6 +112,7 @@ def main(folder: Path, carrier: str, iterations: int, every: int) -> None:
         wrong, counts = judge_iterations(folder, RANKS)
         wrong += [f"rank {rank} ended with {one.exitcode}" for rank, one in enumerate(ranks) if one.exitcode]
         report = {"wrong": wrong, **counts, "per_1000_iterations": slopes(rows), "rows": rows}
+        report["plan_lengths"] = plan_lengths(folder)
         (folder / "report").write_text(json.dumps(report))
     finally:
         for process in processes.values():

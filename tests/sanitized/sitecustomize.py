@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import os
 import sys
@@ -31,6 +32,16 @@ class SanitizedModules:
         return found
 
 
+def set_report_path(library: str, path: str) -> None:
+    """Let a sanitizer's library write its reports to files that begin with a path and end with the process's number.
+
+    Where two sanitizers are in a process, a `log_path` in the second one's options reaches only the first one.
+    """
+    ctypes.CDLL(library).__sanitizer_set_report_path(path.encode())
+
+
+if "STRETTO_UNDEFINED_REPORTS" in os.environ:
+    set_report_path("libubsan.so.1", os.environ["STRETTO_UNDEFINED_REPORTS"])
 if "STRETTO_SANITIZED" in os.environ:
     # Before the finder of an editable installation, which comes first otherwise.
     sys.meta_path.insert(0, SanitizedModules(os.environ["STRETTO_SANITIZED"]))
