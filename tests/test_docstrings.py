@@ -30,6 +30,7 @@ DONE = [
     "report",
     "resharding",
     "simulator",
+    "strategy",
     "synthesis",
     "units.py",
     "workload",

@@ -63,7 +63,7 @@ def ray_trials(
         timed: timed iterations.
         timeout_s: seconds for the start of a job and for each run.
         folder: folder for requests and replies on each node; None takes a temporary one.
-        address: address of the Ray cluster; None starts or finds a local one.
+        address: address of the Ray cluster; None takes ``$RAY_ADDRESS``, else a local Ray.
         jobs: number of actors on a local Ray, >= 1.
 
     Returns:

@@ -128,9 +128,8 @@ def _adjusted(node: NodeConfig, variable: Variable, encoder: str, staleness: int
     def one(sync: Sync) -> Sync:
         late = staleness if sync.kind == "parameter_server" else 0
         if late:
-            sync = replace(
-                sync, transfer=()
-            )  # a stale rank does not wait for others, so it cannot meet them at a station
+            # A stale rank does not wait for others, so it cannot meet them at a station.
+            sync = replace(sync, transfer=())
         fits = not variable.sparse and sync.kind != "sharded"
         fits &= encoder != "sufficient_factors" or (by_factors and len(variable.shape) == 2)
         return replace(sync, encoder=encoder if fits else "none", staleness=late)

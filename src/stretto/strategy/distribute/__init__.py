@@ -1,6 +1,6 @@
-"""Strategies carried out on PyTorch: `distribute` makes a model and its optimizer train as a strategy says.
+"""Runs strategies on PyTorch: `distribute` makes a model and its optimizer train as a strategy says.
 
-Loads no torch until something is called.
+Importing this module does not load torch; calling its functions does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .optimizer import DistributedOptimizer
 
 STRATEGY_VARIABLE = "STRETTO_STRATEGY"
-"""Names the file of the strategy where a script gives none."""
+"""The environment variable with the file of the strategy, for scripts that pass none."""
 
 __all__ = ["STRATEGY_VARIABLE", "distribute", "model_spec"]
 
@@ -30,7 +30,7 @@ def distribute(
     *,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[nn.Module, DistributedOptimizer]:
-    """Train `model` on all ranks of `group` (default: all of the job) as a strategy says; all of them call it together.
+    """Train `model` on all ranks of a group as a strategy says; all ranks of the group call this together.
 
     ::
 
@@ -41,8 +41,21 @@ def distribute(
             loss_of(model(batch)).backward()
             optimizer.step()
 
-    Without a strategy it is the file that the environment variable STRETTO_STRATEGY names, else all-reduce as DDP
-    does it. The model is the same object, with rank 0's weights on every rank; gradients are averaged over ranks.
+    Ranks first compare their arguments, so that a difference is an error on all of them. Gradients are averaged over
+    ranks.
+
+    Args:
+        model: the model, already on its device; rank 0's weights are copied to all ranks.
+        optimizer: the optimizer of the model's parameters.
+        strategy: a strategy or the path of its file; None takes the file in STRETTO_STRATEGY, else all-reduce as in
+            DDP.
+        group: the process group; None takes all ranks of the job.
+
+    Returns:
+        The same model object, and the optimizer that replaces `optimizer`.
+
+    Raises:
+        InvalidInput: on all ranks, if an argument is invalid or differs between ranks.
     """
     from .wrap import wrap
 
@@ -50,11 +63,22 @@ def distribute(
 
 
 def model_spec(model: nn.Module, sample: Any = None, *, name: str = "") -> ModelSpec:
-    """What a strategy needs to know of a PyTorch model.
+    """The description of a PyTorch model that strategies need.
 
-    With a `sample` (what the model is called with: a tensor, or a tuple of arguments) one step is run, and the spec
-    has the order of use, compute times, the rows that sparse gradients touch and the rows of linear layers' factors.
-    Without, variables are in the order of ``named_parameters`` and nothing is known about time.
+    With a sample, a few steps are run, and the spec has the order of use, compute times, the rows that sparse gradients
+    touch and the rows of linear layers' factors. Without, variables are in the order of ``named_parameters`` and no
+    times are known.
+
+    Args:
+        model: the model.
+        sample: what the model is called with: a tensor, or a tuple of arguments; None runs nothing.
+        name: name of the model; empty takes its class's.
+
+    Returns:
+        The description.
+
+    Raises:
+        InvalidInput: the model does not run on the sample, or a parameter has an unknown dtype.
     """
     from .meter import described
 

@@ -1,7 +1,9 @@
-"""Carriers: each brings one message's gradients together, and the parameters back, by the exchanges of its kernels.
+"""Carriers: each synchronizes the gradients of one message, and distributes its parameters, by the exchanges of its
+kernels.
 
-A push or a pull is a generator: it yields whenever something is on its way, and goes on once that has arrived. Every
-rank yields at the same places, also where it has no part in an exchange, so that communicators see one order of calls.
+A push or a pull is a generator: it yields when an exchange has been started, and is resumed when that exchange has
+arrived. Every rank yields at the same places, also where it has no part in an exchange, so that communicators see one
+order of calls.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
 class PendingExchange(NamedTuple):
-    """What is on its way (None: nothing on this rank), and whether another exchange depends on it."""
+    """An exchange that was started: its work (None if this rank takes no part), and whether another exchange depends on
+    it.
+    """
 
     work: Any
     more: bool
@@ -33,7 +37,11 @@ Flow = Iterator[PendingExchange]
 
 
 class RankExchange(NamedTuple):
-    """An exchange as this rank takes part in it."""
+    """An exchange as this rank takes part in it.
+
+    `group` is the communicator, `root` the root's position in it, `is_root` whether this rank is the root, `size` the
+    number of members.
+    """
 
     kind: str
     group: Any
@@ -43,10 +51,36 @@ class RankExchange(NamedTuple):
 
 
 class VariableCarrier(ABC):
-    """What all carriers share; `variables` are the names that a push waits for."""
+    """The contract of a carrier: it synchronizes one message of a strategy on a running job.
+
+    `wrap` constructs the same carriers in the same order on all ranks of the group; the constructor may therefore make
+    communicators, which is collective. `wrap._carrier` chooses the class by synchronizer and encoder: a new carrier
+    gets a line there. After that `GradientSynchronizer` and `DistributedOptimizer` call, on every rank and in this
+    order:
+
+    1. `watch`, once, before the first backward pass;
+    2. `accept`, during a backward pass, each time a gradient of the message has been computed, in any order;
+    3. `push`, once per backward pass, when all gradients of the message exist, or at the end of the pass if some do
+    not; and
+       before an update if gradients were only accumulated. All ranks start the pushes of all messages in the same
+       order;
+    4. the optimizer then reads `results`, or the parameters' gradients where every rank updates, and updates the
+    regions that
+       this rank owns;
+    5. `pull`, once per optimizer step, in the same order on all ranks;
+    6. `forget`, after every optimizer step and every `zero_grad`;
+    7. `close`, once, at the end.
+
+    A push clears `results` and then, on the ranks that update, calls `give` for every piece, with the average of the
+    gradients over ranks, or with None if no rank has one. Between two yields a carrier may compute, but must not start
+    collectives that other ranks do not start.
+
+    `variables` are the names of the parameters whose gradients the push waits for. `pushes` and `pulls` are the
+    message's exchanges as this rank takes part in them (None: it does not). `shares` is 1 / number of ranks.
+    """
 
     stateful = False
-    """Whether a second push before the optimizer's step would count a gradient twice."""
+    """Whether a second push before the optimizer's step would count a gradient twice; such a push is refused."""
 
     def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
         self.message = message
@@ -64,10 +98,10 @@ class VariableCarrier(ABC):
         self.elements = self.spans[-1][1]
         self.back: torch.Tensor | None = None
         self.results: list[tuple[VariableRegion, torch.Tensor | None]] = []
-        """What the regions that this rank updates are updated with, after a push."""
+        """The averaged gradients of the regions that this rank updates, after a push."""
 
     def arranged(self, pieces: tuple[VariablePiece, ...]) -> tuple[VariablePiece, ...]:
-        """The order in which pieces travel."""
+        """The order in which pieces are sent; the same on all ranks."""
         return pieces
 
     @property
@@ -77,29 +111,32 @@ class VariableCarrier(ABC):
 
     @cached_property
     def regions(self) -> list[VariableRegion]:
-        """All regions, of all owners, in the same order on every rank; a region is the same object everywhere."""
+        """All regions, of all owners, in the same order on every rank; every call returns the same objects."""
         return [
             VariableRegion(variable=piece.variable.name, part=piece.part, owner=self.owner) for piece in self.pieces
         ]
 
     def accept(self, name: str) -> None:  # noqa: B027
-        """A gradient is there, and warm in the cache; the others of the message may still be missing."""
+        """Take a gradient that was just computed and is still in the cache; other gradients of the message may not
+        exist
+        yet.
+        """
 
     def watch(self) -> None:  # noqa: B027
-        """Put on the model what this needs to see beside gradients."""
+        """Register the hooks on the model that this carrier needs beside those on gradients."""
 
     def forget(self) -> None:  # noqa: B027
-        """The gradients have been used, or thrown away."""
+        """Discard state of the last backward pass: its gradients have been used or dropped."""
 
     def close(self) -> None:  # noqa: B027
-        """Take off the model what `watch` has put there."""
+        """Remove the hooks that `watch` has registered."""
 
     @abstractmethod
     def push(self) -> Flow:
-        """Bring gradients together."""
+        """Average the gradients of the message over ranks; a generator that yields after starting each exchange."""
 
     def pull(self) -> Flow:
-        """Bring updated parameters from the server to everyone; nothing where everyone updates."""
+        """Distribute updated parameters from the server to all ranks; yields nothing if every rank updates."""
         if not self.pulls:
             return
         if self.back is None:
@@ -111,11 +148,11 @@ class VariableCarrier(ABC):
             self.unpack(self.back)
 
     def pack(self, buffer: torch.Tensor) -> None:
-        """Parameters into a flat buffer."""
+        """Copy the parameters of all pieces into a flat buffer."""
         torch._foreach_copy_(self._in(buffer), self._held)
 
     def unpack(self, buffer: torch.Tensor) -> None:
-        """Parameters out of a flat buffer."""
+        """Copy the parameters of all pieces out of a flat buffer."""
         torch._foreach_copy_(self._held, self._in(buffer))
 
     def _in(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -132,7 +169,7 @@ class VariableCarrier(ABC):
         everyone = tuple(range(self.groups.size))
 
         def key(members: tuple[int, ...]) -> tuple[int, ...]:
-            # Any order of all ranks is served by the one communicator of all, unless the order itself matters.
+            # A rooted exchange of all ranks can use the communicator of all ranks, whatever its order.
             return everyone if len(members) == self.groups.size and exchange.kind in ROOTED else members
 
         for members in exchange.groups:
@@ -147,14 +184,16 @@ class VariableCarrier(ABC):
         )  # fmt: skip
 
     def gradient(self, piece: VariablePiece) -> torch.Tensor | None:
-        """This rank's gradient of a piece, dense."""
+        """This rank's gradient of a piece as a dense tensor; None if there is none."""
         whole = self.parameters[piece.variable.name].grad
         if whole is None:
             return None
         return block_of(whole.to_dense() if whole.is_sparse else whole, piece.part)
 
     def give(self, at: int, mean: torch.Tensor | None) -> None:
-        """The averaged gradient of a piece, by its number, to where the optimizer looks for it."""
+        """Put the averaged gradient of piece number `at` where the optimizer reads it; None means that no rank has a
+        gradient.
+        """
         piece = self.pieces[at]
         if self.owner != EVERYONE:
             if self.updates:
@@ -178,13 +217,22 @@ class VariableCarrier(ABC):
         block_of(parameter.grad, piece.part).copy_(mean.to_dense() if mean.is_sparse else mean)
 
     def flow(self, links: Sequence[RankExchange | None], buffer: torch.Tensor, *, more: bool = False) -> Flow:
-        """A flat buffer through exchanges that add up or copy."""
+        """Send a flat buffer through exchanges that sum or copy, in place.
+
+        Args:
+            links: the exchanges; None where this rank takes no part.
+            buffer: the flat buffer.
+            more: whether a further exchange of the caller depends on these.
+
+        Returns:
+            A generator that yields after starting each exchange.
+        """
         for at, link in enumerate(links):
             yield PendingExchange(None if link is None else send(link, buffer), more or at + 1 < len(links))
 
 
 def send(link: RankExchange, buffer: torch.Tensor) -> Any:
-    """Begin an exchange of a flat buffer in place."""
+    """Start an exchange of a flat buffer in place; return its work."""
     if link.kind == "all_reduce":
         return dist.all_reduce(buffer, group=link.group, async_op=True)
     if link.kind == "reduce":
@@ -195,7 +243,7 @@ def send(link: RankExchange, buffer: torch.Tensor) -> Any:
 
 
 def spans(pieces: Sequence[VariablePiece]) -> list[tuple[int, int]]:
-    """Where each piece lies in a flat buffer."""
+    """Begin and end of each piece in a flat buffer."""
     found, at = [], 0
     for piece in pieces:
         found.append((at, at + piece.part.elements))
@@ -204,6 +252,6 @@ def spans(pieces: Sequence[VariablePiece]) -> list[tuple[int, int]]:
 
 
 def rows_kept(dense: torch.Tensor) -> torch.Tensor:
-    """A dense sum of sparse gradients as a sparse one: optimizers treat rows that nobody touched differently."""
+    """A dense sum of sparse gradients as a sparse tensor, because optimizers treat untouched rows differently."""
     touched = dense.reshape(dense.shape[0], -1).ne(0).any(1).nonzero()[:, 0]
     return sparse_of(touched, dense[touched], tuple(dense.shape))

@@ -1,7 +1,8 @@
-"""Carriers of dense gradients: one flat buffer for a message, filled as the backward pass goes on.
+"""Carriers of dense gradients: one flat buffer per message, filled while the backward pass runs.
 
-What takes time here is memory, so each gradient is read once: a large one right behind the operation that made it,
-while it is still in the cache; small ones together. Where every rank updates, large gradients then live in the buffer.
+Memory traffic takes most of the time here, so each gradient is read once: a large one right after the operation that
+made it, while it is still in the cache; small ones together. If every rank updates, large gradients then live in the
+buffer.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from .regions import EVERYONE, VariableRegion, block_of
 
 CASTS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 LARGE_BYTES = 32 << 10
-"""From here on moving the bytes takes longer than a call."""
+"""Size from which moving the bytes takes longer than a call."""
 
 
 class FlatCarrier(VariableCarrier):
-    """A flat buffer with this rank's shares of the mean; small pieces stand first."""
+    """A flat buffer with this rank's shares of the averages; small pieces come first."""
 
     def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
         super().__init__(message, parameters, groups)
@@ -40,15 +41,15 @@ class FlatCarrier(VariableCarrier):
         self._packed: set[int] = set()
 
     def arranged(self, pieces: tuple[VariablePiece, ...]) -> tuple[VariablePiece, ...]:
-        """Small ones first, so that they can be scaled as one."""
+        """Small pieces first, so that they can be scaled together."""
         return tuple(sorted(pieces, key=is_large))
 
     def room(self) -> int:
-        """Elements of the buffer."""
+        """The number of elements of the buffer."""
         return self.elements
 
     def accept(self, name: str) -> None:
-        """A large gradient into the buffer."""
+        """Copy a large gradient into the buffer; small ones are copied later, together."""
         if name in self._large:
             gradient = self.parameters[name].grad
             if gradient is not None:
@@ -56,18 +57,18 @@ class FlatCarrier(VariableCarrier):
                     self.put(at, gradient)
 
     def put(self, at: int, gradient: torch.Tensor) -> None:
-        """This rank's share of the mean of a piece into its room."""
+        """Write this rank's share of the average of piece number `at` into the buffer."""
         gradient = gradient.detach()
         share = block_of(gradient.to_dense() if gradient.is_sparse else gradient, self.pieces[at].part)
         if self.exact:
             torch.mul(share, self.shares, out=self.rooms[at])
         else:
-            # Divided first: a sum in half precision could leave its range.
+            # The gradient is divided before it is summed, because a sum in half precision could overflow.
             self.rooms[at].copy_(share * self.shares)
         self._packed.add(at)
 
     def fill(self) -> list[int]:
-        """What no `accept` has brought, into the buffer; the pieces that have no gradient on this rank."""
+        """Copy the gradients that `accept` has not copied; return the pieces that have no gradient on this rank."""
         missing = []
         for name, pieces in self._large.items() if len(self._packed) < len(self.pieces) - len(self._small) else ():
             for at in pieces:
@@ -97,10 +98,10 @@ class FlatCarrier(VariableCarrier):
 
 
 class DenseCarrier(FlatCarrier):
-    """All-reduce and parameter servers, whole or in half precision.
+    """All-reduce and parameter servers, in full or half precision.
 
-    Behind the gradients stands a flag for each piece: how many ranks have a gradient at all. Where nobody has, the
-    optimizer must not see zeros instead. Who has a gradient itself need not look.
+    After the gradients the buffer has a flag for each piece: the number of ranks that have a gradient. If no rank has
+    one, the optimizer must not get zeros instead. A rank that has a gradient itself need not read the flag.
     """
 
     def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
@@ -113,7 +114,7 @@ class DenseCarrier(FlatCarrier):
         self._take(self.buffer)
 
     def room(self) -> int:
-        """With the flags."""
+        """The number of elements of the buffer, with one flag per piece."""
         return self.elements + len(self.pieces)
 
     def _take(self, buffer: torch.Tensor) -> None:
@@ -124,7 +125,7 @@ class DenseCarrier(FlatCarrier):
         self._uses = _uses(buffer)
 
     def _own(self) -> None:
-        """Before the first gradient of a step: memory that nobody outside looks at.
+        """Before the first gradient of a step, make sure that no tensor outside uses the buffer's memory.
 
         A script may have kept the gradients of an earlier step, which are views of the buffer.
         """
@@ -139,7 +140,7 @@ class DenseCarrier(FlatCarrier):
         return self.buffer.as_strided(self.pieces[at].part.shape, self._views[at], self.spans[at][0])
 
     def put(self, at: int, gradient: torch.Tensor) -> None:
-        """A gradient that every rank wants whole stays in the buffer."""
+        """Write a gradient into the buffer; a gradient that every rank wants whole stays there as a view."""
         self._own()
         if at not in self._views:
             super().put(at, gradient)
@@ -154,7 +155,7 @@ class DenseCarrier(FlatCarrier):
         self._packed.add(at)
 
     def push(self) -> Flow:
-        """Fill, exchange, hand out."""
+        """Fill the buffer, exchange it, and give out the averages."""
         if self.groups.size == 1 and self.owner == EVERYONE:
             return
         self._own()
@@ -187,13 +188,13 @@ class DenseCarrier(FlatCarrier):
 class ShardedCarrier(FlatCarrier):
     """Reduce-scatter and all-gather: every rank updates its share of the flat buffer.
 
-    The communicator has the ranks in the strategy's `sequence`: the first one in it gets the first share.
-    Behind each share travel the flags of all pieces: a collective more for them would take longer than a copy.
+    The communicator has the ranks in the strategy's `sequence`: the first one in it gets the first share. The flags of
+    all pieces are sent after each share: one more collective for them would take longer than a copy.
     """
 
     def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
         self.share = -(-sum(piece.part.elements for piece in message.pieces) // groups.size)
-        # The only group of a sharded message is everyone in the order of its communicator.
+        # The only group of a sharded message has all ranks, in the order of its communicator.
         self.order = message.exchanges[0].groups[0] if message.exchanges else tuple(range(groups.size))
         super().__init__(message, parameters, groups)
         self.wire = self.buffer.new_ones(groups.size, self.share + len(self.pieces))
@@ -210,12 +211,12 @@ class ShardedCarrier(FlatCarrier):
                 at += size
 
     def room(self) -> int:
-        """A whole number of shares."""
+        """The number of elements of the buffer: a whole number of shares."""
         return self.share * self.groups.size
 
     @cached_property
     def regions(self) -> list[VariableRegion]:
-        """The shares of all ranks."""
+        """The regions of all ranks' shares."""
         found = []
         for place, rank in enumerate(self.order):
             for piece, (begin, end) in zip(self.pieces, self.spans, strict=True):
@@ -226,7 +227,7 @@ class ShardedCarrier(FlatCarrier):
         return found
 
     def push(self) -> Flow:
-        """Gradients added up, this rank's share of them to it; who has a gradient at all is told to everyone."""
+        """Sum the gradients and give each rank its share; flags tell every rank which pieces some rank has."""
         missing = self.fill()
         self.wire[:, : self.share].copy_(self.buffer.view(self.groups.size, self.share))
         self.wire[:, self.share :].fill_(1.0)
@@ -243,7 +244,7 @@ class ShardedCarrier(FlatCarrier):
         self.results = [(region, None if number in nobody else mean) for region, number, mean in self._places]
 
     def pull(self) -> Flow:
-        """Everybody's share to everybody."""
+        """Send every rank's share of the parameters to all ranks."""
         if not self.pulls:
             return
         link = self.pulls[0]
@@ -256,10 +257,10 @@ class ShardedCarrier(FlatCarrier):
 
 
 def is_large(piece: VariablePiece) -> bool:
-    """Whether a piece is worth a call of its own."""
+    """Whether a piece is large enough for a call of its own."""
     return piece.nbytes >= LARGE_BYTES
 
 
 def _uses(buffer: torch.Tensor) -> int:
-    """How many tensors share the buffer's memory."""
+    """The number of tensors that share the buffer's memory."""
     return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))

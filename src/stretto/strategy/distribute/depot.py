@@ -1,9 +1,9 @@
-"""`Depot`: a parameter server that lets ranks run ahead of each other, by at most K steps, or freely.
+"""`Depot`: a parameter server that lets ranks run ahead of each other, by at most K steps, or without limit.
 
 Each rank sends the server its gradients after every step and goes on with the parameters that come back. With a bound K
-the server updates once the gradients of a step are there from all, and answers a rank's n-th message as soon as n - K
-updates are done: nobody finishes a step more than K ahead of what the slowest rank has sent. Without a bound every
-message is an update of its own (a share of 1/ranks of it), answered at once.
+the server updates once the gradients of a step have come from all ranks, and answers a rank's n-th message as soon as n
+- K updates are done: no rank finishes a step more than K ahead of what the slowest rank has sent. Without a bound every
+message is an update of its own (with 1/ranks of its gradient), answered at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLOSE_S = 60.0
 class Depot:
     """The stale pieces of one server, dtype, encoder and bound; `communicator` is for messages between two ranks.
 
-    Those are on the host, wherever parameters are: only there may they come at any time.
+    The messages are in host memory, wherever parameters are, because only there they may arrive at any time.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Depot:
         return [region for region in self.regions if region.variable == name]
 
     def held(self, name: str) -> list[torch.Tensor]:
-        """What the server updates of a variable."""
+        """The tensors of a variable that the server updates."""
         return [self.masters[region] for region in self.of(name)]
 
-    # Every rank.
+    # Methods that every rank calls.
 
     def send(self, parameters: dict[str, nn.Parameter]) -> None:
-        """This rank's gradients to the server."""
+        """Send this rank's gradients to the server."""
         flat = torch.zeros(self._head + self._elements, dtype=self._dtype)
         flat[0] = PUSH
         at = self._head
@@ -101,7 +101,7 @@ class Depot:
             self._post(self.owner, flat)
 
     def receive(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Wait until this rank may go on, with the parameters as the server has them then."""
+        """Wait until this rank may go on, and take over the server's parameters of that moment."""
         if self.groups.rank == self.owner:
             me = self.owner
             with self.lock:
@@ -120,13 +120,13 @@ class Depot:
             at += size
 
     def take(self, parameters: dict[str, nn.Parameter]) -> None:
-        """The server's parameters anew from this rank's model."""
+        """Replace the server's parameters by those of this rank's model."""
         with self.lock:
             for region, master in self.masters.items():
                 master.copy_(region.of(parameters[region.variable].detach()))
 
     def close(self) -> None:
-        """No more from this rank; the server waits for all."""
+        """Tell the server that this rank sends no more; the server waits for all ranks."""
         if self.groups.rank != self.owner:
             self._post(self.owner, torch.full((self._head + self._elements,), BYE, dtype=self._dtype))
             for work, _ in self._sending:
@@ -137,12 +137,12 @@ class Depot:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
-    # The server.
+    # Methods of the server.
 
     def serve(self, inner: torch.optim.Optimizer, options: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Begin to answer, on the rank that is the server."""
+        """Start to answer, on the rank that is the server."""
         self.inner = inner
-        # Who counts the steps of optimizers leaves this one out: it steps for others.
+        # Counters of optimizer steps skip this optimizer, because it steps for other ranks.
         setattr(inner, SERVES, True)
         self._options = options
         if self.groups.size > 1:
@@ -179,7 +179,7 @@ class Depot:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Update as far as gradients are there, then answer who may go on."""
+        """Update with all gradients that are complete, then answer the ranks that may go on."""
         while any(self._waiting) and all(one or gone for one, gone in zip(self._waiting, self._gone, strict=True)):
             self._update(torch.stack([one.popleft() for one in self._waiting if one]).sum(0))
         for rank in range(self.groups.size):

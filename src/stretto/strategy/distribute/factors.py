@@ -18,7 +18,7 @@ from .regions import EVERYONE
 from .rows import ByteReader, RunsCarrier, as_bytes
 
 NEAR = 1e-2
-"""How far a gradient and the product of its factors may be apart, relative to the gradient (Frobenius norms).
+"""The largest difference of a gradient and the product of its factors, relative to the gradient (Frobenius norms).
 
 Under autocast inputs are rounded to half precision inside a layer, which is 0.002 at most."""
 
@@ -26,9 +26,9 @@ Under autocast inputs are rounded to half precision inside a layer, which is 0.0
 class PowerSgdCarrier(VariableCarrier):
     """Two thin matrices P and Q with P Qᵀ near the gradient (one power iteration), and error feedback.
 
-    Both are summed over ranks, one after the other; pieces that would not become smaller travel whole with P. The next
-    step begins with Q. Of a server's Q others know nothing: there each step begins with new random numbers, the same on
-    all ranks, so that what is kept back finds its way out sooner or later.
+    Both are summed over ranks, one after the other; pieces that would not become smaller are sent whole with P. The
+    next step begins with Q. If a server updates, the other ranks do not know its Q: then each step begins with new
+    random numbers, equal on all ranks, so that every component of the residual is sent sooner or later.
     """
 
     stateful = True
@@ -51,10 +51,10 @@ class PowerSgdCarrier(VariableCarrier):
         return rows, columns, min(int(self.message.sync.encoding[1]) or 1, rows, columns)
 
     def push(self) -> Flow:
-        """P to everyone, made orthogonal; Q to who updates.
+        """Send P to all ranks, orthogonalized, and Q to the ranks that update.
 
-        Behind P stands a flag for each piece: how many ranks have a gradient. Who has none sends zeros, and keeps what
-        it has kept back until it has one again.
+        After P there is a flag for each piece: the number of ranks that have a gradient. A rank without one sends
+        zeros, and keeps its residual until it has a gradient again.
         """
         given = [self.gradient(piece) for piece in self.pieces]
         wanted = [
@@ -65,7 +65,7 @@ class PowerSgdCarrier(VariableCarrier):
         flags = torch.tensor([float(one is not None) for one in given], dtype=self.dtype, device=self.device)
         first = [*(m if q is None else m @ q for m, q in zip(matrices, self.q, strict=True)), flags]
         low = [at for at, q in enumerate(self.q) if q is not None]
-        # P by the exchanges that bring it to everyone, then Q by as many as bring it to who updates.
+        # P is sent by the exchanges that reach every rank, then Q by those that reach the ranks that update.
         halfway = (len(self.pushes) + len(self.pulls)) // 2 if low else len(self.pushes)
         flat = torch.cat([one.reshape(-1) for one in first])
         yield from self.flow(self.pushes[:halfway], flat, more=bool(low))
@@ -92,7 +92,7 @@ class PowerSgdCarrier(VariableCarrier):
 
 
 class FactorsCarrier(RunsCarrier):
-    """Of a linear layer's weight: its inputs and the gradients of its outputs, whose product the gradient is."""
+    """For a linear layer's weight: its inputs and the gradients of its outputs, whose product is the gradient."""
 
     stateful = True
 
@@ -110,16 +110,16 @@ class FactorsCarrier(RunsCarrier):
         self._handles: list[Any] = []
 
     def watch(self) -> None:
-        """The layers' inputs, and the gradients of their outputs."""
+        """Register hooks that record the layers' inputs and the gradients of their outputs."""
         self._handles += [self._layers[name].register_forward_hook(self._watcher(name)) for name in self.variables]
 
     def forget(self) -> None:
-        """What was seen of gradients that nobody has sent."""
+        """Discard recorded factors of gradients that were not sent."""
         for seen in self.seen.values():
             seen.clear()
 
     def close(self) -> None:
-        """The layers as they were."""
+        """Remove the hooks from the layers."""
         for handle in self._handles:
             handle.remove()
         self.forget()
@@ -133,7 +133,7 @@ class FactorsCarrier(RunsCarrier):
         return saw
 
     def encode(self) -> torch.Tensor:
-        """How many rows, the inputs, the gradients of the outputs."""
+        """For each layer the number of rows, the inputs, and the gradients of the outputs, as bytes."""
         found = []
         for name in self.variables:
             seen = self.seen[name]
@@ -148,9 +148,10 @@ class FactorsCarrier(RunsCarrier):
         return torch.cat(found)
 
     def _check(self, name: str, factors: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Refuse factors whose product is not this rank's gradient, by what both make of a random vector.
+        """Raise `InvalidInput` if the product of the factors is not this rank's gradient, by multiplying both with a
+        random vector.
 
-        That is Freivalds' check: it does not take the time of the product, so every step can afford it.
+        This is Freivalds' check: it is much cheaper than the product, so it is done in every step.
         """
         gradient = self.parameters[name].grad
         if gradient is not None and gradient.dtype not in (torch.float32, torch.float64):
@@ -161,16 +162,16 @@ class FactorsCarrier(RunsCarrier):
         if factors is not None:
             inputs, outputs = factors
             apart = apart - outputs.T @ (inputs @ probe)
-            # Rounding of the product, where its terms cancel each other.
+            # Allow for the rounding of the product where its terms cancel each other.
             allowed = allowed + 64 * torch.finfo(self.dtype).eps * inputs.norm() * outputs.norm()
-        # A gradient that is no number is the script's affair, as on one process.
+        # A gradient that is NaN passes this check: the script has to handle it, as on one process.
         if bool(apart.norm() > allowed):
             raise InvalidInput(
                 f"{name}.encoder: sufficient_factors does not fit: the gradient is not what calls of the layer give"
             )
 
     def decode(self, run: ByteReader) -> list[torch.Tensor | None]:
-        """The products, added up; of a layer that no rank has used there is none."""
+        """The sum of the products; None for a layer that no rank has used."""
         counts = [0] * len(self.pieces)
         sums = [torch.zeros(piece.part.shape, dtype=self.dtype, device=self.device) for piece in self.pieces]
         while run.left:
@@ -185,7 +186,7 @@ class FactorsCarrier(RunsCarrier):
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers by the names of their weights; without weights that other modules use as well."""
+    """The linear layers by the names of their weights; weights that other modules use as well are left out."""
     users = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     return {
         f"{name}.weight" if name else "weight": module

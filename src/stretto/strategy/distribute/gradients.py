@@ -17,19 +17,21 @@ from .carriers import Flow, PendingExchange, VariableCarrier
 from .groups import Groups
 
 DISTRIBUTED: Any = WeakIdKeyDictionary()
-"""The parameters whose gradients a synchroniser brings together: a second one would average averages."""
+"""The parameters whose gradients a synchronizer averages; a second synchronizer would average them again."""
 AHEAD = 2
-"""So many messages are begun before the next exchange of an earlier one is waited for inside the backward pass."""
+"""The number of later messages that are started before the backward pass waits for an earlier one's next exchange."""
 
 
 class ActiveExchanges:
-    """Flows on their way, begun and moved on in an order that does not depend on what has arrived."""
+    """Flows that were started, in an order of starts and waits that does not depend on what has arrived."""
 
     def __init__(self) -> None:
         self._flows: list[tuple[Flow, PendingExchange] | None] = []
 
     def begin(self, flow: Flow) -> None:
-        """Start one, and move on those that were begun a while ago and have another exchange to do."""
+        """Start a flow, and advance the flows that were started `AHEAD` flows before and have
+        another exchange to do.
+        """
         first = next(flow, None)
         self._flows.append(None if first is None else (flow, first))
         for at in range(len(self._flows) - AHEAD):
@@ -47,7 +49,7 @@ class ActiveExchanges:
         self._flows[at] = None if following is None else (flow, following)
 
     def finish(self) -> None:
-        """Wait for all, exchange by exchange."""
+        """Wait for all flows, exchange by exchange."""
         while any(running is not None for running in self._flows):
             for at, running in enumerate(self._flows):
                 if running is not None:
@@ -64,7 +66,7 @@ class GradientSynchronizer:
         self.carriers = list(carriers)
         self.groups = groups
         self.waited_us = 0.0
-        """How long the last backward pass waited for messages at its end."""
+        """Microseconds that the last backward pass waited for messages at its end."""
         self._order = list(range(len(self.carriers)))
         self._ordered = not self.carriers
         self._of: dict[str, list[int]] = {}
@@ -79,10 +81,10 @@ class GradientSynchronizer:
         self._active = False
         self._quiet = False
         self._fresh = False
-        """Whether what is in the carriers is what is in the gradients."""
+        """Whether the carriers hold the averages of the present gradients."""
         self._pushed = False
         self.after: Callable[[], None] | None = None
-        """Called whenever gradients have been brought together."""
+        """Called whenever gradients have been averaged."""
         self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         for parameter in self._trained:
             DISTRIBUTED[parameter] = True
@@ -94,7 +96,7 @@ class GradientSynchronizer:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Backward passes inside only add to this rank's gradients."""
+        """Inside this context, backward passes only add to this rank's gradients."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -102,7 +104,7 @@ class GradientSynchronizer:
             self._quiet = before
 
     def _hook(self, name: str, parameter: Any) -> Callable[[torch.Tensor], None]:
-        # This runs once for each parameter and step, so it is one function with as little in it as possible.
+        # The hook runs once for each parameter and step, so it does as little as possible.
         mine = [(at, self.carriers[at]) for at in self._of[name]]
         missing, arrived = self._missing, self._arrived
         seen = 0
@@ -152,7 +154,9 @@ class GradientSynchronizer:
         self._next += 1
 
     def _end(self) -> None:
-        """At the end of a backward pass: what has no gradient on this rank goes too, since others may have one."""
+        """At the end of a backward pass, also push messages without a gradient on this rank, since other ranks may have
+        one.
+        """
         while self._next < len(self._order):
             self._start()
         begin = time.perf_counter()
@@ -166,7 +170,7 @@ class GradientSynchronizer:
             self.after()
 
     def _agree(self) -> None:
-        """From now on messages start in the order in which rank 0 had them."""
+        """Let messages start from now on in the order in which rank 0 had them ready."""
         order = self._arrived + [at for at in self._order if at not in set(self._arrived)]
         told = torch.tensor(order, dtype=torch.int64, device=self.carriers[0].device)
         dist.broadcast(told, group_src=0, group=self.groups.main)
@@ -174,33 +178,33 @@ class GradientSynchronizer:
         self._ordered = True
 
     def bring(self) -> None:
-        """Before an update: push now what no backward pass has pushed."""
+        """Before an update: push the messages that no backward pass has pushed."""
         if not self._fresh:
             self._begin()
             self._end()
 
     def pull(self) -> None:
-        """After an update: parameters to everyone."""
+        """After an update: distribute parameters to all ranks."""
         for at in self._order:
             self._running.begin(self.carriers[at].pull())
         self._running.finish()
 
     def done(self) -> None:
-        """The gradients have been used, or thrown away."""
+        """Note that the gradients have been used or dropped."""
         self._fresh = self._pushed = False
         for carrier in self.carriers:
             carrier.forget()
         self._be_last()
 
     def _be_last(self) -> None:
-        """Take gradients as the script's own hooks leave them, also those that were registered meanwhile."""
+        """Move this object's hooks behind the script's own, also those registered meanwhile, to see their results."""
         for at, (parameter, hook) in enumerate(self._hooks):
             if next(reversed(parameter._post_accumulate_grad_hooks.values()), hook) is not hook:
                 self._handles[at].remove()
                 self._handles[at] = parameter.register_post_accumulate_grad_hook(hook)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks from the parameters, and close all carriers."""
         for parameter in self._trained:
             DISTRIBUTED.pop(parameter, None)
         for handle in self._handles:
@@ -210,7 +214,7 @@ class GradientSynchronizer:
 
 
 def check_free(model: nn.Module) -> None:
-    """Refuse a model whose gradients are brought together already."""
+    """Raise `InvalidInput` for a model whose gradients are already synchronized."""
     for name, parameter in model.named_parameters():
         if parameter in DISTRIBUTED:
             raise InvalidInput(f"{name}: is distributed already: call close() of the earlier optimizer first")

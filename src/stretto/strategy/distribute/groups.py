@@ -1,4 +1,4 @@
-"""The communicators of a distributed model: one for each set of ranks that exchanges something, made once by all."""
+"""The communicators of a distributed model: one for each set of ranks that exchanges data, made once by all ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from ...runtime.torch_backend.torch_versions import new_group_in_order
 
 Key = tuple[tuple[int, ...], int]
 
-# A thread of gloo drops what a call from within backward() held a moment after the call has ended, and needs the
-# interpreter for it: one that was ending already would take the whole process down.
+# A gloo thread releases the tensors of a call from within backward() shortly after the call has ended, and needs the
+# interpreter for that: if the interpreter was already shutting down, the process would crash. So exit waits a moment.
 atexit.register(time.sleep, 0.05)
 
 
 class Groups:
-    """Communicators by members (ranks of the strategy, the root first) and lane. Making one is a call of all ranks."""
+    """Communicators by members (ranks of the strategy, the root first) and lane. All ranks make each communicator
+    together.
+    """
 
     def __init__(self, users: Any = None) -> None:
         if not dist.is_initialized():
@@ -39,11 +41,11 @@ class Groups:
 
     @property
     def whole(self) -> bool:
-        """Whether these are all ranks of the job."""
+        """Whether the members are all ranks of the job."""
         return self.size == dist.get_world_size()
 
     def make(self, members: tuple[int, ...], lane: int = 0) -> None:
-        """Make the communicator of some members, in this order; those who are no members only take note."""
+        """Make the communicator of some members, in this order; all ranks call this, also those that are no members."""
         key = (members, lane)
         if key in self._made:
             return
@@ -57,7 +59,7 @@ class Groups:
         self._made[key] = made if mine else None
 
     def separate(self) -> Any:
-        """A communicator over all members on gloo, for messages between two ranks whenever they come."""
+        """A gloo communicator over all members, for messages between two ranks that may come at any time."""
         return self._new(tuple(range(self.size)), "gloo")
 
     def _new(self, members: tuple[int, ...], backend: str) -> Any:
@@ -67,7 +69,7 @@ class Groups:
         return made
 
     def get(self, members: tuple[int, ...], lane: int = 0) -> Any:
-        """What `make` made."""
+        """The communicator that `make` made for these members and this lane."""
         return self._made[members, lane]
 
     def hosts(self) -> tuple[int, ...]:
@@ -78,13 +80,13 @@ class Groups:
         return tuple(number.setdefault(host, len(number)) for host in found)
 
     def greatest(self, mine: float) -> float:
-        """The greatest of all ranks' numbers, on whatever devices the backend is."""
+        """The largest of all ranks' numbers; works with every backend."""
         found: list[Any] = [mine] * self.size
         dist.all_gather_object(found, mine, group=self.main)
         return float(max(found))
 
     def close(self) -> None:
-        """Let go of what was made here."""
+        """Destroy the communicators that were made here."""
         for made in self._own:
             if made is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(made)

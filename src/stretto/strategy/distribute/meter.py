@@ -1,4 +1,4 @@
-"""What a PyTorch model is, as a `ModelSpec`: its variables, and, once it has run, their order of use and times."""
+"""Describes a PyTorch model as a `ModelSpec`: its variables and, once it has run, their order of use and times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,19 @@ NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
 
 
 def described(model: nn.Module, sample: Any, *, name: str = "") -> ModelSpec:
-    """The spec of a model; with a sample, after a step on it that leaves gradients and random numbers as they were."""
+    """The spec of a model; with a sample, after a few steps on it that leave gradients and random numbers as they were.
+
+    Args:
+        model: the model.
+        sample: a tensor or a tuple of arguments for the model; None runs nothing.
+        name: name of the model; empty takes its class's.
+
+    Returns:
+        The spec.
+
+    Raises:
+        InvalidInput: a parameter cannot be described, or the model's output has no gradient.
+    """
     meter = ModuleMeter(model, name=name)
     if sample is None:
         meter.close()
@@ -41,7 +53,7 @@ def described(model: nn.Module, sample: Any, *, name: str = "") -> ModelSpec:
 
 
 class ModuleMeter:
-    """Hooks that note the order of modules, how long each takes, and what sparse gradients and linear layers have."""
+    """Hooks that record the order of modules, the time of each, and sizes of sparse gradients and linear layers."""
 
     def __init__(self, model: nn.Module, *, name: str = "") -> None:
         self.name = name or type(model).__name__
@@ -102,11 +114,11 @@ class ModuleMeter:
         return ready
 
     def spec(self) -> ModelSpec:
-        """What is known so far."""
+        """The spec from the records so far."""
         place = {key: at for at, key in enumerate(self._order)}
         order, last = {}, -1.0
         for at, v in enumerate(self.variables):
-            # A variable whose module was never called comes after the one before it.
+            # A variable whose module was never called is placed after the variable before it.
             last = float(place.get(v.name, last))
             order[v.name] = (last, at)
         made = []
@@ -122,13 +134,13 @@ class ModuleMeter:
         return ModelSpec(name=self.name, variables=tuple(made), batch=self._batch, runtime="torch")
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
 
 def variables_of(model: nn.Module) -> list[Variable]:
-    """Trainable parameters, tied ones once, without anything that only a run can tell."""
+    """The trainable parameters, tied ones once, without the properties that only a run shows."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     sparse = {id(module.weight) for module in tables if module.sparse}
     names: dict[int, list[str]] = {}
@@ -150,7 +162,7 @@ def variables_of(model: nn.Module) -> list[Variable]:
 
 
 def _sum_of(output: Any) -> torch.Tensor:
-    """A number to start a backward pass from."""
+    """A scalar to start a backward pass from: the sum of the model's outputs."""
     if isinstance(output, torch.Tensor):
         return output.float().sum()
     values = output.values() if isinstance(output, dict) else output

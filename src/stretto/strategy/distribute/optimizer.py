@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: the user's optimizer, run by each rank on what the strategy has it update."""
+"""`DistributedOptimizer`: the user's optimizer, run by each rank on the regions that the strategy assigns to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .trial import StepCounter
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Takes the place of the optimizer that it was made from, with the same parameter groups.
+    """Replaces the optimizer that it was made from, with the same parameter groups.
 
     `state_dict` is that of the optimizer on one process, whatever the strategy; all ranks call it together.
     """
@@ -40,7 +40,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         trial: StepCounter | None,
     ) -> None:
         super().__init__(users.param_groups, users.defaults)
-        # The very same groups: a scheduler made before goes on to work.
+        # The parameter groups are the same objects, so that a scheduler made before goes on working.
         self.param_groups = users.param_groups
         self.strategy = strategy
         self._names = names
@@ -68,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             name for name, found in regions.items()
             if any(r.owner != EVERYONE and r not in stale for r in found) and sync.groups.size > 1
         ]  # fmt: skip
-        # GradScaler then leaves gradients to us, and we can say why that does not work.
+        # With this flag GradScaler passes gradients on to `step`, which then explains why scaling does not work.
         self._step_supports_amp_scaling = bool(self._shared or depots)
         sync.after = self._mark
         self._load(users.state_dict())
@@ -89,7 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The same optimizer over other tensors."""
         made = object.__new__(type(users))
         made.__dict__.update(users.__dict__)
-        made.__dict__.pop("step", None)  # what a scheduler has put around the user's one
+        made.__dict__.pop("step", None)  # a scheduler may have wrapped the user's step
         made.state = defaultdict(dict)
         made.param_groups = [
             {**group, "params": [
@@ -105,12 +105,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in outer.items() if key != "params"})
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward passes only add to this rank's gradients; the next one outside synchronises them all."""
+        """Inside this context, backward passes only add to this rank's gradients; the next one outside synchronizes
+        them
+        all.
+        """
         return self._sync.quiet()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters, everywhere."""
+        """Update all parameters once, on all ranks; all ranks call this together."""
         self._groups.home.check()
         if hasattr(self, "grad_scale"):
             name = self._shared[0] if self._shared else self._depots[0].regions[0].variable
@@ -142,7 +145,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _look_again(self) -> None:
-        """Let the held regions be the parameters' memory again, wherever a script has put it since."""
+        """Make the held regions views of the parameters' memory again, in case a script has moved it."""
         self._copied.clear()
         for (name, region), held in self._held.items():
             parameter = self._parameters[name]
@@ -151,7 +154,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if shares_memory(held, parameter):
                     self._places[name, region] = parameter.data_ptr()
                 else:
-                    # The flat share of a block that is not contiguous is a copy, which goes back after the update.
+                    # The flat share of a non-contiguous block is a copy, which is written back after the update.
                     self._copied.append((name, region))
 
     def _hand_over(self) -> None:
@@ -170,12 +173,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._versions.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ever."""
+        """Drop all gradients, as every optimizer does, and the carriers' state of the last backward pass."""
         super().zero_grad(set_to_none)
         self._finished()
 
     def _mark(self) -> None:
-        """Note the gradients as a backward pass has left them."""
+        """Record the versions of the gradients at the end of a backward pass."""
         self._versions.clear()
         for name in self._shared:
             gradient = self._parameters[name].grad
@@ -201,12 +204,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the averaged gradients of all parameters, wherever they are, to at most this norm; returns the norm."""
+        """Scale the averaged gradients of all parameters, on whichever ranks they are, to at most this norm; return the
+        norm.
+        """
         self._groups.home.check()
         if self._depots:
             raise InvalidInput("clip_grad_norm_: there is no common gradient under a strategy with staleness")
         self._sync.bring()
-        # Each with whether every rank has it; also of parameters that the optimizer does not know.
+        # Pairs (whether every rank has the gradient, gradient), including parameters unknown to the optimizer.
         held: list[tuple[bool, torch.Tensor]] = []
         for name, found in self._regions.items():
             gradient = self._parameters[name].grad
@@ -229,7 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return norm if any(p.dtype == torch.float64 for p in self._parameters.values()) else norm.float()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as the optimizer on one process would have it, on every rank; all of them call it together."""
+        """The state that the optimizer on one process would have, on every rank; all ranks call this together."""
         self._groups.home.check()
         numbers, at = {}, 0
         for group in self.param_groups:
@@ -248,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": kept}
 
     def _states(self, name: str) -> dict[VariableRegion, dict[str, Any]]:
-        """The states of what this rank updates of a variable."""
+        """The states of the regions of a variable that this rank updates."""
         found = self._regions[name]
         if replicated(found):
             return {found[0]: self._inner.state.get(self._parameters[name], {})}
@@ -263,7 +268,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` of any strategy, or of the optimizer on one process, has given."""
+        """Load a `state_dict` of any strategy, or of the optimizer on one process."""
         groups = state_dict.get("param_groups", [])
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise InvalidInput("state_dict: has other parameter groups than this optimizer")
@@ -294,23 +299,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
                                 depot.inner.state[master] = spread_state(saved, parameter, region)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is made: a strategy is for the parameters that were there."""
+        """Add a group during construction; later calls raise `InvalidInput`, because the strategy does not cover new
+        parameters.
+        """
         if hasattr(self, "strategy"):
             raise InvalidInput("add_param_group: add it before stretto.distribute, the strategy is for what was there")
         super().add_param_group(param_group)
 
     def refresh(self) -> None:
-        """After weights were loaded into the model: servers of stale parameters take them over too."""
+        """After weights were loaded into the model: let servers of stale parameters take them over."""
         for depot in self._depots:
             depot.take(self._parameters)
 
     def follow(self, model: nn.Module) -> None:
-        """Refresh whenever weights are loaded into the model."""
+        """Call `refresh` whenever weights are loaded into the model."""
         watched: Any = model
         self._follows = watched.register_load_state_dict_post_hook(lambda *_: self.refresh())
 
     def close(self) -> None:
-        """End what runs beside the training: all ranks call it, before the process group is destroyed."""
+        """Remove hooks and end servers; all ranks call this before the process group is destroyed."""
         if self._follows is not None:
             self._follows.remove()
         for depot in self._depots:
@@ -322,6 +329,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _version_of(gradient: torch.Tensor) -> tuple[int, int]:
-    """What is another number when a gradient is changed in place, or another tensor is put in its place."""
+    """A key that changes when a gradient is changed in place or replaced by another tensor."""
     values = gradient._values() if gradient.is_sparse else gradient
     return values.data_ptr(), gradient._version

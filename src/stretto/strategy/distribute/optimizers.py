@@ -1,4 +1,4 @@
-"""Which optimizers a strategy allows, and what of an optimizer must be the same on all ranks."""
+"""Which optimizers a strategy allows, and which of an optimizer's settings must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .state import STEPS
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "SparseAdam", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
-"""These update each element by itself, so a part of a variable can be updated without the rest."""
+"""Optimizers that update each element by itself, so that a part of a variable can be updated without the rest."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, regions: dict[str, list[VariableRegion]]) -> None:
-    """Refuse optimizers that need more than the strategy gives to the rank which runs them.
+    """Refuse optimizers that need more than the strategy gives to the rank that runs them.
 
     Args:
-        optimizer: The user's optimizer.
-        regions: Of every variable that the strategy brings together, the regions that are updated by themselves.
+        optimizer: the user's optimizer.
+        regions: for every synchronized variable the regions that are updated by themselves.
 
     Raises:
-        InvalidInput: The optimizer needs whole variables and one is cut, or it is not PyTorch's, so that its update of
-            one variable may depend on the others, and not every rank updates them all.
+        InvalidInput: the optimizer needs whole variables and one is cut; or it is not one of PyTorch's, so that its
+            update of one variable may depend on the others, and not every rank updates them all.
     """
     name = type(optimizer).__name__
     if name == "LBFGS":
@@ -49,15 +49,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, regions: dict[str, list[Va
 
 
 def check_rows(optimizer: torch.optim.Optimizer, strategy: Strategy, model: ModelSpec) -> None:
-    """Refuse strategies that add up rows of a sparse gradient to a dense one for an optimizer that needs the rows.
+    """Refuse strategies that sum rows of a sparse gradient into a dense one for an optimizer that needs the rows.
 
     Args:
-        optimizer: The user's optimizer; only SparseAdam treats a row without a gradient unlike a row of zeros.
-        strategy: What is to be carried out.
-        model: The variables that the strategy is for.
+        optimizer: the user's optimizer; only SparseAdam distinguishes a row without a gradient from a row of zeros.
+        strategy: the strategy.
+        model: the model that it is for.
 
     Raises:
-        InvalidInput: The optimizer is SparseAdam, and a sparse variable is not gathered or served as rows.
+        InvalidInput: the optimizer is SparseAdam, and a sparse variable is not gathered or served as rows.
     """
     if type(optimizer).__name__ != "SparseAdam":
         return
@@ -73,7 +73,7 @@ def check_rows(optimizer: torch.optim.Optimizer, strategy: Strategy, model: Mode
 
 
 def only_touched_rows(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a sparse gradient leaves the rows without one as they are, with the optimizer's options of now."""
+    """Whether the optimizer, with its present options, changes only the rows that a sparse gradient touches."""
     if type(optimizer).__name__ == "SparseAdam":
         return True
     rest = all(not g.get("momentum", 0) and not g.get("weight_decay", 0) for g in optimizer.param_groups)
@@ -81,7 +81,9 @@ def only_touched_rows(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def described_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[Any]:
-    """What of an optimizer decides how it updates: its kind, its groups with their options, which state there is."""
+    """The properties of an optimizer that decide its updates: its class, its groups with their options, its state's
+    keys.
+    """
     state = {
         names[id(p)]: {key: _plain(value) if key == STEPS else "" for key, value in kept.items()}
         for p, kept in optimizer.state.items()

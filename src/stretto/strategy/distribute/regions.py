@@ -15,9 +15,11 @@ EVERYONE = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VariableRegion:
-    """A block of a variable, or the elements `flat[0]` to `flat[1]` of that block; `owner` runs the optimizer on it.
+    """A block of a variable, or the elements `flat[0]` to `flat[1]` of that block; the rank `owner` runs the optimizer
+    on
+    it.
 
-    Each is one object, known by identity: they are looked up in every step.
+    Regions are compared by identity, because they are looked up in every step.
     """
 
     variable: str
@@ -26,7 +28,7 @@ class VariableRegion:
     flat: tuple[int, int] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This region of a tensor with the variable's shape: a view, where the memory allows one."""
+        """This region of a tensor with the variable's shape: a view if the memory layout allows one, else a copy."""
         block = block_of(tensor, self.part)
         return block if self.flat is None else block.reshape(-1)[self.flat[0] : self.flat[1]]
 
@@ -53,14 +55,14 @@ def replicated(regions: list[VariableRegion]) -> bool:
 
 
 def check_memory(parameters: Mapping[str, torch.Tensor], regions: Mapping[str, list[VariableRegion]]) -> None:
-    """Refuse variables that lie in each other's memory where not every rank updates both.
+    """Refuse variables that share memory if not every rank updates both.
 
     Args:
-        parameters: The parameters by name.
-        regions: Of each of them the regions that are updated by themselves.
+        parameters: the parameters by name.
+        regions: for each of them the regions that are updated by themselves.
 
     Raises:
-        InvalidInput: Two parameters share memory, so that the update of one rank would be lost to that of another.
+        InvalidInput: two parameters share memory, so that one rank's update would overwrite another's.
     """
     sharing: list[str] = []
     last, reached = "", 0
@@ -77,20 +79,20 @@ def check_memory(parameters: Mapping[str, torch.Tensor], regions: Mapping[str, l
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses from the first element of a tensor to behind its last."""
+    """The address of a tensor's first element, and the address behind its last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
 def block_of(tensor: torch.Tensor, part: VariablePart) -> torch.Tensor:
-    """The block of a tensor that a part is."""
+    """The block of a tensor that a part denotes."""
     if tuple(tensor.shape) == part.shape:
         return tensor
     return tensor[tuple(slice(start, start + size) for start, size in zip(part.start, part.shape, strict=True))]
 
 
 def rows_of(gradient: torch.Tensor, part: VariablePart) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of a sparse gradient that fall into a part: their numbers inside it, and their values."""
+    """The rows of a sparse gradient that lie in a part: their numbers within the part, and their values."""
     gradient = gradient.coalesce()
     if gradient.sparse_dim() != 1:
         raise InvalidInput(f"sparse gradients must be sparse in rows, not in {gradient.sparse_dim()} axes")
@@ -101,5 +103,14 @@ def rows_of(gradient: torch.Tensor, part: VariablePart) -> tuple[torch.Tensor, t
 
 
 def sparse_of(numbers: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A sparse gradient from rows, those of equal numbers added up."""
+    """A sparse gradient from rows; rows with equal numbers are summed.
+
+    Args:
+        numbers: the number of each row.
+        values: the rows.
+        shape: shape of the whole gradient.
+
+    Returns:
+        A coalesced sparse tensor.
+    """
     return torch.sparse_coo_tensor(numbers[None], values, shape, check_invariants=False).coalesce()

@@ -1,7 +1,7 @@
-"""Carriers of what cannot be added up on its way: rows of sparse gradients, the largest elements, signs, factors.
+"""Carriers of data that cannot be summed on the way: rows of sparse gradients, the largest elements, signs, factors.
 
-Each rank's message is a run of bytes that tells its own length, so that runs can be joined at a station and taken apart
-at the end.
+Each rank's message is a run of bytes that contains its own length, so that runs can be joined at a station and taken
+apart at the end.
 """
 
 from __future__ import annotations
@@ -23,22 +23,29 @@ from .regions import block_of, rows_of, sparse_of
 
 Joined = Generator[PendingExchange, None, torch.Tensor]
 NO_GRADIENT = -1
-"""Instead of a number of rows: there is no gradient at all, which an optimizer treats unlike one without rows."""
+"""A count that means that there is no gradient at all, which optimizers treat unlike a gradient without rows."""
 
 
 class RunsCarrier(VariableCarrier):
-    """Runs of bytes gathered; parameters, where a server has them, come back whole."""
+    """A carrier that gathers runs of bytes; parameters that a server updates come back whole.
+
+    A subclass implements `encode`, which every rank calls in `push`, and `decode`, which only the ranks that update
+    call.
+    """
 
     same_length = False
-    """Whether the run of every rank is equally long, so that nobody has to ask."""
+    """Whether the runs of all ranks have the same length, so that lengths need not be exchanged."""
 
     @abstractmethod
     def encode(self) -> torch.Tensor:
-        """This rank's run of bytes."""
+        """This rank's run of bytes; runs of several ranks may be joined in any order."""
 
     @abstractmethod
     def decode(self, run: ByteReader) -> list[torch.Tensor | None]:
-        """The mean of all runs, piece by piece."""
+        """The average over all ranks, piece by piece, from their joined runs; None for a piece without a gradient on
+        any
+        rank.
+        """
 
     def _count_bytes(self, count: int) -> torch.Tensor:
         return as_bytes(torch.tensor([count], dtype=torch.int64, device=self.device))
@@ -56,7 +63,7 @@ class RunsCarrier(VariableCarrier):
 
 
 class SparseCarrier(RunsCarrier):
-    """Rows of sparse gradients: to everyone, or to a server that sends the rows back which have changed."""
+    """Rows of sparse gradients: sent to all ranks, or to a server that sends back the rows that have changed."""
 
     def __init__(
         self,
@@ -71,7 +78,7 @@ class SparseCarrier(RunsCarrier):
         self.touched: list[torch.Tensor] = []
 
     def encode(self) -> torch.Tensor:
-        """For each piece: how many rows, their numbers, their values."""
+        """For each piece: the number of rows, their numbers, their values."""
         found = []
         for piece in self.pieces:
             gradient = self.parameters[piece.variable.name].grad
@@ -79,7 +86,7 @@ class SparseCarrier(RunsCarrier):
                 found.append(self._count_bytes(NO_GRADIENT))
                 continue
             if not gradient.is_sparse and not piece.whole:
-                # After an earlier backward pass other parts hold their mean, which made the whole gradient dense.
+                # After an earlier backward pass the averages of other parts have made the whole gradient dense.
                 gradient = rows_kept(gradient)
             if not gradient.is_sparse:
                 raise InvalidInput(f"{piece.variable.name}: its gradient is dense, but the strategy has it as sparse")
@@ -98,7 +105,7 @@ class SparseCarrier(RunsCarrier):
         return run.take(count, torch.int64), run.take(math.prod(shape), self.dtype).view(shape)
 
     def decode(self, run: ByteReader) -> list[torch.Tensor | None]:
-        """Rows of equal numbers are added up; of a table that no rank has used there is none."""
+        """Sum rows with equal numbers; None for a table that no rank has used."""
         rows: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.pieces]
         while run.left:
             for at, piece in enumerate(self.pieces):
@@ -118,7 +125,7 @@ class SparseCarrier(RunsCarrier):
         return means
 
     def pull(self) -> Flow:
-        """Rows that have changed, or all where the optimizer moves rows without a gradient too."""
+        """Send back the changed rows, or all rows if the optimizer also changes rows without a gradient."""
         if not self.pulls:
             return
         run = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -142,10 +149,10 @@ class SparseCarrier(RunsCarrier):
 
 
 class FeedbackCarrier(RunsCarrier):
-    """Lossy encodings: what was not sent is added to the next gradient.
+    """Lossy encodings with error feedback: the part that was not sent is added to the next gradient.
 
-    A byte for each piece tells whether the rank has a gradient. Who has none sends zeros, and keeps what it has kept
-    back until it has one again: nobody's optimizer moves a layer that no rank has used.
+    One byte per piece tells whether the rank has a gradient. A rank without one sends zeros, and keeps its residual
+    until it has a gradient again: no optimizer changes a layer that no rank has used.
     """
 
     stateful = True
@@ -157,14 +164,20 @@ class FeedbackCarrier(RunsCarrier):
 
     @abstractmethod
     def shorten(self, at: int, wanted: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What is sent of a piece, as bytes, and what is left."""
+        """The bytes that are sent of piece number `at`, always equally many, and the residual."""
 
     @abstractmethod
     def add(self, at: int, run: ByteReader, total: torch.Tensor) -> None:
-        """Read what one rank has sent of a piece, and add it."""
+        """Read the bytes that one rank has sent of a piece, and add the values to a sum.
+
+        Args:
+            at: number of the piece.
+            run: the bytes, positioned at this piece; exactly the bytes of `shorten` are taken.
+            total: the flat sum, changed in place.
+        """
 
     def encode(self) -> torch.Tensor:
-        """Flags, then each piece: the gradient's share with what is left of earlier ones, shortened."""
+        """Flags, then for each piece the shortened sum of the gradient's share and the residual."""
         given = [self.gradient(piece) for piece in self.pieces]
         found = [torch.tensor([one is not None for one in given], dtype=torch.uint8, device=self.device)]
         for at, (gradient, left) in enumerate(zip(given, self.left, strict=True)):
@@ -176,7 +189,7 @@ class FeedbackCarrier(RunsCarrier):
         return torch.cat(found)
 
     def decode(self, run: ByteReader) -> list[torch.Tensor | None]:
-        """The sum of all; of a layer that no rank has used there is none."""
+        """The sum over all ranks; None for a layer that no rank has used."""
         used = torch.zeros(len(self.pieces), dtype=torch.bool, device=self.device)
         sums = [torch.zeros_like(left) for left in self.left]
         while run.left:
@@ -190,29 +203,35 @@ class FeedbackCarrier(RunsCarrier):
 
 
 class TopKCarrier(FeedbackCarrier):
-    """The largest elements of each piece, with their places (4 bytes each)."""
+    """The largest elements of each piece, with their indices (4 bytes each)."""
 
     def _count(self, at: int) -> int:
         elements = self.pieces[at].part.elements
         return min(elements, math.ceil(self.message.sync.encoding[1] * elements))
 
     def shorten(self, at: int, wanted: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Places and values; the others are left."""
+        """Indices and values of the largest elements; the others are the residual."""
         places = wanted.abs().topk(self._count(at), sorted=False).indices
         return [as_bytes(places.int()), as_bytes(wanted[places])], wanted.index_fill(0, places, 0.0)
 
     def add(self, at: int, run: ByteReader, total: torch.Tensor) -> None:
-        """Values to their places."""
+        """Add values at their indices.
+
+        Args:
+            at: number of the piece.
+            run: the bytes, positioned at this piece.
+            total: the flat sum, changed in place.
+        """
         count = self._count(at)
         places = run.take(count, torch.int32).long()
         total.index_add_(0, places, run.take(count, self.dtype))
 
 
 class OneBitCarrier(FeedbackCarrier):
-    """The sign of each element, and the means of those that are not negative and of those that are."""
+    """The sign of each element, and the averages of the non-negative and of the negative ones."""
 
     def shorten(self, at: int, wanted: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Two means, then eight signs to a byte; how far each is from its mean is left."""
+        """Two averages, then eight signs to a byte; the differences to the averages are the residual."""
         above = wanted >= 0
         counts = above.sum(), (~above).sum()
         means = torch.stack([
@@ -221,14 +240,20 @@ class OneBitCarrier(FeedbackCarrier):
         return [as_bytes(means), packed_bits(above)], wanted - torch.where(above, means[0], means[1])
 
     def add(self, at: int, run: ByteReader, total: torch.Tensor) -> None:
-        """To each element the mean of its sign."""
+        """Add to each element the average of its sign.
+
+        Args:
+            at: number of the piece.
+            run: the bytes, positioned at this piece.
+            total: the flat sum, changed in place.
+        """
         means = run.take(2, self.dtype)
         above = unpacked_bits(run.take(-(-len(total) // 8), torch.uint8), len(total))
         total += torch.where(above, means[0], means[1])
 
 
 class ByteReader:
-    """Bytes being read."""
+    """Reads typed elements from a run of bytes, one after the other."""
 
     def __init__(self, run: torch.Tensor) -> None:
         self._run = run
@@ -236,11 +261,11 @@ class ByteReader:
 
     @property
     def left(self) -> bool:
-        """Whether there is more."""
+        """Whether bytes are left to read."""
         return self._at < len(self._run)
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next elements."""
+        """The next `count` elements of a type."""
         size = count * dtype.itemsize
         found = self._run[self._at : self._at + size].clone()
         self._at += size
@@ -248,7 +273,17 @@ class ByteReader:
 
 
 def joined(link: RankExchange | None, run: torch.Tensor, *, known: bool, more: bool) -> Joined:
-    """Runs of different lengths gathered and joined, or one handed out; `known`: all are as long as this one."""
+    """Gather runs of bytes and join them, or broadcast one run.
+
+    Args:
+        link: the exchange; None if this rank takes no part.
+        run: this rank's run.
+        known: whether all runs are as long as this one, so that lengths need not be exchanged.
+        more: whether another exchange depends on this one.
+
+    Returns:
+        A generator that yields after starting each exchange and returns the joined run.
+    """
     if link is None:
         if not known:
             yield PendingExchange(None, True)
@@ -285,12 +320,12 @@ def joined(link: RankExchange | None, run: torch.Tensor, *, known: bool, more: b
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor."""
+    """The elements of a tensor as a flat tensor of bytes."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def packed_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Eight to a byte."""
+    """Pack booleans into bytes, eight to a byte, the first in the lowest bit."""
     padded = torch.zeros(-(-len(bits) // 8) * 8, dtype=torch.uint8, device=bits.device)
     padded[: len(bits)] = bits
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
@@ -298,6 +333,6 @@ def packed_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """The other way."""
+    """Unpack the first `count` booleans that `packed_bits` packed."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return packed[:, None].bitwise_right_shift(shifts).bitwise_and(1).reshape(-1)[:count].bool()

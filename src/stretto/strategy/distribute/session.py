@@ -1,8 +1,8 @@
 """A session: one run of a script tries one strategy after the other, so that none of them costs a start.
 
-``STRETTO_TRIAL=session,FOLDER``. The optimizer that `distribute` has returned is changed under the script's hands,
-between two of its steps, to whatever is asked for in the folder (`strategy.requests`). PyTorch's own DDP can be asked
-for too, around the same module in the same loop. Everything is measured from the same weights.
+``STRETTO_TRIAL=session,FOLDER``. Between two steps of the script, the optimizer that `distribute` has returned is
+changed to the strategy that is requested in the folder (`strategy.requests`). PyTorch's own DDP can be requested too,
+around the same module in the same loop. Every measurement starts from the same weights.
 """
 
 from __future__ import annotations
@@ -29,24 +29,36 @@ from .trial import DESCRIBE_STEPS, TRIAL_VARIABLE, Description, StepCounter
 
 POLL_S = 0.005
 FEW = 3
-"""Timed iterations after which what is far too slow is given up."""
+"""The number of timed iterations after which a strategy that is far too slow is given up."""
 
 
 def groups_for(group: Any) -> Groups:
-    """The communicators of a script's ranks; in a session they are used again by the next strategy."""
+    """The communicators of a script's ranks; in a session the next strategy uses them again."""
     asked = os.environ.get(TRIAL_VARIABLE, "").startswith("session,")
     return _LastingGroups(group) if asked else Groups(group)
 
 
 class _LastingGroups(Groups):
     def close(self) -> None:
-        """Not before the job ends."""
+        """Do nothing: the communicators are kept until the job ends."""
 
 
 def trial_from_environment(
     groups: Groups, describe: Callable[[], ModelSpec], done: Callable[[], None]
 ) -> StepCounter | None:
-    """What STRETTO_TRIAL asks for, None without it; `done` is called once the model needs no more looking at."""
+    """The trial that STRETTO_TRIAL asks for.
+
+    Args:
+        groups: the communicators.
+        describe: returns the model's description.
+        done: called once the model needs no further observation.
+
+    Returns:
+        The trial; None if the variable is not set.
+
+    Raises:
+        InvalidInput: the variable is malformed, or its folder does not exist.
+    """
     kind, _, rest = os.environ.get(TRIAL_VARIABLE, "").partition(",")
     if kind == "session" and rest:
         if not Path(rest).is_dir():
@@ -59,7 +71,7 @@ def trial_from_environment(
 
 
 class Session(StepCounter):
-    """Describes the model, then measures what it is asked to until it is asked to end."""
+    """Describes the model, then measures what is requested until it is asked to end."""
 
     def __init__(
         self, groups: Groups, folder: Path, describe: Callable[[], ModelSpec], done: Callable[[], None]
@@ -77,7 +89,7 @@ class Session(StepCounter):
         self.switch: LiveTraining | None = None
 
     def step(self) -> None:
-        """An iteration has ended; perhaps also what was measured, and then something else begins."""
+        """Count an iteration; at the end of a measurement, begin the next one."""
         self._seen += 1
         if self._seen >= max(self.warmup, 1):
             self._marks.append(time.perf_counter())
@@ -93,7 +105,7 @@ class Session(StepCounter):
         self._next()
 
     def _hopeless(self) -> bool:
-        """Whether what is measured is so slow that it needs no better measurement; all ranks ask at the same step."""
+        """Whether the present arm is so slow that it needs no better measurement; all ranks ask at the same step."""
         return self._asked.enough_us > 0 and len(self._marks) == FEW + 1 and self._slowest() > self._asked.enough_us
 
     def _slowest(self) -> float:
@@ -101,7 +113,7 @@ class Session(StepCounter):
         return self.groups.greatest(statistics.median(spans))
 
     def _next(self) -> None:
-        """Begin with what is asked for next; what is no strategy for this job is noted and passed over."""
+        """Begin the next requested arm; one that does not fit this job is noted and skipped."""
         assert self.switch is not None
         while True:
             while not self._left:
@@ -119,7 +131,7 @@ class Session(StepCounter):
             return
 
     def _ask(self) -> None:
-        """Answer, and wait for the next request; the job ends with the one that asks for nothing."""
+        """Write the reply, and wait for the next request; a request without arms ends the job."""
         if self._rank == 0 and self._number >= 0:
             answer = TrialReply(ranks=self._ranks, times_us=self._times, why=self._why)
             leave(answer, self.result / f"{self._number}.answer")
@@ -137,14 +149,16 @@ class Session(StepCounter):
         count = len(self._asked.arms)
         if not count:
             self.end()
-        # There and back again: what drifts in a round is unfair to nobody.
+        # Every second round runs in reverse order, so that a drift of the machine's speed affects all arms alike.
         order = list(range(count))
         self._left = [at for number in range(self._asked.rounds) for at in order[:: -1 if number % 2 else 1]]
         self._times, self._why = [[] for _ in order], [""] * count
 
 
 class LiveTraining:
-    """A script's model and optimizer, changed while it runs; what cannot be raises `InvalidInput` on all ranks."""
+    """A script's model and optimizer, changed while it runs; an arm that cannot run raises
+    `InvalidInput` on all ranks.
+    """
 
     def __init__(
         self, model: nn.Module, made: DistributedOptimizer, group: Any, assemble: Callable[[Arm], DistributedOptimizer]
@@ -159,7 +173,7 @@ class LiveTraining:
 
     @torch.no_grad()
     def __call__(self, arm: Arm) -> None:
-        """From the weights of the beginning, and with nothing left of what was before."""
+        """Switch to another arm, with the initial weights and without any state of the arm before."""
         if self._open:
             self._made.close()
         if self._ddp is not None:
@@ -176,33 +190,33 @@ class LiveTraining:
                     self._ddp = PlainDdp(self._model, arm.bucket_mb, self._group)
             except RuntimeError as error:
                 raise InvalidInput(f"{arm.name}: {str(error).splitlines()[0]}") from None
-        # The script holds the old object, around whose step a scheduler may have put something.
+        # The script keeps the old object, whose step a scheduler may have wrapped, so its content is replaced.
         fresh.__dict__.update({key: value for key, value in self._made.__dict__.items() if key not in fresh.__dict__})
         self._made.__dict__ = fresh.__dict__
 
     def wrong(self) -> str:
-        """Why what was measured is not what was asked for; mostly empty."""
+        """The reason why the measurement is not of the requested arm; empty if it is."""
         unused = self._ddp is not None and not self._ddp.calls
         return "DDP: the script never calls the module itself, so DDP brings nothing together" if unused else ""
 
 
 class PlainDdp:
-    """PyTorch's DDP around a module that the script goes on to call by itself."""
+    """PyTorch's DDP around a module that the script goes on calling itself."""
 
     def __init__(self, model: nn.Module, bucket_mb: float, group: Any) -> None:
         self._model = model
         self._before = model.__dict__.get("forward")
         self.calls = 0
-        # Only without a size DDP makes its first bucket a small one.
+        # DDP makes a small first bucket only if no size is given.
         size = None if bucket_mb == DDP_BUCKET_MB else bucket_mb
-        # Buffers stay each rank's own, as under a strategy: with broadcasts DDP would only be slower.
+        # Buffers are not broadcast, as under a strategy; broadcasts would make DDP slower.
         with warnings.catch_warnings():
-            # PyTorch 2.13 has a newer name for half of what this says, and none for all of it.
+            # PyTorch 2.13 deprecates broadcast_buffers, but its newer option replaces only a part of it.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.wrapped: Any = nn.parallel.DistributedDataParallel(
                 _Shell(model), bucket_cap_mb=size, broadcast_buffers=False, init_sync=False, process_group=group
             )
-        # Not the wrapper itself: a module assigned to a module becomes its child.
+        # A function is assigned and not the wrapper, because a module assigned to a module becomes its child.
         model.__dict__["forward"] = self._forward
 
     def _forward(self, *inputs: Any, **named: Any) -> Any:
@@ -210,16 +224,16 @@ class PlainDdp:
         return self.wrapped(*inputs, **named)
 
     def close(self) -> None:
-        """The module as it was."""
+        """Remove DDP from the module."""
         del self._model.forward
         if self._before is not None:
             self._model.__dict__["forward"] = self._before
         self.wrapped = None
-        gc.collect()  # its reducer takes its hooks off when it goes
+        gc.collect()  # the reducer removes its hooks when it is collected
 
 
 class _Shell(nn.Module):
-    """What DDP calls: the module's forward, as it was."""
+    """The module that DDP calls: it runs the original forward function."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An optimizer's state between the parts that ranks hold and the whole that is saved."""
+"""Converts an optimizer's state between the regions that ranks hold and the whole that is saved."""
 
 from __future__ import annotations
 
@@ -12,13 +12,23 @@ from .groups import Groups
 from .regions import EVERYONE, VariableRegion, replicated
 
 STEPS = "step"
-"""How PyTorch's optimizers call their count of steps: the same for every part of a variable."""
+"""The key of the step count in the state of PyTorch's optimizers; it is equal for every region of a variable."""
 
 
 def gathered_state(
     states: dict[VariableRegion, dict[str, Any]], regions: list[VariableRegion], parameter: torch.Tensor, groups: Groups
 ) -> dict[str, Any]:
-    """The whole state of a variable from the regions' states, each told by its owner."""
+    """The whole state of a variable; each region's owner broadcasts its state, and all ranks call this together.
+
+    Args:
+        states: the states of the regions that this rank updates.
+        regions: all regions of the variable, in the same order on all ranks.
+        parameter: the variable.
+        groups: the communicators.
+
+    Returns:
+        The state, equal on all ranks.
+    """
     if replicated(regions):
         return {key: _dense(value) for key, value in states[regions[0]].items()}
     whole: dict[str, Any] = {}
@@ -45,7 +55,16 @@ def gathered_state(
 
 
 def spread_state(saved: dict[str, Any], parameter: torch.Tensor, region: VariableRegion | None) -> dict[str, Any]:
-    """A saved state, or the region of it that belongs to a part."""
+    """A saved state, or the part of it that belongs to a region.
+
+    Args:
+        saved: the saved state of a variable.
+        parameter: the variable.
+        region: the region; None takes the whole.
+
+    Returns:
+        Copies of the values, on the parameter's device.
+    """
     found: dict[str, Any] = {}
     for key, given in saved.items():
         value = _dense(given)
@@ -60,7 +79,7 @@ def spread_state(saved: dict[str, Any], parameter: torch.Tensor, region: Variabl
 
 
 def _dense(value: Any) -> Any:
-    """Momentum of a sparse gradient is sparse; dense it means the same, and can be cut."""
+    """A dense tensor for a sparse one: momentum of a sparse gradient is sparse, and only a dense one can be cut."""
     return value.to_dense() if isinstance(value, torch.Tensor) and value.is_sparse else value
 
 
@@ -71,7 +90,7 @@ def _form(value: Any) -> tuple[str, str, list[int], Any]:
 
 
 def _told(form: dict[str, Any], owner: int, device: torch.device, groups: Groups) -> dict[str, Any]:
-    """The owner's form on every rank."""
+    """The owner's description of its state, on every rank."""
     text = torch.tensor(list(json.dumps(form).encode()), dtype=torch.uint8, device=device)
     size = torch.tensor([len(text)], dtype=torch.int64, device=device)
     dist.broadcast(size, group_src=owner, group=groups.main)

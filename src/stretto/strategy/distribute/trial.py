@@ -1,7 +1,7 @@
-"""Trial mode: a script that calls `distribute` runs a few iterations, leaves what was found in a file, and ends.
+"""Trial mode: a script that calls `distribute` runs a few iterations, writes its times to a file, and ends.
 
 ``STRETTO_TRIAL=10,40,result.json`` times 40 iterations after 10 to warm up; ``STRETTO_TRIAL=describe,model.yaml``
-writes what strategies need to know of the model. `stretto tune` sets it.
+writes the model's description. `stretto tune` sets the variable.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .groups import Groups
 
 TRIAL_VARIABLE = "STRETTO_TRIAL"
 EXIT_CODE = 86
-"""How every rank of a finished trial ends."""
+"""The exit code of every rank of a finished trial."""
 MAX_ITERATIONS = 1_000_000
 DESCRIBE_STEPS = 5
 
 
 class StepCounter:
-    """Counts the steps of an optimizer, and ends the process when there were enough."""
+    """Counts the steps of an optimizer, and ends the process after enough steps."""
 
     def __init__(self, groups: Groups, name: str, warmup: int, timed: int, result: Path) -> None:
         self.groups, self.name, self.result = groups, name, result
@@ -40,7 +40,19 @@ class StepCounter:
 
     @classmethod
     def from_environment(cls, groups: Groups, name: str, describe: Callable[[], ModelSpec]) -> StepCounter | None:
-        """What STRETTO_TRIAL asks for; None without it."""
+        """The trial that STRETTO_TRIAL asks for.
+
+        Args:
+            groups: the communicators.
+            name: name of the strategy.
+            describe: returns the model's description.
+
+        Returns:
+            The trial; None if the variable is not set.
+
+        Raises:
+            InvalidInput: the variable is malformed.
+        """
         text = os.environ.get(TRIAL_VARIABLE, "")
         if not text:
             return None
@@ -53,7 +65,7 @@ class StepCounter:
         return cls(groups, name, int(kind), int(timed), Path(path))
 
     def step(self) -> None:
-        """An iteration has ended."""
+        """Count an iteration that has ended."""
         self._seen += 1
         if self._seen >= max(self.warmup, 1):
             self._marks.append(time.perf_counter())
@@ -62,7 +74,7 @@ class StepCounter:
             self.end()
 
     def conclude(self) -> None:
-        """The slowest rank's times into the file."""
+        """Write the slowest rank's times to the file."""
         spans = [1e6 * (b - a) for a, b in zip(self._marks, self._marks[1:], strict=False)]
         mean_us, median_us = (self.groups.greatest(of(spans)) for of in (statistics.fmean, statistics.median))
         written = {
@@ -73,23 +85,23 @@ class StepCounter:
             _write(self.result, json.dumps(written) + "\n")
 
     def end(self) -> NoReturn:
-        """All ranks end together, once the file is there."""
+        """End the processes of all ranks together, once the file is written."""
         dist.barrier(group=self.groups.main)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Threads of the script (loaders, servers of stale parameters) must not keep the process.
+        # os._exit also ends threads of the script (loaders, servers of stale parameters) that would keep the process.
         os._exit(EXIT_CODE)
 
 
 class Description(StepCounter):
-    """Writes the model's spec after a few steps."""
+    """A trial that writes the model's spec after a few steps."""
 
     def __init__(self, groups: Groups, name: str, result: Path, describe: Callable[[], ModelSpec]) -> None:
         super().__init__(groups, name, 1, DESCRIBE_STEPS, result)
         self.describe = describe
 
     def conclude(self) -> None:
-        """The spec into the file, and beside it the number of each rank's host."""
+        """Write the spec to the file, and next to it a file with the host of each rank."""
         hosts = self.groups.hosts()
         if self.groups.rank == 0:
             _write(self.result.with_suffix(".hosts"), json.dumps(hosts) + "\n")
@@ -97,7 +109,7 @@ class Description(StepCounter):
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: somebody may be looking."""
+    """Write a file atomically, because another process may be waiting for it."""
     beside = path.with_name(f".{path.name}.part")
     try:
         beside.write_text(text)

@@ -1,4 +1,6 @@
-"""From a model, an optimizer and a strategy to what trains: each rank's part of the kernels' messages, carried out."""
+"""Makes a distributed optimizer from a model, an optimizer and a strategy: a carrier for each
+message of the kernels.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,20 @@ from .trial import StepCounter
 def wrap(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: Strategy | str | os.PathLike[str] | None, group: Any
 ) -> tuple[nn.Module, DistributedOptimizer]:
-    """What `stretto.distribute` does."""
+    """Make a model and its optimizer train as a strategy says; `stretto.distribute` calls this on all ranks.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer of its parameters.
+        given: a strategy or the path of its file; None takes STRETTO_STRATEGY or all-reduce.
+        group: the process group; None takes all ranks of the job.
+
+    Returns:
+        The same model, and the distributed optimizer.
+
+    Raises:
+        InvalidInput: on all ranks, if an argument is invalid or differs between ranks.
+    """
     if isinstance(optimizer, DistributedOptimizer):
         raise InvalidInput("optimizer: is distributed already")
     for name, value, kind, words in (
@@ -67,7 +82,9 @@ def _assembled(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: Arm | str | os.PathLike[str] | None, groups: Groups,
     trial: StepCounter | None,
 ) -> DistributedOptimizer:  # fmt: skip
-    """What trains a model as a strategy says; for a `Reference` what brings nothing together, since DDP does."""
+    """The optimizer that trains a model as a strategy says; for a `Reference` one without carriers, since DDP
+    synchronizes.
+    """
     layers = layers_of(model)
     asked = _Asked(model, optimizer, None if isinstance(given, Reference) else given, layers, groups.hosts())
     strategy, step, names = agreed(asked, groups)
@@ -87,7 +104,7 @@ def _assembled(
     check_optimizer(optimizer, regions)
     check_memory(parameters, regions)
     for name, p in model.named_parameters():
-        # What is not trained is nobody's to bring; the optimizer may still know it.
+        # Parameters without gradients have no carrier; the optimizer may still know them.
         whole = VariablePart(index=0, start=(0,) * p.dim(), shape=tuple(p.shape))
         regions.setdefault(name, [VariableRegion(variable=name, part=whole)])
         parameters.setdefault(name, p)
@@ -103,7 +120,7 @@ def _assembled(
 
 
 class _Asked(NamedTuple):
-    """What a rank has called `distribute` with, and the numbers of all ranks' hosts."""
+    """The arguments with which a rank has called `distribute`, and the hosts of all ranks."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -112,8 +129,8 @@ class _Asked(NamedTuple):
     hosts: tuple[int, ...]
 
     def read(self) -> tuple[Strategy, StrategyStep, dict[int, str], dict[str, str]]:
-        """The strategy and its step, the parameters' names, and digests of what must be alike on all ranks."""
-        # How many rows a batch has is not known yet; here it only has to be known which variables have factors.
+        """The strategy and its step, the parameters' names, and texts that must be equal on all ranks."""
+        # The rows of a batch are not known yet; 1 only marks the variables that have factors.
         variables = tuple(replace(v, factors=1) if v.name in self.layers else v for v in variables_of(self.model))
         spec = ModelSpec(name=type(self.model).__name__, variables=variables, runtime="torch")
         names = _names(self.model, self.optimizer)
@@ -138,18 +155,18 @@ class _Asked(NamedTuple):
             raise InvalidInput(
                 f"strategy {strategy.name}: is for {len(strategy.devices)} devices, this job has {ranks} ranks"
             )
-        # Names that tell a host are believed; others run where they run.
+        # Device names that contain a host decide the hosts; otherwise the ranks' real hosts are used.
         named = resources(strategy.devices)
         there = Resources(devices=strategy.devices, hosts=self.hosts) if len(named.by_host) == ranks else named
         return strategy, global_step(strategy, spec, there)
 
 
 def agreed(asked: _Asked, groups: Groups) -> tuple[Strategy, StrategyStep, dict[int, str]]:
-    """What all ranks are to carry out; all of them call this, and all raise where one of them has to.
+    """The strategy, its step and the parameters' names, equal on all ranks; all ranks call this together.
 
     Raises:
-        InvalidInput: A rank's strategy, model or optimizer is refused, or differs from rank 0's: ranks that went on
-            would wait for each other for ever, or add up what does not belong together.
+        InvalidInput: on all ranks, if one rank's strategy, model or optimizer is refused or differs from rank 0's;
+            otherwise ranks would wait for each other forever, or sum gradients that do not belong together.
     """
     error: InvalidInput | None = None
     mine: dict[str, str] = {}
@@ -192,7 +209,7 @@ def _same_weights(model: nn.Module, groups: Groups) -> None:
                 continue
             sent = data.contiguous()
             if sent.numel():
-                # As bytes: not every backend knows every data type.
+                # Tensors are sent as bytes, because not every backend knows every data type.
                 dist.broadcast(as_bytes(sent), group_src=0, group=groups.main)
             if sent.data_ptr() != data.data_ptr():
                 data.copy_(sent)
