@@ -14,7 +14,7 @@ class InvalidInput(StrettoError):
 
 
 class Infeasible(StrettoError):
-    """The request cannot be fulfilled by anybody; the message names the constraint that fails."""
+    """The request has no solution; the message names the constraint that fails."""
 
 
 class SearchTimeout(StrettoError):

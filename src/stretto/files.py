@@ -1,6 +1,6 @@
 """Reading files from outside: bounded in size, no aliases, no entities, errors that name the field.
 
-Writing files: whole or not at all.
+Files are written whole or not at all.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    """What YAML's own error says, without the name that its parser gives to every text."""
+    """The message of a YAML error on one line, without the file name that the parser invents for every text."""
     return " ".join(str(error).split()).replace('in "<unicode string>", line', "in line")
 
 

@@ -1,7 +1,7 @@
 """Chain broadcast and reduce, pipelined: each rank passes piece after piece to the next.
 
-Bandwidth-optimal for many pieces and happy with a single line of fast links; n-1 latencies before the
-last rank sees anything.
+A chain is bandwidth-optimal for many pieces and needs only a single line of fast links, but n-1 latencies pass before
+the last rank receives anything.
 
 Cost with k chunks: ``(n - 2 + k) (alpha + beta S/k)``. Any n.
 """

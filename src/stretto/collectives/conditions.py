@@ -1,4 +1,4 @@
-"""`Collective`: what every rank holds before, and what it must hold afterwards."""
+"""`Collective`: the chunks that every rank holds before a collective, and those that it must hold afterwards."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def from_buffers(
         ranks: The device of each rank; distinct, >= 0.
         chunks: How many chunks one shard (or the whole tensor) is cut into, >= 1.
         inputs: Maps a rank to the distinct chunks 0..num_chunks-1 of its input buffer, in buffer order.
-        outputs: Maps a rank to the distinct chunks of its output buffer, in buffer order; some rank inputs each.
+        outputs: Maps a rank to the distinct chunks of its output buffer, in buffer order; each is some rank's input.
         share: The size of a chunk, or of each, as a share of the largest buffer of a rank, > 0.
         num_chunks: How many chunks there are in all, >= 1.
         place: Maps a rank to what is added to an input position to get its output position when run in place.

@@ -1,4 +1,4 @@
-"""Collectives in files: what every rank has, and what it must have, in versioned YAML or JSON.
+"""Collectives in files: the chunks that every rank has, and those that it must get, in versioned YAML or JSON.
 
 .. code-block:: yaml
 

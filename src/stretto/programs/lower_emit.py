@@ -1,4 +1,4 @@
-"""From places and an order to instructions: messages, local copies, dependencies, arrays."""
+"""Instructions from places and an order: messages, local copies, and the waits between threadblocks."""
 
 from __future__ import annotations
 

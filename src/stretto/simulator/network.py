@@ -401,7 +401,7 @@ def _refuse_caps(cluster: Cluster, links: NDArray[np.integer]) -> None:
 
 
 def _unique(key: NDArray[np.int64], limit: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """As np.unique with inverse, but without sorting where the keys are small."""
+    """The distinct keys and the index of each key among them, as `np.unique`, without sorting for small `limit`."""
     if limit > 1 << 24:
         values, inverse = np.unique(key, return_inverse=True)
         return values, inverse.astype(np.int32)

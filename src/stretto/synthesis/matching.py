@@ -20,8 +20,9 @@ Ints = NDArray[np.int64]
 def same_task(a: Collective, b: Collective) -> bool:
     """Whether both move the same bytes of the same buffers to the same places.
 
-    Every buffer is cut at the borders of both. Wherever a chunk of one meets a chunk of the other they must meet in the
-    same way and with the same parts, and what a chunk meets must add up to the chunk.
+    Every buffer is cut at the borders of both collectives. Where a chunk of one overlaps a chunk of the other, the two
+    must overlap at the same offset and with the same parts in every buffer, and the overlaps of a chunk must add up to
+    the whole chunk.
 
     >>> from stretto import AllGather, AllReduce
     >>> same_task(AllGather(4), AllGather(4, chunks=3)), same_task(AllReduce(4), AllReduce(4, chunks=6))

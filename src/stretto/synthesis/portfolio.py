@@ -1,4 +1,4 @@
-"""`synthesize`: asks all makers for programs of a collective, and returns the best of what they made."""
+"""`synthesize`: asks all makers for programs of a collective, and returns the best program."""
 
 from __future__ import annotations
 

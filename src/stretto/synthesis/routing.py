@@ -292,7 +292,7 @@ class RoutingModel:
     """A column for each connection with a policy, and the orbits that use it."""
 
     def start(self, routing: Routing) -> list[float]:
-        """Values of the binaries for a known routing; the solver finds the others."""
+        """A starting point from a known routing: values of the binaries; the solver finds the other columns."""
         chosen = self.problem.chosen(routing)
         values = [0.0] * len(self.model.cost)
         values[: len(chosen)] = chosen.astype(float).tolist()

@@ -114,7 +114,7 @@ def _attributes(values: dict[str, object]) -> str:
 
 
 def _spelling(c: Collective, dialect: str) -> str:
-    """The collective's name in the file; the old dialect calls `custom` what it has no name for."""
+    """The collective's name in the file; the old dialect calls a collective without a name `custom`."""
     named = name_of(replace(c, ranks=tuple(range(c.num_ranks))))
     names = NEW_NAMES if dialect == "new" else OLD_NAMES
     if named is not None:

@@ -44,7 +44,7 @@ SHAPES = {
 }
 """The sources and destinations of each data operation as patterns: l is this rank's, r a peer's, + one or more."""
 PAIRWISE = ("get", "put", "pws", "pwsf")
-"""Operations that move each source to its own destination; the others work on one size."""
+"""Operations that move each source to its own destination; all other operations need sources of one size."""
 CHANNELS = {
     **dict.fromkeys(("signal", "rlxsignal", "wait", "rlxwait", "put"), ("memory", "port")),
     **dict.fromkeys(("pws", "pwsf", "flush"), ("port",)),
