@@ -283,3 +283,13 @@ def test_a_link_stays_a_link_and_permissions_stay(tmp_path: Path) -> None:
     assert real.stat().st_mode & 0o777 == 0o640
     assert run(["simulate", "ring", "-c", "ring:4", "--json", "/dev/null"]) == 0
     assert not Path("/dev/null").is_file()
+
+
+@pytest.mark.parametrize(("closing", "code"), [("<&- >&- 2>&-", 0), (">&-", 0), ("2>/dev/full --nodes", 2)])
+def test_closed_or_full_standard_streams_cost_neither_files_nor_the_exit_code(
+    closing: str, code: int, tmp_path: Path
+) -> None:
+    command = f"{sys.executable} -m stretto simulate ring -c ring:4 --json rows.json {closing}"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+    assert code or b'"rows"' in (tmp_path / "rows.json").read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -21,7 +22,7 @@ from .demo import demo
 from .dims import app as dims_app
 from .lab import app as lab_app
 from .motif import app as motif_app
-from .outputs import quiet_stdout
+from .outputs import open_standard_streams, quiet_stdout
 from .pipeline import app as pipeline_app
 from .plan import app as plan_app
 from .probe import probe
@@ -98,6 +99,7 @@ def _main(
 
 def main() -> None:
     """The entry point of the command."""
+    open_standard_streams()
     quiet_stdout()
     sys.exit(run(sys.argv[1:]))
 
@@ -132,5 +134,7 @@ def _fail(message: str) -> int:
     line = one_line(" ".join(message.split()))
     if len(line) > MAX_MESSAGE:
         line = f"{line[: MAX_MESSAGE // 2]} ... {line[-MAX_MESSAGE // 2 :]}"
-    say(f"stretto: error: {line}", error=True)
+    # Where standard error is full, the exit code still says it.
+    with contextlib.suppress(OSError):
+        say(f"stretto: error: {line}", error=True)
     return WRONG_INPUT

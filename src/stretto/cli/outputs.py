@@ -186,6 +186,18 @@ class QuietStdout(io.TextIOWrapper):
         os.close(nowhere)
 
 
+def open_standard_streams() -> None:
+    """Open whichever of standard input, output and error the caller has closed (``>&-``), so that they lead nowhere.
+
+    Otherwise a result file would get the free descriptor, and whatever a library prints would end up in that file.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def quiet_stdout() -> None:
     """Let this process survive a reader of its output that goes early."""
     old = sys.stdout
