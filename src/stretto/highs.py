@@ -39,6 +39,34 @@ def highspy() -> Any:
             raise InvalidInput(f"HiGHS (highspy) cannot be loaded{beside}: {error}") from None
 
 
+def new_solver(**options: float | str | bool) -> Any:
+    """A silent solver on one thread.
+
+    All solvers of a process have to ask for the same number of threads: HiGHS sets up its threads at the first `run`,
+    and a solver that asks for another number fails.
+
+    Args:
+        **options: Further options of HiGHS by name.
+
+    Returns:
+        A `highspy.Highs` without a model.
+
+    Raises:
+        InvalidInput: highspy is not installed or cannot be loaded.
+    """
+    solver = highspy().Highs()
+    for name, value in {"output_flag": False, "threads": 1, **options}.items():
+        solver.setOptionValue(name, value)
+    return solver
+
+
+def run(solver: Any) -> None:
+    """Solve the model of `solver`, also where other code of this process has run HiGHS on more threads before."""
+    if solver.run() == highspy().HighsStatus.kError:
+        type(solver).resetGlobalScheduler(True)
+        solver.run()
+
+
 def _import_renamed() -> None:
     """Import highspy from a copy whose library has another name; where that fails, no module highspy stays loaded."""
     spec = find_spec("highspy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -54,3 +55,8 @@ def test_ranks_keep_their_order_where_they_are_sorted() -> None:
     assert placed == ranks[::-1]
     assert [str(rank) for rank in placed] == ["1", "3", "0", "5"]
     assert all(0 <= rank < 8 and not rank < 0 for rank in placed) and {3: 7}[placed[1]] == 7
+
+
+def test_a_rank_with_a_place_is_a_plain_number_in_another_process() -> None:
+    copy = pickle.loads(pickle.dumps(torch_versions._RankAtPlace(5, 2)))
+    assert copy == 5 and type(copy) is int

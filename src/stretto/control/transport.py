@@ -15,6 +15,7 @@ import secrets
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ MAX_SOCKET_PATH = 100
 THREADS = 8
 LEAST_TOKEN = 16
 MAX_TOKEN = 4096
+FORK_WAIT_S = 5.0
+"""A fork waits so long for calls that are under way; a controller that has stopped must not hold it up for longer."""
 
 Handler = Callable[[bytes], bytes]
 
@@ -201,6 +204,49 @@ class Server:
         self._server.stop(0.5).wait(5.0)
 
 
+class _ForkGate:
+    """Keeps forks of this process and calls of gRPC apart.
+
+    gRPC prepares a forked child only while no thread is inside of gRPC. A child that was forked during a call may be
+    ended by one of its checks, and with it the loader of data that the application forked.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._calls = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._calls += 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self._changed:
+            self._calls -= 1
+            self._changed.notify_all()
+
+    def before_fork(self) -> None:
+        """Wait until no call is under way, and let none begin until `after_fork`."""
+        self._changed.acquire()
+        self._changed.wait_for(lambda: not self._calls, timeout=FORK_WAIT_S)
+
+    def after_fork(self) -> None:
+        """Let calls begin again in the process that forked."""
+        self._changed.release()
+
+    def after_fork_in_child(self) -> None:
+        """No thread of the parent's is in the child, and none of its calls."""
+        self._changed = threading.Condition()
+        self._calls = 0
+
+
+_fork_gate = _ForkGate()
+os.register_at_fork(
+    before=_fork_gate.before_fork,
+    after_in_parent=_fork_gate.after_fork,
+    after_in_child=_fork_gate.after_fork_in_child,
+)
+
+
 class ControllerConnection:
     """The way to a controller; the connection is made at the first call, and again after each loss."""
 
@@ -215,12 +261,14 @@ class ControllerConnection:
         """The controller's answer; raises `PeerLost` when there is none in time, `InvalidInput` when it refuses."""
         grpc = _grpc()
         if self._channel is None:
-            self._channel = self._open(grpc)
+            with _fork_gate:
+                self._channel = self._open(grpc)
         if method not in self._calls:
             self._calls[method] = self._channel.unary_unary(f"/{SERVICE}/{method}")
         metadata = (("authorization", f"Bearer {self._token}"),)
         try:
-            reply: bytes = self._calls[method](message, timeout=timeout_s, metadata=metadata, wait_for_ready=False)
+            with _fork_gate:
+                reply: bytes = self._calls[method](message, timeout=timeout_s, metadata=metadata, wait_for_ready=False)
             return reply
         except grpc.RpcError as error:
             code, details = error.code(), " ".join(str(error.details()).split())[:300]

@@ -8,14 +8,13 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import highs
 from ..collectives import Collective
 from ..errors import Infeasible
-from ..highs import highspy as load_highspy
 from . import cp_sat
 from .exact_grid import Grid, HopNetwork, Move
 
@@ -402,7 +401,7 @@ def _solve_cp_sat(model: SlotModel, limit_s: float, seed: int) -> tuple[str, lis
 
 
 def _solve_highs(model: SlotModel, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
-    highspy = load_highspy()
+    highspy = highs.highspy()
 
     count = len(model.keys)
     lp = highspy.HighsLp()
@@ -416,18 +415,14 @@ def _solve_highs(model: SlotModel, limit_s: float, seed: int) -> tuple[str, list
     lp.a_matrix_.start_ = np.cumsum([0, *(len(p) + len(m) for p, m, _, _ in model.rows)]).astype(np.int32)
     lp.a_matrix_.index_ = np.array([v for p, m, _, _ in model.rows for v in (*p, *m)], np.int32)
     lp.a_matrix_.value_ = np.array([s for p, m, _, _ in model.rows for s in [1.0] * len(p) + [-1.0] * len(m)])
-    highs: Any = highspy.Highs()
-    highs.silent()
-    highs.setOptionValue("threads", 1)
-    highs.setOptionValue("random_seed", seed)
-    highs.setOptionValue("time_limit", limit_s)
-    highs.passModel(lp)
-    highs.run()
-    status = highs.getModelStatus()
+    solver = highs.new_solver(random_seed=seed, time_limit=limit_s)
+    solver.passModel(lp)
+    highs.run(solver)
+    status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
         return "infeasible", None
-    if highs.getInfo().primal_solution_status == highspy.kSolutionStatusFeasible:
-        return "feasible", [value > 0.5 for value in highs.getSolution().col_value]
+    if solver.getInfo().primal_solution_status == highspy.kSolutionStatusFeasible:
+        return "feasible", [value > 0.5 for value in solver.getSolution().col_value]
     return "unknown", None
 
 

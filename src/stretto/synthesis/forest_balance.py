@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _native
+from .. import _native, highs
 from ..errors import Infeasible
-from ..highs import highspy as load_highspy
 from .forest_optimum import Graph
 
 ROUNDS = 200
@@ -26,13 +24,11 @@ def balanced(graph: Graph) -> tuple[Graph, float]:
     balanced, cuts alone decide. The linear program has one row per cut, found as they are needed. (Switches that may
     copy need no balance; then the rate is still an upper bound.)
     """
-    highspy = load_highspy()  # HiGHS is slow to import, and most clusters have balanced switches.
+    highspy = highs.highspy()  # HiGHS is slow to import, and most clusters have balanced switches.
 
     links, nodes = len(graph.link), graph.cluster.num_nodes
     scale = int(graph.rate.max())
-    solver: Any = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
+    solver = highs.new_solver()
     for rate in (graph.rate / scale).tolist():
         solver.addVar(0.0, rate)
     solver.addVar(0.0, highspy.kHighsInf)
@@ -50,7 +46,7 @@ def balanced(graph: Graph) -> tuple[Graph, float]:
             if outside > 0:
                 index = np.append(cut, links).astype(np.int32)
                 solver.addRow(0.0, highspy.kHighsInf, len(index), index, np.append(np.ones(len(cut)), -outside))
-        solver.run()
+        highs.run(solver)
         solution = np.asarray(solver.getSolution().col_value)
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal or solution[links] <= 0:
             raise Infeasible("forest: the switches' balance leaves no rate for every rank")

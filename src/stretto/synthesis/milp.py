@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import highs
 from ..errors import Infeasible, InvalidInput, unknown
-from ..highs import highspy as load_highspy
 from . import cp_sat
 
 SOLVERS = ("highs", "cpsat")
@@ -108,17 +108,9 @@ def solve(
 
 
 def _highs(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> MilpSolution:
-    highspy = load_highspy()
+    highspy = highs.highspy()
 
-    h = highspy.Highs()
-    for key, value in {
-        "output_flag": False,
-        "threads": 1,
-        "random_seed": seed % (1 << 31),
-        "time_limit": max(limit_s, 0.05),
-        "mip_rel_gap": gap,
-    }.items():
-        h.setOptionValue(key, value)
+    h = highs.new_solver(random_seed=seed % (1 << 31), time_limit=max(limit_s, 0.05), mip_rel_gap=gap)
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(model.cost), len(model.rows)
     lp.col_cost_, lp.col_lower_, lp.col_upper_ = (np.array(x) for x in (model.cost, model.lower, model.upper))
@@ -136,7 +128,7 @@ def _highs(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[f
         given = highspy.HighsSolution()
         given.col_value = list(start)
         h.setSolution(given)
-    h.run()
+    highs.run(h)
     status = h.getModelStatus()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         raise Infeasible("the model has no solution")

@@ -98,6 +98,9 @@ class _RankAtPlace(int):
         made.place = place
         return made
 
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # A rank that was sent to another process is a plain number there.
+
     def __lt__(self, other: int) -> bool:
         return self.place < other.place if isinstance(other, _RankAtPlace) else int(self) < other
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import _native
-from ...highs import highspy as load_highspy
+from ... import _native, highs
 from .demand import Demand
 from .net import ArcNetwork, Floats, Nodes
 
@@ -96,7 +94,7 @@ def concurrent_flow(net: ArcNetwork, needs: FlowNeeds) -> tuple[float, Floats]:
     One flow per source: the sinks of source s receive (a common factor x amount) of it, and every arc carries
     at most its rate; the factor is maximised. The lengths are the dual of this linear program.
     """
-    highspy = load_highspy()  # HiGHS is slow to import, and most bounds need no solver.
+    highspy = highs.highspy()  # HiGHS is slow to import, and most bounds need no solver.
 
     count, arcs, nodes = len(needs.sources), len(net.src), net.num_nodes
     fastest, largest = net.rate[net.link >= 0].max(), needs.amounts.max()
@@ -132,11 +130,9 @@ def concurrent_flow(net: ArcNetwork, needs: FlowNeeds) -> tuple[float, Floats]:
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     lp.a_matrix_.start_ = np.append(0, np.cumsum(np.bincount(col, minlength=lp.num_col_)))
     lp.a_matrix_.index_, lp.a_matrix_.value_ = row[order], value[order]
-    solver: Any = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("solver", "ipm")
+    solver = highs.new_solver(solver="ipm")
     solver.passModel(lp)
-    solver.run()
+    highs.run(solver)
     if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return np.inf, np.zeros(arcs)
     length = np.zeros(arcs)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from ... import _native
-from ...highs import highspy as load_highspy
+from ... import _native, highs
 from .cuts import Cut, Need
 from .net import ArcNetwork, Floats, Mask
 
@@ -43,16 +41,14 @@ def passing_weights(
     Returns:
         The weights, D, and whether the linear program was solved to the end; None if it is too large or fails.
     """
-    highspy = load_highspy()  # HiGHS is slow to import, and most clusters have balanced switches.
+    highspy = highs.highspy()  # HiGHS is slow to import, and most clusters have balanced switches.
 
     arcs = len(net.src)
     if arcs > MAX_ARCS or len(needs) > MAX_SINKS:
         return None
     scale = float(net.rate.max())
     largest = max(float(amounts.sum()) for _, _, amounts in needs)
-    solver: Any = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
+    solver = highs.new_solver()
     for rate in (net.rate / scale).tolist():
         solver.addVar(0.0, rate)
     solver.addVar(0.0, highspy.kHighsInf)
@@ -71,7 +67,7 @@ def passing_weights(
             value = np.append(np.ones(len(index) - 1), -cut.share / largest)
             solver.addRow(0.0, highspy.kHighsInf, len(index), index, value)
         cuts += fresh
-        solver.run()
+        highs.run(solver)
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
         solution = np.asarray(solver.getSolution().col_value)
