@@ -1,4 +1,4 @@
-"""The ranks of one run: started together, heard, and ended together in bounded time."""
+"""The ranks of one run: started together, their output read, and ended together in bounded time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRACE_S = 5.0
 DRAIN_S = 2.0
 """Seconds for which output is still read after the last rank has ended."""
 KEPT_BYTES = 4 << 20
-"""The last so many bytes of each stream of a rank are kept."""
+"""The number of bytes that are kept of each stream of a rank, counted from its end."""
 LONGEST_LINE = 64 << 10
 TIMED_OUT = 124
 

@@ -1,4 +1,4 @@
-"""What a lab looks like: hosts, ranks, channels and their rates. This module holds plain data and builds nothing."""
+"""The layout of a lab: hosts, ranks, channels and their rates. This module holds plain data and builds nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parse_rate(text: str) -> int:
 
 
 def format_rate(bits_per_s: int) -> str:
-    """A rate the way `parse_rate` reads it.
+    """A rate in the form that `parse_rate` reads.
 
     >>> format_rate(400_000_000), format_rate(1_500_000_000)
     ('400mbit', '1.5gbit')
@@ -87,7 +87,7 @@ class LabChannel:
 
 @dataclass(frozen=True, kw_only=True)
 class LabLayout:
-    """Which rank runs on which host, and which channels join the hosts.
+    """The assignment of ranks to hosts, and the channels that join the hosts.
 
     >>> layout = LabLayout.of(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}, order="interleaved")
     >>> layout

@@ -1,4 +1,4 @@
-"""How much memory a schedule takes at each stage, and how much has to be recomputed to fit.
+"""The memory that a schedule takes at each stage, and the recomputation that is needed to fit.
 
 The paper's Table 1: per parameter 2 bytes for the weight in 16 bit and 12 for Adam (a copy, two moments, in 32 bit);
 per micro-batch in flight ``2 B S H`` bytes for a layer's input where the rest is recomputed.

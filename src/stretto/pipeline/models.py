@@ -193,7 +193,7 @@ def _layer_memory(layer: ModelLayer, what: PaperCase, samples: float) -> LayerMe
 def _fixed_bytes(layers: Sequence[ModelLayer], what: PaperCase) -> float:
     """Table 1's 14 bytes per parameter in 16 bit (2 and Adam's 12), 12 in 32 bit (4 and Adam's 8), and the gradient.
 
-    Adam's state is shared by the data-parallel devices, as Alpa does; with sharded weights so is all the rest.
+    Adam's state is sharded over the data-parallel devices, as in Alpa; with sharded weights everything is.
     """
     parameters = sum(layer.parameters for layer in layers) / what.tensor
     state = 12.0 if what.dtype_bytes == 2 else 8.0

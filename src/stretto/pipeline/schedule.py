@@ -68,7 +68,7 @@ class Schedule:
 
     @cached_property
     def has_comms(self) -> bool:
-        """Whether sends and receives are written out."""
+        """Whether the schedule has sends and receives."""
         return any(action.kind in SENDS or action.kind in RECEIVES for row in self.ranks for action in row)
 
     @cached_property

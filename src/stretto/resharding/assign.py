@@ -163,7 +163,7 @@ def depth_first(jobs: Sequence[HostTask], seed: int = 0, *, steps: int = DFS_STE
                     waiting[h] += job.us
                 free.update(before)
 
-    if count > 200:  # deeper than the interpreter goes, and hopeless anyway
+    if count > 200:  # the recursion would exceed the interpreter's limit
         return naive(jobs)
     visit(0.0)
     return timed(jobs, best_sender, best_order)

@@ -133,9 +133,9 @@ class Router:
         self.relay = relay
         """Whether devices that neither hold nor want a chunk lend it their ports."""
         self.ring = ring
-        """Whether chunks visit hosts round the circle from their sender, or those first that have the least to send."""
+        """Whether chunks visit hosts in a circle from their sender, or the hosts with the least to send first."""
         self.shares = shares
-        """Per bundle: how much of it should leave its holders by which port."""
+        """The share of each bundle that should leave by each port."""
         self.load: dict[int, float] = defaultdict(float)
         self._owed: dict[frozenset[int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
 

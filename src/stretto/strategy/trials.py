@@ -90,7 +90,7 @@ class Trials:
             raise InvalidInput(f"timeout: must be more than 0 and less than 1e7 seconds, not {timeout_s:g}")
         self.warmup, self.timed, self.timeout_s, self.folder = warmup, timed, timeout_s, folder
         self.starts = 0
-        """How often the job was started."""
+        """The number of times that the job was started."""
         self._start = start
         self._job: TrialJob | None = None
         self._place: Path | None = None

@@ -113,13 +113,15 @@ class Workload:
 
     @classmethod
     def load(cls, source: str | Path) -> Workload:
-        """A workload from ``model:variant`` (see ``stretto workload list``) or a file of any form that is read."""
+        """A workload from ``model:variant`` (see ``stretto workload list``) or from a file in one of the forms that are
+        read.
+        """
         from .files import load
 
         return load(source)
 
     def save(self, path: str | Path) -> None:
-        """Write the versioned file form (YAML, or JSON where the name ends so)."""
+        """Write the versioned file form: JSON if the name ends in ``.json``, else YAML."""
         from .files import save
 
         save(self, path)

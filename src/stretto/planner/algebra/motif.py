@@ -148,7 +148,7 @@ class Motif(Expr):
         held, bound = [len(h) for h in self.held], [len(b) for b in self.bound]
 
         def reached(sizes: list[int], begin: int) -> list[int]:
-            """For each position the sum over a window of positions that begins so far from it."""
+            """For each position the sum of `sizes` over the window that begins `begin` positions after it."""
             sums = [0]
             for size in sizes * 3:
                 sums.append(sums[-1] + size)

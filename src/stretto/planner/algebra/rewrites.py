@@ -198,7 +198,7 @@ def _stages(
     made: list[MotifStage] = []
 
     def members(leaves: Sequence[Motif]) -> Groups:
-        """The same positions of every group; one object for all stages of the same ranks."""
+        """The ranks of every group at the positions of these leaves' ranks; equal leaves give the same object."""
         ranks = tuple(map(_root_first, leaves))
         if ranks not in known:
             rows = [[place[rank] for rank in row] for row in ranks]
@@ -206,7 +206,7 @@ def _stages(
         return known[ranks]
 
     def add(batch: Sequence[Expr], before: tuple[int, ...], segment: int) -> tuple[int, ...]:
-        """Expressions of one form on different ranks, one beside the other; returns the stages that end last."""
+        """Add stages for expressions of one form on different ranks; return the stages that end last."""
         first = batch[0]
         if isinstance(first, Motif):
             leaves = [leaf for leaf in batch if isinstance(leaf, Motif)]

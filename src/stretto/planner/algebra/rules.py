@@ -210,7 +210,7 @@ class RewriteStep:
     at: Path | None = None
 
     def __call__(self, expr: Expr) -> Expr:
-        """Apply it."""
+        """Apply the step to an expression."""
         if self.at is None:
             return rewrite_all(expr, self.rule, **self.parameters)
         return apply(expr, self.rule, at=self.at, **self.parameters)

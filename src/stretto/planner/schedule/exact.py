@@ -89,9 +89,9 @@ def solve_exactly(
         return Exact(schedule=start, value_us=start.period_us, bound_us=below, status="optimal")
     model = _Model(scheduler, start, below, serial)
     status, values, bound = cp_sat.minimize(model.task(seed), limit_s=limit_s)
-    if status == "infeasible":  # nothing is better than the start, whose own steps are its period rounded up
+    if status == "infeasible":  # no plan is better than the start, whose period was rounded up to steps
         bound, values, status = float(model.upper), None, "optimal"
-    elif status == "unknown":  # out of time: what was known before stands
+    elif status == "unknown":  # out of time: the start and its bound remain
         return Exact(schedule=start, value_us=start.period_us, bound_us=below, status="feasible")
     best = start
     if values is not None:
@@ -165,7 +165,7 @@ class _Model:
         self.chosen: dict[int, list[int]] = {}
         self.starts: dict[tuple[int, int], list[int]] = {}
         first: list[list[int]] = []
-        """Per node, what waits for all that it waits for."""
+        """For each node the columns of the start times that are bound by the node's waits."""
         end: list[tuple[int, int]] = []
         for at, place, us in zip(nodes.op, nodes.place, nodes.us, strict=True):
             if place >= 0:

@@ -292,7 +292,7 @@ class Scheduler:
         order = [found.order[k] for _, k, _ in listed]
         try:
             again = self.replay(found.choice, order, [s for _, _, s in listed], serial=found.serial)
-        except Infeasible:  # tasks of no duration can change places at the cut
+        except Infeasible:  # tasks without duration may swap places at the cut
             return found
         return again if again.period_us <= found.period_us * (1 + SAME) else found
 

@@ -51,7 +51,7 @@ class ReshardAgreement:
         self._home = Home(f"rank {rank}")
         self._times: dict[str, int] = {}
         self._left: dict[str, deque[list[str]]] = {}
-        """What this rank has to remove from the store, for the last two times."""
+        """The keys that this rank has to delete from the store, of the last two gatherings of each set of ranks."""
         self._card = card(rank, executor="", rules="")
         self._said(_At(ranks=(), number=0, label="", card=self._card))
 

@@ -75,13 +75,13 @@ class ReshardGroup:
         known: Cluster | None = engine.selector.cluster
         self.cluster: Cluster = known or engine.selector.network
         self.device = {rank: rank if known else at for at, rank in enumerate(self.ranks)}
-        """The cluster's device of each rank; both are in the same order."""
+        """The cluster's device of each rank; devices rise with ranks."""
         why = engine.job.why
         if not why and engine.communicator >= engine.job.max_communicators:
             why = f"more than {engine.job.max_communicators} groups"
         self.executor: Executor | None = None if why else engine.job.executor
         self.why = why
-        """Why the executor does not move the bytes; empty where it does."""
+        """The reason why the executor does not move the bytes; empty if it does."""
 
     @classmethod
     def shared(cls, ranks: Sequence[int]) -> ReshardGroup:

@@ -91,7 +91,7 @@ class Balance:
         self._heap = [(0.0, at, 0.0) for at in range(len(servers))]
 
     def place(self, nbytes: float) -> str:
-        """The server of the next item, of so many bytes."""
+        """The server of the next item, which has `nbytes` bytes."""
         _, at, load = heapq.heappop(self._heap)
         load += nbytes
         heapq.heappush(self._heap, (load / self._rates[at], at, load))

@@ -58,7 +58,7 @@ class Depot:
         self._communicator = communicator
         self._elements = sum(piece.part.elements for piece in pieces)
         self._head = 1 + len(pieces)
-        """Before gradients stands what a message is, and for each region whether there is a gradient of it."""
+        """The length of a message's head: its kind, and for each region a flag whether it has a gradient."""
         self._dtype = CASTS.get(sync.encoding[0], first.dtype)
         self._answer = torch.empty(self._elements, dtype=first.dtype)
         self._sending: list[tuple[Any, torch.Tensor]] = []

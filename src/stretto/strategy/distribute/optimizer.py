@@ -54,7 +54,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._follows: Any = None
         self._held: dict[tuple[str, VariableRegion], torch.Tensor] = {}
         self._places: dict[tuple[str, VariableRegion], int] = {}
-        """Where the parameter was in memory when a held region became a view of it."""
+        """The address of the parameter's memory when a held region became a view of it."""
         self._copied: list[tuple[str, VariableRegion]] = []
         """The held regions that are copies of their parameters."""
         known = {id(p) for group in users.param_groups for p in group["params"]}
@@ -324,7 +324,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             depot.close()
         self._sync.close()
         for parameter in self._parameters.values():
-            parameter.grad = None  # they may be views of buffers that go with this
+            parameter.grad = None  # gradients may be views of buffers that are freed here
         self._groups.close()
 
 

@@ -140,7 +140,7 @@ class Session(StepCounter):
         if self._rank == 0:
             path = self.result / f"{self._number}.json"
             while not path.exists():
-                if not self.result.is_dir():  # whoever asked is gone
+                if not self.result.is_dir():  # the search has removed its folder
                     break
                 time.sleep(POLL_S)
             asked = [read_request(path) if path.exists() else TrialRequest()]

@@ -98,7 +98,7 @@ RESNET_BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
 
 
 def resnet_blocks(depth: str) -> list[LayerBlock]:
-    """Stem, bottleneck blocks (stride in the 3 x 3 convolution) and classifier, for 224 x 224 pixels."""
+    """The blocks: stem, bottleneck blocks (stride in the 3 x 3 convolution) and classifier, for 224 x 224 pixels."""
     blocks = [LayerBlock(name="stem", layers=(conv(3, 64, 7, 112, stride=2),))]
     inputs, side = 64, 56
     for stage, count in enumerate(RESNET_BLOCKS[depth]):
@@ -148,7 +148,7 @@ STEM_WIDTH = 32
 
 
 def regnetz_blocks(variant: str) -> list[LayerBlock]:
-    """Stem, inverted bottlenecks with squeeze-and-excitation, and classifier."""
+    """The blocks: stem, inverted bottlenecks with squeeze-and-excitation, and classifier."""
     model = REGNETZ[variant]
     side = model.side // 2
     blocks = [LayerBlock(name="stem", layers=(conv(3, STEM_WIDTH, 3, side, stride=2),))]

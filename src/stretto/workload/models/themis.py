@@ -177,7 +177,7 @@ def gnmt_layers() -> list[ThemisLayer]:
         return ThemisLayer(name=name, params=params + embedding, flops=2.0 * params * GNMT_WORDS)
 
     table = GNMT_VOCABULARY * GNMT_WIDTH
-    head = table + 2 * GNMT_WIDTH**2  # the attention's projections are small beside it
+    head = table + 2 * GNMT_WIDTH**2  # the projections of the attention are small compared with the table
     return [
         lstm("encoder0", GNMT_WIDTH, 2, embedding=2 * table),
         lstm("encoder1", 2 * GNMT_WIDTH),

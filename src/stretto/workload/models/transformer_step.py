@@ -167,12 +167,12 @@ class StageLayers:
             optimizer_bytes=ADAM_BYTES,
             dtype="fp16",
             micro_batches=shape.micro_batches,
-            # The output layer uses the matrix of the embedding, so FSDP's outermost unit is never given up between.
+            # The output layer uses the embedding's matrix, so that unit stays gathered between forward and backward.
             resident=[0] if params[0] else [],
         )
 
     def forward(self, micro: int) -> None:
-        """One forward pass of a micro-batch, and the result sent on."""
+        """Add one forward pass of a micro-batch, and the send of its result."""
         after = [] if self.first else [self._name("send-fwd", self.at - 1, micro, "s")]
         if self.first:
             after = self._enter("forward", 0, micro)
@@ -190,7 +190,7 @@ class StageLayers:
             self._send("send-fwd", self.at, self.at + 1, micro, after, "forward")
 
     def backward(self, micro: int) -> None:
-        """One backward pass of a micro-batch, and the gradient sent back."""
+        """Add one backward pass of a micro-batch, and the send of its gradient."""
         if self.last:
             after = self._head(micro, [self._name("fwd-head", None, micro)], "backward")
         else:
