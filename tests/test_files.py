@@ -80,8 +80,8 @@ def test_first_messages_of_a_type_may_come_in_many_threads_at_once() -> None:
     code = """if True:
         import os, sys, threading
         from stretto.control.messages import PLAIN, RankState, decode, encode
-        from stretto.runtime.enforcer.report import MotifReport, Report
-        report = Report(motifs=(MotifReport(op="a", motif=0, duration_us=1.0, wait_us=1.0),))
+        from stretto.runtime.enforcer.report import EnforcerReport, MotifReport
+        report = EnforcerReport(motifs=(MotifReport(op="a", motif=0, duration_us=1.0, wait_us=1.0),))
         sent = encode(RankState(
             job="j", epoch=1, rank=0, size=2, beat=1, digest="", ballot=None, committed=PLAIN, active=PLAIN, barred=0,
             report=report,
