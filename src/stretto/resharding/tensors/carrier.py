@@ -85,7 +85,7 @@ class ReshardGroup:
 
     @classmethod
     def shared(cls, ranks: Sequence[int]) -> ReshardGroup:
-        """The carrier of these ranks, made when it is first needed; all of these ranks call this together."""
+        """The group of these ranks, made when it is first needed; all of these ranks call this together."""
         agreement()
         key = tuple(ranks)
         if key not in Current.carriers:
@@ -98,7 +98,7 @@ class ReshardGroup:
         return self.device[self.rank]
 
     def load(self, program: Lowered) -> LoadedProgram:
-        """Load a program of all ranks of this carrier into the executor."""
+        """Load a program of all ranks of this group into the executor."""
         assert self.executor is not None
         engine = self.group.engine
         ranks = [engine.job.rank_of[r] for r in engine.selector.devices]

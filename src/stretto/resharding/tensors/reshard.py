@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_PLANS = 64
 _plans: OrderedDict[str, tuple[Any, Transfer]] = OrderedDict()
-"""Carrier and transfer of each agreed pair of layouts; the most recently used is last."""
+"""Group and transfer of each agreed pair of layouts; the most recently used is last."""
 
 
 class Resharding:

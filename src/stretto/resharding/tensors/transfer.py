@@ -64,7 +64,7 @@ class _Round:
 class Transfer:
     """The transfer of all tensors together, with one plan for each round.
 
-    All ranks of the carrier construct it with the same moves. `staging_bytes` limits the memory for packed tensors on
+    All ranks of the group construct it with the same moves. `staging_bytes` limits the memory for packed tensors on
     every rank; with `keep` that memory stays allocated.
     """
 
@@ -112,7 +112,7 @@ class Transfer:
         return max((each.in_bytes + each.out_bytes for each in self.rounds), default=0)
 
     def run(self, sources: Tensors, targets: Tensors, check: Check = lambda: None) -> None:
-        """Move `sources` into `targets`; all ranks of the carrier call this.
+        """Move `sources` into `targets`; all ranks of the group call this.
 
         Args:
             sources: this rank's local part of each tensor; None where it has none.
@@ -132,7 +132,7 @@ class Transfer:
             dst.of(targets).copy_(src.of(sources))
 
     def start(self, number: int, sources: Tensors, targets: Tensors) -> Callable[[Check], None]:
-        """Begin one round; all ranks of the carrier call this.
+        """Begin one round; all ranks of the group call this.
 
         Args:
             number: number of the round.
