@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,41 @@ def test_core_imports_without_torch_and_without_the_plotting_stack() -> None:
     code = "import stretto, sys; print([m for m in ('torch', 'plotly', 'perfetto', 'highspy') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_importing_the_package_loads_none_of_its_rooms() -> None:
+    code = "import stretto, sys; print([m for m in sys.modules if m.startswith('stretto.')], 'numpy' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["[]", "False"]
+
+
+def test_every_name_of_the_package_can_be_loaded() -> None:
+    assert all(getattr(stretto, name) is not None for name in stretto.__all__)
+    assert set(stretto.__all__) <= set(dir(stretto))
+    assert not hasattr(stretto, "no_such_name")
+
+
+def test_a_public_class_name_has_one_meaning() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert {name for name, files in homes.items() if len(files) > 1} <= {"Current"}
+
+
+BRITISH = re.compile(
+    r"(synchronis|synthesise|utilis|optimis|minimis|maximis|normalis|serialis|localis|initialis|quantis|randomis|summaris"
+    r"|recognis|organis|parallelis|colour|neighbour|centre|behaviour|favour|travell|analyse(?!r))",
+    re.IGNORECASE,
+)
+
+
+def test_identifiers_are_spelled_as_in_the_us() -> None:
+    found = set()
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = (getattr(node, field, None) for field in ("id", "attr", "arg", "name"))
+            found |= {(name, path.name) for name in names if isinstance(name, str) and BRITISH.search(name)}
+    # A baseline's name in files, and a function of the C++ module.
+    assert {name for name, _ in found} <= {"hand_optimised", "colour_edges"}, found
