@@ -22,6 +22,7 @@ from ..errors import InvalidInput, StrettoError
 from ..runtime.capture.tape import VARYING
 from ..runtime.torch_backend.current import SERVES, Current
 from ..runtime.torch_backend.own_backend import OwnBackend, on_ours
+from ..runtime.torch_backend.patches import DDP_FORWARD, DESTROY_PROCESS_GROUP, INIT_PROCESS_GROUP, apply
 from ..units import format_us
 from .agent import Agent, exchange_over
 from .aside import IterationRollCall, SideGroup
@@ -56,28 +57,34 @@ ASKED_FOR_OURS = "the job asked for the backend stretto itself"
 
 def arm(c10d: Any) -> None:
     """Stand in front of `init_process_group` and `destroy_process_group` of `torch.distributed.distributed_c10d`."""
-    init, destroy = c10d.init_process_group, c10d.destroy_process_group
 
-    @functools.wraps(init)
-    def init_process_group(backend: str | None = None, *args: Any, **more: Any) -> Any:
-        chosen = _backend(backend)
-        done = init(chosen, *args, **more)
-        if chosen == OURS:
-            _guarded(Autopilot.begin)
-        return done
+    def begins(init: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(init)
+        def init_process_group(backend: str | None = None, *args: Any, **more: Any) -> Any:
+            chosen = _backend(backend)
+            done = init(chosen, *args, **more)
+            if chosen == OURS:
+                _guarded(Autopilot.begin)
+            return done
 
-    @functools.wraps(destroy)
-    def destroy_process_group(group: Any = None) -> Any:
-        pilot = Autopilot.current
-        if pilot is not None and (group is None or group is c10d.GroupMember.WORLD):
-            _guarded(pilot.end)
-            try:
-                return destroy(group)
-            finally:
-                OwnBackend.stand_in("")
-        return destroy(group)
+        return init_process_group
 
-    c10d.init_process_group, c10d.destroy_process_group = init_process_group, destroy_process_group
+    def ends(destroy: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(destroy)
+        def destroy_process_group(group: Any = None) -> Any:
+            pilot = Autopilot.current
+            if pilot is not None and (group is None or group is c10d.GroupMember.WORLD):
+                _guarded(pilot.end)
+                try:
+                    return destroy(group)
+                finally:
+                    OwnBackend.stand_in("")
+            return destroy(group)
+
+        return destroy_process_group
+
+    apply(INIT_PROCESS_GROUP, begins)
+    apply(DESTROY_PROCESS_GROUP, ends)
 
 
 def _backend(backend: str | None) -> str | None:
@@ -141,7 +148,7 @@ class Autopilot:
         """Whether optimizers, or the script, tell where iterations end; else calls of models do."""
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._forwards = 0
-        self._unwatch = self._watch_forward()
+        self._unwatch = apply(DDP_FORWARD, self._watched_forward)
         Current.pilot = self._said
 
     @classmethod
@@ -196,12 +203,8 @@ class Autopilot:
         self._told = True
         self._moment(USER)
 
-    def _watch_forward(self) -> Callable[[], None]:
+    def _watched_forward(self, usual: Callable[..., Any]) -> Callable[..., Any]:
         """For training without an optimizer of PyTorch's: each call of a data-parallel model begins an iteration."""
-        from torch.nn.parallel import DistributedDataParallel
-
-        kind: Any = DistributedDataParallel
-        usual = kind.forward
 
         @functools.wraps(usual)
         def forward(model: Any, *inputs: Any, **more: Any) -> Any:
@@ -209,8 +212,7 @@ class Autopilot:
                 self._forwarded(model)
             return usual(model, *inputs, **more)
 
-        kind.forward = forward
-        return lambda: setattr(kind, "forward", usual)
+        return forward
 
     def _forwarded(self, model: object) -> None:
         self._forwards += 1

@@ -96,26 +96,24 @@ def _agree(schedule: Schedule, group: Any, error: str) -> None:
 
 
 def _blocking_runtime() -> Any:
-    from unittest import mock
-
-    from torch.distributed.pipelining import schedules
-
+    from ..runtime.torch_backend.patches import BATCH_P2P, applied
     from ..runtime.torch_backend.torch_versions import pipeline_runtime
 
-    issue = schedules._batch_p2p
     usual = pipeline_runtime()
 
-    def and_wait(ops: Any, desc: str | None = None) -> Any:
-        works = issue(ops, desc)
-        for work in works:
-            work.wait()
-        return []
+    def waiting(issue: Callable[..., Any]) -> Callable[..., Any]:
+        def and_wait(ops: Any, desc: str | None = None) -> Any:
+            for work in issue(ops, desc):
+                work.wait()
+            return []
+
+        return and_wait
 
     class BlockingRuntime(usual):  # type: ignore[misc, valid-type]
         """Waits for every transfer where it is issued."""
 
         def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
-            with mock.patch.object(schedules, "_batch_p2p", and_wait):
+            with applied(BATCH_P2P, waiting):
                 super()._step_microbatches(*args, **kwargs)
 
     return BlockingRuntime

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -23,6 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..torch_backend.patches import (
+    FUTURE_THEN,
+    FUTURE_WAIT,
+    RUN_BACKWARD,
+    apply,
+    apply_kernels,
+    ignore_warning,
+    set_switch_interval,
+)
 from ..torch_backend.watch import SubmittedCall, Watch
 from .tape import FIRST_PHASE, CallShape, RecordedCall, RecordedIteration, ThreadStep, TimedStep
 
@@ -139,37 +147,17 @@ class Hooks:
     def install(self) -> None:
         """Put the hooks in place."""
         if not self._only_ours:
-            library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-            self._undo.append(library._destroy)
-            for name in (*KINDS, NO_SOURCE):
-                library.impl(name, self._kernel(name), "BackendSelect")  # type: ignore[no-untyped-call]
+            self._undo.append(apply_kernels({name: self._kernel(name) for name in (*KINDS, NO_SOURCE)}))
         Watch.current = self
         self._undo.append(lambda: setattr(Watch, "current", None))
         self._undo.append(register_module_forward_pre_hook(self._forward).remove)
-        # A compiled module would warn its user of hooks that may be called twice; to ours that makes no difference.
-        filters: Any = warnings.filters
-        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
-        mine = filters[0]
-        self._undo.append(lambda: filters.remove(mine) if mine in filters else None)
-        run = torch.autograd.graph._engine_run_backward
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
-            self.enter(BACKWARD)
-            try:
-                return run(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if not self._depth:
-                    self.enter(OPTIMIZER)
-
-        for module in (torch.autograd, torch.autograd.graph):
-            self._patch(module, "_engine_run_backward", run_backward)
-        self._watch_futures()
-        # A finished op is noted by a thread of the library, which has to get the interpreter's lock for it.
-        interval_s = sys.getswitchinterval()
-        self._undo.append(lambda: sys.setswitchinterval(interval_s))
-        sys.setswitchinterval(1e-4)
+        self._undo += [
+            ignore_warning("Using `torch.compile.module.` when there are global hooks"),
+            apply(RUN_BACKWARD, self._watched_backward),
+            apply(FUTURE_WAIT, self._watched_wait),
+            apply(FUTURE_THEN, self._watched_then),
+            set_switch_interval(1e-4),
+        ]
         self.active = True
 
     def remove(self) -> None:
@@ -249,14 +237,20 @@ class Hooks:
         left_us = iteration.marks[at].leave_us
         iteration.marks.insert(at + 1, TimedStep(step=step, enter_us=left_us, leave_us=left_us))
 
-    def _patch(self, owner: Any, name: str, new: Any) -> None:
-        old = getattr(owner, name)
-        setattr(owner, name, new)
-        self._undo.append(lambda: setattr(owner, name, old))
+    def _watched_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            self.enter(BACKWARD)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.enter(OPTIMIZER)
 
-    def _watch_futures(self) -> None:
-        wait, then = torch._C.Future.wait, torch._C.Future.then
+        return run_backward
 
+    def _watched_wait(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def watched_wait(future: Any) -> Any:
             entered_us = now_us()
             value = wait(future)
@@ -264,14 +258,16 @@ class Hooks:
                 self.waited(self._futures[id(future)][1], entered_us, now_us())
             return value
 
+        return watched_wait
+
+    def _watched_then(self, then: Callable[..., Any]) -> Callable[..., Any]:
         def watched_then(future: Any, callback: Any) -> Any:
             child = then(future, callback)
             if id(future) in self._futures:
                 self._futures[id(child)] = (child, self._futures[id(future)][1])
             return child
 
-        self._patch(torch._C.Future, "wait", watched_wait)
-        self._patch(torch._C.Future, "then", watched_then)
+        return watched_then
 
     def _forward(self, module: object, args: object) -> None:
         if not self._depth:
