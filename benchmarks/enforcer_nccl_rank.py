@@ -29,7 +29,7 @@ from stretto.control.refine import RefinedCosts
 from stretto.lab import Lab
 from stretto.planner.api import planned
 from stretto.planner.costs.costs import simulated_costs
-from stretto.runtime.torch_backend.watch import SubmittedCall, Watch
+from stretto.runtime.torch_backend.watch import WATCH, SubmittedCall
 from stretto.workload import Dep, Op
 
 WARM = 3
@@ -116,11 +116,11 @@ def observed(trained: Trained) -> Workload:
     """
     seen = Seen()
     begin = seen.mark()
-    Watch.current = seen
+    WATCH.current = seen
     try:
         trained.step()
     finally:
-        Watch.current = None
+        WATCH.current = None
     torch.cuda.synchronize()
     ops: list[Op] = []
     before = begin

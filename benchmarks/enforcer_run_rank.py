@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.runtime.torch_backend.current import Current
-from stretto.runtime.torch_backend.own_backend import OwnBackend
+from stretto.runtime.torch_backend.current import CURRENT
+from stretto.runtime.torch_backend.own_backend import OWN_BACKEND
 
 WIDTH, LAYERS, BATCH = 256, 5, 16
 LOOK_EVERY = 10
@@ -68,7 +68,7 @@ def on_one_rank(size: int, steps: int) -> list[list[float]]:
 
 
 def number_of_plan() -> int:
-    enforcer: Any = Current.enforcer
+    enforcer: Any = CURRENT.enforcer
     return enforcer.report().number if enforcer is not None else 0
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     stop = torch.zeros(1)
     while not stop.item():
         plans.append(number_of_plan())
-        own.append(OwnBackend.runs)
+        own.append(OWN_BACKEND.runs)
         begin = time.perf_counter()
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(parallel(inputs), wanted)
@@ -99,7 +99,7 @@ def main() -> None:
         optimizer.step()
         times.append((time.perf_counter() - begin) * 1e6)
         losses.append(float(loss.detach()))
-        if offset < 0 and Current.enforcer is not None:
+        if offset < 0 and CURRENT.enforcer is not None:
             # The enforcer counts iterations from here on.
             offset = len(times)
         if len(times) % LOOK_EVERY == 0:

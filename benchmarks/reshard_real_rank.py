@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import stretto
 from stretto.resharding import Layout, Mesh, Spec, Tensor, UnitTask, decompose
 from stretto.resharding.tensors.describe import dtype_of
-from stretto.resharding.tensors.reshard import _plans
+from stretto.resharding.tensors.reshard import _TRANSFERS
 from stretto.resharding.tensors.transfer import Transfer
 
 Side = tuple[tuple[int, ...], list[int], str]
@@ -184,7 +184,7 @@ def tensor_case(name: str, shape: tuple[int, ...], src: Side, dst: Side, times: 
     }
 
     def facts() -> dict[str, Any]:
-        return known(next(reversed(_plans.values()))[1]) if me == 0 else {}
+        return known(next(reversed(_TRANSFERS.by_layouts.values()))[1]) if me == 0 else {}
 
     report(name, systems, lambda s: not inside or torch.equal(result[s] if s == "stretto" else got[s], want), times,
            facts)  # fmt: skip

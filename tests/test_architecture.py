@@ -15,7 +15,7 @@ ROOT = Path(stretto.__file__).parent
 # A layer may import itself and the layers before it; rooms of one line do not import each other. A dotted name
 # is a room inside another one, with a place of its own.
 LAYERS = [
-    {"errors", "_native"},
+    {"errors", "process_state", "_native"},
     {"field_errors"},
     {"units", "files", "highs"},
     {"cluster", "collectives"},

@@ -23,13 +23,27 @@ import yaml
 
 from .errors import InvalidInput
 from .field_errors import explain
+from .process_state import STATE, ProcessPart
 
 MAX_BYTES = 64 << 20
 MAX_XML_ELEMENTS = 4_000_000
 MAX_DEPTH = 100
 T = TypeVar("T")
-_ANALYZED: set[Any] = set()
-_ANALYZING = threading.Lock()
+
+
+class AnalyzedTypes(ProcessPart):
+    """Types that msgspec has analyzed."""
+
+    def __init__(self) -> None:
+        self.analyzed: set[Any] = set()
+        self.lock = threading.Lock()
+
+    def after_fork(self) -> None:
+        """A thread of the parent may have held the lock."""
+        self.lock = threading.Lock()
+
+
+_TYPES = STATE.part(AnalyzedTypes)
 
 
 def usable_path(path: str | Path) -> Path:
@@ -62,10 +76,10 @@ def typed(kind: type[T]) -> type[T]:
     msgspec analyzes a type when it is first used, and lets other threads see the unfinished result: two first messages
     at the same moment end the process with SIGSEGV. Here one thread at a time finishes the analysis of the whole type.
     """
-    if kind not in _ANALYZED:
-        with _ANALYZING:
+    if kind not in _TYPES.analyzed:
+        with _TYPES.lock:
             msgspec.msgpack.Decoder(kind)
-            _ANALYZED.add(kind)
+            _TYPES.analyzed.add(kind)
     return kind
 
 

@@ -18,9 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InvalidInput
+from .process_state import STATE, ProcessPart
 
 NAME, OTHER_NAME = b"libhighs.so.1", b"libstrhs.so.1"
-_lock = threading.Lock()
+
+
+class Loading(ProcessPart):
+    """One thread at a time loads the library."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def after_fork(self) -> None:
+        """A thread of the parent may have held the lock."""
+        self.lock = threading.Lock()
+
+
+_LOADING = STATE.part(Loading)
 
 
 def highspy() -> Any:
@@ -29,7 +43,7 @@ def highspy() -> Any:
     Raises:
         InvalidInput: highspy is not installed, or cannot be loaded beside a library that is loaded already.
     """
-    with _lock:
+    with _LOADING.lock:
         try:
             if "highspy" not in sys.modules and find_spec("ortools") is not None:
                 _import_renamed()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.runtime.torch_backend.current import Current
+from stretto.runtime.torch_backend.current import CURRENT
 
 RANKS = 2
 WIDTH = 16
@@ -102,7 +102,7 @@ class UntilPlanned:
 
     def __call__(self, step: int) -> bool:
         """Whether there is an iteration of this number."""
-        report = Current.enforcer.report() if Current.enforcer is not None else None  # type: ignore[attr-defined]
+        report = CURRENT.enforcer.report() if CURRENT.enforcer is not None else None  # type: ignore[attr-defined]
         self.planned += bool(report is not None and report.number and report.motifs)
         if not self.planned:
             time.sleep(PAUSE_S)

@@ -13,14 +13,14 @@ import pytest
 from stretto.control import compare
 from stretto.control.aside import LEAD, MOST_STEPS, NOTES, IterationRollCall, _check
 from stretto.control.compare import MOST, MOST_ROUNDS, SETTLE, Comparison, faster
-from stretto.runtime.torch_backend.own_backend import OwnBackend
+from stretto.runtime.torch_backend.own_backend import OWN_BACKEND
 
 
 @pytest.fixture(autouse=True)
 def stands_in() -> Iterator[None]:
-    OwnBackend.stand_in("gloo")
+    OWN_BACKEND.stand_in("gloo")
     yield
-    OwnBackend.stand_in("")
+    OWN_BACKEND.stand_in("")
 
 
 class Clock:
@@ -55,8 +55,8 @@ def drive(ranks: Any, times_us: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[C
     comparison = Comparison(ranks, list)
     ran = []
     for _ in range(1000):
-        ran.append(OwnBackend.runs)
-        clock.now_s += times_us(OwnBackend.runs) * 1e-6
+        ran.append(OWN_BACKEND.runs)
+        clock.now_s += times_us(OWN_BACKEND.runs) * 1e-6
         if comparison.iteration():
             return comparison, ran
     raise AssertionError("it does not end")
@@ -92,7 +92,7 @@ def test_ours_runs_on_only_where_it_is_faster_for_sure(
 ) -> None:
     noise = random.Random(1)
     drive(Ranks(), lambda own: (own_us if own else ours_us) * noise.uniform(0.95, 1.3), monkeypatch)
-    assert OwnBackend.runs == (ours_us != 500)
+    assert OWN_BACKEND.runs == (ours_us != 500)
 
 
 def test_load_that_comes_and_goes_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_load_that_comes_and_goes_does_not_decide(monkeypatch: pytest.MonkeyPatc
         return (1000 if own else 800) * (5 if at % 7 == 0 else 1)
 
     comparison, _ = drive(Ranks(), times_us, monkeypatch)
-    assert not OwnBackend.runs
+    assert not OWN_BACKEND.runs
     assert comparison.own is not None and comparison.own.median_us == 1000
 
 
@@ -113,9 +113,9 @@ def test_who_runs_calls_changes_only_where_all_ranks_are_at_the_same_call(monkey
     comparison, ran = drive(late, lambda own: 1000.0, monkeypatch)
     assert comparison.settled and not late.answers
     never = Ranks([False] * 100)
-    OwnBackend.runs = True
+    OWN_BACKEND.runs = True
     comparison, ran = drive(never, lambda own: 1000.0, monkeypatch)
-    assert all(ran) and OwnBackend.runs and not comparison.settled
+    assert all(ran) and OWN_BACKEND.runs and not comparison.settled
     assert comparison.own is not None and comparison.ours is None
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.runtime.torch_backend.current import Current
-from stretto.runtime.torch_backend.own_backend import OwnBackend
+from stretto.runtime.torch_backend.current import CURRENT
+from stretto.runtime.torch_backend.own_backend import OWN_BACKEND
 
 RANKS = 2
 GRAIN = 1 << 10
@@ -43,8 +43,8 @@ def train(folder: Path, steps: int) -> tuple[list[float], list[tuple[bool, int, 
     stop = torch.zeros(1)
     begin = time.monotonic()
     while not stop.item() and (not steps or len(losses) < steps):
-        enforcer: Any = Current.enforcer
-        ran.append((OwnBackend.runs, *(number_and_side(enforcer) if enforcer is not None else (0, ""))))
+        enforcer: Any = CURRENT.enforcer
+        ran.append((OWN_BACKEND.runs, *(number_and_side(enforcer) if enforcer is not None else (0, ""))))
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * len(losses) + dist.get_rank()))
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(parallel(inputs), inputs.sum(1, keepdim=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stretto.runtime.torch_backend.watch import SubmittedCall, Watch
+from stretto.runtime.torch_backend.watch import WATCH, SubmittedCall
 from stretto.workload import Dep, Op, Workload
 
 
@@ -26,11 +26,11 @@ class Seen:
 def watched(step: Callable[[], float]) -> tuple[Workload, float]:
     """One iteration: what it communicates, all of it waited for at the end, and what the step returns."""
     seen = Seen()
-    Watch.current = seen
+    WATCH.current = seen
     try:
         result = step()
     finally:
-        Watch.current = None
+        WATCH.current = None
     names = [f"{call.op}.{number}" for number, call in enumerate(seen.calls)]
     ops = [Op(name="work", duration_us=100.0)]
     given = (Dep(op="work", why="submit"),)

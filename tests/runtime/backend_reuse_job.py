@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d as c10d
 
 import stretto.torch
 from stretto.runtime.torch_backend.backend import StrettoGroup
-from stretto.runtime.torch_backend.engine import Job
+from stretto.runtime.torch_backend.engine import CURRENT_JOB
 
 TIMES = 3
 
@@ -32,8 +32,8 @@ def tried(ranks: list[int], rank: int) -> list[Any]:
     if rank in ranks:
         dist.barrier(group=group)
         dist.destroy_process_group(group)
-    assert choice is not None and Job.current is not None
-    return [float(x[0]), choice.backend, Job.current.next]
+    assert choice is not None and CURRENT_JOB.job is not None
+    return [float(x[0]), choice.backend, CURRENT_JOB.job.next]
 
 
 def same_ranks(rank: int) -> list[list[Any]]:

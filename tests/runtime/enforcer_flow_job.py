@@ -19,7 +19,7 @@ import stretto.torch
 from stretto.errors import StrettoError
 from stretto.runtime.enforcer.carrier import SLOTS
 from stretto.runtime.enforcer.enforcer import Enforcer
-from stretto.runtime.torch_backend.current import Current
+from stretto.runtime.torch_backend.current import CURRENT
 from stretto.workload import Dep, Op, Workload
 
 CLUSTER = cluster_of(1)
@@ -212,8 +212,8 @@ def _surprised(how: str, strange: Callable[[int], str], plan: Any = BESIDE) -> A
     seen: list[int] = []
 
     def step(number: int) -> list[int]:
-        assert isinstance(Current.enforcer, Enforcer)
-        seen.append(Current.enforcer.report().number)
+        assert isinstance(CURRENT.enforcer, Enforcer)
+        seen.append(CURRENT.enforcer.report().number)
         return model.step(number)
 
     got, enforcer = enforced(TWO, plan, step, 8, cluster=CLUSTER)

@@ -60,15 +60,13 @@ def replaced(text: str) -> list[str]:
             if chain(node.value).partition(".")[0] in known:
                 found.append(f"{node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.Call):
-            called = chain(node.func)
-            first = chain(node.args[0]).partition(".")[0] if node.args else ""
-            text_of_first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
-            if called in SETTERS and first in known or called.endswith("mock.patch") and "torch" in str(text_of_first):
+            called, first = chain(node.func), chain(node.args[0]).partition(".")[0] if node.args else ""
+            sets = called in SETTERS and first in known
+            changes = called in SETTINGS and id(node) not in guarded
+            named = [str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)]
+            patches_text = called.endswith("mock.patch") and any("torch" in name for name in named)
+            if sets or changes or patches_text or (called.endswith("Library") and "IMPL" in named):
                 found.append(f"{node.lineno}: {ast.unparse(node)}")
-            elif called in SETTINGS and id(node) not in guarded:
-                found.append(f"{node.lineno}: {called}")
-            elif called.endswith("Library") and any(getattr(a, "value", "") == "IMPL" for a in node.args):
-                found.append(f"{node.lineno}: {called}")
     return found
 
 

@@ -19,9 +19,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput, StrettoError
+from ..process_state import STATE, ProcessPart
 from ..runtime.capture.tape import VARYING
-from ..runtime.torch_backend.current import SERVES, Current
-from ..runtime.torch_backend.own_backend import OwnBackend, on_ours
+from ..runtime.torch_backend.current import CURRENT, SERVES
+from ..runtime.torch_backend.own_backend import OWN_BACKEND, on_ours
 from ..runtime.torch_backend.patches import DDP_FORWARD, DESTROY_PROCESS_GROUP, INIT_PROCESS_GROUP, apply
 from ..units import format_us
 from .agent import Agent, exchange_over
@@ -72,13 +73,14 @@ def arm(c10d: Any) -> None:
     def ends(destroy: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(destroy)
         def destroy_process_group(group: Any = None) -> Any:
-            pilot = Autopilot.current
+            pilot = PILOT.current
             if pilot is not None and (group is None or group is c10d.GroupMember.WORLD):
                 _guarded(pilot.end)
                 try:
                     return destroy(group)
                 finally:
-                    OwnBackend.stand_in("")
+                    # Also where a group could not be shut down.
+                    STATE.job_ended()
             return destroy(group)
 
         return destroy_process_group
@@ -100,9 +102,9 @@ def _backend(backend: str | None) -> str | None:
             _say(f"left as it is: {error}")
             return backend
         register()
-        OwnBackend.stand_in(GLOO)
+        OWN_BACKEND.stand_in(GLOO)
         return OURS
-    OwnBackend.stand_in("")
+    OWN_BACKEND.stand_in("")
     if wanted != OURS:
         _say(f"the backend {backend or 'for accelerators'} is left as it is")
     return backend
@@ -110,8 +112,6 @@ def _backend(backend: str | None) -> str | None:
 
 class Autopilot:
     """One rank's: from the first process group until it is destroyed, or the process ends."""
-
-    current: Autopilot | None = None
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -149,23 +149,23 @@ class Autopilot:
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._forwards = 0
         self._unwatch = apply(DDP_FORWARD, self._watched_forward)
-        Current.pilot = self._said
+        CURRENT.pilot = self._said
 
     @classmethod
     def begin(cls) -> None:
         """For the process group that there is now."""
         import torch.distributed as dist
 
-        if cls.current is None and dist.get_world_size() > 1:
-            cls.current = cls()
-            atexit.register(_guarded, cls.current.end)
+        if PILOT.current is None and dist.get_world_size() > 1:
+            PILOT.current = cls()
+            atexit.register(_guarded, PILOT.current.end)
 
     def end(self) -> None:
         """Before the process group goes: leave nothing under way, tell the controller."""
-        if Autopilot.current is not self or os.getpid() != self._pid:
+        if PILOT.current is not self or os.getpid() != self._pid:
             # A forked child (a loader of data) has nothing of this but the memory.
             return
-        Autopilot.current = None
+        PILOT.current = None
         self._let_go()
         if self._comparison is not None and self._agent is not None:
             # What was measured so far counts.
@@ -182,7 +182,7 @@ class Autopilot:
         """Watch nothing any more."""
         self._hook.remove()
         self._unwatch()
-        Current.pilot = None
+        CURRENT.pilot = None
         if self._look is not None:
             self._look.end()
             self._look = None
@@ -221,7 +221,7 @@ class Autopilot:
 
     def _moment(self, key: Hashable) -> None:
         """An iteration may end here."""
-        if Autopilot.current is not self or os.getpid() != self._pid:
+        if PILOT.current is not self or os.getpid() != self._pid:
             return
         try:
             if self._look is not None:
@@ -263,8 +263,8 @@ class Autopilot:
 
     def _iteration(self) -> None:
         self._steps += 1
-        if Current.enforcer is not None:
-            Current.enforcer.step()
+        if CURRENT.enforcer is not None:
+            CURRENT.enforcer.step()
         if self._comparison is not None:
             if self._comparison.iteration():
                 self._compared()
@@ -346,23 +346,23 @@ class Autopilot:
         return agent
 
     def _engines(self) -> list[Engine]:
-        from ..runtime.torch_backend.engine import Job
+        from ..runtime.torch_backend.engine import CURRENT_JOB
 
-        return Job.current.engines if Job.current is not None else []
+        return CURRENT_JOB.job.engines if CURRENT_JOB.job is not None else []
 
     def _compare(self) -> None:
         """Measure the job on its own backend and on ours, in turns; where it asked for ours there is nothing to."""
-        from ..runtime.torch_backend.engine import Job
+        from ..runtime.torch_backend.engine import CURRENT_JOB
 
         assert self._agent is not None and self._workload is not None and self._cluster is not None
-        if not OwnBackend.asked:
+        if not OWN_BACKEND.asked:
             self._agent.compared(no_own=ASKED_FOR_OURS)
-        elif Job.current is None or Job.current.executor is None:
-            why = Job.current.why if Job.current is not None else "the job has ended"
-            self._agent.compared(own_name=OwnBackend.asked, on_own=True, no_own=f"there is no executor: {why}")
+        elif CURRENT_JOB.job is None or CURRENT_JOB.job.executor is None:
+            why = CURRENT_JOB.job.why if CURRENT_JOB.job is not None else "the job has ended"
+            self._agent.compared(own_name=OWN_BACKEND.asked, on_own=True, no_own=f"there is no executor: {why}")
         else:
             # Nobody but the application calls anything while it is measured.
-            Current.enforcer = None
+            CURRENT.enforcer = None
             self._comparison = Comparison(self._aside, self._engines)
             return
         self._agent.captured(self._workload, self._cluster, self._motif_us)
@@ -377,18 +377,18 @@ class Autopilot:
         self._stop_comparing(comparison, "iterations end at different calls on different ranks")
         own, ours = comparison.own, comparison.ours
         if own is not None and ours is not None:
-            each = f"{OwnBackend.asked} {format_us(own.median_us)}, ours {format_us(ours.median_us)} per iteration"
-            runs = OwnBackend.asked if OwnBackend.runs else "ours"
+            each = f"{OWN_BACKEND.asked} {format_us(own.median_us)}, ours {format_us(ours.median_us)} per iteration"
+            runs = OWN_BACKEND.asked if OWN_BACKEND.runs else "ours"
             self._say(f"measured in turns: {each}; {runs} runs while a plan is made")
         self._agent.captured(self._workload, self._cluster, self._motif_us)
 
     def _stop_comparing(self, comparison: Comparison, why: str) -> None:
         """Tell the agent what was measured, or why nothing was."""
         assert self._agent is not None
-        self._comparison, Current.enforcer = None, self._enforcer
+        self._comparison, CURRENT.enforcer = None, self._enforcer
         own = comparison.own
         self._agent.compared(
-            own=own, backend=comparison.ours, own_name=OwnBackend.asked, on_own=OwnBackend.runs,
+            own=own, backend=comparison.ours, own_name=OWN_BACKEND.asked, on_own=OWN_BACKEND.runs,
             no_own=why if own is None else "",
         )  # fmt: skip
 
@@ -419,16 +419,16 @@ class Autopilot:
 
     def _enforce(self, cluster: Cluster) -> Enforcer:
         from ..runtime.enforcer.enforcer import Enforcer
-        from ..runtime.torch_backend.engine import Job
+        from ..runtime.torch_backend.engine import CURRENT_JOB
 
-        job = Job.current
+        job = CURRENT_JOB.job
         carrier = "executor" if job is not None and job.executor is not None else "gloo"
         return Enforcer(cluster=cluster, carrier=carrier)
 
     def _drop(self, why: str) -> None:
         self._recorder = self._comparison = None
         if self._enforcer is not None:
-            Current.enforcer = self._enforcer
+            CURRENT.enforcer = self._enforcer
         self._tries += 1
         self._begin_at = self._steps + RETRY if self._tries < MAX_TRIES else -1
         later = f"next try in {RETRY} iterations" if self._begin_at > 0 else "left as it is"
@@ -437,6 +437,16 @@ class Autopilot:
     def _say(self, text: str) -> None:
         if self.rank == 0:
             _say(text)
+
+
+class CurrentAutopilot(ProcessPart):
+    """The autopilot of this process. After a fork it stays, and does nothing in the child."""
+
+    def __init__(self) -> None:
+        self.current: Autopilot | None = None
+
+
+PILOT = STATE.part(CurrentAutopilot)
 
 
 class _Look:

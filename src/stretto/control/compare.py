@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from ..runtime.enforcer.report import Timing
-from ..runtime.torch_backend.own_backend import OwnBackend
+from ..runtime.torch_backend.own_backend import OWN_BACKEND
 
 if TYPE_CHECKING:
     from ..runtime.torch_backend.engine import Engine
@@ -60,7 +60,7 @@ class Comparison:
         self._counted = 0
         self._settling = SETTLE
         self._misses = 0
-        self._turning: Side | None = None if OwnBackend.runs else "own"
+        self._turning: Side | None = None if OWN_BACKEND.runs else "own"
         self._last = time.perf_counter()
         self.over = False
         self.settled = False
@@ -114,14 +114,14 @@ class Comparison:
 
     def _turn(self, side: Side) -> None:
         """Let a side run from here on; where ranks are not at the same call, try at the next boundary."""
-        if OwnBackend.runs != (side == "own"):
+        if OWN_BACKEND.runs != (side == "own"):
             if not self._aside.aligned(self._engines()):
                 self._turning = side
                 self._misses += 1
                 # What runs now is then what goes on.
                 self.over = self._misses >= MAX_MISSES
                 return
-            OwnBackend.runs = side == "own"
+            OWN_BACKEND.runs = side == "own"
         self._turning = None
         self._settling = SETTLE
         self.over = self.settled = not self._blocks

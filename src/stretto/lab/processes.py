@@ -8,7 +8,6 @@ process.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import time
@@ -16,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..process_state import STATE
+
 LAB = "STRETTO_LAB"
 ABOUT = "STRETTO_LAB_ABOUT"
 ROLE = "STRETTO_LAB_ROLE"
 END_S = 5.0
-
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class LabProcesses:
 def new_name() -> str:
     """A new name for a lab that this process makes."""
     pid = os.getpid()
-    return f"{pid}-{_started(pid)}-{next(_numbers)}"
+    return f"{pid}-{_started(pid)}-{STATE.number('lab')}"
 
 
 def running() -> list[LabProcesses]:

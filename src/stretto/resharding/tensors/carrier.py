@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ...cluster import Cluster
 from ...errors import InvalidInput, StrettoError
+from ...process_state import STATE, ProcessPart
 from ...programs.lower import lower
 from ...programs.lowered import Lowered
 from ...runtime.executor.executor import Executor, LoadedProgram
@@ -32,14 +33,25 @@ REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 Check = Callable[[], None]
 
 
-class Current:
-    """State of the current default process group; a new default group starts afresh."""
+class ReshardState(ProcessPart):
+    """What resharding keeps for the current default process group; a new default group starts afresh."""
 
-    world: Any = None
-    agreement: ReshardAgreement | None = None
-    carriers: dict[tuple[int, ...], ReshardGroup]
-    made: dict[str, int]
-    """How many groups of the same ranks have been made."""
+    def __init__(self) -> None:
+        self.begin(None, None)
+
+    def begin(self, world: Any, agreement: ReshardAgreement | None) -> None:
+        """There is a new default process group."""
+        self.world, self.agreement = world, agreement
+        self.groups: dict[tuple[int, ...], ReshardGroup] = {}
+        self._made: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        """Count groups of one name that were made for this default process group."""
+        number = self._made[name] = self._made.get(name, 0) + 1
+        return number
+
+
+RESHARDING = STATE.part(ReshardState)
 
 
 def agreement() -> ReshardAgreement:
@@ -48,12 +60,13 @@ def agreement() -> ReshardAgreement:
         raise InvalidInput("torch.distributed: call init_process_group first")
     check_world()
     world: Any = dist.group.WORLD
-    if Current.world is not world or Current.agreement is None:
+    if RESHARDING.world is not world or RESHARDING.agreement is None:
         store = c10d.PrefixStore("stretto/resharding", dist.distributed_c10d._get_default_store())
         cards = world.cards if isinstance(world, StrettoGroup) else ()
-        Current.world, Current.agreement = world, ReshardAgreement(store, dist.get_rank(), cards)
-        Current.carriers, Current.made = {}, {}
-    return Current.agreement
+        made = ReshardAgreement(store, dist.get_rank(), cards)
+        RESHARDING.begin(world, made)
+        return made
+    return RESHARDING.agreement
 
 
 class ReshardGroup:
@@ -65,7 +78,7 @@ class ReshardGroup:
         # PyTorch names a group by the number of groups that a rank has, which may differ between ranks: this group is
         # made without PyTorch's new_group.
         name = f"resharding {','.join(map(str, ranks))}"
-        number = Current.made[name] = Current.made.get(name, 0) + 1
+        number = RESHARDING.number(name)
         store: Any = dist.distributed_c10d._get_default_store()
         self.group: Any = StrettoGroup(
             store=c10d.PrefixStore(f"stretto/{name}/{number}", store), rank=self.ranks.index(self.rank),
@@ -88,9 +101,9 @@ class ReshardGroup:
         """The group of these ranks, made when it is first needed; all of these ranks call this together."""
         agreement()
         key = tuple(ranks)
-        if key not in Current.carriers:
-            Current.carriers[key] = cls(key)
-        return Current.carriers[key]
+        if key not in RESHARDING.groups:
+            RESHARDING.groups[key] = cls(key)
+        return RESHARDING.groups[key]
 
     @property
     def me(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ...errors import InvalidInput
+from ...process_state import STATE, ProcessPart
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +18,16 @@ if TYPE_CHECKING:
     from .transfer import Transfer
 
 MAX_PLANS = 64
-_plans: OrderedDict[str, tuple[Any, Transfer]] = OrderedDict()
-"""Group and transfer of each agreed pair of layouts; the most recently used is last."""
+
+
+class PlannedTransfers(ProcessPart):
+    """Group and transfer of each agreed pair of layouts; the most recently used is last."""
+
+    def __init__(self) -> None:
+        self.by_layouts: OrderedDict[str, tuple[Any, Transfer]] = OrderedDict()
+
+
+_TRANSFERS = STATE.part(PlannedTransfers)
 
 
 class Resharding:
@@ -160,13 +169,14 @@ def _transfer(src: PlacedTensor, dst: PlacedTensor, ranks: Sequence[int]) -> Tra
 
     carrier = ReshardGroup.shared(ranks)
     key = f"{src} to {dst}"
-    held = _plans.get(key)
+    known = _TRANSFERS.by_layouts
+    held = known.get(key)
     if held is None or held[0] is not carrier:
-        while len(_plans) >= MAX_PLANS:
-            _plans.popitem(last=False)
-        _plans[key] = carrier, Transfer(carrier, [Move(name="tensor", src=src, dst=dst)])
-    _plans.move_to_end(key)
-    return _plans[key][1]
+        while len(known) >= MAX_PLANS:
+            known.popitem(last=False)
+        known[key] = carrier, Transfer(carrier, [Move(name="tensor", src=src, dst=dst)])
+    known.move_to_end(key)
+    return known[key][1]
 
 
 def _run(

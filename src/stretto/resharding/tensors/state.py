@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...errors import InvalidInput, StrettoError
 from ...files import typed
-from .carrier import Current, ReshardGroup, agreement
+from .carrier import RESHARDING, ReshardGroup, agreement
 from .describe import PlacedTensor, like, local_of, placed_tensor
 from .transfer import Move, Transfer
 
@@ -56,7 +56,7 @@ class ReshardState:
         self._names = [move.name for move in moves]
         self._moves = moves
         name = f"weights {','.join(map(str, self.ranks))}"
-        number = Current.made[name] = Current.made.get(name, 0) + 1
+        number = RESHARDING.number(name)
         self.name = f"{name} {number}"
         self._carrier = ReshardGroup(self.ranks)
         why = ""

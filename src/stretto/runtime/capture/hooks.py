@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ...process_state import STATE, ProcessPart
 from ..torch_backend.patches import (
     FUTURE_THEN,
     FUTURE_WAIT,
@@ -31,7 +32,7 @@ from ..torch_backend.patches import (
     ignore_warning,
     set_switch_interval,
 )
-from ..torch_backend.watch import SubmittedCall, Watch
+from ..torch_backend.watch import WATCH, SubmittedCall
 from .tape import FIRST_PHASE, CallShape, RecordedCall, RecordedIteration, ThreadStep, TimedStep
 
 KINDS = {
@@ -61,11 +62,19 @@ _KEYS = {
 }
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
-_open: list[RecordedWork] = []
-_done: list[RecordedWork] = []
-"""C++ may hold a `Work` whose Python half must not die before it; the shells are small and stay."""
 _OUR_REFERENCES = 3
-"""To an open work when nobody else has one: `_open`, a loop variable and getrefcount's argument."""
+"""To an open work when nobody else has one: the list, a loop variable and getrefcount's argument."""
+
+
+class RecordedWorks(ProcessPart):
+    """C++ may hold a `Work` whose Python half must not die before it; the shells of those that are done are small."""
+
+    def __init__(self) -> None:
+        self.open: list[RecordedWork] = []
+        self.done: list[RecordedWork] = []
+
+
+_WORKS = STATE.part(RecordedWorks)
 
 
 def now_us() -> float:
@@ -148,8 +157,8 @@ class Hooks:
         """Put the hooks in place."""
         if not self._only_ours:
             self._undo.append(apply_kernels({name: self._kernel(name) for name in (*KINDS, NO_SOURCE)}))
-        Watch.current = self
-        self._undo.append(lambda: setattr(Watch, "current", None))
+        WATCH.current = self
+        self._undo.append(lambda: setattr(WATCH, "current", None))
         self._undo.append(register_module_forward_pre_hook(self._forward).remove)
         self._undo += [
             ignore_warning("Using `torch.compile.module.` when there are global hooks"),
@@ -346,7 +355,7 @@ class Hooks:
         self._note_end(name, inner, call)
         _release()
         work = RecordedWork(self, inner, call)
-        _open.append(work)
+        _WORKS.open.append(work)
         mark.leave_us = now_us()
         self.iteration.overhead_us += mark.leave_us - entered_us - (returned_us - submitted_us)
         return work
@@ -412,11 +421,11 @@ class Hooks:
 
 def _release() -> None:
     """Let go of what was waited for, unless the application still holds it: a library's `Work` keeps tensors alive."""
-    for work in _open:
+    for work in _WORKS.open:
         if work.call.waited and sys.getrefcount(work) <= _OUR_REFERENCES:
             work.inner = None
-            _done.append(work)
-    _open[:] = [work for work in _open if work.inner is not None]
+            _WORKS.done.append(work)
+    _WORKS.open[:] = [work for work in _WORKS.open if work.inner is not None]
 
 
 def _first_tensor(args: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import msgspec
 import torch.distributed as dist
 
 from ...files import typed
+from ...process_state import STATE
 
 Place = tuple[int, int]
 """(iteration, comm-op) in the order of submission, the same on all ranks."""
@@ -56,13 +57,10 @@ class Announcements:
     `stay` numbers the times for which a plan was active.
     """
 
-    made = 0
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._store = dist.distributed_c10d._get_default_store()
-        Announcements.made += 1
-        self.generation = Announcements.made
+        self.generation = STATE.number("announcements")
         self._prefix = f"{PREFIX}/{self.generation}"
 
     def announce(self, number: int, stay: int, place: Place, why: str) -> None:

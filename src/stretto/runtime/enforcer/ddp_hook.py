@@ -16,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from ...cluster import Cluster
 from ...errors import InvalidInput, unknown
 from ...planner.plan import Plan
+from ...process_state import STATE
 from ...workload import Workload
 from ..torch_backend.backend import CPU, CUDA, StrettoGroup
 from ..torch_backend.buffers import CollectiveCall
@@ -23,7 +24,6 @@ from .carriers import CARRIERS
 from .enforcer import Enforcer
 
 Future = torch.futures.Future[torch.Tensor]
-_made: dict[tuple[int, ...], int] = {}
 WIDE = (torch.float32, torch.float64)
 """In these the sum of all ranks can be taken before it is divided; in half precision it could overflow."""
 
@@ -134,7 +134,7 @@ def _beside(ranks: tuple[int, ...]) -> StrettoGroup:
     different numbers of other groups would wait for each other for ever. How many hooks these ranks have made is the
     same on all of them.
     """
-    number = _made[ranks] = _made.get(ranks, 0) + 1
+    number = STATE.number(("DDP hook", ranks))
     name = f"stretto/hook/{'.'.join(map(str, ranks))}/{number}"
     return StrettoGroup(
         store=c10d.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank=ranks.index(dist.get_rank()),

@@ -25,8 +25,8 @@ from ...workload import Workload
 from ..executor.executor import ProgramMismatch
 from ..executor.forks import Home, check_world
 from ..torch_backend.buffers import CollectiveCall, lay_out
-from ..torch_backend.current import Current
-from ..torch_backend.own_backend import OwnBackend
+from ..torch_backend.current import CURRENT
+from ..torch_backend.own_backend import OWN_BACKEND
 from ..torch_backend.work import GroupWork
 from .announce import Announcements, Place, Stray
 from .carrier import ExecutorCarrier, PendingMaximum
@@ -72,9 +72,9 @@ class Enforcer:
     ) -> None:
         if every < 1:
             raise InvalidInput(f"every: must be >= 1 iterations, not {every}")
-        if isinstance(Current.enforcer, Enforcer) and not Current.enforcer.alive:
-            Current.enforcer.close()
-        if Current.enforcer is not None:
+        if isinstance(CURRENT.enforcer, Enforcer) and not CURRENT.enforcer.alive:
+            CURRENT.enforcer.close()
+        if CURRENT.enforcer is not None:
             raise InvalidInput("enforcer: there is one in this process already; close it first")
         world: Any = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
         if not hasattr(world, "engine"):
@@ -117,7 +117,7 @@ class Enforcer:
         self._trial: PlainTrial | None = None
         self._told: Exception | None = None
         """The failure that other ranks have been told of."""
-        Current.enforcer = self
+        CURRENT.enforcer = self
 
     @property
     def alive(self) -> bool:
@@ -171,8 +171,8 @@ class Enforcer:
     def close(self) -> None:
         """Let what was submitted run out, then leave calls to the backend alone."""
         if self._home.left:
-            if Current.enforcer is self:
-                Current.enforcer = None
+            if CURRENT.enforcer is self:
+                CURRENT.enforcer = None
             return
         with self._flow:
             active = self._plans.active
@@ -184,8 +184,8 @@ class Enforcer:
         deadline = time.monotonic() + SETTLE_S * self.alive
         while not self._sequencer.idle and time.monotonic() < deadline:
             time.sleep(0.001)
-        if Current.enforcer is self:
-            Current.enforcer = None
+        if CURRENT.enforcer is self:
+            CURRENT.enforcer = None
             self._carrier.close()
             self._undo()
 
@@ -232,7 +232,7 @@ class Enforcer:
             return self._carefully(group, tensors, plain)
         active, instance = found
         side = self._trial.side(self._iteration) if self._trial is not None else None
-        if side is not None or (active.plan.name == PLAIN and OwnBackend.runs):
+        if side is not None or (active.plan.name == PLAIN and OWN_BACKEND.runs):
             # Without the plan, or plain order is what the job's own backend does.
             self._submit_nothing(instance, call)
             return None if side is None or not group.alone else plain(own=side == "own")

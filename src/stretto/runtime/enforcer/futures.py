@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from ...process_state import STATE, ProcessPart
+
 
 class Waitable(Protocol):
     """What is waited for."""
@@ -21,9 +23,21 @@ class Waitable(Protocol):
 
 
 MAX_PASSES = 16
-_pending: dict[int, list[Waitable]] = {}
-"""By backward pass."""
-_lock = threading.Lock()
+
+
+class PendingWaits(ProcessPart):
+    """Works whose futures were taken, by backward pass."""
+
+    def __init__(self) -> None:
+        self.works: dict[int, list[Waitable]] = {}
+        self.lock = threading.Lock()
+
+    def after_fork(self) -> None:
+        """A thread of the parent may have held the lock."""
+        self.lock = threading.Lock()
+
+
+_PENDING = STATE.part(PendingWaits)
 
 
 def taken(work: Waitable) -> None:
@@ -31,11 +45,11 @@ def taken(work: Waitable) -> None:
     task: int = torch._C._current_graph_task_id()
     if task < 0:
         return
-    with _lock:
-        while len(_pending) >= MAX_PASSES:
+    with _PENDING.lock:
+        while len(_PENDING.works) >= MAX_PASSES:
             # A pass that has failed never comes to its end.
-            del _pending[min(_pending)]
-        works = _pending.setdefault(task, [])
+            del _PENDING.works[min(_PENDING.works)]
+        works = _PENDING.works.setdefault(task, [])
         works.append(work)
         first = len(works) == 1
     if first:
@@ -43,8 +57,8 @@ def taken(work: Waitable) -> None:
 
 
 def _end(task: int) -> None:
-    with _lock:
-        works = _pending.pop(task, [])
+    with _PENDING.lock:
+        works = _PENDING.works.pop(task, [])
     for work in works:
         # What went wrong is in the future, where DDP finds it.
         with contextlib.suppress(Exception):

@@ -20,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ...errors import PeerLost
 from ...planner.algebra.motif import Motif
+from ...process_state import STATE
 from ..executor.executor import ProgramMismatch
 from ..torch_backend.engine import channels_of
 from ..torch_backend.meeting import CUT_OFF
@@ -101,12 +102,10 @@ class GlooCarrier:
     """gloo with one communicator per lane. Making one needs all its ranks, so they prepare a plan together."""
 
     programs = averages = False
-    made = 0
-    """All ranks make them in the same order, so that each has keys of its own in the job's store."""
 
     def __init__(self, ended: Ended, *, rank: int, size: int, timeout_s: float, explain: Explain) -> None:
-        GlooCarrier.made += 1
-        self._prefix = f"stretto/lane/{GlooCarrier.made}"
+        # All ranks make carriers in the same order, so that each has keys of its own in the job's store.
+        self._prefix = f"stretto/lane/{STATE.number('gloo carrier')}"
         self._ended, self._rank, self._timeout = ended, rank, timedelta(seconds=timeout_s)
         self._store = dist.distributed_c10d._get_default_store()
         self._explain = explain

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...process_state import ProcessPart
 from .pieces import IN, OUT, MotifBinding, Pieces
 
 View = tuple[torch.Tensor, int, int]
@@ -42,7 +43,7 @@ class RowLayout:
         return cls(task=task, gives=_rows(task.gives), takes=_rows(task.takes), given=given, taken=taken, place=place)
 
 
-class Pool:
+class Pool(ProcessPart):
     """Staging memory that is used again: so many bytes at most are kept, those of sizes that were used last."""
 
     def __init__(self, max_bytes: int = 1 << 28) -> None:
@@ -50,6 +51,10 @@ class Pool:
         self._lock = threading.Lock()
         self._max_bytes = max_bytes
         self.kept_bytes = 0
+
+    def after_fork(self) -> None:
+        """A thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
 
     def take(self, dtype: torch.dtype, size: int) -> torch.Tensor:
         """So many elements, of no value."""

@@ -26,6 +26,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ...errors import InvalidInput, PlanMismatch
 from ...planner.algebra.motif import Motif
+from ...process_state import STATE
 from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import channels_of
 from ..torch_backend.recording import now_us
@@ -114,16 +115,15 @@ class NcclCarrier:
 
     programs = False
     averages = True
-    made = 0
-    """All ranks make them in the same order, so that each has keys of its own in the job's store."""
 
     def __init__(self, *, rank: int, size: int, timeout_s: float, hopeless: Hopeless, failed: Failed) -> None:
         if not (torch.cuda.is_available() and dist.is_nccl_available()):
             raise InvalidInput("carrier: nccl needs a GPU, and a PyTorch with NCCL")
-        NcclCarrier.made += 1
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._rank, self._timeout = rank, timedelta(seconds=timeout_s)
-        self._store = c10d.PrefixStore(f"stretto/nccl/{NcclCarrier.made}/", dist.distributed_c10d._get_default_store())
+        # All ranks make carriers in the same order, so that each has keys of its own in the job's store.
+        prefix = f"stretto/nccl/{STATE.number('nccl carrier')}/"
+        self._store = c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         interface = next(iter(channels_of(os.environ).values())).devices
         control = c10d.PrefixStore("control/", self._store)
         # What ranks agree on is a few numbers on the host: over NCCL a stream would have to be waited for.

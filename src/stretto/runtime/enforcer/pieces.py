@@ -25,14 +25,14 @@ from ...planner.algebra.spans import Span, Spans, measure
 from ...planner.costs.channels import restrict
 from ...planner.costs.measured import NCCL
 from ...planner.costs.providers import BALANCED, SYNTHESIZED
+from ...process_state import STATE, ProcessPart
 from ...programs import Program
 from ...programs.lower import lower as lower_program
 from ..torch_backend.buffers import is_rigid
 from .parts import RankMotif, RankOp
 
 IN, OUT, ROOM = 0, 1, 2
-MAX_KNOWN = MAX_PROGRAMS = 1024
-_known: dict[int, tuple[Program, bool]] = {}
+MAX_PROGRAMS = 1024
 PROVIDED = (SYNTHESIZED, BALANCED, NCCL)
 WHOLE = ("AR", "BC", "RE", "AG")
 """Ops with one buffer, in which all motifs work."""
@@ -187,14 +187,23 @@ def _given(part: RankMotif, leaf: Motif, *, in_place: bool) -> Program | None:
     return part.program if fits and (in_place or not c.in_place) else None
 
 
-def _rigid(program: Program) -> bool:
-    """Whether a program needs chunks of one size."""
-    found = _known.get(id(program))
-    if found is None:
-        if len(_known) >= MAX_KNOWN:
-            _known.clear()
-        found = _known[id(program)] = (program, is_rigid(lower_program(program)))
-    return found[1]
+class RigidPrograms(ProcessPart):
+    """Whether programs need chunks of one size, by identity; each is kept, so that its id is its own."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Program, bool]] = {}
+
+    def rigid(self, program: Program) -> bool:
+        """Whether a program needs chunks of one size."""
+        found = self._known.get(id(program))
+        if found is None:
+            if len(self._known) >= MAX_PROGRAMS:
+                self._known.clear()
+            found = self._known[id(program)] = (program, is_rigid(lower_program(program)))
+        return found[1]
+
+
+_rigid = STATE.part(RigidPrograms).rigid
 
 
 def _padding(leaf: Motif, chunks: int) -> tuple[int, int]:

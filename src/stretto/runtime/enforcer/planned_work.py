@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ...process_state import STATE
 from ..torch_backend.buffers import Buffers, CollectiveCall
 from ..torch_backend.recording import current, now_us
 from ..torch_backend.work import NO_TIMEOUT, Future, GroupWork, Tensors, completes_futures
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 TICK_S = 0.25
 STALLED_S = 1.0
 """A wait that takes this long looks whether another rank has given up the plan."""
-POOL = Pool()
+POOL = STATE.part(Pool)
 
 
 class SubmissionOwner(Protocol):

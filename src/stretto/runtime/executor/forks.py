@@ -14,6 +14,7 @@ import weakref
 from typing import Any, Protocol
 
 from ...errors import StrettoError
+from ...process_state import STATE, ProcessPart
 
 
 class Heirloom(Protocol):
@@ -23,13 +24,24 @@ class Heirloom(Protocol):
         """Called in the child, right after the fork, where no other thread runs."""
 
 
-class Process:
-    """What is known of this process."""
+class Inheritance(ProcessPart):
+    """What this process has from the one that forked it, and what its own children will have to let go of."""
 
-    forks = 0
-    """How many forks lie between the process that loaded this module and this one."""
-    inherited_world: Any = None
-    """A weak reference to the default process group that the parent had when it forked this process."""
+    def __init__(self) -> None:
+        self.world: Any = None
+        """A weak reference to the default process group that the parent had when it forked this process."""
+        self.heirlooms: weakref.WeakSet[Heirloom] = weakref.WeakSet()
+
+    def after_fork(self) -> None:
+        """Remember the parent's group, and let go of what only the parent may use."""
+        world = _default_group()
+        self.world = weakref.ref(world) if world is not None else None
+        for heirloom in list(self.heirlooms):
+            heirloom.abandon()
+        self.heirlooms.clear()
+
+
+INHERITANCE = STATE.part(Inheritance)
 
 
 class Home:
@@ -38,16 +50,16 @@ class Home:
     __slots__ = ("_forks", "_pid", "_whose")
 
     def __init__(self, whose: str) -> None:
-        self._forks, self._pid, self._whose = Process.forks, os.getpid(), whose
+        self._forks, self._pid, self._whose = STATE.forks, os.getpid(), whose
 
     @property
     def left(self) -> bool:
         """Whether this is another process than the one that made the object: a forked child of it."""
-        return self._forks != Process.forks
+        return self._forks != STATE.forks
 
     def check(self) -> None:
         """Raises `StrettoError` in a forked child."""
-        if self._forks != Process.forks:
+        if self._forks != STATE.forks:
             raise refusal(f"{self._whose} (process {self._pid})")
 
 
@@ -61,14 +73,14 @@ def refusal(whose: str) -> StrettoError:
 
 def check_world() -> None:
     """Raises `StrettoError` where the default process group was inherited from the parent by a fork."""
-    world = Process.inherited_world() if Process.inherited_world is not None else None
+    world = INHERITANCE.world() if INHERITANCE.world is not None else None
     if world is not None and world is _default_group():
         raise refusal(f"a rank (process {os.getppid()})")
 
 
 def abandon_in_children(heirloom: Heirloom) -> None:
     """Have a forked child call ``heirloom.abandon()``."""
-    _heirlooms.add(heirloom)
+    INHERITANCE.heirlooms.add(heirloom)
 
 
 def keep_forever(thing: object) -> None:
@@ -76,22 +88,7 @@ def keep_forever(thing: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-_heirlooms: weakref.WeakSet[Heirloom] = weakref.WeakSet()
-
-
 def _default_group() -> Any:
     distributed = sys.modules.get("torch.distributed")
     group = getattr(distributed, "group", None)
     return getattr(group, "WORLD", None)
-
-
-def _forked() -> None:
-    Process.forks += 1
-    world = _default_group()
-    Process.inherited_world = weakref.ref(world) if world is not None else None
-    for heirloom in list(_heirlooms):
-        heirloom.abandon()
-    _heirlooms.clear()
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -136,9 +136,9 @@ def conclude(
 
 def _executor_of(group: Any) -> Executor:
     """The executor under the process group of a PyTorch job."""
-    from ..torch_backend.engine import Job
+    from ..torch_backend.engine import CURRENT_JOB
 
-    job = Job.current
+    job = CURRENT_JOB.job
     if job is None or job.executor is None:
         why = job.why if job is not None else "no process group of the stretto backend"
         raise InvalidInput(f"probe: the job has no executor: {why}")

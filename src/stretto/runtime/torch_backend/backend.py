@@ -20,16 +20,16 @@ from torch._C import _distributed_c10d as c10d
 from ...errors import StrettoError
 from ..executor.forks import Home, abandon_in_children, check_world, keep_forever
 from .buffers import CollectiveCall, Splits
-from .current import Current
-from .engine import Engine, Job, missing
+from .current import CURRENT
+from .engine import CURRENT_JOB, Engine, Job, missing
 from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
 from .meeting import Meeting, agree, card, meet
+from .own_backend import OWN_BACKEND
 from .own_backend import WHY as OWN_WHY
-from .own_backend import OwnBackend
 from .recording import LEDGER, current
 from .selection import Selector, rules
 from .torch_versions import group_method, set_sequence_number, with_older_names
-from .watch import SubmittedCall, Watch
+from .watch import WATCH, SubmittedCall
 from .work import DelegatedWork, GroupWork, JoinedWork, Tensors
 
 NAME = "stretto"
@@ -56,11 +56,11 @@ def own_first(method: Method) -> Method:
 
     @functools.wraps(method)
     def first(self: StrettoGroup, *args: Any, **more: Any) -> dist.Work:
-        enforcer = Current.enforcer
+        enforcer = CURRENT.enforcer
         if (
-            not OwnBackend.runs
+            not OWN_BACKEND.runs
             or not self.own_alone
-            or Watch.current is not None
+            or WATCH.current is not None
             or (enforcer is not None and not enforcer.asleep)
         ):
             return method(self, *args, **more)
@@ -108,7 +108,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         """Whether NCCL puts several calls into one launch just now."""
         self._home = Home(f"rank {rank} of group {name}")
         found = rules()
-        shared = Job.current if devices else None
+        shared = CURRENT_JOB.job if devices else None
         places = tuple(devices) or tuple(range(size))
         meeting = Meeting(store, rank, size, (lambda: shared.lost(places)) if shared else lambda: "")
         taken, generation = (shared.taken(places), shared.generation) if shared else (0, 0)
@@ -123,7 +123,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         lost_store: Any = c10d.PrefixStore("stretto/lost", store)
         self._lost_ranks = LostRanks(self.engine, self.cards, lost_store)
         if not devices:
-            Job.current = job
+            CURRENT_JOB.job = job
 
     def _wrap(self, store: Any, rank: int, size: int, timeout: timedelta, meeting: Meeting) -> None:
         """Make the backends that run what the executor does not."""
@@ -386,7 +386,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         """As the plan says where one is enforced, on the executor, or else on the wrapped backend."""
         self._home.check()
         self.engine.count()
-        if Watch.current is None and Current.enforcer is None:
+        if WATCH.current is None and CURRENT.enforcer is None:
             return self._run_plainly(call, method, args, tensors, opts)
 
         def plainly(*, own: bool | None = None) -> dist.Work:
@@ -394,7 +394,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
             return self._run_plainly(call, method, args, tensors, opts, as_ours=own is None, own=own)
 
         def run() -> dist.Work:
-            enforcer = Current.enforcer
+            enforcer = CURRENT.enforcer
             planned = None if enforcer is None else enforcer.take(self, call, tensors, opts, plainly)
             if planned is None:
                 return self._run_plainly(call, method, args, tensors, opts)
@@ -417,7 +417,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
         With `as_ours` that one's work comes inside of one of ours.
         """
-        if (OwnBackend.runs if own is None else own) and call.device.type == "cpu":
+        if (OWN_BACKEND.runs if own is None else own) and call.device.type == "cpu":
             if as_ours or not self.alone:
                 return self._delegate(call, method, args, tensors, why=OWN_WHY)
             # What the job would have got: no work of ours around it, and no thread for its future.
@@ -439,8 +439,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
         self.engine.count()
 
         def run() -> dist.Work:
-            if Current.enforcer is not None:
-                Current.enforcer.pass_by(self, whole)
+            if CURRENT.enforcer is not None:
+                CURRENT.enforcer.pass_by(self, whole)
             return self._run_each(calls, whole, method, args, tensors, opts)
 
         return self._watched(whole, run, blocking=self.alone and not getattr(opts, "asyncOp", True))
@@ -454,7 +454,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         tensors: Tensors,
         opts: Any,
     ) -> dist.Work:
-        own = OWN_WHY if OwnBackend.runs and whole.device.type == "cpu" else ""
+        own = OWN_WHY if OWN_BACKEND.runs and whole.device.type == "cpu" else ""
         why = own or next((reason for call in calls if (reason := self.engine.refusal(call))), "")
         if why:
             return self._delegate(whole, method, args, tensors, why=why)
@@ -477,7 +477,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
     ) -> dist.Work:
         """Run a call, before the eyes of who records the calls of this process."""
         self._home.check()
-        watch = Watch.current
+        watch = WATCH.current
         if watch is None:
             return run()
         ranks = self.engine.selector.devices
@@ -573,7 +573,7 @@ def _gloo_options(timeout: timedelta) -> Any:
         [kind.create_device(interface=name) for name in interfaces.split(",")]
         if interfaces else [kind.create_default_device()]
     )  # fmt: skip
-    if not OwnBackend.asked:
+    if not OWN_BACKEND.asked:
         options._threads = 1
     options._timeout = timeout
     return options

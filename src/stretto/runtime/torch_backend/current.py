@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ...process_state import STATE, ProcessPart
+
 SERVES = "_stretto_serves"
 """An attribute of optimizers that step for other ranks, too: none of their steps ends an iteration."""
 
@@ -29,12 +31,19 @@ class Enforces(Protocol):
         """An iteration ends here."""
 
 
-class Current:
-    """Whom to ask."""
+class Current(ProcessPart):
+    """The enforcer of this process, and what counts its iterations.
 
-    enforcer: Enforces | None = None
-    pilot: Callable[[], None] | None = None
-    """Who counts the iterations of a script that was not written for it, and so has to hear of a mark first."""
+    Both stay after a fork: the enforcer refuses to work in a child, and what counts does nothing there.
+    """
+
+    def __init__(self) -> None:
+        self.enforcer: Enforces | None = None
+        self.pilot: Callable[[], None] | None = None
+        """Counts the iterations of a script that was not written for it, and so has to hear of a mark first."""
+
+
+CURRENT = STATE.part(Current)
 
 
 def step() -> None:
@@ -45,7 +54,7 @@ def step() -> None:
 
     >>> step()
     """
-    if Current.pilot is not None:
-        Current.pilot()
-    elif Current.enforcer is not None:
-        Current.enforcer.step()
+    if CURRENT.pilot is not None:
+        CURRENT.pilot()
+    elif CURRENT.enforcer is not None:
+        CURRENT.enforcer.step()

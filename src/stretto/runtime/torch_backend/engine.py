@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import InvalidInput, StrettoError
+from ...process_state import STATE, ProcessPart
 from ..executor.executor import OPERATIONS, ChannelConfig, Executor, LoadedProgram, load_native
 from ..executor.join import interface_address
 from .buffers import IN_PLACE, Buffers, CollectiveCall, is_rigid, lay_out
@@ -222,8 +223,6 @@ class Engine:
 class Job:
     """The executor that all groups of a process share, or why there is none."""
 
-    current: Job | None = None
-
     def __init__(self, executor: Executor | None, why: str, devices: Sequence[int]) -> None:
         self.executor, self.why = executor, why
         self.rank_of = {device: rank for rank, device in enumerate(devices)}
@@ -308,8 +307,22 @@ class Job:
             self.executor.close()
             self.executor = None
         self.why = self.why or "the job has ended"
-        if Job.current is self:
-            Job.current = None
+        if CURRENT_JOB.job is self:
+            STATE.job_ended()
+
+
+class CurrentJob(ProcessPart):
+    """The job of the default process group, where that is on the backend `stretto`."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+
+    def job_ended(self) -> None:
+        """There is none until the next one is made."""
+        self.job = None
+
+
+CURRENT_JOB = STATE.part(CurrentJob)
 
 
 def missing() -> str:

@@ -5,28 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ...process_state import STATE, ProcessPart
+
 WHY = "the job's own backend runs it, unchanged"
 
 
-class OwnBackend:
-    """The state of this process. It may only change where all ranks have submitted the same calls (`control.aside`)."""
+class OwnBackend(ProcessPart):
+    """The backend of the job itself. It may only change where all ranks have submitted the same calls."""
 
-    asked = ""
-    """The backend that the job asked for, where ours stands in for it; empty where the job asked for ours."""
-    runs = False
-    """Whether calls in plain order go straight to that backend, instead of to the executor."""
+    def __init__(self) -> None:
+        self.asked = ""
+        """The backend that the job asked for, where ours stands in for it; empty where the job asked for ours."""
+        self.runs = False
+        """Whether calls in plain order go straight to that backend, instead of to the executor."""
 
-    @classmethod
-    def stand_in(cls, asked: str) -> None:
+    def stand_in(self, asked: str) -> None:
         """From the next process group on, ours stands in for another backend (or for none); that one runs first."""
-        cls.asked, cls.runs = asked, bool(asked)
+        self.asked, self.runs = asked, bool(asked)
+
+    def job_ended(self) -> None:
+        """The next job asks anew."""
+        self.stand_in("")
+
+
+OWN_BACKEND = STATE.part(OwnBackend)
 
 
 @contextmanager
 def on_ours() -> Iterator[None]:
     """Calls inside run on our backend, whatever runs around them; all ranks enter and leave at the same calls."""
-    before, OwnBackend.runs = OwnBackend.runs, False
+    before, OWN_BACKEND.runs = OWN_BACKEND.runs, False
     try:
         yield
     finally:
-        OwnBackend.runs = before
+        OWN_BACKEND.runs = before

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...errors import InvalidInput
+from ...process_state import STATE, ProcessPart
 from ...simulator import Timeline
 
 log = logging.getLogger("stretto.torch")
@@ -46,7 +47,7 @@ class Choice:
         return f"{what} in group {self.group}: {ran} ({self.why}{others}), {self.calls} calls"
 
 
-class Ledger:
+class Ledger(ProcessPart):
     """The choices of this process, oldest first; of very many kinds the oldest are forgotten."""
 
     def __init__(self) -> None:
@@ -54,6 +55,10 @@ class Ledger:
         self._counts: OrderedDict[Choice, int] = OrderedDict()
         self._last: Choice | None = None
         self._said: set[tuple[str, str]] = set()
+
+    def after_fork(self) -> None:
+        """A thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
 
     def add(self, choice: Choice, said: str = "", *, loud: bool = True) -> None:
         """Count a call; a delegated one is logged the first time for what is `said` (its op) and the reason.
@@ -164,23 +169,30 @@ def now_us() -> float:
     return time.perf_counter_ns() / 1000.0
 
 
-LEDGER = Ledger()
-_recordings: list[Recording] = []
+class Recordings(ProcessPart):
+    """The recordings that are under way."""
+
+    def __init__(self) -> None:
+        self.open: list[Recording] = []
+
+
+LEDGER = STATE.part(Ledger)
+_RECORDINGS = STATE.part(Recordings)
 SETTLE_S = 2.0
 
 
 def current() -> Recording | None:
     """The recording that is under way, the innermost."""
-    return _recordings[-1] if _recordings else None
+    return _RECORDINGS.open[-1] if _RECORDINGS.open else None
 
 
 @contextmanager
 def record(rank: Callable[[], int] = lambda: 0) -> Iterator[Recording]:
     """Note when every call inside the block ran."""
     recording = Recording()
-    _recordings.append(recording)
+    _RECORDINGS.open.append(recording)
     try:
         yield recording
     finally:
-        _recordings.remove(recording)
+        _RECORDINGS.open.remove(recording)
         recording.finish(rank(), SETTLE_S)

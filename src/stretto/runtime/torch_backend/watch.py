@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ...process_state import STATE, ProcessPart
+
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedCall:
@@ -29,7 +31,11 @@ class CallWatcher(Protocol):
         """A call comes; `run` runs it."""
 
 
-class Watch:
-    """Whom to tell."""
+class Watch(ProcessPart):
+    """What is told of every call of this process's groups, while a recording is made."""
 
-    current: CallWatcher | None = None
+    def __init__(self) -> None:
+        self.current: CallWatcher | None = None
+
+
+WATCH = STATE.part(Watch)

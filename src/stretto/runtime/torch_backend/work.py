@@ -20,31 +20,44 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..executor.forks import Process, refusal
+from ...process_state import STATE, ProcessPart
+from ..executor.forks import refusal
 
 NO_TIMEOUT = timedelta(0)
 Tensors = list[torch.Tensor]
 Future = torch.futures.Future[Any]
 
 SHELLS = 4096
-_recent: deque[GroupWork] = deque()
-_shells: deque[GroupWork] = deque(maxlen=SHELLS)
-"""C++ may hold a `Work` whose Python half has died, and would then wait for it forever (DDP's join does, for the rest
-of an iteration). So works live on here for a while, those that ended and that Python has forgotten without tensors."""
 _OUR_REFERENCES = 2
 """To a work when nobody else has one: a local variable and getrefcount's argument."""
 
 
-def _keep(work: GroupWork) -> None:
-    # Two out for one in: nothing piles up behind a work that somebody holds for long.
-    for _ in range(min(2, len(_recent))):
-        old = _recent.popleft()
-        if sys.getrefcount(old) <= _OUR_REFERENCES and old.forgettable:
-            old.strip()
-            _shells.append(old)
-        elif len(_recent) < SHELLS:
-            _recent.append(old)
-    _recent.append(work)
+class KeptWorks(ProcessPart):
+    """Works that live on for a while, those that ended and that Python has forgotten without their tensors.
+
+    C++ may hold a `Work` whose Python half has died, and would then wait for it forever (DDP's join does, for the rest
+    of an iteration).
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[GroupWork] = deque()
+        self._shells: deque[GroupWork] = deque(maxlen=SHELLS)
+
+    def keep(self, work: GroupWork) -> None:
+        """Keep a new work, and look whether the oldest ones are still needed."""
+        recent = self._recent
+        # Two out for one in: nothing piles up behind a work that somebody holds for long.
+        for _ in range(min(2, len(recent))):
+            old = recent.popleft()
+            if sys.getrefcount(old) <= _OUR_REFERENCES and old.forgettable:
+                old.strip()
+                self._shells.append(old)
+            elif len(recent) < SHELLS:
+                recent.append(old)
+        recent.append(work)
+
+
+_keep = STATE.part(KeptWorks).keep
 
 
 class StartedProgram(Protocol):
@@ -76,7 +89,7 @@ class GroupWork(dist.Work):
         # Again in the same thread where an op has ended before its future is asked for.
         self._lock = threading.RLock()
         self._over = False
-        self._forks = Process.forks
+        self._forks = STATE.forks
         self._error: Exception | None = None
         self._future: Future | None = None
         _keep(self)
@@ -142,7 +155,7 @@ class GroupWork(dist.Work):
 
     def _check_process(self) -> None:
         """Raises in a forked child: what the rank itself has begun only the rank can wait for."""
-        if self._forks != Process.forks:
+        if self._forks != STATE.forks:
             raise refusal("the rank that began this operation")
 
     @abstractmethod
@@ -359,16 +372,25 @@ def _watch(work: GroupWork, then: Callable[[], object]) -> None:
         then()
 
 
-class Waiter:
+class Waiter(ProcessPart):
     """One thread for all futures of the executor's works: blocks in C++, asleep while there are none."""
 
     TICK = timedelta(milliseconds=2)
     """How late a work may be noticed that overtakes the oldest one."""
 
     def __init__(self) -> None:
+        self._inherited: list[object] = []
+        self._begin()
+
+    def _begin(self) -> None:
         self._new: SimpleQueue[tuple[GroupWork, Callable[[], object]]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+
+    def after_fork(self) -> None:
+        """The thread is the parent's, and what it waits for, too."""
+        self._inherited.append(self._new)
+        self._begin()
 
     def add(self, work: GroupWork, then: Callable[[], object]) -> None:
         """Call `then` once the work has ended."""
@@ -394,4 +416,4 @@ class Waiter:
             waiting = still
 
 
-WAITER = Waiter()
+WAITER = STATE.part(Waiter)

@@ -13,11 +13,19 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import InvalidInput
+from ...process_state import STATE, ProcessPart
 from .carriers import Flow, PendingExchange, VariableCarrier
 from .groups import Groups
 
-DISTRIBUTED: Any = WeakIdKeyDictionary()
-"""The parameters whose gradients a synchronizer averages; a second synchronizer would average them again."""
+
+class DistributedParameters(ProcessPart):
+    """Parameters whose gradients a synchronizer averages; a second synchronizer would average them again."""
+
+    def __init__(self) -> None:
+        self.known: Any = WeakIdKeyDictionary()
+
+
+DISTRIBUTED = STATE.part(DistributedParameters)
 AHEAD = 2
 """The number of later messages that are started before the backward pass waits for an earlier one's next exchange."""
 
@@ -87,7 +95,7 @@ class GradientSynchronizer:
         """Called whenever gradients have been averaged."""
         self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         for parameter in self._trained:
-            DISTRIBUTED[parameter] = True
+            DISTRIBUTED.known[parameter] = True
         watched: dict[str, Any] = dict(parameters)
         self._hooks = [(watched[name], self._hook(name, watched[name])) for name in self._of]
         self._handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in self._hooks]
@@ -206,7 +214,7 @@ class GradientSynchronizer:
     def close(self) -> None:
         """Remove the hooks from the parameters, and close all carriers."""
         for parameter in self._trained:
-            DISTRIBUTED.pop(parameter, None)
+            DISTRIBUTED.known.pop(parameter, None)
         for handle in self._handles:
             handle.remove()
         for carrier in self.carriers:
@@ -216,5 +224,5 @@ class GradientSynchronizer:
 def check_free(model: nn.Module) -> None:
     """Raise `InvalidInput` for a model whose gradients are already synchronized."""
     for name, parameter in model.named_parameters():
-        if parameter in DISTRIBUTED:
+        if parameter in DISTRIBUTED.known:
             raise InvalidInput(f"{name}: is distributed already: call close() of the earlier optimizer first")
