@@ -185,8 +185,16 @@ class Sample(ProcessPart):
         self.lock = threading.Lock()
         self.job: str | None = None
 
+        self.forks: list[str] = []
+
     def job_ended(self) -> None:
         self.job = None
+
+    def before_fork(self) -> None:
+        self.forks.append("before")
+
+    def after_fork_in_parent(self) -> None:
+        self.forks.append("after")
 
     def after_fork(self) -> None:
         self.lock = threading.Lock()
@@ -199,6 +207,15 @@ def test_there_is_one_object_of_a_kind_and_a_job_takes_its_own_with_it() -> None
     sample.job = "a job"
     state.job_ended()
     assert sample.job is None and state.part(Sample) is sample
+
+
+def test_a_fork_is_told_before_and_after() -> None:
+    sample = STATE.part(Sample)
+    child = os.fork()
+    if not child:
+        os._exit(0 if sample.forks == ["before"] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sample.forks == ["before", "after"]
 
 
 def test_numbers_go_on_when_a_job_ends() -> None:

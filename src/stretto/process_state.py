@@ -21,11 +21,17 @@ from typing import TypeVar
 class ProcessPart:
     """What one module keeps per process; made without arguments, once.
 
-    Both methods do nothing here. They may call nothing that ranks do together.
+    All methods do nothing here. They may call nothing that ranks do together.
     """
 
     def job_ended(self) -> None:
         """Forget what belongs to the job: its default process group, made on the backend `stretto`, is destroyed."""
+
+    def before_fork(self) -> None:
+        """Wait for what a fork would break; called in the thread that is about to fork."""
+
+    def after_fork_in_parent(self) -> None:
+        """Go on with what `before_fork` held back."""
 
     def after_fork(self) -> None:
         """Make good what a fork breaks; called in the child, where no other thread runs.
@@ -70,6 +76,16 @@ class ProcessState:
         for part in list(self._parts.values()):
             part.job_ended()
 
+    def before_fork(self) -> None:
+        """Called before this process forks."""
+        for part in reversed(list(self._parts.values())):
+            part.before_fork()
+
+    def after_fork_in_parent(self) -> None:
+        """Called after this process has forked."""
+        for part in list(self._parts.values()):
+            part.after_fork_in_parent()
+
     def after_fork(self) -> None:
         """Called in a forked child, before anything else of ours runs there."""
         self.forks += 1
@@ -78,4 +94,6 @@ class ProcessState:
 
 
 STATE = ProcessState()
-os.register_at_fork(after_in_child=STATE.after_fork)
+os.register_at_fork(
+    before=STATE.before_fork, after_in_parent=STATE.after_fork_in_parent, after_in_child=STATE.after_fork
+)

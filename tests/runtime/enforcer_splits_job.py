@@ -37,7 +37,7 @@ from stretto.errors import StrettoError
 from stretto.planner.algebra.rewrites import rewrites
 from stretto.planner.plan import OpPlan
 from stretto.runtime.enforcer.enforcer import Enforcer
-from stretto.runtime.torch_backend.current import Current
+from stretto.runtime.torch_backend.current import CURRENT
 from stretto.workload import Workload
 
 RANKS = 4
@@ -296,7 +296,7 @@ def wrong_pair(carrier: str) -> Any:
         for work in works:
             work.wait()
         if number == 5:
-            outgrown.extend(asdict(one) for one in Current.enforcer.report().outgrown)  # type: ignore[union-attr]
+            outgrown.extend(asdict(one) for one in CURRENT.enforcer.report().outgrown)  # type: ignore[union-attr]
 
     said = "nothing"
     try:

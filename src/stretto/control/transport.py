@@ -24,6 +24,7 @@ from typing import Any
 
 from ..errors import InvalidInput, PeerLost
 from ..files import read_text
+from ..process_state import STATE, ProcessPart
 from .messages import MAX_MESSAGE_BYTES
 
 SERVICE = "stretto.Controller"
@@ -204,7 +205,7 @@ class Server:
         self._server.stop(0.5).wait(5.0)
 
 
-class _ForkGate:
+class ForkGate(ProcessPart):
     """Keeps forks of this process and calls of gRPC apart.
 
     gRPC prepares a forked child only while no thread is inside of gRPC. A child that was forked during a call may be
@@ -225,26 +226,21 @@ class _ForkGate:
             self._changed.notify_all()
 
     def before_fork(self) -> None:
-        """Wait until no call is under way, and let none begin until `after_fork`."""
+        """Wait until no call is under way, and let none begin until the fork is over."""
         self._changed.acquire()
         self._changed.wait_for(lambda: not self._calls, timeout=FORK_WAIT_S)
 
-    def after_fork(self) -> None:
-        """Let calls begin again in the process that forked."""
+    def after_fork_in_parent(self) -> None:
+        """Let calls begin again."""
         self._changed.release()
 
-    def after_fork_in_child(self) -> None:
+    def after_fork(self) -> None:
         """No thread of the parent's is in the child, and none of its calls."""
         self._changed = threading.Condition()
         self._calls = 0
 
 
-_fork_gate = _ForkGate()
-os.register_at_fork(
-    before=_fork_gate.before_fork,
-    after_in_parent=_fork_gate.after_fork,
-    after_in_child=_fork_gate.after_fork_in_child,
-)
+_FORK_GATE = STATE.part(ForkGate)
 
 
 class ControllerConnection:
@@ -261,13 +257,13 @@ class ControllerConnection:
         """The controller's answer; raises `PeerLost` when there is none in time, `InvalidInput` when it refuses."""
         grpc = _grpc()
         if self._channel is None:
-            with _fork_gate:
+            with _FORK_GATE:
                 self._channel = self._open(grpc)
         if method not in self._calls:
             self._calls[method] = self._channel.unary_unary(f"/{SERVICE}/{method}")
         metadata = (("authorization", f"Bearer {self._token}"),)
         try:
-            with _fork_gate:
+            with _FORK_GATE:
                 reply: bytes = self._calls[method](message, timeout=timeout_s, metadata=metadata, wait_for_ready=False)
             return reply
         except grpc.RpcError as error:
