@@ -33,7 +33,7 @@ REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 Check = Callable[[], None]
 
 
-class ReshardState(ProcessPart):
+class ReshardGroups(ProcessPart):
     """What resharding keeps for the current default process group; a new default group starts afresh."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class ReshardState(ProcessPart):
         return number
 
 
-RESHARDING = STATE.part(ReshardState)
+RESHARDING = STATE.part(ReshardGroups)
 
 
 def agreement() -> ReshardAgreement:
