@@ -171,10 +171,10 @@ def test_wrong_motifs_are_named(tmp_path: Path, edit: dict[str, Any], message: s
 
 def test_what_no_field_takes_is_refused_at_every_level(tmp_path: Path) -> None:
     path, value = saved(tmp_path)
-    value["ops"][1]["colour"] = 1
-    assert refused(path, value).startswith("ops[1].color: unknown field 'colour'; choose from: op, kind,")
+    value["ops"][1]["color"] = 1
+    assert refused(path, value).startswith("ops[1].color: unknown field 'color'; choose from: op, kind,")
     path, value = saved(tmp_path)
-    value["ops"][1]["motifs"][0]["colour"] = 1
+    value["ops"][1]["motifs"][0]["color"] = 1
     assert refused(path, value).startswith("ops[1].motifs[0].color: unknown field")
 
 
