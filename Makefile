@@ -16,8 +16,8 @@ TESTS_OF_SPEED := tests/synthesis/test_forest.py::test_programs_keep_the_pace_of
   tests/synthesis/test_flow.py::test_hundred_and_twenty_eight_gpus_within_five_percent \
   tests/synthesis/test_greedy.py::test_hosts_on_switches_come_near_the_bound
 # Tests in which PyTorch runs; tests/gpu are added where there is a GPU.
-TORCH_TESTS := tests/runtime tests/control tests/resharding tests/cli/test_run_command.py tests/cli/test_run_splits.py \
-  tests/cli/test_run_styles.py
+TORCH_TESTS := tests/runtime tests/control tests/resharding/test_reshard_specs.py tests/cli/test_run_command.py \
+  tests/cli/test_run_splits.py tests/cli/test_run_styles.py
 TORCH_VENV = .venv-torch-$(TORCH)
 
 .PHONY: demo test test-torch test-asan test-tsan test-gpu setup system lint clean
