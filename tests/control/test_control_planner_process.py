@@ -15,7 +15,8 @@ CONTROLLER = """if True:
     from toy_job import toy_cluster, toy_workload
     from stretto.control import worker
     from stretto.control.messages import encode_captured
-    planning = worker.Worker(worker.PlanRequest(captured=encode_captured(toy_workload(2), toy_cluster(2)), budget_s=600.0))
+    captured = encode_captured(toy_workload(2), toy_cluster(2))
+    planning = worker.Worker(worker.PlanRequest(captured=captured, budget_s=600.0))
     # Where the planner is does not matter: it has not begun yet.
     print(planning._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
