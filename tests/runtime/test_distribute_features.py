@@ -16,7 +16,7 @@ from stretto import InvalidInput
 from stretto.strategy.distribute import model_spec
 
 Outcomes = dict[str, list[Any]]
-REASSOCIATION = 2e-6
+REASSOCIATION = 1e-5  # Sums of some hundred float32 terms in another order; CPUs with other vector widths differ, too.
 PLACES = ("all_reduce", "partitioned_ps", "zero2")
 
 
