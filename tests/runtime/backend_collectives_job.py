@@ -134,7 +134,7 @@ def lists_and_splits() -> Any:
     try:
         dist.all_to_all(exchanged, shards)
     except RuntimeError:
-        # gloo has none with lists before PyTorch 2.12; ours must.
+        # gloo has none with lists in PyTorch 2.11; ours must.
         assert not is_stretto()
         together = torch.empty(11 * world)
         dist.all_to_all_single(together, torch.cat(shards))

@@ -228,7 +228,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return self._run(call, "gather", (outputs, inputs, opts), _flat(outputs), opts)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """One rank gets everybody's tensor, in one; `output` of the others is empty. PyTorch calls it from 2.15 on."""
+        """One rank gets everybody's tensor, in one; `output` of the others is empty. PyTorch calls it from 2.14 on."""
         opts = opts or c10d.GatherOptions()
         outputs = [list(output.view(self.size(), *input.shape))] if self.rank() == opts.rootRank else []
         return self.gather(outputs, [input], opts)
