@@ -131,3 +131,15 @@ def test_identifiers_are_spelled_as_in_the_us() -> None:
             found |= {(name, path.name) for name in names if isinstance(name, str) and BRITISH.search(name)}
     # A baseline's name in files, and a function of the C++ module.
     assert {name for name, _ in found} <= {"hand_optimised", "colour_edges"}, found
+
+
+def test_the_glossary_names_classes_that_there_are() -> None:
+    defined = {
+        node.name
+        for path in ROOT.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    text = (Path(__file__).parents[1] / "docs" / "glossary.md").read_text()
+    named = set(re.findall(r"`([A-Z]\w+)`", text))
+    assert len(named) > 40 and named <= defined
