@@ -67,6 +67,7 @@ test-gpu:
 
 lint: setup
 	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check -q src tests benchmarks examples
 	$(BIN)/mypy
 
 setup: $(VENV)/.stamp

@@ -289,6 +289,8 @@ class ControllerConnection:
             ("grpc.initial_reconnect_backoff_ms", 200),
             ("grpc.min_reconnect_backoff_ms", 200),
             ("grpc.max_reconnect_backoff_ms", 2000),
+            # Another connection of this process to the same address, which was lost, must not make this one wait.
+            ("grpc.use_local_subchannel_pool", 1),
         ]
         if self._tls is None:
             return grpc.insecure_channel(self.address, options=options)
