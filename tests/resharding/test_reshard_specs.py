@@ -146,3 +146,21 @@ def test_wrong_specs_and_meshes_are_refused_in_one_line(
 def test_unknown_placements_are_refused(placement: str) -> None:
     with pytest.raises(InvalidInput):
         Spec.from_placements([placement], 2)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "avg", "max"])
+def test_the_reduction_of_a_pending_placement_is_asked_for_not_read_from_its_text(reduction: str) -> None:
+    class Partial:
+        """As in PyTorch 2.8."""
+
+        reduce_op = reduction
+
+        def __str__(self) -> str:
+            return "P"
+
+    class NormPartial(Partial):
+        """Reduces in a way of its own."""
+
+    assert Spec.from_placements([Partial()], 1).reduction == reduction
+    with pytest.raises(InvalidInput, match="unknown placement 'NormPartial'"):
+        Spec.from_placements([NormPartial()], 1)

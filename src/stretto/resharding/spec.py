@@ -20,6 +20,21 @@ Boxes = NDArray[np.int64]
 """Begin and end of each device's tile in each tensor dimension, as an array of shape (devices, dims, 2)."""
 
 
+def placement_text(placement: object) -> str:
+    """The text of a DTensor placement, with the reduction of a pending one, which PyTorch 2.8 leaves out.
+
+    Subclasses of ``Partial`` reduce in ways of their own: their text is their name, which no spec takes.
+
+    >>> placement_text("S(1)")
+    'S(1)'
+    """
+    reduction = getattr(placement, "reduce_op", None)
+    if reduction is None:
+        return str(placement)
+    name = type(placement).__name__
+    return f"P({reduction})" if name == "Partial" else name
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """Devices in a grid: ``devices`` in row-major order of `shape`.
@@ -97,7 +112,7 @@ class Spec:
         partial: list[int] = []
         reductions: set[str] = set()
         for axis, placement in enumerate(placements):
-            word = str(placement).replace(" ", "")
+            word = placement_text(placement).replace(" ", "")
             shard = re.fullmatch(r"(?:Shard|S)\((?:dim=)?(-?[0-9]{1,3})\)", word)
             pending = re.fullmatch(r"(?:Partial|P)(?:\((?:reduce_op=)?'?(\w*)'?\))?", word)
             if shard:

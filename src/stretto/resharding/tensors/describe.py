@@ -17,6 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ...errors import InvalidInput
 from .. import Layout, Mesh, Spec
+from ..spec import placement_text
 
 
 class PlacedTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +100,7 @@ def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, place
         dtype=str(dtype).removeprefix("torch."),
         mesh_shape=tuple(int(n) for n in grid.shape),
         ranks=tuple(int(r) for r in grid.flatten()),
-        placements=tuple(str(p) for p in placements),
+        placements=tuple(placement_text(p) for p in placements),
         device=mesh.device_type,
     )
     try:
