@@ -149,7 +149,9 @@ def test_a_second_controller_does_not_take_the_socket_of_the_first_but_that_of_a
         try:
             assert process.stdout is not None
             assert process.stdout.readline().startswith("STRETTO_CONTROLLER=unix:")
+            handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
             assert "another controller listens there" in bad("controller")
+            assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
             assert "no job has been heard of" in good("status")
         finally:
             process.kill()

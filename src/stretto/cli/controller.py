@@ -56,8 +56,7 @@ def controller(
     token_path = token_file or folder / "token"
     token = make_token(token_path)
     ending = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
+    before = {number: signal.signal(number, lambda *_: ending.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     running = Controller(memory=state or folder / "state.json", budget_s=budget)
     try:
         server = running.serve(address, token=token, tls=tls)
@@ -68,3 +67,5 @@ def controller(
             server.close()
     finally:
         running.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
