@@ -28,7 +28,7 @@ class PlainTrial:
     def side(self, iteration: int) -> Side | None:
         """Who runs an iteration; None: the plan.
 
-        >>> trial = Trial(100)
+        >>> trial = PlainTrial(100)
         >>> [trial.side(100 + SETTLED + at) for at in (-1, 0, 4, 5, 9, 10, 19, 20)]
         [None, 'own', 'own', 'ours', 'ours', 'own', 'ours', None]
         """
