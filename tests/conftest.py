@@ -21,15 +21,17 @@ if os.environ.get("HYPOTHESIS_PROFILE", "same") == "same":
     settings.load_profile("same")
 
 GPU = Path(__file__).parent / "gpu"
+collect_ignore = ["jobs"]
+"""What the processes of jobs run: no tests, and pytest itself must not import most of it."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What needs a GPU is left out unless it is asked for by name: `make test-gpu` does. Its jobs are no tests."""
+    """What needs a GPU is left out unless it is asked for by name: `make test-gpu` does."""
     if collection_path != GPU and GPU not in collection_path.parents:
         return None
     named = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
     asked = any(path == GPU or GPU in path.parents for path in named)
-    return None if asked and not collection_path.name.startswith("gpu_") else True
+    return None if asked else True
 
 
 Value = tuple[int, frozenset[tuple[int, int]]]

@@ -16,7 +16,6 @@ from stretto.cli import run
 Run = Callable[..., str]
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 LIMIT_S = 600.0
-collect_ignore_glob = ["*_job.py"]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def test_a_job_with_unequal_exchanges_trains_under_a_plan_as_it_does_without(str
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CHANNELS": "rdma=lo;eth=lo",
         "STRETTO_CLUSTER": str(network),
     }  # fmt: skip
-    script = Path(__file__).with_name("run_splits_job.py")
+    script = Path(__file__).parents[1] / "jobs" / "run_splits_job.py"
     done = stretto("run", "--budget", "0.3", "--", sys.executable, str(script), str(tmp_path), env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(2):

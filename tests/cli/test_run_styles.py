@@ -19,7 +19,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CLUS
 @pytest.fixture(scope="module")
 def ran(stretto: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, list[float]]], str]:
     folder = tmp_path_factory.mktemp("styles")
-    script = Path(__file__).with_name("run_styles_job.py")
+    script = Path(__file__).parents[1] / "jobs" / "run_styles_job.py"
     done = stretto("run", "--budget", "0.3", "--", sys.executable, str(script), str(folder), env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], done.stderr

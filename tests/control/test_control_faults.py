@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+JOBS = Path(__file__).parents[1] / "jobs"
 LIMIT_S = 700.0
 RANKS = 2
 
@@ -23,8 +23,8 @@ RANKS = 2
 def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("f")
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "faults_job.py"), str(folder), str(RANKS)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE)},
+        [sys.executable, str(JOBS / "faults_job.py"), str(folder), str(RANKS)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(JOBS)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
+JOBS = Path(__file__).parents[1] / "jobs"
 
 
 def test_processes_that_a_rank_forks_end_and_its_agent_goes_on(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(HERE / "fork_job.py"), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(HERE)}, capture_output=True, text=True, timeout=400, check=False,
+        [sys.executable, str(JOBS / "fork_job.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(JOBS)}, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["30", "1", "True"], done.stderr

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+JOBS = Path(__file__).parents[1] / "jobs"
 TRIALS = int(os.environ.get("STRETTO_KILL_TRIALS", "1"))
 SEED = int(os.environ.get("STRETTO_KILL_SEED", "0"))
 VICTIMS = ("controller-kill", "controller-stop", "agent", "rank-kill", "rank-stop")
@@ -28,10 +28,10 @@ TRIAL_LIMIT_S = 420.0
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("k")
     log = folder / "log"
-    path = os.pathsep.join(map(str, (HERE, HERE.parent / "runtime")))
+    path = str(JOBS)
     with log.open("wb") as words:
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "kills_job.py"), str(folder), ",".join(VICTIMS), str(TRIALS), str(SEED)],
+            [sys.executable, str(JOBS / "kills_job.py"), str(folder), ",".join(VICTIMS), str(TRIALS), str(SEED)],
             env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
             stdout=words, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip

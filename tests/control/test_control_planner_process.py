@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
+JOBS = Path(__file__).parents[1] / "jobs"
 
 CONTROLLER = """if True:
     import os, signal
@@ -26,7 +26,7 @@ CONTROLLER = """if True:
 def test_the_planner_of_a_controller_that_is_killed_ends_and_clears_its_folder_away(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CONTROLLER],
-        env=os.environ | {"PYTHONPATH": str(HERE), "TMPDIR": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": str(JOBS), "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE, text=True, timeout=300, check=False,
     )  # fmt: skip
     planner = Path(f"/proc/{int(done.stdout)}")

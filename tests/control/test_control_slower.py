@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+JOBS = Path(__file__).parents[1] / "jobs"
 LIMIT_S = 1200.0
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("s")
-    path = os.pathsep.join(map(str, (HERE, HERE.parent / "runtime")))
+    path = str(JOBS)
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "slower_job.py"), str(folder)],
+        [sys.executable, str(JOBS / "slower_job.py"), str(folder)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+JOBS = Path(__file__).parents[1] / "jobs"
 ITERATIONS, EVERY, LEAST_PLANS = 400, 10, 20
 LIMIT_S = 900.0
 
@@ -25,9 +25,9 @@ LIMIT_S = 900.0
 @pytest.fixture(scope="module", params=["executor", "gloo"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("s")
-    path = os.pathsep.join(map(str, (HERE, HERE.parent / "runtime")))
+    path = str(JOBS)
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "soak_job.py"), str(folder), request.param, str(ITERATIONS), str(EVERY)],
+        [sys.executable, str(JOBS / "soak_job.py"), str(folder), request.param, str(ITERATIONS), str(EVERY)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip

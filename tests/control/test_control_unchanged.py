@@ -17,7 +17,7 @@ import pytest
 
 from stretto.runtime.enforcer.trial import BLOCK, ROUNDS, SETTLED, SKIP
 
-HERE = Path(__file__).parent
+JOBS = Path(__file__).parents[1] / "jobs"
 LIMIT_S = 700.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CLUSTER": "ring:2"}
 
@@ -36,7 +36,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("u")
     page = folder / "page.html"
     controller = subprocess.Popen(
-        [sys.executable, str(HERE / "unchanged_controller.py"), str(folder)], start_new_session=True
+        [sys.executable, str(JOBS / "unchanged_controller.py"), str(folder)], start_new_session=True
     )
     job = None
     try:
@@ -45,7 +45,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
             [
                 sys.executable, "-m", "stretto", "run", "--controller", f"unix:{folder}/socket",
                 "--token-file", str(folder / "token"), "--report", str(page),
-                "--", sys.executable, str(HERE / "unchanged_job.py"), str(folder),
+                "--", sys.executable, str(JOBS / "unchanged_job.py"), str(folder),
             ],
             env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
@@ -119,7 +119,7 @@ def test_the_report_has_the_timelines_all_the_same(ran: Any) -> None:
 def test_a_job_that_asks_for_our_backend_has_no_unchanged_one_to_compare_with(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "stretto", "run", "--budget", "0.2", "--",
-         sys.executable, str(HERE / "unchanged_job.py"), str(tmp_path)],
+         sys.executable, str(JOBS / "unchanged_job.py"), str(tmp_path)],
         env=os.environ | ENVIRONMENT | {"BACKEND": "stretto", "STEPS": "40"}, capture_output=True, text=True,
         timeout=LIMIT_S, check=False,
     )  # fmt: skip

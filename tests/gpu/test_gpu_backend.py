@@ -24,7 +24,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "import os, runpy, sys; os.environ['NCCL_HOSTID'] = os.environ['RANK']; "
         "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
     )
-    script = Path(__file__).with_name("gpu_job.py")
+    script = Path(__file__).parents[1] / "jobs" / "gpu_job.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run(
         [*command, sys.executable, "-c", code, str(script), str(folder)],

@@ -15,7 +15,7 @@ import torch
 
 RANKS = 4
 LIMIT_S = 180
-HERE = Path(__file__).parent
+JOBS = Path(__file__).parents[1] / "jobs"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    path = os.pathsep.join([str(HERE.parent / "runtime"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(JOBS), os.environ.get("PYTHONPATH", "")])
     shared = {
         "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path,
         "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
@@ -34,7 +34,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for rank in range(RANKS):
         # Several ranks on one GPU work with NCCL when each believes to be on a host of its own.
         mine = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"}
-        command = [sys.executable, str(HERE / "gpu_distribute_job.py"), str(folder)]
+        command = [sys.executable, str(JOBS / "gpu_distribute_job.py"), str(folder)]
         with (folder / f"log-{rank}").open("wb") as out:
             jobs.append(subprocess.Popen(command, env=mine, stdout=out, stderr=subprocess.STDOUT))
     try:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 LIMIT_S = 240.0
-HERE = Path(__file__).parent
+JOBS = Path(__file__).parents[1] / "jobs"
 Told = list[dict[str, Any]]
 
 
@@ -28,7 +28,7 @@ def launch(folder: Path, ranks: int, *mode: str, reporting: int = 0) -> list[Any
     assert torch.cuda.is_available(), "make test-gpu needs a GPU and a PyTorch that sees it"
     shared = {
         "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent / "runtime"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(JOBS), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     processes = []
     for rank in range(ranks):
@@ -36,7 +36,7 @@ def launch(folder: Path, ranks: int, *mode: str, reporting: int = 0) -> list[Any
         with (folder / f"out-{rank}").open("wb") as out:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(HERE / "gpu_enforcer_job.py"), str(folder), str(ranks), *mode],
+                    [sys.executable, str(JOBS / "gpu_enforcer_job.py"), str(folder), str(ranks), *mode],
                     env=os.environ | shared | {"RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"}, stdout=out,
                     stderr=subprocess.STDOUT, start_new_session=True,
                 )

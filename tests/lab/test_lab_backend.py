@@ -18,7 +18,7 @@ from stretto.report.tables import timeline_tables
 
 @pytest.mark.real_lab
 def test_a_job_across_hosts_gives_the_bits_of_gloo_and_a_timeline_that_all_reports_take(tmp_path: Path) -> None:
-    job = Path(__file__).with_name("lab_backend_job.py")
+    job = Path(__file__).parents[1] / "jobs" / "lab_backend_job.py"
     with Lab(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}, order="interleaved") as lab:
         lab.cluster().save(tmp_path / "lab.yaml")
         saved = tmp_path / "recorded.json"

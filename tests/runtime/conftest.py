@@ -21,14 +21,12 @@ Outcome = Workload | str
 """What one rank got: a workload, or the message of the error."""
 Job = Callable[..., dict[str, list[Any]]]
 
-collect_ignore_glob = ["*_job.py", "capture_*.py", "backend_*.py", "distribute_*.py", "enforcer_*.py"]
-"""What the processes run; pytest itself must not import it."""
-
 LIMIT_S = 600.0
+JOBS = Path(__file__).parents[1] / "jobs"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def launch(script: Path, folder: Path, *, ranks: int, reporting: int = 0) -> dict[str, list[Any]]:
+def launch(script: str, folder: Path, *, ranks: int, reporting: int = 0) -> dict[str, list[Any]]:
     """Run every scenario of a job script on some ranks; what each rank (or the first `reporting`) says, by scenario.
 
     A rank that fails or hangs takes the whole job down, with its output in the assertion.
@@ -37,7 +35,7 @@ def launch(script: Path, folder: Path, *, ranks: int, reporting: int = 0) -> dic
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(ranks)],
+            [sys.executable, str(JOBS / script), str(folder), str(ranks)],
             env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(EXAMPLES)},
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -65,5 +63,5 @@ def _read(report: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def job() -> Job:
-    """Run a job script of this directory."""
+    """Run a job script of `tests/jobs`."""
     return launch

@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], folder: Path) -> Outcomes:
-    return job(Path(__file__).with_name("backend_collectives_job.py"), folder, ranks=4)
+    return job("backend_collectives_job.py", folder, ranks=4)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ Outcomes = dict[str, list[Any]]
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    script = Path(__file__).with_name("backend_faults_job.py")
-    return job(script, tmp_path_factory.mktemp("faults"), ranks=3)
+    return job("backend_faults_job.py", tmp_path_factory.mktemp("faults"), ranks=3)
 
 
 @pytest.mark.parametrize("scenario", ["killed", "killed_while_sending"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ VICTIM = 2
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    script = Path(__file__).with_name("backend_faults_limits_job.py")
-    return job(script, tmp_path_factory.mktemp("limits"), ranks=3)
+    return job("backend_faults_limits_job.py", tmp_path_factory.mktemp("limits"), ranks=3)
 
 
 @pytest.mark.parametrize("scenario", ["killed_in_the_middle", "killed_while_joining"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ RIGHT = [2.0, [0, 1], 0.0, 4.0, [0, 1], 1.0, 6.0, [0, 1], 2.0]
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("backend_fork_job.py"), tmp_path_factory.mktemp("forks"), ranks=2)
+    return job("backend_fork_job.py", tmp_path_factory.mktemp("forks"), ranks=2)
 
 
 @pytest.mark.parametrize("scenario", ["refused", "left", "own_job", "loads"])

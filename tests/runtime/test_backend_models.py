@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ Outcomes = dict[str, list[Any]]
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    script = Path(__file__).with_name("backend_models_job.py")
-    return job(script, tmp_path_factory.mktemp("models"), ranks=4)
+    return job("backend_models_job.py", tmp_path_factory.mktemp("models"), ranks=4)
 
 
 @pytest.mark.parametrize(

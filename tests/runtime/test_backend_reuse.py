@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ TIMES = 3
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    script = Path(__file__).with_name("backend_reuse_job.py")
-    return job(script, tmp_path_factory.mktemp("reuse"), ranks=3)
+    return job("backend_reuse_job.py", tmp_path_factory.mktemp("reuse"), ranks=3)
 
 
 def test_the_same_ranks_need_one_communicator_however_often(outcomes: Outcomes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ Outcomes = dict[str, list[Any]]
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("splits")
-    return job(Path(__file__).with_name("backend_splits_job.py"), folder, ranks=4)
+    return job("backend_splits_job.py", folder, ranks=4)
 
 
 @pytest.mark.parametrize("scenario", ["generated", "several_under_way", "forms", "mixed"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ Outcomes = dict[str, list[Any]]
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    script = Path(__file__).with_name("capture_collectives_job.py")
-    return job(script, tmp_path_factory.mktemp("collectives"), ranks=4)
+    return job("capture_collectives_job.py", tmp_path_factory.mktemp("collectives"), ranks=4)
 
 
 def workload_of(outcomes: Outcomes, name: str) -> Workload:

@@ -19,8 +19,7 @@ GPT_PARAMETERS = 2 * (2 * 2 * 64 + 64 * 192 + 192 + 64 * 64 + 64 + 2 * 64 * 256 
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    script = Path(__file__).with_name("capture_models_job.py")
-    return job(script, tmp_path_factory.mktemp("models"), ranks=2)
+    return job("capture_models_job.py", tmp_path_factory.mktemp("models"), ranks=2)
 
 
 def recorded(outcomes: Outcomes, name: str) -> Workload:
@@ -129,6 +128,6 @@ def test_training_is_bit_for_bit_what_it_is_without(outcomes: Outcomes) -> None:
 
 
 def test_the_examples_write_workloads_that_can_be_read(job: Callable[..., Outcomes], tmp_path: Path) -> None:
-    found = job(Path(__file__).with_name("capture_examples_job.py"), tmp_path, ranks=2, reporting=1)
+    found = job("capture_examples_job.py", tmp_path, ranks=2, reporting=1)
     assert {"all_to_all", "all_reduce"} == set(found["capture_dlrm"][0])
     assert {"all_reduce"} == set(found["capture_gpt"][0])

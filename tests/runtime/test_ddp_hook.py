@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ Outcomes = dict[str, list[Any]]
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("backend_ddp_job.py"), tmp_path_factory.mktemp("ddp"), ranks=4)
+    return job("backend_ddp_job.py", tmp_path_factory.mktemp("ddp"), ranks=4)
 
 
 @pytest.mark.parametrize(("scenario", "tolerance"), [

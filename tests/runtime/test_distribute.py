@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ OWN = ("mixed", "ordered", "two_level", "factors", "default")
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("distribute_job.py"), tmp_path_factory.mktemp("distribute"), ranks=4)
+    return job("distribute_job.py", tmp_path_factory.mktemp("distribute"), ranks=4)
 
 
 @pytest.mark.parametrize("label", [*BUILDERS, *OWN])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ ENCODERS = ("float16", "powersgd:1", "topk:0.1", "onebit")
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("distribute_bytes_job.py"), tmp_path_factory.mktemp("bytes"), ranks=4)
+    return job("distribute_bytes_job.py", tmp_path_factory.mktemp("bytes"), ranks=4)
 
 
 def same_bytes(outcomes: Outcomes, label: str) -> None:

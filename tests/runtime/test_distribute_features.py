@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ PLACES = ("all_reduce", "partitioned_ps", "zero2")
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("distribute_features_job.py"), tmp_path_factory.mktemp("features"), ranks=4)
+    return job("distribute_features_job.py", tmp_path_factory.mktemp("features"), ranks=4)
 
 
 @pytest.mark.parametrize("model", ["mlp", "ncf", "mixed"])

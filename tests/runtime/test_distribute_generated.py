@@ -1,13 +1,12 @@
 """Every builder with every aspect of a strategy, drawn at random: trained as one process trains, or refused at once.
 
-The longer campaign: ``python tests/runtime/distribute_generated_job.py FOLDER 3 ROUNDS FIRST``.
+The longer campaign: ``python tests/jobs/distribute_generated_job.py FOLDER 3 ROUNDS FIRST``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +24,7 @@ AXES = 4
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    script = Path(__file__).with_name("distribute_generated_job.py")
-    found = job(script, tmp_path_factory.mktemp("generated"), ranks=3, reporting=1)
+    found = job("distribute_generated_job.py", tmp_path_factory.mktemp("generated"), ranks=3, reporting=1)
     return [one for ranks in ("2", "3") for one in found[ranks][0]]
 
 

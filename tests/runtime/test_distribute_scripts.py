@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ BUILDERS = ("all_reduce", "ps_balanced", "partitioned_ps", "zero2")
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("distribute_scripts_job.py"), tmp_path_factory.mktemp("scripts"), ranks=2)
+    return job("distribute_scripts_job.py", tmp_path_factory.mktemp("scripts"), ranks=2)
 
 
 @pytest.mark.parametrize("builder", BUILDERS)

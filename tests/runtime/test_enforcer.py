@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ Outcomes = dict[str, list[Any]]
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("enforcer_job.py"), tmp_path_factory.mktemp("enforcer"), ranks=4)
+    return job("enforcer_job.py", tmp_path_factory.mktemp("enforcer"), ranks=4)
 
 
 def test_whole_numbers_are_those_of_plain_order_in_every_rewriting(outcomes: Outcomes) -> None:

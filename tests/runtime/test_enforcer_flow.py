@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ A2A, SUM = "all_to_all.0#0 direct", "all_reduce.1#0 ring"
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("enforcer_flow_job.py"), tmp_path_factory.mktemp("flow"), ranks=2)
+    return job("enforcer_flow_job.py", tmp_path_factory.mktemp("flow"), ranks=2)
 
 
 def test_motifs_run_in_the_order_of_the_plan_not_of_the_calls(outcomes: Outcomes) -> None:

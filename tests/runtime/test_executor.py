@@ -23,7 +23,7 @@ from stretto.runtime.executor.executor import DTYPES, Executor
 from stretto.runtime.executor.load import contents, signature
 from stretto.runtime.executor.timeline import measured_timeline
 
-JOB = Path(__file__).with_name("executor_job.py")
+JOB = Path(__file__).parents[1] / "jobs" / "executor_job.py"
 
 
 def said(folder: Path, world: int, *scenarios: str) -> dict[str, list[Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from executor_ranks import launch
 
-JOB = Path(__file__).with_name("executor_faults_job.py")
+JOB = Path(__file__).parents[1] / "jobs" / "executor_faults_job.py"
 VICTIM = 2
 
 

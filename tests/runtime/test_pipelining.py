@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ TRAINED = ["stock", "gpipe", "1f1b", "mirrored", "eager", "delayed", "zb_h1", "z
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("pipelining_job.py"), tmp_path_factory.mktemp("pipelining"), ranks=2)
+    return job("pipelining_job.py", tmp_path_factory.mktemp("pipelining"), ranks=2)
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -18,7 +18,7 @@ from stretto.runtime.probe.bench import KINDS, layouts, runs
 from stretto.runtime.probe.find import find
 from stretto.runtime.probe.probe import conclude
 
-JOB = Path(__file__).with_name("probe_job.py")
+JOB = Path(__file__).parents[1] / "jobs" / "probe_job.py"
 LIMIT_S = 400.0
 WORLD = network(((0, 2), (1, 3)), uplinks={"rdma": [0.05] * 2, "eth": [0.025] * 2})
 CLUSTER = conclude(find(SimulatedMeter(WORLD))).cluster

@@ -12,7 +12,7 @@ import pytest
 
 from stretto.lab import Lab, unavailable
 
-JOB = Path(__file__).with_name("probe_job.py")
+JOB = Path(__file__).parents[1] / "jobs" / "probe_job.py"
 LIMIT_S = 400.0
 TRIES = 4
 """Machines that run tests do other things, too: within so many probes one must be undisturbed."""

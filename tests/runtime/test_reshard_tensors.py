@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ MOVED = [
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("reshard_job.py"), tmp_path_factory.mktemp("reshard"), ranks=6)
+    return job("reshard_job.py", tmp_path_factory.mktemp("reshard"), ranks=6)
 
 
 @pytest.mark.parametrize("case", MOVED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ SERVERS, LOST = range(2, 6), 1
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("reshard_weights_job.py"), tmp_path_factory.mktemp("weights"), ranks=6)
+    return job("reshard_weights_job.py", tmp_path_factory.mktemp("weights"), ranks=6)
 
 
 @pytest.mark.parametrize(("scenario", "rounds"), [("versions_arrive", 1), ("small_staging", 3)])

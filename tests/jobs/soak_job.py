@@ -3,9 +3,9 @@
 Writes FOLDER/report: memory, descriptors, threads and shared memory of the controller and of every rank under each
 plan, their growth by a straight line after the first fifth, and for how many iterations plans have run. A real planner
 plans now and then; plans made by hand take the place of what it finds, so that they really change. For 10,000
-iterations with a new plan every 200, in the folder of this file:
+iterations with a new plan every 200:
 
-``PYTHONPATH=../runtime GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 python soak_job.py /tmp/soak executor 10000 200``
+``GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 python tests/jobs/soak_job.py /tmp/soak executor 10000 200``
 """
 
 from __future__ import annotations
