@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
+
+MAX_CHOICES = 12
+"""Beside a name that was probably meant, more choices than these are not listed."""
+MAX_NAME = 100
+"""Characters of a misspelled name that are compared with the choices."""
 
 
 class StrettoError(Exception):
@@ -34,7 +40,7 @@ class PeerLost(StrettoError):
 
 
 def unknown(what: str, name: object, choices: Iterable[object]) -> InvalidInput:
-    """Build (not raise) the error for a name that is not known, listing the names that are.
+    """Build (not raise) the error for a name that is not known, with the name that was probably meant.
 
     Args:
         what: The kind of thing that was named, as the message shall call it ("preset").
@@ -45,6 +51,28 @@ def unknown(what: str, name: object, choices: Iterable[object]) -> InvalidInput:
         The `InvalidInput` for the caller to raise.
 
     >>> str(unknown("preset", "dgx9", ["dgx2", "ndv2"]))
-    "unknown preset 'dgx9'; choose from: dgx2, ndv2"
+    "unknown preset 'dgx9'; choose from: dgx2, ndv2; did you mean 'dgx2'?"
     """
-    return InvalidInput(f"unknown {what} {str(name)!r}; choose from: {', '.join(str(c) for c in choices)}")
+    known = [str(choice) for choice in choices]
+    meant = probably_meant(str(name), known)
+    listed = ", ".join(known)
+    if meant and len(known) > MAX_CHOICES:
+        listed = f"{', '.join(known[:MAX_CHOICES])}, ... ({len(known)} in all)"
+    return InvalidInput(f"unknown {what} {str(name)!r}; choose from: {listed}{meant}")
+
+
+def probably_meant(name: str, choices: Iterable[str]) -> str:
+    """A question, to end a message, that names the choice nearest to a misspelled name; empty where none is near.
+
+    Case, and the difference between ``-``, ``_`` and a space, do not count.
+
+    >>> probably_meant("All-Gahter", ["all_gather", "all_reduce"])
+    "; did you mean 'all_gather'?"
+    """
+    by_shape = {_shape(choice): choice for choice in reversed(list(choices))}
+    near = get_close_matches(_shape(name)[:MAX_NAME], by_shape, n=1, cutoff=0.6)
+    return f"; did you mean {by_shape[near[0]]!r}?" if near else ""
+
+
+def _shape(name: str) -> str:
+    return name.lower().replace("-", "_").replace(" ", "_")

@@ -12,11 +12,19 @@ from .errors import InvalidInput
 KB = 1000
 MB = 1000 * KB
 GB = 1000 * MB
+TB = 1000 * GB
+PB = 1000 * TB
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+TIB = 1024 * GIB
+PIB = 1024 * TIB
 
-_SUFFIX = {"": 1, "k": KB, "m": MB, "g": GB, "ki": KIB, "mi": MIB, "gi": GIB}
+_DECIMAL = {"PB": PB, "TB": TB, "GB": GB, "MB": MB, "KB": KB, "B": 1}
+_BINARY = {"PiB": PIB, "TiB": TIB, "GiB": GIB, "MiB": MIB, "KiB": KIB}
+_SUFFIX = {name.lower().removesuffix("b"): unit for name, unit in (_DECIMAL | _BINARY).items()}
+_LARGEST_ODD = 15
+"""Of sizes in binary units, people write those that are a small odd number times a power of two (24 MiB)."""
 
 
 MAX_SEED = 1 << 62
@@ -63,30 +71,44 @@ def parse_number(text: str) -> int | float | None:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size such as ``64M``, ``1KiB`` or ``4096``.
+    """Read a size such as ``64M``, ``1 KiB``, ``2.1 GB`` or ``4096``.
 
-    >>> parse_bytes("64M"), parse_bytes("1KiB"), parse_bytes("1.5GB"), parse_bytes("7")
+    >>> parse_bytes("64M"), parse_bytes("1KiB"), parse_bytes("1.5 GB"), parse_bytes("7")
     (64000000, 1024, 1500000000, 7)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text.lower(), re.ASCII)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]i?)?b?\s*", text.lower(), re.ASCII)
     if match is None:
-        raise InvalidInput(f"size {text!r}: expected a number with an optional K, M, G, Ki, Mi or Gi")
+        raise InvalidInput(f"size {text!r}: expected a number with an optional K, M, G, T, Ki, Mi, Gi or Ti")
     value = float(match[1]) * _SUFFIX[match[2] or ""]
-    if not 1 <= value <= 1 << 50:
+    if not 1 <= value <= PIB:
         raise InvalidInput(f"size {text!r}: must be between 1 byte and 1 PiB")
     return round(value)
 
 
 def format_bytes(nbytes: float) -> str:
-    """Write a size the way `parse_bytes` reads it.
+    """Write a size as people do, so that `parse_bytes` reads it.
 
-    >>> format_bytes(64_000_000), format_bytes(1024), format_bytes(1_500)
-    ('64MB', '1024B', '1.5KB')
+    Three digits and a decimal unit, unless a binary unit says exactly what three digits would not.
+
+    >>> format_bytes(64_000_000), format_bytes(1024), format_bytes(32 << 20), format_bytes(2_147_480_000)
+    ('64 MB', '1 KiB', '32 MiB', '2.15 GB')
     """
-    for unit, name in ((GB, "GB"), (MB, "MB"), (KB, "KB")):
-        if nbytes >= unit and (nbytes % (unit // 100) == 0 or nbytes >= 100 * unit):
-            return f"{nbytes / unit:.6g}{name}"
-    return f"{nbytes:.6g}B"
+    value, unit = _three_digits(nbytes)
+    if value * _DECIMAL[unit] != nbytes:
+        for name, size in _BINARY.items():
+            count = int(nbytes // size)
+            if 1 <= count < 1024 and count * size == nbytes and count // (count & -count) <= _LARGEST_ODD:
+                return f"{count} {name}"
+    return f"{value:g} {unit}"
+
+
+def _three_digits(nbytes: float) -> tuple[float, str]:
+    """The size rounded to three digits, in the largest decimal unit of which it has one or more."""
+    for name, unit in _DECIMAL.items():
+        value = float(f"{nbytes / unit:.3g}")
+        if value >= 1:
+            return (float(round(nbytes / unit)) if value >= 1000 else value), name
+    return float(f"{nbytes:.3g}"), "B"
 
 
 def format_us(us: float) -> str:

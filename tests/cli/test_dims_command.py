@@ -15,7 +15,7 @@ HOMO = "themis_3d_sw_sw_sw_homo"
 def test_a_schedule_is_shown_and_written_with_its_order(good: Run, tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     text = good("dims", "schedule", "-c", "themis_3d_fc_ring_sw", "--bytes", "100M", "-o", str(path))
-    for word in ("stretto: all_reduce of 100MB over 8x16x8", "16 in flight, ordered", "dim2 ring of 16", "10.5 us"):
+    for word in ("stretto: all_reduce of 100 MB over 8x16x8", "16 in flight, ordered", "dim2 ring of 16", "10.5 us"):
         assert word in text
     schedule = DimSchedule.load(path)
     assert schedule.digest in text
@@ -25,7 +25,7 @@ def test_a_schedule_is_shown_and_written_with_its_order(good: Run, tmp_path: Pat
 
 def test_halves_of_an_all_reduce_and_other_schedulers(good: Run) -> None:
     text = good("dims", "schedule", "-c", HOMO, "-s", "themis_scf", "--collective", "reduce-scatter", "--chunks", "8")
-    assert "themis_scf: reduce_scatter of 256MB" in text
+    assert "themis_scf: reduce_scatter of 256 MB" in text
     assert " - " in text
 
 
@@ -107,7 +107,7 @@ def test_wrong_input_is_one_line(bad: Run, arguments: list[str], message: str) -
 
 
 def test_one_byte_is_scheduled(good: Run) -> None:
-    assert "all_reduce of 1B over 16x64" in good("dims", "schedule", "-c", "themis_2d_sw_sw", "--bytes", "1")
+    assert "all_reduce of 1 B over 16x64" in good("dims", "schedule", "-c", "themis_2d_sw_sw", "--bytes", "1")
 
 
 def test_help_teaches(good: Run) -> None:

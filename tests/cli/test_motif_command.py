@@ -26,7 +26,7 @@ def test_show_prints_the_notation_the_tree_and_the_proof(good: Run) -> None:
     text = good("motif", "show", WHOLE, "--apply", "segment:4", "--apply", "tree:4@0")
     first = text.splitlines()[0]
     assert first.startswith("(RE_0(T[0:256], PG[0:4]) || RE_4(T[0:256], PG[4:8]) -> AR(T[0:256], PG[0,4]) -> ")
-    assert "0.1  AR(T[0:256], PG[0,4])  all_reduce, 256B, ring" in text
+    assert "0.1  AR(T[0:256], PG[0,4])  all_reduce, 256 B, ring" in text
     assert "proved: 8 motifs, " in text
     assert text.rstrip().endswith(WHOLE)
 

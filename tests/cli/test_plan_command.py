@@ -126,7 +126,7 @@ def test_a_plan_is_explained(good: Run, plan: str) -> None:
     assert text.count("why: ") == 2
     assert text.count("costs: simulated") == 2
     one = good("plan", "explain", plan, "gradients")
-    assert "gradients: all_reduce of 16MB as " in one
+    assert "gradients: all_reduce of 16 MB as " in one
     assert "prep: " not in one
 
 

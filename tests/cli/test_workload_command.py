@@ -18,7 +18,7 @@ def test_models_are_listed_with_variants_and_options(good: Run) -> None:
 
 def test_a_model_is_shown_op_by_op_with_totals(good: Run) -> None:
     text = good("workload", "show", "dlrm:A2,ranks=16")
-    for word in ("a2a-emb-bwd", "all_to_all", "1143MB", "ar-top-mlp -1", "3000 assumed", "16,384"):
+    for word in ("a2a-emb-bwd", "all_to_all", "1.14 GB", "ar-top-mlp -1", "3000 assumed", "16,384"):
         assert word in text
     totals = text[text.index("compute, forward") :]
     assert "in 3 ops" in totals

@@ -99,7 +99,7 @@ def test_the_plot_fits_its_width_and_orders_the_curves() -> None:
     last_column = "".join(line[79:80] or " " for line in lines[1:21])
     assert last_column.index("b") < last_column.index("a"), "tree is slower at the largest size"
     assert "1x" in text
-    assert "1G" in text
+    assert "1 GB" in text
 
 
 def test_a_plot_of_one_size_and_of_no_bound_still_draws() -> None:
@@ -143,7 +143,7 @@ def test_the_summary_names_links_channels_and_the_critical_path(timeline: Timeli
     assert cluster.channels[0] in text
     assert "80.0 %" in text
     assert "critical path (3)" in text
-    assert "22KB in all" in text
+    assert "22 KB in all" in text
 
 
 def test_a_long_critical_path_is_shortened(random_timeline: Make) -> None:

@@ -137,9 +137,8 @@ def compare(
 
     from ..dimensions import ideal_us, simulate
     from ..dimensions.systems import SCHEDULERS
-    from ..report.style import short_bytes
     from ..report.sweep import parse_sizes
-    from ..units import format_us
+    from ..units import format_bytes, format_us
 
     dims = _dims(cluster, in_network)
     sizes = parse_sizes(nbytes, factor=4.0)
@@ -149,7 +148,7 @@ def compare(
     found = []
     with progress("scheduling", len(sizes)) as advance:
         for size in sizes:
-            advance(short_bytes(size))
+            advance(format_bytes(size))
             cells = []
             for name in SCHEDULERS:
                 planned = _plan(name, dims, collective, size, chunks, in_flight, sharing)
@@ -158,7 +157,7 @@ def compare(
                 found.append({"nbytes": size, "system": name, "time_us": run.total_us, "utilisation": run.utilization})
             best = ideal_us(dims, collective, size)
             found.append({"nbytes": size, "system": "ideal", "time_us": best, "utilisation": 1.0})
-            table.add_row(short_bytes(size), *cells, format_us(best))
+            table.add_row(format_bytes(size), *cells, format_us(best))
     files = OutputFiles()
     files.write(rows, lambda path: write_json(path, {"rows": found}))
     console = out()

@@ -169,10 +169,10 @@ def _wait(dep: Dep) -> str:
 
 
 def _amount(op: Op) -> str:
-    from ..units import format_us
+    from ..units import format_bytes, format_us
 
     if op.is_comm:
-        return ("<= " if op.at_most else "") + _size(op.nbytes)
+        return ("<= " if op.at_most else "") + format_bytes(op.nbytes)
     return format_us(max(op.durations_us, default=op.duration_us))
 
 
@@ -184,17 +184,11 @@ def _where(op: Op) -> str:
     return "all"
 
 
-def _size(nbytes: float) -> str:
-    from ..units import format_bytes
-
-    return format_bytes(float(f"{nbytes:.4g}"))
-
-
 def _totals(workload: Workload) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from ..units import format_us
+    from ..units import format_bytes, format_us
 
     table = Table("", "", "", box=None, pad_edge=False, show_header=False)
     phases: dict[str, float] = {}
@@ -210,7 +204,7 @@ def _totals(workload: Workload) -> RenderableType:
     counts: Counter[str] = Counter(op.kind for op in workload.comm_ops)
     for kind, count in counts.items():
         moved = sum(op.nbytes for op in workload.comm_ops if op.kind == kind)
-        table.add_row(kind, _size(moved), f"in {count} op{'s' if count > 1 else ''}")
+        table.add_row(kind, format_bytes(moved), f"in {count} op{'s' if count > 1 else ''}")
     if workload.samples:
         table.add_row(Text(workload.unit), f"{workload.samples:,.10g}", "per iteration")
     return table

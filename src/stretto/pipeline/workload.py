@@ -40,7 +40,7 @@ def to_workload(
 
     >>> from stretto.pipeline import StageCosts, one_f_one_b
     >>> to_workload(one_f_one_b(2, 4), StageCosts.even(2, forward_us=50.0), activation_bytes=[1e6])
-    <Workload 1f1b: 24 ops (8 of communication) over 2 ranks, 600 us of compute, 8MB moved>
+    <Workload 1f1b: 24 ops (8 of communication) over 2 ranks, 600 us of compute, 8 MB moved>
 
     Args:
         schedule: the schedule, with or without communication.

@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..units import format_us
+from ..units import format_bytes, format_us
 from .html import Section, figure_html, look, write_html
-from .style import color, short_bytes
+from .style import color
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -149,7 +149,7 @@ def _motif_bars(motifs: Sequence[MotifStatus], *, measured: bool) -> list[_Bar]:
         start_us, us = (m.start_us, m.duration_us) if measured else (m.predicted_start_us, m.predicted_us)
         if measured and us <= 0:
             continue
-        text = f"{m.op}#{m.motif} {m.algorithm}, {short_bytes(m.nbytes)}: {format_us(us)}"
+        text = f"{m.op}#{m.motif} {m.algorithm}, {format_bytes(m.nbytes)}: {format_us(us)}"
         bars += [_Bar(channel, m.op, start_us, us, text) for channel in m.channels]
     return bars
 
@@ -202,7 +202,7 @@ def _table(motifs: Sequence[MotifStatus]) -> str:
         + "".join(
             f"<td>{escape(cell)}</td>"
             for cell in (
-                f"{m.op}#{m.motif}", m.algorithm, "+".join(m.channels), short_bytes(m.nbytes),
+                f"{m.op}#{m.motif}", m.algorithm, "+".join(m.channels), format_bytes(m.nbytes),
                 format_us(m.predicted_us), format_us(m.duration_us) if m.duration_us else "",
                 f"{m.duration_us / m.predicted_us:.2f}" if m.duration_us and m.predicted_us else "",
                 format_us(m.wait_us) if m.wait_us else "",

@@ -13,7 +13,7 @@ import numpy as np
 from ..files import write_file
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
-from .style import BOUND, color, short_bytes
+from .style import BOUND, color
 from .sweep import Sweep, rates
 from .tracks import busy_share, tracks
 
@@ -105,7 +105,7 @@ def sweep_table_section(sweep: Sweep) -> Section:
             f"<td{' class=best' if name == best else ''}>{format_us(sweep.time_us[name][at])}</td>"
             for name in sweep.by_speed
         )
-        rows.append(f"<tr><td>{short_bytes(size)}</td><td>{format_us(sweep.bound_us[at])}</td>{cells}</tr>")
+        rows.append(f"<tr><td>{format_bytes(size)}</td><td>{format_us(sweep.bound_us[at])}</td>{cells}</tr>")
     body = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return Section(heading="Times", note="Simulated; the fastest at each size is bold.", body=body)
 
@@ -151,7 +151,7 @@ def _sweep_figure(sweep: Sweep) -> Figure:
         speed = rates(sweep.sizes, times)
         ratio = [t / b if b > 0 else 1.0 for t, b in zip(times, sweep.bound_us, strict=True)]
         hover = [
-            f"{name}, {short_bytes(size)}: {format_us(us)}, {rate:.4g} GB/s, {times_bound:.3g}x the bound"
+            f"{name}, {format_bytes(size)}: {format_us(us)}, {rate:.4g} GB/s, {times_bound:.3g}x the bound"
             for size, us, rate, times_bound in zip(sweep.sizes, times, speed, ratio, strict=True)
         ]
         for y, row, column in ((times, 1, 1), (speed, 1, 2), (ratio, 2, 1)):
@@ -174,7 +174,7 @@ def _sweep_figure(sweep: Sweep) -> Figure:
         type="log",
         title_text="bytes",
         tickvals=tens,
-        ticktext=[short_bytes(t) for t in tens],
+        ticktext=[format_bytes(t) for t in tens],
         gridcolor="#eee",
     )
     figure.update_yaxes(gridcolor="#eee")

@@ -12,9 +12,9 @@ from ..planner.api import SYSTEM, PlanResult
 from ..planner.reasons import wrapped
 from ..planner.schedule.problem import PlanProblem
 from ..planner.schedule.schedule import StepSchedule
-from ..units import format_us
+from ..units import format_bytes, format_us
 from .html import Section, figure_html, look, write_html
-from .style import BOUND, PALETTE, color, short_bytes
+from .style import BOUND, PALETTE, color
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -114,7 +114,7 @@ def _decisions(found: PlanResult) -> str:
         (
             op.op,
             op.kind,
-            short_bytes(op.nbytes),
+            format_bytes(op.nbytes),
             str(len(op.motifs)),
             ", ".join(f"{shift:+d}" for shift in sorted({motif.ahead for motif in op.motifs} - {0})),
             op.option,
@@ -231,7 +231,7 @@ def _bars(problem: PlanProblem, schedule: StepSchedule) -> list[_Bar]:
         if part >= 0:
             task = chosen[op].tasks[part]
             held = task.channels
-            text += f"<br>{escape(task.algorithm)} of {short_bytes(task.nbytes)}B<br>{escape(task.motif)}"
+            text += f"<br>{escape(task.algorithm)} of {format_bytes(task.nbytes)}<br>{escape(task.motif)}"
         if iteration:
             text += f"<br>for iteration {iteration:+d}"
         group = _compute_group(about.phase) if part < 0 else about.kind if by_kind else about.name

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from ..planner.compare import PlanChange
 from ..planner.plan import OpPlan, Plan
-from ..units import format_us
-from .style import short_bytes
+from ..units import format_bytes, format_us
 
 if TYPE_CHECKING:
     from ..planner.schedule.schedule import StepSchedule
@@ -55,11 +54,11 @@ def motif_table(op: OpPlan) -> Group:
     for motif in sorted(op.motifs, key=lambda m: m.seq)[:_SHOWN_MOTIFS]:
         table.add_row(
             str(motif.seq), f"{motif.ahead:+d}" if motif.ahead else "", format_us(motif.start_us),
-            format_us(motif.duration_us), short_bytes(motif.nbytes), Text(motif.algorithm),
+            format_us(motif.duration_us), format_bytes(motif.nbytes), Text(motif.algorithm),
             Text("+".join(motif.channels)), Text(motif.motif),
         )  # fmt: skip
     parts: list[Text | Table] = [
-        Text(f"{op.op}: {op.kind} of {short_bytes(op.nbytes)}B as {op.option}", style="bold"),
+        Text(f"{op.op}: {op.kind} of {format_bytes(op.nbytes)} as {op.option}", style="bold"),
         Text(f"why: {op.reason}"),
         Text(f"expression: {op.expression}", overflow="ellipsis", no_wrap=True),
         Text(f"costs: {'; '.join(dict.fromkeys(motif.source for motif in op.motifs))}"),
@@ -123,6 +122,6 @@ def _ops(plan: Plan) -> Table:
         first, last = min(m.seq for m in op.motifs), max(m.seq for m in op.motifs)
         table.add_row(
             f"{first} .. {last}" if last > first else str(first), str(len(op.motifs)), Text(op.op),
-            short_bytes(op.nbytes), Text(op.option), Text(op.reason),
+            format_bytes(op.nbytes), Text(op.option), Text(op.reason),
         )  # fmt: skip
     return table

@@ -10,8 +10,8 @@ from rich.style import Style
 from rich.text import Text
 
 from ..simulator import Timeline
-from ..units import format_us
-from .style import BOUND, color, mark, short_bytes
+from ..units import format_bytes, format_us
+from .style import BOUND, color, mark
 from .sweep import Sweep
 from .tracks import busy_share
 
@@ -150,7 +150,7 @@ def _size_axis(sizes: Sequence[int], x: Sequence[float], columns: int) -> str:
     line = [" "] * (_LABEL + 1 + columns)
     free = 0
     for size, at in zip(sizes, x, strict=True):
-        label = short_bytes(size)
+        label = format_bytes(size)
         begin = min(max(_LABEL + 1 + round(at / 2) - len(label) // 2, 0), len(line) - len(label))
         if begin >= free:
             line[begin : begin + len(label)] = label

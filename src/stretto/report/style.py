@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ..units import GB, KB, MB
-
 PALETTE = (
     "#4e79a7",
     "#f28e2b",
@@ -30,15 +28,3 @@ def color(index: int) -> str:
 def mark(index: int) -> str:
     """The letter of the index-th series in a terminal plot."""
     return MARKS[index % len(MARKS)]
-
-
-def short_bytes(nbytes: float) -> str:
-    """A size in three digits, for axes and narrow columns.
-
-    >>> short_bytes(4_096_000), short_bytes(64_000_000), short_bytes(512)
-    ('4.1M', '64M', '512')
-    """
-    for unit, name in ((GB, "G"), (MB, "M"), (KB, "K")):
-        if nbytes >= 0.9995 * unit:
-            return f"{nbytes / unit:.3g}{name}"
-    return f"{nbytes:.3g}"

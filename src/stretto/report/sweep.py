@@ -53,7 +53,7 @@ class Sweep:
         about = {"cluster": self.cluster, "collective": self.collective} | dict(self.facts)
         return [
             {
-                "case": f"{self.collective} {format_bytes(size)}",
+                "case": f"{self.collective} {format_bytes(size).replace(' ', '')}",
                 "system": name,
                 **about,
                 "nbytes": size,

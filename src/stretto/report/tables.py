@@ -12,7 +12,6 @@ from rich.text import Text
 
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
-from .style import short_bytes
 from .sweep import Sweep
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
         cells = [Text(format_us(sweep.time_us[name][at]), style="bold green" if name == best else "") for name in shown]
         bound = sweep.bound_us[at]
         multiple = f"{sweep.time_us[best][at] / bound:.2f}x" if bound > 0 else ""
-        table.add_row(short_bytes(size), format_us(bound), *cells, multiple)
+        table.add_row(format_bytes(size), format_us(bound), *cells, multiple)
     if len(shown) < len(names):
         table.caption = f"{len(names) - len(shown)} more algorithms are in the plot"
     return table

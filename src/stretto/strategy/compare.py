@@ -80,7 +80,7 @@ def explain(strategy: Strategy, model: ModelSpec, *, variable: str | None = None
     >>> from stretto.strategy.builders import build
     >>> model = zoo.model("ncf_sparse", scale=0.01)
     >>> print(explain(build("parallax", model, 2, part_mb=0.001), model, variable="factor.items.weight"))
-    factor.items.weight (267x3, 3204B, sparse): cut 2 along axis 0; rows to 2 servers (rank1, rank0) and back
+    factor.items.weight (267x3, 3.2 KB, sparse): cut 2 along axis 0; rows to 2 servers (rank1, rank0) and back
 
     Args:
         strategy: the strategy.

@@ -96,7 +96,7 @@ class Workload:
     ...     Op(name="update", duration_us=5.0, after=(Dep(op="gradients"),)),
     ... ))
     >>> step
-    <Workload toy: 3 ops (1 of communication) over 4 ranks, 105 us of compute, 1MB moved>
+    <Workload toy: 3 ops (1 of communication) over 4 ranks, 105 us of compute, 1 MB moved>
     """
 
     name: str
@@ -220,7 +220,7 @@ class Workload:
         return (
             f"<Workload {self.name}: {len(self.ops)} ops ({len(self.comm_ops)} of communication) over "
             f"{self.num_ranks} ranks, {format_us(self.compute_us)} of compute, "
-            f"{format_bytes(float(f'{moved:.4g}'))} moved>"
+            f"{format_bytes(moved)} moved>"
         )
 
 

@@ -76,7 +76,7 @@ def from_spec(spec: str) -> Workload:
     """The workload of ``model[:variant][,key=value...]``.
 
     >>> from_spec("resnet:50,ranks=8,batch=64")
-    <Workload resnet:50: 46 ops (5 of communication) over 8 ranks, 28.24 ms of compute, 102.2MB moved>
+    <Workload resnet:50: 46 ops (5 of communication) over 8 ranks, 28.24 ms of compute, 102 MB moved>
     """
     head, *tail = spec.split(",")
     name, colon, variant = head.partition(":")

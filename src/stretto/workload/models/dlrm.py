@@ -118,7 +118,7 @@ def dlrm(
     """A recommendation model of SYNDICATE's Table 2.
 
     >>> dlrm("A2", efficiency=1.0)
-    <Workload dlrm:A2: 27 ops (8 of communication) over 128 ranks, 196.3 ms of compute, 3.68GB moved>
+    <Workload dlrm:A2: 27 ops (8 of communication) over 128 ranks, 196.3 ms of compute, 3.68 GB moved>
 
     Args:
         variant: "A1" to "A4".

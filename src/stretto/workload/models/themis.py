@@ -76,7 +76,7 @@ def themis(
     """A workload of the Themis paper.
 
     >>> themis("gnmt")
-    <Workload themis:gnmt: 35 ops (1 of communication) over 1024 ranks, 26.49 ms of compute, 561.5MB moved>
+    <Workload themis:gnmt: 35 ops (1 of communication) over 1024 ranks, 26.49 ms of compute, 562 MB moved>
 
     Args:
         variant: "resnet152", "gnmt", "dlrm" or "transformer1t".

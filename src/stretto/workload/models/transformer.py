@@ -142,7 +142,7 @@ def gpt(
     """A GPT; an argument that is None takes the variant's value.
 
     >>> gpt("125m", ranks=8)
-    <Workload gpt:125m: 42 ops (7 of communication) over 8 ranks, 95.34 ms of compute, 248.5MB moved>
+    <Workload gpt:125m: 42 ops (7 of communication) over 8 ranks, 95.34 ms of compute, 249 MB moved>
 
     Args:
         variant: one of `GPT`: "125m", "1.3b", "6.7b", "13b", "175b", "1t".
