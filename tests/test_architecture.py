@@ -6,6 +6,8 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Collection
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import stretto
@@ -15,7 +17,7 @@ ROOT = Path(stretto.__file__).parent
 # A layer may import itself and the layers before it; rooms of one line do not import each other. A dotted name
 # is a room inside another one, with a place of its own.
 LAYERS = [
-    {"errors", "process_state", "_native"},
+    {"errors", "late", "process_state", "_native"},
     {"field_errors"},
     {"units", "files", "highs"},
     {"cluster", "collectives"},
@@ -81,6 +83,58 @@ def test_imports_go_downward_only() -> None:
             if other != room and LEVEL[other] >= LEVEL[room]
         ]
     assert wrong == []
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the house by its dotted name."""
+    paths = {path: path.relative_to(ROOT.parent).with_suffix("").parts for path in ROOT.rglob("*.py")}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for path, parts in paths.items()}
+
+
+def imported_modules(name: str, path: Path, known: Collection[str]) -> set[str]:
+    """The modules that a module imports when it runs, at the top or inside a function.
+
+    Imports under TYPE_CHECKING are left out: they never run, and an annotation may name the noun that supplies it.
+    """
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return (found & set(known)) - {name}
+
+
+def circle(needs: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another in a circle; empty where there is none."""
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    known = modules()
+    assert circle({name: imported_modules(name, path, known) for name, path in known.items()}) == []
+
+
+def test_the_checker_sees_a_circle_through_a_function(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("from .two import f\n")
+    (tmp_path / "two.py").write_text("def f():\n    from . import one\n    return one\n")
+    known = {f"house.{name}": tmp_path / f"{name}.py" for name in ("one", "two")}
+    assert circle({name: imported_modules(name, path, known) for name, path in known.items()})
+    (tmp_path / "two.py").write_text("if TYPE_CHECKING:\n    from . import one\n")
+    assert not circle({name: imported_modules(name, path, known) for name, path in known.items()})
 
 
 def test_the_checker_sees_every_form_of_import(tmp_path: Path) -> None:

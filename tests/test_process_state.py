@@ -143,7 +143,9 @@ def kept(text: str, changing: set[str]) -> list[str]:
     changing = changing - {node.name for node in own if not changes(node)}
     bodies = [tree.body, *(node.body for node in own if not has_fields(node))]
     made = [(name, value) for body in bodies for name, value in assigned(body)]
-    from_state = {name for name, value in made if called(value) in ("part", "TypeVar") or name == "__slots__"}
+    from_state = {
+        name for name, value in made if called(value) in ("part", "TypeVar", "LateFunction") or name == "__slots__"
+    }
     found = [name for name, value in made if name not in from_state and empty_or_mutable(value, changing)]
     names = {name for name, _ in assigned(tree.body)} - from_state
     return [*found, *changed_inside(tree, names - set(found))]

@@ -14,13 +14,14 @@ import pytest
 import stretto as st
 from stretto.collectives import Collective
 from stretto.programs.interpret import check
+from stretto.synthesis import attempts, portfolio, select, synthesize, worker
 from stretto.synthesis import certificate as certificates
 from stretto.synthesis import makers as registry
-from stretto.synthesis import portfolio, select, synthesize, worker
 from stretto.synthesis.cache import Cache, directory
 from stretto.synthesis.explorer import rotations, sketch_variants, sketches, smallest
-from stretto.synthesis.makers import Maker, SynthesisProblem
+from stretto.synthesis.makers import Maker
 from stretto.synthesis.matching import same_task
+from stretto.synthesis.problem import SynthesisProblem
 from stretto.synthesis.sketch import Sketch
 
 LIBRARY = ["library"]
@@ -40,7 +41,7 @@ def ring() -> st.Cluster:
 
 def only(monkeypatch: pytest.MonkeyPatch, *made: Maker) -> None:
     monkeypatch.setattr(registry, "makers", lambda: {maker.name: maker for maker in made})
-    monkeypatch.setattr(portfolio, "makers", lambda: {maker.name: maker for maker in made})
+    monkeypatch.setattr(attempts, "makers", lambda: {maker.name: maker for maker in made})
 
 
 class Fake(Maker):
@@ -152,12 +153,12 @@ def test_a_result_without_a_maker_that_crashed_is_not_kept(
 def test_a_result_without_a_worker_that_died_is_not_kept(
     ring: st.Cluster, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Dead(worker._Process):
+    class Dead(worker.ProcessTask):
         def __init__(self, request: bytes, tell: worker.Tell) -> None:
             super().__init__(request, tell)
             self.end()
 
-    monkeypatch.setattr(worker, "_Process", Dead)
+    monkeypatch.setattr(worker, "ProcessTask", Dead)
     found = synthesize(st.AllGather(4), ring, st.MB, makers=["library:ring", "greedy"], jobs=2)
     assert any("ended with code -9" in each.reason for each in found.candidates)
     assert not (own_cache / "synthesis").exists()

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 import stretto as st
-from stretto.synthesis import portfolio, ray_backend, synthesize, worker
-from stretto.synthesis.makers import MakerTask, SynthesisProblem
-from stretto.synthesis.portfolio import Attempt, Board
+from stretto.synthesis import backends, portfolio, ray_backend, synthesize, worker
+from stretto.synthesis.attempts import Attempt, Board
+from stretto.synthesis.problem import MakerTask, SynthesisProblem
 
 MAKERS = ["library:ring", "library:direct", "library:bruck"]
 
@@ -152,7 +152,7 @@ def test_a_dead_ray_worker_is_a_candidate_with_a_reason(ray: Any, ring: st.Clust
             os.kill(child, 9)
         return far
 
-    worker.run_tasks(problem, [lost, good], board, jobs=2, start=start)
+    backends.run_tasks(problem, [lost, good], board, jobs=2, start=start)
     reasons = {c.maker: c.reason for c in board.candidates if c.time_us is None}
     assert reasons["lost"].startswith("its Ray task failed: ")
     assert board.best is not None and board.best.maker == "good"
@@ -169,7 +169,7 @@ def test_a_late_ray_task_is_ended_with_what_it_has_started(ray: Any, ring: st.Cl
         pids.extend(numbers(pid_file))
         return far
 
-    worker.run_tasks(problem, [late], board, jobs=1, start=start)
+    backends.run_tasks(problem, [late], board, jobs=1, start=start)
     assert [c.reason for c in board.candidates] == ["ended: the budget of 1 s was spent"]
     assert all(gone(pid) for pid in pids)
 
@@ -180,14 +180,14 @@ def test_a_late_process_is_ended_with_what_it_has_started(ring: st.Cluster, tmp_
     late = MakerTask(maker="library", label="late", weight=1.0, options={"x": Sleeper(path=str(pid_file))})
     pids: list[int] = []
 
-    with worker.backend("processes", jobs=1) as processes:
+    with backends.backend("processes", jobs=1) as processes:
 
         def start(request: bytes, tell: worker.Tell) -> worker.ActiveTask:
             far = processes(request, tell)
             pids.extend(numbers(pid_file))
             return far
 
-        worker.run_tasks(problem, [late], board, jobs=1, start=start)
+        backends.run_tasks(problem, [late], board, jobs=1, start=start)
     assert [c.reason for c in board.candidates] == ["ended: the budget of 1 s was spent"]
     assert all(gone(pid) for pid in pids)
 

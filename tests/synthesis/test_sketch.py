@@ -13,7 +13,7 @@ import stretto as st
 from stretto.cluster.presets.registry import presets
 from stretto.errors import Infeasible, InvalidInput
 from stretto.synthesis.logical import LogicalTopology, default_sketch
-from stretto.synthesis.routing import RoutingProblem
+from stretto.synthesis.routing_problem import RoutingProblem
 from stretto.synthesis.sketch import Hyperedge, LinkRule, Sketch
 from stretto.synthesis.sketch_files import dumps, loads
 

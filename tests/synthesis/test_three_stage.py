@@ -16,7 +16,8 @@ from stretto.synthesis.contiguity import MessageSchedule, merge
 from stretto.synthesis.logical import LogicalTopology
 from stretto.synthesis.milp import Milp, solve
 from stretto.synthesis.ordering import VARIANTS, SendTasks, justify, priorities, schedule
-from stretto.synthesis.routing import RoutingProblem, build, route
+from stretto.synthesis.routing import build, route
+from stretto.synthesis.routing_problem import RoutingProblem
 from stretto.synthesis.routing_search import search
 from stretto.synthesis.sketch import LinkRule, Sketch
 from stretto.synthesis.three_stage import ablation, bytes_of, refined, synthesize

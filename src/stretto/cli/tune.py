@@ -104,7 +104,7 @@ def tune(
     from ..strategy.search import METHODS
     from ..strategy.trials import Trials
     from ..strategy.trials import command as launched
-    from ..synthesis.worker import check_backend
+    from ..synthesis.backends import check_backend
 
     check_backend(backend, ray_address)
     for name, number, low, high in (

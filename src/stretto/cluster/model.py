@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from .. import _native
 from ..errors import InvalidInput, unknown
+from ..late import LateFunction
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +34,10 @@ MAX_ALPHA_US = 1e9
 times stay finite and exact enough within them."""
 
 Curve = tuple[tuple[int, float], ...]
+
+PRESET: LateFunction[..., Cluster] = LateFunction("cluster.presets.registry.preset")
+LOAD: LateFunction[[str | Path], Cluster] = LateFunction("cluster.files.load")
+SAVE: LateFunction[[Cluster, str | Path], None] = LateFunction("cluster.files.save")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,22 +184,16 @@ class Cluster:
         Raises:
             InvalidInput: The name, an option or the number of nodes is not valid; the message lists the choices.
         """
-        from .presets import preset
-
-        return preset(name, nodes=nodes, **options)
+        return PRESET(name, nodes=nodes, **options)
 
     @classmethod
     def load(cls, source: str | Path) -> Cluster:
         """Load a cluster from ``preset``, ``preset:nodes`` or a file of any form that `cluster.files.load` reads."""
-        from .files import load
-
-        return load(source)
+        return LOAD(source)
 
     def save(self, path: str | Path) -> None:
         """Write the versioned file form: JSON where the name ends in ``.json``, YAML otherwise."""
-        from .files import save
-
-        save(self, path)
+        SAVE(self, path)
 
     @cached_property
     def num_devices(self) -> int:

@@ -11,10 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput, unknown
+from ..late import LateFunction
 from .model import AG, COLLECTIVES, MOST_BYTES, RS, STEADY_CHUNKS, Dim, check_dims, ideal_us
 
 DISCIPLINES = ("fifo", "scf", "johnson", "enforced")
 MAX_CHUNKS = 1 << 16
+
+LOAD: LateFunction[[str | Path], DimSchedule] = LateFunction("dimensions.files.load")
+SAVE: LateFunction[[DimSchedule, str | Path], None] = LateFunction("dimensions.files.save")
+DIGEST: LateFunction[[DimSchedule], str] = LateFunction("dimensions.files.digest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +61,16 @@ class DimSchedule:
     @classmethod
     def load(cls, path: str | Path) -> DimSchedule:
         """Read a schedule from its JSON file; `InvalidInput` names the bad field."""
-        from .files import load
-
-        return load(path)
+        return LOAD(path)
 
     def save(self, path: str | Path) -> None:
         """Write the versioned JSON form, with its digest."""
-        from .files import save
-
-        save(self, path)
+        SAVE(self, path)
 
     @cached_property
     def digest(self) -> str:
         """A short hash of everything that devices have to agree about."""
-        from .files import digest
-
-        return digest(self)
+        return DIGEST(self)
 
     @cached_property
     def stages(self) -> Stages:

@@ -1,8 +1,14 @@
 """Algorithms as programs: the IR, the verifier, lowering, the interpreter and the file formats."""
 
-from .ir import Program
-from .lowered import Lowered
+from .ir import LOWER, VERIFY, Program
+from .lower import lower as _lower
+from .lowered import VERIFY_LOWERED, Lowered
 from .symmetry import SymmetricProgram
-from .verify import VerificationReport
+from .verify import VerificationReport, verify_lowered
+from .verify import verify as _verify
 
 __all__ = ["Lowered", "Program", "VerificationReport", "SymmetricProgram"]
+
+VERIFY.supply(_verify)
+LOWER.supply(_lower)
+VERIFY_LOWERED.supply(verify_lowered)

@@ -13,12 +13,16 @@ from numpy.typing import ArrayLike, NDArray
 from .. import _native
 from ..collectives import Collective
 from ..errors import InvalidInput
+from ..late import LateFunction
 
 if TYPE_CHECKING:
     from .lowered import Lowered
     from .verify import VerificationReport
 
 MAX_TRANSFERS = 1 << 28
+
+VERIFY: LateFunction[[Program], VerificationReport] = LateFunction("programs.verify.verify")
+LOWER: LateFunction[..., Lowered] = LateFunction("programs.lower.lower")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -206,15 +210,11 @@ class Program:
 
     @cached_property
     def _report(self) -> VerificationReport:
-        from .verify import verify
-
-        return verify(self)
+        return VERIFY(self)
 
     def lower(self, **options: Any) -> Lowered:
         """Per-rank instruction streams; see `stretto.programs.lower.lower`."""
-        from .lower import lower
-
-        return lower(self, **options)
+        return LOWER(self, **options)
 
     def replace(self, **changes: Any) -> Program:
         """A copy with some fields changed, validated anew."""

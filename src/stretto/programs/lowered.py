@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from ..collectives import Collective
 from ..collectives.conditions import MAX_ENTRIES
 from ..errors import InvalidInput
+from ..late import LateFunction
 
 if TYPE_CHECKING:
     from .verify import VerificationReport
+
+VERIFY_LOWERED: LateFunction[[Lowered], VerificationReport] = LateFunction("programs.verify.verify_lowered")
 
 OPS = ("nop", "s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re")
 NOP, SEND, RECV, RECV_COPY_SEND, RECV_REDUCE_SEND, RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND, COPY, REDUCE = range(9)
@@ -102,9 +105,7 @@ class Lowered:
 
     @cached_property
     def _report(self) -> VerificationReport:
-        from .verify import verify_lowered
-
-        return verify_lowered(self)
+        return VERIFY_LOWERED(self)
 
     def __repr__(self) -> str:
         return (

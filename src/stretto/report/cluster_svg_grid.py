@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..cluster.grid import links_per_device
 from ..cluster.model import Cluster, Dimension
 from ..cluster.shape import LinkClass
-from .cluster_svg import FAINT, Canvas
+from .cluster_canvas import FAINT, Canvas
 
 MAX_CIRCLE, MAX_FLAT, MAX_SOLID = 48, 256, 96
 PITCH = 64.0

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..cluster.model import DEVICE, KINDS, NIC, Cluster
 from ..cluster.shape import HostGroup, host_groups, levels, local_name, ranges
-from .cluster_svg import FAINT, Canvas
+from .cluster_canvas import FAINT, Canvas
 
 MAX_HOSTS, MAX_PER_HOST, MAX_LOOSE = 6, 32, 64
 BOX_W, BOX_H, BAR, GAP = 46.0, 24.0, 24.0, 10.0

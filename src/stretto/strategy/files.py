@@ -33,6 +33,8 @@ from .model import MAX_VARIABLES, ModelSpec, Variable
 from .representation import MAX_PARTS, NodeConfig, Strategy, Sync
 
 VERSION = 1
+STRATEGY_VARIABLE = "STRETTO_STRATEGY"
+"""The environment variable with the file of the strategy, for scripts that pass none to `distribute`."""
 MAX_DEVICES = 1 << 16
 MAX_ALL_PARTS = 1 << 20
 MAX_YAML_BYTES = 8 << 20

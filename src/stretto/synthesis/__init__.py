@@ -4,8 +4,12 @@
 so for a range of sizes. Solvers are loaded only by the makers that use one.
 """
 
+from . import sketch, sketch_files
 from .certificate import Candidate, Certificate, Lowering, Synthesis
 from .portfolio import synthesize
 from .table import Selection, select
 
 __all__ = ["Candidate", "Certificate", "Lowering", "Selection", "Synthesis", "select", "synthesize"]
+
+sketch.LOAD.supply(sketch_files.load)
+sketch.SAVE.supply(sketch_files.save)

@@ -29,7 +29,7 @@ from .certificate import Synthesis
 from .matching import same_task
 
 if TYPE_CHECKING:
-    from .makers import SynthesisProblem
+    from .problem import SynthesisProblem
 
 VARIABLE = "STRETTO_CACHE"
 ROOMS = ("algorithms", "programs", "simulator", "synthesis")

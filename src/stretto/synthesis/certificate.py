@@ -39,6 +39,16 @@ class Candidate:
         return f"{self.maker}: {self.name} {format_us(self.time_us)}"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProvedProgram:
+    """A program that was proved and simulated, with its maker and time."""
+
+    maker: str
+    program: Program
+    time_us: float
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
     """A certificate of how good a program is: its simulated time beside a lower bound for all algorithms.

@@ -15,7 +15,7 @@ from ..programs.ir import take_rows
 
 if TYPE_CHECKING:
     from .hops import Hops
-    from .makers import SynthesisProblem
+    from .problem import SynthesisProblem
     from .sketch import Sketch
 
 MAX_DEVICES = 256

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +12,8 @@ from ..errors import Infeasible, StrettoError
 from ..programs import Lowered, Program
 from ..programs.formats.msccl_rules import MAX_STEPS
 from ..simulator import simulate
-from .certificate import Candidate, Lowering
-
-if TYPE_CHECKING:
-    from .makers import SynthesisProblem
-    from .portfolio import ProvedProgram
+from .certificate import Candidate, Lowering, ProvedProgram
+from .problem import SynthesisProblem
 
 FORMATS = ("msccl", "mscclpp")
 """The file formats that programs can be lowered for."""

@@ -17,8 +17,9 @@ from ..collectives import COLLECTIVES, ROOTED, Collective
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..files import convert
 from ..programs import Program
+from .explorer import sketch_variants
+from .problem import MakerTask, Progress, SynthesisProblem
 
-Progress = Callable[[str, float], None]
 Offer = Callable[[Program], float]
 """Takes a program, proves and simulates it, and returns its time in microseconds."""
 
@@ -29,42 +30,6 @@ MAX_LIBRARY_MOVES = 1 << 21
 """The most chunks that one library program may move: beyond it, more pieces cost more than they can win."""
 WORTHWHILE = 0.999
 PATIENCE = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class SynthesisProblem:
-    """The collective, the cluster and the size that a program is made for, and the physics by which it is judged."""
-
-    collective: Collective
-    cluster: Cluster
-    nbytes: float
-    alpha: str = "pipelined"
-    contention: str | None = None
-    seed: int = 0
-    sketch: Any = None
-    lower: str = ""
-    """The file format (``msccl``, ``mscclpp``) whose runtimes the program must fit; empty for none."""
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that take part."""
-        return self.collective.num_ranks
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """The host of each rank."""
-        return tuple(self.cluster.hosts_of(self.collective.ranks).tolist())
-
-
-@dataclass(frozen=True, kw_only=True)
-class MakerTask:
-    """One call of one maker, with the options of that call."""
-
-    maker: str
-    label: str
-    weight: float
-    """The task's share of the time that is left, relative to the other tasks."""
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,8 +226,6 @@ class Library(Maker):
 
 def makers() -> dict[str, Maker]:
     """All makers by name, cheap ones first."""
-    from .explorer import sketch_variants
-
     gathering = ("all_gather", "reduce_scatter", "all_reduce")
     trees = (*gathering, "broadcast", "reduce")
     everything = tuple(COLLECTIVES)

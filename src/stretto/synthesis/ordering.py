@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .routing import Routing, RoutingProblem
+from .routing_problem import Routing, RoutingProblem
 
 Key = Callable[["SendTasks"], NDArray[np.float64]]
 

@@ -2,137 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from ..cluster import Cluster
 from ..collectives import Collective
-from ..errors import Infeasible, InvalidInput, StrettoError, VerificationError, unknown
-from ..programs import Program
-from ..simulator import Bound, lower_bound, simulate
+from ..errors import Infeasible, InvalidInput, unknown
+from ..simulator import lower_bound, simulate
 from ..simulator.network import ALPHA, CONTENTION
-from ..units import check_seed, format_us
+from ..units import check_seed
+from . import backends
+from .attempts import LEAST_S, Attempt, Board, attempt
 from .cache import Cache
-from .certificate import Candidate, Certificate, Synthesis, versions
-from .lowering import FORMATS, search_lowering, too_long
-from .makers import LIBRARY, MakerOptions, MakerTask, Progress, SynthesisProblem, check_options, makers, plan_tasks
-from .matching import same_task
+from .certificate import Candidate, Certificate, ProvedProgram, Synthesis, versions
+from .lowering import FORMATS, search_lowering
+from .makers import LIBRARY, MakerOptions, check_options, plan_tasks
+from .problem import MakerTask, Progress, SynthesisProblem
+from .sketch import Sketch
 
-CLOSE_ENOUGH = 1e-3
-"""The relative distance to the lower bound at which the search ends: no other program could be faster by more."""
-LEAST_S = 0.25
-"""The least time that a task gets; with less time left, no further task is started."""
 MAX_JOBS = 256
 LOWERING = 0.3
 """The share of the budget that is kept for turning programs into instruction streams."""
-KEPT_TO_LOWER = 6
-"""The number of programs of one task that are kept for lowering: the fastest may not fit a runtime's limits."""
 SMALL = 256
 """The most ranks for which tasks run in this process: they then end soon after their budget without being killed."""
-
-MAX_REASON = 200
-"""The most characters of a crash's message; one that holds the signature of a native function may have thousands."""
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ProvedProgram:
-    """A program that was proved and simulated, with its maker and time."""
-
-    maker: str
-    program: Program
-    time_us: float
-    seconds: float
-
-
-@dataclass(kw_only=True)
-class Attempt:
-    """The result of one task: all its candidates, and its best programs, fastest first."""
-
-    candidates: list[Candidate] = field(default_factory=list)
-    made: list[ProvedProgram] = field(default_factory=list)
-    crashed: bool = False
-    """Whether the task ended by a bug, or for want of memory or a package: another run of it may find more."""
-
-    @classmethod
-    def without(cls, task: MakerTask, reason: str, *, crashed: bool = False) -> Attempt:
-        """The result of a task that made nothing.
-
-        Args:
-            task: The task.
-            reason: Why it made nothing, for the certificate.
-            crashed: Whether the same task may find more another time.
-
-        Returns:
-            The result, with one candidate that holds the reason.
-        """
-        return cls(candidates=[Candidate(maker=task.label, reason=reason)], crashed=crashed)
-
-
-@dataclass(kw_only=True)
-class Board:
-    """The state of a search: the candidates so far, the best programs, and the time that is left."""
-
-    bound: Bound
-    budget_s: float
-    began: float
-    progress: Progress | None = None
-    candidates: list[Candidate] = field(default_factory=list)
-    made: list[ProvedProgram] = field(default_factory=list)
-    crashed: bool = False
-    """Whether any task has crashed: the result is then not cached."""
-
-    @property
-    def left_s(self) -> float:
-        """The seconds that are left of the budget; negative once it is overrun."""
-        return self.began + self.budget_s - time.monotonic()
-
-    @property
-    def best(self) -> ProvedProgram | None:
-        """The fastest program so far, or None."""
-        return self.made[0] if self.made else None
-
-    def add(self, attempt: Attempt) -> None:
-        """Add the result of a task."""
-        self.candidates += attempt.candidates
-        self.crashed |= attempt.crashed
-        # Sorting is stable: of equally fast programs the one that was made first, by the simpler maker, stays ahead.
-        self.made = sorted(self.made + attempt.made, key=lambda made: made.time_us)
-
-    def at_bound(self) -> str:
-        """A sentence that says that the best program is at the lower bound; empty while it is not."""
-        best = self.best
-        if best is None or best.time_us > self.bound.total_us * (1 + CLOSE_ENOUGH):
-            return ""
-        return f"{best.program.name} is within {100 * CLOSE_ENOUGH:g} % of the lower bound"
-
-    def enough(self) -> str:
-        """The reason why no further task has to be started, or an empty text; without a program there is none."""
-        if self.at_bound():
-            return f"not tried: {self.at_bound()}"
-        if self.left_s < LEAST_S and self.made:
-            return f"not tried: the budget of {self.budget_s:g} s was spent"
-        return ""
-
-    def report(self, message: str) -> None:
-        """Pass a message, with the best time so far and the share of the budget spent, to `progress`."""
-        if self.progress is not None:
-            so_far = ""
-            if self.best is not None:
-                gap = self.best.time_us / self.bound.total_us - 1 if self.bound.total_us > 0 else 0.0
-                so_far = f"best {format_us(self.best.time_us)}, {100 * gap:.1f} % above the bound, {self.best.maker}; "
-            self.progress(so_far + message, min(1.0, 1 - self.left_s / self.budget_s))
-
-    def reporter(self, task: MakerTask) -> Progress:
-        """The progress function for a task's maker."""
-        return lambda message, fraction: self.report(f"{task.label}: {message}")
 
 
 def synthesize(
@@ -141,7 +37,7 @@ def synthesize(
     nbytes: float,
     *,
     budget_s: float = 30.0,
-    sketch: Any = None,
+    sketch: Sketch | None = None,
     alpha: str = "pipelined",
     contention: str | None = None,
     seed: int = 0,
@@ -192,10 +88,8 @@ def synthesize(
     >>> found.program.name, found.certificate.time_us, found.certificate.bound_us
     ('ring(chunks=2)', 301.0, 151.0)
     """
-    from .worker import check_backend
-
     problem = _checked(collective, cluster, nbytes, sketch, alpha, contention, seed, budget_s, jobs)
-    check_backend(backend, ray_address)
+    backends.check_backend(backend, ray_address)
     form = "msccl" if lower is True else lower or ""
     if form and form not in FORMATS:
         raise unknown("format to lower for", form, FORMATS)
@@ -229,8 +123,6 @@ def _search(
     ray_address: str | None,
 ) -> tuple[Synthesis, bool]:
     """Run all tasks; return the best result, and whether one of the makers crashed."""
-    from . import worker
-
     tasks, refused = planned
     # Short tasks run in this process. Long ones run in workers: several at once, and killed where they overrun.
     small = problem.ranks <= SMALL
@@ -238,7 +130,7 @@ def _search(
     here = [task for task in tasks if small and (alone or task.maker == LIBRARY)]
     there = [task for task in tasks if task not in here]
     # The backend is started before the clock of the budget: starting a Ray cluster is not part of the search.
-    with worker.backend(backend, jobs=jobs, address=ray_address) if there else nullcontext() as start:
+    with backends.backend(backend, jobs=jobs, address=ray_address) if there else nullcontext() as start:
         board = Board(
             bound=lower_bound(problem.collective, problem.cluster, problem.nbytes),
             budget_s=budget_s * (1 - LOWERING if problem.lower else 1),
@@ -248,7 +140,7 @@ def _search(
         )
         _in_turn(problem, here, board, later=sum(task.weight for task in there))
         if start is not None:
-            worker.run_tasks(problem, there, board, jobs=jobs, start=start)
+            backends.run_tasks(problem, there, board, jobs=jobs, start=start)
     if board.best is None:
         raise Infeasible(_why_nothing(problem, board.candidates))
     best, lowering = board.best, None
@@ -286,56 +178,6 @@ def _search(
     return found, board.crashed
 
 
-def attempt(task: MakerTask, problem: SynthesisProblem, budget_s: float, progress: Progress) -> Attempt:
-    """Run one task; an error of its maker becomes the reason of a candidate without a time.
-
-    Args:
-        task: The task.
-        problem: The problem that it was made for.
-        budget_s: The seconds that the task should take at most.
-        progress: Takes a line of text and the fraction done, 0..1.
-
-    Returns:
-        The candidates and the best programs of the task; this never raises an `Exception`.
-    """
-    began = time.monotonic()
-    result = Attempt()
-    keep = KEPT_TO_LOWER if problem.lower else 1
-
-    def offer(program: Program) -> float:
-        seconds = time.monotonic() - began
-        program.verify()
-        if not same_task(program.collective, problem.collective):
-            raise VerificationError(f"{program.name} does {program.collective!r}, not {problem.collective!r}")
-        took = simulate(
-            program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
-        ).total_us
-        unfit = too_long(program) if problem.lower else ""
-        result.candidates.append(
-            Candidate(maker=task.label, name=program.name, time_us=took, seconds=round(seconds, 4), reason=unfit)
-        )
-        made = ProvedProgram(maker=task.label, program=program, time_us=took, seconds=seconds)
-        if not unfit:
-            result.made = sorted([*result.made, made], key=lambda made: made.time_us)[:keep]
-        return took
-
-    try:
-        makers()[task.maker].run(task, problem, budget_s, offer, progress)
-    except Exception as error:
-        # A broken maker must not end the search: its error is listed among the candidates, and logged if it is a bug.
-        reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, VerificationError):
-            reason = f"wrong program: {error}"
-        reason = " ".join(reason.split())
-        if not isinstance(error, StrettoError):
-            reason, result.crashed = reason[:MAX_REASON], True
-        if result.crashed and not isinstance(error, ImportError | MemoryError):
-            log.warning("maker %s failed: %s (the result is not kept)", task.label, reason)
-            log.debug("maker %s failed", task.label, exc_info=True)
-        result.candidates.append(Candidate(maker=task.label, reason=reason, seconds=round(time.monotonic() - began, 4)))
-    return result
-
-
 def _in_turn(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board, *, later: float) -> None:
     """Run tasks one after the other in this process; each gets its share of the time that is left."""
     for at, task in enumerate(tasks):
@@ -366,7 +208,7 @@ def _checked(
     collective: Collective,
     cluster: Cluster,
     nbytes: float,
-    sketch: Any,
+    sketch: Sketch | None,
     alpha: str,
     contention: str | None,
     seed: int,

@@ -18,13 +18,11 @@ import threading
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import InvalidInput
+from .attempts import Attempt
 from .worker import Message, Start, Tell, work
-
-if TYPE_CHECKING:
-    from .portfolio import Attempt
 
 ADDRESS = "RAY_ADDRESS"
 STORE_BYTES = 256 << 20

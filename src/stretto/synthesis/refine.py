@@ -14,7 +14,7 @@ from ..programs import Program
 from . import pacing
 from .contiguity import MessageSchedule
 from .ordering import SendTasks, justify, schedule
-from .routing import Routing, RoutingProblem
+from .routing_problem import Routing, RoutingProblem
 from .routing_search import Trees
 
 CLOSE = 1 + 1e-3

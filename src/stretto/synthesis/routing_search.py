@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .routing import Routing, RoutingProblem
+from .routing_problem import Routing, RoutingProblem
 
 ROUNDS = 4
 UNWANTED = 1e9
@@ -181,8 +179,6 @@ class Trees:
 
     def routing(self) -> Routing:
         """The current trees as a routing."""
-        from .routing import Routing
-
         return Routing(hops=tuple(self.hops), bound_us=0.0, load_us=0.0, by="walk")
 
     def move(self) -> bool:

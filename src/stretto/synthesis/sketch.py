@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import InvalidInput, unknown
+from ..late import LateFunction
 
 STRATEGIES = ("uc-min", "uc-max", "none")
 BALANCE = ("none", "minmax", "maxmin")
@@ -21,6 +22,9 @@ CHANNEL_WORDS = ("auto", "all")
 MAX_CHUNKUP = 1 << 12
 
 Connections = str | Mapping[int, tuple[int, ...]]
+
+LOAD: LateFunction[[str | Path], Sketch] = LateFunction("synthesis.sketch_files.load")
+SAVE: LateFunction[[Sketch, str | Path], None] = LateFunction("synthesis.sketch_files.save")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +83,11 @@ class Sketch:
     @classmethod
     def load(cls, path: str | Path) -> Sketch:
         """Load a sketch from Stretto's YAML form or from one of TACCL's JSON files."""
-        from .sketch_files import load
-
-        return load(path)
+        return LOAD(path)
 
     def save(self, path: str | Path) -> None:
         """Write the versioned YAML form."""
-        from .sketch_files import save
-
-        save(self, path)
+        SAVE(self, path)
 
     def vary(self, **changes: object) -> Sketch:
         """A copy with some fields changed, as an ablation needs it."""

@@ -11,7 +11,7 @@ from ..errors import Infeasible
 from .contiguity import MessageSchedule
 from .milp import Milp, solve
 from .ordering import SendTasks
-from .routing import Routing, RoutingProblem
+from .routing_problem import Routing, RoutingProblem
 
 MAX_BINARIES = 6000
 FINEST = 8

@@ -20,8 +20,8 @@ from ..files import write_file
 from ..programs import Program
 from ..simulator import lower_bound, simulate
 from .certificate import Synthesis
-from .makers import Progress
 from .portfolio import synthesize
+from .problem import Progress
 
 COLUMNS = ("file", "program", "maker", "min_bytes", "max_bytes", "nbytes", "time_us", "bound_us", "gap")
 MAX_SIZES = 64

@@ -19,7 +19,8 @@ from .contiguity import MessageSchedule, merge
 from .logical import LogicalTopology, default_sketch
 from .ordering import VARIANTS, SendTasks, justify, priorities, schedule
 from .refine import CLOSE, improve, paced
-from .routing import Routing, RoutingProblem, route
+from .routing import route
+from .routing_problem import Routing, RoutingProblem
 from .schedule import program_from_schedule
 from .sketch import Sketch
 from .slots import on_grid

@@ -1,6 +1,10 @@
 """Training steps: the `Workload` DAG, parametric models, and readers for traces of real jobs."""
 
-from . import workloads
+from . import dag, files, workloads
 from .dag import COMM_KINDS, COMPUTE, Dep, Op, Place, Workload
 
 __all__ = ["COMM_KINDS", "COMPUTE", "Dep", "Op", "Place", "Workload", "workloads"]
+
+dag.LOAD.supply(files.load)
+dag.SAVE.supply(files.save)
+dag.DIGEST.supply(files.digest)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import InvalidInput, unknown
+from ..late import LateFunction
+from ..units import format_bytes, format_us
 from .ordering import few
 
 MAX_OPS = 200_000
@@ -27,6 +29,10 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Why = Literal["data", "submit", "wait"]
 WHYS: tuple[Why, ...] = ("data", "submit", "wait")
+
+LOAD: LateFunction[[str | Path], Workload] = LateFunction("workload.files.load")
+SAVE: LateFunction[[Workload, str | Path], None] = LateFunction("workload.files.save")
+DIGEST: LateFunction[[Workload], str] = LateFunction("workload.files.digest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,22 +122,16 @@ class Workload:
         """A workload from ``model:variant`` (see ``stretto workload list``) or from a file in one of the forms that are
         read.
         """
-        from .files import load
-
-        return load(source)
+        return LOAD(source)
 
     def save(self, path: str | Path) -> None:
         """Write the versioned file form: JSON if the name ends in ``.json``, else YAML."""
-        from .files import save
-
-        save(self, path)
+        SAVE(self, path)
 
     @cached_property
     def digest(self) -> str:
         """A short hash of the ranks and ops, which are all that a plan depends on."""
-        from .files import digest
-
-        return digest(self)
+        return DIGEST(self)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -214,8 +214,6 @@ class Workload:
         return place.ranks[0] in self.ranks_of(op)
 
     def __repr__(self) -> str:
-        from ..units import format_bytes, format_us
-
         moved = sum(op.nbytes for op in self.comm_ops)
         return (
             f"<Workload {self.name}: {len(self.ops)} ops ({len(self.comm_ops)} of communication) over "

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 
 from ...errors import InvalidInput, unknown
+from ...late import LateFunction
 from .spans import Spans, cut, joined, measure, overlap
 
 KINDS = {
@@ -28,6 +29,8 @@ MAX_LEAVES = 1 << 16
 
 Path = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
+
+SHOW: LateFunction[[Expr], str] = LateFunction("planner.algebra.notation.show")
 
 
 class Expr:
@@ -98,9 +101,7 @@ class Expr:
         return tuple(found)
 
     def __str__(self) -> str:
-        from .notation import show
-
-        return show(self)
+        return SHOW(self)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -123,8 +123,6 @@ def rules(kind: str | None = None) -> list[RewriteRule]:
     >>> [rule.name for rule in rules("BC")]
     ['segment', 'tree', 'hierarchical', 'spline', 'scatter']
     """
-    from . import rulebook  # noqa: F401  the rules of the paper register themselves
-
     if kind is not None and kind not in KINDS:
         raise unknown("motif", kind, KINDS)
     return [found for found in _RULES.values() if kind is None or kind in found.kinds]

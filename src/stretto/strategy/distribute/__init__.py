@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
 from .. import ModelSpec, Strategy
+from ..files import STRATEGY_VARIABLE
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from .optimizer import DistributedOptimizer
-
-STRATEGY_VARIABLE = "STRETTO_STRATEGY"
-"""The environment variable with the file of the strategy, for scripts that pass none."""
 
 __all__ = ["STRATEGY_VARIABLE", "distribute", "model_spec"]
 

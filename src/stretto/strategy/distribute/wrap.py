@@ -18,12 +18,11 @@ from torch import nn
 from ...errors import InvalidInput
 from .. import ModelSpec, Strategy
 from ..builders import build
-from ..files import load_strategy, strategy_text
+from ..files import STRATEGY_VARIABLE, load_strategy, strategy_text
 from ..kernels import Message, StrategyStep, VariablePiece, global_step
 from ..representation import VariablePart
 from ..requests import Arm, Reference
 from ..resources import Resources, resources
-from . import STRATEGY_VARIABLE
 from .carriers import VariableCarrier
 from .dense import DenseCarrier, ShardedCarrier
 from .depot import Depot

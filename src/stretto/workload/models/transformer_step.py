@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..dag import Workload
 from ..roofline import Accelerator
 from .common import Groups, OpCollector, blocks_of_buckets, buckets
 from .parallel import Replicas
-
-if TYPE_CHECKING:
-    from .transformer import TransformerShape
+from .transformer_shape import TransformerShape
 
 HALF = 2
 """Bytes of one FP16 number."""

@@ -1,0 +1,112 @@
+"""`run_tasks`: shares the budget of a search among tasks in processes of this machine or on Ray, and ends late ones."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ..errors import InvalidInput, unknown
+from . import ray_backend, worker
+from .attempts import LEAST_S, Attempt, Board
+from .problem import MakerTask, SynthesisProblem
+from .worker import ActiveTask, Message, Start
+
+BACKENDS = ("processes", "ray")
+Inbox = queue.Queue[tuple[int, Message]]
+
+
+@contextlib.contextmanager
+def backend(name: str, *, jobs: int, address: str | None = None) -> Iterator[Start]:
+    """Make a place to run tasks, for the time of a with statement.
+
+    Args:
+        name: One of `BACKENDS`.
+        jobs: How many tasks will run at once, >= 1.
+        address: The Ray cluster, ``HOST:PORT``; for the backend "ray" only.
+
+    Yields:
+        The function that starts a task.
+
+    Raises:
+        InvalidInput: The backend is unknown, not installed, or does not answer.
+    """
+    check_backend(name, address)
+    if name == "processes":
+        yield worker.ProcessTask
+    else:
+        with ray_backend.connected(jobs=jobs, address=address) as start:
+            yield start
+
+
+def check_backend(name: str, address: str | None) -> None:
+    """Refuse a backend that does not exist or is not installed, before anything is started."""
+    if name not in BACKENDS:
+        raise unknown("backend", name, BACKENDS)
+    if name == "ray":
+        ray_backend.check_installed(address)
+    elif address is not None:
+        raise InvalidInput(f"ray_address: is for the backend ray, not {name}")
+
+
+def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board, *, jobs: int, start: Start) -> None:
+    """Run tasks in workers until all have ended, the budget is spent or the lower bound is reached.
+
+    Args:
+        problem: The problem that the tasks were made for.
+        tasks: The tasks, in the order in which they are started.
+        board: The state of the search, which gets the results.
+        jobs: How many tasks run at once, >= 1.
+        start: The function that starts a task, from `backend`.
+    """
+    waiting = list(tasks)
+    running: dict[int, tuple[MakerTask, ActiveTask]] = {}
+    inbox: Inbox = queue.Queue()
+    payload = pickle.dumps(replace(problem, cluster=replace(problem.cluster), collective=replace(problem.collective)))
+    started = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                task = waiting.pop(0)
+                why = board.enough()
+                if why:
+                    board.add(Attempt.without(task, why))
+                    continue
+                share = jobs * board.left_s * task.weight / (task.weight + sum(t.weight for t in waiting))
+                budget_s = max(min(share, board.left_s), LEAST_S)
+                request = pickle.dumps((payload, task, budget_s))
+                running[started] = task, start(request, partial(_deliver, inbox, started))
+                board.report(task.label)
+                started += 1
+            if running:
+                _collect(running, inbox, board)
+    finally:
+        for _, far in running.values():
+            far.end()
+
+
+def _deliver(inbox: Inbox, number: int, message: Message) -> None:
+    inbox.put((number, message))
+
+
+def _collect(running: dict[int, tuple[MakerTask, ActiveTask]], inbox: Inbox, board: Board) -> None:
+    """Wait for one message; end all tasks where the budget is overrun or the lower bound is reached."""
+    with contextlib.suppress(queue.Empty):
+        number, message = inbox.get(timeout=0.1)
+        if number in running:
+            task, far = running[number]
+            if isinstance(message, str):
+                board.report(f"{task.label}: {message}")
+            else:
+                del running[number]
+                board.add(message or Attempt.without(task, far.reason(), crashed=True))
+    reached = board.at_bound()
+    if reached or board.left_s < -worker.GRACE_S:
+        why = reached or f"the budget of {board.budget_s:g} s was spent"
+        for number, (task, far) in list(running.items()):
+            far.end()
+            del running[number]
+            board.add(Attempt.without(task, f"ended: {why}"))

@@ -1,0 +1,50 @@
+"""`SynthesisProblem`: what a program is made for; `MakerTask`: one call of a maker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cluster import Cluster
+from ..collectives import Collective
+from .sketch import Sketch
+
+Progress = Callable[[str, float], None]
+"""Takes a line of text for people, and the fraction of the work that is done, 0..1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthesisProblem:
+    """The collective, the cluster and the size that a program is made for, and the physics by which it is judged."""
+
+    collective: Collective
+    cluster: Cluster
+    nbytes: float
+    alpha: str = "pipelined"
+    contention: str | None = None
+    seed: int = 0
+    sketch: Sketch | None = None
+    lower: str = ""
+    """The file format (``msccl``, ``mscclpp``) whose runtimes the program must fit; empty for none."""
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that take part."""
+        return self.collective.num_ranks
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each rank."""
+        return tuple(self.cluster.hosts_of(self.collective.ranks).tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakerTask:
+    """One call of one maker, with the options of that call."""
+
+    maker: str
+    label: str
+    weight: float
+    """The task's share of the time that is left, relative to the other tasks."""
+    options: Mapping[str, Any] = field(default_factory=dict)
