@@ -2,7 +2,6 @@
 #include "schedule.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 
 namespace stretto::sched {
@@ -58,6 +57,7 @@ Evaluator::Evaluator(const Problem& problem) : p_(problem) {
   first_.resize(p_.num_ops), end_.resize(p_.num_ops);
   busy_.resize(p_.num_words);
   last_.resize((size_t)p_.num_words * 64), last_wrap_.resize(last_.size()), load_.resize(last_.size());
+  last_us_.resize(last_.size());
 }
 
 void Evaluator::choose(const int32_t* choice, bool serial) {
@@ -93,11 +93,17 @@ void Evaluator::build() {
     int64_t task = task_[v];
     if (local[v] == kJoin) {
       for (int32_t u = first_[o]; u < v; u++)
-        if (p_.sink[task_[u]]) in_.push_back({u, 0});
+        if (p_.sink[task_[u]]) in_.push_back({u, 0, us[u]});
     } else if (task < 0 || p_.inner_ptr[task] == p_.inner_ptr[task + 1]) {
-      for (int64_t e = p_.need_ptr[o]; e < p_.need_ptr[o + 1]; e++) in_.push_back({end_[p_.need[e].node], p_.need[e].lag});
+      for (int64_t e = p_.need_ptr[o]; e < p_.need_ptr[o + 1]; e++) {
+        int32_t u = end_[p_.need[e].node];
+        in_.push_back({u, p_.need[e].lag, us[u]});
+      }
     } else {
-      for (int64_t e = p_.inner_ptr[task]; e < p_.inner_ptr[task + 1]; e++) in_.push_back({first_[o] + p_.inner[e], 0});
+      for (int64_t e = p_.inner_ptr[task]; e < p_.inner_ptr[task + 1]; e++) {
+        int32_t u = first_[o] + p_.inner[e];
+        in_.push_back({u, 0, us[u]});
+      }
     }
     in_ptr_.push_back((int64_t)in_.size());
   }
@@ -105,7 +111,7 @@ void Evaluator::build() {
   for (const Edge& e : in_) out_ptr_[e.node + 1]++;
   for (int32_t v = 0; v < n_; v++) out_ptr_[v + 1] += out_ptr_[v], fill_[v] = (int32_t)out_ptr_[v];
   for (int32_t v = 0; v < n_; v++)
-    for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++) out_[fill_[in_[e].node]++] = {v, in_[e].lag};
+    for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++) out_[fill_[in_[e].node]++] = {v, in_[e].lag, 0};
   shift.resize(n_), time.resize(n_), key_.resize(n_), phase_.resize(n_);
 }
 
@@ -179,8 +185,15 @@ void Evaluator::list(int32_t iterations, Discipline discipline, const double* ke
       int32_t at = events_.front().what, v = events_.front().node;
       std::pop_heap(events_.begin(), events_.end());
       events_.pop_back();
+      if (at < 0) {
+        // A task gives back a shared link, and goes on.
+        int32_t bit = p_.part[-at - 1].bit;
+        busy_[bit / 64] &= ~(1ull << (bit % 64));
+        look = true;
+        continue;
+      }
       if (task_[v] >= 0) {
-        const uint64_t* held = mask(v);
+        const uint64_t* held = whole(v);
         for (int32_t w = 0; w < words; w++) busy_[w] &= ~held[w];
         look = true;
       }
@@ -204,6 +217,11 @@ void Evaluator::list(int32_t iterations, Discipline discipline, const double* ke
         start_[entry.at] = now;
         events_.push_back({now + us[entry.node], entry.at, entry.node});
         std::push_heap(events_.begin(), events_.end());
+        int64_t task = task_[entry.node];
+        for (int64_t k = p_.part_ptr[task]; k < p_.part_ptr[task + 1]; k++) {
+          events_.push_back({now + p_.part[k].us, -(int32_t)k - 1, entry.node});
+          std::push_heap(events_.begin(), events_.end());
+        }
       }
       ready_.resize(kept);
     }
@@ -329,23 +347,20 @@ double Evaluator::fifo(int32_t iterations) {
   return value;
 }
 
-// Each task waits for the one before it on each of its channels; the first of a window for the last of the one before.
+// Each task waits until the one before it has given back each of its resources; the first of a window waits for the last
+// of the one before.
 void Evaluator::order_edges() {
   more_.clear(), more_begin_.assign(n_, 0), more_end_.assign(n_, 0);
   std::fill(load_.begin(), load_.end(), 0.0);
-  auto each = [&](int32_t v, auto&& visit) {
-    const uint64_t* held = mask(v);
-    for (int32_t w = 0; w < p_.num_words; w++)
-      for (uint64_t bits = held[w]; bits; bits &= bits - 1) visit(w * 64 + std::countr_zero(bits));
-  };
-  for (int32_t v : sequence) each(v, [&](int32_t r) { last_[r] = v, last_wrap_[r] = 1, load_[r] += us[v]; });
+  for (int32_t v : sequence)
+    each_hold(v, [&](int32_t r, double us) { last_[r] = v, last_us_[r] = us, last_wrap_[r] = 1, load_[r] += us; });
   for (int32_t v : sequence) {
     size_t begin = more_.size();
-    each(v, [&](int32_t r) {
-      Edge edge{last_[r], shift[v] - shift[last_[r]] + last_wrap_[r]};
-      last_[r] = v, last_wrap_[r] = 0;
+    each_hold(v, [&](int32_t r, double us) {
+      Edge edge{last_[r], shift[v] - shift[last_[r]] + last_wrap_[r], last_us_[r]};
+      last_[r] = v, last_us_[r] = us, last_wrap_[r] = 0;
       for (size_t e = begin; e < more_.size(); e++)
-        if (more_[e].node == edge.node && more_[e].lag <= edge.lag) return;
+        if (more_[e].node == edge.node && more_[e].lag <= edge.lag && more_[e].us >= edge.us) return;
       more_.push_back(edge);
     });
     more_begin_[v] = (int64_t)begin, more_end_[v] = (int64_t)more_.size();
@@ -354,7 +369,7 @@ void Evaluator::order_edges() {
 
 bool Evaluator::find_cycle() { return circle_of_parents(n_, parent_, mark_, critical); }
 
-// Raises the period from the busiest channel's load to the ratio of a circle that does not fit, until all fit; then
+// Raises the period from the busiest resource's load to the ratio of a circle that does not fit, until all fit; then
 // `time` holds the earliest starts that repeat with it.
 Outcome Evaluator::period(double limit) {
   order_edges();
@@ -367,7 +382,7 @@ Outcome Evaluator::period(double limit) {
   if (full >= 0)
     for (int32_t v : sequence)
       if (mask(v)[full / 64] >> (full % 64) & 1) critical.push_back(v);
-  parent_.resize(n_), parent_lag_.resize(n_);
+  parent_.resize(n_), parent_lag_.resize(n_), parent_us_.resize(n_);
   std::vector<double>& x = time;
   while (true) {
     for (int32_t v = 0; v < n_; v++) {
@@ -381,8 +396,10 @@ Outcome Evaluator::period(double limit) {
       for (int32_t v : walk_) {
         double best = x[v] + same;
         auto relax = [&](const Edge& e) {
-          double to = x[e.node] + us[e.node] - value * e.lag;
-          if (to > best) best = x[v] = to, parent_[v] = e.node, parent_lag_[v] = e.lag, changed = true;
+          double to = x[e.node] + e.us - value * e.lag;
+          if (to > best) {
+            best = x[v] = to, parent_[v] = e.node, parent_lag_[v] = e.lag, parent_us_[v] = e.us, changed = true;
+          }
         };
         for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++) relax(in_[e]);
         for (int64_t e = more_begin_[v]; e < more_end_[v]; e++) relax(more_[e]);
@@ -391,7 +408,9 @@ Outcome Evaluator::period(double limit) {
       double length = 0;
       int64_t lag = 0;
       critical_lag.clear();
-      for (int32_t v : critical) length += us[v], lag += parent_lag_[v], critical_lag.push_back(parent_lag_[v]);
+      for (int32_t v : critical) {
+        length += parent_us_[v], lag += parent_lag_[v], critical_lag.push_back(parent_lag_[v]);
+      }
       if (lag <= 0) return Outcome::deadlock;
       // Rounding may find the circle again that has just set the period.
       value = std::max(length / (double)lag, value * (1 + 1e-13));
@@ -448,14 +467,11 @@ std::vector<double> Evaluator::cold(int32_t iterations) {
     double start = 0;
     for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++)
       if (i >= in_[e].lag) start = std::max(start, end[(i - in_[e].lag) * n_ + in_[e].node]);
-    auto each = [&](auto&& visit) {
-      if (task_[v] < 0) return;
-      for (int32_t w = 0; w < p_.num_words; w++)
-        for (uint64_t bits = mask(v)[w]; bits; bits &= bits - 1) visit(free[w * 64 + std::countr_zero(bits)]);
-    };
-    each([&](double& at_time) { start = std::max(start, at_time); });
+    if (task_[v] >= 0) {
+      each_hold(v, [&](int32_t r, double) { start = std::max(start, free[r]); });
+      each_hold(v, [&](int32_t r, double us) { free[r] = start + us; });
+    }
     end[at] = start + us[v];
-    each([&](double& at_time) { at_time = end[at]; });
     ends[i] = std::max(ends[i], end[at]);
   }
   return ends;

@@ -1,8 +1,11 @@
 // Schedules of a training step: compute-ops on streams, and comm-ops cut into tasks that hold channels.
 //
-// A task or compute-op is a node; "v of iteration i waits for u of iteration i - lag" is an edge. Once every channel's
-// order is fixed, the steady-state period is the largest ratio of duration to lag over all circles of edges.
+// A task or compute-op is a node; "v of iteration i starts `us` or more after the start of u of iteration i - lag" is an
+// edge: us is u's duration, or the time that u takes of a resource that v needs next. A task has its channels to itself
+// while it runs, and every link that it shares with tasks of other places for as long as its own bytes take there. Once
+// the order on every resource is fixed, the steady-state period is the largest ratio of time to lag over all circles.
 #pragma once
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -12,6 +15,13 @@ namespace stretto::sched {
 
 struct Edge {
   int32_t node, lag;
+  double us = 0;
+};
+
+// A resource that a task gives back before it ends, and after what time.
+struct PartHold {
+  int32_t bit;
+  double us;
 };
 
 // What never changes: the ops of one iteration, and for every comm-op its options.
@@ -28,7 +38,10 @@ struct Problem {
   std::vector<int64_t> inner_ptr;      // per task -> earlier tasks of the option, by position
   std::vector<int32_t> inner;
   std::vector<uint8_t> sink;           // per task: no other task of the option waits for it
-  std::vector<uint64_t> mask[2];       // per task: channels held; [1] with the serial ones
+  std::vector<uint64_t> mask[2];       // per task: resources held; [1] with the serial ones
+  std::vector<uint64_t> whole[2];      // those of them that are held until the task ends
+  std::vector<int64_t> part_ptr;       // per task: those that it gives back earlier
+  std::vector<PartHold> part;
   std::vector<int32_t> line;           // per comm-op: its communicator, which keeps the order of submission
   int32_t num_lines = 0;
   std::vector<int32_t> topological;    // ops
@@ -104,6 +117,15 @@ class Evaluator {
   void sort_lines();
   bool lines_keep_order();
   const uint64_t* mask(int32_t v) const { return &p_.mask[serial_][(size_t)task_[v] * p_.num_words]; }
+  const uint64_t* whole(int32_t v) const { return &p_.whole[serial_][(size_t)task_[v] * p_.num_words]; }
+  // Visits (resource, time held) of a task.
+  template <class Visit>
+  void each_hold(int32_t v, Visit&& visit) const {
+    const uint64_t* held = whole(v);
+    for (int32_t w = 0; w < p_.num_words; w++)
+      for (uint64_t bits = held[w]; bits; bits &= bits - 1) visit(w * 64 + std::countr_zero(bits), us[v]);
+    for (int64_t k = p_.part_ptr[task_[v]]; k < p_.part_ptr[task_[v] + 1]; k++) visit(p_.part[k].bit, p_.part[k].us);
+  }
 
   const Problem& p_;
   int32_t n_ = 0;
@@ -136,8 +158,8 @@ class Evaluator {
   // period
   std::vector<int32_t> run_, merged_, walk_, parent_, parent_lag_, mark_, last_, last_wrap_;
   std::vector<int64_t> more_begin_, more_end_;
-  std::vector<Edge> more_;                          // edges of the channels' order, by node
-  std::vector<double> load_, phase_, key_;
+  std::vector<Edge> more_;                          // edges of the resources' order, by node
+  std::vector<double> load_, phase_, key_, last_us_, parent_us_;
 };
 
 }  // namespace stretto::sched

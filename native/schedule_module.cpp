@@ -1,5 +1,6 @@
 // ScheduleProblem: from NumPy arrays to a compiled problem, and its schedules back.
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <stdexcept>
 #include <utility>
@@ -38,11 +39,11 @@ void add_streams(Problem& p, const Rows<int32_t>& streams, int32_t num_streams, 
   for (int32_t op = 0; op < p.num_ops; op++)
     for (const int32_t* s = streams.begin(op); s != streams.end(op); s++) {
       if (first[*s] < 0) first[*s] = op;
-      else add(op, {last[*s], 0});
+      else add(op, {last[*s], 0, 0});
       last[*s] = op, load[*s] += p.duration[op];
     }
   for (int32_t s = 0; s < num_streams; s++)
-    if (first[s] >= 0) add(first[s], {last[s], 1}), p.stream_load = std::max(p.stream_load, load[s]);
+    if (first[s] >= 0) add(first[s], {last[s], 1, 0}), p.stream_load = std::max(p.stream_load, load[s]);
 }
 
 // The first of the program that can come next, always: program order, where that is possible.
@@ -66,39 +67,57 @@ void sort_ops(Problem& p, const std::vector<std::vector<Edge>>& need) {
   if ((int32_t)p.topological.size() != p.num_ops) throw std::invalid_argument("ops wait for each other in a circle");
 }
 
-// Channels that exactly the same tasks hold (one channel at many places) are one bit of the masks.
-void make_masks(Problem& p, const Rows<int32_t>& held, const Rows<int32_t>& serial, int32_t num_resources) {
+// Resources that exactly the same tasks hold for the same times (one channel at many places) are one bit of the masks.
+// `held_us` is how long a task holds each of its resources; those of `serial` it holds until it ends.
+void make_masks(Problem& p, const Rows<int32_t>& held, const double* held_us, const Rows<int32_t>& serial,
+                int32_t num_resources) {
   const int64_t tasks = (int64_t)p.task_us.size();
   std::vector<std::pair<uint64_t, uint64_t>> sign(num_resources, {0, 0});
   auto each_task = [&](auto&& visit) {
     for (int32_t set = 0; set + 1 < (int32_t)p.option_ptr.size(); set++)
       for (int64_t t = p.task_ptr[p.option_ptr[set]]; t < p.task_ptr[p.option_ptr[set + 1]]; t++) visit(set, t);
   };
-  auto add = [&](int32_t r, int64_t t) { sign[r].first += mix(t), sign[r].second += mix(~(uint64_t)t * 3); };
+  auto us_of = [&](const int32_t* r, int64_t t) { return std::min(held_us[r - held.begin(0)], p.task_us[t]); };
+  auto add = [&](int32_t r, int64_t t, double us) {
+    uint64_t key = mix((uint64_t)t) ^ std::bit_cast<uint64_t>(us);
+    sign[r].first += mix(key), sign[r].second += mix(~key * 3);
+  };
   each_task([&](int32_t set, int64_t t) {
-    for (const int32_t* r = held.begin(t); r != held.end(t); r++) add(*r, t);
-    for (const int32_t* r = serial.begin(set); r != serial.end(set); r++) add(*r, t);
+    for (const int32_t* r = held.begin(t); r != held.end(t); r++) add(*r, t, us_of(r, t));
+    for (const int32_t* r = serial.begin(set); r != serial.end(set); r++) add(*r, t, p.task_us[t]);
   });
   std::map<std::pair<uint64_t, uint64_t>, int32_t> classes;
   std::vector<int32_t> bit(num_resources);
   for (int32_t r = 0; r < num_resources; r++)
     bit[r] = classes.try_emplace(sign[r], (int32_t)classes.size()).first->second;
   p.num_words = std::max<int32_t>(1, ((int32_t)classes.size() + 63) / 64);
-  for (auto& mask : p.mask) mask.assign((size_t)tasks * p.num_words, 0);
+  for (int32_t serial_too : {0, 1}) {
+    p.mask[serial_too].assign((size_t)tasks * p.num_words, 0);
+    p.whole[serial_too].assign((size_t)tasks * p.num_words, 0);
+  }
+  p.part_ptr.assign(1, 0);
   each_task([&](int32_t of, int64_t t) {
     auto set = [&](std::vector<uint64_t>& mask, int32_t r) {
       mask[(size_t)t * p.num_words + bit[r] / 64] |= 1ull << (bit[r] % 64);
     };
-    for (const int32_t* r = held.begin(t); r != held.end(t); r++) set(p.mask[0], *r), set(p.mask[1], *r);
-    for (const int32_t* r = serial.begin(of); r != serial.end(of); r++) set(p.mask[1], *r);
+    std::map<int32_t, double> parts;
+    for (const int32_t* r = held.begin(t); r != held.end(t); r++) {
+      set(p.mask[0], *r), set(p.mask[1], *r);
+      if (us_of(r, t) < p.task_us[t]) parts[bit[*r]] = us_of(r, t);
+      else set(p.whole[0], *r), set(p.whole[1], *r);
+    }
+    for (const int32_t* r = serial.begin(of); r != serial.end(of); r++) set(p.mask[1], *r), set(p.whole[1], *r);
+    for (auto [part_bit, us] : parts) p.part.push_back({part_bit, us});
+    p.part_ptr.push_back((int64_t)p.part.size());
   });
 }
 
 Problem compile(In<uint8_t> comm, In<double> duration_us, In<int64_t> stream_ptr, In<int32_t> stream,
                 int32_t num_streams, In<int64_t> dep_ptr, In<int32_t> dep_op, In<int32_t> dep_lag,
                 In<int32_t> set, In<int32_t> line, In<int64_t> option_ptr, In<int64_t> task_ptr, In<double> task_us, In<int64_t> inner_ptr,
-                In<int32_t> inner, In<int64_t> held_ptr, In<int32_t> held, In<int64_t> serial_ptr,
+                In<int32_t> inner, In<int64_t> held_ptr, In<int32_t> held, In<double> held_us, In<int64_t> serial_ptr,
                 In<int32_t> serial, int32_t num_resources, int32_t anchor) {
+  if (held_us.shape(0) != held.shape(0)) throw std::invalid_argument("held_us: one for each of held");
   Problem p;
   p.num_ops = (int32_t)comm.shape(0), p.anchor = anchor;
   p.comm = copy(comm), p.duration = copy(duration_us);
@@ -113,7 +132,7 @@ Problem compile(In<uint8_t> comm, In<double> duration_us, In<int64_t> stream_ptr
   std::vector<std::vector<Edge>> need(p.num_ops);
   for (int32_t op = 0; op < p.num_ops; op++)
     for (int64_t e = dep_ptr.data()[op]; e < dep_ptr.data()[op + 1]; e++)
-      need[op].push_back({dep_op.data()[e], dep_lag.data()[e]});
+      need[op].push_back({dep_op.data()[e], dep_lag.data()[e], 0});
   add_streams(p, {stream_ptr.data(), stream.data()}, num_streams, need);
   sort_ops(p, need);
   p.need_ptr.assign(1, 0), p.slot_ptr.assign(1, 0);
@@ -124,7 +143,7 @@ Problem compile(In<uint8_t> comm, In<double> duration_us, In<int64_t> stream_ptr
     for (int32_t option = 0; option < p.options(op); option++) room = std::max(room, p.tasks(op, option));
     p.slot_ptr.push_back(p.slot_ptr.back() + room);
   }
-  make_masks(p, {held_ptr.data(), held.data()}, {serial_ptr.data(), serial.data()}, num_resources);
+  make_masks(p, {held_ptr.data(), held.data()}, held_us.data(), {serial_ptr.data(), serial.data()}, num_resources);
   return p;
 }
 
@@ -232,7 +251,7 @@ nb::object waiting_circle(int32_t num_nodes, In<int32_t> node, In<int32_t> waits
   for (size_t e = 0; e < in.size(); e++) ptr[node.data()[e] + 1]++;
   for (int32_t v = 0; v < num_nodes; v++) ptr[v + 1] += ptr[v];
   fill.assign(ptr.begin(), ptr.end() - 1);
-  for (size_t e = 0; e < in.size(); e++) in[fill[node.data()[e]]++] = {waits_for.data()[e], lag.data()[e]};
+  for (size_t e = 0; e < in.size(); e++) in[fill[node.data()[e]]++] = {waits_for.data()[e], lag.data()[e], 0};
   return to_numpy(sched::find_deadlock(num_nodes, ptr, in, nullptr));
 }
 }  // namespace
@@ -243,15 +262,15 @@ void bind_schedule(nb::module_& m) {
            [](ScheduleObject* self, In<uint8_t> comm, In<double> duration_us, In<int64_t> stream_ptr,
               In<int32_t> stream, int32_t num_streams, In<int64_t> dep_ptr, In<int32_t> dep_op, In<int32_t> dep_lag,
               In<int32_t> set, In<int32_t> line, In<int64_t> option_ptr, In<int64_t> task_ptr, In<double> task_us, In<int64_t> inner_ptr,
-              In<int32_t> inner, In<int64_t> held_ptr, In<int32_t> held, In<int64_t> serial_ptr, In<int32_t> serial,
-              int32_t num_resources, int32_t anchor) {
+              In<int32_t> inner, In<int64_t> held_ptr, In<int32_t> held, In<double> held_us, In<int64_t> serial_ptr,
+              In<int32_t> serial, int32_t num_resources, int32_t anchor) {
              new (self) ScheduleObject(compile(comm, duration_us, stream_ptr, stream, num_streams, dep_ptr, dep_op,
                                                dep_lag, set, line, option_ptr, task_ptr, task_us, inner_ptr, inner, held_ptr,
-                                               held, serial_ptr, serial, num_resources, anchor));
+                                               held, held_us, serial_ptr, serial, num_resources, anchor));
            },
            nb::arg("comm"), nb::arg("duration_us"), nb::arg("stream_ptr"), nb::arg("stream"), nb::arg("num_streams"),
            nb::arg("dep_ptr"), nb::arg("dep_op"), nb::arg("dep_lag"), nb::arg("set"), nb::arg("line"), nb::arg("option_ptr"), nb::arg("task_ptr"),
-           nb::arg("task_us"), nb::arg("inner_ptr"), nb::arg("inner"), nb::arg("held_ptr"), nb::arg("held"),
+           nb::arg("task_us"), nb::arg("inner_ptr"), nb::arg("inner"), nb::arg("held_ptr"), nb::arg("held"), nb::arg("held_us"),
            nb::arg("serial_ptr"), nb::arg("serial"), nb::arg("num_resources"), nb::arg("anchor"))
       .def("evaluate", &evaluate, nb::arg("choice"), nb::arg("discipline"), nb::arg("priority"), nb::arg("step"),
            nb::arg("serial"), nb::arg("iterations"))

@@ -232,6 +232,7 @@ class ScheduleProblem:
         inner: NDArray[np.int32],
         held_ptr: NDArray[np.int64],
         held: NDArray[np.int32],
+        held_us: NDArray[np.float64],
         serial_ptr: NDArray[np.int64],
         serial: NDArray[np.int32],
         num_resources: int,

@@ -14,8 +14,9 @@ from hypothesis import strategies as some
 
 from stretto.errors import Infeasible
 from stretto.planner.example import random_problem
-from stretto.planner.schedule.problem import PlanProblem
+from stretto.planner.schedule.problem import Option, PlanProblem
 from stretto.planner.schedule.schedule import DISCIPLINES, Scheduler, check_order
+from stretto.workload import Op
 
 Node = tuple[int, int]
 """(op, task) of a comm-op, (op, -1) for its end; (op, -2 - place) for a compute-op at a place."""
@@ -29,7 +30,8 @@ class Reference:
     def __init__(self, problem: PlanProblem, choice: Sequence[int], serial: bool) -> None:
         self.workload = workload = problem.workload
         self.tasks: dict[Node, float] = {}
-        self.held: dict[Node, set[tuple[int, str]]] = {}
+        self.held: dict[Node, dict[tuple[int, str], float]] = {}
+        """What every task holds, and for how long from its start."""
         self.needs: dict[Node, list[At]] = {}
         chosen = dict(zip((op.name for op in workload.comm_ops), choice, strict=True))
         where = [
@@ -63,9 +65,12 @@ class Reference:
             for t, task in enumerate(option.tasks):
                 self.tasks[at, t] = task.duration_us
                 self.needs[at, t] = [((at, b), 0) for b in task.after] or deps
-                self.held[at, t] = {(place, channel) for place in places for channel in task.channels}
+                held = {
+                    (place, f"{way} {channel}") for channel in task.channels for place, way in self.ends(op, places)
+                }
                 if serial and op.kind != "send":
-                    self.held[at, t] |= {(place, "any") for place in places}
+                    held |= {(place, "any") for place in places}
+                self.held[at, t] = dict.fromkeys(held, task.duration_us) | {(k, "link"): us for k, us in task.shared}
             self.needs[at, -1] = [((at, t), 0) for t in range(len(option.tasks))]
         for nodes in stream.values():
             for k, node in enumerate(nodes):
@@ -74,6 +79,13 @@ class Reference:
             if op.is_comm and not self.leads_to_compute(at):
                 for place in where[at] & set(first):
                     self.needs[first[place]].append(((at, -1), 2))
+
+    def ends(self, op: Op, places: set[int]) -> set[tuple[int, str]]:
+        """A collective holds both directions everywhere, a send only one at each end."""
+        if op.kind != "send":
+            return {(place, way) for place in places for way in ("out", "in")}
+        at = {rank: k for k, place in enumerate(self.workload.places) for rank in place.ranks}
+        return {(at[a], "out") for a, _ in op.groups} | {(at[b], "in") for _, b in op.groups}
 
     def leads_to_compute(self, at: int) -> bool:
         """Whether a compute-op waits for this comm-op, directly or by way of others."""
@@ -126,19 +138,22 @@ class Reference:
             while moved:
                 moved = False
                 done = {at for at, when in end.items() if when <= now}
-                busy = {r for at, when in end.items() if when > now and at[0] in self.tasks for r in self.held[at[0]]}
+                begun = [at for at in end if at[0] in self.tasks]
+                busy = {r for at in begun for r, us in self.held[at[0]].items() if start[at] + us > now}
                 can = [(v, i) for v, i in waiting if all(i < lag or (u, i - lag) in done for u, lag in self.needs[v])]
                 for at in can:
                     since.setdefault(at, now)
                 if discipline == "fifo":
                     can = [at for at in can if at[0] not in self.tasks or self.is_next(at, waiting)]
                 plain = [at for at in can if at[0] not in self.tasks]
-                fits = sorted((at for at in can if at[0] in self.tasks and not busy & self.held[at[0]]), key=urgency)
+                tasks = [at for at in can if at[0] in self.tasks]
+                fits = sorted((at for at in tasks if not busy & self.held[at[0]].keys()), key=urgency)
                 for at in plain or fits[:1]:
                     start[at], end[at] = now, now + self.us(at[0])
                     waiting.discard(at)
                     moved = True
-            now = min((when for when in end.values() if when > now), default=now)
+            given_back = [start[at] + us for at in end if at[0] in self.tasks for us in self.held[at[0]].values()]
+            now = min((when for when in [*end.values(), *given_back] if when > now), default=now)
         return start
 
     def is_next(self, at: At, waiting: set[At]) -> bool:
@@ -157,10 +172,10 @@ class Reference:
     def replay(self, order: Sequence[Node], shift: Sequence[int], windows: int) -> list[float]:
         """Ends of the iterations, window after window; CycleError when it can never be done."""
         reach = max((abs(s) for s in shift), default=0)
-        waits: dict[At, set[At]] = {}
+        waits: dict[At, dict[At, float]] = {}
         for v, needs in self.needs.items():
             for i in range(windows):
-                waits[v, i] = {(u, i - lag) for u, lag in needs if i >= lag}
+                waits[v, i] = {(u, i - lag): self.us(u) for u, lag in needs if i >= lag}
         last: dict[tuple[int, str], At] = {}
         for w in range(-reach, windows + reach):
             for task, s in zip(order, shift, strict=True):
@@ -168,16 +183,29 @@ class Reference:
                     continue
                 for r in self.held[task]:
                     if r in last:
-                        waits[task, w + s].add(last[r])
+                        mine, before = waits[task, w + s], last[r]
+                        mine[before] = max(mine.get(before, 0.0), self.held[before[0]][r])
                     last[r] = (task, w + s)
-        end: dict[At, float] = {}
+        start: dict[At, float] = {}
         for at in TopologicalSorter(waits).static_order():
-            end[at] = max((end[x] for x in waits[at]), default=0.0) + self.us(at[0])
-        return [max(end[v, i] for v in self.needs) for i in range(windows)]
+            start[at] = max((start[x] + us for x, us in waits[at].items()), default=0.0)
+        return [max(start[v, i] + self.us(v) for v in self.needs) for i in range(windows)]
+
+
+def sharing(option: Option, draw: Random) -> Option:
+    """The option with some of its tasks on links 0 to 2, which other places use as well."""
+    tasks = []
+    for task in option.tasks:
+        part = draw.randrange(1, round(2 * task.duration_us) + 1) / 2
+        links = [link for link in range(3) if draw.random() < 0.25]
+        tasks.append(replace(task, shared=tuple((link, part) for link in links)))
+    return replace(option, tasks=tuple(tasks))
 
 
 def drawn(seed: int) -> tuple[PlanProblem, Scheduler, tuple[int, ...], Random]:
-    """A random step; on two kinds of ranks some compute takes another time on each, and some ops are sends."""
+    """A random step; on two kinds of ranks some compute takes another time on each, some ops are sends in one direction
+    or the other, and some tasks meet others on a link for a part of their time.
+    """
     draw = Random(seed)
     problem = random_problem(seed, num_comm=draw.randint(1, 6), two_places=draw.random() < 0.5)
     ops = []
@@ -190,9 +218,11 @@ def drawn(seed: int) -> tuple[PlanProblem, Scheduler, tuple[int, ...], Random]:
             # What nobody waits for, and what waits for it.
             op = replace(op, after=op.after[1:])
         elif op.groups and draw.random() < 0.5:
-            op = replace(op, kind="send")
+            groups = draw.choice((op.groups, (op.groups[0][::-1],), ((0, 2), (1, 3)), ((2, 0), (3, 1))))
+            op = replace(op, kind="send", groups=groups)
         ops.append(op)
-    problem = replace(problem, workload=replace(problem.workload, ops=tuple(ops)))
+    options = {name: tuple(sharing(option, draw) for option in some) for name, some in problem.options.items()}
+    problem = replace(problem, workload=replace(problem.workload, ops=tuple(ops)), options=options)
     choice = tuple(draw.randrange(len(problem.options[op.name])) for op in problem.workload.comm_ops)
     return problem, Scheduler(problem), choice, draw
 
@@ -250,7 +280,7 @@ def test_the_steady_state_keeps_every_rule(seed: int, serial: bool) -> None:
             assert when >= end[before] - lag * found.period_us - slack
     for resource in {r for held in reference.held.values() for r in held}:
         users = [v for v, held in reference.held.items() if resource in held]
-        mine = sorted((start[v] % found.period_us, reference.us(v)) for v in users)
+        mine = sorted((start[v] % found.period_us, reference.held[v][resource]) for v in users)
         for (a, us), (b, _) in zip(mine, [*mine[1:], (mine[0][0] + found.period_us, 0.0)], strict=True):
             assert a + us <= b + slack
     check_order(problem.workload, found)

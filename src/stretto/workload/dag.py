@@ -170,10 +170,15 @@ class Workload:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """The classes of ranks that no op distinguishes."""
+        """The classes of ranks that no op distinguishes; a send distinguishes its sources from its destinations."""
         marks: list[list[tuple[int, float]]] = [[] for _ in range(self.num_ranks)]
         for at, op in enumerate(self.ops):
             if not _named(op) and not op.durations_us:
+                continue
+            if op.kind == "send":
+                for source, target in op.groups:
+                    marks[source].append((at, 0.0))
+                    marks[target].append((at, 1.0))
                 continue
             ranks = self.ranks_of(op)
             if len(ranks) == self.num_ranks and not op.durations_us:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 
 from ...cluster import Cluster
 from ...errors import Infeasible, InvalidInput
 from ...workload import Op, Workload
 from ..costs.channels import Binding, bindings_for
-from ..costs.costs import Bounding, Cost, CostModel, Motion, launch_us, simulated_costs
+from ..costs.costs import (
+    Bounding,
+    Cost,
+    CostModel,
+    LinkLoads,
+    Motion,
+    SimulatedCosts,
+    launch_us,
+    simulated_costs,
+    simulator_of,
+)
 from ..costs.measured import NCCL, LayeredCosts, MeasuredCosts
 from ..schedule.problem import MotifTask, Option, PlanProblem
+from ..schedule.shared_links import with_shared_links
 from .rewrites import Groups, MotifStage, Rewrite, rewrites
 
 SLOWEST = 20.0
@@ -55,7 +67,17 @@ def problem(workload: Workload, cluster: Cluster, costs: CostModel | None = None
             made[key] = options(op, workload, cluster, model, menu=menu)
         found[op.name] = made[key]
     how, notes = _sources(list(made.values()), cluster, model)
+    found = with_shared_links(workload, found, partial(_loads, costs=simulator_of(model)))
     return PlanProblem(workload=workload, options=found, costs=how, notes=(*cluster.notes, *notes))
+
+
+def _loads(task: MotifTask, costs: SimulatedCosts) -> LinkLoads | None:
+    """The load of a task on links; None if its algorithm is known only by measurements."""
+    assert task.motion is not None
+    try:
+        return costs.link_loads(task.motion, task.nbytes, task.algorithm)
+    except InvalidInput:
+        return None
 
 
 def options(

@@ -112,6 +112,14 @@ class CostModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinkLoads:
+    """The links that a motif uses over all its groups, and how long each byte of its size keeps them busy."""
+
+    links: NDArray[np.int32]
+    us_per_byte: NDArray[np.float64]
+
+
 @runtime_checkable
 class Bounding(Protocol):
     """A cost model that can rule out an algorithm without costing it; the planner calls `at_least_us` before `cost`."""
@@ -145,14 +153,19 @@ class _Run:
         """Every link that the program uses, once."""
         return np.unique(self.routes[1])
 
+    def link_us_per_byte(self, part: Cluster) -> NDArray[np.float64]:
+        """The time per byte of every link for its share, without latency and waiting; multicasts do not count."""
+        ptr, links = self.routes
+        nbytes = self.program.transfer_bytes(1.0)
+        if self.program.multicasts:
+            nbytes = np.where(self.program.cast >= 0, 0.0, nbytes)
+        per_route = np.bincount(self.route, nbytes, minlength=len(ptr) - 1)
+        load = np.bincount(links, np.repeat(per_route, np.diff(ptr)), minlength=part.num_links)
+        return load / part.link_gb_per_s / 1e3
+
     def least_us_per_byte(self, part: Cluster) -> float:
         """The time per byte of the busiest link for its share, without latency and waiting."""
-        if self.program.multicasts:
-            return 0.0
-        ptr, links = self.routes
-        per_route = np.bincount(self.route, self.program.transfer_bytes(1.0), minlength=len(ptr) - 1)
-        load = np.bincount(links, np.repeat(per_route, np.diff(ptr)), minlength=part.num_links)
-        return float((load / part.link_gb_per_s).max(initial=0.0)) / 1e3
+        return float(self.link_us_per_byte(part).max(initial=0.0))
 
     def total_us(self, part: Cluster, nbytes: float) -> float:
         p = self.program
@@ -191,6 +204,7 @@ class SimulatedCosts:
         self._programs: dict[tuple[Motion, str, float], Program] = {}
         self._runs: dict[tuple[Motion, str, float], tuple[_Run, ...]] = {}
         self._least: dict[tuple[Motion, str], float] = {}
+        self._loads: dict[tuple[Motion, str, float], LinkLoads] = {}
         self._times: dict[tuple[Motion, str, float], float] = {}
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
@@ -243,6 +257,32 @@ class SimulatedCosts:
             except Infeasible:
                 self._least[key] = math.inf
         return self._least[key] * nbytes
+
+    def link_loads(self, motion: Motion, nbytes: float, algorithm: str) -> LinkLoads:
+        """The load of every link that the groups use together.
+
+        Args:
+            motion: the motif, its groups and its channels.
+            nbytes: bytes, for algorithms of providers, which may make another program for each size.
+            algorithm: name of the algorithm.
+
+        Returns:
+            Links of the whole cluster, with their time per byte.
+
+        Raises:
+            InvalidInput: the algorithm is unknown or not defined for the motif.
+        """
+        key = (motion, algorithm, 0.0 if algorithm in library(motion.ask()) else nbytes)
+        if key not in self._loads:
+            part = self.part(motion)
+            us_per_byte = np.zeros(part.num_links)
+            for at in range(len(motion.groups)):
+                us_per_byte += self._run(self.program(motion, nbytes, algorithm, at), part).link_us_per_byte(part)
+            used = np.flatnonzero(us_per_byte)
+            mine = [self.cluster.channels.index(channel) for channel in part.channels]
+            number = np.flatnonzero(np.isin(self.cluster.link_channel, mine))
+            self._loads[key] = LinkLoads(links=number[used].astype(np.int32), us_per_byte=us_per_byte[used])
+        return self._loads[key]
 
     def program(self, motion: Motion, nbytes: float, algorithm: str, at: int = 0) -> Program:
         """The verified program that one of the groups runs.
@@ -356,6 +396,11 @@ class SimulatedCosts:
 def simulated_costs(cluster: Cluster) -> SimulatedCosts:
     """The simulated costs of a cluster with the library's algorithms, cached per process."""
     return SimulatedCosts(cluster)
+
+
+def simulator_of(costs: CostModel) -> SimulatedCosts:
+    """The model that knows programs: the model itself if it simulates, else the cluster's simulated costs."""
+    return costs if isinstance(costs, SimulatedCosts) else simulated_costs(costs.cluster)
 
 
 @lru_cache(maxsize=4096)

@@ -2,10 +2,11 @@
 
 * A compute stream has to run all its ops in every period.
 * Circles of waiting take as long as their ops with the fastest option of each, per iteration of lag.
-* A channel has to carry whatever options are chosen. With prices on the channels that sum to one, a period pays at
-  least the cheapest option of every comm-op; the best prices come from a linear program, and any prices are valid.
+* A channel has to carry, at each end of a place, whatever options are chosen, and so has a link that several places
+  share. With prices on these that sum to one, a period pays at least the cheapest option of every comm-op; the best
+  prices come from a linear program, and any prices are valid.
 * Between an op and the same op an iteration later, communication that has to come after the one and before the other
-  must fit with what lies before and after it. The load of its channels, priced as before, adds to both.
+  must fit with what lies before and after it. The load of its channels and links, priced as before, adds to both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ...workload import Op
 from ...workload.ordering import few
 from ..algebra.nodes import Nodes, is_queued, nodes_of
 from .problem import Option, PlanProblem
+from .resources import Ends, op_ends
 
 MAX_LP_TERMS = 200_000
 MAX_CHANNELS = 256
@@ -103,7 +105,7 @@ def _circles(problem: PlanProblem, nodes: Nodes, fastest: list[float]) -> tuple[
         dep_lag=np.array([lag for row in nodes.waits for _, lag in row], np.int32),
         set=np.full(count, -1, np.int32), line=np.full(count, -1, np.int32),
         option_ptr=zeros, task_ptr=zeros, task_us=np.zeros(0), inner_ptr=zeros, inner=none, held_ptr=zeros,
-        held=none, serial_ptr=zeros, serial=none, num_resources=0, anchor=0,
+        held=none, held_us=np.zeros(0), serial_ptr=zeros, serial=none, num_resources=0, anchor=0,
     )  # fmt: skip
     us, _, _, _, critical, _, _, _ = native.replay(np.zeros(count, np.int32), none, none, False, 2)
     names = list(dict.fromkeys(workload.ops[nodes.op[node]].name for node in critical))
@@ -113,13 +115,13 @@ def _circles(problem: PlanProblem, nodes: Nodes, fastest: list[float]) -> tuple[
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Loads:
-    """The time that options take of every channel; equal ops share a table, which has a row for each option."""
+    """The time that options take of every channel and link; equal ops share a table with a row for each option."""
 
     tables: list[NDArray[np.float64]]
     of_op: list[int]
     """The table of each comm-op."""
     count: int
-    """The number of channels that differ."""
+    """The number of channels and links that differ."""
 
     def least(self, price: NDArray[np.float64]) -> NDArray[np.float64]:
         """The price of each comm-op's cheapest option."""
@@ -133,33 +135,38 @@ class _Loads:
 
 def _loads(problem: PlanProblem, serial: bool) -> _Loads:
     workload = problem.workload
-    known: dict[tuple[int, tuple[int, ...], bool], int] = {}
+    known: dict[tuple[int, Ends, bool], int] = {}
     of_op: list[int] = []
     first: list[Op] = []
+    ends = op_ends(workload)
     for op in workload.comm_ops:
-        key = (id(problem.options[op.name]), workload.op_places[workload.index[op.name]], serial and is_queued(op))
+        key = (id(problem.options[op.name]), ends[workload.index[op.name]], serial and is_queued(op))
         of_op.append(known.setdefault(key, len(known)))
         if len(known) > len(first):
             first.append(op)
     all_options = [problem.options[op.name] for op in first]
-    names = sorted({c for options in all_options for option in options for task in option.tasks for c in task.channels})
-    channels = {c: at for at, c in enumerate(names)}
-    # Places that the same ops use have equal loads, so one of them stands for all.
+    tasks = [task for options in all_options for option in options for task in option.tasks]
+    channels = {c: at for at, c in enumerate(sorted({c for task in tasks for c in task.channels}))}
+    num_links = 1 + max((link for task in tasks for link, _ in task.shared), default=-1)
+    # Ends that the same ops use have equal loads, so one of them stands for all.
     users: dict[int, list[int]] = defaultdict(list)
-    for at, (_, places, _) in enumerate(known):
-        for place in places:
-            users[place].append(at)
-    lead = {tuple(row): place for place, row in sorted(users.items(), reverse=True)}
-    column = {place: at for at, place in enumerate(sorted(lead.values()))}
+    for at, (_, held, _) in enumerate(known):
+        for end in held:
+            users[end].append(at)
+    lead = {tuple(row): end for end, row in sorted(users.items(), reverse=True)}
+    column = {end: at for at, end in enumerate(sorted(lead.values()))}
     tables = []
-    for options, (_, places, queued) in zip(all_options, known, strict=True):
+    for options, (_, held, queued) in zip(all_options, known, strict=True):
         table = np.zeros((len(options), len(column), len(channels) + 1))
-        where = [column[place] for place in places if place in column]
-        for row, option in zip(table, options, strict=True):
+        links = np.zeros((len(options), num_links))
+        where = [column[end] for end in held if end in column]
+        for row, on_links, option in zip(table, links, options, strict=True):
             for task in option.tasks:
                 columns = [channels[c] for c in set(task.channels)] + ([len(channels)] if queued else [])
                 row[np.ix_(where, columns)] += task.duration_us
-        tables.append(table.reshape(len(options), -1))
+                for link, us in task.shared:
+                    on_links[link] += min(us, task.duration_us)
+        tables.append(np.concatenate([table.reshape(len(options), -1), links], axis=1))
     if not tables:
         return _Loads(tables=[], of_op=[], count=0)
     # Channels that every option loads equally (the same channel at many places) are merged.

@@ -20,7 +20,10 @@ from ...synthesis import cp_sat
 from ...units import check_seed
 from ..algebra.nodes import is_queued
 from .problem import MotifTask, PlanProblem
+from .resources import op_ends
 from .schedule import Scheduler, StepSchedule
+
+Resource = tuple[object, str]
 
 MAX_COMM_OPS = 12
 MAX_PAIRS = 20_000
@@ -197,31 +200,31 @@ class _Model:
                     self._at_least([(column, 1), (self.period, lag), (earlier, -1)], length)
 
     def _channels(self) -> None:
-        problem, places = self.scheduler.problem, self.scheduler.problem.workload.op_places
-        queued = [self.serial and is_queued(op) for op in problem.workload.ops]
-        tasks: list[tuple[int, int, int, MotifTask]] = []
+        problem = self.scheduler.problem
+        holds = _Holds(problem, self.serial)
+        tasks: list[tuple[int, int, int, dict[Resource, int]]] = []
         for op, chosen in self.chosen.items():
             options = problem.options[problem.workload.ops[op].name]
             for k, column in enumerate(chosen):
                 for start, task in zip(self.starts[op, k], options[k].tasks, strict=True):
-                    tasks.append((op, column, start, task))
+                    held = {held: self._steps(us) for held, us in holds.of(op, task).items()}
+                    tasks.append((op, column, start, held))
                     # The shift is at most SHIFT: the task starts in one of the windows -SHIFT .. SHIFT + 1.
                     self._at_least([(start, 1), (self.period, SHIFT)], 0, [column])
                     self._at_least([(self.period, SHIFT + 1), (start, -1)], 1, [column])
         pairs = 0
-        load: dict[tuple[int, str], dict[int, int]] = {}
-        for number, (op, chosen_a, a, task) in enumerate(tasks):
-            for place in places[op]:
-                for channel in {*task.channels, *(["any of them"] if queued[op] else [])}:
-                    row = load.setdefault((place, channel), {})
-                    row[chosen_a] = row.get(chosen_a, 0) + self._steps(task.duration_us)
-            for other, chosen_b, b, second in tasks[:number]:
-                if (other == op and chosen_a != chosen_b) or not set(places[op]) & set(places[other]):
-                    continue
-                if (queued[op] and queued[other]) or set(task.channels) & set(second.channels):
+        load: dict[Resource, dict[int, int]] = {}
+        for number, (op, chosen_a, a, held_a) in enumerate(tasks):
+            for resource, steps in held_a.items():
+                row = load.setdefault(resource, {})
+                row[chosen_a] = row.get(chosen_a, 0) + steps
+            for other, chosen_b, b, held_b in tasks[:number]:
+                common = held_a.keys() & held_b.keys()
+                if common and not (other == op and chosen_a != chosen_b):
                     pairs += 1
-                    lengths = self._steps(task.duration_us), self._steps(second.duration_us)
-                    self._turns(chosen_a, a, lengths[0], chosen_b, b, lengths[1])
+                    # An order names each task once, so two tasks take turns in the same order on all they share.
+                    longest_a, longest_b = (max(held[r] for r in common) for held in (held_a, held_b))
+                    self._turns(chosen_a, a, longest_a, chosen_b, b, longest_b)
         if pairs > MAX_PAIRS:
             raise InvalidInput(f"exact: at most {MAX_PAIRS} pairs of tasks that share a channel, not {pairs}")
         for terms in {tuple(sorted(row.items())) for row in load.values()}:
@@ -240,10 +243,26 @@ class _Model:
         self.rows.append((None, 1, ways, [1] * len(ways)))
 
 
+class _Holds:
+    """The resources of tasks, and how long a task holds each."""
+
+    def __init__(self, problem: PlanProblem, serial: bool) -> None:
+        self._workload, self._serial, self._ends = problem.workload, serial, op_ends(problem.workload)
+
+    def of(self, op: int, task: MotifTask) -> dict[Resource, float]:
+        held: dict[Resource, float] = {
+            (end, f"channel {channel}"): task.duration_us for end in self._ends[op] for channel in task.channels
+        }
+        if self._serial and is_queued(self._workload.ops[op]):
+            held |= {(place, "queue"): task.duration_us for place in self._workload.op_places[op]}
+        return held | {(link, "shared"): min(us, task.duration_us) for link, us in task.shared}
+
+
 def _step_us(problem: PlanProblem, period_us: float) -> float:
     """A step that divides every duration if there is one (with room for fractions), else a small one."""
     lengths = [us for each_us in problem.workload.op_durations_us for us in each_us]
-    lengths += [task.duration_us for options in problem.options.values() for o in options for task in o.tasks]
+    tasks = [task for options in problem.options.values() for option in options for task in option.tasks]
+    lengths += [us for task in tasks for us in (task.duration_us, *(us for _, us in task.shared))]
     for unit in (1.0, 0.5, 0.25, 0.1, 0.05, 0.01):
         if all(abs(us / unit - round(us / unit)) < 1e-9 for us in lengths) and period_us / unit < STEPS:
             return unit / max(1, round(STEPS * unit / period_us))

@@ -16,9 +16,10 @@ class MotifTask:
     """A motif bound to its physical plan: once started it holds its channels for `duration_us`.
 
     `channels` are names of the cluster's link channels (``("nvlink", "rdma")``); two tasks may run at the same time at
-    a place if they share none. `after` are positions of tasks of the same option that must have ended. `launch_us` is
-    the part of the duration that issuing the motif takes, `source` says where the cost came from, `motion` holds groups
-    and channels (None if only a duration is known).
+    an end of a place if they share none (`resources`). `after` are positions of tasks of the same option that must have
+    ended. `launch_us` is the part of the duration that issuing the motif takes, `source` says where the cost came from,
+    `motion` holds groups and channels (None if only a duration is known). `shared` lists links that tasks of other
+    places use as well, by a number that the problem gives them, with the microseconds that this task takes of each.
     """
 
     motif: str
@@ -30,6 +31,7 @@ class MotifTask:
     after: tuple[int, ...] = ()
     source: str = ""
     motion: Motion | None = None
+    shared: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,12 @@
 """Simulates a plan's iteration link by link: every motif at its exact size, contending with all others for the links.
 
-The search takes the cost of each motif by itself, interpolated on a grid of sizes. Here every motif is simulated at its
-own size. A link belongs to one channel and a motif holds its channels at all its places, so two motifs can meet on a
-link only if their places differ (stages of a pipeline that share a spine, say). A motif that meets no other takes the
-time that it takes alone, which is exact. Motifs that can meet become one set of transfers over several iterations, with
-everything else as work between them, and the simulator says when each iteration ends. A motif still starts on all its
-ranks at once, when the plan's order and its dependencies let it.
+The search takes the cost of each motif by itself, interpolated on a grid of sizes, and has motifs of different places
+take turns on the links that they share. Here every motif is simulated at its own size. A link belongs to one channel
+and a motif holds its channels at the ends of its places (`resources`), so two motifs can meet on a link only if they
+hold no common end (stages of a pipeline that share a spine, say). A motif that meets no other takes the time that it
+takes alone, which is exact. Motifs that can meet become one set of transfers over several iterations, with everything
+else as work between them, and the simulator says when each iteration ends. A motif still starts on all its ranks at
+once, when the plan's order and its dependencies let it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from ...cluster import Cluster
 from ...errors import Infeasible
 from ...workload.ordering import in_order
 from ..algebra.nodes import is_queued, nodes_of
-from ..costs.costs import CostModel, Motion, SimulatedCosts, simulated_costs
+from ..costs.costs import CostModel, Motion, SimulatedCosts, simulated_costs, simulator_of
 from .merge import Merge, Transfers, contention_on, transfers_of
 from .problem import MotifTask, Option, PlanProblem
+from .resources import op_ends
 from .schedule import Scheduler, StepSchedule
 
 FIRST_ITERATIONS = 4
@@ -71,7 +73,7 @@ def retime(
     """
     model = costs if costs is not None else simulated_costs(cluster)
     alone = _exact(schedule, problem, model)
-    meeting = _meeting(alone, cluster, model if isinstance(model, SimulatedCosts) else simulated_costs(cluster))
+    meeting = _meeting(alone, cluster, simulator_of(model))
     if not meeting:
         first = [0] * len(schedule.choice)
         again = Scheduler(alone).replay(first, schedule.order, schedule.shift, serial=schedule.serial)
@@ -90,6 +92,7 @@ def _exact(schedule: StepSchedule, problem: PlanProblem, model: CostModel) -> Pl
             else replace(
                 task,
                 duration_us=task.launch_us + model.cost(task.motion, task.nbytes, task.algorithm, exact=True).us,
+                shared=(),
             )
             for task in option.tasks
         )
@@ -108,11 +111,11 @@ def _tasks(problem: PlanProblem) -> dict[TaskId, MotifTask]:
 
 def _meeting(alone: PlanProblem, cluster: Cluster, costs: SimulatedCosts) -> dict[TaskId, Transfers]:
     """The motifs that can meet another one on a link, as transfers."""
-    places = [frozenset(where) for where in alone.workload.op_places]
+    ends = [frozenset(held) for held in op_ends(alone.workload)]
     sorts: dict[tuple[frozenset[int], Motion, float, str], list[TaskId]] = {}
     for (op, at), task in _tasks(alone).items():
         if task.motion is not None:
-            sorts.setdefault((places[op], task.motion, task.nbytes, task.algorithm), []).append((op, at))
+            sorts.setdefault((ends[op], task.motion, task.nbytes, task.algorithm), []).append((op, at))
     made: dict[tuple[Motion, float, str], Transfers | None] = {}
 
     def transfers(motion: Motion, nbytes: float, algorithm: str) -> Transfers | None:
@@ -143,6 +146,7 @@ class _Unrolled:
             self._tasks_of.setdefault(op, []).append(task)
         self._nodes = nodes_of(self._workload)
         self._needs = self._nodes.all_waits()
+        self._ends = op_ends(self._workload)
         self._contention = contention_on(cluster, meeting.values())
 
     def run(self) -> RetimedPlan:
@@ -201,7 +205,7 @@ class _Unrolled:
                 for node in self._parts(iteration, at):
                     inner = self._tasks[self._nodes.op[at], node[2]].after if node[2] >= 0 else ()
                     waits[node] = [*needs, *((iteration, at, task) for task in inner)]
-        held: dict[tuple[int, str | None], Node] = {}
+        held: dict[tuple[int, str], Node] = {}
         shifts = self._schedule.shift
         for window in range(-max(shifts), iterations - min(shifts)):
             for (op, task), shift in zip(self._schedule.order, shifts, strict=True):
@@ -217,8 +221,8 @@ class _Unrolled:
     def _parts(self, iteration: int, at: int) -> list[Node]:
         return [(iteration, at, task) for task in self._tasks_of.get(self._nodes.op[at], (-1,))]
 
-    def _resources(self, op: int, task: int) -> list[tuple[int, str | None]]:
-        channels: list[str | None] = [*self._tasks[op, task].channels]
+    def _resources(self, op: int, task: int) -> list[tuple[int, str]]:
+        held = [(end, channel) for end in self._ends[op] for channel in self._tasks[op, task].channels]
         if self._schedule.serial and is_queued(self._workload.ops[op]):
-            channels.append(None)
-        return [(place, channel) for place in self._workload.op_places[op] for channel in channels]
+            held += [(place, "queue") for place in self._workload.op_places[op]]
+        return held

@@ -2,11 +2,12 @@
 
 The time model: a *place* is a class of ranks that no op distinguishes. At each of its places a compute-op holds its
 stream for that place's time, and ops of a stream run in program order, iteration after iteration. A comm-op is the
-tasks of its chosen option; a task holds its channels at all places of the op. Communication that no op waits for has
-ended two iterations later (`nodes`). A periodic order fixes, for one window of time, the order of the tasks on every
-channel; a task with shift s runs in window w for iteration w + s (1: pulled ahead, -1: pushed back). The iteration time
-is the steady-state period of that order, which is exactly the largest ratio of duration to lag over all circles of
-waiting.
+tasks of its chosen option; a task holds its channels at the ends of the op's places, and every link that it shares with
+tasks of other places for as long as its bytes take there (`resources`). Communication that no op waits for has ended
+two iterations later (`nodes`). A periodic order fixes, for one window of time, the order of the tasks on every channel
+and shared link; a task with shift s runs in window w for iteration w + s (1: pulled ahead, -1: pushed back). The
+iteration time is the steady-state period of that order, which is exactly the largest ratio of duration to lag over all
+circles of waiting.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ...simulator.timeline import Timeline
 from ...workload import Workload
 from ..algebra.nodes import Nodes, communicator, is_queued, nodes_of
 from .problem import Option, PlanProblem
+from .resources import Ends, op_ends
 
 if TYPE_CHECKING:
     from .bounds import PeriodBound
@@ -447,25 +449,28 @@ def _rows(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 class _Sets:
-    """Sets of options: ops with the same options at the same places share one set."""
+    """Sets of options: ops with the same options at the same ends of places share one set."""
 
     def __init__(self, problem: PlanProblem, nodes: Nodes) -> None:
         workload = problem.workload
         self.options: list[tuple[Option, ...]] = []
         self.places: list[tuple[int, ...]] = []
+        self.ends: list[Ends] = []
         self.queued: list[bool] = []
         self.of_node: list[int] = []
-        known: dict[tuple[int, tuple[int, ...], bool], int] = {}
+        known: dict[tuple[int, Ends, bool], int] = {}
+        ends = op_ends(workload)
         for at, place in zip(nodes.op, nodes.place, strict=True):
             if place >= 0:
                 self.of_node.append(-1)
                 continue
-            op, places = workload.ops[at], workload.op_places[at]
+            op = workload.ops[at]
             options, queued = problem.options[op.name], is_queued(op)
-            self.of_node.append(known.setdefault((id(options), places, queued), len(known)))
+            self.of_node.append(known.setdefault((id(options), ends[at], queued), len(known)))
             if len(known) > len(self.options):
                 self.options.append(options)
-                self.places.append(places)
+                self.places.append(workload.op_places[at])
+                self.ends.append(ends[at])
                 self.queued.append(queued)
 
 
@@ -474,14 +479,17 @@ def _compile(problem: PlanProblem, nodes: Nodes) -> _native.ScheduleProblem:
     sets = _Sets(problem, nodes)
     channels = sorted({c for options in sets.options for o in options for t in o.tasks for c in t.channels})
     number = {channel: at for at, channel in enumerate(channels)}
-    num_places = len(workload.places)
     flat = [(at, task) for at, options in enumerate(sets.options) for option in options for task in option.tasks]
+    # First one resource for each channel at each end, then each place's queue of collectives, then the shared links.
+    queues = 2 * len(workload.places) * len(channels)
+    links = queues + len(workload.places)
     held = [
-        [place * len(channels) + number[c] for place in sets.places[at] for c in sorted(set(task.channels))]
+        {end * len(channels) + number[c]: task.duration_us for end in sets.ends[at] for c in task.channels}
+        | {links + link: us for link, us in task.shared}
         for at, task in flat
     ]
     serial = [
-        [num_places * len(channels) + place for place in places] if queued else []
+        [queues + place for place in places] if queued else []
         for places, queued in zip(sets.places, sets.queued, strict=True)
     ]
     lines: dict[object, int] = {}
@@ -493,7 +501,7 @@ def _compile(problem: PlanProblem, nodes: Nodes) -> _native.ScheduleProblem:
     _, dep_lag = _rows([[lag for _, lag in row] for row in nodes.waits])
     stream_ptr, stream_ids = _rows([[stream] if stream >= 0 else [] for stream in nodes.stream])
     inner_ptr, inner = _rows([task.after for _, task in flat])
-    held_ptr, held_ids = _rows(held)
+    held_ptr, held_ids = _rows([list(row) for row in held])
     serial_ptr, serial_ids = _rows(serial)
     return _native.ScheduleProblem(
         comm=np.array([place < 0 for place in nodes.place], np.uint8),
@@ -504,6 +512,9 @@ def _compile(problem: PlanProblem, nodes: Nodes) -> _native.ScheduleProblem:
         option_ptr=np.array([0, *accumulate(len(options) for options in sets.options)], np.int64),
         task_ptr=np.array([0, *accumulate(len(o.tasks) for options in sets.options for o in options)], np.int64),
         task_us=np.array([task.duration_us for _, task in flat], np.float64),
-        inner_ptr=inner_ptr, inner=inner, held_ptr=held_ptr, held=held_ids, serial_ptr=serial_ptr, serial=serial_ids,
-        num_resources=num_places * (len(channels) + 1), anchor=nodes.anchor,
+        inner_ptr=inner_ptr, inner=inner, held_ptr=held_ptr, held=held_ids,
+        held_us=np.array([us for row in held for us in row.values()], np.float64),
+        serial_ptr=serial_ptr, serial=serial_ids,
+        num_resources=links + 1 + max((link for _, task in flat for link, _ in task.shared), default=-1),
+        anchor=nodes.anchor,
     )  # fmt: skip
