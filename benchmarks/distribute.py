@@ -1,4 +1,4 @@
-"""What `stretto.distribute` costs beside DDP: the same model, buckets and backend, taking turns in one job.
+"""What `stretto.torch.distribute` costs beside DDP: the same model, buckets and backend, taking turns in one job.
 
 `ddp` is PyTorch's with its defaults but the bucket size, `ddp_lean` also has gradients as views of its buckets and
 sends no buffers, `stretto` is the all_reduce builder's strategy. `over_ddp` is the median over rounds of a round's
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows += compared(model, where, backend, args.rounds, args.iterations, args.sizes)
                 told = " ".join(f"{key}={rows[-1][key]:.3g}" for key in ("over_ddp", "over_lean_ddp", "over_best_ddp"))
                 print(f"{rows[-1]['case']}: {told} ({time.perf_counter() - begin:.0f} s)", file=sys.stderr, flush=True)
-    finish(rows, args, title="stretto.distribute beside DDP (over 1: ours is faster)")
+    finish(rows, args, title="stretto.torch.distribute beside DDP (over 1: ours is faster)")
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ def stepper(model_name: str, data: Batch, system: str) -> tuple[Callable[[], Non
     trained: nn.Module = model
     close: Callable[[], None] = lambda: None  # noqa: E731
     if kind == "stretto":
-        spec = stretto.model_spec(model, data)
+        spec = stretto.torch.model_spec(model, data)
         sizes: dict[str, Any] = {}
         if size != "default":
             sizes = dict.fromkeys(("bucket_mb", "first_mb"), float(size) * 1.048576)
         strategy = build("all_reduce", spec, dist.get_world_size(), **sizes)
-        trained, optimizer = stretto.distribute(model, optimizer, strategy)
+        trained, optimizer = stretto.torch.distribute(model, optimizer, strategy)
         close = optimizer.close
     else:
         lean: dict[str, Any] = {}

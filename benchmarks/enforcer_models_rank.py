@@ -28,7 +28,7 @@ import stretto.torch
 from stretto import Cluster, Plan, Workload
 from stretto.control.autopilot import small_us
 from stretto.control.refine import RefinedCosts
-from stretto.planner.api import planned
+from stretto.planner import api
 from stretto.planner.costs.costs import simulated_costs
 from stretto.planner.plan import PLAIN
 
@@ -90,7 +90,7 @@ class Trained:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.losses.append(float(loss.detach()))
-        stretto.step()
+        stretto.torch.step()
         return (time.perf_counter() - begin) * 1e6
 
     def turn(self, times: int) -> None:
@@ -117,14 +117,14 @@ def measured(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str,
     gloo = dist.new_group(backend="gloo")
     build, shape = BUILD[asked["case"]], asked["shape"]
     systems = {name: Trained(build(gloo if name == "gloo" else None, 0, shape)) for name in ("gloo", "backend")}
-    with stretto.capture(iterations=RECORD, skip=SKIP, name=asked["case"]) as recorder:
+    with stretto.torch.capture(iterations=RECORD, skip=SKIP, name=asked["case"]) as recorder:
         for _ in range(SKIP + RECORD):
             systems["backend"].step()
             recorder.step()
     workload = recorder.workload
     costs = RefinedCosts(simulated_costs(cluster), {}, small_us())
     plan = shared(
-        lambda: planned(workload, cluster, budget_s=asked["budget_s"], costs=costs, least_gain=LEAST_GAIN).plan,
+        lambda: api.plan(workload, cluster, budget_s=asked["budget_s"], costs=costs, least_gain=LEAST_GAIN).plan,
         folder / "plan.json",
     )
     systems["stretto"] = Trained(build(None, 0, shape))

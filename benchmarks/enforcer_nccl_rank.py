@@ -27,7 +27,7 @@ import stretto.torch
 from stretto import Cluster, Plan, Workload
 from stretto.control.refine import RefinedCosts
 from stretto.lab import Lab
-from stretto.planner.api import planned
+from stretto.planner import api
 from stretto.planner.costs.costs import simulated_costs
 from stretto.runtime.torch_backend.watch import WATCH, SubmittedCall
 from stretto.workload import Dep, Op
@@ -70,7 +70,7 @@ class Trained:
         loss.backward()
         self.optimizer.step()
         self.losses.append(float(loss.detach()))
-        stretto.step()
+        stretto.torch.step()
         return (time.perf_counter() - begin) * 1e6
 
     def turn(self, times: int) -> None:
@@ -174,7 +174,7 @@ def measured(asked: dict[str, Any], folder: Path, device: torch.device) -> dict[
     plans = {
         "identity": shared(lambda: identity(workload, cluster, "a"), folder / "identity.json"),
         "joint": shared(
-            lambda: planned(workload, cluster, budget_s=asked["budget_s"], costs=costs).plan, folder / "joint.json"
+            lambda: api.plan(workload, cluster, budget_s=asked["budget_s"], costs=costs).plan, folder / "joint.json"
         ),
     }
     motifs: dict[str, int] = {}

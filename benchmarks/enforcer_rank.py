@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import stretto.torch
 from stretto import Cluster, Plan, Workload
+from stretto.planner import api
 from stretto.planner.algebra.motif import motif_of
-from stretto.planner.api import planned
 from stretto.planner.costs.channels import restrict
 from stretto.planner.plan import MotifPlan, OpPlan
 
@@ -62,7 +62,7 @@ def buckets(nbytes: int, number: int, work: int) -> Step:
 
 
 def captured(step: Step) -> Workload:
-    with stretto.capture(iterations=4, skip=2) as recorder:
+    with stretto.torch.capture(iterations=4, skip=2) as recorder:
         for _ in range(6):
             step()
             recorder.step()
@@ -75,7 +75,7 @@ def timed(step: Step, times: int) -> list[float]:
     for number in range(WARM + times):
         begin = time.perf_counter()
         step()
-        stretto.step()
+        stretto.torch.step()
         if number >= WARM:
             taken.append((time.perf_counter() - begin) * 1e6)
     return taken
@@ -85,7 +85,7 @@ def under(plan: Plan, workload: Workload, cluster: Cluster, step: Step, times: i
     with stretto.torch.enforce(plan, workload, cluster=cluster, carrier=carrier) as enforcer:
         while not enforcer.report().number:
             step()
-            stretto.step()
+            stretto.torch.step()
         taken = timed(step, times)
         told = enforcer.report()
     if told.fell_back:
@@ -121,7 +121,7 @@ def channels(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str,
     faster = restrict(cluster, ["shm", "rdma"])
     one, joint = (
         shared(
-            lambda on=on: planned(workload, on, budget_s=asked["budget_s"], systems=("fifo", "syndicate")).plan,  # type: ignore[misc]
+            lambda on=on: api.plan(workload, on, budget_s=asked["budget_s"], systems=("fifo", "syndicate")).plan,  # type: ignore[misc]
             folder / f"{name}.json",
         )
         for name, on in (("one", faster), ("joint", cluster))

@@ -21,8 +21,8 @@ from common import Case, Row, run_cases
 
 import stretto as st
 from stretto.errors import Infeasible
+from stretto.planner import api
 from stretto.planner.algebra.options import problem as make_problem
-from stretto.planner.api import planned
 from stretto.planner.baselines import BASELINES, Effort, baseline
 from stretto.planner.costs.costs import SimulatedCosts
 from stretto.planner.costs.microbench import figures
@@ -229,7 +229,7 @@ def captured(quick: bool) -> list[Row]:
             script = str(examples / f"capture_{name}.py")
             subprocess.run([*command, script, str(file)], check=True, capture_output=True, timeout=120)
             workload = Workload.load(file)
-        found = planned(workload, cluster, steps=2000, retime=True)
+        found = api.plan(workload, cluster, steps=2000, retime=True)
         reference = found.schedules["bytescheduler+"].period_us
         for system, schedule in found.schedules.items():
             rows.append({

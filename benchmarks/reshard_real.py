@@ -3,7 +3,7 @@
 Cases of the cross-mesh paper's Table 2 with a smaller tensor (one rank per device, four on each host), and a state dict
 from FSDP2 over four ranks on one host or two to two tensor-parallel replicas of two ranks, each on a host of its own.
 
-`stretto` is `stretto.reshard` (or `WeightSync.update`), with everything that it does: agreeing on the arguments,
+`stretto` is `stretto.torch.reshard` (or `WeightSync.update`), with everything that it does: agreeing on the arguments,
 packing, moving, unpacking, and for the state dict the commit on all ranks. `send_recv` sends every piece from its least
 loaded holder to everyone who lacks it, in one batch of isend and irecv; `gather_broadcast` brings everything to one
 rank, which broadcasts it. Both run on gloo. `ratio` is a system's time over ours. `bound_us` is what the shaped links

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import stretto
+import stretto.torch
 from stretto.resharding import Layout, Mesh, Spec, Tensor, UnitTask, decompose
 from stretto.resharding.tensors.describe import dtype_of
 from stretto.resharding.tensors.reshard import _TRANSFERS
@@ -174,7 +174,7 @@ def tensor_case(name: str, shape: tuple[int, ...], src: Side, dst: Side, times: 
 
     def ours() -> None:
         if inside or holds:
-            result["stretto"] = stretto.reshard(source, where, how).to_local()
+            result["stretto"] = stretto.torch.reshard(source, where, how).to_local()
 
     targets = {system: [got[system] if inside else None] for system in got}
     systems: dict[str, Callable[[], object]] = {
@@ -244,7 +244,7 @@ def state_dict_case(case: dict[str, Any]) -> None:
                             "down": RowwiseParallel()}  # fmt: skip
                     parallelize_module(block, where, plan)
             target, want = server.state_dict(), right.state_dict()
-    sync = stretto.WeightSync(source, target, ranks=ranks) if me in ranks else None
+    sync = stretto.torch.WeightSync(source, target, ranks=ranks) if me in ranks else None
     moves = sync._state.transfer.moves if sync is not None else ()
     tensors = [
         Tensor(name=m.name, shape=m.dst.plan_shape, dtype_bytes=dtype_of(m.dst.dtype).itemsize,

@@ -1,7 +1,7 @@
 """One rank of benchmarks/strategy_real.py: a training script around a model of a known shape, scaled down.
 
-``strategy_rank.py MODEL`` trains as `stretto.distribute` is told to, until it is ended; ``strategy_rank.py MODEL ddp``
-trains under PyTorch's DDP and says how long an iteration takes.
+``strategy_rank.py MODEL`` trains as `stretto.torch.distribute` is told to, until it is ended; ``strategy_rank.py MODEL
+ddp`` trains under PyTorch's DDP and says how long an iteration takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import stretto
+import stretto.torch
 
 Batch = tuple[torch.Tensor, ...]
 WARMUP, TIMED = 5, 20
@@ -137,7 +137,7 @@ def main() -> None:
     if plain:
         trained = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     else:
-        trained, optimizer = stretto.distribute(model, optimizer)
+        trained, optimizer = stretto.torch.distribute(model, optimizer)
     marks: list[float] = []
     while not plain or len(marks) <= WARMUP + TIMED:
         optimizer.zero_grad()

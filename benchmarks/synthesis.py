@@ -354,7 +354,7 @@ def export(quick: bool) -> list[Row]:
                 path = Path(folder) / f"program{suffix}"
                 found.save(path)
                 again = load_program(path)
-                if isinstance(again, st.Lowered):
+                if isinstance(again, st.programs.Lowered):
                     again.verify()
                     check(again, fifo_depth=2, op="sum", seed=0)
                 else:

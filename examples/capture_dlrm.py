@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models.dlrm import DLRM, Shape
 from torch.nn import functional
 
-import stretto
+import stretto.torch
 
 
 def train() -> None:
@@ -29,7 +29,7 @@ def train() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(dist.get_rank())
     samples = shape.batch * dist.get_world_size()
-    with stretto.capture(iterations=arguments.iterations, name="dlrm", samples=samples) as recorder:
+    with stretto.torch.capture(iterations=arguments.iterations, name="dlrm", samples=samples) as recorder:
         while not recorder.done:
             dense, indices, clicks = model.batch(generator)
             loss = functional.binary_cross_entropy_with_logits(model(dense, indices), clicks)

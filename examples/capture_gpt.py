@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from models.gpt import GPT, Shape, distributed
 
-import stretto
+import stretto.torch
 
 
 def train() -> None:
@@ -29,7 +29,7 @@ def train() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
     words = shape.batch * shape.context * dist.get_world_size()
-    with stretto.capture(iterations=arguments.iterations, name=f"gpt-{arguments.how}", samples=words) as recorder:
+    with stretto.torch.capture(iterations=arguments.iterations, name=f"gpt-{arguments.how}", samples=words) as recorder:
         while not recorder.done:
             loss = model(gpt.batch(generator))
             optimizer.zero_grad()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import stretto
+import stretto.torch
 
 
 def network(width: int) -> torch.nn.Sequential:
@@ -39,7 +39,7 @@ def main() -> None:
     if rank < half:
         fully_shard(model, mesh=trainers)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        sync = stretto.WeightSync(source=model.state_dict())
+        sync = stretto.torch.WeightSync(source=model.state_dict())
         for _ in range(options.steps):
             loss = torch.nn.functional.mse_loss(model(x), y)
             torch.autograd.backward(loss)
@@ -48,7 +48,7 @@ def main() -> None:
             sync.update()
     else:
         parallelize_module(model, servers, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        sync = stretto.WeightSync(target=model.state_dict())
+        sync = stretto.torch.WeightSync(target=model.state_dict())
         for _ in range(options.steps):
             sync.update()
             with sync.read() as weights, torch.no_grad():

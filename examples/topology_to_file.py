@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 import stretto as st
+from stretto.programs import interpret
 from stretto.programs.formats import load_program
-from stretto.programs.interpret import check
 
 SQUARE = {0: (1, 2), 1: (0, 3), 2: (0, 3), 3: (1, 2)}
 PCI = 'class="{}" link_speed="16.0 GT/s PCIe" link_width="16"'
@@ -56,9 +56,9 @@ def main() -> None:
     )
     found.save(target)
     again = load_program(target, in_place=True)
-    assert isinstance(again, st.Lowered)
+    assert isinstance(again, st.programs.Lowered)
     again.verify()
-    check(again, fifo_depth=2, op="sum", seed=0)
+    interpret.check(again, fifo_depth=2, op="sum", seed=0)
     print(f"{target}: read back, proved, and run on data of {again.collective.num_ranks} ranks")
 
 

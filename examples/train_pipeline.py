@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from stretto.pipeline import FULL, eager_1f1b, one_f_one_b, zb_h1
-from stretto.pipeline.torch_runtime import pipeline
+from stretto.torch import pipeline
 
 STAGES = 2
 

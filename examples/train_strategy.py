@@ -15,8 +15,8 @@ import torch.distributed as dist
 from models.gpt import GPT, Shape
 from train_loop import arguments, data_of_this_rank, join, leave
 
-import stretto
-from stretto.strategy.builders import BUILDERS, build
+import stretto.torch
+from stretto.strategy import BUILDERS, build
 
 
 def main() -> None:
@@ -30,8 +30,8 @@ def main() -> None:
     tokens = model.batch(data_of_this_rank(options.shuffle))
     strategy = options.strategy
     if options.builder:
-        strategy = build(options.builder, stretto.model_spec(model), dist.get_world_size())
-    net, optimizer = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+        strategy = build(options.builder, stretto.torch.model_spec(model), dist.get_world_size())
+    net, optimizer = stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
     losses, times = [], []
     for _ in range(options.iterations):
         begin = time.perf_counter()

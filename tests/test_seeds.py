@@ -17,7 +17,7 @@ from stretto.dimensions import stretto as dimension_schedule
 from stretto.errors import InvalidInput
 from stretto.pipeline.search import search as search_pipeline
 from stretto.pipeline.simulation import StageCosts
-from stretto.planner.api import planned
+from stretto.planner import api
 from stretto.planner.example import figure6
 from stretto.planner.schedule.exact import solve_exactly
 from stretto.planner.schedule.search import search as search_plan
@@ -52,7 +52,7 @@ DOORS: dict[str, Callable[[Any], object]] = {
         for name in MAKERS
     },
     "plan": lambda seed: st.plan(STEP, RING, seed=seed),
-    "planned": lambda seed: planned(STEP, RING, seed=seed),
+    "planned": lambda seed: api.plan(STEP, RING, seed=seed),
     "search of plans": lambda seed: search_plan(figure6(), seed=seed),
     "exact plans": lambda seed: solve_exactly(figure6(), seed=seed),
     "interpret": lambda seed: interpret.interpret(PROGRAM.lower(), seed=seed),

@@ -2,7 +2,9 @@
 
 The table of contents: what has to move (`Collective`), over what (`Cluster`), how (`Program`), and how long
 it takes (`simulate`, `lower_bound`, `Timeline`); and a training step (`Workload`) with the decision how all of it
-communicates (`plan`, `Plan`). A name is loaded when it is first used, so that importing the package costs little.
+communicates (`plan`, `Plan`). What touches a running job is in `stretto.torch`; what belongs to one subject is in the
+package of that subject (`stretto.algorithms`, `stretto.pipeline`, ...). A name is loaded when it is first used, so that
+importing the package costs little.
 """
 
 from importlib import import_module as _import_module
@@ -10,10 +12,19 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from . import algorithms as algorithms
+    from . import cluster as cluster
+    from . import collectives as collectives
     from . import dimensions as dimensions
+    from . import lab as lab
     from . import pipeline as pipeline
+    from . import planner as planner
+    from . import programs as programs
+    from . import report as report
     from . import resharding as resharding
+    from . import simulator as simulator
     from . import strategy as strategy
+    from . import synthesis as synthesis
+    from . import workload as workload
     from .algorithms import algorithm as algorithm
     from .cluster import Cluster as Cluster
     from .cluster import Dimension as Dimension
@@ -39,23 +50,11 @@ if _TYPE_CHECKING:
     from .errors import VerificationError as VerificationError
     from .planner.api import plan as plan
     from .planner.plan import Plan as Plan
-    from .programs import Lowered as Lowered
     from .programs import Program as Program
-    from .programs import SymmetricProgram as SymmetricProgram
-    from .resharding import ReshardPlan as ReshardPlan
     from .resharding import plan_reshard as plan_reshard
-    from .resharding.tensors.reshard import reshard as reshard
-    from .resharding.tensors.weights import WeightSync as WeightSync
-    from .runtime.capture.session import capture as capture
-    from .runtime.torch_backend.current import step as step
-    from .simulator import Bound as Bound
     from .simulator import Timeline as Timeline
     from .simulator import lower_bound as lower_bound
     from .simulator import simulate as simulate
-    from .strategy.distribute import distribute as distribute
-    from .strategy.distribute import model_spec as model_spec
-    from .synthesis import Certificate as Certificate
-    from .synthesis import Synthesis as Synthesis
     from .synthesis import synthesize as synthesize
     from .units import GB as GB
     from .units import GIB as GIB
@@ -66,62 +65,78 @@ if _TYPE_CHECKING:
     from .workload import Workload as Workload
     from .workload import workloads as workloads
 
-__version__ = "0.1.0"
+    __version__: str
 
-_PACKAGES = ("algorithms", "dimensions", "pipeline", "resharding", "strategy")
+_PACKAGES = {
+    **{
+        name: f".{name}"
+        for name in (
+            "algorithms", "cluster", "collectives", "dimensions", "lab", "pipeline", "planner", "programs", "report",
+            "resharding", "simulator", "strategy", "synthesis", "workload",
+        )
+    },
+    "workloads": ".workload.workloads",
+}  # fmt: skip
+"""Packages that are there without an import of their own."""
 _HOMES = {
-    ".algorithms": ("algorithm",),
+    # The six nouns.
     ".cluster": ("Cluster", "Dimension", "Link", "Node"),
     ".collectives": (
-        "AllGather",
-        "AllReduce",
-        "AllToAll",
-        "AllToAllV",
-        "Broadcast",
-        "Collective",
-        "Gather",
-        "Permute",
-        "Reduce",
-        "ReduceScatter",
-        "Scatter",
+        "AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Collective", "Gather", "Permute", "Reduce",
+        "ReduceScatter", "Scatter",
     ),
-    ".errors": (
-        "Infeasible",
-        "InvalidInput",
-        "PeerLost",
-        "PlanMismatch",
-        "SearchTimeout",
-        "StrettoError",
-        "VerificationError",
-    ),
-    ".planner.api": ("plan",),
+    ".programs": ("Program",),
+    ".workload": ("Workload",),
     ".planner.plan": ("Plan",),
-    ".programs": ("Lowered", "Program", "SymmetricProgram"),
-    ".resharding": ("ReshardPlan", "plan_reshard"),
-    ".resharding.tensors.reshard": ("reshard",),
-    ".resharding.tensors.weights": ("WeightSync",),
-    ".runtime.capture.session": ("capture",),
-    ".runtime.torch_backend.current": ("step",),
-    ".simulator": ("Bound", "Timeline", "lower_bound", "simulate"),
-    ".strategy.distribute": ("distribute", "model_spec"),
-    ".synthesis": ("Certificate", "Synthesis", "synthesize"),
+    # The verbs, and the last noun: what `simulate` returns.
+    ".algorithms": ("algorithm",),
+    ".synthesis": ("synthesize",),
+    ".simulator": ("Timeline", "lower_bound", "simulate"),
+    ".planner.api": ("plan",),
+    ".resharding": ("plan_reshard",),
+    # What is raised, and what sizes are written in.
+    ".errors": (
+        "Infeasible", "InvalidInput", "PeerLost", "PlanMismatch", "SearchTimeout", "StrettoError", "VerificationError",
+    ),
     ".units": ("GB", "GIB", "KB", "KIB", "MB", "MIB"),
-    ".workload": ("Workload", "workloads"),
-}
+}  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
+_MOVED = {
+    **dict.fromkeys(("WeightSync", "capture", "distribute", "model_spec", "reshard", "step"), "torch"),
+    **dict.fromkeys(("Lowered", "SymmetricProgram"), "programs"),
+    **dict.fromkeys(("Certificate", "Synthesis"), "synthesis"),
+    "Bound": "simulator",
+    "ReshardPlan": "resharding",
+}
+"""Names of 0.1 that stay for one release, and the module that each has moved to."""
 
-__all__ = sorted([*_PACKAGES, *_HOME])
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:
     if name in _PACKAGES:
-        return _import_module(f".{name}", __name__)
-    if name not in _HOME:
+        return _import_module(_PACKAGES[name], __name__)
+    if name in _HOME:
+        value = getattr(_import_module(_HOME[name], __name__), name)
+    elif name in _MOVED:
+        import warnings
+
+        home = f"{__name__}.{_MOVED[name]}"
+        warnings.warn(f"{__name__}.{name} is {home}.{name} now", DeprecationWarning, stacklevel=2)
+        value = getattr(_import_module(home), name)
+    elif name == "__version__":
+        from importlib.metadata import version
+
+        value = version(__name__)
+    elif name == "torch":
+        # An attribute alone does not load PyTorch: whoever looks through all attributes does not want it.
+        raise AttributeError(f"module {__name__!r} has no attribute 'torch' before `import {__name__}.torch`")
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_import_module(_HOME[name], __name__), name)
+    # Kept, so that this function is asked once, and a warning is given once.
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES, "__version__"})

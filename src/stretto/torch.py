@@ -1,17 +1,21 @@
-"""Stretto as a backend of `torch.distributed`; importing this registers it.
+"""Everything that touches a running PyTorch job; importing this registers the backend `stretto`.
 
 ::
 
     import stretto.torch
     torch.distributed.init_process_group("stretto")
 
-`choices` says which program ran for which calls, and why no other did; `record` gives a measured `Timeline`; `enforce`
-carries out a plan.
+Measure a job: `capture` makes a `Workload` of its step, `probe` a `Cluster` of its network, `bench` a table of what
+motifs cost there, `record` a `Timeline` of the calls. Change how it communicates: `enforce` carries out a plan (`step`
+marks the ends of iterations), `distribute` a strategy, `pipeline` a schedule, `reshard` and `WeightSync` move tensors
+between meshes, `DdpHook` reduces gradients under a plan. `choices` says which program ran for which calls, and why.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from .errors import InvalidInput
 
@@ -25,14 +29,65 @@ from .planner.plan import Plan
 from .runtime.enforcer.ddp_hook import DdpHook, ddp_hook
 from .runtime.enforcer.enforcer import Enforcer
 from .runtime.torch_backend.backend import StrettoGroup, register
+from .runtime.torch_backend.current import step
 from .runtime.torch_backend.recording import LEDGER, Choice, Recording
 from .runtime.torch_backend.recording import record as _record
 from .workload import Workload
 
+if TYPE_CHECKING:
+    from .control.agent import Agent as Agent
+    from .control.agent import connect as connect
+    from .pipeline.torch_runtime import pipeline as pipeline
+    from .planner.api import PlanResult
+    from .resharding.tensors.reshard import reshard as reshard
+    from .resharding.tensors.weights import WeightSync as WeightSync
+    from .runtime.capture.session import Recorder as Recorder
+    from .runtime.capture.session import capture as capture
+    from .runtime.executor.executor import Executor as Executor
+    from .runtime.probe.bench import BenchResult as BenchResult
+    from .runtime.probe.bench import bench as bench
+    from .runtime.probe.probe import ProbeResult as ProbeResult
+    from .runtime.probe.probe import probe as probe
+    from .strategy.distribute import distribute as distribute
+    from .strategy.distribute import model_spec as model_spec
+
+_HOMES = {
+    "Agent": (".control.agent", "Agent"),
+    "BenchResult": (".runtime.probe.bench", "BenchResult"),
+    "Executor": (".runtime.executor.executor", "Executor"),
+    "ProbeResult": (".runtime.probe.probe", "ProbeResult"),
+    "Recorder": (".runtime.capture.session", "Recorder"),
+    "WeightSync": (".resharding.tensors.weights", "WeightSync"),
+    "bench": (".runtime.probe.bench", "bench"),
+    "bench_cases": (".runtime.probe.bench", "runs"),
+    "capture": (".runtime.capture.session", "capture"),
+    "connect": (".control.agent", "connect"),
+    "distribute": (".strategy.distribute", "distribute"),
+    "model_spec": (".strategy.distribute", "model_spec"),
+    "pipeline": (".pipeline.torch_runtime", "pipeline"),
+    "probe": (".runtime.probe.probe", "probe"),
+    "reshard": (".resharding.tensors.reshard", "reshard"),
+}
+"""Where the names are that are loaded when they are first used: most jobs use one or two of them."""
+
 __all__ = [
     "Choice", "DdpHook", "Enforcer", "Recording", "StrettoGroup", "choices", "ddp_hook", "enforce", "last_choice",
-    "record",
+    "record", "step", *_HOMES,
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, there = _HOMES[name]
+    value = getattr(import_module(module, __package__), there)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 register()
 
@@ -61,24 +116,31 @@ def record() -> AbstractContextManager[Recording]:
 
 
 def enforce(
-    plan: Plan, workload: Workload, *, every: int = 8, cluster: Cluster | None = None, carrier: str = "auto"
+    plan: Plan | PlanResult,
+    workload: Workload,
+    *,
+    every: int = 8,
+    cluster: Cluster | None = None,
+    carrier: str = "auto",
 ) -> Enforcer:
     """Carry out a plan for the captured step from one of the next iterations on; all ranks call it at the same point.
 
     ::
 
+        plan = stretto.plan(recorder.workload, cluster)       # on one rank; the others load the file
         with stretto.torch.enforce(plan, recorder.workload) as enforcer:
             for batch in loader:
                 train_step(batch)
-                stretto.step()
+                stretto.torch.step()
         print(enforcer.report())
 
     `carrier` moves the data: "executor" (ours), "gloo", or "nccl" (on GPUs); "auto" takes what the job uses.
     """
+    chosen = plan if isinstance(plan, Plan) else plan.plan
     made = Enforcer(workload, every=every, cluster=cluster, carrier=carrier)
     try:
-        made.prepare(plan, workload, 1)
-        made.commit(1, plan.hash)
+        made.prepare(chosen, workload, 1)
+        made.commit(1, chosen.hash)
     except BaseException:
         made.close()
         raise

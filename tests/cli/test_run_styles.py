@@ -37,7 +37,7 @@ def test_every_style_is_recorded_also_the_one_without_an_optimizer(
     ran: tuple[list[dict[str, list[float]]], str],
 ) -> None:
     assert ran[1].count("stretto: recorded 5 iterations") == len(STYLES) - 2
-    assert "mark the ends of iterations with stretto.step()" in ran[1], "of the one that cannot be"
+    assert "mark the ends of iterations with stretto.torch.step()" in ran[1], "of the one that cannot be"
 
 
 def test_ranks_that_do_not_come_to_the_ends_of_iterations_are_not_waited_for(

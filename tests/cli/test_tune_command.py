@@ -46,11 +46,11 @@ sys.exit(86)
 """
 
 TRAIN = """
-import sys, torch, torch.distributed as dist, stretto
+import sys, torch, torch.distributed as dist, stretto.torch
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8))
-model, optimizer = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model, optimizer = stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
 for _ in range(int(sys.argv[1]) if sys.argv[1:] else 1_000_000):
     optimizer.zero_grad()
     model(torch.ones(4, 32)).sum().backward()
@@ -179,7 +179,7 @@ def test_wrong_options_are_one_line(
 
 def test_a_job_that_knows_nothing_of_us_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["tune", "--", sys.executable, "-c", "print('hello')"]) == 2
-    assert "does it call stretto.distribute" in capsys.readouterr().err
+    assert "does it call stretto.torch.distribute" in capsys.readouterr().err
 
 
 def test_a_command_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

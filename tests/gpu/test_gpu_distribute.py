@@ -1,4 +1,4 @@
-"""`stretto.distribute` on GPUs: run with ``make test-gpu``, on a machine that has one."""
+"""`stretto.torch.distribute` on GPUs: run with ``make test-gpu``, on a machine that has one."""
 
 from __future__ import annotations
 

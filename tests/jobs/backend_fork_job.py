@@ -121,9 +121,9 @@ def doors() -> dict[str, Callable[[], object]]:
     ahead: Any = dist.irecv(torch.ones(3), peer, tag=7)
     mesh = init_device_mesh("cpu", (RANKS,))
     tensor = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    sync = stretto.WeightSync({"w": torch.ones(4)}, {"w": torch.ones(4)})
+    sync = stretto.torch.WeightSync({"w": torch.ones(4)}, {"w": torch.ones(4)})
     model: torch.nn.Module = torch.nn.Linear(4, 4)
-    model, optimizer = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     executor = group.engine.job.executor
     enforcer = Enforcer()
@@ -152,11 +152,12 @@ def doors() -> dict[str, Callable[[], object]]:
         "monitored_barrier": lambda: group.monitored_barrier(), "wait": work.wait,
         "future": lambda: work.get_future().wait(),
         "wait for a message": ahead.wait, "functional": lambda: functional.all_reduce(x, "sum", group).sum(),
-        "new_group": lambda: dist.new_group([0, 1]), "reshard": lambda: stretto.reshard(tensor, mesh, [Replicate()]),
-        "update": sync.update, "WeightSync": lambda: stretto.WeightSync({}, {}),
-        "distribute": lambda: stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0)),
+        "new_group": lambda: dist.new_group([0, 1]),
+        "reshard": lambda: stretto.torch.reshard(tensor, mesh, [Replicate()]),
+        "update": sync.update, "WeightSync": lambda: stretto.torch.WeightSync({}, {}),
+        "distribute": lambda: stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0)),
         "optimizer.step": stepped, "DDP": lambda: ddp(torch.ones(2, 4)).sum().backward(),
-        "DdpHook": lambda: stretto.torch.DdpHook().reduce(x), "Enforcer.step": stretto.step,
+        "DdpHook": lambda: stretto.torch.DdpHook().reduce(x), "Enforcer.step": stretto.torch.step,
         "counters": executor.counters,
     }  # fmt: skip
     doors.ends = [ahead, work, sync, optimizer, enforcer]  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import stretto
+import stretto.torch
 
 Step = Callable[[int], object]
 
@@ -26,7 +27,7 @@ Step = Callable[[int], object]
 def record(step: Step, *, iterations: int = 3, skip: int = 2, extra: int = 0) -> Any:
     """The workload of a step function that is called with the iteration's number, or the error's message."""
     try:
-        with stretto.capture(iterations=iterations, skip=skip) as recorder:
+        with stretto.torch.capture(iterations=iterations, skip=skip) as recorder:
             for number in range(skip + iterations + extra):
                 step(number)
                 recorder.step()

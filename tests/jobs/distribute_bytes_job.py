@@ -17,7 +17,7 @@ from capture_scenarios import fork
 from distribute_job import all_strategies
 from distribute_models import BATCH, batch, loss_of, made, optimizer_of
 
-import stretto
+import stretto.torch
 from stretto.strategy import ModelSpec, Strategy, Sync
 from stretto.strategy.builders import BUILDERS
 from stretto.strategy.distribute import model_spec, wrap
@@ -43,8 +43,8 @@ def totals(workload: Workload) -> Bytes:
 def executed(name: str, strategy: Strategy) -> Bytes:
     """The exchanges of a step, recorded as it runs."""
     model = made(name)
-    model, optimizer = stretto.distribute(model, optimizer_of(name, model), strategy)
-    with stretto.capture(iterations=1, skip=1) as recorder:
+    model, optimizer = stretto.torch.distribute(model, optimizer_of(name, model), strategy)
+    with stretto.torch.capture(iterations=1, skip=1) as recorder:
         while not recorder.done:
             optimizer.zero_grad()
             loss_of(model, batch(name, 0, dist.get_rank())).backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Random strategies for the generated test of `stretto.distribute`, each drawn from a number alone.
+"""Random strategies for the generated test of `stretto.torch.distribute`, each drawn from a number alone.
 
 A case starts from what a builder makes with random options, and changes one aspect of it on most variables; other
 aspects change here and there. Most draws fit together; some are left as they fall, so that refusals are tested too.

@@ -38,7 +38,7 @@ def built(name: str, builder: str, **options: Any) -> Strategy:
 
 def accumulated(name: str, strategy: Strategy, *, inside: bool) -> list[float]:
     """Two half batches before each update, with or without `no_sync`."""
-    model, optimizer = stretto.distribute(*_pair(name), strategy)
+    model, optimizer = stretto.torch.distribute(*_pair(name), strategy)
     for step in range(STEPS):
         optimizer.zero_grad()
         first, second = batch(name, step, dist.get_rank()).chunk(2)
@@ -70,7 +70,7 @@ def plain(name: str, ranks: int) -> list[float]:
 
 def resumed(name: str, before: Strategy, after: Strategy) -> list[float]:
     """Half of the steps under one strategy, saved, the rest under another; the weights, as one process has them."""
-    model, optimizer = stretto.distribute(*_pair(name), before)
+    model, optimizer = stretto.torch.distribute(*_pair(name), before)
     half = STEPS // 2
     for step in range(STEPS):
         if step == half:
@@ -78,7 +78,7 @@ def resumed(name: str, before: Strategy, after: Strategy) -> list[float]:
             optimizer.close()
             # What was saved fits the plain optimizer too.
             _pair(name)[1].load_state_dict(saved[1])
-            model, optimizer = stretto.distribute(*_pair(name), after)
+            model, optimizer = stretto.torch.distribute(*_pair(name), after)
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
         optimizer.zero_grad()
@@ -124,7 +124,7 @@ def unused(builder: str, **options: Any) -> dict[str, Any]:
     tables = [p for name, p in model.named_parameters() if name == "table.weight"]
     groups = [{"params": dense, "weight_decay": 0.5}, {"params": tables, "weight_decay": 0.0}]
     optimizer: Any = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    model, optimizer = stretto.distribute(model, optimizer, build(builder, model_spec(model), DEVICES, **options))
+    model, optimizer = stretto.torch.distribute(model, optimizer, build(builder, model_spec(model), DEVICES, **options))
     for step in range(3):
         before = {key: value.clone() for key, value in model.state_dict().items()}
         _uneven_loss(model, step).backward()  # type: ignore[no-untyped-call]
@@ -154,7 +154,9 @@ def lost(builder: str, encoder: str) -> float:
     torch.manual_seed(1)
     model: nn.Module = Uneven()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = stretto.distribute(model, optimizer, build(builder, model_spec(model), DEVICES, encoder=encoder))
+    model, optimizer = stretto.torch.distribute(
+        model, optimizer, build(builder, model_spec(model), DEVICES, encoder=encoder)
+    )
     rest = {name: -p.detach() for name, p in model.named_parameters()}
     for step in range(5):
         loss = _uneven_loss(model, step)
@@ -187,7 +189,9 @@ def in_32_bits() -> list[float]:
         model: nn.Module = nn.TransformerEncoderLayer(width, 2, 9, dropout=0.0, batch_first=True)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
         if len(on) == 1:
-            model, optimizer = stretto.distribute(model, optimizer, build("ps_balanced", model_spec(model), DEVICES))
+            model, optimizer = stretto.torch.distribute(
+                model, optimizer, build("ps_balanced", model_spec(model), DEVICES)
+            )
         for step in range(STEPS):
             inputs = [torch.randn(4, 3, width, generator=torch.Generator().manual_seed(100 * step + r)) for r in on]
             optimizer.zero_grad()
@@ -205,7 +209,7 @@ def in_32_bits() -> list[float]:
 
 def kept(builder: str) -> bool:
     """Whether gradients that a script keeps are still those of their step after the next one."""
-    model, optimizer = stretto.distribute(*_pair("mlp"), built("mlp", builder))
+    model, optimizer = stretto.torch.distribute(*_pair("mlp"), built("mlp", builder))
     for step in range(2):
         optimizer.zero_grad()
         loss_of(model, batch("mlp", step, dist.get_rank())).backward()  # type: ignore[no-untyped-call]
@@ -242,7 +246,7 @@ def kept_unused(**options: Any) -> list[bool]:
         replace(node, sync=replace(node.sync, **options)) if node.variable.endswith("weight") else node
         for node in strategy.nodes
     )
-    model, optimizer = stretto.distribute(model, optimizer, replace(strategy, nodes=nodes))
+    model, optimizer = stretto.torch.distribute(model, optimizer, replace(strategy, nodes=nodes))
     watched: Any = model
     watches = len(watched.at_first._forward_hooks)
     found: list[bool] = []
@@ -262,7 +266,7 @@ def kept_unused(**options: Any) -> list[bool]:
 
 def scaled(builder: str) -> list[Any]:
     """Weights after training with a GradScaler, or what is said about it."""
-    model, optimizer = stretto.distribute(*_pair("mlp"), built("mlp", builder))
+    model, optimizer = stretto.torch.distribute(*_pair("mlp"), built("mlp", builder))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     try:
         for step in range(STEPS):
@@ -282,13 +286,13 @@ def errors() -> dict[str, str]:
     found = {}
 
     def changed() -> None:
-        model, optimizer = stretto.distribute(*_pair("mlp"), strategy)
+        model, optimizer = stretto.torch.distribute(*_pair("mlp"), strategy)
         loss_of(model, batch("mlp", 0, 0)).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
 
     def twice() -> None:
-        model, _ = stretto.distribute(*_pair("mlp"), built("mlp", "all_reduce", encoder="topk:0.5"))
+        model, _ = stretto.torch.distribute(*_pair("mlp"), built("mlp", "all_reduce", encoder="topk:0.5"))
         for _ in range(2):
             loss_of(model, batch("mlp", 0, 0)).backward()  # type: ignore[no-untyped-call]
 
@@ -297,17 +301,19 @@ def errors() -> dict[str, str]:
 
     def differently() -> None:
         mine = built("mlp", "all_reduce" if dist.get_rank() == 2 else "zero1")
-        stretto.distribute(*_pair("mlp"), mine)
+        stretto.torch.distribute(*_pair("mlp"), mine)
 
     model = made("mlp")
     found["clipped by hand"] = error_of(changed)
     found["twice"] = error_of(twice)
-    found["another model"] = error_of(lambda: stretto.distribute(*_pair("conv"), strategy))
-    found["ranks"] = error_of(lambda: stretto.distribute(*_pair("mlp"), replace(strategy, devices=(*DEVICES, "h9"))))
-    found["own"] = error_of(lambda: stretto.distribute(model, Own(model.parameters(), lr=1.0), strategy))
+    found["another model"] = error_of(lambda: stretto.torch.distribute(*_pair("conv"), strategy))
+    found["ranks"] = error_of(
+        lambda: stretto.torch.distribute(*_pair("mlp"), replace(strategy, devices=(*DEVICES, "h9")))
+    )
+    found["own"] = error_of(lambda: stretto.torch.distribute(model, Own(model.parameters(), lr=1.0), strategy))
     found["differently"] = error_of(differently)
-    found["foreign"] = error_of(lambda: stretto.distribute(made("mlp"), Own(model.parameters(), lr=1.0)))
-    found["file"] = error_of(lambda: stretto.distribute(*_pair("mlp"), "no/such/file.yaml"))
+    found["foreign"] = error_of(lambda: stretto.torch.distribute(made("mlp"), Own(model.parameters(), lr=1.0)))
+    found["file"] = error_of(lambda: stretto.torch.distribute(*_pair("mlp"), "no/such/file.yaml"))
     return found
 
 
@@ -349,7 +355,7 @@ def whole_job(folder: Path) -> dict[str, Any]:
     path = folder / f"strategy-{dist.get_rank()}.yaml"
     save_strategy(built("mlp", "zero2"), path)
     os.environ["STRETTO_STRATEGY"] = str(path)
-    _, optimizer = stretto.distribute(*_pair("mlp"))
+    _, optimizer = stretto.torch.distribute(*_pair("mlp"))
     outcomes["named by the environment"] = optimizer.strategy.name
     return outcomes
 

@@ -25,6 +25,7 @@ from distribute_everything import Everything, batch, optimizer_of
 from distribute_reference import Reference
 
 import stretto
+import stretto.torch
 from stretto.strategy import ModelSpec, Strategy, explain
 from stretto.strategy.distribute import dense, model_spec
 from stretto.strategy.kernels import to_workload
@@ -83,7 +84,7 @@ def trained(case: Case, strategy: Strategy) -> tuple[Any, list[tuple[torch.Tenso
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()  # rank 0's are sent to all
-    model, optimizer = stretto.distribute(model, optimizer_of(model, case.optimizer), strategy)
+    model, optimizer = stretto.torch.distribute(model, optimizer_of(model, case.optimizer), strategy)
     seen = []
     for step in range(STEPS):
         q = {

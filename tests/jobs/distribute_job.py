@@ -32,7 +32,7 @@ def trained(
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()  # rank 0's are sent to all
-    model, optimizer = stretto.distribute(model, optimizer_of(name, model, kind), strategy, group=group)
+    model, optimizer = stretto.torch.distribute(model, optimizer_of(name, model, kind), strategy, group=group)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for step in range(steps):
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ from capture_scenarios import _start, fork
 from distribute_job import DEVICES, trained
 from torch import nn
 
-import stretto
+import stretto.torch
 from stretto.strategy import Strategy
 from stretto.strategy.builders import build
 from stretto.strategy.distribute import model_spec
@@ -35,7 +35,7 @@ def fitted(strategy: Strategy | None, *, steps: int = 40, pause: Callable[[int],
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     target = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
     if strategy is not None:
-        model, optimizer = stretto.distribute(model, optimizer, strategy)
+        model, optimizer = stretto.torch.distribute(model, optimizer, strategy)
     losses = []
     for step in range(steps):
         if pause is not None:

@@ -1,4 +1,4 @@
-"""Models and training loops of the tests of `stretto.distribute`, the same on one process and on many."""
+"""Models and training loops of the tests of `stretto.torch.distribute`, the same on one process and on many."""
 
 from __future__ import annotations
 

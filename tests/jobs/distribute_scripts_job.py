@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stretto
+import stretto.torch
 from stretto.strategy import Strategy
 from stretto.strategy.builders import build
 from stretto.strategy.distribute import model_spec
@@ -64,7 +65,7 @@ def apart(make: Model, strategy: Callable[[nn.Module], Strategy | None], loop: L
         distributed = len(mine) == 1
         try:
             if distributed:
-                model, optimizer = stretto.distribute(model, optimizer, strategy(model))
+                model, optimizer = stretto.torch.distribute(model, optimizer, strategy(model))
             for step in range(STEPS):
                 loop(model, optimizer, step, mine)
         except stretto.InvalidInput as error:
@@ -218,7 +219,7 @@ def halved(p: Any) -> None:
 
 
 def hooked(model: nn.Module, optimizer: Any, step: int, ranks: list[int]) -> None:
-    """Hooks of the script on gradients, registered after `stretto.distribute`."""
+    """Hooks of the script on gradients, registered after `stretto.torch.distribute`."""
     if step == 0:
         for p in model.parameters():
             watched: Any = p
@@ -271,7 +272,7 @@ def foreign(builder: str) -> Any:
     """An optimizer that nobody knows."""
     model = two().double()
     optimizer = GlobalClip(model.parameters(), lr=0.1)
-    return said(lambda: stretto.distribute(model, optimizer, strategy_of(model, builder)))
+    return said(lambda: stretto.torch.distribute(model, optimizer, strategy_of(model, builder)))
 
 
 def adafactor(builder: str) -> Any:
@@ -279,7 +280,7 @@ def adafactor(builder: str) -> Any:
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)).double()
     optimizer = torch.optim.Adafactor(model.parameters())
     options = {"bucket_mb": 26.0} if builder == "zero2" else {}
-    return said(lambda: stretto.distribute(model, optimizer, strategy_of(model, builder, **options)))
+    return said(lambda: stretto.torch.distribute(model, optimizer, strategy_of(model, builder, **options)))
 
 
 def said(act: Callable[[], Any]) -> str:
@@ -294,10 +295,10 @@ def said(act: Callable[[], Any]) -> str:
 def again() -> list[str]:
     """A model distributed twice, and once more after the first was closed."""
     model = two().double()
-    _, first = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    found = [said(lambda: stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1)))]
+    _, first = stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = [said(lambda: stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1)))]
     first.close()
-    found.append(said(lambda: stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))[1].close()))
+    found.append(said(lambda: stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))[1].close()))
     return found
 
 
@@ -306,27 +307,27 @@ def unlike(folder: Path) -> dict[str, str]:
     rank = dist.get_rank()
     found = {}
     model = two().double()
-    found["options"] = said(lambda: stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1 + rank)))
+    found["options"] = said(lambda: stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1 + rank)))
     groups = [{"params": [p]} for p in list(model.parameters())[:: 1 - 2 * rank]]
-    found["groups"] = said(lambda: stretto.distribute(model, torch.optim.SGD(groups, lr=0.1)))
+    found["groups"] = said(lambda: stretto.torch.distribute(model, torch.optim.SGD(groups, lr=0.1)))
     wide = two(6 + rank).double()
-    found["shapes"] = said(lambda: stretto.distribute(wide, torch.optim.SGD(wide.parameters(), lr=0.1)))
+    found["shapes"] = said(lambda: stretto.torch.distribute(wide, torch.optim.SGD(wide.parameters(), lr=0.1)))
     conv = nn.Conv2d(3, 4, 2)
     if rank:
         conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
-    found["layout"] = said(lambda: stretto.distribute(conv, torch.optim.SGD(conv.parameters(), lr=0.1)))
+    found["layout"] = said(lambda: stretto.torch.distribute(conv, torch.optim.SGD(conv.parameters(), lr=0.1)))
     path = folder / f"strategy-{rank}.yaml"
     if rank == 0:
         from stretto.strategy.files import save_strategy
 
         save_strategy(strategy_of(model, "all_reduce"), path)
-    found["file"] = said(lambda: stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), path))
+    found["file"] = said(lambda: stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), path))
     warm = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if rank == 0:
         model(inputs(0, 0)).sum().backward()
         warm.step()
         model.zero_grad()
-    found["state"] = said(lambda: stretto.distribute(model, warm))
+    found["state"] = said(lambda: stretto.torch.distribute(model, warm))
     return found
 
 
@@ -372,12 +373,12 @@ def whole_job(folder: Path) -> Iterator[tuple[str, Any]]:
     ):  # fmt: skip
         yield f"{name} factors", apart(make, by_factors, loop)
     model: Any = Buffered()
-    stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))[1].close()
+    stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))[1].close()
     yield "buffers", model.sums()
     wavy = nn.Linear(3, 3).to(torch.complex64)
-    yield "complex", said(lambda: stretto.distribute(wavy, torch.optim.SGD(wavy.parameters(), lr=0.1)))
+    yield "complex", said(lambda: stretto.torch.distribute(wavy, torch.optim.SGD(wavy.parameters(), lr=0.1)))
     lazy = nn.LazyLinear(3)
-    yield "lazy", said(lambda: stretto.distribute(lazy, torch.optim.SGD(lazy.parameters(), lr=0.1)))
+    yield "lazy", said(lambda: stretto.torch.distribute(lazy, torch.optim.SGD(lazy.parameters(), lr=0.1)))
     yield "again", again()
     yield "unlike", unlike(folder)
     yield "pickled", pickled()

@@ -93,14 +93,14 @@ def recorded(plan: Any, *, apart: str = "") -> Any:
     with stretto.torch.enforce(plan, TWO, every=1, cluster=CLUSTER):
         for number in range(3):
             model.step(number)
-            stretto.step()
+            stretto.torch.step()
         if apart and model.rank == 1:
             model.before = lambda: store.wait([apart])
         elif apart:
             model.between = lambda: store.set(apart, "")
         with stretto.torch.record() as recording:
             model.step(3)
-        stretto.step()
+        stretto.torch.step()
     return recording
 
 
@@ -169,7 +169,7 @@ def prefetch() -> Any:
         ran = []
         for number in range(4):
             found = iteration(number)
-            stretto.step()
+            stretto.torch.step()
             # The evaluation begins with a barrier: from there on nothing is held back.
             dist.barrier()
             ran.append([found, evaluation(number)])
@@ -182,7 +182,7 @@ def prefetch() -> Any:
                 recording = stretto.torch.record()
                 kept = recording.__enter__()
             got.append(iteration(number))
-            stretto.step()
+            stretto.torch.step()
         # The last sum waits for an exchange that never comes, until the enforcer ends.
         active = enforcer.report().number
     held[0].wait()
@@ -234,7 +234,7 @@ def evaluated() -> Any:
                 model.strange = lambda number, marked=marked: "both" if marked and number == 6 else ""  # type: ignore[misc]
                 got = model.step(number)
                 if marked:
-                    stretto.step()
+                    stretto.torch.step()
                 seen.append(enforcer.report().number)
                 if number % 2:
                     metric = numbers(9, rank, number)
@@ -269,7 +269,7 @@ def returns() -> Any:
             for number in range(30):
                 seen.append(enforcer.report().number)
                 got.append(model.step(number))
-                stretto.step()
+                stretto.torch.step()
             report = enforcer.report()
         found.append({"same": got == want, "seen": seen, "why": report.fell_back, "resting": report.resting})
     return found
@@ -289,7 +289,7 @@ def offered() -> Any:
             for number in range(14):
                 seen.append(enforcer.report().number)
                 got.append(model.step(number))
-                stretto.step()
+                stretto.torch.step()
     except StrettoError as error:
         return f"{seen}: {error}"
     return {"same": got == want, "seen": seen}
@@ -304,7 +304,7 @@ def leaves() -> Any:
     with enforcer:
         for number in range(32):
             model.step(number)
-            stretto.step()
+            stretto.torch.step()
             resting.append(enforcer.report().resting)
         why = enforcer.report().fell_back
     return {"resting": [resting[4], resting[10], resting[-1]], "why": why}
@@ -344,7 +344,7 @@ def switching() -> Any:
                 enforcer.commit(2, REVERSED.hash)
             model.step(number)
             (seen if number < 14 else apart).append(enforcer.report().number)
-            stretto.step()
+            stretto.torch.step()
         waits = enforcer.report().waits_us
     return {"seen": seen, "apart": apart, "waits": waits > 0}
 
@@ -359,7 +359,7 @@ def runs_out() -> Any:
         model = Model()
         for number in range(count):
             model.step(number)
-            stretto.step()
+            stretto.torch.step()
         active = enforcer.report().number
         # The first rank is at the end when the second one begins.
         time.sleep(rank)

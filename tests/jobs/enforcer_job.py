@@ -137,7 +137,7 @@ def seen() -> Any:
         dist.all_to_all_single(torch.zeros(4), torch.ones(4), [1] * 4, [1] * 4)
         dist.barrier()
 
-    with stretto.capture(iterations=2, skip=1) as recorder:
+    with stretto.torch.capture(iterations=2, skip=1) as recorder:
         for _ in range(3):
             step()
             recorder.step()

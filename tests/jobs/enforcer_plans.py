@@ -134,7 +134,7 @@ def enforced(
     with enforcer:
         for number in range(times):
             outcomes.append(step(number))
-            stretto.step()
+            stretto.torch.step()
     return outcomes, enforcer
 
 

@@ -127,7 +127,7 @@ def under_plans(carrier: str = "executor", most: int = 12) -> Any:
             for at in range(ITERATIONS):
                 if not iteration(draw, 10 * at, mixed=0.2 * (enforcer.report().number == number)):
                     wrong.append((plan.name, at, [op.option for op in plan.ops]))
-                stretto.step()
+                stretto.torch.step()
             seen.append(enforcer.report().number)
         fell_back = enforcer.report().fell_back
     return {"plans": len(plans), "wrong": wrong, "seen": seen, "fell_back": fell_back,
@@ -248,7 +248,7 @@ def idle_ranks() -> Any:
                 metric = torch.ones(3)
                 dist.all_reduce(metric)
                 right &= bool((metric == RANKS).all())
-            stretto.step()
+            stretto.torch.step()
         told = enforcer.report()
     return {"right": right, "iteration": told.iteration, "number": told.number}
 
@@ -266,7 +266,7 @@ def recorded() -> Any:
         lists = [torch.zeros(rank + q) for q in range(RANKS)]
         dist.all_to_all([torch.empty(rank + p) for p in range(RANKS)], lists)
 
-    with stretto.capture(iterations=3, skip=1) as recorder:
+    with stretto.torch.capture(iterations=3, skip=1) as recorder:
         for number in range(4):
             step(number)
             recorder.step()

@@ -14,7 +14,7 @@ from distribute_job import DEVICES, all_strategies, apart
 from distribute_models import STEPS, batch, loss_of, made, optimizer_of, weights
 from torch import nn
 
-import stretto
+import stretto.torch
 from stretto.strategy.builders import build
 from stretto.strategy.distribute import model_spec
 
@@ -27,7 +27,7 @@ def trained(name: str, strategy: Any, device: torch.device) -> list[float]:
     optimizer: Any = optimizer_of(name, model)
     ranks = range(dist.get_world_size())
     if strategy is not None:
-        model, optimizer = stretto.distribute(model, optimizer, strategy)
+        model, optimizer = stretto.torch.distribute(model, optimizer, strategy)
         ranks = range(dist.get_rank(), dist.get_rank() + 1)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -49,7 +49,7 @@ def learns(encoder: str, staleness: int, builder: str, device: torch.device) -> 
     spec = model_spec(model, torch.zeros(4, 8, device=device))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = build(builder, spec, DEVICES, encoder=encoder, staleness=staleness)
-    model, optimizer = stretto.distribute(model, optimizer, strategy)
+    model, optimizer = stretto.torch.distribute(model, optimizer, strategy)
     losses = []
     for step in range(40):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + dist.get_rank())).to(device)

@@ -134,7 +134,7 @@ def entered(workload: Workload, plan: Any, step: Callable[[], object]) -> Any:
     with stretto.torch.enforce(plan, workload, every=1, carrier="nccl") as enforcer:
         for _ in range(2):
             step()
-            stretto.step()
+            stretto.torch.step()
         assert enforcer.report().number == 1
         yield enforcer
 
@@ -173,7 +173,7 @@ def uneven() -> Any:
                 right &= torch.equal(x, everybody.sum(0, dtype=torch.int32))
                 if not (exchanged(back, at + 1) and right):
                     wrong.append((plan.name, at, [op.option for op in plan.ops]))
-                stretto.step()
+                stretto.torch.step()
             seen.append(enforcer.report().number)
         fell_back = enforcer.report().fell_back
     return {"plans": len(plans), "wrong": wrong, "seen": seen, "fell_back": fell_back}
@@ -228,7 +228,7 @@ def switching() -> Any:
                 enforcer.commit(2, REVERSED.hash)
             right.append(two(number) == want[number])
             seen.append(enforcer.report().number)
-            stretto.step()
+            stretto.torch.step()
     return {"seen": seen, "right": all(right), "carrier": kind}
 
 
@@ -243,7 +243,7 @@ def surprise() -> Any:
     with stretto.torch.enforce(REVERSED, TWO, every=1, carrier="nccl") as enforcer:
         for number in range(8):
             got.append(step(number))
-            stretto.step()
+            stretto.torch.step()
         report = enforcer.report()
     return {"same": got == want, "why": report.fell_back}
 
@@ -291,7 +291,7 @@ def prefetch() -> Any:
         for number in range(6):
             got.append(iteration(number))
             waiting = not held[0]._instance.done if number > 2 else False
-            stretto.step()
+            stretto.torch.step()
         report = enforcer.report()
     held[0].wait()
     return {"same": got == want, "active": report.number, "why": report.fell_back, "held": waiting}
@@ -324,10 +324,10 @@ def no_sync() -> Any:
             torch.cuda.synchronize()
             found["over"] = works[0].is_completed() and works[1].is_success() and works[1].exception() is None
             found["right"] = [int((y * torch.arange(COUNT, device=device())).sum()), int(doubled.sum())]
-            stretto.step()
+            stretto.torch.step()
         for number in range(12):
             two(number)
-            stretto.step()
+            stretto.torch.step()
         told = enforcer.report()
     found["durations"] = [motif.duration_us for motif in told.motifs]
     found["starts"] = [motif.start_us for motif in told.motifs]
@@ -375,7 +375,7 @@ def memory() -> Any:
         answers = []
         for salt in range(40):
             answers.append(step(salt))
-            stretto.step()
+            stretto.torch.step()
         torch.cuda.synchronize()
     return all(bool(a) and bool(b) for a, b in answers)
 
@@ -394,7 +394,7 @@ def training() -> Any:
         with stretto.torch.enforce(plan, workload, every=1) as enforcer:
             for _ in range(6):
                 first.append(ours.step())
-                stretto.step()
+                stretto.torch.step()
             told = enforcer.report()
         found[how] = {
             "want": want, "got": first, "active": told.number, "why": told.fell_back,
@@ -411,7 +411,7 @@ def alone() -> str:
         with stretto.torch.enforce(BESIDE, TWO, every=1, carrier="nccl"):
             for number in range(8):
                 two(number, COUNT + (number == 5 and dist.get_rank() == 0))
-                stretto.step()
+                stretto.torch.step()
     except StrettoError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -1,4 +1,4 @@
-"""The comm-ops of a step on GPUs, as a workload: `stretto.capture` measures times on the host and refuses these."""
+"""The comm-ops of a step on GPUs, as a workload: `stretto.torch.capture` times the host and refuses these."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def train(
             report = enforcer.report()
             loss = iterate(rank, iteration, loss)
             os.write(log, f"{iteration} {report.number}.{report.hash} {loss}\n".encode())
-            stretto.step()
+            stretto.torch.step()
             iteration += 1
             if iteration % 10 == 0:
                 stop.fill_(float((folder / "stop").exists()))

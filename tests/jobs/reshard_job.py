@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import stretto
+import stretto.torch
 from stretto.runtime.executor import join as executor_join
 from stretto.runtime.torch_backend import backend
 from stretto.runtime.torch_backend import engine as backend_engine
@@ -97,7 +98,7 @@ def case(name: str) -> Any:
     source, want = cut(full, src), cut(full, dst)
     if not takes_part(src, dst):
         return [True]
-    result = stretto.reshard(source, want.device_mesh, want.placements)
+    result = stretto.torch.reshard(source, want.device_mesh, want.placements)
     return same(result, want)
 
 
@@ -115,7 +116,7 @@ def pending(name: str) -> Any:
     want = cut(reduced, dst)
     if not takes_part(src, dst):
         return [True]
-    return same(stretto.reshard(source, want.device_mesh, want.placements), want)
+    return same(stretto.torch.reshard(source, want.device_mesh, want.placements), want)
 
 
 def told(call: Callable[[], object]) -> list[str]:
@@ -129,7 +130,7 @@ def told(call: Callable[[], object]) -> list[str]:
 def asynchronous() -> Any:
     full = full_tensor((300, 40), torch.float32)
     src, dst = ([0, 1, 2], [S(0)]), ([3, 4, 5], [S(1)])
-    works = [stretto.reshard(cut(full + k, src), mesh(dst[0]), dst[1], async_op=True) for k in range(3)]
+    works = [stretto.torch.reshard(cut(full + k, src), mesh(dst[0]), dst[1], async_op=True) for k in range(3)]
     return [all(same(work.wait(), cut(full + k, dst))) for k, work in enumerate(works)]
 
 
@@ -139,8 +140,8 @@ def without_tensor() -> Any:
     if not takes_part(src, dst):
         return [True]
     if dist.get_rank() in (0, 1):
-        return same(stretto.reshard(cut(full, src), mesh(dst[0]), dst[1]), cut(full, dst))
-    result = stretto.reshard(
+        return same(stretto.torch.reshard(cut(full, src), mesh(dst[0]), dst[1]), cut(full, dst))
+    result = stretto.torch.reshard(
         None, mesh(dst[0]), dst[1], shape=(10, 6), dtype=torch.float32, src_mesh=mesh(src[0]), src_placements=src[1]
     )
     return same(result, cut(full, dst))
@@ -150,9 +151,9 @@ def planned_once() -> Any:
     """The second of two equal calls, with other numbers, plans nothing."""
     src, dst = ([0, 1], [S(0)]), ([2, 3, 4, 5], [S(0)])
     full = full_tensor((24, 3), torch.float32)
-    first = same(stretto.reshard(cut(full, src), mesh(dst[0]), dst[1]), cut(full, dst))
+    first = same(stretto.torch.reshard(cut(full, src), mesh(dst[0]), dst[1]), cut(full, dst))
     with mock.patch("stretto.resharding.tensors.transfer.plan_tensors", side_effect=AssertionError):
-        again = same(stretto.reshard(cut(-full, src), mesh(dst[0]), dst[1]), cut(-full, dst))
+        again = same(stretto.torch.reshard(cut(-full, src), mesh(dst[0]), dst[1]), cut(-full, dst))
     return first + again
 
 
@@ -162,10 +163,10 @@ def many_calls() -> Any:
     if dist.get_rank() > 1:
         return [True]
     store = dist.distributed_c10d._get_default_store()
-    stretto.reshard(cut(full, src), mesh(dst[0]), dst[1])
+    stretto.torch.reshard(cut(full, src), mesh(dst[0]), dst[1])
     before = store.num_keys()
     for _ in range(20):
-        stretto.reshard(cut(full, src), mesh(dst[0]), dst[1])
+        stretto.torch.reshard(cut(full, src), mesh(dst[0]), dst[1])
     return [store.num_keys() <= before + 4]
 
 
@@ -176,13 +177,13 @@ def wrong() -> Any:
     plain: Any = x.to_local()
     numbers: Any = [0, 1]
     return {
-        "permuted": told(lambda: stretto.reshard(x, mesh([1, 0, 2, 3, 4, 5]), [S(0)])),
-        "dimension": told(lambda: stretto.reshard(x, all_of, [S(2)])),
-        "count": told(lambda: stretto.reshard(x, all_of, [S(0), S(1)])),
-        "partial": told(lambda: stretto.reshard(x, all_of, [Partial()])),
-        "plain": told(lambda: stretto.reshard(plain, all_of, [S(0)])),
-        "mesh": told(lambda: stretto.reshard(x, numbers, [S(0)])),
-        "undescribed": told(lambda: stretto.reshard(None, all_of, [S(0)], shape=(8, 8))),
+        "permuted": told(lambda: stretto.torch.reshard(x, mesh([1, 0, 2, 3, 4, 5]), [S(0)])),
+        "dimension": told(lambda: stretto.torch.reshard(x, all_of, [S(2)])),
+        "count": told(lambda: stretto.torch.reshard(x, all_of, [S(0), S(1)])),
+        "partial": told(lambda: stretto.torch.reshard(x, all_of, [Partial()])),
+        "plain": told(lambda: stretto.torch.reshard(plain, all_of, [S(0)])),
+        "mesh": told(lambda: stretto.torch.reshard(x, numbers, [S(0)])),
+        "undescribed": told(lambda: stretto.torch.reshard(None, all_of, [S(0)], shape=(8, 8))),
     }
 
 
@@ -192,11 +193,11 @@ def one_is_wrong() -> Any:
     x = cut(full_tensor((8, 8), torch.float32), ([0, 1, 2, 3, 4, 5], [S(0)]))
     all_of = mesh([0, 1, 2, 3, 4, 5])
     return {
-        "bad": told(lambda: stretto.reshard(x, all_of, [S(7 if rank == 2 else 1)])),
-        "placements": told(lambda: stretto.reshard(x, all_of, [S(1) if rank == 3 else R()])),
-        "shape": told(lambda: stretto.reshard(cut(full_tensor((8 + (rank == 1), 8), torch.float32),
+        "bad": told(lambda: stretto.torch.reshard(x, all_of, [S(7 if rank == 2 else 1)])),
+        "placements": told(lambda: stretto.torch.reshard(x, all_of, [S(1) if rank == 3 else R()])),
+        "shape": told(lambda: stretto.torch.reshard(cut(full_tensor((8 + (rank == 1), 8), torch.float32),
                                                   ([0, 1, 2, 3, 4, 5], [S(0)])), all_of, [S(1)])),
-        "then": told(lambda: stretto.reshard(x, all_of, [S(1)])),
+        "then": told(lambda: stretto.torch.reshard(x, all_of, [S(1)])),
     }  # fmt: skip
 
 
@@ -206,7 +207,7 @@ def meshes_differ() -> Any:
     if rank > 3:
         return ["", ""]
     x = cut(full_tensor((8, 8), torch.float32), ([0, 1], [S(0)]))
-    return told(lambda: stretto.reshard(x, mesh([1, 3] if rank in (0, 3) else [1, 2]), [S(0)]))
+    return told(lambda: stretto.torch.reshard(x, mesh([1, 3] if rank in (0, 3) else [1, 2]), [S(0)]))
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {

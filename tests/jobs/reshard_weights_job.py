@@ -90,7 +90,7 @@ def equal(weights: Weights, version: int) -> bool:
 def versions_arrive(**how: Any) -> Any:
     """Several versions, bit for bit; the optimizer changes the source in place, or another dict is given."""
     source, target = trained(0), served(7)
-    with stretto.WeightSync(source, target, **how) as sync:
+    with stretto.torch.WeightSync(source, target, **how) as sync:
         seen = []
         for version in range(1, 4):
             fresh = trained(version)
@@ -119,7 +119,7 @@ def casts() -> Any:
     else:
         where = mesh([2, 3] if rank < 4 else [4, 5])
         target = {"w": cut(full.bfloat16() * 0, where, Shard(1)), "mean": cut(full * 0, where, Shard(0))}
-    with stretto.WeightSync(source, target) as sync:
+    with stretto.torch.WeightSync(source, target) as sync:
         sync.update()
         if target is None:
             return [True]
@@ -139,7 +139,7 @@ def readers_see_one_version() -> Any:
     else:
         where = mesh([2, 3] if rank < 4 else [4, 5])
         target = {n: cut(torch.zeros(s), where, Shard(1)) for n, s in shapes.items()}
-    with stretto.WeightSync(source, target, staging_bytes=20_000) as sync:
+    with stretto.torch.WeightSync(source, target, staging_bytes=20_000) as sync:
         torn: list[int] = []
         reads: list[int] = []
         over = threading.Event()
@@ -170,7 +170,7 @@ def readers_see_one_version() -> Any:
 def old_versions() -> Any:
     """The version before the current can be asked for until the next update, which waits for its readers."""
     source, target = trained(1), served(0)
-    with stretto.WeightSync(source, target) as sync:
+    with stretto.torch.WeightSync(source, target) as sync:
         sync.update()
         sync.update(trained(2))
         with sync.read(version=1) as before:
@@ -200,7 +200,7 @@ def wrong() -> Any:
     def made(change: Callable[[Dict | None, Dict | None], None], **how: Any) -> list[str]:
         source, target = trained(0), served(0)
         change(source, target)
-        return told(lambda: stretto.WeightSync(source, target, **how))
+        return told(lambda: stretto.torch.WeightSync(source, target, **how))
 
     def drop(side: int, name: str, *ranks: int) -> Callable[[Dict | None, Dict | None], None]:
         def change(source: Dict | None, target: Dict | None) -> None:
@@ -238,7 +238,7 @@ def wrong() -> Any:
         "staging": made(lambda s, t: None, staging_bytes=1),
         "other staging": made(lambda s, t: None, staging_bytes=1 << (20 + (rank == 3))),
     }
-    with stretto.WeightSync(trained(1), served(0)) as sync:
+    with stretto.torch.WeightSync(trained(1), served(0)) as sync:
         sync.update()
         changed = trained(2)
         if changed is not None and rank == 0:
@@ -261,7 +261,7 @@ def fails(happens: Callable[[], None], at: int) -> Any:
             happens()
         return start(self, *args)
 
-    sync = stretto.WeightSync(trained(1), served(0), staging_bytes=4000)
+    sync = stretto.torch.WeightSync(trained(1), served(0), staging_bytes=4000)
     patch: AbstractContextManager[Any] = mock.patch.object(Mover, "start", broken)
     with patch:
         sync.update()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import stretto
+import stretto.torch
 
 RANKS = 2
 STEPS = 90
@@ -152,7 +152,7 @@ def marked() -> float:
             loss.backward()  # type: ignore[no-untyped-call]
             for _ in range(1 + (step % 7 == 0)):
                 optimizer.step()
-        stretto.step()
+        stretto.torch.step()
     return loss.item()
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import stretto
-import stretto.planner.api as module
 from stretto.cluster import Cluster
 from stretto.errors import Infeasible, InvalidInput, PlanMismatch
-from stretto.planner.api import SYSTEM, PlanResult, plan, planned, to_plan, to_schedule
+from stretto.planner import api
+from stretto.planner.api import SYSTEM, PlanResult, to_plan, to_schedule
 from stretto.planner.baselines import BASELINES
 from stretto.planner.plan import PLAIN, Plan
 from stretto.planner.schedule.problem import PlanProblem
@@ -35,7 +35,7 @@ STEP = Workload(
 
 @pytest.fixture(scope="module")
 def found() -> PlanResult:
-    return planned(STEP, HGX2, steps=300, seed=1)
+    return api.plan(STEP, HGX2, steps=300, seed=1)
 
 
 def test_a_plan_is_compared_with_every_system_and_never_slower(found: PlanResult) -> None:
@@ -52,7 +52,7 @@ def test_a_plan_is_compared_with_every_system_and_never_slower(found: PlanResult
 
 
 def test_the_seed_and_the_steps_decide(found: PlanResult) -> None:
-    again = planned(STEP, HGX2, steps=300, seed=1)
+    again = api.plan(STEP, HGX2, steps=300, seed=1)
     assert again.plan == found.plan
     assert again.plan.hash == found.plan.hash
 
@@ -96,15 +96,15 @@ def test_a_plan_that_cannot_be_retimed_says_so(monkeypatch: pytest.MonkeyPatch) 
     def too_large(schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, costs: object) -> RetimedPlan:
         raise Infeasible("7 transfers are more than 6")
 
-    monkeypatch.setattr(module, "retimed", too_large)
-    made = planned(STEP, HGX2, steps=10, systems=("fifo",)).plan
+    monkeypatch.setattr(api, "retimed", too_large)
+    made = api.plan(STEP, HGX2, steps=10, systems=("fifo",)).plan
     assert made.retimed_us == 0.0
     assert made.notes == ("not re-timed link by link: 7 transfers are more than 6",)
 
 
 def test_a_plan_without_a_steady_state_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "retimed", lambda *_: RetimedPlan(period_us=5.0, iterations=32, settled=False))
-    made = planned(STEP, HGX2, steps=10, systems=()).plan
+    monkeypatch.setattr(api, "retimed", lambda *_: RetimedPlan(period_us=5.0, iterations=32, settled=False))
+    made = api.plan(STEP, HGX2, steps=10, systems=()).plan
     assert made.retimed_us == 5.0
     assert made.notes == ("re-timed: no steady state in 32 iterations, their mean is given",)
     assert made.baselines_us == {}
@@ -132,39 +132,39 @@ def test_where_an_order_cannot_be_fed_the_fastest_that_can_is_taken() -> None:
     order = [(1, 0), (2, 0)]
     fine, ahead = (scheduler.replay([0, 0], order, [shift, 0]) for shift in (0, 1))
     slow = replace(fine, period_us=fine.period_us + 1)
-    assert module._enforceable(workload, fine, {"slow": slow}) == (fine, ())
-    best, notes = module._enforceable(workload, ahead, {"slow": slow, "fine": fine})
+    assert api._enforceable(workload, fine, {"slow": slow}) == (fine, ())
+    best, notes = api._enforceable(workload, ahead, {"slow": slow, "fine": fine})
     assert best is fine
     assert len(notes) == 1
     assert notes[0].startswith("a faster order cannot be fed by the application: order: 'prep' comes before 'grad'")
     with pytest.raises(Infeasible, match="'prep' comes before 'grad'"):
-        module._enforceable(workload, ahead, {})
+        api._enforceable(workload, ahead, {})
 
 
 def test_wrong_arguments_are_one_line() -> None:
     with pytest.raises(InvalidInput, match="budget_s: must be > 0, not 0"):
-        planned(STEP, HGX2, budget_s=0.0)
+        api.plan(STEP, HGX2, budget_s=0.0)
     with pytest.raises(InvalidInput, match="budget_s: must be > 0, not inf"):
-        planned(STEP, HGX2, budget_s=float("inf"))
+        api.plan(STEP, HGX2, budget_s=float("inf"))
     with pytest.raises(InvalidInput, match="steps: must be > 0, not 0"):
-        planned(STEP, HGX2, steps=0)
+        api.plan(STEP, HGX2, steps=0)
     with pytest.raises(InvalidInput, match="unknown baseline 'gpipe'"):
-        planned(STEP, HGX2, systems=("gpipe",))
+        api.plan(STEP, HGX2, systems=("gpipe",))
     with pytest.raises(InvalidInput, match="workload small: has no comm-ops, so there is nothing to plan"):
-        planned(replace(STEP, ops=(Op(name="forward", duration_us=1.0),)), HGX2)
+        api.plan(replace(STEP, ops=(Op(name="forward", duration_us=1.0),)), HGX2)
     with pytest.raises(InvalidInput, match="small: 8 ranks do not fit on 4 devices"):
-        planned(STEP, Cluster.preset("ring", nodes=4))
+        api.plan(STEP, Cluster.preset("ring", nodes=4))
 
 
 def test_a_step_of_nothing_but_communication_is_planned() -> None:
-    made = planned(replace(STEP, ops=STEP.ops[:1]), HGX2, steps=10).plan
+    made = api.plan(replace(STEP, ops=STEP.ops[:1]), HGX2, steps=10).plan
     assert made.bound_us <= made.iteration_us
     assert made.baselines_us["tictac"] >= made.iteration_us
 
 
 def test_progress_is_told() -> None:
     heard: list[tuple[str, float]] = []
-    planned(STEP, HGX2, steps=300, progress=lambda message, share: heard.append((message, share)))
+    api.plan(STEP, HGX2, steps=300, progress=lambda message, share: heard.append((message, share)))
     said = " ".join(message for message, _ in heard)
     assert "costing options" in said
     assert "bytescheduler+" in said
@@ -172,21 +172,35 @@ def test_progress_is_told() -> None:
     assert all(0 <= share <= 1 for _, share in heard)
 
 
-def test_the_short_form(found: PlanResult) -> None:
-    made = plan(STEP, HGX2, budget_s=0.5)
-    assert made.iteration_us <= min(made.baselines_us.values()) * (1 + 1e-9)
-    assert stretto.plan is plan
+def test_what_plan_returns_is_useful_by_itself(found: PlanResult, tmp_path: Path) -> None:
+    assert stretto.plan is api.plan
     assert stretto.Plan is Plan
+    assert found.iteration_us <= min(found.baselines_us.values()) * (1 + 1e-9)
+    assert 0 < found.bound_us <= found.iteration_us * (1 + 1e-9)
+    assert set(found.schedules) == {SYSTEM, *found.baselines_us}
+    for system, us in {SYSTEM: found.iteration_us, **found.baselines_us}.items():
+        assert found.schedules[system].period_us == us
+        assert found.timeline(system).total_us > 0
+    with pytest.raises(InvalidInput, match="unknown system 'gpipe'"):
+        found.timeline("gpipe")
+    found.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == found.plan
+
+
+def test_code_for_a_bare_plan_goes_on_working(found: PlanResult) -> None:
+    assert (found.hash, found.ops, found.gap) == (found.plan.hash, found.plan.ops, found.plan.gap)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = found.no_such
 
 
 def test_a_plan_that_promises_too_little_is_plain_order(found: PlanResult) -> None:
     gain = 1 - found.plan.iteration_us / found.plain.period_us
     assert 0 < gain < 0.9, "there is something to gain on this step"
-    kept = planned(STEP, HGX2, steps=300, seed=1, least_gain=gain + 0.05)
+    kept = api.plan(STEP, HGX2, steps=300, seed=1, least_gain=gain + 0.05)
     assert kept.plan.name == PLAIN and "plain order" in kept.plan.notes[-1]
     assert kept.plan.iteration_us == kept.plain.period_us
     assert all(len(op.motifs) == 1 for op in kept.plan.ops), "whole ops"
-    assert planned(STEP, HGX2, steps=300, seed=1, least_gain=gain / 2).plan.name == SYSTEM
+    assert api.plan(STEP, HGX2, steps=300, seed=1, least_gain=gain / 2).plan.name == SYSTEM
 
 
 def test_no_plan_promises_less_than_plain_order(found: PlanResult) -> None:
@@ -196,4 +210,4 @@ def test_no_plan_promises_less_than_plain_order(found: PlanResult) -> None:
 @pytest.mark.parametrize("least_gain", [-0.1, 1.0, float("nan")])
 def test_the_least_gain_is_a_part(least_gain: float) -> None:
     with pytest.raises(InvalidInput, match="least_gain: must be at least 0 and below 1"):
-        planned(STEP, HGX2, steps=10, least_gain=least_gain)
+        api.plan(STEP, HGX2, steps=10, least_gain=least_gain)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stretto import Cluster, InvalidInput, Plan, Workload
+from stretto.planner import api
 from stretto.planner.algebra.recipes import MotifRequest, library
-from stretto.planner.api import planned
 from stretto.planner.plan import MAX_PROGRAM_CHARS, ProgramPlan
 from stretto.programs.formats.text import loads
 from stretto.workload import Dep, Op
@@ -26,7 +26,7 @@ STEP = Workload(
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return planned(STEP, CLUSTER, steps=20, budget_s=5.0, retime=False).plan
+    return api.plan(STEP, CLUSTER, steps=20, budget_s=5.0, retime=False).plan
 
 
 def test_every_motif_runs_as_the_library_or_as_a_program_of_the_plan(plan: Plan, tmp_path: Path) -> None:

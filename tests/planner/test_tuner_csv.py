@@ -12,10 +12,10 @@ import pytest
 
 from stretto.cluster import Cluster
 from stretto.errors import InvalidInput, PlanMismatch
+from stretto.planner import api
 from stretto.planner.algebra.motif import motif_of
 from stretto.planner.algebra.options import problem as make_problem
 from stretto.planner.algebra.rules import apply
-from stretto.planner.api import planned
 from stretto.planner.costs.channels import bindings_for
 from stretto.planner.costs.costs import Motion, simulated_costs
 from stretto.planner.plan import MotifPlan, OpPlan, Plan
@@ -173,7 +173,7 @@ def test_sizes_that_are_near_to_one_another_share_a_line() -> None:
 
 def test_nccl_alone_gains_nothing_where_the_tuner_says_what_nccl_does_anyway() -> None:
     workload = Workload.load("dlrm:A2,ranks=16")
-    found = planned(workload, CLUSTER, steps=30)
+    found = api.plan(workload, CLUSTER, steps=30)
     lines, _ = tuner_lines(found.plan, workload, CLUSTER)
     alone = with_tuner_alone(lines, found.problem, CLUSTER)
     assert alone.period_us == pytest.approx(found.schedules["fifo"].period_us)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto import AllGather, AllReduce, Collective, InvalidInput, Lowered, Program, VerificationError
+from stretto import AllGather, AllReduce, Collective, InvalidInput, Program, VerificationError
+from stretto.programs import Lowered
 from stretto.programs.interpret import check, expected_outputs, interpret, random_inputs
 from stretto.programs.lower import lower
 from stretto.programs.lowered import BUFFERS, OPS

@@ -17,11 +17,11 @@ from stretto import (
     AllReduce,
     Collective,
     InvalidInput,
-    Lowered,
     Program,
     ReduceScatter,
     VerificationError,
 )
+from stretto.programs import Lowered
 from stretto.programs.interpret import check
 from stretto.programs.lower import lower
 from stretto.programs.lower_memory import BufferLayout

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto import AllGather, InvalidInput, Lowered, Permute, Program, VerificationError
+from stretto import AllGather, InvalidInput, Permute, Program, VerificationError
+from stretto.programs import Lowered
 from stretto.programs.lowered import (
     COPY,
     NOP,

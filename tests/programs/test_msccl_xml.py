@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stretto import AllReduce, AllToAllV, InvalidInput, Lowered, Permute, Program, VerificationError
+from stretto import AllReduce, AllToAllV, InvalidInput, Permute, Program, VerificationError
+from stretto.programs import Lowered
 from stretto.programs.formats.msccl_xml import DIALECTS, dumps, loads
 from stretto.programs.interpret import check
 from stretto.programs.lower import lower

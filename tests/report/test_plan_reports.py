@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from stretto.cluster import Cluster
-from stretto.planner.api import SYSTEM, PlanResult, planned, to_plan
+from stretto.planner import api
+from stretto.planner.api import SYSTEM, PlanResult, to_plan
 from stretto.planner.example import random_problem
 from stretto.planner.schedule.schedule import Scheduler
 from stretto.planner.schedule.search import search
@@ -40,7 +41,7 @@ STEP = Workload(
 
 @pytest.fixture(scope="module")
 def found() -> PlanResult:
-    return planned(STEP, HGX2, steps=100)
+    return api.plan(STEP, HGX2, steps=100)
 
 
 class Page(HTMLParser):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from stretto import InvalidInput, capture
+from stretto import InvalidInput
+from stretto.torch import capture
 from stretto.workload import Op, Workload
 
 Outcomes = dict[str, list[Any]]

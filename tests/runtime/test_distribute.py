@@ -1,4 +1,4 @@
-"""`stretto.distribute`: real ranks train as one process does, whatever the strategy."""
+"""`stretto.torch.distribute`: real ranks train as one process does, whatever the strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step as `stretto.distribute` carries it out moves the bytes that the simulator counts for it."""
+"""A step as `stretto.torch.distribute` carries it out moves the bytes that the simulator counts for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`stretto.distribute` in training loops: accumulation, clipping, saving, unused layers, and what is refused."""
+"""`stretto.torch.distribute` in training loops: accumulation, clipping, saving, unused layers, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import stretto
+import stretto.torch
 from stretto import InvalidInput
 from stretto.strategy.distribute import model_spec
 
@@ -126,7 +126,7 @@ def test_what_is_refused_is_named(outcomes: Outcomes, what: str, said: str) -> N
 def test_without_a_job_it_says_so() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(InvalidInput, match=r"call torch\.distributed\.init_process_group first"):
-        stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
 def test_what_is_no_model_optimizer_or_strategy_is_named() -> None:
@@ -139,7 +139,7 @@ def test_what_is_no_model_optimizer_or_strategy_is_named() -> None:
         ((model, optimizer, five), "strategy: must be a Strategy, a file's path or None, not int"),
     ):
         with pytest.raises(InvalidInput, match=said):
-            stretto.distribute(*given)
+            stretto.torch.distribute(*given)
 
 
 def test_a_spec_has_order_rows_factors_and_ties() -> None:

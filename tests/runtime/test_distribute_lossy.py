@@ -1,4 +1,4 @@
-"""`stretto.distribute` with encoders and staleness, and in trial mode."""
+"""`stretto.torch.distribute` with encoders and staleness, and in trial mode."""
 
 from __future__ import annotations
 

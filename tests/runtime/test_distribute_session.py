@@ -15,7 +15,7 @@ from stretto.strategy.requests import Arm, Reference
 from stretto.strategy.trials import Trials, command
 
 SCRIPT = """
-import json, sys, torch, torch.distributed as dist, stretto
+import json, sys, torch, torch.distributed as dist, stretto.torch
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -30,7 +30,7 @@ class Model(torch.nn.Module):
         return self.body(self.table(rows))
 
 model = Model()
-model, optimizer = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model, optimizer = stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
 schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 rows = torch.arange(5) + 7 * dist.get_rank()
 kept = None
@@ -95,12 +95,12 @@ def test_losses_fall_and_ranks_have_their_own(losses: dict[str, list[list[float]
 
 
 BY_PARTS = """
-import sys, torch, torch.distributed as dist, stretto
+import sys, torch, torch.distributed as dist, stretto.torch
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4))
 model.forward = str  # of the instance, which must be there again behind DDP
-model, optimizer = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model, optimizer = stretto.torch.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
 while True:
     optimizer.zero_grad()
     assert model.forward is str or optimizer.strategy.name == "all_reduce"

@@ -1,4 +1,4 @@
-"""`stretto.reshard`: DTensors between meshes of real processes, bit for bit as PyTorch cuts them."""
+"""`stretto.torch.reshard`: DTensors between meshes of real processes, bit for bit as PyTorch cuts them."""
 
 from __future__ import annotations
 

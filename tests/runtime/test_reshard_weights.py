@@ -1,4 +1,4 @@
-"""`stretto.WeightSync`: versions of a state dict arrive bit for bit, on all ranks or on none."""
+"""`stretto.torch.WeightSync`: versions of a state dict arrive bit for bit, on all ranks or on none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials through a command: a job that answers as `stretto.distribute` does in a session, without a training step."""
+"""Trials through a command: a job that answers as `stretto.torch.distribute` does in a session, without training."""
 
 from __future__ import annotations
 

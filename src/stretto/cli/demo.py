@@ -185,13 +185,13 @@ class _Tour:
 
     def plan(self) -> None:
         from ..cluster import Cluster
-        from ..planner.api import planned
+        from ..planner import api
         from ..report.plan_html import write_plan_html
         from ..report.plan_tables import systems_table
         from ..workload import Workload
 
         with self.step(f"A training step ({STEP}) on {STEP_CLUSTER}: all its communication planned together"):
-            found = planned(Workload.load(STEP), Cluster.load(STEP_CLUSTER), steps=SEARCH_STEPS)
+            found = api.plan(Workload.load(STEP), Cluster.load(STEP_CLUSTER), steps=SEARCH_STEPS)
             self.console.print(systems_table(found.schedules))
             found.plan.save(self.path("plan.json", "the plan of a training step"))
             write_plan_html(self.path("plan.html", "the same: timelines before and after, and why"), found)

@@ -114,7 +114,8 @@ def plan(
     if workload is None or cluster is None:
         raise InvalidInput("plan: give --workload and --cluster, or one of show, explain, diff, retime")
     from ..cluster import Cluster
-    from ..planner.api import SYSTEM, planned
+    from ..planner import api
+    from ..planner.api import SYSTEM
     from ..planner.baselines import BASELINES
     from ..report.plan_html import write_plan_html
     from ..report.plan_tables import plan_tables, systems_table
@@ -130,7 +131,7 @@ def plan(
     machine, step = Cluster.load(cluster), Workload.load(workload)
     model = _costs(costs, machine)
     with _progress() as tell:
-        found = planned(
+        found = api.plan(
             step, machine, budget_s=budget, steps=steps, seed=seed, costs=model,
             synthesis_s=synthesize, retime=retime,
             progress=tell,

@@ -82,7 +82,7 @@ def tune(
     """Find the fastest synchronisation strategy for a training script by short runs of it.
 
     \b
-    The script calls `stretto.distribute(model, optimizer)`; nothing else in it
+    The script calls `stretto.torch.distribute(model, optimizer)`; nothing else in it
     changes. It is started once and tries one strategy after the other for a few
     iterations each. In the end the best few run again in turn with PyTorch's
     DDP, and DDP is kept unless one of them is faster with confidence.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..cluster import Cluster
-from ..errors import StrettoError
+from ..errors import InvalidInput, StrettoError
 from ..runtime.enforcer.report import DataPlane, EnforcerReport, Timing
 from ..workload import Workload
 from .messages import (
@@ -29,7 +29,7 @@ from .messages import (
     encode_captured,
 )
 from .protocol import RankSide, captured, obey, retire
-from .transport import EXCHANGE, ControllerConnection
+from .transport import EXCHANGE, ControllerConnection, from_environment
 
 LOG = logging.getLogger("stretto.control")
 EVERY_S = 0.5
@@ -50,6 +50,14 @@ def exchange_over(link: ControllerConnection) -> Exchange:
         return decode(link.call(EXCHANGE, encode(state), timeout_s=timeout_s), Reply)
 
     return exchange
+
+
+def connect() -> Exchange:
+    """The exchange with the controller that STRETTO_CONTROLLER names; `InvalidInput` when it names none."""
+    link = from_environment()
+    if link is None:
+        raise InvalidInput("STRETTO_CONTROLLER: must name the controller's address, as `stretto controller` prints it")
+    return exchange_over(link)
 
 
 class Agent:

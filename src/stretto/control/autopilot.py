@@ -256,7 +256,7 @@ class Autopilot:
         dist.all_gather_object(seen, (period_of(look.seen), look.numbers))
         found = common([period for period, _ in seen])
         if not found or any(numbers != look.numbers for _, numbers in seen):
-            raise InvalidInput(f"{look.why}; mark the ends of iterations with stretto.step()")
+            raise InvalidInput(f"{look.why}; mark the ends of iterations with stretto.torch.step()")
         self._marks.learn(look.numbers, found)
         self._begin_at = self._steps + WARM_UP
         self._say(f"an iteration is {found} steps")

@@ -19,7 +19,8 @@ import msgspec
 
 from ..errors import InvalidInput, StrettoError
 from ..files import typed
-from ..planner.api import SYSTEM, planned, to_plan, to_schedule
+from ..planner import api
+from ..planner.api import SYSTEM, to_plan, to_schedule
 from ..planner.plan import PLAIN, Plan
 from .messages import MAX_MESSAGE_BYTES, CapturedStep, decode_captured, decode_plan, encode_plan
 from .refine import RefinedCosts
@@ -75,7 +76,7 @@ def answer(ask: PlanRequest) -> PlanReply:
 
     workload, cluster = decode_captured(ask.captured)
     costs = RefinedCosts(simulated_costs(cluster), ask.factors, ask.captured.motif_us)
-    made = planned(workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs)
+    made = api.plan(workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs)
     plan = to_plan(PLAIN, made.plain, made.problem, cluster) if ask.plain else made.plan
     current_us = 0.0
     if ask.current is not None:

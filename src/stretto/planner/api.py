@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from ..cluster import Cluster
 from ..errors import Infeasible, InvalidInput, PlanMismatch, unknown
 from ..programs.formats.text import dumps
+from ..simulator import Timeline
 from ..units import check_seed
 from ..workload import Workload
 from .algebra.options import problem as make_problem
@@ -39,36 +42,62 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanResult:
-    """A plan with the problem, the search and the schedule of every system that it was compared with."""
+    """A plan with the problem, the search and the schedule of every system that it was compared with.
+
+    Attributes of the plan that are not listed here are there too, for code that was written when `plan` returned the
+    `Plan` alone.
+    """
 
     plan: Plan
     problem: PlanProblem
     schedules: dict[str, StepSchedule]
+    """By system: ``stretto`` (the plan's own) and every baseline."""
     search: SearchResult
     plain: StepSchedule
     """The schedule that Stretto's backend runs without a plan."""
 
+    @property
+    def iteration_us(self) -> float:
+        """The plan's iteration time in the planner's time model."""
+        return self.plan.iteration_us
 
-def plan(workload: Workload, cluster: Cluster, *, budget_s: float = 30.0, seed: int = 0) -> Plan:
-    """Plan the communication of a training step; `planned` also returns what the plan was compared with.
+    @property
+    def bound_us(self) -> float:
+        """A time that no plan of this problem beats in the same model; `plan.bound_by` says why."""
+        return self.plan.bound_us
 
-    Args:
-        workload: the training step, with at least one comm-op.
-        cluster: the cluster; rank r runs on device r.
-        budget_s: seconds for baselines and search, > 0; costing the options comes on top.
-        seed: seed of all searches, >= 0.
+    @property
+    def baselines_us(self) -> dict[str, float]:
+        """The iteration time of every system that the plan was compared with."""
+        return dict(self.plan.baselines_us)
 
-    Returns:
-        The best plan found.
+    def timeline(self, system: str = SYSTEM) -> Timeline:
+        """One iteration as a system schedules it: ``stretto``, or one of `baselines_us`.
 
-    Raises:
-        InvalidInput: an argument is invalid, or the workload has no comm-ops.
-        Infeasible: a comm-op cannot be carried by the cluster's channels.
-    """
-    return planned(workload, cluster, budget_s=budget_s, seed=seed).plan
+        Args:
+            system: a key of `schedules`.
+
+        Returns:
+            The predicted timeline, for `stretto.report`.
+
+        Raises:
+            InvalidInput: there is no such system.
+        """
+        if system not in self.schedules:
+            raise unknown("system", system, self.schedules)
+        return self.schedules[system].timeline(self.problem)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan, which is all that an enforcer needs, to a file."""
+        self.plan.save(path)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.plan, name)
 
 
-def planned(
+def plan(
     workload: Workload,
     cluster: Cluster,
     *,
@@ -82,7 +111,9 @@ def planned(
     least_gain: float = 0.0,
     progress: Progress | None = None,
 ) -> PlanResult:
-    """Cost the options of all comm-ops, schedule every baseline with them, and search from the best of all.
+    """Plan the communication of a training step: all choices together, beside every baseline and a lower bound.
+
+    Options of all comm-ops are costed, every baseline is scheduled with them, and the search starts from the best.
 
     With `steps` the result depends on the seed alone; with a time budget only the number of steps varies.
 

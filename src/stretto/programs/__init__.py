@@ -7,7 +7,7 @@ from .symmetry import SymmetricProgram
 from .verify import VerificationReport, verify_lowered
 from .verify import verify as _verify
 
-__all__ = ["Lowered", "Program", "VerificationReport", "SymmetricProgram"]
+__all__ = ["Lowered", "Program", "SymmetricProgram", "VerificationReport", "formats", "interpret"]
 
 VERIFY.supply(_verify)
 LOWER.supply(_lower)

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..errors import InvalidInput
-from ..planner.api import PlanResult, planned
+from ..planner import api
+from ..planner.api import PlanResult
 from ..workload import Workload
 from .flows import AS_LISTED, DIRECT, MessageFlow, flow_costs, run
 from .kernels import StrategyStep, global_step, workload_of
@@ -121,7 +122,7 @@ def plan_strategy(
         InvalidInput: the arguments do not fit.
     """
     _, workload = prepared(strategy, model, cluster, slowdown)
-    return planned(workload, cluster, budget_s=budget_s, steps=steps, seed=seed, systems=systems, retime=False)
+    return api.plan(workload, cluster, budget_s=budget_s, steps=steps, seed=seed, systems=systems, retime=False)
 
 
 def prepared(

@@ -1,10 +1,10 @@
 """Trials: a training job run for a few iterations under a strategy, started as a command that does not know of the
 search.
 
-A job that calls `stretto.distribute` reads ``STRETTO_TRIAL=session,FOLDER``: it describes its model, and then tries the
-strategies that are requested in the folder (`strategy.requests`), one after the other, until it is asked to end. So a
-trial costs its iterations, not a start. A strategy under which the job dies or hangs is recorded, and the job is
-started again for the next one.
+A job that calls `stretto.torch.distribute` reads ``STRETTO_TRIAL=session,FOLDER``: it describes its model, and then
+tries the strategies that are requested in the folder (`strategy.requests`), one after the other, until it is asked to
+end. So a trial costs its iterations, not a start. A strategy under which the job dies or hangs is recorded, and the
+job is started again for the next one.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Trials:
             path = self._running() / MODEL_FILE
         except _Lost as lost:
             raise Infeasible(
-                f"the job did not describe its model; does it call stretto.distribute and take 6 steps? {lost}"
+                f"the job did not describe its model; does it call stretto.torch.distribute and take 6 steps? {lost}"
             ) from None
         plain = parse_json(read_text(path.with_suffix(".hosts"), max_bytes=MAX_HOSTS_BYTES), where="hosts")
         hosts = convert({"hosts": plain}, _Hosts, where="hosts").hosts

@@ -7,9 +7,13 @@ so for a range of sizes. Solvers are loaded only by the makers that use one.
 from . import sketch, sketch_files
 from .certificate import Candidate, Certificate, Lowering, Synthesis
 from .portfolio import synthesize
+from .sketch import Sketch
 from .table import Selection, select
 
-__all__ = ["Candidate", "Certificate", "Lowering", "Selection", "Synthesis", "select", "synthesize"]
+__all__ = [
+    "Candidate", "Certificate", "Lowering", "Selection", "Sketch", "Synthesis", "forest", "select", "synthesize",
+    "three_stage",
+]  # fmt: skip
 
 sketch.LOAD.supply(sketch_files.load)
 sketch.SAVE.supply(sketch_files.save)

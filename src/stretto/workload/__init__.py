@@ -3,7 +3,7 @@
 from . import dag, files, workloads
 from .dag import COMM_KINDS, COMPUTE, Dep, Op, Place, Workload
 
-__all__ = ["COMM_KINDS", "COMPUTE", "Dep", "Op", "Place", "Workload", "workloads"]
+__all__ = ["COMM_KINDS", "COMPUTE", "Dep", "Op", "Place", "Workload", "chakra", "kineto", "workloads"]
 
 dag.LOAD.supply(files.load)
 dag.SAVE.supply(files.save)

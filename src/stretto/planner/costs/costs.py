@@ -69,7 +69,7 @@ class Motion:
 class CostModel(Protocol):
     """A cost model: gives the time of a motif, and the algorithms that can move it.
 
-    Pass an instance as ``costs=`` to `planned`, `problem` or `retime`. Only the process that plans calls it, from one
+    Pass an instance as ``costs=`` to `plan`, `problem` or `retime`. Only the process that plans calls it, from one
     thread; the ranks of a job never do. For every motif and size the planner first calls `algorithms`, then `cost` with
     some of the returned names, thousands of times in all: answers should be cached. A model may assume that
     `motion.groups` are disjoint sets of device numbers of `cluster` with at least two ranks each, that

@@ -28,6 +28,11 @@ from ..lowered import Lowered
 if TYPE_CHECKING:
     from .mscclpp_reader import ExecutionPlan
 
+__all__ = [
+    "SUFFIXES", "format_of", "load_program", "msccl_xml", "mscclpp_json", "mscclpp_reader", "save_program", "sniff",
+    "text",
+]  # fmt: skip
+
 SUFFIXES = {".txt": "text", ".prog": "text", ".xml": "msccl", ".json": "mscclpp"}
 """The format that a file name's ending asks for."""
 

@@ -1,3 +1,3 @@
-"""Moves tensors and whole state dicts of a running job from one mesh to another: `stretto.reshard`,
-`stretto.WeightSync`.
+"""Moves tensors and whole state dicts of a running job from one mesh to another: `stretto.torch.reshard`,
+`stretto.torch.WeightSync`.
 """

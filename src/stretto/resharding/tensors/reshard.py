@@ -1,4 +1,4 @@
-"""`stretto.reshard`: moves a DTensor to another mesh."""
+"""`stretto.torch.reshard`: moves a DTensor to another mesh."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def reshard(
 
     ::
 
-        on_servers = stretto.reshard(weight, servers, [Shard(1)])
+        on_servers = stretto.torch.reshard(weight, servers, [Shard(1)])
 
     All ranks of both meshes call it, in the same order; meshes may be disjoint, overlap or be equal. Ranks first
     compare their arguments, so that a difference is an error on all of them. The result has no gradient.

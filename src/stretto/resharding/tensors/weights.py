@@ -1,4 +1,4 @@
-"""`stretto.WeightSync`: updates replicas with the trainers' state dict, version by version, each on all ranks or on
+"""`stretto.torch.WeightSync`: updates replicas with the trainers' state dict, version by version; each on all ranks or
 none.
 """
 
@@ -47,7 +47,7 @@ class WeightSync:
 
     ::
 
-        sync = stretto.WeightSync(source=trainer.state_dict() if training else None,
+        sync = stretto.torch.WeightSync(source=trainer.state_dict() if training else None,
                                   target=server.state_dict() if serving else None)
         version = sync.update()                    # all ranks
         with sync.read() as weights:               # on replicas, in any thread

@@ -31,7 +31,7 @@ def capture(
 
     ::
 
-        with stretto.capture(iterations=5, skip=2) as recorder:
+        with stretto.torch.capture(iterations=5, skip=2) as recorder:
             for batch in loader:
                 train_step(batch)
                 recorder.step()
@@ -74,7 +74,7 @@ class Recorder:
     def workload(self) -> Workload:
         """What was recorded, once the block is left."""
         if self._workload is None:
-            raise InvalidInput("workload: is there after the `with` block of stretto.capture has ended")
+            raise InvalidInput("workload: is there after the `with` block of stretto.torch.capture has ended")
         return self._workload
 
     @property

@@ -54,9 +54,9 @@ class Enforcer:
     """Makes a plan happen, one in each process; all ranks make it at the same point of the program.
 
     `workload` is the captured step: with it iterations are found by counting calls. Without it, or where other
-    communication happens between iterations, mark their ends with `stretto.step`. Every `every` iterations all ranks
-    agree whether to change plans. `cluster` is what plans were made for: algorithms that follow its links need it.
-    `carrier` moves the data: our executor, or gloo or NCCL with one communicator for each channel; "auto" is NCCL
+    communication happens between iterations, mark their ends with `stretto.torch.step`. Every `every` iterations all
+    ranks agree whether to change plans. `cluster` is what plans were made for: algorithms that follow its links need
+    it. `carrier` moves the data: our executor, or gloo or NCCL with one communicator for each channel; "auto" is NCCL
     where the job has used it so far, else the executor, else gloo. `group` is one of all ranks on the backend
     `stretto`, where that is not the default one (as the DDP hook's).
     """
@@ -410,7 +410,7 @@ class Enforcer:
         """Whether a call begins the next iteration, where iterations are counted by calls.
 
         Not every call behind the last comm-op does: some ranks may have an evaluation's there, and others not, and
-        `stretto.step` may still mark the end of the first iteration.
+        `stretto.torch.step` may still mark the end of the first iteration.
         """
         over = self._position == len(expected) and expected.countable
         return over and not self._marked and expected.begins(call, ranks)

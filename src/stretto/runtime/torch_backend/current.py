@@ -1,4 +1,4 @@
-"""The enforcer of this process, if there is one. Loads no torch: `stretto.step` is always there."""
+"""The enforcer of this process, if there is one. Loads no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who records the calls of this process, if anybody does: the hooks of `stretto.capture`. Loads no torch."""
+"""Who records the calls of this process, if anybody does: the hooks of `stretto.torch.capture`. Loads no torch."""
 
 from __future__ import annotations
 

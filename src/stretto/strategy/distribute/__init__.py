@@ -33,7 +33,7 @@ def distribute(
     ::
 
         torch.distributed.init_process_group("gloo")      # or "stretto"
-        model, optimizer = stretto.distribute(model, optimizer, "strategy.yaml")
+        model, optimizer = stretto.torch.distribute(model, optimizer, "strategy.yaml")
         for batch in loader:
             optimizer.zero_grad()
             loss_of(model(batch)).backward()

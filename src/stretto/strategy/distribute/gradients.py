@@ -122,8 +122,8 @@ class GradientSynchronizer:
             self._fresh = False
             if next(reversed(parameter._post_accumulate_grad_hooks.values())) is not ready:
                 raise InvalidInput(
-                    f"{name}: a hook on its gradient that was registered after stretto.distribute would not be seen: "
-                    "register it before, or call optimizer.zero_grad() afterwards"
+                    f"{name}: a hook on its gradient that was registered after stretto.torch.distribute would not be "
+                    "seen: register it before, or call optimizer.zero_grad() afterwards"
                 )
             if self._quiet:
                 return

@@ -198,8 +198,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name in self._frozen:
             if self._parameters[name].grad is not None:
                 raise InvalidInput(
-                    f"{name}: has a gradient, but was frozen when stretto.distribute was called, so that nobody brings "
-                    "its gradients together: call stretto.distribute after requires_grad_(True)"
+                    f"{name}: has a gradient, but was frozen when stretto.torch.distribute was called, so that nobody "
+                    "brings its gradients together: call stretto.torch.distribute after requires_grad_(True)"
                 )
 
     @torch.no_grad()
@@ -303,7 +303,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parameters.
         """
         if hasattr(self, "strategy"):
-            raise InvalidInput("add_param_group: add it before stretto.distribute, the strategy is for what was there")
+            raise InvalidInput(
+                "add_param_group: add it before stretto.torch.distribute, the strategy is for what was there"
+            )
         super().add_param_group(param_group)
 
     def refresh(self) -> None:

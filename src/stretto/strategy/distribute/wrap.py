@@ -41,7 +41,7 @@ from .trial import StepCounter
 def wrap(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: Strategy | str | os.PathLike[str] | None, group: Any
 ) -> tuple[nn.Module, DistributedOptimizer]:
-    """Make a model and its optimizer train as a strategy says; `stretto.distribute` calls this on all ranks.
+    """Make a model and its optimizer train as a strategy says; `stretto.torch.distribute` calls this on all ranks.
 
     Args:
         model: the model.
