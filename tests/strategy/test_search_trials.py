@@ -129,7 +129,7 @@ def test_of_a_launchers_many_words_the_error_is_kept() -> None:
 
 def test_a_job_that_knows_nothing_of_trials_says_so() -> None:
     with Trials(command([sys.executable, "-c", "print('trained')"])) as trials:
-        with pytest.raises(Infeasible, match=r"does it call stretto\.distribute.*exit code 0: trained"):
+        with pytest.raises(Infeasible, match=r"does it call stretto\.torch\.distribute.*exit code 0: trained"):
             trials.describe()
         with pytest.raises(Infeasible, match=r"left no result: the script ended by itself.*exit code 0: trained"):
             trials.run(build("all_reduce", MODEL, 4))
