@@ -3,7 +3,7 @@
 `iteration_us` is the median over all rounds of the slowest rank's time; `gain` is how many times faster than the first
 system of the case; `ceiling` is what the links allow at most; `predicted_off_percent` compares a plan's promise with
 what was measured. The cases that train models are in enforcer_models.py, those under a controller in enforcer_run.py,
-and the one that needs a GPU, and no lab, in enforcer_nccl.py.
+and those that need no lab in enforcer_call.py (the cost of a call) and enforcer_nccl.py (on a GPU).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import enforcer_call
 import enforcer_models
 import enforcer_nccl
 import enforcer_run
@@ -94,8 +95,8 @@ def overhead(quick: bool) -> list[Row]:
 
 
 CASES: dict[str, Callable[[bool], list[Row]]] = {
-    "channels": channels, "overhead": overhead, **enforcer_models.CASES, **enforcer_run.CASES,
-    **enforcer_nccl.CASES,
+    "channels": channels, "overhead": overhead, **enforcer_call.CASES, **enforcer_models.CASES,
+    **enforcer_run.CASES, **enforcer_nccl.CASES,
 }  # fmt: skip
 
 
