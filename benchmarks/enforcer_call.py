@@ -1,7 +1,7 @@
 """What a call under a plan costs this process beside its communication: an executor that moves nothing stands in.
 
-`call_us` is the time from the call to the end of its ``wait()`` in the enforcer, the least of many rounds; so other load
-on the machine hardly changes it. No lab is needed: there is one process, which believes to be the first of two ranks.
+`call_us` is the time from the call to the end of its ``wait()`` in the enforcer, the least of many rounds; so other
+load on the machine hardly changes it. No lab is needed: one process believes to be the first of two ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Row
+from torch._C._distributed_c10d import HashStore
 
 from stretto.cluster import Cluster
 from stretto.planner.algebra.motif import motif_of
@@ -57,7 +58,7 @@ class StillExecutor:
 
 def call_cost(quick: bool) -> list[Row]:
     """Each kind as one whole motif, waited for at once and later."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return [row for kind in KINDS for row in _cost_of(kind, rounds=200 if quick else 2000)]
 
 

@@ -26,6 +26,7 @@ except ImportError:
 
 from .cluster import Cluster
 from .planner.plan import Plan
+from .runtime.enforcer.carrier import CarrierMaker
 from .runtime.enforcer.ddp_hook import DdpHook, ddp_hook
 from .runtime.enforcer.enforcer import Enforcer
 from .runtime.torch_backend.backend import StrettoGroup, register
@@ -121,7 +122,7 @@ def enforce(
     *,
     every: int = 8,
     cluster: Cluster | None = None,
-    carrier: str = "auto",
+    carrier: str | CarrierMaker = "auto",
 ) -> Enforcer:
     """Carry out a plan for the captured step from one of the next iterations on; all ranks call it at the same point.
 
@@ -135,6 +136,7 @@ def enforce(
         print(enforcer.report())
 
     `carrier` moves the data: "executor" (ours), "gloo", or "nccl" (on GPUs); "auto" takes what the job uses.
+    One of your own is given by what makes it, see docs/enforcer.md.
     """
     chosen = plan if isinstance(plan, Plan) else plan.plan
     made = Enforcer(workload, every=every, cluster=cluster, carrier=carrier)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from stretto.planner.algebra.motif import motif_of
 from stretto.runtime.enforcer.memory import Pool, RowLayout, stage
 from stretto.runtime.enforcer.parts import RankMotif, RankOp
 from stretto.runtime.enforcer.pieces import MotifBinding, Pieces
-from stretto.runtime.enforcer.planned_work import PlannedWork, SubmittedOp, never
+from stretto.runtime.enforcer.planned_work import PlannedWork
 from stretto.runtime.enforcer.sequencer import QueuedMotif, QueuedOp, Sequencer
+from stretto.runtime.enforcer.submission import SubmittedPlace
 from stretto.workload import Op
 
 WHOLE = motif_of("all_reduce", (0, 1), 8.0, 0)
@@ -144,8 +144,6 @@ def test_memory_of_ever_new_sizes_is_not_kept_for_ever() -> None:
 def test_what_runs_in_plain_order_already_is_not_run_again_when_a_plan_is_left() -> None:
     op = Op(name="op", kind="all_to_all", nbytes=8.0)
     instance = QueuedOp(1, RankOp(number=0, op=op, whole=WHOLE, parts=(), option="whole"), 0)
-    carrier: Any = None
-    call: Any = SimpleNamespace(reduce="")
-    given = SubmittedOp(_Owner(), carrier, instance, None, None, call, never)
+    given = SubmittedPlace(_Owner(), instance)
     given.run_plainly()
     assert given.instead is None and instance.done and instance.error is None

@@ -31,6 +31,7 @@ class _Carrier:
     """Stands for what moves data."""
 
     programs = averages = True
+    one_launch_order = False
 
     def __init__(self) -> None:
         self.unloaded: list[int] = []

@@ -1,74 +1,30 @@
-"""Who moves a motif's data: our executor, with a communicator for each lane of a plan."""
+"""Who moves the motifs of a plan: the contract that every carrier keeps, and what those on the host share."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
-from ...errors import PlanMismatch, StrettoError
-from ...programs import Lowered, Program
-from ...programs.lower import lower
-from ..executor.executor import DTYPES, Executor, LoadedProgram
-from .memory import RowLayout, StagedBuffers
+from ..torch_backend.buffers import CollectiveCall
+from ..torch_backend.engine import Engine
+from ..torch_backend.work import GroupWork
+from .compiled_op import CompiledOp, LoadedMotif
+from .memory import StagedBuffers
 from .parts import RankMotif
 from .pieces import MotifBinding
-from .sequencer import ActiveMotif, QueuedMotif
+from .planned_work import PlannedWork
+from .sequencer import ActiveMotif, QueuedMotif, QueuedOp, Sequencer
+from .submission import PlannedCall, SubmissionOwner, SubmittedOp, SubmittedStaged
 
 SLOTS = 6
-"""Plans that follow each other use different communicators, so that one can run out while the next begins."""
-LANES = 20
+"""Plans that may be loaded at once, each with a number modulo this of its own: one runs out while the next begins."""
 MAX_NUMBER = (1 << 16) - 1
-MAX_KEPT = 1024
-RESERVED = SLOTS * LANES + 1
-TICK_S = 0.25
-LATE_S = 0.002
-
-Ended = Callable[[QueuedMotif], None]
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class LoadedMotif(Protocol):
-    """A task made ready for one carrier."""
-
-    @property
-    def layout(self) -> RowLayout:
-        """Its memory."""
-
-
-class Carrier(Protocol):
-    """Runs the tasks of plans. Several plans may be loaded, each under its number."""
-
-    programs: bool
-    """Whether it runs programs; else it has algorithms of its own."""
-    averages: bool
-    """Whether a reduction can be an average."""
-
-    def load(self, number: int, part: RankMotif, task: MotifBinding) -> LoadedMotif:
-        """Make a task ready."""
-
-    def start(
-        self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
-    ) -> ActiveMotif:
-        """Run it; with `blocking` the caller waits at once. The end of a `watched` entry is reported."""
-
-    def watch(self, entry: QueuedMotif) -> None:
-        """Report the end of an entry that was started without."""
-
-    def agree(self, values: Sequence[int]) -> PendingMaximum:
-        """Begin to take the maximum of each value over all ranks; all ranks call it in the same order."""
-
-    def unload(self, number: int) -> None:
-        """Forget a plan."""
-
-    def close(self) -> None:
-        """End its threads."""
+CPU = torch.device("cpu")
 
 
 class PendingMaximum(Protocol):
@@ -81,226 +37,199 @@ class PendingMaximum(Protocol):
         """The values, once all ranks have given theirs."""
 
 
-class ExecutorMotif:
-    """A program as the executor has it."""
+class Carrier(Protocol):
+    """Moves the data of the motifs of plans, on one rank; the enforcer keeps order and agreement.
 
-    __slots__ = ("handle", "layout")
+    *Who calls.* One enforcer in each process makes one carrier, all ranks at the same point of the program, and
+    closes it at the same point. Training's thread calls `check`, `refusal`, `submit` and `agree`; the control plane's
+    thread calls `load` and `unload`, and training's thread `load` too, where a call comes with a new size. A motif is
+    started by any thread (whoever submits, waits, or reports that another motif has ended), one at a time under the
+    sequencer's lock.
 
-    def __init__(self, handle: LoadedProgram, layout: RowLayout) -> None:
-        self.handle, self.layout = handle, layout
+    *In which order.* Every motif of a plan is loaded before the plan is active; of one plan all ranks load the motifs
+    that they share in the same order, so making connections together is allowed. Ops are submitted in the
+    application's order. A carrier hands what it submits to ``site.sequencer.submit``, which starts each motif in its
+    turn. Motifs of the same ranks and channels start in the same order on all these ranks, and none before the one
+    that holds its channels has ended (brief ones excepted); so a communicator for each (number of the plan, channels,
+    ranks) never sees two orders. What is submitted may run out after its plan was unloaded.
+
+    *What it may assume.* Every op that is submitted is one that `refusal` let pass, on all ranks of its group. A
+    motif that starts here starts on all its ranks, unless one of them dies or does something else: then the job's
+    timeout ends it with an error, or the sequencer does. Memory that a motif was given stays until the op is over.
+
+    *What it promises.* `submit` does not wait for other ranks; that a call is ``blocking`` only says that its thread
+    is going to wait at once. The end of a motif is reported by ``site.sequencer.ended``, where the sequencer has
+    marked it as ``watched`` or asks for it by `watch`; else whoever waits looks at `ActiveMotif.done`. Reporting more
+    ends than that does no harm. A motif that fails has its reason in `ActiveMotif.error`; everything ends with it.
+
+    `HostCarrier` does `submit` in terms of a method that moves one motif, which is all that most carriers want to
+    write.
+    """
+
+    programs: bool
+    """Whether it runs the programs that a plan names; else it has algorithms of its own."""
+    averages: bool
+    """Whether a reduction over all ranks of an op can be an average."""
+    one_launch_order: bool
+    """Whether a motif that was started may keep all others from running until its peers are there. Then all ranks must
+    start all motifs in one order: plans without one are refused, and a call of some ranks alone ends the plan."""
+    device: torch.device
+    """Where the tensors are that it moves."""
+
+    def refusal(self, call: CollectiveCall, engine: Engine) -> str:
+        """Why a call is left to the wrapped backend, in plain order; empty where it is not.
+
+        It may depend on nothing but what is the same on all ranks of the call.
+        """
+
+    def load(self, number: int, part: RankMotif, task: MotifBinding) -> LoadedMotif:
+        """Make a motif of a plan ready for one size; the same motif may be loaded for many sizes.
+
+        Args:
+            number: The plan's number.
+            part: The motif with its ranks, channels and lane.
+            task: What this rank reads and writes in it, and its program, where `programs` is set.
+
+        Returns:
+            What `CompiledOp.loaded` holds for it.
+
+        Raises:
+            PlanMismatch: It cannot be carried out here.
+        """
+
+    def submit(self, call: PlannedCall, compiled: CompiledOp) -> GroupWork:
+        """Carry out a call as the active plan says.
+
+        Args:
+            call: The call, its tensors, and its queued op, which stands in the plan's order already.
+            compiled: What was loaded for each of the op's motifs, for the call's own size.
+
+        Returns:
+            What the application waits for.
+        """
+
+    def check(self) -> None:
+        """Raise what has ended the plan, where nobody waits on the host; asked before every call and step."""
+
+    def read(self) -> None:
+        """Report what was measured since, where measurements come late; before every report."""
+
+    def agree(self, values: Sequence[int]) -> PendingMaximum:
+        """Begin to take the maximum of each value over all ranks; all ranks call it in the same order."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the job still runs that it was made for."""
+
+    def unload(self, number: int) -> None:
+        """Forget a plan. What was submitted and is held back still runs out."""
+
+    def close(self) -> None:
+        """End its threads and give back what it was given."""
 
 
-class ExecutorCarrier:
-    """Our executor: every lane is a communicator, a motif's channels are networks."""
+@dataclass(frozen=True, kw_only=True)
+class CarrierSite:
+    """Where a carrier works: what the enforcer that makes it has for it."""
 
-    programs = averages = True
+    rank: int
+    size: int
+    engine: Engine
+    """Of the group of all ranks."""
+    sequencer: Sequencer
+    """The order of the plan: takes what is submitted, and hears of motifs that have ended."""
+    owner: SubmissionOwner
+    """Hears what was measured, and of waits that take long."""
+    generation: int
+    """How many enforcers this process has made; the same on all ranks."""
+    explain: Callable[[Exception], Exception]
+    """Turns an error of the wrapped backend's into one that names the rank that is gone."""
+    hopeless: Callable[[QueuedOp], str]
+    """Why an op that does not end never will, as another rank has left the plan; empty where it may."""
 
-    def __init__(
-        self, executor: Executor, ended: Ended, *, networks: Sequence[str], first: int, timeout_s: float,
-        generation: int = 0,
-    ) -> None:  # fmt: skip
-        self._executor, self._ended, self._timeout_s = executor, ended, timeout_s
-        # Works of a plan are numbered from a place of its own: what used a communicator before does not matter.
-        self._base = generation << 16
-        self._networks, self._first = networks, first
-        # Both by the ids of programs, which are theirs alone while they are kept here.
-        self._handles: dict[tuple[int, int, int], tuple[Program, LoadedProgram]] = {}
-        self._lowered: dict[int, tuple[Program, Lowered]] = {}
-        self._running: dict[int, QueuedMotif] = {}
-        self._late: SimpleQueue[QueuedMotif | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._thread: threading.Thread | None = None
-        self._fence: LoadedProgram | None = None
 
-    def load(self, number: int, part: RankMotif, task: MotifBinding) -> ExecutorMotif:
-        """Make a task ready; a program that many motifs run is loaded once for each lane."""
-        assert task.program is not None
-        if part.lane >= LANES:
-            raise PlanMismatch(f"the plan needs more than {LANES} communicators")
-        key = (number, id(task.program), part.lane)
-        found = self._handles.get(key)
-        if found is None:
-            networks = [channel for channel in part.channels if channel in self._networks]
-            handle = self._executor.load(
-                self._lower(task.program), ranks=part.leaf.ranks, channels=networks or None,
-                communicator=self._first + 1 + number % SLOTS * LANES + part.lane,
-                first_number=(self._base + number) << 32, by_call=task.exchange is not None,
-            )  # fmt: skip
-            found = task.program, handle
-            _keep(self._handles, key, found)
-        return ExecutorMotif(found[1], RowLayout.of(task))
+CarrierMaker = Callable[[CarrierSite], Carrier]
+"""Makes this rank's carrier; all ranks call it at the same point."""
 
-    def _lower(self, program: Program) -> Lowered:
-        """Plans share programs, so each is lowered once."""
-        found = self._lowered.get(id(program))
-        if found is None:
-            found = program, lower(program)
-            _keep(self._lowered, id(program), found)
-        return found[1]
 
+class HostCarrier(ABC):
+    """A carrier on the host, whose motifs end some time after they were started; subclasses move single motifs."""
+
+    programs = averages = one_launch_order = False
+    device = CPU
+
+    def __init__(self, site: CarrierSite) -> None:
+        self.site = site
+        self._sequencer, self._owner = site.sequencer, site.owner
+
+    def refusal(self, call: CollectiveCall, engine: Engine) -> str:
+        """Why a call is left to the wrapped backend: what is not plain memory of the host's."""
+        if call.device.type != "cpu" or engine.size == 1:
+            return "not on the host, or nobody to talk to"
+        if call.splits is not None:
+            # Not whether a tensor is empty: those of other ranks may not be.
+            return "sparse tensors" if any(tensor.layout != torch.strided for tensor in call.inputs) else ""
+        return "nothing to move" if call.tensor.layout != torch.strided or call.tensor.numel() == 0 else ""
+
+    @abstractmethod
+    def load(self, number: int, part: RankMotif, task: MotifBinding) -> LoadedMotif:
+        """Make a motif ready; see `Carrier.load`."""
+
+    @abstractmethod
     def start(
         self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
-        """Run it; its end is reported by a thread that sleeps in C++."""
-        assert isinstance(loaded, ExecutorMotif)
-        if loaded.layout.task.exchange is not None:
-            return self._start_exchange(loaded, staged, entry, blocking)
-        size = DTYPES[dtype]
-        ends = [0 if view is None else view[0].data_ptr() + view[1] * size for view in (staged.source, staged.target)]
-        return self._start(loaded, ends[0], ends[1], dtype, op, entry, blocking, staged)
+        """Begin to move one motif, without waiting for it.
 
-    def start_on(
-        self, loaded: ExecutorMotif, tensor: torch.Tensor, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
-    ) -> ActiveMotif:
-        """The same for a motif that works in place on a tensor without gaps."""
-        assert loaded.layout.place is not None
-        _, read, _, written, _ = loaded.layout.place
-        begin, size = tensor.data_ptr(), DTYPES[dtype]
-        return self._start(loaded, begin + read * size, begin + written * size, dtype, op, entry, blocking, tensor)
+        Args:
+            loaded: What `load` has made of it.
+            staged: Where it reads (`source`) and writes (`target`): (flat tensor, first element, behind the last).
+            dtype: The type of the elements, by PyTorch's name.
+            op: The reduction, where the motif is one.
+            entry: What `site.sequencer.ended` is told at its end, if it is ``entry.watched``.
+            blocking: Whether the thread that calls waits for it at once.
 
-    def _start(
-        self, loaded: ExecutorMotif, read: int, written: int, dtype: str, op: str, entry: QueuedMotif, blocking: bool,
-        keep: object,
-    ) -> ActiveMotif:  # fmt: skip
-        count = loaded.layout.task.count
-        if not entry.watched:
-            return self._executor.start(
-                loaded.handle, read, written, count, dtype, op, timeout_s=self._timeout_s, blocking=blocking, keep=keep
-            )
-        if self._thread is None:
-            self._begin()
-        with self._lock:
-            work = self._executor.start(
-                loaded.handle, read, written, count, dtype, op, timeout_s=self._timeout_s, keep=keep, notify=True
-            )
-            self._running[work.id] = entry
-        return work
+        Returns:
+            The motif under way.
+        """
 
-    def _start_exchange(
-        self, loaded: ExecutorMotif, staged: StagedBuffers, entry: QueuedMotif, blocking: bool
-    ) -> ActiveMotif:
-        """An all-to-all with splits: its pieces are wherever they are in the op's input and output."""
-        gives, takes = _extents(loaded, staged)
-        if not entry.watched:
-            return self._executor.start_pieces(
-                loaded.handle, gives, takes, timeout_s=self._timeout_s, blocking=blocking, keep=staged
-            )
-        if self._thread is None:
-            self._begin()
-        with self._lock:
-            work = self._executor.start_pieces(
-                loaded.handle, gives, takes, timeout_s=self._timeout_s, keep=staged, notify=True
-            )
-            self._running[work.id] = entry
-        return work
-
+    @abstractmethod
     def watch(self, entry: QueuedMotif) -> None:
-        """A second thread waits for those that were started without a report."""
-        if self._thread is None:
-            self._begin()
-        self._late.put(entry)
+        """Report the end of a motif that was started without; nothing to do where every end is reported."""
 
+    def submit(self, call: PlannedCall, compiled: CompiledOp) -> GroupWork:
+        """Put an op in line whose motifs `start` moves."""
+        submitted = SubmittedStaged(self._owner, self, call, compiled)
+        return self._put_in_line(call, submitted, inline=call.blocking and len(compiled.loaded) == 1)
+
+    def _put_in_line(self, call: PlannedCall, submitted: SubmittedOp, *, inline: bool) -> GroupWork:
+        # Only who starts it inside of this call is the thread that waits.
+        submitted.inline = inline
+        self._sequencer.submit(call.queued, submitted)
+        submitted.inline = False
+        return PlannedWork(self._owner, self._sequencer, call.queued, submitted, call.tensors)
+
+    def check(self) -> None:
+        """Whoever waits is told."""
+        return
+
+    def read(self) -> None:
+        """Measurements come with the ends of motifs."""
+        return
+
+    @abstractmethod
     def agree(self, values: Sequence[int]) -> PendingMaximum:
-        """On a communicator of its own."""
-        from ...algorithms import algorithm
+        """Begin to take the maximum of each value over all ranks."""
 
-        if self._fence is None:
-            world = self._executor.world_size
-            program = algorithm("direct", "all_reduce", world, in_place=True)
-            self._fence = self._executor.load(program, communicator=self._first, first_number=self._base << 32)
-        return _Agreement(self._executor, self._fence, values, self._timeout_s)
-
+    @abstractmethod
     def unload(self, number: int) -> None:
-        """Forget a plan's programs."""
-        # Another thread may load another plan just now.
-        for key in list(self._handles):
-            if key[0] == number:
-                self._handles.pop(key, None)
+        """Forget a plan."""
 
+    @abstractmethod
     def close(self) -> None:
-        """The executor belongs to the job; only the thread ends, before another enforcer's could miss what it hears."""
-        self._closed = True
-        self._late.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        """End its threads."""
 
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="stretto-enforcer", daemon=True)
-        self._thread.start()
-        threading.Thread(target=self._wait_late, name="stretto-enforcer-late", daemon=True).start()
-
-    def _wait_late(self) -> None:
-        waiting: list[QueuedMotif] = []
-        while True:
-            while not waiting or not self._late.empty():
-                entry = self._late.get()
-                if entry is None:
-                    return
-                waiting.append(entry)
-            # Whoever overtakes the oldest is noticed a moment later.
-            with contextlib.suppress(Exception):
-                assert waiting[0].started is not None
-                waiting[0].started.wait(LATE_S)
-            for entry in [one for one in waiting if one.started is not None and one.started.done]:
-                waiting.remove(entry)
-                self._ended(entry)
-
-    def _run(self) -> None:
-        while not self._closed:
-            begin = time.monotonic()
-            ended = self._executor.wait_any(TICK_S)
-            if not ended and time.monotonic() - begin < TICK_S / 2:
-                # A closed executor answers at once; whoever closed it may still close the enforcer.
-                time.sleep(TICK_S)
-            with self._lock:
-                entries = [entry for number in ended if (entry := self._running.pop(number, None)) is not None]
-            for entry in entries:
-                self._ended(entry)
-
-
-def _extents(loaded: ExecutorMotif, staged: StagedBuffers) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(address, bytes) of what goes to, and comes from, each rank in the motif's window."""
-    task = loaded.layout.task
-    assert task.exchange is not None
-    assert staged.source is not None
-    assert staged.target is not None
-    count, (first, last) = len(task.leaf.ranks), task.leaf.window
-    me = loaded.handle.me
-    given, taken = staged.source[0].data_ptr(), staged.target[0].data_ptr()
-    gives = [
-        (given + lo, hi - lo)
-        for at, (lo, hi) in enumerate(task.exchange.gives)
-        if (at - me - first) % count < last - first
-    ]
-    takes = [
-        (taken + lo, hi - lo)
-        for at, (lo, hi) in enumerate(task.exchange.takes)
-        if (me - at - first) % count < last - first
-    ]
-    return gives, takes
-
-
-def _keep(known: dict[K, V], key: K, value: V) -> None:
-    """Sizes that follow the data have no end: the oldest go. What is in use is held by who uses it."""
-    while len(known) >= MAX_KEPT:
-        known.pop(next(iter(known)), None)
-    known[key] = value
-
-
-class _Agreement:
-    def __init__(self, executor: Executor, handle: LoadedProgram, values: Sequence[int], timeout_s: float) -> None:
-        import numpy as np
-
-        self._values = np.array(values, np.int64)
-        at = self._values.ctypes.data
-        self._work = executor.start(handle, at, at, len(values), "int64", "max", timeout_s=timeout_s, keep=self._values)
-
-    def over(self, timeout_s: float) -> bool:
-        with contextlib.suppress(StrettoError):
-            self._work.wait(timeout_s)
-        return self._work.done
-
-    def wait(self) -> list[int]:
-        self._work.wait()
-        return [int(value) for value in self._values]
+    @property
+    def alive(self) -> bool:
+        """Whether the job still runs that it was made for."""
+        return dist.is_initialized()

@@ -24,23 +24,22 @@ from ...planner.plan import PLAIN, Plan
 from ...workload import Workload
 from ..executor.executor import ProgramMismatch
 from ..executor.forks import Home, check_world
-from ..torch_backend.buffers import CollectiveCall, lay_out
+from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.current import CURRENT
 from ..torch_backend.own_backend import OWN_BACKEND
 from ..torch_backend.work import GroupWork
 from .announce import Announcements, Place, Stray
-from .carrier import ExecutorCarrier, PendingMaximum
-from .carriers import chosen, make, refusal
-from .fast_path import whole_of
+from .carrier import CarrierMaker, CarrierSite, PendingMaximum
+from .carriers import make
+from .compiled_op import CompiledOp
 from .measured import MeasuredWindow
-from .nccl import NcclCarrier
-from .planned_work import STALLED_S, PlannedWork, SubmittedOp, never
+from .planned_work import STALLED_S
 from .plans import Plans
-from .prepared import CompiledOp, ExpectedOps, PreparedPlan
-from .queued import StreamWork, SubmittedOnStream
+from .prepared import ExpectedOps, PreparedPlan
 from .report import EnforcerReport
 from .resting_plan import PATIENCE, too_many
 from .sequencer import QueuedOp, Sequencer
+from .submission import PlannedCall, SubmittedOp, SubmittedPlace
 from .trial import PlainTrial
 from .watched_work import WatchedWork
 
@@ -57,8 +56,9 @@ class Enforcer:
     communication happens between iterations, mark their ends with `stretto.torch.step`. Every `every` iterations all
     ranks agree whether to change plans. `cluster` is what plans were made for: algorithms that follow its links need
     it. `carrier` moves the data: our executor, or gloo or NCCL with one communicator for each channel; "auto" is NCCL
-    where the job has used it so far, else the executor, else gloo. `group` is one of all ranks on the backend
-    `stretto`, where that is not the default one (as the DDP hook's).
+    where the job has used it so far, else the executor, else gloo. Instead of a name it may be what makes another
+    one, of which `Carrier` is the contract. `group` is one of all ranks on the backend `stretto`, where that is not
+    the default one (as the DDP hook's).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Enforcer:
         *,
         every: int = 8,
         cluster: Cluster | None = None,
-        carrier: str = "auto",
+        carrier: str | CarrierMaker = "auto",
         group: Any = None,
     ) -> None:
         if every < 1:
@@ -86,13 +86,13 @@ class Enforcer:
         self._sequencer = Sequencer(self._tell_failure)
         self._announcements = Announcements(self._rank)
         self._job = world.engine.job
-        made = make(
-            chosen(carrier, world.engine), world.engine, self._sequencer, generation=self._announcements.generation,
-            hopeless=self._hopeless, explain=world.explain,
+        self._carrier = make(
+            carrier,
+            CarrierSite(
+                rank=self._rank, size=self._size, engine=world.engine, sequencer=self._sequencer, owner=self,
+                generation=self._announcements.generation, explain=world.explain, hopeless=self._hopeless,
+            ),
         )  # fmt: skip
-        self._carrier, self._undo = made.carrier, made.undo
-        self._gpu = made.carrier if isinstance(made.carrier, NcclCarrier) else None
-        self._executes = made.carrier if isinstance(made.carrier, ExecutorCarrier) else None
         self._expected = ExpectedOps(workload, self._rank) if workload is not None else None
         self._plans = Plans(
             self._carrier, rank=self._rank, hosts=[card.host for card in world.cards], cluster=cluster,
@@ -122,7 +122,7 @@ class Enforcer:
     @property
     def alive(self) -> bool:
         """Whether the job that it was made for still runs."""
-        return self._job.executor is not None if self._carrier.programs else dist.is_initialized()
+        return self._carrier.alive
 
     @property
     def asleep(self) -> bool:
@@ -133,7 +133,7 @@ class Enforcer:
     @property
     def device(self) -> torch.device:
         """Where the tensors are that plans move."""
-        return self._gpu.device if self._gpu is not None else torch.device("cpu")
+        return self._carrier.device
 
     # The control plane.
 
@@ -153,8 +153,7 @@ class Enforcer:
         """How it goes; once closed, how it went."""
         if self._last is not None:
             return self._last
-        if self._gpu is not None:
-            self._gpu.clock.read()
+        self._carrier.read()
         plans = self._plans
         active, committed, resting = plans.active, plans.committed, plans.resting
         return EnforcerReport(
@@ -187,7 +186,6 @@ class Enforcer:
         if CURRENT.enforcer is self:
             CURRENT.enforcer = None
             self._carrier.close()
-            self._undo()
 
     def __enter__(self) -> Enforcer:
         return self
@@ -200,8 +198,7 @@ class Enforcer:
     def step(self) -> None:
         """An iteration ends here."""
         self._home.check()
-        if self._gpu is not None:
-            self._gpu.check()
+        self._carrier.check()
         with self._flow:
             active = self._plans.active
             self._marked = True
@@ -225,57 +222,35 @@ class Enforcer:
         """Run a call as the plan says; None where it is to run as usual, as `plain` would."""
         if group.engine.job is not self._job:
             return None
-        if self._gpu is not None:
-            self._gpu.check()
+        self._carrier.check()
         found = self._expect(group, call)
         if found is None:
             return self._carefully(group, tensors, plain)
-        active, instance = found
+        active, queued = found
         side = self._trial.side(self._iteration) if self._trial is not None else None
         if side is not None or (active.plan.name == PLAIN and OWN_BACKEND.runs):
             # Without the plan, or plain order is what the job's own backend does.
-            self._submit_nothing(instance, call)
+            self._keep_place(queued)
             return None if side is None or not group.alone else plain(own=side == "own")
-        engine = group.engine
-        number = instance.planned.number
-        if active.may_split(number):
+        if active.may_split(queued.planned.number):
             call = call.with_splits()
+        engine = group.engine
+        compiled: CompiledOp | None = None
         # What the carrier does not run the wrapped backend does: as it comes, in the application's order.
-        refused = call.op == "barrier" or group.coalescing or refusal(self._carrier, engine, call)
-        executes = self._executes
-        whole = None if refused or executes is None else whole_of(self, executes, active, instance, call, plain)
-        if whole is not None:
-            whole.inline = not opts.asyncOp and group.alone
-            self._sequencer.submit(instance, whole)
-            whole.inline = False
-            return PlannedWork(self, self._sequencer, instance, whole, tensors)
-        buffers = None if refused else lay_out(call, call.op, engine.rank, engine.size)
-        bound: CompiledOp | None = None
-        if buffers is not None:
-            splits = call.splits is not None
-            bound = (
-                active.bound_splits(number, buffers.gives, buffers.takes)
-                if splits else active.bound(number, buffers.count)
-            )  # fmt: skip
-        if self._gpu is not None and buffers is not None and bound is not None:
-            queued = SubmittedOnStream(self, self._gpu, instance, buffers, bound, call, plain)
-            self._sequencer.submit(instance, queued)
-            return StreamWork(self, self._sequencer, instance, queued, tensors, self._gpu)
-        given = SubmittedOp(
-            self, self._carrier, instance, buffers, bound, call, plain if buffers is not None else never
-        )
-        given.inline = bound is not None and not opts.asyncOp and len(bound.loaded) == 1 and group.alone
-        self._sequencer.submit(instance, given)
-        given.inline = False
-        if buffers is None:
+        if call.op != "barrier" and not group.coalescing and not self._carrier.refusal(call, engine):
+            blocking = not opts.asyncOp and group.alone
+            planned = PlannedCall(call, queued, tensors, plain, engine.rank, engine.size, blocking)
+            compiled = active.compiled(planned)
+        if compiled is None:
+            self._keep_place(queued)
             return self._carefully(group, tensors, plain, of_the_step=True)
-        return PlannedWork(self, self._sequencer, instance, given, tensors)
+        return self._carrier.submit(planned, compiled)
 
     def pass_by(self, group: Any, call: CollectiveCall) -> None:
         """A call of several in one, which the backend runs as usual: only its place in the order counts."""
         found = self._expect(group, call)
         if found is not None:
-            self._submit_nothing(found[1], call)
+            self._keep_place(found[1])
 
     def _expect(self, group: Any, call: CollectiveCall) -> tuple[PreparedPlan, QueuedOp] | None:
         """The op of the plan that a call is; None in plain order, and from a call on that is not what was expected."""
@@ -301,11 +276,11 @@ class Enforcer:
             wrong = active.expected.refusal(self._position, call, ranks)
             if wrong:
                 between = self._position in (0, len(active.expected))
-                if not between and self._gpu is None and len(ranks) < self._size:
+                if not between and not self._carrier.one_launch_order and len(ranks) < self._size:
                     # Ranks outside of this group do not see the call: leaving the plan here would part the ranks.
                     self._strays.pop(ranks, None)
                     if active.expected.differs_in_size(self._position, call, ranks):
-                        self._submit_nothing(self._next_instance(active), call)
+                        self._keep_place(self._next_instance(active))
                 elif not between or too_many(sum(map(len, self._strays.values())), active.expected):
                     self._fall_back(wrong)
                 else:
@@ -322,9 +297,9 @@ class Enforcer:
         self._position += 1
         return active.instance(self._round, number)
 
-    def _submit_nothing(self, instance: QueuedOp, call: CollectiveCall) -> None:
+    def _keep_place(self, queued: QueuedOp) -> None:
         """An op that runs in plain order only keeps its place in the plan's."""
-        self._sequencer.submit(instance, SubmittedOp(self, self._carrier, instance, None, None, call, never))
+        self._sequencer.submit(queued, SubmittedPlace(self, queued))
 
     # Calls that are not of the step.
 
@@ -412,8 +387,9 @@ class Enforcer:
         Not every call behind the last comm-op does: some ranks may have an evaluation's there, and others not, and
         `stretto.torch.step` may still mark the end of the first iteration.
         """
-        over = self._position == len(expected) and expected.countable
-        return over and not self._marked and expected.begins(call, ranks)
+        if self._marked or self._position < len(expected):
+            return False
+        return expected.countable and expected.begins(call, ranks)
 
     def _boundary(self, *, empty: bool = False) -> None:
         """Between two iterations, and the only place where plans change.

@@ -22,11 +22,13 @@ from ...errors import PeerLost
 from ...planner.algebra.motif import Motif
 from ...process_state import STATE
 from ..executor.executor import ProgramMismatch
-from ..torch_backend.engine import channels_of
+from ..torch_backend.buffers import CollectiveCall
+from ..torch_backend.engine import Engine, channels_of
 from ..torch_backend.meeting import CUT_OFF
 from ..torch_backend.roll_call import GlooRollCall
 from .calls import run
-from .carrier import Ended, LoadedMotif, PendingMaximum
+from .carrier import CarrierSite, HostCarrier, PendingMaximum
+from .compiled_op import LoadedMotif
 from .memory import RowLayout, StagedBuffers
 from .parts import RankMotif
 from .pieces import MotifBinding, PeerRanges
@@ -98,24 +100,28 @@ def _make_calls(calls: Calls) -> None:
         del call
 
 
-class GlooCarrier:
+class GlooCarrier(HostCarrier):
     """gloo with one communicator per lane. Making one needs all its ranks, so they prepare a plan together."""
 
-    programs = averages = False
-
-    def __init__(self, ended: Ended, *, rank: int, size: int, timeout_s: float, explain: Explain) -> None:
+    def __init__(self, site: CarrierSite) -> None:
+        super().__init__(site)
         # All ranks make carriers in the same order, so that each has keys of its own in the job's store.
         self._prefix = f"stretto/lane/{STATE.number('gloo carrier')}"
-        self._ended, self._rank, self._timeout = ended, rank, timedelta(seconds=timeout_s)
+        self._ended, self._rank = site.sequencer.ended, site.rank
+        self._timeout = timedelta(seconds=site.engine.timeout_s)
         self._store = dist.distributed_c10d._get_default_store()
-        self._explain = explain
+        self._explain = site.explain
         store: Any = c10d.PrefixStore(f"{self._prefix}/lost", self._store)
-        self._roll_call = GlooRollCall(store, rank, size)
+        self._roll_call = GlooRollCall(store, site.rank, site.size)
         self._interfaces = {name: config.devices for name, config in channels_of(os.environ).items()}
         self._lanes: dict[tuple[int, tuple[str, ...], tuple[int, ...]], GlooLane] = {}
         self._alive: weakref.WeakSet[GlooLane] = weakref.WeakSet()
         """Those of unloaded plans that still run out, too."""
-        self._control = self._group("control", tuple(range(size)), ())
+        self._control = self._group("control", tuple(range(site.size)), ())
+
+    def refusal(self, call: CollectiveCall, engine: Engine) -> str:
+        """What the executor would not run either, where there is one: so calls do not depend on the carrier."""
+        return engine.refusal(call) if engine.job.executor is not None else super().refusal(call, engine)
 
     def load(self, number: int, part: RankMotif, task: MotifBinding) -> GlooMotif:
         """Make a task ready."""

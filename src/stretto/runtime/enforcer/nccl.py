@@ -16,9 +16,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,52 +28,31 @@ from ...errors import InvalidInput, PlanMismatch
 from ...planner.algebra.motif import Motif
 from ...process_state import STATE
 from ..torch_backend.buffers import CollectiveCall
-from ..torch_backend.engine import channels_of
-from ..torch_backend.recording import now_us
+from ..torch_backend.engine import Engine, channels_of
 from ..torch_backend.torch_versions import set_sequence_number
+from ..torch_backend.work import GroupWork
 from .calls import run
-from .carrier import LoadedMotif, PendingMaximum
+from .carrier import CarrierSite, PendingMaximum
+from .compiled_op import CompiledOp, LoadedMotif
+from .cuda_clock import FIRST, Clock, Event, cuda, event_of
 from .gloo import GlooMaximum, communicator
 from .memory import RowLayout, StagedBuffers
 from .parts import RankMotif
 from .pieces import MotifBinding
-from .sequencer import ActiveMotif, QueuedMotif, QueuedOp
+from .sequencer import ActiveMotif, QueuedMotif
+from .stream_work import OpMemory, StreamWork, SubmittedOnStream
+from .submission import PlannedCall
 
-cuda: Any = torch.cuda
-"""Its events and streams have no types."""
-Event = Any
 REDUCED = frozenset(
     {
         torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64,
     }
 )  # fmt: skip
 OPERATIONS = ("sum", "prod", "min", "max", "avg")
-FIRST = -1
-"""Communication goes before what computes where both could run: the others wait for it."""
 SIDES = 8
-AGAIN_US = 1e6
-"""How often both clocks are set."""
 SETTLE_S = 5.0
 TICK_S = 0.001
-MAX_NOTES = 65536
 LOOK_S, STALLED_S = 0.5, 1.0
-Hopeless = Callable[[QueuedOp], str]
-"""Why an op that does not end never will; empty where it may."""
-Failed = Callable[[Exception], object]
-Note = tuple[Event, Event, Callable[[float, float], object], QueuedOp, float]
-
-
-def event_of(*, timing: bool = False) -> Event:
-    """A moment on a stream, not recorded yet."""
-    return cuda.Event(enable_timing=timing)
-
-
-class OpMemory(Protocol):
-    """The memory of an op."""
-
-    @property
-    def kept(self) -> bool:
-        """Whether it must not be given back yet."""
 
 
 class NcclCall:
@@ -114,20 +93,21 @@ class NcclCarrier:
     """
 
     programs = False
-    averages = True
+    averages = one_launch_order = True
 
-    def __init__(self, *, rank: int, size: int, timeout_s: float, hopeless: Hopeless, failed: Failed) -> None:
+    def __init__(self, site: CarrierSite) -> None:
         if not (torch.cuda.is_available() and dist.is_nccl_available()):
             raise InvalidInput("carrier: nccl needs a GPU, and a PyTorch with NCCL")
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._rank, self._timeout = rank, timedelta(seconds=timeout_s)
+        self.site = site
+        self._rank, self._timeout = site.rank, timedelta(seconds=site.engine.timeout_s)
         # All ranks make carriers in the same order, so that each has keys of its own in the job's store.
         prefix = f"stretto/nccl/{STATE.number('nccl carrier')}/"
         self._store = c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         interface = next(iter(channels_of(os.environ).values())).devices
         control = c10d.PrefixStore("control/", self._store)
         # What ranks agree on is a few numbers on the host: over NCCL a stream would have to be waited for.
-        self._control = communicator(control, rank, size, interface, self._timeout)
+        self._control = communicator(control, site.rank, site.size, interface, self._timeout)
         self._nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._lanes: dict[tuple[tuple[str, ...], tuple[int, ...]], NcclLane] = {}
         self._last: dict[str, dict[tuple[NcclLane, bool], Event]] = {}
@@ -135,16 +115,20 @@ class NcclCarrier:
         self._side = 0
         self._held: deque[OpMemory] = deque()
         self.clock = Clock(self.device)
-        self._hopeless, self._failed = hopeless, failed
         self._broken: Exception | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="stretto-nccl", daemon=True).start()
 
-    def refusal(self, call: CollectiveCall, size: int) -> str:
+    @property
+    def alive(self) -> bool:
+        """Whether the job still runs that it was made for."""
+        return dist.is_initialized()
+
+    def refusal(self, call: CollectiveCall, engine: Engine) -> str:
         """Why a call is left to the wrapped backend; only of what is the same on all ranks."""
         if call.device != self.device:
             return f"{call.device} tensors"
-        if size == 1:
+        if engine.size == 1:
             return "a group of one rank"
         if call.splits is not None:
             # Not whether a tensor is empty: those of other ranks may not be.
@@ -172,12 +156,20 @@ class NcclCarrier:
         group.eager_connect_single_device(self.device)
         return NcclLane(group, cuda.Stream(self.device, priority=FIRST))
 
+    def submit(self, call: PlannedCall, compiled: CompiledOp) -> GroupWork:
+        """Put an op in line whose motifs are queued on streams in their turn."""
+        self.read()
+        site, queued = self.site, SubmittedOnStream(self.site.owner, self, call, compiled)
+        site.sequencer.submit(call.queued, queued)
+        return StreamWork(site.owner, site.sequencer, call.queued, queued, call.tensors, self)
+
     @contextlib.contextmanager
-    def turn(self, loaded: NcclMotif, entry: QueuedMotif, after: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    def turn(self, loaded: LoadedMotif, entry: QueuedMotif, after: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
         """What runs inside goes to the lane's stream, behind `after` and behind what its channels hold.
 
         Brief motifs do not wait for each other. Gives the events of the begin and of the end.
         """
+        assert isinstance(loaded, NcclMotif)
         lane, brief = loaded.lane, entry.part.brief
         begin, end = event_of(timing=True), event_of(timing=True)
         with torch.cuda.stream(lane.stream):
@@ -243,10 +235,10 @@ class NcclCarrier:
             why = ""
             with contextlib.suppress(Exception):
                 # The store may be gone, with the rank that kept it.
-                why = self._hopeless(instance) if instance is not None else ""
+                why = self.site.hopeless(instance) if instance is not None else ""
             if why:
                 self._broken = PlanMismatch(why)
-                self._failed(self._broken)
+                self.site.sequencer.fail(self._broken)
                 # All at once: to free the memory of one, CUDA waits for the kernels of the others.
                 for lane in list(self._lanes.values()):
                     threading.Thread(target=lane.group.abort, name="stretto-nccl-abort", daemon=True).start()
@@ -265,52 +257,3 @@ class NcclCarrier:
             (lane.group.shutdown if lane.stream.query() else lane.group.abort)()
         self._lanes.clear()
         self._last.clear()
-
-
-class Clock:
-    """When things happened on the GPU, on the clock of the host, read once they have and without waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Nothing ever waits on this stream, so what is recorded there happens at that very moment.
-        self._stream = cuda.Stream(device, priority=FIRST)
-        self._anchor, self._anchor_us = event_of(timing=True), 0.0
-        self._next: tuple[Event, float] | None = None
-        self._notes: deque[Note] = deque(maxlen=MAX_NOTES)
-        self._lock = threading.Lock()
-        self._anchor.record(self._stream)
-        self._anchor.synchronize()
-        self._anchor_us = now_us()
-
-    def note(self, begin: Event, end: Event, then: Callable[[float, float], object], about: QueuedOp) -> None:
-        """Call `then` with both moments, some time after the second one."""
-        self._notes.append((begin, end, then, about, time.monotonic()))
-
-    def overdue(self, limit_s: float) -> QueuedOp | None:
-        """The oldest op that was given to the GPU so long ago and has not ended."""
-        self.read()
-        with contextlib.suppress(IndexError):
-            _, _, _, about, since = self._notes[0]
-            return about if time.monotonic() - since > limit_s else None
-        return None
-
-    def read(self) -> None:
-        """Tell of everything that has happened."""
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            while self._notes and self._notes[0][1].query():
-                begin, end, then, _, _ = self._notes.popleft()
-                then(self._at(begin), self._at(end))
-            now = now_us()
-            if self._next is None and now > self._anchor_us + AGAIN_US:
-                event = event_of(timing=True)
-                event.record(self._stream)
-                self._next = (event, now)
-            elif self._next is not None and self._next[0].query():
-                self._anchor, self._anchor_us = self._next
-                self._next = None
-        finally:
-            self._lock.release()
-
-    def _at(self, event: Event) -> float:
-        return self._anchor_us + float(self._anchor.elapsed_time(event)) * 1e3

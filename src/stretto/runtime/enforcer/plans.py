@@ -11,7 +11,6 @@ from ...planner.plan import Plan
 from ...workload import Workload
 from .carrier import MAX_NUMBER, SLOTS, Carrier
 from .launches import check_launches
-from .nccl import NcclCarrier
 from .pieces import Programs
 from .prepared import ExpectedOps, PreparedPlan
 from .resting_plan import RETURNS, RestingPlan
@@ -77,7 +76,7 @@ class Plans:
             raise PlanMismatch(f"plan {number} was given up: {self.fell_back}")
         if taken is not None:
             raise PlanMismatch(f"plan {number} needs the communicators of plan {taken}, which is still held")
-        if isinstance(self._carrier, NcclCarrier):
+        if self._carrier.one_launch_order:
             check_launches(plan, workload, self._hosts)
         made = PreparedPlan(
             plan, workload, number, rank=self._rank, hosts=self._hosts, carrier=self._carrier, cluster=self._cluster,

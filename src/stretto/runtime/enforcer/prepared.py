@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from ...cluster import Cluster
 from ...planner.plan import Plan
 from ...workload import Op, Workload
 from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.selection import STRAIGHT
-from .carrier import Carrier, ExecutorMotif, LoadedMotif
+from .carrier import Carrier
+from .compiled_op import CompiledOp
 from .parts import RankPlan, share_of
 from .pieces import OpBinding, Programs, tasks_of
 from .report import OutgrownOp
 from .sequencer import QueuedMotif, QueuedOp
 from .splits import carries_splits, split_tasks
+from .submission import ONE_TENSOR, PlannedCall
 
 USUAL_BYTES = 4
 """Reductions are mostly of float32; for other types programs are made when the first call comes."""
 MAX_BOUND = 4096
 """Of ops whose size follows the data, so many sizes are remembered."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
+ONE_SIDED = ("gather", "scatter")
+"""Only the root has the larger buffer."""
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompiledOp:
-    """An op for one number of elements: what runs for each of its motifs."""
-
-    tasks: OpBinding
-    loaded: dict[int, LoadedMotif | None]
-    only: ExecutorMotif | None
-    """Its only motif, where that works on the op's own memory in one piece."""
 
 
 class ExpectedOps:
@@ -110,6 +103,7 @@ class PreparedPlan:
         self.expected = ExpectedOps(workload, rank, frozenset(exchanges - self._splits))
         self._last_split: dict[int, tuple[tuple[int, ...], tuple[int, ...], CompiledOp]] = {}
         self._rank, self._carrier = rank, carrier
+        self._any_sizes = frozenset(number for number in self._splits if self._carries_any_sizes(number))
         self._cluster = cluster if cluster is not None and cluster.digest == plan.cluster_digest else None
         self._bound: dict[tuple[int, int], CompiledOp] = {}
         self._programs: Programs | None = programs if carrier.programs else None
@@ -123,6 +117,19 @@ class PreparedPlan:
                 self.bound_splits(number_, (0,) * len(group), (0,) * len(group))
             if not self.may_split(number_):
                 self.bound(number_, int(op.nbytes) // (USUAL_BYTES if op.kind in REDUCING else 1))
+
+    def compiled(self, planned: PlannedCall) -> CompiledOp | None:
+        """The op of a call, for the call's own size; None where its tensors do not fit together."""
+        call, op = planned.call, planned.queued.planned.number
+        if call.op in ONE_TENSOR and len(call.inputs) == 1:
+            # Its size is known before anything is laid out, which some carriers need not do.
+            return self.bound(op, call.inputs[0].numel() if call.reduce else call.nbytes)
+        buffers = planned.buffers
+        if buffers is None:
+            return None
+        if call.splits is not None:
+            return self.bound_splits(op, buffers.gives, buffers.takes)
+        return self.bound(op, buffers.count)
 
     def bound(self, op: int, elements: int) -> CompiledOp:
         """An op for so many elements of its larger buffer."""
@@ -138,6 +145,8 @@ class PreparedPlan:
     def measure(self, op: int, call: CollectiveCall) -> None:
         """Keep the size of a call of an op, where it is the largest so far and more than was planned."""
         planned = self.share.ops[op]
+        if call.nbytes <= planned.op.nbytes and call.op not in ONE_SIDED:
+            return
         nbytes = _nbytes(call, len(planned.whole.ranks))
         if nbytes > planned.op.nbytes and nbytes > self._largest.get(op, 0):
             self._largest[op] = nbytes
@@ -151,13 +160,14 @@ class PreparedPlan:
         )
 
     def may_split(self, op: int) -> bool:
-        """Whether an op is carried out for pieces of any sizes on all ranks, since some rank may give splits.
+        """Whether an op is carried out for pieces of any sizes on all ranks, since some rank may give splits."""
+        return op in self._any_sizes
 
-        Where none were recorded, that is only done where it costs nothing: no algorithm of the plan's is given up.
-        """
+    def _carries_any_sizes(self, op: int) -> bool:
+        """Where no splits were recorded, only if it costs nothing: no algorithm of the plan's is given up."""
         planned = self.share.ops[op]
         straight = not self._carrier.programs or all(part.algorithm == STRAIGHT for part in planned.parts)
-        return op in self._splits and (planned.op.at_most or straight)
+        return planned.op.at_most or straight
 
     def bound_splits(self, op: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> CompiledOp:
         """An all-to-all with splits: the bytes that go to, and come from, each rank. The last sizes are remembered."""
@@ -173,7 +183,7 @@ class PreparedPlan:
             part.motif: None if task is None else self._carrier.load(self.number, part, task)
             for part, task in zip(self.share.ops[op].parts, tasks.tasks, strict=True)
         }
-        return CompiledOp(tasks=tasks, loaded=loaded, only=_only(tasks, loaded))
+        return CompiledOp.of(tasks, loaded)
 
     def begin(self, iteration: int) -> Iterator[QueuedMotif]:
         """The plan becomes active with this iteration: what would have run before it is made up for."""
@@ -209,14 +219,9 @@ class PreparedPlan:
                 one.forget()
 
 
-def _only(tasks: OpBinding, loaded: Mapping[int, LoadedMotif | None]) -> ExecutorMotif | None:
-    found = next(iter(loaded.values())) if len(loaded) == 1 and not tasks.room else None
-    return found if isinstance(found, ExecutorMotif) and found.layout.place is not None else None
-
-
 def _nbytes(call: CollectiveCall, ranks: int) -> int:
     """As a workload counts: the larger buffer of any rank."""
-    if call.op in ("gather", "scatter") and call.inputs + call.outputs:
+    if call.op in ONE_SIDED and call.inputs + call.outputs:
         tensor = call.tensor
         return tensor.numel() * tensor.element_size() * ranks
     return call.nbytes

@@ -189,13 +189,7 @@ class Sequencer:
             instance.submission = submission
             if failure is None:
                 self._open[id(instance)] = instance
-                # Nothing else became ready by this.
-                for entry in instance.entries.values():
-                    if self._ready(entry):
-                        self._advance()
-                        break
-                for entry in instance.entries.values():
-                    held = held or entry.state == WAITING
+                held = self._begin(instance)
         self._finish()
         if failure is not None:
             instance.settle(failure)
@@ -203,6 +197,22 @@ class Sequencer:
             self._over(instance)
         elif held:
             self.watch()
+
+    def _begin(self, instance: QueuedOp) -> bool:
+        """Start what may start now that an op was submitted; whether some of it waits. Called with the lock."""
+        entries = instance.entries.values()
+        # Nothing but its own motifs became ready by this.
+        if len(entries) == 1:
+            (only,) = entries
+            if not self._ready(only):
+                return True
+            self._start(only)
+            if self._followed(only):
+                self._advance()
+            return False
+        if any(map(self._ready, entries)):
+            self._advance()
+        return any(entry.state == WAITING for entry in entries)
 
     def watch(self) -> None:
         """Something stands behind motifs that run: their ends are wanted from now on."""

@@ -148,8 +148,9 @@ class GroupWork(dist.Work):
 
     def strip(self) -> None:
         """Let go of everything but whether it went well."""
-        with contextlib.suppress(Exception):
-            self.wait()
+        if not self._over:
+            with contextlib.suppress(Exception):
+                self.wait()
         self._tensors = []
         self._future = None
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 
-from ..torch_backend.buffers import Buffers, CollectiveCall
-from ..torch_backend.work import NO_TIMEOUT, Future, GroupWork, Tensors
+from ..torch_backend.work import NO_TIMEOUT, Future, Tensors
+from .compiled_op import CompiledOp, LoadedMotif
+from .cuda_clock import Clock, Event, event_of
 from .futures import taken
 from .memory import Pool, stage
-from .nccl import Event, NcclCarrier, NcclMotif, event_of
-from .planned_work import PlannedWork, SubmissionOwner, SubmittedOp
-from .prepared import CompiledOp
+from .planned_work import PlannedWork
 from .sequencer import ActiveMotif, QueuedMotif, QueuedOp, Sequencer
+from .submission import MotifRunner, PlannedCall, SubmissionOwner, SubmittedStaged
 
 
 class StreamPool(Pool):
@@ -33,56 +34,74 @@ class StreamPool(Pool):
         """Letting go of it is enough."""
 
 
-class SubmittedOnStream(SubmittedOp):
+class OpMemory(Protocol):
+    """The memory of an op."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether it must not be given back yet."""
+
+
+class StreamCarrier(MotifRunner, Protocol):
+    """A carrier whose motifs are queued on streams of a GPU."""
+
+    device: torch.device
+    clock: Clock
+
+    def turn(
+        self, loaded: LoadedMotif, entry: QueuedMotif, after: Sequence[Event]
+    ) -> contextlib.AbstractContextManager[tuple[Event, Event]]:
+        """What runs inside goes to the motif's stream, behind these events; gives those of its begin and end."""
+
+    def side(self) -> torch.cuda.Stream:
+        """A stream for what comes behind the motifs of an op."""
+
+    def hold(self, held: OpMemory) -> None:
+        """Keep the memory of an op as long as it is needed."""
+
+    def check(self) -> None:
+        """Raise what has ended the plan."""
+
+
+class SubmittedOnStream(SubmittedStaged):
     """The memory of a submitted op on a GPU."""
 
-    def __init__(
-        self,
-        owner: SubmissionOwner,
-        carrier: NcclCarrier,
-        instance: QueuedOp,
-        buffers: Buffers,
-        bound: CompiledOp,
-        call: CollectiveCall,
-        plain: Callable[[], GroupWork],
-    ) -> None:
-        carrier.read()
+    def __init__(self, owner: SubmissionOwner, carrier: StreamCarrier, call: PlannedCall, compiled: CompiledOp) -> None:
         self._streams = StreamPool(carrier.device)
-        super().__init__(owner, carrier, instance, buffers, bound, call, plain, pool=self._streams)
+        super().__init__(owner, carrier, call, compiled, pool=self._streams)
         self._nccl = carrier
         self.stream = torch.cuda.current_stream(carrier.device)
         self.begun = event_of()
         self.begun.record(self.stream)
         self.ends: dict[int, Event] = {}
         """Of its motifs; in the end what is to be waited for."""
-        self._kept: list[torch.Tensor] = [*call.inputs, *call.outputs]
+        self._kept: list[torch.Tensor] = [*call.call.inputs, *call.call.outputs]
         self._kept += [tensor for tensor in self._regions if tensor is not None]
 
     def start(self, entry: QueuedMotif) -> ActiveMotif | None:
         """Queue a motif, with the copies before and behind it: nothing is left to wait for."""
         motif = entry.part.motif
-        loaded = self._bound.loaded[motif] if self._bound is not None else None
-        if loaded is None or self.buffers is None:
+        loaded = self._compiled.loaded[motif] if self._compiled is not None else None
+        if loaded is None or self._buffers is None:
             return None
-        assert isinstance(loaded, NcclMotif)
         after = [self.begun, *(self.ends[before] for before in entry.part.after if before in self.ends)]
         with self._nccl.turn(loaded, entry, after) as (begin, end):
             staged = stage(loaded.layout, self._regions, self._dtype, self._streams)
-            self._nccl.start(loaded, staged, self.buffers.dtype, self._op, entry, blocking=False)
+            self._nccl.start(loaded, staged, self._buffers.dtype, self._op, entry, blocking=False)
             staged.back(self._regions, self._streams)
         self.ends[motif] = end
 
         def ran(begin_us: float, end_us: float) -> None:
             entry.start_us, entry.end_us = begin_us, end_us
-            self._owner.spent(self._instance, motif, begin_us, end_us)
+            self._owner.spent(self._queued, motif, begin_us, end_us)
 
-        self._nccl.clock.note(begin, end, ran, self._instance)
+        self._nccl.clock.note(begin, end, ran, self._queued)
         return None
 
     def over(self) -> None:
         """All motifs are queued; what is left to do with the result is queued behind them."""
-        assert self.buffers is not None
-        if self._divides or self.buffers.finish is not None:
+        assert self._buffers is not None
+        if self._divides or self._buffers.finish is not None:
             stream = self._nccl.side()
             with torch.cuda.stream(stream):
                 for event in (self.begun, *self.ends.values()):
@@ -91,7 +110,7 @@ class SubmittedOnStream(SubmittedOp):
                 last = event_of()
                 last.record(stream)
             self.ends = {0: last}
-        self._let_go()
+        self.let_go()
         self._nccl.hold(self)
 
     def join(self) -> torch.cuda.Stream:
@@ -131,7 +150,7 @@ class StreamWork(PlannedWork):
         instance: QueuedOp,
         given: SubmittedOnStream,
         tensors: Tensors,
-        carrier: NcclCarrier,
+        carrier: StreamCarrier,
     ) -> None:
         super().__init__(owner, sequencer, instance, given, tensors)
         self._instance, self._queued, self._nccl = instance, given, carrier
