@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ Outcomes = dict[str, list[Any]]
 
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return job(Path(__file__).with_name("enforcer_carrier_job.py"), tmp_path_factory.mktemp("carrier"), ranks=2)
+    return job("enforcer_carrier_job.py", tmp_path_factory.mktemp("carrier"), ranks=2)
 
 
 def test_a_carrier_written_from_the_documentation_runs_a_plan(outcomes: Outcomes) -> None:
