@@ -19,6 +19,7 @@ REGISTRIES = {
     ("cluster/presets/registry.py", "_PRESETS"),
     ("planner/algebra/rules.py", "_RULES"),
     ("planner/baselines.py", "BASELINES"),
+    ("synthesis/makers.py", "_MAKERS"),
     ("workload/registry.py", "MODELS"),
 }
 """Filled while modules are loaded, and only read afterwards."""

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import stretto as st
 from stretto.collectives import Collective
+from stretto.errors import InvalidInput
 from stretto.programs.interpret import check
-from stretto.synthesis import attempts, portfolio, select, synthesize, worker
 from stretto.synthesis import certificate as certificates
+from stretto.synthesis import greedy, portfolio, select, synthesize, worker
 from stretto.synthesis import makers as registry
 from stretto.synthesis.cache import Cache, directory
 from stretto.synthesis.explorer import rotations, sketch_variants, sketches, smallest
-from stretto.synthesis.makers import Maker
+from stretto.synthesis.maker import Maker, MakerRequest, SearchMaker
+from stretto.synthesis.makers import register_maker
 from stretto.synthesis.matching import same_task
-from stretto.synthesis.problem import SynthesisProblem
+from stretto.synthesis.problem import MakerTask, SynthesisProblem
 from stretto.synthesis.sketch import Sketch
 
 LIBRARY = ["library"]
@@ -41,19 +46,19 @@ def ring() -> st.Cluster:
 
 def only(monkeypatch: pytest.MonkeyPatch, *made: Maker) -> None:
     monkeypatch.setattr(registry, "makers", lambda: {maker.name: maker for maker in made})
-    monkeypatch.setattr(attempts, "makers", lambda: {maker.name: maker for maker in made})
 
 
-class Fake(Maker):
-    """A maker that does what a test says."""
+def does(request: MakerRequest, action: Any) -> st.Program:
+    """Do what a test says."""
+    request.progress("working", 0.5)
+    made = action(request.problem) if callable(action) else action
+    if isinstance(made, Exception):
+        raise made
+    return cast(st.Program, made)
 
-    def run(self, task: Any, problem: SynthesisProblem, budget_s: float, offer: Any, progress: Any) -> None:
-        progress("working", 0.5)
-        action = ACTIONS[self.name]
-        made = action(problem) if callable(action) else action
-        if isinstance(made, Exception):
-            raise made
-        offer(made)
+
+def greedily(request: MakerRequest) -> st.Program:
+    return greedy.synthesize(request.collective, request.cluster, **request.shared)
 
 
 def ring_program(problem: SynthesisProblem) -> st.Program:
@@ -77,8 +82,8 @@ ACTIONS: dict[str, Any] = {
 }
 
 
-def fake(name: str, **options: Any) -> Fake:
-    return Fake(name=name, module="", collectives=("all_gather",), **options)
+def fake(name: str, **options: Any) -> SearchMaker:
+    return SearchMaker(name=name, make=partial(does, action=ACTIONS[name]), collectives=("all_gather",), **options)
 
 
 def test_the_best_candidate_wins_and_the_certificate_repeats_what_simulate_says(ring: st.Cluster) -> None:
@@ -125,7 +130,11 @@ def test_more_chunks_are_tried_for_as_long_as_they_help(ring: st.Cluster) -> Non
 def test_a_maker_that_fails_is_listed_with_its_reason_and_the_others_go_on(
     ring: st.Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    only(monkeypatch, *map(fake, ("refuses", "breaks", "other", "wrong", "good")), fake("tiny", max_ranks=2))
+    only(
+        monkeypatch,
+        *map(fake, ("refuses", "breaks", "other", "wrong", "good")),
+        replace(fake("good"), name="tiny", max_ranks=2),
+    )
     found = synthesize(st.AllGather(4), ring, st.MB, cache=False)
     reasons = {c.maker: c.reason for c in found.candidates if c.time_us is None}
     assert found.certificate.maker == "good"
@@ -431,7 +440,7 @@ def test_a_given_sketch_is_the_only_one(ring: st.Cluster) -> None:
 def test_reductions_are_derived_for_makers_that_only_copy(
     collective: Collective, ring: st.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = Maker(name="copies", module="greedy", collectives=(collective.kind,), reduces=False)
+    copies = SearchMaker(name="copies", make=greedily, collectives=(collective.kind,), reduces=False)
     only(monkeypatch, copies)
     found = synthesize(collective, ring, st.MB, cache=False)
     assert found.certificate.maker == "copies"
@@ -445,3 +454,46 @@ def test_every_maker_serves_a_small_case_or_says_why_not() -> None:
     assert {c.maker.partition(":")[0] for c in found.candidates} == set(makers)
     assert all(c.time_us is not None or c.reason for c in found.candidates)
     assert not any("wrong program" in c.reason for c in found.candidates)
+
+
+THIRD_PARTY = """
+import stretto as st
+from stretto.synthesis import MakerTask
+
+
+class TwoPrograms:
+    name, options, follows_sketch = "two_programs", {"chunks": int}, False
+
+    def tasks(self, problem):
+        return [MakerTask(maker=self.name, label=self.name, weight=1.0)]
+
+    def programs(self, task, problem, budget_s, progress):
+        kind, ranks = problem.collective.kind, problem.collective.ranks
+        yield st.algorithm("ring", kind, ranks)
+        yield st.algorithm("ring", kind, ranks, chunks=task.options.get("chunks", 2))
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_maker_of_somebody_else_takes_part_here_and_in_a_worker(
+    ring: st.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    module = f"third_party_{jobs}"
+    (tmp_path / f"{module}.py").write_text(THIRD_PARTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(registry, "_MAKERS", registry.makers())
+    register_maker(import_module(module).TwoPrograms())
+    options = {"two_programs": {"chunks": 4}}
+    found = synthesize(st.AllGather(4), ring, 4 * st.MB, makers=["two_programs"], maker_options=options, jobs=jobs)
+    assert len({c.name for c in found.candidates if c.time_us is not None}) == 2
+    assert found.certificate.maker == "two_programs"
+    with pytest.raises(InvalidInput, match="unknown option of two_programs 'depth'; choose from: chunks"):
+        synthesize(st.AllGather(4), ring, st.MB, maker_options={"two_programs": {"depth": 1}})
+
+
+def test_a_maker_that_a_worker_cannot_import_says_so() -> None:
+    task = MakerTask(maker="hidden", label="hidden", weight=1.0)
+    request = (pickle.dumps(None), b"cno_such_module\nHidden\n.", task, 1.0)
+    result = worker.work(pickle.dumps(request), lambda message: None)
+    assert result.crashed and "no module that a worker can import" in result.candidates[0].reason

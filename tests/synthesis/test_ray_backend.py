@@ -194,7 +194,7 @@ def test_a_late_process_is_ended_with_what_it_has_started(ring: st.Cluster, tmp_
 
 def test_what_a_ray_task_raises_is_the_reason(ray: Any) -> None:
     messages: list[worker.Message] = []
-    far = ray_backend._RayTask(pickle.dumps((b"no problem", None, 1.0)), messages.append)
+    far = ray_backend._RayTask(pickle.dumps((b"no problem", b"", None, 1.0)), messages.append)
     for _ in range(600):
         if messages:
             break

@@ -55,6 +55,8 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     plan: PlanId
     yes: bool
     why: Line = ""
+    told: bool = False
+    """Whether the rank had voted yes, and only follows the refusal of another rank."""
 
 
 MAX_MOTIF_US = 1e6

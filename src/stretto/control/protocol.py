@@ -85,7 +85,7 @@ def obey(rank: RankSide, reply: Reply, plane: Plane) -> RankSide:
             # The others may have committed by now. They keep what they run, as this rank will never offer the plan.
             return _without_ballot(rank, why, plane) if why else replace(rank, committed=plan)
         case Abort(plan=plan) if _open(rank, plan):
-            return _without_ballot(rank, ABORTED, plane)
+            return _without_ballot(rank, ABORTED, plane, told=True)
         case _:
             return rank
 
@@ -117,14 +117,14 @@ def _open(rank: RankSide, plan: PlanId) -> bool:
     return ballot is not None and ballot.yes and ballot.plan == plan and rank.committed.number < plan.number
 
 
-def _without_ballot(rank: RankSide, why: str, plane: Plane) -> RankSide:
+def _without_ballot(rank: RankSide, why: str, plane: Plane, *, told: bool = False) -> RankSide:
     ballot = rank.ballot
     if ballot is None or not _open(rank, ballot.plan):
         return rank
     number = ballot.plan.number
     plane.discard(number)
     held = tuple(other for other in rank.held if other != number)
-    return replace(rank, ballot=Ballot(plan=ballot.plan, yes=False, why=why), held=held)
+    return replace(rank, ballot=Ballot(plan=ballot.plan, yes=False, why=why, told=told), held=held)
 
 
 @dataclass(frozen=True, kw_only=True)

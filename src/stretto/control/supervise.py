@@ -272,17 +272,17 @@ class SupervisedJob:
         if self._refused_number == proposal.number:
             return
         self._refused_number = proposal.number
-        reasons = [
-            f"rank {at}: {view.ballot.why}"
+        refusals = [
+            (at, view.ballot)
             for at, view in enumerate(self.job.heard)
             if view.ballot is not None and view.ballot.plan == proposal and not view.ballot.yes
         ]
-        if not reasons and self._answer is not None:
+        if not refusals and self._answer is not None:
             # Nobody refused it: its number was taken.
             self._give_out(remember)
             return
         self._refusals += 1
-        said = next((reason for reason in reasons if "another rank" not in reason), "")
+        said = next((f"rank {at}: {ballot.why}" for at, ballot in refusals if not ballot.told), "")
         self._answer = self._plan = self._watch = None
         if self._refusals < MAX_REFUSALS and self.job.heard[0].digest == self._digest:
             self._ask(f"refused by {said}; planning again")

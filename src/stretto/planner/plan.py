@@ -167,10 +167,9 @@ class Plan:
         if head["version"] != VERSION:
             raise InvalidInput(f"{path}: version: must be {VERSION}, not {head['version']!r}")
         try:
-            plan = convert(value, cls, where=str(path))
+            plan = convert(value, cls, where="")
         except InvalidInput as error:
-            said = str(error)
-            raise InvalidInput(said if said.startswith(str(path)) else f"{path}: {said}") from None
+            raise InvalidInput(f"{path}: {str(error).removeprefix(': ')}") from None
         _refuse_unknown_fields(value, str(path))
         if head["hash"] != plan.hash:
             raise InvalidInput(f"{path}: hash: {head['hash']!r} does not fit the content ({plan.hash}); it was changed")

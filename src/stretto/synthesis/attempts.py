@@ -12,7 +12,7 @@ from ..simulator import Bound, simulate
 from ..units import format_us
 from .certificate import Candidate, ProvedProgram
 from .lowering import too_long
-from .makers import makers
+from .maker import Maker
 from .matching import same_task
 from .problem import MakerTask, Progress, SynthesisProblem
 
@@ -24,6 +24,10 @@ KEPT_TO_LOWER = 6
 """The number of programs of one task that are kept for lowering: the fastest may not fit a runtime's limits."""
 MAX_REASON = 200
 """The most characters of a crash's message; one that holds the signature of a native function may have thousands."""
+
+WORTHWHILE = 0.999
+PATIENCE = 2
+"""A task that makes several programs ends after so many in a row that are not faster than this share of the best."""
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,37 @@ class Attempt:
             The result, with one candidate that holds the reason.
         """
         return cls(candidates=[Candidate(maker=task.label, reason=reason)], crashed=crashed)
+
+    def judge(self, program: Program, task: MakerTask, problem: SynthesisProblem, *, seconds: float) -> float:
+        """Prove a program, simulate it, and keep it where it is among the best of the task.
+
+        Args:
+            program: The program.
+            task: The task that made it.
+            problem: The problem that it is to solve.
+            seconds: The time from the start of the task until the program was made.
+
+        Returns:
+            Its time in microseconds.
+
+        Raises:
+            VerificationError: The program does not do what the problem's collective asks.
+        """
+        program.verify()
+        if not same_task(program.collective, problem.collective):
+            raise VerificationError(f"{program.name} does {program.collective!r}, not {problem.collective!r}")
+        time_us = simulate(
+            program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
+        ).total_us
+        unfit = too_long(program) if problem.lower else ""
+        self.candidates.append(
+            Candidate(maker=task.label, name=program.name, time_us=time_us, seconds=round(seconds, 4), reason=unfit)
+        )
+        if not unfit:
+            proved = ProvedProgram(maker=task.label, program=program, time_us=time_us, seconds=seconds)
+            keep = KEPT_TO_LOWER if problem.lower else 1
+            self.made = sorted([*self.made, proved], key=lambda made: made.time_us)[:keep]
+        return time_us
 
 
 @dataclass(kw_only=True)
@@ -111,10 +146,11 @@ class Board:
         return lambda message, fraction: self.report(f"{task.label}: {message}")
 
 
-def attempt(task: MakerTask, problem: SynthesisProblem, budget_s: float, progress: Progress) -> Attempt:
+def attempt(maker: Maker, task: MakerTask, problem: SynthesisProblem, budget_s: float, progress: Progress) -> Attempt:
     """Run one task; an error of its maker becomes the reason of a candidate without a time.
 
     Args:
+        maker: The maker that the task belongs to.
         task: The task.
         problem: The problem that it was made for.
         budget_s: The seconds that the task should take at most.
@@ -125,27 +161,14 @@ def attempt(task: MakerTask, problem: SynthesisProblem, budget_s: float, progres
     """
     began = time.monotonic()
     result = Attempt()
-    keep = KEPT_TO_LOWER if problem.lower else 1
-
-    def offer(program: Program) -> float:
-        seconds = time.monotonic() - began
-        program.verify()
-        if not same_task(program.collective, problem.collective):
-            raise VerificationError(f"{program.name} does {program.collective!r}, not {problem.collective!r}")
-        took = simulate(
-            program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
-        ).total_us
-        unfit = too_long(program) if problem.lower else ""
-        result.candidates.append(
-            Candidate(maker=task.label, name=program.name, time_us=took, seconds=round(seconds, 4), reason=unfit)
-        )
-        made = ProvedProgram(maker=task.label, program=program, time_us=took, seconds=seconds)
-        if not unfit:
-            result.made = sorted([*result.made, made], key=lambda made: made.time_us)[:keep]
-        return took
-
+    best_us, no_gain = float("inf"), 0
     try:
-        makers()[task.maker].run(task, problem, budget_s, offer, progress)
+        for program in maker.programs(task, problem, budget_s, progress):
+            time_us = result.judge(program, task, problem, seconds=time.monotonic() - began)
+            no_gain = 0 if time_us < best_us * WORTHWHILE else no_gain + 1
+            best_us = min(best_us, time_us)
+            if no_gain == PATIENCE:
+                break
     except Exception as error:
         # A broken maker must not end the search: its error is listed among the candidates, and logged if it is a bug.
         reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"

@@ -12,6 +12,7 @@ from functools import partial
 from ..errors import InvalidInput, unknown
 from . import ray_backend, worker
 from .attempts import LEAST_S, Attempt, Board
+from .makers import makers
 from .problem import MakerTask, SynthesisProblem
 from .worker import ActiveTask, Message, Start
 
@@ -66,7 +67,7 @@ def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Boar
     running: dict[int, tuple[MakerTask, ActiveTask]] = {}
     inbox: Inbox = queue.Queue()
     payload = pickle.dumps(replace(problem, cluster=replace(problem.cluster), collective=replace(problem.collective)))
-    started = 0
+    known, started = makers(), 0
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -77,7 +78,7 @@ def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Boar
                     continue
                 share = jobs * board.left_s * task.weight / (task.weight + sum(t.weight for t in waiting))
                 budget_s = max(min(share, board.left_s), LEAST_S)
-                request = pickle.dumps((payload, task, budget_s))
+                request = pickle.dumps((payload, pickle.dumps(known[task.maker]), task, budget_s))
                 running[started] = task, start(request, partial(_deliver, inbox, started))
                 board.report(task.label)
                 started += 1

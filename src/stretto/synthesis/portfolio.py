@@ -16,6 +16,7 @@ from ..simulator import lower_bound, simulate
 from ..simulator.network import ALPHA, CONTENTION
 from ..units import check_seed
 from . import backends
+from . import makers as registry
 from .attempts import LEAST_S, Attempt, Board, attempt
 from .cache import Cache
 from .certificate import Candidate, Certificate, ProvedProgram, Synthesis, versions
@@ -97,7 +98,7 @@ def synthesize(
     own = check_options(maker_options or {}, makers)
     options = {
         "budget_s": float(budget_s),
-        "makers": None if makers is None else sorted(makers),
+        "makers": sorted(registry.makers() if makers is None else makers),
         "maker_options": own,
     }
     store = Cache.of(problem, options) if cache else None
@@ -187,7 +188,7 @@ def _in_turn(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board
             continue
         share = board.left_s * task.weight / (later + sum(rest.weight for rest in tasks[at:]))
         board.report(task.label)
-        board.add(attempt(task, problem, max(share, LEAST_S), board.reporter(task)))
+        board.add(attempt(registry.makers()[task.maker], task, problem, max(share, LEAST_S), board.reporter(task)))
 
 
 def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from ..programs import Program
 from .attempts import Attempt, attempt
+from .maker import Maker
 from .problem import SynthesisProblem
 
 GRACE_S = 2.0
@@ -88,9 +89,13 @@ class ProcessTask:
 
 def work(request: bytes, tell: Callable[[str], None]) -> Attempt:
     """Run the task of a request; this is what a worker executes, in a process or on a Ray node."""
-    payload, task, budget_s = pickle.loads(request)
+    payload, maker, task, budget_s = pickle.loads(request)
     problem: SynthesisProblem = pickle.loads(payload)
-    result = attempt(task, problem, budget_s, lambda message, fraction: tell(message))
+    try:
+        asked: Maker = pickle.loads(maker)
+    except (ImportError, AttributeError) as error:
+        return Attempt.without(task, f"the maker is in no module that a worker can import: {error}", crashed=True)
+    result = attempt(asked, task, problem, budget_s, lambda message, fraction: tell(message))
     result.made = [replace(made, program=_plain(made.program)) for made in result.made]
     return result
 

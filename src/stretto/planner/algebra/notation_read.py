@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from ...errors import InvalidInput
 from .motif import KINDS, MAX_LEAVES, MAX_RANK, MAX_SIZE, ROOTED, SHARDED, Expr, Groups, Motif, Par, Seq
@@ -205,31 +205,24 @@ class _Reader:
         targets: list[list[Entry]],
         window: tuple[int, int, int] | None,
     ) -> Motif:
-        try:
-            if kind != "AA":
-                if held:
-                    self.fail(f"{kind}: only AA holds blocks of other processes")
-                if kind in SHARDED and len(targets) > 1:
-                    return Motif(kind=kind, ranks=ranks, root=root, shards=tuple(self.spans(t) for t in targets))
-                if len(targets) > 1:
-                    self.fail(f"{kind}: has no shards; those with shards are {', '.join(SHARDED)}")
-                return Motif(kind=kind, ranks=ranks, root=root, spans=self.spans(targets[0]))
-            spans = self.spans([targets[-1].pop()])
+        fields: dict[str, Any]
+        if kind == "AA":
+            fields = {"spans": self.spans([targets[-1].pop()]), "window": window[:2] if window else (0, 0)}
             if window is not None and window[2] != len(ranks):
                 self.fail(f"AA: its window counts modulo {window[2]}, but it has {len(ranks)} ranks")
-            return Motif(
-                kind=kind,
-                ranks=ranks,
-                spans=spans,
-                window=window[:2] if window else (0, 0),
-                held=self.groups(held, ranks),
-                bound=self.groups(targets, ranks),
-            )
+            fields |= {"held": self.groups(held, ranks), "bound": self.groups(targets, ranks)}
+        elif held:
+            self.fail(f"{kind}: only AA holds blocks of other processes")
+        elif kind in SHARDED and len(targets) > 1:
+            fields = {"root": root, "shards": tuple(self.spans(t) for t in targets)}
+        elif len(targets) > 1:
+            self.fail(f"{kind}: has no shards; those with shards are {', '.join(SHARDED)}")
+        else:
+            fields = {"root": root, "spans": self.spans(targets[0])}
+        try:
+            return Motif(kind=kind, ranks=ranks, **fields)
         except InvalidInput as error:
-            message = str(error)
-            if message.startswith("motif text"):
-                raise
-            self.fail(message)
+            self.fail(str(error))
 
     def root(self, kind: str) -> int:
         if kind not in ROOTED:

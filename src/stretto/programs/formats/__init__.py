@@ -78,20 +78,10 @@ def load_program(
     Raises:
         InvalidInput: The file cannot be read or is not valid; the message names the file and the place.
     """
-    text = read_text(path)
-    try:
-        return _parse(text, str(path), collective, in_place)
-    except InvalidInput as error:
-        message = str(error)
-        raise InvalidInput(message if message.startswith(str(path)) else f"{path}: {message}") from None
-
-
-def _parse(
-    text: str, where: str, collective: Collective | None, in_place: bool | None
-) -> Program | Lowered | ExecutionPlan:
+    text, where = read_text(path), str(path)
     kind = sniff(text)
     if collective is not None and kind != "msccl":
-        raise InvalidInput("collective: only an MSCCL file leaves this open")
+        raise InvalidInput(f"{where}: collective: only an MSCCL file leaves this open")
     if kind == "text":
         from . import text as text_form
 
@@ -99,7 +89,10 @@ def _parse(
     if kind == "msccl":
         from . import msccl_xml
 
-        return msccl_xml.loads(text, collective=collective, in_place=in_place, where=where)
+        try:
+            return msccl_xml.loads(text, collective=collective, in_place=in_place, where="")
+        except InvalidInput as error:
+            raise InvalidInput(f"{where}: {str(error).removeprefix(': ')}") from None
     from . import mscclpp_reader
 
     return mscclpp_reader.loads(text, where=where)

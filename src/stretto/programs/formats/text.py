@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NoReturn
 
@@ -185,9 +186,9 @@ class _Reader:
 
     def collective(self) -> Collective:
         words = self.keyword("collective")
-        try:
-            if words.startswith("explicit "):
-                return self.explicit(words.removeprefix("explicit "))
+        if words.startswith("explicit "):
+            build = self.explicit(words.removeprefix("explicit "))
+        else:
             kind, _, rest = words.partition(" ")
             options = self.options(rest)
             named = NamedCollective(
@@ -199,14 +200,14 @@ class _Reader:
                 pairs=tuple(self.pair(pair) for pair in options.get("pairs", "").split(",") if pair),
                 counts=tuple(self.numbers(row) for row in options.get("counts", "").split(";") if row),
             )
-            return named.build(self.most)
+            build = partial(named.build, self.most)
+        try:
+            return build()
         except InvalidInput as error:
-            if str(error).startswith(self.where):
-                raise
             self.fail(f"collective: {error}")
 
-    def explicit(self, words: str) -> Collective:
-        """A collective that has no name, with its conditions written out."""
+    def explicit(self, words: str) -> Callable[[], Collective]:
+        """The builder of a collective that has no name, with its conditions written out."""
         kind, _, rest = words.rpartition('" ') if words.startswith('"') else words.partition(" ")
         options = self.options(rest)
         ranks = self.ranks(options)
@@ -229,7 +230,8 @@ class _Reader:
                     extra += [self.whole(tag) if tag else default] * len(more)
                 ptr.append(len(chunks))
             tables[side] = ptr, chunks, extra
-        return Collective(
+        return partial(
+            Collective,
             kind=self.unquote(kind + '"' if words.startswith('"') else kind),
             ranks=ranks,
             num_chunks=num_chunks,
@@ -259,7 +261,7 @@ class _Reader:
         options = {word: "" if word == "in-place" else next(words, "") for word in words}
         for word in options:
             if word not in _OPTIONS:
-                raise unknown("word", word[:40], _OPTIONS)
+                self.fail(f"collective: {unknown('word', word[:40], _OPTIONS)}")
         return options
 
     def ranks(self, options: dict[str, str]) -> tuple[int, ...]:
