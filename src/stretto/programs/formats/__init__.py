@@ -79,7 +79,10 @@ def load_program(
         InvalidInput: The file cannot be read or is not valid; the message names the file and the place.
     """
     text, where = read_text(path), str(path)
-    kind = sniff(text)
+    try:
+        kind = sniff(text)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}") from None
     if collective is not None and kind != "msccl":
         raise InvalidInput(f"{where}: collective: only an MSCCL file leaves this open")
     if kind == "text":
