@@ -239,6 +239,29 @@ def test_a_full_disk_is_one_line_and_leaves_files_as_they_were(
     assert list(tmp_path.iterdir()) == [files[0]]
 
 
+def test_two_outputs_in_one_file_are_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["simulate", "ring", "-c", "ring:4"]
+    assert run([*line, "--json", "x.json", "--timeline", str(tmp_path / "x.json")]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert "x.json: is also the file of --" in said.err
+    assert list(tmp_path.iterdir()) == []
+    assert run([*line, "--json", "/dev/null", "--timeline", "/dev/null"]) == 0
+    assert run([*line, "--json", "x.json", "--timeline", "y.json"]) == 0
+
+
+def test_a_link_into_a_folder_that_is_not_there_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "none" / "x.json")
+    assert run(["simulate", "nothing", "-c", "nowhere", "--json", str(link)]) == 2
+    assert f"there is no directory {tmp_path}/none" in capsys.readouterr().err
+
+
 def test_folders_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = tmp_path / "a" / "b"
     assert run(["workload", "convert", "dlrm:A2,ranks=8", str(new)]) == 0

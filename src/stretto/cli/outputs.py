@@ -66,8 +66,9 @@ class Output:
         unnamed = not path.suffix and not self.ending_decides
         if self.suffixes and path.suffix not in self.suffixes and not unnamed:
             raise InvalidInput(f"{option}: {path}: {self._endings(path)}")
-        # The file is written under another name first, so its folder must be writable even where the file exists.
-        _check_writable(path.parent, option, path)
+        # The file is written under another name first, so its folder must be writable even where the file exists;
+        # a link is followed, also one whose file is still to be made.
+        _check_writable((path.resolve() if path.is_symlink() else path).parent, option, path)
         if path.exists() and not os.access(path, os.W_OK):
             raise InvalidInput(f"{option}: {path}: the file may not be changed")
 
@@ -90,6 +91,16 @@ def _check_writable(folder: Path, option: str, path: Path) -> None:
         raise InvalidInput(f"{option}: {path}: the directory {folder} may not be written to")
 
 
+def _check_distinct(given: dict[Path, str], path: Path, option: str) -> None:
+    """Refuse a file that another option of the same command line would write as well; what is no file takes both."""
+    target = path.resolve()
+    if path.exists() and not path.is_file():
+        return
+    if target in given:
+        raise InvalidInput(f"{option}: {path}: is also the file of {given[target]}, and would replace it")
+    given[target] = option
+
+
 def output(
     *suffixes: str, folder: bool = False, only_rank_0: bool = False
 ) -> Callable[[typer.Context, typer.CallbackParam, Any], Any]:
@@ -110,7 +121,9 @@ def output(
 
     def check(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
         if isinstance(value, Path) and not context.resilient_parsing:
-            kind.check(value, max(parameter.opts, key=len) if parameter.opts[0][0] == "-" else str(parameter.metavar))
+            option = max(parameter.opts, key=len) if parameter.opts[0][0] == "-" else str(parameter.metavar)
+            kind.check(value, option)
+            _check_distinct(context.meta.setdefault("stretto.outputs", {}), value, option)
         return value
 
     check.output = kind  # type: ignore[attr-defined]
