@@ -129,6 +129,22 @@ def stopped_while_sending() -> Any:
     return stopped(lambda group: dist.recv(torch.ones(3), 2, group=group))
 
 
+def stopped_where_another_is_done() -> Any:
+    """Rank 2 stops; rank 0 waits for its message, and rank 1, which nobody waits for, has ended by then."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=3))
+    dist.barrier(group)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 2:
+        store.set("victim", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    victim = int(store.get("victim"))
+    found = told(lambda: dist.recv(torch.ones(3), 2, group=group))
+    os.kill(victim, signal.SIGKILL)
+    return found
+
+
 def stopped_in_a_delegated_collective() -> Any:
     """The others wait for a sum that only gloo can do."""
     return stopped(lambda group: dist.all_reduce(torch.eye(3).to_sparse(), group=group))
@@ -179,10 +195,10 @@ def left_a_message_because_of_another() -> Any:
 
 
 SCENARIOS = [
-    stopped_while_sending, stopped_in_a_delegated_collective, absent_from_a_delegated_collective,
-    wait_that_times_out_for_a_message, left_a_collective_because_of_another, left_a_message_because_of_another,
-    killed, killed_while_sending, killed_before_a_future, killed_in_ddp, waits_that_time_out, other_sizes, other_order,
-    other_reduction,
+    stopped_while_sending, stopped_where_another_is_done, stopped_in_a_delegated_collective,
+    absent_from_a_delegated_collective, wait_that_times_out_for_a_message, left_a_collective_because_of_another,
+    left_a_message_because_of_another, killed, killed_while_sending, killed_before_a_future, killed_in_ddp,
+    waits_that_time_out, other_sizes, other_order, other_reduction,
 ]  # fmt: skip
 
 

@@ -31,6 +31,12 @@ def test_a_rank_that_stops_is_named_when_a_delegated_call_times_out(outcomes: Ou
         assert text.startswith("timed out waiting for rank 2, which answers nothing"), text
 
 
+def test_a_rank_whose_message_does_not_come_is_named_and_not_one_that_has_ended_meanwhile(outcomes: Outcomes) -> None:
+    kind, text, _ = outcomes["stopped_where_another_is_done"][0]
+    assert kind == "PeerLost", text
+    assert text.startswith("timed out waiting for rank 2, which answers nothing"), text
+
+
 def test_a_rank_that_does_not_make_a_delegated_call_is_named(outcomes: Outcomes) -> None:
     for kind, text, _ in outcomes["absent_from_a_delegated_collective"][:2]:
         assert kind == "PeerLost", text

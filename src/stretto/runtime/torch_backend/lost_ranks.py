@@ -49,7 +49,10 @@ class LostRanks:
         cut_off = next((sign for sign in CUT_OFF if sign in text), "")
         if not isinstance(error, RuntimeError) or not (cut_off or any(sign in text for sign in TIMED_OUT)):
             return error
-        named = self._given_up_or_gone(NOTICE_S if cut_off else 0.0) or self._silent(call, cut_off)
+        ranks = self._ranks()
+        # Another rank may have ended because its work is done: whoever waits for a message waits for its other end.
+        awaited = ranks if call.peer is None else [ranks[call.peer]]
+        named = self._given_up_or_gone(awaited, NOTICE_S if cut_off else 0.0) or self._silent(call, awaited, cut_off)
         if named is None:
             return error
         rank, why = named
@@ -64,28 +67,30 @@ class LostRanks:
         """The job's ranks of the group's."""
         return [self._engine.job.rank_of[device] for device in self._engine.selector.devices]
 
-    def _given_up_or_gone(self, patience_s: float) -> tuple[int, str] | None:
-        """A rank that is gone, and what is known of it; not one that has only left because of another."""
+    def _given_up_or_gone(self, among: Sequence[int], patience_s: float) -> tuple[int, str] | None:
+        """One of these ranks that is gone, and what is known of it; not one that has only left because of another."""
         ranks = self._ranks()
         deadline = time.monotonic() + patience_s
         while True:
             executor = self._engine.job.executor
-            found = executor.find_culprit(ranks) if executor is not None else None
+            found = executor.find_culprit(among) if executor is not None else None
             if found is not None:
                 return found
             over = time.monotonic() > deadline
             # Not before: what a rank has said on its control connection counts more than that its process has ended.
-            gone = find_gone(self._cards, 0.0) if executor is None or over else []
+            dead = find_gone(self._cards, 0.0) if executor is None or over else []
+            gone = [ranks[at] for at in dead if ranks[at] in among]
             if gone:
-                return ranks[gone[0]], f"{_names([ranks[rank] for rank in gone])} gone"
+                return gone[0], f"{_names(gone)} gone"
             if over:
                 return None
             time.sleep(PAUSE_S)
 
-    def _silent(self, call: DelegatedCall, cut_off: str) -> tuple[int, str] | None:
+    def _silent(self, call: DelegatedCall, awaited: Sequence[int], cut_off: str) -> tuple[int, str] | None:
         """A rank that does not answer, or else has not made the call, or else is the other end of a message."""
         ranks, executor = self._ranks(), self._engine.job.executor
         peer = ranks[call.peer] if call.peer is not None else None
+        also = ""
         if executor is None:
             if peer is None:
                 lost = self._roll_call.lost()
@@ -95,20 +100,25 @@ class LostRanks:
             # Also ranks outside of the group: a rank of it may wait for one of them, and so not have come to this call.
             others = [rank for rank in range(executor.world_size) if rank != mine]
             answers = executor.ask_delegated(self._engine.communicator, call.number or 0, others, ANSWER_S)
-            known = self._given_up_or_gone(0.0)
+            known = self._given_up_or_gone(awaited, 0.0)
             if known is not None:
                 return known
-            silent = [rank for rank in others if rank not in answers]
+            # A rank that is gone does not answer either, but may have been done: this call does not wait for it.
+            quiet = [rank for rank in others if rank not in answers and executor.find_culprit([rank]) is None]
+            silent = [rank for rank in quiet if rank in awaited] or quiet
             if silent:
-                return silent[0], f"timed out waiting for {_list(silent)}, which answers nothing"
+                return silent[0], f"timed out waiting for {_list(silent)}, which {_verb(silent, 'answer')} nothing"
+            gone = executor.find_culprit(others)
+            also = f"; {gone[1]}" if gone is not None else ""
             behind = [rank for rank in ranks if call.number is not None and not answers.get(rank, True)]
             if behind:
-                return behind[0], f"timed out waiting for {_list(behind)}, which has not made this call"
+                missing = f"{_list(behind)}, which {'has' if len(behind) == 1 else 'have'} not made this call"
+                return behind[0], f"timed out waiting for {missing}{also}"
         if peer is None:
             return None
         if cut_off:
             return peer, f"{_names([peer])} gone"
-        return peer, f"timed out waiting for rank {peer}, the other end of the message"
+        return peer, f"timed out waiting for rank {peer}, the other end of the message{also}"
 
 
 def explain_meeting(error: Exception, meeting: Meeting, store: Any) -> Exception:
@@ -128,3 +138,7 @@ def _list(ranks: Sequence[int]) -> str:
 
 def _names(ranks: Sequence[int]) -> str:
     return f"{_list(ranks)} {'is' if len(ranks) == 1 else 'are'}"
+
+
+def _verb(ranks: Sequence[int], verb: str) -> str:
+    return f"{verb}s" if len(ranks) == 1 else verb
