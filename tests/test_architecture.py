@@ -19,7 +19,8 @@ ROOT = Path(stretto.__file__).parent
 LAYERS = [
     {"errors", "late", "process_state", "_native"},
     {"field_errors"},
-    {"units", "files", "highs"},
+    {"units", "files", "children"},
+    {"solvers"},
     {"cluster", "collectives"},
     {"programs"},
     {"simulator"},

@@ -12,7 +12,7 @@ SOURCES = Path(stretto.__file__).parent
 
 OTHER_CODE = """
 import numpy as np
-from stretto.highs import highspy
+from stretto.solvers.highs import highspy
 theirs = highspy().Highs()
 theirs.silent()
 theirs.setOptionValue("threads", 2)
@@ -43,4 +43,4 @@ def test_solvers_are_made_and_run_in_one_place() -> None:
         for path in sorted(SOURCES.rglob("*.py"))
         if "highspy.Highs()" in path.read_text() or "highspy().Highs()" in path.read_text()
     ]
-    assert raw == ["highs.py"]
+    assert raw == ["solvers/highs.py"]

@@ -96,7 +96,7 @@ def test_large_problems_are_refused() -> None:
 
 def test_out_of_time_the_start_and_its_bound_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(3, num_comm=10, longest_us=6.0)
-    monkeypatch.setattr("stretto.synthesis.cp_sat.minimize", lambda task, limit_s: ("unknown", None, 0.0))
+    monkeypatch.setattr("stretto.solvers.cp_sat.minimize", lambda task, limit_s: ("unknown", None, 0.0))
     found = solve_exactly(problem, limit_s=1e-3)
     assert found.status == "feasible"
     assert found.value_us == found.schedule.period_us

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.synthesis import cp_sat
+from stretto.solvers import cp_sat
 
 ORTOOLS = """
 from ortools.sat.python import cp_model
@@ -25,7 +25,7 @@ if own is not None:
     assert own.Solve() == 0 and y.solution_value() == 7.0
 """
 STRETTO = """
-from stretto.synthesis.milp import Milp, solve
+from stretto.solvers.milp import Milp, solve
 model = Milp()
 first = model.column(cost=-1.0, upper=3.0, integer=True)
 model.row({first: 2.0}, upper=5.0)
@@ -47,7 +47,7 @@ def test_a_process_may_hold_both_solvers(order: tuple[str, ...], tmp_path: Path)
 
 
 def test_where_no_copy_can_be_made_the_plain_import_is_used(tmp_path: Path) -> None:
-    code = "from stretto.highs import highspy; print(highspy().Highs().getNumCol())"
+    code = "from stretto.solvers.highs import highspy; print(highspy().Highs().getNumCol())"
     done = subprocess.run(
         [sys.executable, "-c", f"import tempfile; tempfile.tempdir = {str(tmp_path / 'none')!r}; {code}"],
         capture_output=True, text=True, timeout=300, check=False,

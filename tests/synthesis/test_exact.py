@@ -8,7 +8,7 @@ import pytest
 
 import stretto as st
 from stretto.collectives import Collective
-from stretto.synthesis import cp_sat
+from stretto.solvers import cp_sat
 from stretto.synthesis.exact import ExactResult, solve, synthesize
 
 MB8 = 8 * st.MB

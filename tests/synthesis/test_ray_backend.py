@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import stretto as st
+from stretto.children import ray_cluster
 from stretto.synthesis import backends, portfolio, ray_backend, synthesize, worker
 from stretto.synthesis.attempts import Attempt, Board
 from stretto.synthesis.problem import MakerTask, SynthesisProblem
@@ -58,7 +59,7 @@ def listening(*, locally: bool) -> set[str]:
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    with ray_backend.connected(jobs=2):
+    with ray_cluster.connected(jobs=2):
         ray = sys.modules["ray"]
         folder = Path(ray._private.worker.global_worker.node.get_session_dir_path()).parent
         assert folder.name.startswith("stretto-ray-")
@@ -100,11 +101,11 @@ def test_a_local_ray_is_heard_only_on_this_machine(ray: Any) -> None:
     heard = {here: {int(a.rpartition(":")[2], 16) for a in listening(locally=here)} for here in (True, False)}
     assert ports <= heard[True]
     assert not ports & heard[False]
-    assert not set(ray_backend.LOCAL) & set(os.environ)
+    assert not set(ray_cluster.LOCAL) & set(os.environ)
 
 
 def test_a_ray_that_runs_is_taken_for_one(ray: Any) -> None:
-    ray_backend._check_listening(ray.get_runtime_context().gcs_address)
+    ray_cluster._check_listening(ray.get_runtime_context().gcs_address)
 
 
 def test_ray_finds_what_one_process_finds(ray: Any, ring: st.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def test_a_dead_ray_worker_is_a_candidate_with_a_reason(ray: Any, ring: st.Clust
     good = MakerTask(maker="library", label="good", weight=1.0, options={"algorithm": "ring"})
 
     def start(request: bytes, tell: worker.Tell) -> worker.ActiveTask:
-        far = ray_backend._RayTask(request, tell)
+        far = ray_backend.RayTask(request, tell)
         if b"pids" in request:
             pid, child = numbers(pid_file)
             os.kill(pid, 9)
@@ -165,7 +166,7 @@ def test_a_late_ray_task_is_ended_with_what_it_has_started(ray: Any, ring: st.Cl
     pids: list[int] = []
 
     def start(request: bytes, tell: worker.Tell) -> worker.ActiveTask:
-        far = ray_backend._RayTask(request, tell)
+        far = ray_backend.RayTask(request, tell)
         pids.extend(numbers(pid_file))
         return far
 
@@ -194,7 +195,7 @@ def test_a_late_process_is_ended_with_what_it_has_started(ring: st.Cluster, tmp_
 
 def test_what_a_ray_task_raises_is_the_reason(ray: Any) -> None:
     messages: list[worker.Message] = []
-    far = ray_backend._RayTask(pickle.dumps((b"no problem", b"", None, 1.0)), messages.append)
+    far = ray_backend.RayTask(pickle.dumps((b"no problem", b"", None, 1.0)), messages.append)
     for _ in range(600):
         if messages:
             break
@@ -219,14 +220,14 @@ def test_wrong_places_to_run_are_named(ring: st.Cluster, options: dict[str, Any]
 
 
 def test_without_the_extra_the_error_names_it(ring: st.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_cluster, "find_spec", lambda name: None)
     with pytest.raises(st.InvalidInput, match=r"pip install 'stretto\[ray\]'"):
         synthesize(st.AllGather(4), ring, st.MB, backend="ray")
 
 
 def test_an_address_where_nothing_listens_is_said_at_once() -> None:
     with pytest.raises(st.InvalidInput, match=r"ray_address: nothing answers at 127\.0\.0\.1:1: "):
-        ray_backend._check_listening("127.0.0.1:1")
+        ray_cluster._check_listening("127.0.0.1:1")
 
 
 @contextlib.contextmanager
@@ -251,7 +252,7 @@ def listener(answer: bytes) -> Iterator[str]:
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n"])
 def test_a_listener_that_is_not_ray_is_said(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_backend, "CONNECT_S", 0.5)
+    monkeypatch.setattr(ray_cluster, "CONNECT_S", 0.5)
     with listener(answer) as address, pytest.raises(st.InvalidInput) as error:
-        ray_backend._check_listening(address)
+        ray_cluster._check_listening(address)
     assert str(error.value) == f"ray_address: what listens at {address} is not Ray"

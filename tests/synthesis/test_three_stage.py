@@ -12,9 +12,9 @@ import pytest
 
 import stretto as st
 from stretto.errors import Infeasible, InvalidInput
+from stretto.solvers.milp import Milp, solve
 from stretto.synthesis.contiguity import MessageSchedule, merge
 from stretto.synthesis.logical import LogicalTopology
-from stretto.synthesis.milp import Milp, solve
 from stretto.synthesis.ordering import VARIANTS, SendTasks, justify, priorities, schedule
 from stretto.synthesis.routing import build, route
 from stretto.synthesis.routing_problem import RoutingProblem

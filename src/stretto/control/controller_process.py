@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from ..children import Child
 from ..errors import InvalidInput, StrettoError
 from .messages import Status, decode, encode
 from .transport import make_token, read_token
@@ -77,14 +78,13 @@ class ControllerProcess:
         self._remember()
         return self._known
 
-    def _spawn(self, first_words: int | None = None) -> subprocess.Popen[bytes]:
+    def _spawn(self, first_words: int | None = None) -> Child:
         """Start the process; it says whether it listens to the descriptor `first_words`, and closes that."""
-        # In a session of its own, so that a terminal's Ctrl-C reaches the job and not this. Standard output is the
-        # job's; what a `sitecustomize` of the user's prints there has been printed once already.
+        # Standard output is the job's; what a `sitecustomize` of the user's prints there has been printed once already.
         given = [] if first_words is None else [first_words]
-        return subprocess.Popen(
+        return Child(
             [sys.executable, "-m", __name__, str(self._folder), str(self._budget_s), *map(str, given)],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=given, start_new_session=True,
+            stdin=subprocess.PIPE, stderr=None, keep=given,
         )  # fmt: skip
 
     def _watch(self) -> None:

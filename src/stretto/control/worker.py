@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from ..children import Child
 from ..errors import InvalidInput, StrettoError
 from ..files import typed
 from ..planner import api
@@ -107,13 +107,10 @@ class Worker:
         (folder / "ask").write_bytes(msgspec.msgpack.encode(ask))
         # The planner is no part of the job that it plans for.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
-        self._process = subprocess.Popen(
+        self._process = Child(
             [sys.executable, "-m", __name__, str(folder), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
             stderr=(folder / "errors").open("wb"),
-            env=environment,
-            start_new_session=True,
+            environment=environment,
         )
 
     def poll(self) -> PlanReply | None:
@@ -135,8 +132,7 @@ class Worker:
 
     def cancel(self) -> None:
         """End it."""
-        self._process.kill()
-        self._process.wait()
+        self._process.kill_all()
         self._folder.cleanup()
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import InvalidInput
-from ..synthesis.milp import Milp, solve
+from ..solvers.milp import Milp, solve
 from .balance import MAX_BALANCED, best_us
 from .model import Dim, check_dims, ideal_us, order_loads
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
-from ..synthesis.milp import Milp, solve
+from ..solvers.milp import Milp, solve
 from ..units import check_seed
 from .model import STEADY_CHUNKS, Dim, check_dims, order_loads
 from .schedule import DimChunk, DimSchedule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import signal
@@ -11,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
+
+from ..children import Child
 
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL when a job is ended."""
@@ -89,7 +90,7 @@ class LabJob:
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank and its children: pause it, continue it, kill it."""
         if rank in self._running:
-            _signal(self._ranks[rank], number)
+            self._ranks[rank].process.signal_all(number)
 
     def wait(self, timeout_s: float | None = None, *, keep_going: bool = False) -> LabResult:
         """Wait until all ranks have ended.
@@ -125,8 +126,8 @@ class LabJob:
         try:
             for at in self._running:
                 # A paused rank handles SIGTERM only once SIGCONT lets it run.
-                _signal(self._ranks[at], signal.SIGTERM)
-                _signal(self._ranks[at], signal.SIGCONT)
+                self._ranks[at].process.signal_all(signal.SIGTERM)
+                self._ranks[at].process.signal_all(signal.SIGCONT)
             until = time.monotonic() + grace_s
             while self._running and (left := until - time.monotonic()) > 0:
                 self._turn(left)
@@ -139,7 +140,7 @@ class LabJob:
             return
         self._closed = self._ending = True
         for at in self._running:
-            _signal(self._ranks[at], signal.SIGKILL)
+            self._ranks[at].process.signal_all(signal.SIGKILL)
         until = time.monotonic() + DRAIN_S
         try:
             while self._selector.get_map() and (left := until - time.monotonic()) > 0:
@@ -154,14 +155,7 @@ class LabJob:
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         at = len(self._ranks)
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
+        process = Child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, environment=environment)
         assert process.stdout is not None
         assert process.stderr is not None
         streams = {"stdout": _Stream(process.stdout), "stderr": _Stream(process.stderr)}
@@ -183,7 +177,7 @@ class LabJob:
     def _ended(self, at: int) -> None:
         rank = self._ranks[at]
         # Until the rank is reaped, no other process can get its pid: the kill reaches only children that it left.
-        _signal(rank, signal.SIGKILL)
+        rank.process.signal_all(signal.SIGKILL)
         code = rank.process.wait()
         if code and self._failed is None and not self._ending:
             self._failed = at
@@ -215,7 +209,7 @@ class LabJob:
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: Child
     pidfd: int
     streams: dict[str, _Stream]
 
@@ -241,8 +235,3 @@ class _Stream:
     @property
     def text(self) -> str:
         return self._kept[-KEPT_BYTES:].decode(errors="replace")
-
-
-def _signal(rank: _Rank, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(rank.process.pid, number)

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
 
+from ..children import Child
 from ..errors import Infeasible
 from .layout import MTU, LabChannel, LabLayout
 from .processes import ROLE
@@ -88,7 +89,7 @@ class LabNetwork:
     def __init__(self, layout: LabLayout, environment: dict[str, str]) -> None:
         self._rootless = _rootless()
         self._environment = environment
-        self._keepers: list[subprocess.Popen[bytes]] = []
+        self._keepers: list[Child] = []
         self._alive_read, self._alive_write = os.pipe()
         try:
             self._build(layout)
@@ -155,15 +156,14 @@ class LabNetwork:
             self._batch(host, "ip", _host_links(layout, at))
             self._batch(host, "tc", _shape(layout, ((c, at, c.name) for c in layout.channels)))
 
-    def _keep(self, name: str, prefix: list[str], script: str, *arguments: str) -> subprocess.Popen[bytes]:
-        keeper = subprocess.Popen(
+    def _keep(self, name: str, prefix: list[str], script: str, *arguments: str) -> Child:
+        keeper = Child(
             [*prefix, "/bin/sh", "-c", script, "stretto-lab", *arguments],
             stdin=self._alive_read,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**self._environment, "PATH": PATH, ROLE: name},
-            cwd="/",
-            start_new_session=True,
+            environment={**self._environment, "PATH": PATH, ROLE: name},
+            folder="/",
         )
         self._keepers.append(keeper)
         assert keeper.stdout is not None
@@ -172,12 +172,12 @@ class LabNetwork:
                 raise Infeasible(f"lab: cannot set up {name}: {_first_line(heard) or 'no answer'}")
         return keeper
 
-    def _batch(self, keeper: subprocess.Popen[bytes], command: str, lines: Iterable[str]) -> None:
+    def _batch(self, keeper: Child, command: str, lines: Iterable[str]) -> None:
         said = _complaint([*self._enter(keeper), "--", tool(command), "-batch", "-"], "".join(f"{s}\n" for s in lines))
         if said is not None:
             raise Infeasible(f"lab: {command}: {said}")
 
-    def _enter(self, keeper: subprocess.Popen[bytes]) -> list[str]:
+    def _enter(self, keeper: Child) -> list[str]:
         user = ["--user", "--preserve-credentials"] if self._rootless else []
         return [tool("nsenter"), f"--target={keeper.pid}", *user, "--net"]
 

@@ -71,7 +71,7 @@ def balance(amounts: Mapping[frozenset[int], float], bytes_per_us: Mapping[int, 
     if not any(amount for _, amount in free):
         shares |= {frozenset(those): {who: 1 / len(those) for who in those} for those, _ in free}
         return shares, max(fixed.values(), default=0.0)
-    from ..synthesis.milp import Milp, solve
+    from ..solvers.milp import Milp, solve
 
     # The model is in units of the largest total, so that the solver's tolerances mean the same at every size.
     unit = max(sum(n for _, n in free) / min(bytes_per_us.values()), *fixed.values(), 0.0)

@@ -13,7 +13,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Annotated, Any, Protocol, Self
 import msgspec
 from msgspec import Meta
 
+from ..children import Child
 from ..errors import Infeasible, InvalidInput
 from ..files import convert, parse_json, read_text
 from .files import load_model
@@ -254,42 +254,22 @@ def command(words: Sequence[str]) -> Start:
 class _Command:
     def __init__(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
         self._heard = tempfile.TemporaryFile()  # noqa: SIM115, open as long as the job is
-        # The command gets a session of its own, so that a signal reaches it and all its ranks.
-        self._process = subprocess.Popen(
-            words, env=os.environ | dict(variables), stdin=subprocess.DEVNULL, stdout=self._heard,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        self._process = Child(
+            words, stdout=self._heard, stderr=subprocess.STDOUT, environment=os.environ | dict(variables)
+        )
         self._said: str | None = None
 
     def ended(self) -> str | None:
-        if self._said is None and self._over(0.0):
+        if self._said is None and self._process.ends_within(0.0):
             self.end()
         return self._said
 
     def end(self) -> str:
         if self._said is None:
-            if not self._over(GRACE_S):
-                self._signal(signal.SIGTERM)
-                self._over(GRACE_S)
-            # Until the process is reaped no other can get its pid, so the signal reaches only the rest of its group.
-            self._signal(signal.SIGKILL)
-            code = self._process.wait()
+            code = self._process.end_all(GRACE_S)
             self._said = f"exit code {code}: {_tail(self._heard.fileno())}"
             self._heard.close()
         return self._said
-
-    def _over(self, limit_s: float) -> bool:
-        """Whether the process has ended, or ends within the limit; the process is not reaped."""
-        deadline = time.monotonic() + limit_s
-        while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL_S)
-        return True
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
 
 
 def _tail(file: int) -> str:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
+from ..children.ray_cluster import connected
 from ..errors import Infeasible
-from ..synthesis.ray_backend import connected
 from .requests import Arm
 from .trials import Times, Trials, command
 
@@ -69,8 +68,7 @@ def ray_trials(
     Returns:
         An iterator over the one bench, for the context manager.
     """
-    with connected(jobs=jobs, address=address):
-        ray: Any = import_module("ray")
+    with connected(jobs=jobs, address=address) as ray:
         processors = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
         # An actor that asks for all processors of a node has the node to itself; a local Ray has one per job.
         each = 1.0 if len(processors) == 1 else min(count for count in processors if count > 0)

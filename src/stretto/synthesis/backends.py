@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from ..children import ray_cluster
 from ..errors import InvalidInput, unknown
 from . import ray_backend, worker
 from .attempts import LEAST_S, Attempt, Board
@@ -39,8 +40,8 @@ def backend(name: str, *, jobs: int, address: str | None = None) -> Iterator[Sta
     if name == "processes":
         yield worker.ProcessTask
     else:
-        with ray_backend.connected(jobs=jobs, address=address) as start:
-            yield start
+        with ray_cluster.connected(jobs=jobs, address=address):
+            yield ray_backend.RayTask
 
 
 def check_backend(name: str, address: str | None) -> None:
@@ -48,7 +49,7 @@ def check_backend(name: str, address: str | None) -> None:
     if name not in BACKENDS:
         raise unknown("backend", name, BACKENDS)
     if name == "ray":
-        ray_backend.check_installed(address)
+        ray_cluster.check_installed(address)
     elif address is not None:
         raise InvalidInput(f"ray_address: is for the backend ray, not {name}")
 

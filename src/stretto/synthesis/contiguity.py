@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Infeasible
-from .milp import Milp, solve
+from ..solvers.milp import Milp, solve
 from .ordering import SendTasks
 
 MAX_MERGED = 6

@@ -18,8 +18,8 @@ from ..collectives import Collective
 from ..errors import Infeasible, InvalidInput, SearchTimeout, unknown
 from ..programs import Program
 from ..simulator import lower_bound, simulate
+from ..solvers import cp_sat
 from ..units import check_seed
-from . import cp_sat
 from .combine import INVERSE, all_reduce_from, inverse, like, reversed_cluster
 from .exact_grid import HopNetwork, Move, label
 from .exact_models import AllReduceModel, CopyModel, SingleDestination, SlotModel

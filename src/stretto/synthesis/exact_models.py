@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import highs
 from ..collectives import Collective
 from ..errors import Infeasible
-from . import cp_sat
+from ..solvers import cp_sat
+from ..solvers.linear import LinearProgram, ProgramArrays
 from .exact_grid import Grid, HopNetwork, Move
 
 MAX_VARIABLES = 60_000
@@ -401,29 +401,25 @@ def _solve_cp_sat(model: SlotModel, limit_s: float, seed: int) -> tuple[str, lis
 
 
 def _solve_highs(model: SlotModel, limit_s: float, seed: int) -> tuple[str, list[bool] | None]:
-    highspy = highs.highspy()
-
     count = len(model.keys)
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = count, len(model.rows)
-    lp.col_cost_ = np.zeros(count)
-    lp.col_lower_, lp.col_upper_ = np.zeros(count), np.ones(count)
-    lp.integrality_ = [highspy.HighsVarType.kInteger] * count
-    lp.row_upper_ = np.array([bound for _, _, bound, _ in model.rows], np.float64)
-    lp.row_lower_ = np.array([bound if equal else -highspy.kHighsInf for _, _, bound, equal in model.rows])
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = np.cumsum([0, *(len(p) + len(m) for p, m, _, _ in model.rows)]).astype(np.int32)
-    lp.a_matrix_.index_ = np.array([v for p, m, _, _ in model.rows for v in (*p, *m)], np.int32)
-    lp.a_matrix_.value_ = np.array([s for p, m, _, _ in model.rows for s in [1.0] * len(p) + [-1.0] * len(m)])
-    solver = highs.new_solver(random_seed=seed, time_limit=limit_s)
-    solver.passModel(lp)
-    highs.run(solver)
-    status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
+    program = LinearProgram(random_seed=seed, time_limit=limit_s)
+    program.load(
+        ProgramArrays(
+            cost=np.zeros(count),
+            lower=np.zeros(count),
+            upper=np.ones(count),
+            integer=[True] * count,
+            row_lower=np.array([bound if equal else -math.inf for _, _, bound, equal in model.rows], np.float64),
+            row_upper=np.array([bound for _, _, bound, _ in model.rows], np.float64),
+            start=np.cumsum([0, *(len(p) + len(m) for p, m, _, _ in model.rows)]),
+            index=[v for p, m, _, _ in model.rows for v in (*p, *m)],
+            value=[s for p, m, _, _ in model.rows for s in [1.0] * len(p) + [-1.0] * len(m)],
+        )
+    )
+    found = program.solve()
+    if found.status == "infeasible":
         return "infeasible", None
-    if solver.getInfo().primal_solution_status == highspy.kSolutionStatusFeasible:
-        return "feasible", [value > 0.5 for value in solver.getSolution().col_value]
-    return "unknown", None
+    return ("feasible", [value > 0.5 for value in found.values.tolist()]) if found.has_values else ("unknown", None)
 
 
 _SOLVE = {"cp-sat": _solve_cp_sat, "highs": _solve_highs}

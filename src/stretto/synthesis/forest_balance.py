@@ -8,8 +8,9 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _native, highs
+from .. import _native
 from ..errors import Infeasible
+from ..solvers.linear import LinearProgram
 from .forest_optimum import Graph
 
 ROUNDS = 200
@@ -24,31 +25,26 @@ def balanced(graph: Graph) -> tuple[Graph, float]:
     balanced, cuts alone decide. The linear program has one row per cut, found as they are needed. (Switches that may
     copy need no balance; then the rate is still an upper bound.)
     """
-    highspy = highs.highspy()  # HiGHS is slow to import, and most clusters have balanced switches.
-
     links, nodes = len(graph.link), graph.cluster.num_nodes
     scale = int(graph.rate.max())
-    solver = highs.new_solver()
+    program = LinearProgram(maximize=True)
     for rate in (graph.rate / scale).tolist():
-        solver.addVar(0.0, rate)
-    solver.addVar(0.0, highspy.kHighsInf)
-    solver.changeColCost(links, 1.0)
-    solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
+        program.column(upper=rate)
+    program.column(cost=1.0)
     for w in np.flatnonzero(graph.passive).tolist():
         into, out = np.flatnonzero(graph.dst == w), np.flatnonzero(graph.src == w)
         value = np.append(np.ones(len(into)), -np.ones(len(out)))
-        solver.addRow(0.0, 0.0, len(value), np.append(into, out).astype(np.int32), value)
+        program.row(np.append(into, out), value, lower=0.0, upper=0.0)
     sides = [np.arange(nodes) == v for v in graph.terminals.tolist()]
     for _ in range(ROUNDS):
         for side in sides:
             cut = np.flatnonzero(graph.into(side))
             outside = float(graph.weight[~side].sum())
             if outside > 0:
-                index = np.append(cut, links).astype(np.int32)
-                solver.addRow(0.0, highspy.kHighsInf, len(index), index, np.append(np.ones(len(cut)), -outside))
-        highs.run(solver)
-        solution = np.asarray(solver.getSolution().col_value)
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal or solution[links] <= 0:
+                program.row(np.append(cut, links), np.append(np.ones(len(cut)), -outside), lower=0.0)
+        found = program.solve()
+        solution = found.values
+        if found.status != "optimal" or solution[links] <= 0:
             raise Infeasible("forest: the switches' balance leaves no rate for every rank")
         sides = _violated(graph, solution[:links], float(solution[links]))
         if not sides:

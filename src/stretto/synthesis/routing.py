@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import Infeasible
-from .milp import Milp, solve
+from ..solvers.milp import Milp, solve
 from .routing_problem import POLICY_WEIGHT, Routing, RoutingProblem
 from .routing_search import search
 

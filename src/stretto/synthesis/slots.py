@@ -8,8 +8,8 @@ import time
 import numpy as np
 
 from ..errors import Infeasible
+from ..solvers.milp import Milp, solve
 from .contiguity import MessageSchedule
-from .milp import Milp, solve
 from .ordering import SendTasks
 from .routing_problem import Routing, RoutingProblem
 

@@ -7,10 +7,8 @@ forking or spawning a copy of it would). Tasks on Ray do the same (ray_backend.p
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from ..children import Child
 from ..programs import Program
 from .attempts import Attempt, attempt
 from .maker import Maker
@@ -50,18 +49,12 @@ class ProcessTask:
     """A task in a process of this machine (an `ActiveTask`)."""
 
     def __init__(self, request: bytes, tell: Tell) -> None:
-        # The process gets a session of its own, so that a solver that it has started is killed with it.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
+        self.process = Child([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         threading.Thread(target=self._listen, args=(request, tell), daemon=True).start()
 
     def end(self) -> None:
         """Kill the process and those that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.kill_all()
 
     def reason(self) -> str:
         """The code that the process ended with."""

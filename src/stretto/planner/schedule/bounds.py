@@ -182,7 +182,7 @@ def _prices(loads: _Loads) -> list[NDArray[np.float64]]:
     alone = list(np.eye(count)) if count <= MAX_CHANNELS else []
     if count > 1 and sum(map(len, loads.tables)) * count > MAX_LP_TERMS:
         return [np.full(count, 1.0 / count), *alone]
-    from ...synthesis.milp import Milp, solve
+    from ...solvers.milp import Milp, solve
 
     model = Milp()
     prices = [model.column(upper=1.0) for _ in range(count)]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import InvalidInput
-from ...synthesis import cp_sat
+from ...solvers import cp_sat
 from ...units import check_seed
 from ..algebra.nodes import is_queued
 from .problem import MotifTask, PlanProblem

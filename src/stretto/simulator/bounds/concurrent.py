@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import _native, highs
+from ... import _native
+from ...solvers.linear import LinearProgram, ProgramArrays
 from .demand import Demand
 from .net import ArcNetwork, Floats, Nodes
 
@@ -94,8 +95,6 @@ def concurrent_flow(net: ArcNetwork, needs: FlowNeeds) -> tuple[float, Floats]:
     One flow per source: the sinks of source s receive (a common factor x amount) of it, and every arc carries
     at most its rate; the factor is maximised. The lengths are the dual of this linear program.
     """
-    highspy = highs.highspy()  # HiGHS is slow to import, and most bounds need no solver.
-
     count, arcs, nodes = len(needs.sources), len(net.src), net.num_nodes
     fastest, largest = net.rate[net.link >= 0].max(), needs.amounts.max()
     rate = net.rate / fastest
@@ -118,23 +117,26 @@ def concurrent_flow(net: ArcNetwork, needs: FlowNeeds) -> tuple[float, Floats]:
     row, col, value = number[row[keep]], col[keep], value[keep]
     order = np.lexsort((row, col))
 
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = count * arcs + 1, int(used.sum())
-    lp.sense_ = highspy.ObjSense.kMaximize
-    lp.col_cost_ = np.append(np.zeros(count * arcs), 1.0)
-    lp.col_lower_, lp.col_upper_ = np.zeros(lp.num_col_), np.full(lp.num_col_, highspy.kHighsInf)
-    upper = np.zeros(lp.num_row_)
-    upper[lp.num_row_ - len(limited) :] = rate[limited]
-    lp.row_lower_ = np.where(upper > 0, -highspy.kHighsInf, 0.0)
-    lp.row_upper_ = upper
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = np.append(0, np.cumsum(np.bincount(col, minlength=lp.num_col_)))
-    lp.a_matrix_.index_, lp.a_matrix_.value_ = row[order], value[order]
-    solver = highs.new_solver(solver="ipm")
-    solver.passModel(lp)
-    highs.run(solver)
-    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+    columns, rows = count * arcs + 1, int(used.sum())
+    upper = np.zeros(rows)
+    upper[rows - len(limited) :] = rate[limited]
+    program = LinearProgram(maximize=True, solver="ipm")
+    program.load(
+        ProgramArrays(
+            cost=np.append(np.zeros(columns - 1), 1.0),
+            lower=np.zeros(columns),
+            upper=np.full(columns, np.inf),
+            row_lower=np.where(upper > 0, -np.inf, 0.0),
+            row_upper=upper,
+            start=np.append(0, np.cumsum(np.bincount(col, minlength=columns))),
+            index=row[order],
+            value=value[order],
+            by_column=True,
+        )
+    )
+    found = program.solve()
+    if found.status != "optimal":
         return np.inf, np.zeros(arcs)
     length = np.zeros(arcs)
-    length[limited] = np.abs(np.asarray(solver.getSolution().row_dual)[lp.num_row_ - len(limited) :])
-    return float(largest / fastest / solver.getInfo().objective_function_value), length
+    length[limited] = np.abs(found.duals[rows - len(limited) :])
+    return float(largest / fastest / found.objective), length

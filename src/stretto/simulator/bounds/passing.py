@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ... import _native, highs
+from ... import _native
+from ...solvers.linear import LinearProgram
 from .cuts import Cut, Need
 from .net import ArcNetwork, Floats, Mask
 
@@ -41,41 +42,37 @@ def passing_weights(
     Returns:
         The weights, D, and whether the linear program was solved to the end; None if it is too large or fails.
     """
-    highspy = highs.highspy()  # HiGHS is slow to import, and most clusters have balanced switches.
-
     arcs = len(net.src)
     if arcs > MAX_ARCS or len(needs) > MAX_SINKS:
         return None
     scale = float(net.rate.max())
     largest = max(float(amounts.sum()) for _, _, amounts in needs)
-    solver = highs.new_solver()
+    program = LinearProgram(maximize=True)
     for rate in (net.rate / scale).tolist():
-        solver.addVar(0.0, rate)
-    solver.addVar(0.0, highspy.kHighsInf)
-    solver.changeColCost(arcs, 1.0)
-    solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
+        program.column(upper=rate)
+    program.column(cost=1.0)
     nodes = np.flatnonzero(passive)
     for v in nodes.tolist():
         into, out = np.flatnonzero(net.dst == v), np.flatnonzero(net.src == v)
         value = np.append(np.ones(len(into)), -np.ones(len(out)))
-        solver.addRow(0.0, highspy.kHighsInf, len(value), np.append(into, out).astype(np.int32), value)
+        program.row(np.append(into, out), value, lower=0.0)
     cuts: list[Cut] = []
     fresh, settled = [first], False
     for _ in range(ROUNDS):
         for cut in fresh:
-            index = np.append(np.flatnonzero(cut.arcs), arcs).astype(np.int32)
+            index = np.append(np.flatnonzero(cut.arcs), arcs)
             value = np.append(np.ones(len(index) - 1), -cut.share / largest)
-            solver.addRow(0.0, highspy.kHighsInf, len(index), index, value)
+            program.row(index, value, lower=0.0)
         cuts += fresh
-        highs.run(solver)
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        found = program.solve()
+        if found.status != "optimal":
             return None
-        solution = np.asarray(solver.getSolution().col_value)
+        solution = found.values
         fresh = _short(net, needs, np.maximum(solution[:arcs], 0.0), float(solution[arcs]) / largest)
         if not fresh:
             settled = True
             break
-    dual = np.abs(np.asarray(solver.getSolution().row_dual))
+    dual = np.abs(found.duals)
     potential = np.zeros(net.num_nodes)
     potential[nodes] = dual[: len(nodes)]
     weights = potential[net.dst] - potential[net.src]

@@ -1,17 +1,19 @@
 """Integer programs by CP-SAT, in a process of its own.
 
-A child can be ended when its time is over, and keeps OR-Tools, which is large, out of this process. This file is also
-the program that the child runs; it must not import the rest of the package.
+A child (cp_sat_child.py) can be ended when its time is over, and keeps OR-Tools, which is large, out of this process.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from subprocess import PIPE
 from typing import Any
+
+from ..children import Child
+from . import cp_sat_child
 
 Row = tuple[list[int], list[int], int, bool]
 """(first, second, bound, equal): ``sum(first) - sum(second) <= bound``, or with `equal` equal to it."""
@@ -33,18 +35,13 @@ def minimize(task: dict[str, Any], *, limit_s: float) -> tuple[str, list[int] | 
     The task has integer `lower`, `upper`, `cost` per column, `rows` of (lower or null, upper or null, columns,
     factors), `hint` (values or null), `gap` and `seed`.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, __file__],
-            input=json.dumps({**task, "limit_s": limit_s}),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=limit_s + START_S,
-        )
-    except subprocess.TimeoutExpired:
+    with Child([sys.executable, cp_sat_child.__file__], stdin=PIPE, stdout=PIPE) as child:
+        answer = child.ask(json.dumps({**task, "limit_s": limit_s}).encode(), limit_s=limit_s + START_S)
+    if answer is None:
         return "unknown", None, float("-inf")
-    status, values, bound = json.loads(done.stdout)
+    if child.returncode:
+        raise RuntimeError(f"the process of CP-SAT ended with code {child.returncode}")
+    status, values, bound = json.loads(answer)
     return status, values, bound
 
 
@@ -67,34 +64,3 @@ def decide(count: int, rows: Sequence[Row], *, limit_s: float, seed: int) -> tup
     task = {"lower": [0] * count, "upper": [1] * count, "cost": [0] * count, "rows": limits, "hint": None, "gap": 0.0}
     status, values, _ = minimize({**task, "seed": seed}, limit_s=limit_s)
     return "feasible" if status == "optimal" else status, None if values is None else [v == 1 for v in values]
-
-
-def _child() -> None:
-    from ortools.sat.python import cp_model
-
-    task = json.load(sys.stdin)
-    model = cp_model.CpModel()
-    x = [model.new_int_var(lo, up, "") for lo, up in zip(task["lower"], task["upper"], strict=True)]
-    for lower, upper, columns, factors in task["rows"]:
-        total = cp_model.LinearExpr.weighted_sum([x[c] for c in columns], factors)
-        if lower is not None:
-            model.add(total >= lower)
-        if upper is not None:
-            model.add(total <= upper)
-    model.minimize(cp_model.LinearExpr.weighted_sum(x, task["cost"]))
-    for variable, value in zip(x, task["hint"] or [], strict=False):
-        model.add_hint(variable, value)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = task["seed"] % (1 << 31)
-    solver.parameters.max_time_in_seconds = task["limit_s"]
-    solver.parameters.relative_gap_limit = task["gap"]
-    status = solver.solve(model)
-    names = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
-    answer = names.get(status, "unknown")
-    values = [solver.value(variable) for variable in x] if answer in ("optimal", "feasible") else None
-    json.dump([answer, values, solver.best_objective_bound], sys.stdout)
-
-
-if __name__ == "__main__":
-    _child()

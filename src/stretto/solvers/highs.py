@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidInput
-from .process_state import STATE, ProcessPart
+from ..errors import InvalidInput
+from ..process_state import STATE, ProcessPart
 
 NAME, OTHER_NAME = b"libhighs.so.1", b"libstrhs.so.1"
 

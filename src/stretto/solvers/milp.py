@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import highs
 from ..errors import Infeasible, InvalidInput, unknown
 from . import cp_sat
+from .linear import LinearProgram, ProgramArrays
 
 SOLVERS = ("highs", "cpsat")
 CPSAT_STEPS = 1 << 20
@@ -108,35 +108,30 @@ def solve(
 
 
 def _highs(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> MilpSolution:
-    highspy = highs.highspy()
-
-    h = highs.new_solver(random_seed=seed % (1 << 31), time_limit=max(limit_s, 0.05), mip_rel_gap=gap)
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(model.cost), len(model.rows)
-    lp.col_cost_, lp.col_lower_, lp.col_upper_ = (np.array(x) for x in (model.cost, model.lower, model.upper))
-    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-    lp.integrality_ = [kinds[whole] for whole in model.integer]
-    lp.row_lower_ = np.array([lower for lower, _, _ in model.rows])
-    lp.row_upper_ = np.array([upper for _, upper, _ in model.rows])
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = lp.num_col_, lp.num_row_
-    lp.a_matrix_.start_ = np.cumsum([0, *(len(terms) for _, _, terms in model.rows)])
-    lp.a_matrix_.index_ = np.array([at for _, _, terms in model.rows for at, _ in terms], np.int32)
-    lp.a_matrix_.value_ = np.array([value for _, _, terms in model.rows for _, value in terms])
-    h.passModel(lp)
+    program = LinearProgram(random_seed=seed % (1 << 31), time_limit=max(limit_s, 0.05), mip_rel_gap=gap)
+    program.load(
+        ProgramArrays(
+            cost=np.array(model.cost),
+            lower=np.array(model.lower),
+            upper=np.array(model.upper),
+            integer=model.integer,
+            row_lower=np.array([lower for lower, _, _ in model.rows]),
+            row_upper=np.array([upper for _, upper, _ in model.rows]),
+            start=np.cumsum([0, *(len(terms) for _, _, terms in model.rows)]),
+            index=[at for _, _, terms in model.rows for at, _ in terms],
+            value=[value for _, _, terms in model.rows for _, value in terms],
+        )
+    )
     if start is not None:
-        given = highspy.HighsSolution()
-        given.col_value = list(start)
-        h.setSolution(given)
-    highs.run(h)
-    status = h.getModelStatus()
-    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        program.start_from(start)
+    found = program.solve()
+    if found.status == "infeasible":
         raise Infeasible("the model has no solution")
-    info = h.getInfo()
-    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    values = np.array(h.getSolution().col_value) if found else None
-    bound = info.mip_dual_bound if any(model.integer) else info.objective_function_value
-    return MilpSolution(values=values, bound=float(bound), optimal=status == highspy.HighsModelStatus.kOptimal)
+    return MilpSolution(
+        values=found.values if found.has_values else None,
+        bound=found.bound if any(model.integer) else found.objective,
+        optimal=found.status == "optimal",
+    )
 
 
 def _cpsat(model: Milp, limit_s: float, seed: int, gap: float, start: Sequence[float] | None) -> MilpSolution:
