@@ -253,6 +253,22 @@ def test_two_outputs_in_one_file_are_refused_before_any_work(
     assert run([*line, "--json", "x.json", "--timeline", "y.json"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["-o", "x.xml", "--json", "x.certificate.json"], "is also the certificate of --output"),
+        (["--sizes", "1K,1M", "-o", "t", "--json", "t/index.json"], "lies in the folder of --output"),
+    ],
+)
+def test_numbers_do_not_replace_what_comes_with_programs(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t").mkdir()
+    assert run(["synth", "allgather", "-c", "nowhere", *more]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_link_into_a_folder_that_is_not_there_is_refused_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,6 +140,7 @@ def synth(
 
     limits = parse_limits(min_bytes, max_bytes)
     suffix, streams = _check_target(target, form, limits, table=sizes is not None)
+    _check_rows(rows, target, table=sizes is not None)
     machine = with_multicast(Cluster.load(cluster), multicast)
     wanted = _collective(collective, machine, ranks, chunks, root, in_place)
     options: dict[str, Any] = {
@@ -191,6 +192,19 @@ def _check_target(target: Path | None, form: str | None, limits: dict[str, int],
         raise unknown("format", form or "", [ending.removeprefix(".") for ending in SUFFIXES])
     (Output(folder=True) if table else Output(suffixes=PROGRAM)).check(target, "--output")
     return suffix, "" if SUFFIXES[suffix] == "text" else SUFFIXES[suffix]
+
+
+def _check_rows(rows: Path | None, target: Path | None, *, table: bool) -> None:
+    """Refuse a file for the numbers that would replace one of the files that come with the programs."""
+    from ..errors import InvalidInput
+    from ..synthesis.certificate import certificate_path
+
+    if rows is None or target is None:
+        return
+    if table and rows.resolve().parent == target.resolve():
+        raise InvalidInput(f"--json: {rows}: lies in the folder of --output, which has an index of its own")
+    if not table and rows.resolve() == certificate_path(target).resolve():
+        raise InvalidInput(f"--json: {rows}: is also the certificate of --output, and would replace it")
 
 
 def _maker_options(pairs: list[str]) -> dict[str, dict[str, str]]:
