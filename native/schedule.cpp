@@ -8,6 +8,7 @@ namespace stretto::sched {
 namespace {
 constexpr double kSame = 1e-11;  // of the period: times nearer than this are one moment
 constexpr double kCut = 1e-9;    // of the period: a start this near to the next window belongs to it
+constexpr double kFar = 16;      // periods: more than any op lags behind another in a steady state
 constexpr int32_t kFew = 256;    // nodes that are sorted by moving them one by one
 constexpr int32_t kCompute = -1, kJoin = -2;
 
@@ -242,6 +243,11 @@ void Evaluator::extract(int32_t iterations, bool shifted) {
   double from = start[anchor], period = 0;
   if (middle + 1 < iterations) period = start_[(size_t)(middle + 1) * n_ + anchor] - from;
   for (int32_t v = 0; v < n_; v++) key_[v] = start[v] - from;
+  // Where nothing holds the anchor back it runs ahead, and its pace is not that of the rest.
+  bool ahead = false;
+  for (int32_t v = 0; v < n_; v++) ahead |= key_[v] > kFar * period;
+  if (ahead && middle + 1 < iterations)
+    for (int32_t v = 0; v < n_; v++) period = std::max(period, start_[(size_t)(middle + 1) * n_ + v] - start[v]);
   if (shifted && period > 0) {
     // What nothing holds back would run ever further ahead; one iteration is as far as a plan lets an op go.
     for (int32_t v = 0; v < n_; v++)

@@ -68,8 +68,10 @@ class Search {
     return best().cost;
   }
 
-  nb::object plan() {
-    const State& found = begun_ ? best() : starts_.at(0);
+  // The best plan of one chain; of all for -1.
+  nb::object plan(int32_t chain) {
+    if (chain >= (int32_t)chains_.size()) throw std::invalid_argument("chain: no such one");
+    const State& found = !begun_ ? starts_.at(0) : chain < 0 ? best() : chains_[chain]->best_;
     Evaluator& e = chains_[0]->evaluator();
     e.choose(found.choice.data(), s_.serial);
     std::vector<int32_t> node = nodes(e, found.choice), flat(e.nodes(), -1), choice = found.choice, order, shift;
@@ -143,7 +145,7 @@ void bind_search(nb::module_& m) {
       .def("start_listed", &Search::start_listed, nb::arg("choice"), nb::arg("discipline"))
       .def("start_ordered", &Search::start_ordered, nb::arg("choice"), nb::arg("order"), nb::arg("shift"))
       .def("run", &Search::run, nb::arg("rounds"), nb::arg("steps"))
-      .def("plan", &Search::plan)
+      .def("plan", &Search::plan, nb::arg("chain") = -1)
       .def("counts", &Search::counts);
 }
 }  // namespace stretto

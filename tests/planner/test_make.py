@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 import stretto
-from stretto.cluster import Cluster
+from stretto.cluster import Cluster, Link, Node
 from stretto.errors import Infeasible, InvalidInput, PlanMismatch
-from stretto.planner import api
+from stretto.planner import api, candidates
+from stretto.planner.algebra.options import problem as make_problem
 from stretto.planner.api import SYSTEM, PlanResult, to_plan, to_schedule
 from stretto.planner.baselines import BASELINES
+from stretto.planner.candidates import PlanCandidate
 from stretto.planner.plan import PLAIN, Plan
 from stretto.planner.schedule.problem import PlanProblem
-from stretto.planner.schedule.retime import RetimedPlan
+from stretto.planner.schedule.retime import RetimedPlan, retime
 from stretto.planner.schedule.schedule import StepSchedule
 from stretto.workload import Dep, Op, Workload
 
@@ -96,17 +98,18 @@ def test_a_plan_that_cannot_be_retimed_says_so(monkeypatch: pytest.MonkeyPatch) 
     def too_large(schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, costs: object) -> RetimedPlan:
         raise Infeasible("7 transfers are more than 6")
 
-    monkeypatch.setattr(api, "retimed", too_large)
+    monkeypatch.setattr(candidates, "retime", too_large)
     made = api.plan(STEP, HGX2, steps=10, systems=("fifo",)).plan
     assert made.retimed_us == 0.0
     assert made.notes == ("not re-timed link by link: 7 transfers are more than 6",)
 
 
 def test_a_plan_without_a_steady_state_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "retimed", lambda *_: RetimedPlan(period_us=5.0, iterations=32, settled=False))
+    monkeypatch.setattr(candidates, "retime", lambda *_: RetimedPlan(period_us=5.0, iterations=32, settled=False))
     made = api.plan(STEP, HGX2, steps=10, systems=()).plan
     assert made.retimed_us == 5.0
-    assert made.notes == ("re-timed: no steady state in 32 iterations, their mean is given",)
+    assert made.notes[0] == "re-timed: no steady state in 32 iterations, their mean is given"
+    assert made.notes[1].startswith("link by link 5 us, -")
     assert made.baselines_us == {}
 
 
@@ -131,14 +134,54 @@ def test_where_an_order_cannot_be_fed_the_fastest_that_can_is_taken() -> None:
     scheduler = Scheduler(PlanProblem(workload=workload, options={"prep": option("x"), "grad": option("y")}))
     order = [(1, 0), (2, 0)]
     fine, ahead = (scheduler.replay([0, 0], order, [shift, 0]) for shift in (0, 1))
-    slow = replace(fine, period_us=fine.period_us + 1)
-    assert api._enforceable(workload, fine, {"slow": slow}) == (fine, ())
-    best, notes = api._enforceable(workload, ahead, {"slow": slow, "fine": fine})
-    assert best is fine
+
+    def feedable(**orders: StepSchedule) -> tuple[list[str], tuple[str, ...]]:
+        given = [PlanCandidate(name=name, schedule=schedule) for name, schedule in orders.items()]
+        kept, notes = candidates.feedable(given, scheduler)
+        return [one.name for one in kept], notes
+
+    assert feedable(fine=fine) == (["fine"], ())
+    names, notes = feedable(ahead=ahead, fine=fine)
+    assert names == ["fine"]
     assert len(notes) == 1
     assert notes[0].startswith("a faster order cannot be fed by the application: order: 'prep' comes before 'grad'")
     with pytest.raises(Infeasible, match="'prep' comes before 'grad'"):
-        api._enforceable(workload, ahead, {})
+        feedable(ahead=ahead)
+
+
+def test_without_time_every_comm_op_still_has_its_default_option() -> None:
+    shares: list[float] = []
+    short = make_problem(STEP, HGX2, until=0.0, progress=shares.append)
+    whole = make_problem(STEP, HGX2)
+    assert {name: len(some) for name, some in short.options.items()} == dict.fromkeys(whole.options, 1)
+    assert all(short.options[name][0].name == some[0].name for name, some in whole.options.items())
+    assert short.notes[-1] == "costs: 3 of 3 kinds of comm-ops have their default option only, for want of time"
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    made = api.plan(STEP, HGX2, budget_s=1e-3, systems=("fifo",)).plan
+    assert [op.op for op in made.ops] == ["prep", "exchange", "gradients"]
+
+
+def test_no_baseline_is_faster_link_by_link() -> None:
+    """Two pairs of ranks on two hosts with one NIC each: they share it, and each also waits for the other's sends."""
+    nodes = [Node(name=f"d{k}", host=k // 2) for k in range(4)]
+    nodes += [Node(name=f"nic{k}", kind="nic", host=k) for k in range(2)]
+    ends = [(0, 4, 40.0), (1, 4, 40.0), (2, 5, 40.0), (3, 5, 40.0), (4, 5, 10.0)]
+    links = [Link(src=a, dst=b, alpha_us=1.0, gb_per_s=r) for x, y, r in ends for a, b in ((x, y), (y, x))]
+    cluster = Cluster.build("two hosts", nodes=nodes, links=links)
+    ops: list[Op] = []
+    for k in range(2):
+        mine, other = ((k, k + 2),), ((1 - k, k),)
+        ops += [
+            Op(name=f"f{k}", duration_us=100.0, ranks=mine[0], after=(Dep(op=f"g{k}", lag=1), Dep(op=f"s{k}", lag=1))),
+            Op(name=f"g{k}", kind="all_reduce", nbytes=2e6 * (k + 1), groups=mine, after=(Dep(op=f"f{k}"),)),
+            Op(name=f"s{k}", kind="send", nbytes=1e6, groups=other, after=(Dep(op=f"g{1 - k}", lag=1),)),
+        ]
+    found = api.plan(Workload(name="strided", num_ranks=4, ops=tuple(ops)), cluster, steps=200)
+    assert found.link_level_us
+    for schedule in found.schedules.values():
+        again = retime(schedule, found.problem, cluster).period_us
+        assert found.plan.retimed_us <= again * (1 + 1e-9)
 
 
 def test_wrong_arguments_are_one_line() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..cluster import Cluster
-from ..errors import Infeasible, InvalidInput, PlanMismatch, unknown
+from ..errors import InvalidInput, PlanMismatch, unknown
 from ..programs.formats.text import dumps
 from ..simulator import Timeline
 from ..units import check_seed
@@ -17,24 +17,30 @@ from ..workload import Workload
 from .algebra.options import problem as make_problem
 from .algebra.recipes import library
 from .baselines import BASELINES, Effort, Systems, plain
+from .candidates import LinkLevelJudge, PlanCandidate, feedable, with_retiming
 from .costs.costs import CostModel, SimulatedCosts, simulated_costs
 from .costs.providers import providers_for
 from .plan import MAX_PROGRAM_CHARS, PLAIN, MotifPlan, OpPlan, Plan, ProgramPlan
 from .reasons import reasons
 from .schedule.problem import PlanProblem
-from .schedule.retime import retime as retimed
-from .schedule.schedule import Scheduler, StepSchedule, check_order
+from .schedule.schedule import Scheduler, StepSchedule
 from .schedule.search import Progress as Searching
 from .schedule.search import SearchResult, search
 
 SYSTEM = "stretto"
-SEARCH_SHARE = 0.7
-"""The share of the budget that is kept for the planner's own search; the baselines share the rest evenly."""
+COSTING_SHARE = 0.4
+"""The share of the budget after which no further options are costed."""
+LEAST_COSTING_S = 5.0
+"""Seconds in which options are costed on any budget: small steps then have all of theirs, even on a busy machine."""
+BASELINES_SHARE = 0.3
+"""The share of the time that is then left for the baselines, which share it evenly; the rest is the search's."""
+JUDGING_SHARE = 0.1
+"""The share of the budget at its end in which candidates are re-timed."""
 TEXT_CHARS = 40
 """Characters that one transfer takes as text, roughly."""
 LEAST_SHARE = 0.4
-"""The least share of the budget for the search, even if baselines need longer: on large steps one schedule of each
-takes seconds."""
+"""The least share of the budget for the search, even if costs and baselines need longer: on large steps one schedule of
+each takes seconds."""
 
 Progress = Callable[[str, float], None]
 """Called with a description of the current work, and the share of it that is done (0..1)."""
@@ -55,6 +61,8 @@ class PlanResult:
     search: SearchResult
     plain: StepSchedule
     """The schedule that Stretto's backend runs without a plan."""
+    link_level_us: dict[str, float] = field(default_factory=dict)
+    """The iteration of candidates link by link, by the system whose order it is; only of those that came near."""
 
     @property
     def iteration_us(self) -> float:
@@ -113,21 +121,22 @@ def plan(
 ) -> PlanResult:
     """Plan the communication of a training step: all choices together, beside every baseline and a lower bound.
 
-    Options of all comm-ops are costed, every baseline is scheduled with them, and the search starts from the best.
+    Options of all comm-ops are costed, every baseline is scheduled with them, the search starts from the best, and the
+    plan is the best of all link by link.
 
     With `steps` the result depends on the seed alone; with a time budget only the number of steps varies.
 
     Args:
         workload: the training step, with at least one comm-op.
         cluster: the cluster; rank r runs on device r.
-        budget_s: seconds for baselines and search, > 0; costing the options comes on top.
+        budget_s: seconds for costing, baselines, search and re-timing, > 0; what cannot be left out may take longer.
         steps: number of search steps, >= 1, instead of a time budget; None uses `budget_s`.
         seed: seed of all searches, >= 0.
         costs: the cost model; None simulates.
         synthesis_s: seconds for each algorithm that is synthesized for this cluster; 0 synthesizes none. Not used with
             `costs`.
         systems: names of the baselines to compare with.
-        retime: whether the plan is also simulated link by link.
+        retime: whether candidates are also simulated link by link, which then decides among them.
         least_gain: if the best plan saves less than this share of plain order's iteration time, 0 <= least_gain < 1,
             the plan is plain order and is called ``plain``.
         progress: called with a description of the current work and the share of it that is done.
@@ -139,6 +148,45 @@ def plan(
         InvalidInput: an argument is invalid, or the workload has no comm-ops.
         Infeasible: a comm-op cannot be carried by the cluster's channels, or no order can be fed by the application.
     """
+    _check(workload, budget_s, steps, seed, systems, least_gain)
+    tell = progress or (lambda message, fraction: None)
+    time_left = _Budget(budget_s, limited=steps is None)
+    model = costs
+    if model is None:
+        providers = providers_for(cluster, synthesis_s=synthesis_s, seed=seed)
+        model = SimulatedCosts(cluster, providers=providers) if providers else simulated_costs(cluster)
+    tell("costing options", 0.0)
+    problem = make_problem(
+        workload, cluster, model, until=time_left.until(COSTING_SHARE, least_s=LEAST_COSTING_S),
+        progress=lambda share: tell("costing options", share),
+    )  # fmt: skip
+    compared = Systems(problem)
+    schedules = _baselines(compared, systems, time_left, steps, seed, tell)
+    usual = plain(compared.stock)
+    found = search(
+        compared.own, budget_s=time_left.seconds(1 - JUDGING_SHARE), steps=steps, seed=seed,
+        start=(*schedules.values(), usual), progress=lambda state: tell(_words(state), _fraction(state, steps)),
+    )  # fmt: skip
+    judge = LinkLevelJudge(problem=problem, cluster=cluster, costs=model, until=time_left.until(1.0) or float("inf"))
+    if retime:
+        tell("re-timing link by link", 0.0)
+    name, best, link_level_us, notes = _chosen(found, schedules, usual, compared, judge, retime, least_gain)
+    schedules[SYSTEM] = best.schedule
+    made = replace(
+        to_plan(name, best.schedule, problem, cluster), bound_us=found.bound.us, bound_by=found.bound.why,
+        baselines_us={name: schedule.period_us for name, schedule in schedules.items() if name != SYSTEM},
+        seed=seed, made_by=f"stretto search: {found.evaluations} evaluations, {found.why_stopped}",
+        notes=(*compared.notes, *notes),
+    )  # fmt: skip
+    made = with_retiming(with_programs(made, best.schedule, problem, model), best)
+    return PlanResult(
+        plan=made, problem=problem, schedules=schedules, search=found, plain=usual, link_level_us=link_level_us
+    )
+
+
+def _check(
+    workload: Workload, budget_s: float, steps: int | None, seed: int, systems: tuple[str, ...], least_gain: float
+) -> None:
     check_seed(seed)
     if not 0 <= least_gain < 1:
         raise InvalidInput(f"least_gain: must be at least 0 and below 1, not {least_gain:g}")
@@ -151,88 +199,73 @@ def plan(
             raise unknown("baseline", name, BASELINES)
     if not workload.comm_ops:
         raise InvalidInput(f"workload {workload.name}: has no comm-ops, so there is nothing to plan")
-    tell = progress or (lambda message, fraction: None)
-    tell("costing options", 0.0)
-    model = costs
-    if model is None:
-        providers = providers_for(cluster, synthesis_s=synthesis_s, seed=seed)
-        model = SimulatedCosts(cluster, providers=providers) if providers else simulated_costs(cluster)
-    problem = make_problem(workload, cluster, model)
-    deadline = time.monotonic() + budget_s
-    compared = Systems(problem)
+
+
+class _Budget:
+    """The time of a planning run; without a limit (a number of steps was asked for) there is always time."""
+
+    def __init__(self, budget_s: float, *, limited: bool) -> None:
+        self._begun, self._budget_s, self._limited = time.monotonic(), budget_s, limited
+
+    def until(self, share: float, *, least_s: float = 0.0) -> float | None:
+        """The moment at which this share of the budget is spent, or at least some seconds; None without a limit."""
+        return self._begun + max(share * self._budget_s, least_s) if self._limited else None
+
+    def seconds(self, share: float) -> float:
+        """Seconds until this share of the budget is spent, and a few even if it is."""
+        left = self._begun + share * self._budget_s - time.monotonic()
+        return max(left, LEAST_SHARE * self._budget_s)
+
+
+def _baselines(
+    compared: Systems, systems: tuple[str, ...], time_left: _Budget, steps: int | None, seed: int, tell: Progress
+) -> dict[str, StepSchedule]:
     # The baseline hand_optimised runs three searches, so it gets three shares of the baselines' time.
     shares = max(len(systems) + 2 * ("hand_optimised" in systems), 1)
-    effort = Effort(budget_s=(1 - SEARCH_SHARE) * budget_s / shares, seed=seed)
+    effort = Effort(budget_s=BASELINES_SHARE * time_left.seconds(1.0) / shares, seed=seed)
     if steps is not None:
         effort = replace(effort, evaluations=steps, budget_s=float("inf"))
     schedules: dict[str, StepSchedule] = {}
     for number, name in enumerate(systems):
         tell(name, number / len(systems))
         schedules[name] = compared.schedule(name, effort)
-    usual = plain(compared.stock)
-    left_s = max(deadline - time.monotonic(), LEAST_SHARE * budget_s)
-    found = search(
-        compared.own, budget_s=left_s, steps=steps, seed=seed, start=(*schedules.values(), usual),
-        progress=lambda state: tell(_words(state), _fraction(state, steps)),
-    )  # fmt: skip
-    best, notes = _enforceable(workload, found.schedule, schedules)
-    name, gain = SYSTEM, 1 - best.period_us / usual.period_us if usual.period_us > 0 else 0.0
-    if gain < least_gain:
-        best, name = usual, PLAIN
-        notes += (f"plain order: all that another one promises is {100 * gain:.1f} % of it",)
-    schedules[SYSTEM] = best
-    made = replace(
-        to_plan(name, best, problem, cluster),
-        bound_us=found.bound.us,
-        bound_by=found.bound.why,
-        baselines_us={name: schedule.period_us for name, schedule in schedules.items() if name != SYSTEM},
-        seed=seed,
-        made_by=f"stretto search: {found.evaluations} evaluations, {found.why_stopped}",
-        notes=(*compared.notes, *notes),
-    )
-    made = with_programs(made, best, problem, model)
+    return schedules
+
+
+def _chosen(
+    found: SearchResult,
+    schedules: dict[str, StepSchedule],
+    usual: StepSchedule,
+    compared: Systems,
+    judge: LinkLevelJudge,
+    retime: bool,
+    least_gain: float,
+) -> tuple[str, PlanCandidate, dict[str, float], tuple[str, ...]]:
+    """The plan's name, the candidate that it is made from, the re-timed iterations of candidates, and notes."""
+    offered = [PlanCandidate(name=SYSTEM, schedule=one) for one in (found.schedule, *found.others)]
+    offered += [PlanCandidate(name=name, schedule=schedule) for name, schedule in {**schedules, PLAIN: usual}.items()]
+    offered, notes = feedable(offered, compared.own)
+    best = min(offered, key=lambda one: one.schedule.period_us)
+    link_level_us: dict[str, float] = {}
     if retime:
-        tell("re-timing link by link", 0.0)
-        made = with_retiming(made, best, problem, cluster, model)
-    return PlanResult(plan=made, problem=problem, schedules=schedules, search=found, plain=usual)
+        best, link_level_us = judge.best(offered)
+    if best.name != SYSTEM:
+        notes += (f"the order is that of {best.name}: link by link no other one is faster",)
+    gain = _gain(best, usual, judge, compared) if least_gain > 0 else 1.0
+    if gain >= least_gain:
+        return SYSTEM, best, link_level_us, notes
+    best = PlanCandidate(name=PLAIN, schedule=usual)
+    notes += (f"plain order: all that another one promises is {100 * gain:.1f} % of it",)
+    return PLAIN, judge.retimed(best) if retime else best, link_level_us, notes
 
 
-def _enforceable(
-    workload: Workload, found: StepSchedule, others: dict[str, StepSchedule]
-) -> tuple[StepSchedule, tuple[str, ...]]:
-    """The fastest order that the application can feed, and a note if that is not the order that the search found."""
-    why = ""
-    for schedule in sorted([found, *others.values()], key=lambda s: (s.period_us, s is not found)):
-        try:
-            check_order(workload, schedule)
-        except Infeasible as error:
-            why = why or str(error)
-            continue
-        return schedule, ((f"a faster order cannot be fed by the application: {why}",) if why else ())
-    raise Infeasible(why)
-
-
-def with_retiming(plan: Plan, schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, costs: CostModel) -> Plan:
-    """The plan with its link-level iteration time, or with a note that says why there is none.
-
-    Args:
-        plan: the plan.
-        schedule: the schedule that the plan was made from.
-        problem: the problem that the schedule solves.
-        cluster: the cluster.
-        costs: the cost model of the problem.
-
-    Returns:
-        The plan with `retimed_us` or a further note.
-    """
-    try:
-        found = retimed(schedule, problem, cluster, costs)
-    except Infeasible as error:
-        return replace(plan, notes=(*plan.notes, f"not re-timed link by link: {error}"))
-    notes = plan.notes
-    if not found.settled:
-        notes += (f"re-timed: no steady state in {found.iterations} iterations, their mean is given",)
-    return replace(plan, retimed_us=found.period_us, notes=notes)
+def _gain(best: PlanCandidate, usual: StepSchedule, judge: LinkLevelJudge, compared: Systems) -> float:
+    """The share of plain order's iteration that a candidate saves; both re-timed, or neither."""
+    now_us, usual_us = best.schedule.period_us, usual.period_us
+    if best.retimed is not None:
+        order = replace(judge, problem=compared.stock.problem).retimed(PlanCandidate(name=PLAIN, schedule=usual))
+        now_us, usual_us = (best.us, order.us) if order.retimed is not None else (now_us, usual_us)
+    return 1 - now_us / usual_us if usual_us > 0 else 0.0
 
 
 def with_programs(plan: Plan, schedule: StepSchedule, problem: PlanProblem, costs: CostModel) -> Plan:

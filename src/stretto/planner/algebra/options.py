@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
@@ -40,13 +41,19 @@ STOCK_ALGORITHMS = {
 """The library's equivalents of NCCL's algorithms; its rings broadcast as pipelined chains. Others are direct sends."""
 
 
-def problem(workload: Workload, cluster: Cluster, costs: CostModel | None = None) -> PlanProblem:
+def problem(
+    workload: Workload, cluster: Cluster, costs: CostModel | None = None, *, until: float | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> PlanProblem:  # fmt: skip
     """The planning problem: the options of every comm-op of a workload that runs on a cluster's devices.
 
     Args:
         workload: the training step.
         cluster: the cluster; rank r runs on device r.
         costs: the cost model; None simulates.
+        until: the moment (`time.monotonic`) after which no further options are costed; comm-ops that take the longest
+            come first, and each has at least its default option. None costs all.
+        progress: called with the share of the comm-ops that have their options.
 
     Returns:
         The problem; equal comm-ops share their options.
@@ -59,14 +66,26 @@ def problem(workload: Workload, cluster: Cluster, costs: CostModel | None = None
         raise InvalidInput(f"{workload.name}: {workload.num_ranks} ranks do not fit on {cluster.num_devices} devices")
     model = costs if costs is not None else simulated_costs(cluster)
     menu = Menu(cluster, model)
-    made: dict[tuple[object, ...], tuple[Option, ...]] = {}
-    found = {}
+    alike: dict[tuple[object, ...], list[Op]] = {}
     for op in workload.comm_ops:
-        key = (op.kind, workload.groups_of(op), op.nbytes, op.root, op.at_most)
-        if key not in made:
-            made[key] = options(op, workload, cluster, model, menu=menu)
-        found[op.name] = made[key]
-    how, notes = _sources(list(made.values()), cluster, model)
+        alike.setdefault((op.kind, workload.groups_of(op), op.nbytes, op.root, op.at_most), []).append(op)
+    turns = list(alike.values())
+    made: dict[str, tuple[Option, ...]] = {}
+    if until is not None:
+        made = {ops[0].name: (menu.default(ops[0], workload),) for ops in turns}
+        turns.sort(key=lambda ops: -len(ops) * made[ops[0].name][0].total_us)
+    late = 0
+    for number, (first, *_) in enumerate(turns):
+        if until is not None and time.monotonic() > until:
+            late += 1
+        else:
+            made[first.name] = options(first, workload, cluster, model, menu=menu, until=until)
+        if progress is not None:
+            progress((number + 1) / len(turns))
+    found = {op.name: made[ops[0].name] for ops in alike.values() for op in ops}
+    how, notes = _sources([made[first.name] for first, *_ in alike.values()], cluster, model)
+    if late:
+        notes += (f"costs: {late} of {len(turns)} kinds of comm-ops have their default option only, for want of time",)
     found = with_shared_links(workload, found, partial(_loads, costs=simulator_of(model)))
     return PlanProblem(workload=workload, options=found, costs=how, notes=(*cluster.notes, *notes))
 
@@ -81,8 +100,9 @@ def _loads(task: MotifTask, costs: SimulatedCosts) -> LinkLoads | None:
 
 
 def options(
-    op: Op, workload: Workload, cluster: Cluster, costs: CostModel, *, menu: Menu | None = None
-) -> tuple[Option, ...]:
+    op: Op, workload: Workload, cluster: Cluster, costs: CostModel, *, menu: Menu | None = None,
+    until: float | None = None,
+) -> tuple[Option, ...]:  # fmt: skip
     """The options of a comm-op that are worth trying; the first does what a library would do.
 
     The first option is the whole op as one motif on its usual links. Rewrites: segments, the patterns of every
@@ -96,6 +116,7 @@ def options(
         cluster: the cluster.
         costs: the cost model.
         menu: cache of earlier bindings, shared by the ops of a workload; None makes a new one.
+        until: the moment (`time.monotonic`) after which no further rewrites are costed; None costs all.
 
     Returns:
         The options, at least one.
@@ -105,15 +126,24 @@ def options(
     """
     menu = menu if menu is not None else Menu(cluster, costs)
     every = tuple(rewrites(op, workload.groups_of(op), cluster))
-    found = [option for rewrite in every for option in menu.bound(rewrite)]
+    found: list[Option] = []
+    for number, rewrite in enumerate(every):
+        if number and until is not None and time.monotonic() > until:
+            every = every[:number]
+            break
+        found += menu.bound(rewrite)
     if all(option.rules for option in found):
-        raise Infeasible(f"comm-op {op.name}: no channels of {cluster.name} carry it")
+        raise _not_carried(op, cluster)
     default = menu.stock(every[0])
     pieces = [made for rewrite in every if (made := menu.like(default.tasks[0], rewrite))]
     fastest = min(option.total_us for option in found)
     others = _undominated([option for option in [*pieces, *found] if option.total_us <= SLOWEST * fastest], keep=pieces)
     unique = {option.name: option for option in reversed([default, *others])}
     return tuple(dict.fromkeys([default, *reversed(unique.values())]))
+
+
+def _not_carried(op: Op, cluster: Cluster) -> Infeasible:
+    return Infeasible(f"comm-op {op.name}: no channels of {cluster.name} carry it")
 
 
 def _sources(found: Sequence[Sequence[Option]], cluster: Cluster, costs: CostModel) -> tuple[str, tuple[str, ...]]:
@@ -157,6 +187,13 @@ class Menu:
                 yield made
         if rewrite.segments > 1 and len(scopes) == 1:
             yield from self._spread(rewrite, choices[0])
+
+    def default(self, op: Op, workload: Workload) -> Option:
+        """The default option of a comm-op; raises `Infeasible` if no channels carry it."""
+        whole = next(iter(rewrites(op, workload.groups_of(op), self._cluster)))
+        if not self._offered(whole.stages):
+            raise _not_carried(op, self._cluster)
+        return self.stock(whole)
 
     def stock(self, rewrite: Rewrite) -> Option:
         """The option that a communication library would take for the whole op: the best of its own algorithms."""

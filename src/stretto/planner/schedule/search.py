@@ -67,6 +67,8 @@ class SearchResult:
     elapsed_s: float
     seed: int
     why_stopped: str
+    others: tuple[StepSchedule, ...] = ()
+    """The best plans of single chains, where motifs of different places share links and re-timing has to judge."""
 
 
 def search(
@@ -108,18 +110,8 @@ def search(
     Raises:
         InvalidInput: an argument is unknown or out of range.
     """
-    check_seed(seed)
-    if mode not in MODES:
-        raise unknown("mode", mode, MODES)
-    if discipline not in DISCIPLINES or discipline == "priority":
-        raise unknown("discipline", discipline, [d for d in DISCIPLINES if d != "priority"])
-    if steps is None and not budget_s > 0:
-        raise InvalidInput(f"budget_s: must be > 0, not {budget_s:g}")
-    if steps is not None and steps < 1:
-        raise InvalidInput(f"steps: must be > 0, not {steps}")
     threads = threads if threads is not None else min(os.cpu_count() or 1, 64)
-    if not 1 <= chains <= 64 or not 1 <= threads <= 64:
-        raise InvalidInput("chains, threads: must be 1..64")
+    _check(budget_s, steps, seed, mode, discipline, chains, threads)
     begun = time.monotonic()
     scheduler = problem if isinstance(problem, Scheduler) else Scheduler(problem)
     bound = scheduler.bound(serial)
@@ -129,44 +121,94 @@ def search(
         seed % (1 << 63), threads,
     )  # fmt: skip
     _start(run, scheduler, joint, discipline, serial, start)
-    start_us = best = run.plan()[0]
-    curve = [(time.monotonic() - begun, run.counts()[0], best)]
-    round_steps = _round_steps(scheduler, ROUND_STEPS)
-    per_round = round_steps * (chains if joint else 1)
-    done, rounds, why = 0, 1, ""
-    improved_at = 0.0
+    loop = _Loop(run, scheduler, bound, joint, budget_s, steps, chains if joint else 1, begun)
+    start_us = loop.best
     try:
-        while not (why := _stop(best, bound, done, steps, time.monotonic() - begun, budget_s, improved_at, joint)):
-            if steps is not None:
-                rounds = min(rounds, max(1, -(-(steps - done) // per_round)))
-            called = time.monotonic()
-            now = run.run(rounds, round_steps)
-            took = time.monotonic() - called
-            done += rounds * per_round
-            rounds = max(1, min(4 * rounds, int(rounds * SLICE_S / max(took, 1e-6))))
-            evaluations, proposed, accepted = run.counts()
-            elapsed = time.monotonic() - begun
-            if now < best:
-                best, improved_at = now, float(done) if steps is not None else elapsed
-                curve.append((elapsed, evaluations, best))
-            if progress is not None:
-                left = None if steps is not None else max(budget_s - elapsed, 0.0)
-                rate = accepted / max(proposed, 1)
-                report = Progress(
-                    elapsed_s=elapsed, left_s=left, steps=done, evaluations=evaluations, acceptance=rate,
-                    best_us=best, bound_us=bound.us,
-                )  # fmt: skip
-                progress(report)
+        loop.go(progress)
     except KeyboardInterrupt:
-        why = "interrupted"
+        loop.why = "interrupted"
     evaluations, proposed, accepted = run.counts()
     elapsed = time.monotonic() - begun
+    found = _schedule(run, scheduler, serial, -1)
     return SearchResult(
-        schedule=_schedule(run, scheduler, serial, joint), bound=bound, start_us=start_us,
-        curve=(*curve, (elapsed, evaluations, best)), evaluations=evaluations,
-        evaluations_per_s=evaluations / max(elapsed, 1e-9), acceptance=accepted / max(proposed, 1), steps=done,
-        elapsed_s=elapsed, seed=seed, why_stopped=why,
+        schedule=_tidy(scheduler, found) if joint else found, bound=bound, start_us=start_us,
+        others=_others(run, scheduler, serial, chains if joint else 1),
+        curve=(*loop.curve, (elapsed, evaluations, loop.best)), evaluations=evaluations,
+        evaluations_per_s=evaluations / max(elapsed, 1e-9), acceptance=accepted / max(proposed, 1), steps=loop.done,
+        elapsed_s=elapsed, seed=seed, why_stopped=loop.why,
     )  # fmt: skip
+
+
+def _check(
+    budget_s: float, steps: int | None, seed: int, mode: str, discipline: str, chains: int, threads: int
+) -> None:
+    check_seed(seed)
+    if mode not in MODES:
+        raise unknown("mode", mode, MODES)
+    if discipline not in DISCIPLINES or discipline == "priority":
+        raise unknown("discipline", discipline, [d for d in DISCIPLINES if d != "priority"])
+    if steps is None and not budget_s > 0:
+        raise InvalidInput(f"budget_s: must be > 0, not {budget_s:g}")
+    if steps is not None and steps < 1:
+        raise InvalidInput(f"steps: must be > 0, not {steps}")
+    if not 1 <= chains <= 64 or not 1 <= threads <= 64:
+        raise InvalidInput("chains, threads: must be 1..64")
+
+
+class _Loop:
+    """Runs the chains in slices until the budget is spent."""
+
+    def __init__(
+        self, run: _native.ScheduleSearch, scheduler: Scheduler, bound: PeriodBound, joint: bool, budget_s: float,
+        steps: int | None, chains: int, begun: float,
+    ) -> None:  # fmt: skip
+        self._run, self._bound, self._joint = run, bound, joint
+        self._budget_s, self._steps, self._begun = budget_s, steps, begun
+        self._round_steps = _round_steps(scheduler, ROUND_STEPS)
+        self._per_round = self._round_steps * chains
+        self.best, self.done, self.why = run.plan()[0], 0, ""
+        self.curve = [(time.monotonic() - begun, run.counts()[0], self.best)]
+
+    def go(self, progress: Callable[[Progress], object] | None) -> None:
+        rounds, improved_at = 1, 0.0
+        while True:
+            self.why = self._stop(improved_at)
+            if self.why:
+                return
+            if self._steps is not None:
+                rounds = min(rounds, max(1, -(-(self._steps - self.done) // self._per_round)))
+            called = time.monotonic()
+            now = self._run.run(rounds, self._round_steps)
+            took = time.monotonic() - called
+            self.done += rounds * self._per_round
+            rounds = max(1, min(4 * rounds, int(rounds * SLICE_S / max(took, 1e-6))))
+            if now < self.best:
+                elapsed = time.monotonic() - self._begun
+                self.best, improved_at = now, float(self.done) if self._steps is not None else elapsed
+                self.curve.append((elapsed, self._run.counts()[0], self.best))
+            if progress is not None:
+                progress(self._report())
+
+    def _report(self) -> Progress:
+        evaluations, proposed, accepted = self._run.counts()
+        elapsed = time.monotonic() - self._begun
+        return Progress(
+            elapsed_s=elapsed, left_s=None if self._steps is not None else max(self._budget_s - elapsed, 0.0),
+            steps=self.done, evaluations=evaluations, acceptance=accepted / max(proposed, 1), best_us=self.best,
+            bound_us=self._bound.us,
+        )  # fmt: skip
+
+    def _stop(self, improved_at: float) -> str:
+        if self.best <= self._bound.us * (1 + 1e-9):
+            return f"optimal: equals the lower bound ({self._bound.why})"
+        now, budget = time.monotonic() - self._begun, self._budget_s
+        if self._steps is not None:
+            now, budget = float(self.done), float(self._steps)
+        if now >= budget:
+            return "budget"
+        if not self._joint and now > PATIENCE * budget and now - improved_at > now / 2:
+            return "nothing better for half of the search"
+        return ""
 
 
 def _start(
@@ -198,13 +240,20 @@ def _start(
         run.start_ordered(scheduler._native_choice(scheduler.choice(plan.choice)), order, shift)
 
 
-def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, joint: bool) -> StepSchedule:
-    _, chosen, order, shift = run.plan()
+def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, chain: int) -> StepSchedule:
+    _, chosen, order, shift = run.plan(chain)
     choice = tuple(chosen[scheduler._comm_nodes].tolist())
     tasks = scheduler.tasks(choice)
     found = scheduler.replay(choice, [tasks[k] for k in order], [int(shift[k]) for k in order], serial=serial)
-    found = scheduler._sorted(found)
-    return _tidy(scheduler, found) if joint else found
+    return scheduler._sorted(found)
+
+
+def _others(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, chains: int) -> tuple[StepSchedule, ...]:
+    """The best plan of each chain where motifs share links: the model does not say for certain which is the best."""
+    options = scheduler.problem.options.values()
+    if not any(task.shared for some in options for option in some for task in option.tasks):
+        return ()
+    return tuple(_schedule(run, scheduler, serial, chain) for chain in range(chains))
 
 
 def _tidy(scheduler: Scheduler, plan: StepSchedule) -> StepSchedule:
@@ -236,23 +285,3 @@ def _tidy(scheduler: Scheduler, plan: StepSchedule) -> StepSchedule:
 def _round_steps(scheduler: Scheduler, most: int) -> int:
     """Fewer steps on large problems, so that a round stays short; the number must not depend on the machine's speed."""
     return max(8, min(most, 200_000 // max(len(scheduler.problem.workload.ops), 1)))
-
-
-def _stop(
-    best: float,
-    bound: PeriodBound,
-    done: int,
-    steps: int | None,
-    elapsed: float,
-    budget_s: float,
-    improved_at: float,
-    joint: bool,
-) -> str:
-    if best <= bound.us * (1 + 1e-9):
-        return f"optimal: equals the lower bound ({bound.why})"
-    now, budget = (done, float(steps)) if steps is not None else (elapsed, budget_s)
-    if now >= budget:
-        return "budget"
-    if not joint and now > PATIENCE * budget and now - improved_at > now / 2:
-        return "nothing better for half of the search"
-    return ""
