@@ -162,6 +162,28 @@ def test_every_name_of_the_package_can_be_loaded() -> None:
     assert not hasattr(stretto, "no_such_name")
 
 
+LONGEST_FUNCTION = 80
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines of a function without its docstring."""
+    first = function.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring
+
+
+def test_no_function_is_longer_than_a_screen_or_two() -> None:
+    long = [
+        f"{path.relative_to(ROOT)} {node.name}: {code_lines(node)}"
+        for path in sorted(ROOT.rglob("*.py"))
+        if path.relative_to(ROOT).parts[0] != "cli"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > LONGEST_FUNCTION
+    ]
+    assert long == []
+
+
 def test_a_public_class_name_has_one_meaning() -> None:
     homes: dict[str, list[str]] = {}
     for path in sorted(ROOT.rglob("*.py")):

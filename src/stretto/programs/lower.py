@@ -123,6 +123,31 @@ def _sorted_chunks(program: Program) -> Program:
     return program.replace(chunk=program.chunk[order])
 
 
+def _numbered(
+    streams: list[list[Instruction]], number: list[int], local: list[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The steps of all streams as rows of one table, and where each stream begins.
+
+    The threadblock that `Instruction.waits` calls b is stream ``number[b]``, and its rank's ``local[b]``-th.
+    """
+    steps_of: list[list[int]] = []
+    for stream in streams:
+        at, numbers = -1, []
+        for step in stream:
+            at += max(1, len(step.waits))
+            numbers.append(at)
+        steps_of.append(numbers)
+    rows: list[tuple[int, ...]] = []
+    ends = [0]
+    for stream in streams:
+        for step in stream:
+            waits = [(local[b], steps_of[number[b]][i]) for b, i in step.waits] or [(-1, -1)]
+            rows += [(NOP, -1, -1, 0, 0, 0, *wait) for wait in waits[:-1]]
+            rows.append((step.op, step.src, step.dst, step.src_rank, step.dst_rank, step.count, *waits[-1]))
+        ends.append(len(rows))
+    return np.array(rows, np.int64).reshape(-1, 8), np.array(ends, np.int64)
+
+
 def _arrays(
     name: str,
     layout: BufferLayout,
@@ -143,27 +168,7 @@ def _arrays(
     number[order] = np.arange(len(order))
     per_rank = np.bincount(rank, minlength=layout.collective.num_ranks)
     first = np.concatenate([[0], np.cumsum(per_rank)])
-    local: list[int] = (number - first[rank[number]]).tolist()
-
-    steps_of: list[list[int]] = []
-    for stream in streams:
-        at, numbers = -1, []
-        for step in stream:
-            at += max(1, len(step.waits))
-            numbers.append(at)
-        steps_of.append(numbers)
-    back = number.tolist()
-    rows: list[tuple[int, ...]] = []
-    lengths = []
-    for stream in streams:
-        begin = len(rows)
-        for step in stream:
-            waits = [(local[b], steps_of[back[b]][i]) for b, i in step.waits] or [(-1, -1)]
-            rows += [(NOP, -1, -1, 0, 0, 0, *wait) for wait in waits[:-1]]
-            rows.append((step.op, step.src, step.dst, step.src_rank, step.dst_rank, step.count, *waits[-1]))
-        lengths.append(len(rows) - begin)
-    table = np.array(rows, np.int64).reshape(-1, 8)
-    ptr = np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))])
+    table, ptr = _numbered(streams, number.tolist(), (number - first[rank[number]]).tolist())
 
     # Threadblocks of a rank: those of instance 0, then those of instance 1, and so on.
     copies = layout.instances

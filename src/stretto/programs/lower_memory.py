@@ -181,95 +181,134 @@ def assign_memory(
     Returns:
         The places that each row reads and writes, the size of scratch, and the copies.
     """
-    c = program.collective
-    in_place, out_place = layout.places()
-    in_slot = (np.repeat(np.arange(c.num_ranks), np.diff(c.in_ptr)) * c.num_chunks + c.in_chunk).tolist()
-    out_slot = (np.repeat(np.arange(c.num_ranks), np.diff(c.out_ptr)) * c.num_chunks + c.out_chunk).tolist()
-    where: dict[int, int] = dict(zip(in_slot, in_place.tolist(), strict=True))
-    home: dict[int, int] = dict(zip(out_slot, out_place.tolist(), strict=True))
-    start = dict(where)
-    written = set(history.write_slot.tolist())
-    blocked = _blocked(c, start, home, written, history, staged)
-
-    num_blocks = np.bincount(blocks.rank, minlength=c.num_ranks).tolist()
-    scratch = [Scratch(reuse=reuse, lag=n) for n in num_blocks]
-    rows = len(history.owner)
-    read, operand, write = [-1] * rows, [-1] * rows, [-1] * rows
-    count, ptr, when = program.num_transfers, program.chunk_ptr.tolist(), position.tolist()
-    src, dst, reduces = program.src.tolist(), program.dst.tolist(), program.reduce.tolist()
-    read_slot, write_slot = history.read_slot.tolist(), history.write_slot.tolist()
-    after_read, after_write = history.after_read.tolist(), history.after_write.tolist()
-    next_reader = history.next_reader.tolist()
-    send_block = blocks.send_block[blocks.connection].tolist()
-    recv_block = blocks.recv_block[blocks.connection].tolist()
-    fused, unstored = blocks.fused_send.tolist(), blocks.unstored.tolist()
-    forwarded = np.zeros(count, np.bool_)
-    forwarded[blocks.fused_send[blocks.fused_send >= 0]] = True
-    skips = forwarded.tolist()
-    delayed: set[int] = set()  # slots that wait in scratch for their output place
-
-    def dead_after(then: int, slot: int) -> bool:
-        return then == COPY or (then == NONE and slot not in home)
-
-    def release(rank: int, place: int, block: int) -> None:
-        if place >= SCRATCH * BUFFER:
-            scratch[rank].free(place - SCRATCH * BUFFER, block)
-
+    walk = _Walk(program, position, history, blocks, layout, reuse=reuse, staged=staged)
+    forwarded = set(blocks.fused_send[blocks.fused_send >= 0].tolist())
     for event in np.argsort(position).tolist():
-        if event < count:
-            if skips[event]:
-                continue  # The fused instruction that receives the chunks sends them.
-            rank, block = src[event], send_block[event]
-            for row in range(ptr[event], ptr[event + 1]):
-                slot = read_slot[row]
-                read[row] = where[slot]
-                if dead_after(after_read[row], slot):
-                    release(rank, where[slot], block)
-            continue
-        t = event - count
-        rank, block = dst[t], recv_block[t]
+        if event >= program.num_transfers:
+            walk.receive(event - program.num_transfers, event)
+        elif event not in forwarded:  # The fused instruction that receives the chunks sends them.
+            walk.send(event)
+    return PlaceAssignment(
+        read=np.array(walk.read, np.int64),
+        operand=np.array(walk.operand, np.int64),
+        write=np.array(walk.write, np.int64),
+        copies=walk.late_copies(),
+        scratch=np.array([s.size for s in walk.scratch], np.int64),
+    )
+
+
+class _Walk:
+    """The places of slots while the linear order is walked: each chunk that is sent is read, and then written."""
+
+    def __init__(
+        self,
+        program: Program,
+        position: NDArray[np.int64],
+        history: History,
+        blocks: Blocks,
+        layout: BufferLayout,
+        *,
+        reuse: bool,
+        staged: bool,
+    ) -> None:
+        c = self.collective = program.collective
+        in_place, out_place = layout.places()
+        in_slot = (np.repeat(np.arange(c.num_ranks), np.diff(c.in_ptr)) * c.num_chunks + c.in_chunk).tolist()
+        out_slot = (np.repeat(np.arange(c.num_ranks), np.diff(c.out_ptr)) * c.num_chunks + c.out_chunk).tolist()
+        self.where: dict[int, int] = dict(zip(in_slot, in_place.tolist(), strict=True))
+        self.home: dict[int, int] = dict(zip(out_slot, out_place.tolist(), strict=True))
+        self.start = dict(self.where)
+        self.written = set(history.write_slot.tolist())
+        self.delayed: set[int] = set()
+        """Slots that wait in scratch for their output place."""
+        self.blocked = _blocked(c, self.start, self.home, self.written, history, staged)
+        num_blocks = np.bincount(blocks.rank, minlength=c.num_ranks).tolist()
+        self.scratch = [Scratch(reuse=reuse, lag=n) for n in num_blocks]
+        rows = len(history.owner)
+        self.read, self.operand, self.write = [-1] * rows, [-1] * rows, [-1] * rows
+        self.ptr, self.when = program.chunk_ptr.tolist(), position.tolist()
+        self.src, self.dst, self.reduces = program.src.tolist(), program.dst.tolist(), program.reduce.tolist()
+        self.read_slot, self.write_slot = history.read_slot.tolist(), history.write_slot.tolist()
+        self.after_read, self.after_write = history.after_read.tolist(), history.after_write.tolist()
+        self.next_reader = history.next_reader.tolist()
+        self.send_block = blocks.send_block[blocks.connection].tolist()
+        self.recv_block = blocks.recv_block[blocks.connection].tolist()
+        self.fused, self.unstored = blocks.fused_send.tolist(), blocks.unstored.tolist()
+
+    def send(self, t: int) -> None:
+        """Transfer t reads its chunks."""
+        rank, block = self.src[t], self.send_block[t]
+        for row in range(self.ptr[t], self.ptr[t + 1]):
+            slot = self.read_slot[row]
+            self.read[row] = self.where[slot]
+            if self._dead_after(self.after_read[row], slot):
+                self._release(rank, self.where[slot], block)
+
+    def receive(self, t: int, event: int) -> None:
+        """Transfer t writes its chunks, at the event with this number."""
+        rank, block, where = self.dst[t], self.recv_block[t], self.where
         new: list[int] = []
-        for row in range(ptr[t], ptr[t + 1]):
-            slot = write_slot[row]
-            if reduces[t]:
-                operand[row] = where[slot]
-            if unstored[t]:
-                release(rank, where[slot], block)
+        for row in range(self.ptr[t], self.ptr[t + 1]):
+            slot = self.write_slot[row]
+            if self.reduces[t]:
+                self.operand[row] = where[slot]
+            if self.unstored[t]:
+                self._release(rank, where[slot], block)
                 continue
-            place = home.get(slot, -1)
-            if slot in delayed or (place >= 0 and blocked(rank, slot, place, when[event])):
-                delayed.add(slot)
+            place = self.home.get(slot, -1)
+            if slot in self.delayed or (place >= 0 and self.blocked(rank, slot, place, self.when[event])):
+                self.delayed.add(slot)
                 place = -1
-            if place < 0 and reduces[t] and where[slot] >= SCRATCH * BUFFER:
+            if place < 0 and self.reduces[t] and where[slot] >= SCRATCH * BUFFER:
                 place = where[slot]
             if place < 0:
                 new.append(row)
             else:
-                write[row] = where[slot] = place
+                self.write[row] = where[slot] = place
         if new:
-            place = SCRATCH * BUFFER + scratch[rank].take(len(new), block)
+            place = SCRATCH * BUFFER + self.scratch[rank].take(len(new), block)
             for row in new:
-                write[row] = where[write_slot[row]] = place
+                self.write[row] = where[self.write_slot[row]] = place
                 place += 1
-        send = fused[t]
-        for row in range(ptr[t], ptr[t + 1]):
-            slot, then = write_slot[row], after_write[row]
-            if send >= 0:
-                sent = row - ptr[t] + ptr[send]
-                read[sent] = write[row]
-                if then == READ and next_reader[row] == send:
-                    then = after_read[sent]
-            if write[row] >= 0 and dead_after(then, slot):
-                release(rank, write[row], block)
+        self._forward(t, rank, block)
 
-    copies = _late_copies(c, start, home, where, written, delayed, scratch)
-    return PlaceAssignment(
-        read=np.array(read, np.int64),
-        operand=np.array(operand, np.int64),
-        write=np.array(write, np.int64),
-        scratch=np.array([s.size for s in scratch], np.int64),
-        copies=copies,
-    )
+    def _forward(self, t: int, rank: int, block: int) -> None:
+        """What transfer t has written is read by the transfer that is fused with it, and released if it is dead."""
+        send = self.fused[t]
+        for row in range(self.ptr[t], self.ptr[t + 1]):
+            slot, then = self.write_slot[row], self.after_write[row]
+            if send >= 0:
+                sent = row - self.ptr[t] + self.ptr[send]
+                self.read[sent] = self.write[row]
+                if then == READ and self.next_reader[row] == send:
+                    then = self.after_read[sent]
+            if self.write[row] >= 0 and self._dead_after(then, slot):
+                self._release(rank, self.write[row], block)
+
+    def _dead_after(self, then: int, slot: int) -> bool:
+        return then == COPY or (then == NONE and slot not in self.home)
+
+    def _release(self, rank: int, place: int, block: int) -> None:
+        if place >= SCRATCH * BUFFER:
+            self.scratch[rank].free(place - SCRATCH * BUFFER, block)
+
+    def late_copies(self) -> list[tuple[int, int, int]]:
+        """Copies to output places at the end: of inputs that no transfer wrote to, and of outputs kept in scratch."""
+        c = self.collective
+        held = {(slot // c.num_chunks, place) for slot, place in self.start.items()} if c.in_place else set()
+        rescued, final = [], []
+        for slot, place in self.home.items():
+            rank = slot // c.num_chunks
+            origin = self.where.get(slot, -1)
+            if origin < 0 or origin == place or not (slot in self.delayed or slot not in self.written):
+                continue
+            if slot not in self.delayed and (rank, place) in held:  # two inputs may change places: go through scratch
+                spare = SCRATCH * BUFFER + self.scratch[rank].size
+                self.scratch[rank].size += 1
+                rescued.append((rank, origin, spare))
+                origin = spare
+            final.append((rank, origin, place))
+        return rescued + final
 
 
 def _blocked(
@@ -293,29 +332,3 @@ def _blocked(
         return moves or history.input_read_until.get(other, -1) > (-1 if staged else now)
 
     return blocked
-
-
-def _late_copies(
-    c: Collective,
-    start: dict[int, int],
-    home: dict[int, int],
-    where: dict[int, int],
-    written: set[int],
-    delayed: set[int],
-    scratch: list[Scratch],
-) -> list[tuple[int, int, int]]:
-    """The copies to output places at the end: of inputs that no transfer wrote to, and of outputs kept in scratch."""
-    held = {(slot // c.num_chunks, place) for slot, place in start.items()} if c.in_place else set()
-    rescued, final = [], []
-    for slot, place in home.items():
-        rank = slot // c.num_chunks
-        origin = where.get(slot, -1)
-        if origin < 0 or origin == place or not (slot in delayed or slot not in written):
-            continue
-        if slot not in delayed and (rank, place) in held:  # two inputs may change places: go through scratch
-            spare = SCRATCH * BUFFER + scratch[rank].size
-            scratch[rank].size += 1
-            rescued.append((rank, origin, spare))
-            origin = spare
-        final.append((rank, origin, place))
-    return rescued + final
