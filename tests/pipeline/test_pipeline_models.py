@@ -7,9 +7,9 @@ import pytest
 import stretto
 from stretto.errors import InvalidInput
 from stretto.pipeline import StageCosts, eager_1f1b, interleaved, one_f_one_b
-from stretto.pipeline.layers import balanced_cut, crossing, gpt_layers, unet_layers
 from stretto.pipeline.models import CASES, SYSTEMS, CaseResult, build, case, evaluate
 from stretto.pipeline.workload import to_workload
+from stretto.workload.catalog.cross_mesh import balanced_cut, crossing, gpt_layers, unet_layers
 
 
 def test_models_have_the_papers_numbers_of_parameters() -> None:

@@ -7,6 +7,7 @@ import pytest
 import stretto as st
 from stretto.errors import InvalidInput
 from stretto.workload import Op, Workload, registry
+from stretto.workload.catalog.convolutional import RESNET_BLOCKS
 from stretto.workload.models import cnn, transformer
 from stretto.workload.models.common import OpCollector, buckets, last
 from stretto.workload.models.transformer_step import one_f_one_b
@@ -188,7 +189,7 @@ def test_parameters_are_used_only_after_their_update() -> None:
 
 
 def test_convolutional_networks_have_their_published_sizes() -> None:
-    sizes = {name: sum(block.params for block in cnn.resnet_blocks(name)) for name in cnn.RESNET_BLOCKS}
+    sizes = {name: sum(block.params for block in cnn.resnet_blocks(name)) for name in RESNET_BLOCKS}
     assert sizes == {"50": 25_557_032, "101": 44_549_160, "152": 60_192_808}
     flops = sum(block.flops for block in cnn.resnet_blocks("50")) / 2
     assert flops == pytest.approx(4.09e9, rel=0.005)

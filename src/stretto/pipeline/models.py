@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
+from ..workload.catalog.cross_mesh import ModelLayer, balanced_cut, crossing, gpt_layers, unet_layers
 from ..workload.roofline import Accelerator, accelerator
-from .layers import ModelLayer, balanced_cut, crossing, gpt_layers, unet_layers
 from .makers import eager_1f1b, eager_warmup, one_f_one_b
 from .memory import LayerMemory, StageMemory, peak_bytes, recomputed
 from .schedule import Schedule

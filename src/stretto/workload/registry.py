@@ -24,6 +24,7 @@ from typing import Any
 
 from ..errors import InvalidInput, unknown
 from ..units import parse_number
+from .catalog.convolutional import RESNET_BLOCKS
 from .dag import Workload
 from .models import cnn, dlrm, themis, transformer
 
@@ -61,7 +62,7 @@ _register("gpt", transformer.gpt, transformer.GPT, "GPT with tensor, pipeline an
 _register("moe", transformer.moe, transformer.MOE, "GPT with experts spread over ranks")
 _register("xlmr", transformer.xlmr, transformer.XLMR, "XLM-R under FSDP (xl: SYNDICATE A5)")
 _register("regnetz", cnn.regnetz, cnn.REGNETZ, "RegNetZ, data parallel (4gf: SYNDICATE A6)")
-_register("resnet", cnn.resnet, cnn.RESNET_BLOCKS, "ResNet, data parallel")
+_register("resnet", cnn.resnet, RESNET_BLOCKS, "ResNet, data parallel")
 _register("themis", themis.themis, themis.BATCH, "ResNet-152, GNMT, DLRM and Transformer-1T as Themis has them")
 
 

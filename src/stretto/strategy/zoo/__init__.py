@@ -13,12 +13,13 @@ from pathlib import Path
 
 from ...errors import InvalidInput, unknown
 from ...units import parse_number
+from ...workload.catalog.convolutional import densenet121, inceptionv3, resnet, vgg16
+from ...workload.catalog.language import bert, lm1b, transformer
+from ...workload.catalog.layers import Scale, VariableLayer
+from ...workload.catalog.recommendation import ncf
 from ...workload.roofline import Accelerator
 from ..model import ModelSpec
-from .cnn import densenet121, inceptionv3, resnet101, vgg16
-from .language import bert, lm1b, transformer
-from .layers import Scale, VariableLayer, variables_of
-from .recommendation import ncf
+from .layers import variables_of
 
 DEVICES: dict[str, Accelerator] = {
     entry.name: entry
@@ -31,7 +32,7 @@ DEVICES: dict[str, Accelerator] = {
 """The GPUs of the paper's clusters, from their data sheets (one of the two GPUs of an M60 board)."""
 
 MODELS: dict[str, tuple[Callable[[Scale], list[VariableLayer]], int]] = {
-    "resnet101": (resnet101, 32),
+    "resnet101": (lambda scale: resnet("101", scale), 32),
     "densenet121": (densenet121, 32),
     "inceptionv3": (inceptionv3, 32),
     "vgg16": (vgg16, 32),

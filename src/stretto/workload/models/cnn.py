@@ -15,6 +15,9 @@ from itertools import groupby
 
 from ...errors import unknown
 from ...units import MB
+from ..catalog import convolutional
+from ..catalog.convolutional import CLASSES, RESNET_BLOCKS
+from ..catalog.layers import Scale, VariableLayer, conv, linear
 from ..dag import Workload
 from ..roofline import Accelerator, accelerator
 from .common import (
@@ -29,24 +32,10 @@ from .common import (
 )
 from .parallel import Replicas
 
-CLASSES = 1000
 GRADIENT_BYTES = 4
 ACTIVATION_BYTES = 2
 MOMENTUM_BYTES = 20
 """Bytes that the update of one parameter moves: read parameter, gradient and momentum, write parameter and momentum."""
-NORM_PASSES = 4
-"""Reads and writes of an activation beside those of the convolution: normalization and non-linearity."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvLayer:
-    """One convolution (or the classifier), with the normalization and non-linearity that follow."""
-
-    params: float
-    flops: float
-    """Operations of one image's forward pass."""
-    moved: float
-    """Elements that one image's forward pass reads and writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +43,10 @@ class LayerBlock:
     """Layers that are computed together and whose gradients are ready together."""
 
     name: str
-    layers: tuple[ConvLayer, ...]
+    layers: tuple[VariableLayer, ...]
 
     @property
-    def params(self) -> float:
+    def params(self) -> int:
         """The parameters of all layers of the block."""
         return sum(layer.params for layer in self.layers)
 
@@ -67,56 +56,14 @@ class LayerBlock:
         return sum(layer.flops for layer in self.layers)
 
 
-def conv(inputs: int, outputs: int, size: int, side: int, *, groups: int = 1, stride: int = 1) -> ConvLayer:
-    """A convolution with square kernels, and its normalization.
-
-    Args:
-        inputs: input channels.
-        outputs: output channels.
-        size: width and height of the kernel.
-        side: width and height of the output.
-        groups: groups of channels, which must divide `inputs`.
-        stride: stride of the kernel; the input is ``side * stride`` wide and high.
-
-    Returns:
-        The layer, for one image.
-    """
-    weights = inputs // groups * outputs * size**2
-    return ConvLayer(
-        params=weights + 2 * outputs,
-        flops=2.0 * weights * side**2,
-        moved=float(inputs * (side * stride) ** 2 + (1 + NORM_PASSES) * outputs * side**2),
-    )
-
-
-def dense(inputs: int, outputs: int) -> ConvLayer:
-    """A fully connected layer."""
-    return ConvLayer(params=inputs * outputs + outputs, flops=2.0 * inputs * outputs, moved=float(inputs + outputs))
-
-
-RESNET_BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
-
-
 def resnet_blocks(depth: str) -> list[LayerBlock]:
-    """The blocks: stem, bottleneck blocks (stride in the 3 x 3 convolution) and classifier, for 224 x 224 pixels."""
-    blocks = [LayerBlock(name="stem", layers=(conv(3, 64, 7, 112, stride=2),))]
-    inputs, side = 64, 56
-    for stage, count in enumerate(RESNET_BLOCKS[depth]):
-        width = 64 << stage
-        for number in range(count):
-            stride = 2 if stage > 0 and number == 0 else 1
-            before, side = side, side // stride
-            layers = [
-                conv(inputs, width, 1, before),
-                conv(width, width, 3, side, stride=stride),
-                conv(width, 4 * width, 1, side),
-            ]
-            if number == 0:
-                layers.append(conv(inputs, 4 * width, 1, side, stride=stride))
-            blocks.append(LayerBlock(name=f"stage{stage + 1}.{number}", layers=tuple(layers)))
-            inputs = 4 * width
-    blocks.append(LayerBlock(name="classifier", layers=(dense(inputs, CLASSES),)))
-    return blocks
+    """The blocks: stem, bottleneck blocks and classifier, for 224 x 224 pixels."""
+    names = {"conv1": "stem", "fc": "classifier"}
+    by_block = groupby(convolutional.resnet(depth, Scale()), lambda layer: layer.shapes[0][0].rsplit(".", 2)[0])
+    return [
+        LayerBlock(name=names.get(name, name.replace("layer", "stage")), layers=tuple(layers))
+        for name, layers in by_block
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +98,7 @@ def regnetz_blocks(variant: str) -> list[LayerBlock]:
     """The blocks: stem, inverted bottlenecks with squeeze-and-excitation, and classifier."""
     model = REGNETZ[variant]
     side = model.side // 2
-    blocks = [LayerBlock(name="stem", layers=(conv(3, STEM_WIDTH, 3, side, stride=2),))]
+    blocks = [LayerBlock(name="stem", layers=(conv("stem", 3, STEM_WIDTH, 3, side, stride=2),))]
     inputs = STEM_WIDTH
     for stage, (width, count) in enumerate(model.stages()):
         for number in range(count):
@@ -160,15 +107,15 @@ def regnetz_blocks(variant: str) -> list[LayerBlock]:
             inner = REGNETZ_EXPANSION * width
             squeeze = round(inputs / 4)
             layers = (
-                conv(inputs, inner, 1, before),
-                conv(inner, inner, 3, side, groups=inner // model.group, stride=stride),
-                dense(inner, squeeze),
-                dense(squeeze, inner),
-                conv(inner, width, 1, side),
+                conv("expand", inputs, inner, 1, before),
+                conv("mix", inner, inner, 3, side, groups=inner // model.group, stride=stride),
+                linear("squeeze", inner, squeeze),
+                linear("excite", squeeze, inner),
+                conv("project", inner, width, 1, side),
             )
             blocks.append(LayerBlock(name=f"stage{stage + 1}.{number}", layers=layers))
             inputs = width
-    blocks.append(LayerBlock(name="classifier", layers=(dense(inputs, CLASSES),)))
+    blocks.append(LayerBlock(name="classifier", layers=(linear("classifier", inputs, CLASSES),)))
     return blocks
 
 

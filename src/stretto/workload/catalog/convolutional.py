@@ -7,11 +7,14 @@ from .layers import Scale, VariableLayer, conv, linear
 CLASSES = 1000
 
 
-def resnet101(w: Scale) -> list[VariableLayer]:
-    """The layers of ResNet-101: bottlenecks 3, 4, 23, 3."""
+RESNET_BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
+
+
+def resnet(depth: str, w: Scale) -> list[VariableLayer]:
+    """The layers of ResNet-50, 101 or 152: stem, bottlenecks (stride in the 3 x 3 convolution) and classifier."""
     layers = [conv("conv1", 3, w(64), 7, 112, stride=2)]
     inputs, side = w(64), 56
-    for stage, count in enumerate((3, 4, 23, 3)):
+    for stage, count in enumerate(RESNET_BLOCKS[depth]):
         width, outputs = w(64 << stage), w(256 << stage)
         for number in range(count):
             name = f"layer{stage + 1}.{number}"
