@@ -20,11 +20,13 @@ TORCH_TESTS := tests/runtime tests/control tests/resharding/test_reshard_specs.p
   tests/cli/test_run_splits.py tests/cli/test_run_styles.py
 TORCH_VENV = .venv-torch-$(TORCH)
 
-.PHONY: demo test test-torch test-asan test-tsan test-gpu setup system lint clean
+.PHONY: demo check test coverage test-torch test-asan test-tsan test-gpu setup system lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   set up, then plan, verify, simulate and draw a collective end to end"
+	@echo "make check  the loop of a developer: format, lint, types, and the tests that start no processes and are not slow"
+	@echo "make coverage  the tests of make check, with the share of lines that they run, and a floor"
 	@echo "make test   set up, then ruff, mypy --strict, the import-direction check, pytest and doctests"
 	@echo "make test-torch TORCH=2.11.0  the tests in which PyTorch runs, with another version in an environment of its own"
 	@echo "make test-asan, make test-tsan  the tests of the C++ code, built with sanitizers of g++"
@@ -35,8 +37,19 @@ help:
 demo: setup
 	$(BIN)/stretto demo --out demo-output
 
+# Marks are set by path in tests/conftest.py. Doctests of src are among these.
+QUICK := -m "not job and not slow"
+
+check: setup lint
+	$(BIN)/python -m pytest -n 2 $(QUICK)
+
 test: setup lint
 	$(BIN)/python -m pytest -n 2
+
+# Not a part of `make test`, which it would slow down by a third; processes that tests start are not counted.
+coverage: setup
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[coverage]' --no-build-isolation
+	$(BIN)/python -m pytest -n 2 $(QUICK) --cov=stretto --cov-report=term:skip-covered
 
 # pip's own settings say from where; a build with CUDA brings gigabytes. All but torch is as in `make setup`.
 test-torch: | system

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
@@ -20,7 +21,34 @@ settings.register_profile("same", derandomize=True, deadline=None)
 if os.environ.get("HYPOTHESIS_PROFILE", "same") == "same":
     settings.load_profile("same")
 
-GPU = Path(__file__).parent / "gpu"
+HERE = Path(__file__).parent
+STARTS_PROCESSES = re.compile(
+    r"""
+    examples/test_examples_jobs | lab/ | gpu/
+    | control/test_control_(faults|fork|kills|planner_process|slower|soak|transport|unchanged)
+    | cli/test_(controller|demo|lab|probe|run|tune)_
+    | runtime/test_(backend(?!_select)|capture_(?!merge)|ddp_hook|distribute|enforcer(_flow|_splits)?\.py|executor
+      |pipelining|probe_(bench|lab)|reshard|torch_versions)
+    | strategy/test_search_trials | synthesis/test_(ray_backend|both_solvers)
+    """,
+    re.VERBOSE,
+)
+"""The files, below this folder, whose tests are marked `job`."""
+SLOW = (HERE / "slow_tests.txt").read_text().split()
+"""The files, tests and doctests that are marked `slow`, as pytest names them: a measured list."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The one place that says which tests `make check` leaves out."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and STARTS_PROCESSES.match(item.path.relative_to(HERE).as_posix()):
+            item.add_marker("job")
+        name = item.nodeid.partition("[")[0]
+        if name in SLOW or name.partition("::")[0] in SLOW:
+            item.add_marker("slow")
+
+
+GPU = HERE / "gpu"
 collect_ignore = ["jobs"]
 """What the processes of jobs run: no tests, and pytest itself must not import most of it."""
 

@@ -15,7 +15,7 @@ import pytest
 import stretto
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 LONE_MODULES = {"stretto.torch", "stretto.units", "stretto.errors"}
 """Public modules that are no packages."""

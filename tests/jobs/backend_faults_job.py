@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch._dynamo  # DDP needs it: imported once, before the forks
 import torch.distributed as dist
-from capture_scenarios import _start
+from capture_scenarios import _start, chosen
 from torch.nn.parallel import DistributedDataParallel
 
 import stretto.torch
@@ -205,8 +205,7 @@ SCENARIOS = [
 def main() -> None:
     """Each scenario with processes of its own."""
     folder = Path(sys.argv[1])
-    for scenario in SCENARIOS:
-        name = scenario.__name__
+    for name, scenario in chosen(SCENARIOS).items():
 
         def rank_main(rank: int, name: str = name, scenario: Callable[[], Any] = scenario) -> None:
             store = f"file://{folder}/store-{name}"

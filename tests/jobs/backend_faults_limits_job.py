@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from backend_faults_job import told
-from capture_scenarios import _start
+from capture_scenarios import _start, chosen
 from executor_faults_job import listening_ports, shout
 from torch._C import _distributed_c10d as c10d
 
@@ -275,8 +275,7 @@ SCENARIOS: list[Callable[[Here], Any]] = [
 
 def main() -> None:
     """Each scenario with processes of its own, a few at a time; ``job.py FOLDER RANKS [NAME...]``."""
-    folder, names = Path(sys.argv[1]), sys.argv[3:]
-    chosen = [scenario for scenario in SCENARIOS if not names or scenario.__name__ in names]
+    folder, scenarios = Path(sys.argv[1]), list(chosen(SCENARIOS).values())
 
     def rank_main(rank: int, scenario: Callable[[Here], Any]) -> None:
         name = scenario.__name__
@@ -289,12 +288,12 @@ def main() -> None:
             time.sleep(0.01)
         os._exit(0)
 
-    for first in range(0, len(chosen), AT_ONCE):
-        batch = [partial(rank_main, scenario=scenario) for scenario in chosen[first : first + AT_ONCE]]
+    for first in range(0, len(scenarios), AT_ONCE):
+        batch = [partial(rank_main, scenario=scenario) for scenario in scenarios[first : first + AT_ONCE]]
         for _ in [_start(rank, main_) for main_ in batch for rank in range(RANKS)]:
             os.wait()
     for rank in range(RANKS):
-        paths = {scenario.__name__: folder / f"{scenario.__name__}-{rank}" for scenario in chosen}
+        paths = {scenario.__name__: folder / f"{scenario.__name__}-{rank}" for scenario in scenarios}
         found = {name: json.loads(path.read_text()) if path.exists() else None for name, path in paths.items()}
         (folder / f"{rank}.json").write_text(json.dumps(found))
 

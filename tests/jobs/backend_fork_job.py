@@ -16,6 +16,7 @@ import torch
 import torch._dynamo  # DDP needs it: imported once, before the forks
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from capture_scenarios import chosen
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -244,8 +245,7 @@ def main() -> None:
     """Each scenario with processes of its own."""
     folder = Path(sys.argv[1])
     reports: list[dict[str, Any]] = [{} for _ in range(RANKS)]
-    for scenario in (refused, left, own_job, loads, killed_with_children):
-        name = scenario.__name__
+    for name, scenario in chosen((refused, left, own_job, loads, killed_with_children)).items():
 
         def rank_main(rank: int, name: str = name, scenario: Callable[[], Any] = scenario) -> None:
             store = c10d.FileStore(str(folder / f"store-{name}"), RANKS)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from capture_scenarios import fork
+from capture_scenarios import chosen, fork
 
 import stretto.torch
 from stretto.runtime.executor import join as executor_join
@@ -40,6 +40,7 @@ def run(scenarios: dict[str, Scenario], layouts: tuple[str, ...] = ("gloo", "str
     """
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     warnings.simplefilter("ignore", FutureWarning)
+    scenarios = chosen(scenarios)
 
     def rank_main(rank: int) -> None:
         logging.basicConfig(filename=folder / f"log-{rank}", level=logging.INFO)

@@ -1,13 +1,13 @@
 """Ranks that exchange pieces of random, unequal sizes: on gloo, then on the executor, inside a host and between two.
 
 Every matrix is drawn alike on all ranks, so that each can also work out by itself what it has to get: that judges both
-backends. The number of random cases may be given behind the number of ranks.
+backends. STRETTO_TEST_CASES says how many random cases are drawn.
 """
 
 from __future__ import annotations
 
+import os
 import random
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 import stretto.torch
 from stretto.runtime.torch_backend.recording import LEDGER
 
-CASES = int(sys.argv[3]) if len(sys.argv) > 3 else 60
+CASES = int(os.environ.get("STRETTO_TEST_CASES", "60"))
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64,
 ]  # fmt: skip

@@ -9,10 +9,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,29 @@ def compute(amount: int = 256) -> torch.Tensor:
     return torch.ones(amount, amount) @ torch.ones(amount, amount)
 
 
+S = TypeVar("S", bound=Callable[..., Any])
+
+
+def chosen(scenarios: Mapping[str, S] | Iterable[S]) -> dict[str, S]:
+    """The scenarios to run: those that the command line names after FOLDER and RANKS, else those that tests need.
+
+    `tests/runtime/conftest.py` gives the words of each test that pytest was asked for, where that is not all of them; a
+    test without a scenario among its words may need any.
+    """
+    known = dict(scenarios) if isinstance(scenarios, Mapping) else {each.__name__: each for each in scenarios}
+    if names := sys.argv[3:]:
+        if unknown := sorted({*names} - {*known}):
+            sys.exit(f"no scenario {', '.join(unknown)}; there are: {', '.join(known)}")
+        return {name: known[name] for name in known if name in names}
+    tests = [known.keys() & set(words) for words in json.loads(os.environ.get("STRETTO_TEST_WORDS", "[]"))]
+    needed = set().union(*tests) if tests and all(tests) else set(known)
+    return {name: known[name] for name in known if name in needed}
+
+
 def run(scenarios: dict[str, Callable[[], Any]]) -> None:
-    """Run all scenarios one after the other on every rank of one job, and report."""
+    """Run the scenarios one after the other on every rank of one job, and report."""
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    scenarios = chosen(scenarios)
 
     def rank_main(rank: int) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)

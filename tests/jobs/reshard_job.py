@@ -17,7 +17,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from backend_scenarios import digest
-from capture_scenarios import fork, store_port
+from capture_scenarios import chosen, fork, store_port
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -236,6 +236,7 @@ def joined(port: int, name: str, rank: int, ranks: int) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     port = store_port()
+    wanted = chosen(SCENARIOS)
 
     def rank_main(rank: int) -> None:
         # Many processes of a busy machine.
@@ -250,7 +251,7 @@ def main() -> None:
                 mock.patch.multiple(backend, missing=absent),
             ):
                 joined(port, layout, rank, RANKS)
-                for name in ONLY.get(layout, tuple(SCENARIOS)):
+                for name in filter(wanted.__contains__, ONLY.get(layout, tuple(SCENARIOS))):
                     outcomes.setdefault(name, {})[layout] = SCENARIOS[name]()
                 dist.barrier()
                 dist.destroy_process_group()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +29,22 @@ JOBS = Path(__file__).parents[1] / "jobs"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def launch(script: str, folder: Path, *, ranks: int, reporting: int = 0) -> dict[str, list[Any]]:
-    """Run every scenario of a job script on some ranks; what each rank (or the first `reporting`) says, by scenario.
+def launch(
+    session: pytest.Session, script: str, folder: Path, *, ranks: int, reporting: int = 0
+) -> dict[str, list[Any]]:
+    """Run the scenarios of a job script on some ranks; what each rank (or the first `reporting`) says, by scenario.
 
-    A rank that fails or hangs takes the whole job down, with its output in the assertion.
+    Where tests were asked for by name, only the scenarios that they need are run. A rank that fails or hangs takes the
+    whole job down, with its output in the assertion.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, str(JOBS / script), str(folder), str(ranks)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(EXAMPLES)},
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(EXAMPLES)}
+            | {"STRETTO_TEST_WORDS": json.dumps(words_of(session, script))},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -61,7 +69,21 @@ def _read(report: Any) -> Any:
     return report
 
 
+def words_of(session: pytest.Session, script: str) -> list[list[str]]:
+    """The strings of each test that needs a script, among which are the names of its scenarios; none: run all."""
+    asked = session.config.getoption("keyword") or any("::" in argument for argument in session.config.args)
+    if not asked:
+        return []
+    found = []
+    for item in session.items:
+        if isinstance(item, pytest.Function) and item.module is not None and script in inspect.getsource(item.module):
+            given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            strings = re.findall(r"""["']([^"'\n]+)["']""", inspect.getsource(item.function))
+            found.append([*strings, *(value for value in given if isinstance(value, str))])
+    return found
+
+
 @pytest.fixture(scope="session")
-def job() -> Job:
+def job(request: pytest.FixtureRequest) -> Job:
     """Run a job script of `tests/jobs`."""
-    return launch
+    return partial(launch, request.session)
