@@ -16,14 +16,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.errors import PlanMismatch
-from stretto.runtime.enforcer.carrier import CarrierSite, HostCarrier
-from stretto.runtime.enforcer.compiled_op import LoadedMotif
-from stretto.runtime.enforcer.memory import RowLayout, StagedBuffers
-from stretto.runtime.enforcer.parts import RankMotif
-from stretto.runtime.enforcer.pieces import MotifBinding
-from stretto.runtime.enforcer.sequencer import QueuedMotif
-from stretto.runtime.torch_backend.buffers import CollectiveCall
-from stretto.runtime.torch_backend.engine import Engine
+from stretto.torch import (
+    CarrierSite,
+    CollectiveCall,
+    Engine,
+    HostCarrier,
+    LoadedMotif,
+    MotifBinding,
+    QueuedMotif,
+    RankMotif,
+    RowLayout,
+    StagedBuffers,
+)
 
 
 class StoreMotif:

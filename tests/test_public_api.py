@@ -38,10 +38,9 @@ def code_of(page: Path) -> str:
 def imports_of(text: str) -> list[tuple[str, str]]:
     """The modules of ours that are imported, with each name that is taken from them ("" where none is)."""
     found = []
-    # Line by line, since pages leave things out that would be needed to parse the rest.
-    for line in re.findall(r"^\s*((?:from|import) stretto\b[^\n#]*)", text, re.M):
-        tree = ast.parse(line.strip() if "(" not in line or ")" in line else f"{line.strip()}x)")
-        for node in ast.walk(tree):
+    # One by one, since pages leave things out that would be needed to parse the rest.
+    for line in re.findall(r"^\s*((?:from|import) stretto\b(?:[^\n#(]*\([^)]*\)|[^\n#]*))", text, re.M):
+        for node in ast.walk(ast.parse(line.strip())):
             if isinstance(node, ast.Import):
                 found += [(alias.name, "") for alias in node.names if alias.name.startswith("stretto")]
             elif isinstance(node, ast.ImportFrom):

@@ -44,15 +44,37 @@ if TYPE_CHECKING:
     from .resharding.tensors.weights import WeightSync as WeightSync
     from .runtime.capture.session import Recorder as Recorder
     from .runtime.capture.session import capture as capture
+    from .runtime.enforcer.carrier import Carrier as Carrier
+    from .runtime.enforcer.carrier import CarrierSite as CarrierSite
+    from .runtime.enforcer.carrier import HostCarrier as HostCarrier
+    from .runtime.enforcer.compiled_op import LoadedMotif as LoadedMotif
+    from .runtime.enforcer.memory import RowLayout as RowLayout
+    from .runtime.enforcer.memory import StagedBuffers as StagedBuffers
+    from .runtime.enforcer.parts import RankMotif as RankMotif
+    from .runtime.enforcer.pieces import MotifBinding as MotifBinding
+    from .runtime.enforcer.sequencer import QueuedMotif as QueuedMotif
     from .runtime.executor.executor import Executor as Executor
     from .runtime.probe.bench import BenchResult as BenchResult
     from .runtime.probe.bench import bench as bench
     from .runtime.probe.probe import ProbeResult as ProbeResult
     from .runtime.probe.probe import probe as probe
+    from .runtime.torch_backend.buffers import CollectiveCall as CollectiveCall
+    from .runtime.torch_backend.engine import Engine as Engine
     from .strategy.distribute import distribute as distribute
     from .strategy.distribute import model_spec as model_spec
 
 _HOMES = {
+    "Carrier": (".runtime.enforcer.carrier", "Carrier"),
+    "CarrierSite": (".runtime.enforcer.carrier", "CarrierSite"),
+    "CollectiveCall": (".runtime.torch_backend.buffers", "CollectiveCall"),
+    "Engine": (".runtime.torch_backend.engine", "Engine"),
+    "HostCarrier": (".runtime.enforcer.carrier", "HostCarrier"),
+    "LoadedMotif": (".runtime.enforcer.compiled_op", "LoadedMotif"),
+    "MotifBinding": (".runtime.enforcer.pieces", "MotifBinding"),
+    "QueuedMotif": (".runtime.enforcer.sequencer", "QueuedMotif"),
+    "RankMotif": (".runtime.enforcer.parts", "RankMotif"),
+    "RowLayout": (".runtime.enforcer.memory", "RowLayout"),
+    "StagedBuffers": (".runtime.enforcer.memory", "StagedBuffers"),
     "Agent": (".control.agent", "Agent"),
     "BenchResult": (".runtime.probe.bench", "BenchResult"),
     "Executor": (".runtime.executor.executor", "Executor"),
@@ -69,7 +91,8 @@ _HOMES = {
     "probe": (".runtime.probe.probe", "probe"),
     "reshard": (".resharding.tensors.reshard", "reshard"),
 }
-"""Where the names are that are loaded when they are first used: most jobs use one or two of them."""
+"""Where the names are that are loaded when they are first used: most jobs use one or two of them. Those of the enforcer
+are what a carrier of one's own is made of (docs/enforcer.md)."""
 
 __all__ = [
     "Choice", "DdpHook", "Enforcer", "Recording", "StrettoGroup", "choices", "ddp_hook", "enforce", "last_choice",
