@@ -9,13 +9,22 @@ class Router:
         num_nodes: int,
         link_src: NDArray[np.int32],
         link_dst: NDArray[np.int32],
+        alpha_us: NDArray[np.float64],
         gb_per_s: NDArray[np.float64],
         allowed: NDArray[np.bool_],
         forwards: NDArray[np.bool_],
     ) -> None: ...
-    def count_paths(self, src: int, dst: int) -> int: ...
+    def count_paths(self, src: int, dst: int, nbytes: float) -> int: ...
+    def classes(
+        self, src: NDArray[np.int32], dst: NDArray[np.int32], nbytes: NDArray[np.float64]
+    ) -> NDArray[np.int32]: ...
+    def num_classes(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> NDArray[np.int32]: ...
     def routes(
-        self, src: NDArray[np.int32], dst: NDArray[np.int32], choice: NDArray[np.int64]
+        self,
+        src: NDArray[np.int32],
+        dst: NDArray[np.int32],
+        choice: NDArray[np.int64],
+        nbytes: NDArray[np.float64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]: ...
 
 def derive_dependencies(

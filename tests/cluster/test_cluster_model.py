@@ -53,37 +53,6 @@ def graph_of(cluster: Cluster, src: int, channels: frozenset[str] | None) -> nx.
 
 
 @settings(max_examples=150, deadline=None)
-@given(cluster=clusters(), channels=st.sampled_from([None, frozenset({"red"}), frozenset(CHANNELS)]))
-def test_routes_are_contiguous_shortest_widest_and_stay_on_the_links_allowed(
-    cluster: Cluster, channels: frozenset[str] | None
-) -> None:
-    wanted = None if channels is None else channels & set(cluster.channels)
-    for src in range(cluster.num_devices):
-        graph = graph_of(cluster, src, wanted)
-        for dst in range(cluster.num_devices):
-            if src == dst:
-                continue
-            routes = cluster.routes(src, dst, channels=wanted, limit=1000)
-            if not nx.has_path(graph, src, dst):
-                assert routes == []
-                continue
-            paths = list(nx.all_shortest_paths(graph, src, dst))
-            widest = max(min(graph.edges[e]["rate"] for e in nx.utils.pairwise(path)) for path in paths)
-            assert routes
-            assert len(set(routes)) == len(routes)
-            for route in routes:
-                hops = [cluster.link(at) for at in route]
-                assert hops[0].src == src
-                assert hops[-1].dst == dst
-                assert all(a.dst == b.src for a, b in nx.utils.pairwise(hops))
-                assert len(hops) == len(paths[0]) - 1
-                assert min(hop.gb_per_s for hop in hops) == widest
-                assert all(wanted is None or hop.channel in wanted for hop in hops)
-                between = [cluster.node(hop.dst).kind for hop in hops[:-1]]
-                assert cluster.devices_forward or "device" not in between
-
-
-@settings(max_examples=150, deadline=None)
 @given(cluster=clusters())
 def test_unreachable_names_a_pair_without_a_route_exactly_when_there_is_one(cluster: Cluster) -> None:
     broken = {

@@ -208,7 +208,7 @@ def test_it_agrees_with_the_simulation_of_a_program() -> None:
 
     cluster = st.Cluster.preset("dgx2", nodes=2)
     program = st.algorithm("ring", "all_reduce", 32, chunks=2)
-    connection, route, ptr, links = routes_of(program, cluster)
+    connection, route, ptr, links = routes_of(program, cluster, nbytes=1e6)
     for contention, alpha in MODES:
         whole = st.simulate(program, cluster, nbytes=1e6, contention=contention, alpha=alpha)
         parts = simulate_transfers(

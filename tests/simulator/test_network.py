@@ -267,7 +267,7 @@ def reference(
     program: Program, cluster: Cluster, nbytes: float, contention: str, alpha: str
 ) -> tuple[list[float], list[float]]:
     """When transfers start and finish, by definition: moment by moment, all looked up anew. Slow and plain."""
-    _, route, ptr, links = routes_of(program, cluster)
+    _, route, ptr, links = routes_of(program, cluster, nbytes=nbytes)
     every = range(program.num_transfers)
     paths = [links[ptr[r] : ptr[r + 1]].tolist() for r in route]
     size, alphas = program.transfer_bytes(nbytes).tolist(), cluster.link_alpha_us.tolist()
@@ -515,7 +515,7 @@ def test_fifo_never_serves_two_at_once_and_respects_every_dependency(
     program = make_random_program(seed)
     cluster = random_cluster(random.Random(seed), program.collective.num_ranks)
     t = simulate(program, cluster, nbytes=777.0, contention="fifo", alpha=alpha)
-    connection, route, ptr, links = routes_of(program, cluster)
+    connection, route, ptr, links = routes_of(program, cluster, nbytes=777.0)
     for c in set(connection.tolist()):
         assert np.all(np.diff(t.start_us[connection == c]) >= 0)  # messages of a connection start in order
     size = program.transfer_bytes(777.0)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .. import _native
 from ..errors import InvalidInput, unknown
 from ..late import LateFunction
+from ..units import MB
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +33,9 @@ GB_PER_S = (1e-9, 1e9)
 MAX_ALPHA_US = 1e9
 """The valid rates (one byte to one exabyte per second) and latencies (up to a quarter of an hour) of a link: sums of
 times stay finite and exact enough within them."""
+
+LARGE_MESSAGE = 64 * MB
+"""The size whose routes callers get that know no size: latency then hardly counts, so the widest routes win."""
 
 Curve = tuple[tuple[int, float], ...]
 
@@ -259,13 +263,23 @@ class Cluster:
         return f"{self.node_names[self.link_src[index]]}>{self.node_names[self.link_dst[index]]}"
 
     def routes(
-        self, src: int, dst: int, *, channels: Iterable[str] | None = None, limit: int = 16
+        self,
+        src: int,
+        dst: int,
+        *,
+        nbytes: float = LARGE_MESSAGE,
+        channels: Iterable[str] | None = None,
+        limit: int = 16,
     ) -> list[tuple[int, ...]]:
-        """All shortest routes between two devices: those with the fewest links, and among these the widest.
+        """The routes between two devices over which a message of `nbytes`, alone, takes the least time.
+
+        A route takes the latencies of all its links and the time of the bytes on the slowest one. Of equally fast
+        routes those with the fewest links are taken.
 
         Args:
             src: The device (or node) that the routes start at.
             dst: The device (or node) that they lead to.
+            nbytes: The size of the message in bytes, >= 0; infinite for the widest routes.
             channels: The channels whose links may be used; all when not given.
             limit: The most routes to return, >= 1.
 
@@ -273,12 +287,13 @@ class Cluster:
             Each route as its link indices in order; empty where there is no route.
 
         Raises:
-            InvalidInput: A channel is unknown.
+            InvalidInput: A channel is unknown, or `nbytes` is negative.
         """
-        count = self._router(channels).count_paths(src, dst)
+        _check_message(nbytes)
+        count = self._router(channels).count_paths(src, dst, nbytes)
         pairs = np.arange(min(count, limit), dtype=np.int64)
         ends = np.ones(len(pairs), np.int32)
-        ptr, links = self._router(channels).routes(src * ends, dst * ends, pairs)
+        ptr, links = self._router(channels).routes(src * ends, dst * ends, pairs, np.full(len(pairs), float(nbytes)))
         return [tuple(links[a:b].tolist()) for a, b in pairwise(ptr)]
 
     def route_table(
@@ -287,23 +302,27 @@ class Cluster:
         dst: NDArray[np.int32],
         choice: NDArray[np.int64],
         *,
+        nbytes: float | NDArray[np.float64] = LARGE_MESSAGE,
         channels: Iterable[str] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Find one shortest route for each of many pairs of nodes.
+        """Find one route of least time for each of many pairs of nodes.
 
         Args:
             src: The node that each route starts at.
             dst: The node that each route leads to.
             choice: Which of several equal routes to take, modulo their number; >= 0.
+            nbytes: The size of the messages in bytes, one for all or one for each pair.
             channels: The channels whose links may be used; all when not given.
 
         Returns:
             ``(ptr, links)``: route i is ``links[ptr[i]:ptr[i+1]]``; it is empty where src equals dst.
 
         Raises:
-            InvalidInput: Two nodes have no route between them, or a channel is unknown.
+            InvalidInput: Two nodes have no route between them, a channel is unknown, or a size is negative.
         """
-        ptr, links = self._router(channels).routes(src, dst, choice)
+        _check_message(nbytes)
+        sizes = np.ascontiguousarray(np.broadcast_to(np.asarray(nbytes, np.float64), len(src)))
+        ptr, links = self._router(channels).routes(src, dst, choice, sizes)
         empty = np.flatnonzero((ptr[1:] == ptr[:-1]) & (src != dst))
         if len(empty):
             a, b = int(src[empty[0]]), int(dst[empty[0]])
@@ -311,21 +330,52 @@ class Cluster:
             raise InvalidInput(f"cluster {self.name}: no route from {self.node_names[a]} to {self.node_names[b]}{over}")
         return ptr, links
 
+    def route_classes(
+        self,
+        src: NDArray[np.int32],
+        dst: NDArray[np.int32],
+        nbytes: NDArray[np.float64] | None = None,
+        *,
+        channels: Iterable[str] | None = None,
+    ) -> NDArray[np.int32]:
+        """Number the routes that messages take: those of a pair of nodes with the same number take equal routes.
+
+        Of all routes of a pair only those count that no other route beats both in latency and in rate; they are
+        numbered from the shortest latency to the highest rate.
+
+        Args:
+            src: The node that each message starts at.
+            dst: The node that it leads to.
+            nbytes: The size of each message in bytes. When not given, how many such routes each pair has.
+            channels: The channels whose links may be used; all when not given.
+
+        Returns:
+            One number per message.
+
+        Raises:
+            InvalidInput: A channel is unknown.
+        """
+        router = self._router(channels)
+        return router.num_classes(src, dst) if nbytes is None else router.classes(src, dst, nbytes)
+
     def unreachable(self) -> tuple[int, int] | None:
         """A pair of devices with no route between them, or None."""
         devices, forth = range(self.num_devices), self._router(None)
         forwards = (self.node_kind != DEVICE) | self.devices_forward
         allowed = np.ones(self.num_links, np.bool_)
-        back = _native.Router(self.num_nodes, self.link_dst, self.link_src, self.link_gb_per_s, allowed, forwards)
+        ends = self.link_dst, self.link_src
+        back = _native.Router(self.num_nodes, *ends, self.link_alpha_us, self.link_gb_per_s, allowed, forwards)
+
+        def reaches(router: _native.Router, src: int, dst: int) -> bool:
+            return router.count_paths(src, dst, LARGE_MESSAGE) > 0
+
         degree = np.bincount(self.link_src, minlength=self.num_nodes) * forwards
         for hub in np.argsort(-degree, kind="stable")[:4].tolist():
             # One node that forwards, reached from every device and reaching every device, joins all pairs.
-            if forwards[hub] and all(
-                hub == d or (forth.count_paths(hub, d) and back.count_paths(hub, d)) for d in devices
-            ):
+            if forwards[hub] and all(hub == d or (reaches(forth, hub, d) and reaches(back, hub, d)) for d in devices):
                 return None
         pairs = ((a, b) for a in devices for b in devices if a != b)
-        return next(((a, b) for a, b in pairs if not forth.count_paths(a, b)), None)
+        return next(((a, b) for a, b in pairs if not reaches(forth, a, b)), None)
 
     @cached_property
     def multicasts(self) -> bool:
@@ -367,6 +417,7 @@ class Cluster:
                 self.num_nodes,
                 self.link_src,
                 self.link_dst,
+                self.link_alpha_us,
                 self.link_gb_per_s,
                 allowed,
                 (self.node_kind != DEVICE) | self.devices_forward,
@@ -446,6 +497,11 @@ def _validate(cluster: Cluster) -> None:
     size = math.prod(d.size for d in cluster.dimensions)
     if cluster.dimensions and size != cluster.num_devices:
         raise InvalidInput(f"dimensions: sizes multiply to {size}, there are {cluster.num_devices} devices")
+
+
+def _check_message(nbytes: float | NDArray[np.float64]) -> None:
+    if not np.all(np.asarray(nbytes) >= 0):
+        raise InvalidInput("nbytes: must be >= 0")
 
 
 def _each(values: NDArray[Any], good: NDArray[np.bool_], key: str, rule: str) -> None:

@@ -25,6 +25,8 @@ MAX_CONNECTIONS = 1 << 28
 
 Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
 """Rows of variable length: row i is ``values[ptr[i]:ptr[i+1]]``."""
+Routing = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]
+"""The connection and the route of each transfer, and the links of the routes as rows; see `routes_of`."""
 
 
 def simulate(
@@ -71,22 +73,21 @@ def simulate(
     program.verify()
     moves = MessageGraph.of(program) if isinstance(program, Lowered) else program
     links = np.arange(cluster.num_links)
+    nbytes_each = moves.transfer_bytes(nbytes)
     if isinstance(moves, SymmetricProgram):
         orbit, links = link_orbits(cluster, moves.sizes)
-        _require_one_route(moves, cluster, channels)
-        connection, route_ptr, route_links = _routes(moves.dst, moves.lane, cluster, channels)
-        route = connection
+        _require_one_route(moves, cluster, channels, nbytes_each)
+        connection, route, route_ptr, route_links = _routes(moves.dst, moves.lane, nbytes_each, cluster, channels)
         route_links = orbit[route_links].astype(np.int32)
         sender = np.zeros(len(moves.dst), np.int32)
     else:
-        connection, route, route_ptr, route_links = routes_of(moves, cluster, channels)
+        connection, route, route_ptr, route_links = routes_of(moves, cluster, channels, nbytes=nbytes)
         sender = moves.src
     cast = moves.cast if isinstance(moves, Program) and moves.multicasts else None
     if cast is not None:
         _check_casts(cluster, cast, route, route_ptr, route_links)
     if contention == "fifo":
         _refuse_caps(cluster, links[route_links])
-    nbytes_each = moves.transfer_bytes(nbytes)
     start, end, critical_path, busy, moved, events = _native.simulate(
         reduce=moves.reduce,
         bytes=nbytes_each,
@@ -309,14 +310,18 @@ def _check_casts(
 
 
 def routes_of(
-    program: Program | MessageGraph, cluster: Cluster, channels: Iterable[str] | None = None
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+    program: Program | MessageGraph, cluster: Cluster, channels: Iterable[str] | None = None, *, nbytes: float
+) -> Routing:
     """Find each transfer's connection and route: its own route where the program names one, else the cluster's.
+
+    The cluster's route is the fastest for the size of the transfer, so that transfers of one connection may take
+    different ones.
 
     Args:
         program: The program, or the messages of a lowered one.
         cluster: The cluster.
         channels: The channels whose links the cluster's routes may use; all when not given.
+        nbytes: The bytes that the collective moves, > 0.
 
     Returns:
         ``(connection, route, ptr, links)``: transfer t takes links ``links[ptr[i]:ptr[i+1]]`` with ``i = route[t]``.
@@ -332,42 +337,80 @@ def routes_of(
     if isinstance(program, Program) and program.routes and program.routes_digest != cluster.digest:
         raise InvalidInput(f"routes: program {program.name} was routed on another cluster than {cluster.name}")
     device = np.array(c.ranks, np.int32)
-    connection, ptr, links = _routes(device[program.dst], program.lane, cluster, channels, src=device[program.src])
+    connection, route, ptr, links = _routes(
+        device[program.dst], program.lane, program.transfer_bytes(nbytes), cluster, channels, src=device[program.src]
+    )
     if isinstance(program, MessageGraph) or not program.routes:
-        return connection, connection, ptr, links
+        return connection, route, ptr, links
     _check_routes(program, cluster)
     own = np.array([link for route in program.routes for link in route], np.int32)
     own_ptr = ptr[-1] + np.cumsum([len(route) for route in program.routes])
-    named = np.where(program.route >= 0, len(ptr) - 1 + program.route, connection).astype(np.int32)
+    named = np.where(program.route >= 0, len(ptr) - 1 + program.route, route).astype(np.int32)
     return connection, named, np.concatenate([ptr, own_ptr]), np.concatenate([links, own])
+
+
+def routes_vary(program: Program, cluster: Cluster, channels: Iterable[str] | None = None) -> bool:
+    """Whether the cluster's routes of a program's transfers depend on their sizes.
+
+    Args:
+        program: The program.
+        cluster: The cluster.
+        channels: The channels whose links routes may use; all when not given.
+
+    Returns:
+        True if some transfer has several routes, each the fastest for some size.
+    """
+    device = np.array(program.collective.ranks, np.int64)
+    pairs = np.unique(device[program.src] * cluster.num_devices + device[program.dst])
+    src, dst = (end.astype(np.int32) for end in np.divmod(pairs, cluster.num_devices))
+    return bool(cluster.route_classes(src, dst, channels=channels).max(initial=0) > 1)
 
 
 def _routes(
     dst: NDArray[np.int32],
     lane: NDArray[np.integer],
+    nbytes: NDArray[np.float64],
     cluster: Cluster,
     channels: Iterable[str] | None,
     *,
     src: NDArray[np.int32] | int = 0,
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-    """The cluster's route for each (src, dst, lane); equal routes are spread over pairs and lanes."""
+) -> Routing:
+    """The connection (src, dst, lane) and the route of each transfer; equal routes are spread over pairs and lanes."""
     devices, lanes = cluster.num_devices, int(lane.max(initial=0)) + 1
     key = (np.asarray(src, np.int64) * devices + dst) * lanes + lane
-    pairs, pair_of = _unique(key, devices * devices * lanes)
+    pairs, connection = _unique(key, devices * devices * lanes)
     ends, which = np.divmod(pairs, lanes)
     a, b = (end.astype(np.int32) for end in np.divmod(ends, devices))
-    ptr, links = cluster.route_table(a, b, a.astype(np.int64) + b + which, channels=channels)
-    return pair_of, ptr, links
+    # Where the fastest route depends on the size, each class of sizes gets a route of its own.
+    classes = int((several := cluster.route_classes(a, b, channels=channels)).max(initial=1))
+    if classes <= 1:
+        ptr, links = cluster.route_table(a, b, a.astype(np.int64) + b + which, channels=channels)
+        return connection, connection, ptr, links
+    chosen = np.zeros(len(dst), np.int64)
+    rows = np.flatnonzero(several[connection] > 1)
+    at = connection[rows]
+    chosen[rows] = cluster.route_classes(a[at], b[at], np.ascontiguousarray(nbytes[rows]), channels=channels)
+    used, route = _unique(connection * np.int64(classes) + chosen, len(pairs) * classes)
+    size = np.zeros(len(used))
+    size[route] = nbytes
+    at = used // classes
+    ptr, links = cluster.route_table(
+        a[at], b[at], a[at].astype(np.int64) + b[at] + which[at], nbytes=size, channels=channels
+    )
+    return connection, route, ptr, links
 
 
-def _require_one_route(program: SymmetricProgram, cluster: Cluster, channels: Iterable[str] | None) -> None:
+def _require_one_route(
+    program: SymmetricProgram, cluster: Cluster, channels: Iterable[str] | None, nbytes: NDArray[np.float64]
+) -> None:
     """Refuse several equal routes: ranks may take different ones then, and rank 0 does not stand for all ranks."""
     for dst in np.unique(program.dst).tolist():
-        if len(cluster.routes(0, dst, channels=channels, limit=2)) > 1:
-            raise InvalidInput(
-                f"symmetry: {cluster.name} has several equal routes from {cluster.node_names[0]} to "
-                f"{cluster.node_names[dst]}, so ranks may differ; simulate the expanded program"
-            )
+        for size in np.unique(nbytes[program.dst == dst]).tolist():
+            if len(cluster.routes(0, dst, nbytes=size, channels=channels, limit=2)) > 1:
+                raise InvalidInput(
+                    f"symmetry: {cluster.name} has several equal routes from {cluster.node_names[0]} to "
+                    f"{cluster.node_names[dst]}, so ranks may differ; simulate the expanded program"
+                )
 
 
 def _check_routes(program: Program, cluster: Cluster) -> None:

@@ -31,7 +31,7 @@ from ..planner.costs.channels import bindings_for
 from ..planner.costs.costs import GRID_RATIO, Motion, SimulatedCosts, launch_us
 from ..planner.schedule.merge import Merge, transfers_of
 from ..programs import Program
-from ..simulator.network import routes_of
+from ..simulator.network import routes_of, routes_vary
 from ..workload import Workload
 
 AS_LISTED = "as_listed"
@@ -72,7 +72,8 @@ class FlowCosts:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.costs = SimulatedCosts(cluster, providers=[_as_listed])
-        self._loads: dict[tuple[Motion, str], Floats] = {}
+        self._loads: dict[tuple[Motion, str, float], Floats] = {}
+        self._varying: dict[tuple[Motion, str], bool] = {}
         self._channels: dict[tuple[tuple[int, ...], ...], tuple[tuple[str, ...], float]] = {}
         self._flows: dict[tuple[object, ...], MessageFlow] = {}
         self._beside: dict[tuple[Motion, str, int, int], float] = {}
@@ -147,12 +148,14 @@ class FlowCosts:
         return self._beside[key]
 
     def _load(self, motion: Motion, name: str, nbytes: float) -> Floats:
-        key = (motion, name)
+        programs = [self.costs.program(motion, nbytes, name, at) for at in range(len(motion.groups))]
+        if (motion, name) not in self._varying:
+            self._varying[motion, name] = any(routes_vary(p, self.cluster, motion.channels) for p in programs)
+        key = (motion, name, nbytes if self._varying[motion, name] else 0.0)
         if key not in self._loads:
             load = np.zeros(self.cluster.num_links)
-            for at in range(len(motion.groups)):
-                program = self.costs.program(motion, nbytes, name, at)
-                _, route, ptr, links = routes_of(program, self.cluster, motion.channels)
+            for program in programs:
+                _, route, ptr, links = routes_of(program, self.cluster, motion.channels, nbytes=nbytes)
                 per_route = np.bincount(route, program.transfer_bytes(1.0), minlength=len(ptr) - 1)
                 load += np.bincount(links, np.repeat(per_route, np.diff(ptr)), minlength=len(load))
             self._loads[key] = load

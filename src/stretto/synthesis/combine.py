@@ -407,7 +407,7 @@ class TransferJobs:
         Returns:
             The jobs, numbered as the transfers.
         """
-        _, route, ptr, link = routes_of(program, cluster)
+        _, route, ptr, link = routes_of(program, cluster, nbytes=nbytes)
         follows: list[list[int]] = [[] for _ in range(program.num_transfers)]
         owner = np.repeat(np.arange(program.num_transfers), np.diff(program.after_ptr))
         for before, t in zip(program.after.tolist(), owner.tolist(), strict=True):

@@ -80,10 +80,10 @@ class HopNetwork:
             raise Infeasible("chunks: exact mode needs chunks of one size")
         if max(collective.ranks) >= cluster.num_devices:
             raise InvalidInput(f"ranks: {cluster.name} has only devices 0..{cluster.num_devices - 1}")
-        hops = Hops.of(cluster, devices=collective.ranks, channels=channels)
+        size, blocks = float(shares[0]) * nbytes, alpha == "blocking"
+        hops = Hops.of(cluster, devices=collective.ranks, channels=channels, nbytes=size)
         rank = {device: r for r, device in enumerate(collective.ranks)}
         routes = [hops.route(h) for h in range(hops.num_hops)]
-        size, blocks = float(shares[0]) * nbytes, alpha == "blocking"
         busy, leads = [], []
         for route in routes:
             alphas = [float(cluster.link_alpha_us[link]) for link in route]

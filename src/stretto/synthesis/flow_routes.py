@@ -196,7 +196,8 @@ def gather(
     Raises:
         Infeasible: Some ranks are more than `turns` hops from others.
     """
-    hops = Hops.of(cluster, devices=collective.ranks)
+    size = traffic.share * nbytes
+    hops = Hops.of(cluster, devices=collective.ranks, nbytes=float(size.mean()))
     ranks, count = collective.num_ranks, hops.num_hops
     rank_of = np.full(cluster.num_devices, -1, np.int32)
     rank_of[list(collective.ranks)] = np.arange(ranks)
@@ -206,7 +207,6 @@ def gather(
     dst = np.concatenate([rank_of[hops.dst], stay]) + turn + ranks
     use_ptr = np.concatenate([hops.link_ptr, np.full(ranks, hops.link_ptr[-1])])
     lengths = np.tile(np.diff(use_ptr), turns)
-    size = traffic.share * nbytes
     hop_cost = (hops.alpha_us + float(size.mean()) / (hops.gb_per_s * 1e3)) / target_us
     base = detour * np.concatenate([hop_cost, np.zeros(ranks)])
     try:

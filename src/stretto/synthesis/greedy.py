@@ -145,7 +145,8 @@ class GreedySearch:
             Infeasible: No hop joins two of the ranks, or some rank cannot be reached.
             SearchTimeout: One plan takes longer than the time that is left.
         """
-        hops = Hops.of(reversed_cluster(cluster) if backwards else cluster, devices=collective.ranks)
+        turned = reversed_cluster(cluster) if backwards else cluster
+        hops = Hops.of(turned, devices=collective.ranks, nbytes=float(collective.chunk_bytes(self.nbytes).mean()))
         if not hops.num_hops:
             raise Infeasible(f"greedy: no hop of {cluster.name} joins two of the ranks")
         view = quotient(hops, collective.ranks, symmetric=self.symmetric and collective.kind in SYMMETRIC)
@@ -446,7 +447,9 @@ def _shares_links(view: Quotient) -> bool:
 def _routes(
     src: Ints, dst: Ints, ranks: tuple[int, ...], hops: Hops, cluster: Cluster
 ) -> tuple[NDArray[np.int32] | None, tuple[tuple[int, ...], ...]]:
-    """The routes of transfers, where they are not the cluster's own; hops of the reversed cluster are reversed."""
+    """The routes of transfers, where they are not the cluster's own at any size; those of the reversed cluster are
+    reversed.
+    """
     device, count = np.array(ranks, np.int64), cluster.num_devices
     turned = hops.cluster is not cluster
     begins, ends = (hops.dst, hops.src) if turned else (hops.src, hops.dst)
@@ -457,6 +460,7 @@ def _routes(
     a, b = begins[hop], ends[hop]
     ptr, links = cluster.route_table(a, b, a.astype(np.int64) + b)
     mine = [hops.route(h)[:: -1 if turned else 1] for h in hop.tolist()]
-    if all(tuple(links[ptr[i] : ptr[i + 1]].tolist()) == route for i, route in enumerate(mine)):
+    usual = all(tuple(links[ptr[i] : ptr[i + 1]].tolist()) == route for i, route in enumerate(mine))
+    if usual and cluster.route_classes(a, b).max(initial=0) <= 1:
         return None, ()
     return which.astype(np.int32), tuple(mine)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .. import _native
 from ..cluster import Cluster
-from ..cluster.model import DEVICE
+from ..cluster.model import DEVICE, LARGE_MESSAGE
 from ..errors import Infeasible
 
 MAX_HOPS = 1 << 22
@@ -37,14 +37,20 @@ class Hops:
 
     @classmethod
     def of(
-        cls, cluster: Cluster, *, devices: Sequence[int] | None = None, channels: Iterable[str] | None = None
+        cls,
+        cluster: Cluster,
+        *,
+        devices: Sequence[int] | None = None,
+        channels: Iterable[str] | None = None,
+        nbytes: float = LARGE_MESSAGE,
     ) -> Hops:
-        """Every direct hop between devices, over its shortest and widest route.
+        """Every direct hop between devices, over the route that is fastest for messages of `nbytes`.
 
         Args:
             cluster: The cluster.
             devices: The devices; all when not given.
             channels: The channels whose links may be used; all when not given.
+            nbytes: The size of a message in bytes; a large one when not given.
 
         Returns:
             The hops.
@@ -67,12 +73,13 @@ class Hops:
             cluster.num_nodes,
             cluster.link_src,
             cluster.link_dst,
+            cluster.link_alpha_us,
             cluster.link_gb_per_s,
             allowed,
             cluster.node_kind != DEVICE,
         )
         src, dst = (end.ravel() for end in np.meshgrid(keep, keep, indexing="ij"))
-        ptr, link = router.routes(src, dst, src.astype(np.int64) + dst)
+        ptr, link = router.routes(src, dst, src.astype(np.int64) + dst, np.full(len(src), float(nbytes)))
         there = np.diff(ptr) > 0
         lengths = np.diff(ptr)[there]
         link_ptr = np.concatenate([[0], np.cumsum(lengths)])

@@ -13,6 +13,7 @@ from ...cluster import Cluster
 from ...collectives import Collective
 from ...collectives.conditions import ALL_PARTS
 from ...programs import Program
+from ...simulator.network import routes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +74,10 @@ def _routed(part: ConcurrentProgram, cluster: Cluster) -> tuple[NDArray[np.int32
     p = part.program
     if part.channels is None:
         return p.route, p.routes
-    device = np.array(p.collective.ranks, np.int64)
-    key = (device[p.src] * cluster.num_devices + device[p.dst]) * p.num_lanes + p.lane
-    pairs, number = np.unique(key, return_inverse=True)
-    ends, lane = np.divmod(pairs, p.num_lanes)
-    a, b = (end.astype(np.int32) for end in np.divmod(ends, cluster.num_devices))
-    ptr, links = cluster.route_table(a, b, a.astype(np.int64) + b + lane, channels=part.channels)
-    table = tuple(tuple(links[x:y].tolist()) for x, y in pairwise(ptr))
-    return number.astype(np.int32), table
+    # Routes that the program names belong to the cluster that it was made for, which may have other channels.
+    plain = p.replace(route=np.full(p.num_transfers, -1, np.int32), routes=(), routes_digest="") if p.routes else p
+    _, route, ptr, links = routes_of(plain, cluster, part.channels, nbytes=part.nbytes)
+    return route, tuple(tuple(links[x:y].tolist()) for x, y in pairwise(ptr))
 
 
 def _collective(

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cluster import Cluster
+from ...cluster.model import LARGE_MESSAGE
 from ...errors import Infeasible, InvalidInput
 from ...programs import Program
-from ...simulator.network import default_contention, routes_of, simulate_transfers
+from ...simulator.network import Routing, default_contention, routes_of, routes_vary, simulate_transfers
 from ..algebra.recipes import MotifRequest, Provider, build, library
 from .channels import Binding, default_binding, require_connected, restrict
 from .concurrent import ConcurrentProgram, together
@@ -141,36 +142,47 @@ class Bounding(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Run:
-    """A program with its routes, in the form that the simulator takes at any size."""
+    """A program on the part of the cluster that it uses, in the form that the simulator takes at any size."""
 
     program: Program
-    connection: NDArray[np.int32]
-    route: NDArray[np.int32]
-    routes: tuple[NDArray[np.int64], NDArray[np.int32]]
+    part: Cluster
 
     @cached_property
-    def links(self) -> NDArray[np.int32]:
-        """Every link that the program uses, once."""
-        return np.unique(self.routes[1])
+    def varies(self) -> bool:
+        """Whether the routes depend on the size."""
+        return routes_vary(self.program, self.part)
 
-    def link_us_per_byte(self, part: Cluster) -> NDArray[np.float64]:
-        """The time per byte of every link for its share, without latency and waiting; multicasts do not count."""
-        ptr, links = self.routes
-        nbytes = self.program.transfer_bytes(1.0)
+    def routed(self, nbytes: float) -> Routing:
+        """Each transfer's connection and route for a collective of this size, and the links of all routes."""
+        return routes_of(self.program, self.part, nbytes=nbytes) if self.varies else self._routed
+
+    @cached_property
+    def _routed(self) -> Routing:
+        return routes_of(self.program, self.part, nbytes=LARGE_MESSAGE)
+
+    def links(self, nbytes: float) -> NDArray[np.int32]:
+        """Every link that the program uses for a collective of this size, once."""
+        return np.unique(self.routed(nbytes)[3])
+
+    def link_us(self, nbytes: float) -> NDArray[np.float64]:
+        """The time of every link for its share, without latency and waiting; multicasts do not count."""
+        _, route, ptr, links = self.routed(nbytes)
+        sizes = self.program.transfer_bytes(nbytes)
         if self.program.multicasts:
-            nbytes = np.where(self.program.cast >= 0, 0.0, nbytes)
-        per_route = np.bincount(self.route, nbytes, minlength=len(ptr) - 1)
-        load = np.bincount(links, np.repeat(per_route, np.diff(ptr)), minlength=part.num_links)
-        return load / part.link_gb_per_s / 1e3
+            sizes = np.where(self.program.cast >= 0, 0.0, sizes)
+        per_route = np.bincount(route, sizes, minlength=len(ptr) - 1)
+        load = np.bincount(links, np.repeat(per_route, np.diff(ptr)), minlength=self.part.num_links)
+        return load / self.part.link_gb_per_s / 1e3
 
-    def least_us_per_byte(self, part: Cluster) -> float:
-        """The time per byte of the busiest link for its share, without latency and waiting."""
-        return float(self.link_us_per_byte(part).max(initial=0.0))
+    def least_us(self, nbytes: float) -> float:
+        """The time of the busiest link for its share, without latency and waiting."""
+        return float(self.link_us(nbytes).max(initial=0.0))
 
-    def total_us(self, part: Cluster, nbytes: float) -> float:
+    def total_us(self, nbytes: float) -> float:
         p = self.program
+        connection, route, ptr, links = self.routed(nbytes)
         times = simulate_transfers(
-            part, routes=self.routes, route=self.route, connection=self.connection, nbytes=p.transfer_bytes(nbytes),
+            self.part, routes=(ptr, links), route=route, connection=connection, nbytes=p.transfer_bytes(nbytes),
             after=(p.after_ptr, p.after), reduce=p.reduce, gate=(p.gate_ptr, p.gate), gate_reads=p.gate_reads,
             cast=p.cast if p.multicasts else None,
         )  # fmt: skip
@@ -253,9 +265,12 @@ class SimulatedCosts:
         if key not in self._least:
             try:
                 runs = self._prepared(motion, algorithm, nbytes)
-                self._least[key] = max(run.least_us_per_byte(self.part(motion)) for run in runs)
             except Infeasible:
                 self._least[key] = math.inf
+            else:
+                if any(run.varies for run in runs):
+                    return max(run.least_us(nbytes) for run in runs)
+                self._least[key] = max(run.least_us(1.0) for run in runs)
         return self._least[key] * nbytes
 
     def link_loads(self, motion: Motion, nbytes: float, algorithm: str) -> LinkLoads:
@@ -275,9 +290,13 @@ class SimulatedCosts:
         key = (motion, algorithm, 0.0 if algorithm in library(motion.ask()) else nbytes)
         if key not in self._loads:
             part = self.part(motion)
-            us_per_byte = np.zeros(part.num_links)
-            for at in range(len(motion.groups)):
-                us_per_byte += self._run(self.program(motion, nbytes, algorithm, at), part).link_us_per_byte(part)
+            programs = [self.program(motion, nbytes, algorithm, at) for at in range(len(motion.groups))]
+            runs = [_Run(program=program, part=part) for program in programs]
+            if any(run.varies for run in runs) and key[2] != nbytes:
+                key = (motion, algorithm, nbytes)
+                if key in self._loads:
+                    return self._loads[key]
+            us_per_byte = np.sum([run.link_us(nbytes) for run in runs], axis=0) / nbytes
             used = np.flatnonzero(us_per_byte)
             mine = [self.cluster.channels.index(channel) for channel in part.channels]
             number = np.flatnonzero(np.isin(self.cluster.link_channel, mine))
@@ -335,7 +354,7 @@ class SimulatedCosts:
 
     def _simulate(self, motion: Motion, algorithm: str, nbytes: float) -> float:
         self.simulations += 1
-        return max(run.total_us(self.part(motion), nbytes) for run in self._prepared(motion, algorithm, nbytes))
+        return max(run.total_us(nbytes) for run in self._prepared(motion, algorithm, nbytes))
 
     def _prepared(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[_Run, ...]:
         """The programs to simulate; raises `Infeasible` if the channels or the algorithm do not serve the groups."""
@@ -351,19 +370,18 @@ class SimulatedCosts:
     def _contending(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[_Run, ...]:
         """The programs to simulate: those of all groups merged, or, if groups share no link, one of each sort."""
         part = self.part(motion)
-        made = [self._run(self.program(motion, nbytes, algorithm, at), part) for at in range(len(motion.groups))]
+        programs = [self.program(motion, nbytes, algorithm, at) for at in range(len(motion.groups))]
+        made = [_Run(program=program, part=part) for program in programs]
+        used = [run.links(nbytes) for run in made]
         if len(made) == 1:
             return tuple(made)
-        together_used = np.concatenate([run.links for run in made])
-        if len(np.unique(together_used)) == len(together_used):
-            return tuple({(self._shape(run.program), self._sort(part, run.links)): run for run in made}.values())
-        one, _ = together([ConcurrentProgram(program=run.program, nbytes=nbytes) for run in made], part)
-        return (self._run(one, part),)
-
-    @staticmethod
-    def _run(program: Program, part: Cluster) -> _Run:
-        connection, route, ptr, links = routes_of(program, part)
-        return _Run(program=program, connection=connection, route=route, routes=(ptr, links))
+        if not any(run.varies for run in made):
+            every = np.concatenate(used)
+            if len(np.unique(every)) == len(every):
+                keys = [(self._shape(run.program), self._sort(part, own)) for run, own in zip(made, used, strict=True)]
+                return tuple(dict(zip(keys, made, strict=True)).values())
+        one, _ = together([ConcurrentProgram(program=program, nbytes=nbytes) for program in programs], part)
+        return (_Run(program=one, part=part),)
 
     @staticmethod
     def _shape(program: Program) -> bytes:

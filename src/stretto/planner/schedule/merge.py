@@ -79,7 +79,7 @@ def transfers_of(
     columns: dict[str, list[NDArray[np.generic]]] = {}
     first = connections = casts = routes = 0
     for program in programs:
-        connection, route, route_ptr, route_links = routes_of(program, cluster, motion.channels)
+        connection, route, route_ptr, route_links = routes_of(program, cluster, motion.channels, nbytes=nbytes)
         for name, values in {
             "after_ptr": np.diff(program.after_ptr), "after": program.after.astype(np.int64) + first,
             "gate_ptr": np.diff(program.gate_ptr), "gate": program.gate.astype(np.int64) + first,

@@ -52,7 +52,7 @@ def predict(lowered: Lowered, cluster: Cluster, *, nbytes: float, message_bytes:
     """
     slices = slices_of(lowered, nbytes, message_bytes)
     moves = MessageGraph.of(repeated(lowered, slices))
-    connection, route, ptr, links = routes_of(moves, cluster)
+    connection, route, ptr, links = routes_of(moves, cluster, nbytes=nbytes / slices)
     each = moves.transfer_bytes(nbytes / slices)
     times = simulate_transfers(
         cluster,
