@@ -40,6 +40,14 @@ def test_all_schedulers_are_compared_beside_the_ideal(good: Run, tmp_path: Path)
     assert f"{100 * used['stretto']:.1f} %" in text
 
 
+def test_themis_counts_its_loads_as_printed_when_asked(good: Run, bad: Run) -> None:
+    whole, literal = (good("dims", "compare", "-c", HOMO, "-b", "1G", "--tracker", t) for t in ("whole", "literal"))
+    assert whole == good("dims", "compare", "-c", HOMO, "-b", "1G") != literal
+    assert "unknown tracker 'first'; choose from: whole, literal" in bad(
+        "dims", "compare", "-c", HOMO, "--tracker", "first"
+    )
+
+
 def test_switches_that_reduce_are_counted_from_one(good: Run, bad: Run) -> None:
     assert "dim1 switch of 16, reduces" in good("dims", "schedule", "-c", HOMO, "--in-network", "1,2")
     for wrong in ("0", "4"):

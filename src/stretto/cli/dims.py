@@ -60,6 +60,10 @@ Sharing = Annotated[
     str,
     typer.Option(metavar="ordered|equal", help="Whether the first of them gets a dimension's rate, or all alike."),
 ]
+Tracker = Annotated[
+    str,
+    typer.Option(metavar="whole|literal", help="How Themis counts loads: as in its Fig. 7, or Algorithm 1 as printed."),
+]
 Offload = Annotated[
     str, typer.Option("--in-network", metavar="N,N", help="Dimensions (from 1) whose switches reduce and multicast.")
 ]
@@ -79,6 +83,7 @@ def schedule(
     chunks: Chunks = 64,
     in_flight: Flight = 16,
     sharing: Sharing = "ordered",
+    tracker: Tracker = "whole",
     in_network: Offload = "",
     target: Annotated[
         Path | None,
@@ -98,7 +103,7 @@ def schedule(
     from ..dimensions import simulate
 
     dims, size = _dims(cluster, in_network), _size(nbytes)
-    planned = _plan(system, dims, collective, size, chunks, in_flight, sharing)
+    planned = _plan(system, dims, collective, size, chunks, in_flight, sharing, tracker)
     run = simulate(planned, in_flight=in_flight, sharing=sharing)
     files = OutputFiles()
     if target is not None:
@@ -122,6 +127,7 @@ def compare(
     chunks: Chunks = 64,
     in_flight: Flight = 16,
     sharing: Sharing = "ordered",
+    tracker: Tracker = "whole",
     in_network: Offload = "",
     rows: Rows = None,
 ) -> None:
@@ -132,6 +138,7 @@ def compare(
       stretto dims compare -c themis_3d_sw_sw_sw_homo
       stretto dims compare -c themis_2d_sw_sw --bytes 1M..1G --in-flight 4
       stretto dims compare -c themis_2d_sw_sw --in-network 1,2
+      stretto dims compare -c themis_2d_sw_sw --tracker literal
     """
     from rich.table import Table
 
@@ -151,7 +158,7 @@ def compare(
             advance(format_bytes(size))
             cells = []
             for name in SCHEDULERS:
-                planned = _plan(name, dims, collective, size, chunks, in_flight, sharing)
+                planned = _plan(name, dims, collective, size, chunks, in_flight, sharing, tracker)
                 run = simulate(planned, in_flight=in_flight, sharing=sharing)
                 cells.append(f"{format_us(run.total_us)} {100 * run.utilization:5.1f} %")
                 found.append({"nbytes": size, "system": name, "time_us": run.total_us, "utilisation": run.utilization})
@@ -175,6 +182,7 @@ def plot(
     chunks: Chunks = 64,
     in_flight: Flight = 16,
     sharing: Sharing = "ordered",
+    tracker: Tracker = "whole",
     in_network: Offload = "",
     window: Annotated[
         float | None, typer.Option(metavar="US", help="The HTML curves average over so much time (default 100).")
@@ -196,7 +204,11 @@ def plot(
         raise InvalidInput("--window: is for the curves of --html, which is not given")
     dims, size = _dims(cluster, in_network), _size(nbytes)
     runs = [
-        simulate(_plan(name, dims, collective, size, chunks, in_flight, sharing), in_flight=in_flight, sharing=sharing)
+        simulate(
+            _plan(name, dims, collective, size, chunks, in_flight, sharing, tracker),
+            in_flight=in_flight,
+            sharing=sharing,
+        )
         for name in _names(systems)
     ]
     files = OutputFiles()
@@ -220,6 +232,7 @@ def sweep(
     collective: Kind = "all_reduce",
     in_flight: Flight = 16,
     sharing: Sharing = "ordered",
+    tracker: Tracker = "whole",
     header: Annotated[float, typer.Option(metavar="BYTES", help="Header of every packet.")] = 0.0,
     packet: Annotated[float, typer.Option(metavar="BYTES", help="Most payload of a packet.")] = 4096.0,
     rows: Rows = None,
@@ -250,7 +263,7 @@ def sweep(
         for number in numbers:
             advance(str(number))
             for name in names:
-                planned = _plan(name, dims, collective, size, number, in_flight, sharing)
+                planned = _plan(name, dims, collective, size, number, in_flight, sharing, tracker)
                 series[name].append(simulate(planned, in_flight=in_flight, sharing=sharing).utilization)
             table.add_row(str(number), *(f"{100 * series[name][-1]:.2f} %" for name in names))
     found = [
@@ -420,7 +433,14 @@ def _dims(cluster: str, in_network: str) -> tuple[Dim, ...]:
 
 
 def _plan(
-    system: str, dims: Sequence[Dim], collective: str, nbytes: float, chunks: int, in_flight: int, sharing: str
+    system: str,
+    dims: Sequence[Dim],
+    collective: str,
+    nbytes: float,
+    chunks: int,
+    in_flight: int,
+    sharing: str,
+    tracker: str,
 ) -> DimSchedule:
     from ..dimensions.model import COLLECTIVES
     from ..dimensions.systems import plan
@@ -429,7 +449,9 @@ def _plan(
     kind = spelt.get(collective.lower().replace("_", "").replace("-", "").replace(" ", ""))
     if kind is None:
         raise unknown("collective", collective, COLLECTIVES)
-    return plan(system, dims, kind, nbytes, chunks=chunks, in_flight=in_flight, sharing=sharing)
+    return plan(
+        system, dims, kind, nbytes, chunks=chunks, in_flight=in_flight, sharing=sharing, tracker=tracker
+    )  # fmt: skip
 
 
 def _size(text: str) -> float:

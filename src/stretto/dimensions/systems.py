@@ -8,7 +8,7 @@ from ..errors import unknown
 from .balance import stretto
 from .model import Dim
 from .schedule import DimSchedule
-from .schedulers import CHUNKS, baseline, themis
+from .schedulers import CHUNKS, TRACKERS, baseline, themis
 from .simulation import IN_FLIGHT
 
 SCHEDULERS = ("baseline", "themis_fifo", "themis_scf", "stretto")
@@ -23,6 +23,7 @@ def plan(
     chunks: int = CHUNKS,
     in_flight: int = IN_FLIGHT,
     sharing: str = "ordered",
+    tracker: str = "whole",
 ) -> DimSchedule:
     """The schedule of one of `SCHEDULERS`.
 
@@ -34,6 +35,7 @@ def plan(
         chunks: How many chunks, 1..65536; for "stretto" the most.
         in_flight: The most stages that share a dimension; only "stretto" looks at it.
         sharing: "ordered" or "equal", as in `simulate`; only "stretto" looks at it.
+        tracker: "whole" or "literal": how Themis counts the loads, as in `themis`.
 
     Returns:
         The schedule.
@@ -43,8 +45,11 @@ def plan(
     """
     if system not in SCHEDULERS:
         raise unknown("scheduler", system, SCHEDULERS)
+    if tracker not in TRACKERS:
+        raise unknown("tracker", tracker, TRACKERS)
     if system == "baseline":
         return baseline(dims, collective, nbytes, chunks=chunks)
     if system == "stretto":
         return stretto(dims, collective, nbytes, chunks=chunks, in_flight=in_flight, sharing=sharing)
-    return themis(dims, collective, nbytes, chunks=chunks, discipline=system.removeprefix("themis_"))
+    discipline = system.removeprefix("themis_")
+    return themis(dims, collective, nbytes, chunks=chunks, discipline=discipline, tracker=tracker)

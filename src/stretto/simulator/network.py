@@ -393,9 +393,9 @@ def _routes(
     used, route = _unique(connection * np.int64(classes) + chosen, len(pairs) * classes)
     size = np.zeros(len(used))
     size[route] = nbytes
-    at = used // classes
+    pair = used // classes
     ptr, links = cluster.route_table(
-        a[at], b[at], a[at].astype(np.int64) + b[at] + which[at], nbytes=size, channels=channels
+        a[pair], b[pair], a[pair].astype(np.int64) + b[pair] + which[pair], nbytes=size, channels=channels
     )
     return connection, route, ptr, links
 
