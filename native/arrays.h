@@ -39,6 +39,7 @@ void bind_maxflow(nb::module_& m);
 void bind_forest(nb::module_& m);
 void bind_flow(nb::module_& m);
 void bind_greedy(nb::module_& m);
+void bind_tree_pairs(nb::module_& m);
 void bind_schedule(nb::module_& m);
 void bind_search(nb::module_& m);
 void bind_dimensions(nb::module_& m);

@@ -12,6 +12,7 @@ NB_MODULE(_native, m) {
   stretto::bind_forest(m);
   stretto::bind_flow(m);
   stretto::bind_greedy(m);
+  stretto::bind_tree_pairs(m);
   stretto::bind_schedule(m);
   stretto::bind_search(m);
   stretto::bind_dimensions(m);

@@ -179,6 +179,28 @@ def greedy_schedule(
     seed: int,
     limit_s: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], NDArray[np.int32], int]: ...
+def cheapest_trees(
+    num_nodes: int,
+    src: NDArray[np.int32],
+    dst: NDArray[np.int32],
+    price: NDArray[np.float64],
+    passes: NDArray[np.bool_],
+    rank_node: NDArray[np.int32],
+) -> tuple[NDArray[np.float64], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]: ...
+def time_sends(
+    after_ptr: NDArray[np.int64],
+    after: NDArray[np.int32],
+    route: NDArray[np.int32],
+    route_ptr: NDArray[np.int64],
+    route_links: NDArray[np.int32],
+    bytes: NDArray[np.float64],
+    extra_us: NDArray[np.float64],
+    alpha_us: NDArray[np.float64],
+    bytes_per_us: NDArray[np.float64],
+    rank: NDArray[np.int64],
+    release_us: NDArray[np.float64],
+    alpha_blocks: bool,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...
 def pack_forest(
     num_nodes: int,
     src: NDArray[np.int32],
