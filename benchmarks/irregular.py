@@ -211,10 +211,8 @@ def main() -> None:
                 rows.append(row(kind, topology, parse_bytes(size), budget_s, given.before))
                 last = rows[-1]
                 old = f", before {100 * last['before_gap']:.2f} %" if given.before else ""
-                print(
-                    f"{topology.name}: {kind} of {format_bytes(last['nbytes'])}: {100 * last['gap']:.2f} % above the bound{old}",
-                    flush=True,
-                )
+                what = f"{topology.name}: {kind} of {format_bytes(last['nbytes'])}"
+                print(f"{what}: {100 * last['gap']:.2f} % above the bound{old}", flush=True)
     finish(rows + summary(rows), given, title="synthesis on irregular topologies")
 
 

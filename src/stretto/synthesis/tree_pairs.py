@@ -28,7 +28,9 @@ from .tree_pair_packing import TreePair, cheapest_pairs, pack_tree_pairs
 MAX_TRANSFERS = 300_000
 WORTH_IT = 0.002
 """The share of the time that twice as many pieces must save to be worth it."""
-LEADS = (np.inf, 64.0, 16.0, 4.0)
+FEW = 16
+"""The pieces for each pair from which on their shares follow the rates well."""
+LEADS = (np.inf, 64.0, 16.0, 4.0, 1.0)
 """How many pieces a rank may send before their turn by the rates of the packing."""
 MARGINS = (0.0, 1.0, 2.0, 4.0, 8.0)
 """How many pieces earlier than in the plan the arrival is that a send waits for."""
@@ -117,9 +119,11 @@ class _Search:
                 if time.monotonic() > self.until:
                     return
             now = min(times.values())
-            idle = 0 if now < reached * (1 - WORTH_IT) else idle + 1
+            # While a pair has few pieces, their shares are far from its rate, and the times say little.
+            if pieces >= FEW * len(pairs):
+                idle = 0 if now < reached * (1 - WORTH_IT) else idle + 1
+                ways = sorted(ways, key=lambda way: times[way])[: max(6, len(ways) // 2)]
             reached = min(reached, now)
-            ways = sorted(ways, key=lambda way: times[way])[: max(3, len(ways) // 2)]
             pieces *= 2
 
     def _candidates(
