@@ -28,10 +28,11 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
         "max_k": ("2", 2), "max_height": ("3", 3), "max_transfers": ("500", 500), "multicast": ("false", False),
     },
     "greedy": {"pieces": ("8", [8]), "symmetric": ("true", True)},
+    "tree_pairs": {"max_transfers": ("500", 500)},
     "three_stage": {"solver": ("highs", "highs"), "solutions": ("2", 2), "detour": ("0.25", 0.25)},
 }  # fmt: skip
 """A value for every option of every maker, as a command line and as Python gives it."""
-KINDS = {"flow": "all_to_all"}
+KINDS = {"flow": "all_to_all", "tree_pairs": "all_reduce"}
 
 
 def synthesize_of(name: str) -> Any:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import stretto as st
-from stretto import highs
 from stretto.cluster.model import Link, Node
 from stretto.errors import Infeasible
 from stretto.programs.interpret import check as interpret_and_check
+from stretto.solvers.linear import LinearProgram
 from stretto.synthesis.tree_pair_packing import TreePair, pack_tree_pairs
 from stretto.synthesis.tree_pairs import piece_sends, synthesize
 
@@ -84,17 +84,12 @@ def best_rate(cluster: st.Cluster) -> float:
 
 
 def solved(columns: int, wanted: int, rows: Iterable[tuple[float, float, dict[int, float]]]) -> float:
-    highspy = highs.highspy()
-    solver = highs.new_solver()
-    for _ in range(columns):
-        solver.addVar(0.0, highspy.kHighsInf)
-    solver.changeColCost(wanted, 1.0)
-    solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
+    model = LinearProgram(maximize=True)
+    for column in range(columns):
+        model.column(cost=float(column == wanted))
     for low, high, row in rows:
-        index = np.array(list(row), np.int32)
-        solver.addRow(max(low, -highspy.kHighsInf), high, len(index), index, np.array(list(row.values())))
-    highs.run(solver)
-    return float(solver.getInfo().objective_function_value)
+        model.row(list(row), list(row.values()), lower=low, upper=high)
+    return model.solve().objective
 
 
 def check_pair(cluster: st.Cluster, pair: TreePair, n: int) -> None:

@@ -48,7 +48,7 @@ class ProgramArrays:
 class LinearProgram:
     """A model of HiGHS: the cost of columns is minimised, or maximised, under rows ``lower <= sum <= upper``.
 
-    HiGHS is imported when the first model is made. Rows can be added after `solve`; the next
+    HiGHS is imported when the first model is made. Rows and columns can be added after `solve`; the next
     `solve` goes on from there.
     """
 
@@ -59,11 +59,22 @@ class LinearProgram:
         self._solver.changeObjectiveSense(self._sense)
         self._columns = 0
 
-    def column(self, *, upper: float = math.inf, cost: float = 0.0) -> int:
-        """Add a column with values 0..upper; returns its number."""
-        self._solver.addVar(0.0, upper)
-        if cost:
-            self._solver.changeColCost(self._columns, cost)
+    def column(
+        self, *, upper: float = math.inf, cost: float = 0.0, index: ArrayLike = (), value: ArrayLike = ()
+    ) -> int:
+        """Add a column with values 0..upper.
+
+        Args:
+            upper: The largest value.
+            cost: Its factor in the objective.
+            index: The rows that it takes part in already.
+            value: Its factor in each of them.
+
+        Returns:
+            The number of the column.
+        """
+        at = np.asarray(index, np.int32)
+        self._solver.addCol(cost, 0.0, upper, len(at), at, np.asarray(value, np.float64))
         self._columns += 1
         return self._columns - 1
 

@@ -122,7 +122,7 @@ def synthesize(
     >>> simulate(program, ring, nbytes=5e6).total_us
     300.0
     >>> lower_bound(AllToAll(5), ring, nbytes=5e6).reason
-    'cut: 2 devices must receive 6MB over 20 GB/s'
+    'cut: 2 devices must receive 6 MB over 20 GB/s'
     """
     check_seed(seed)
     if not len(traffic_of(collective).chunk):

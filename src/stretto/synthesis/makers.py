@@ -15,7 +15,7 @@ from ..collectives import COLLECTIVES, ROOTED
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..files import convert
 from ..programs import Program
-from . import compose, exact, flow, forest, greedy, three_stage
+from . import compose, exact, flow, forest, greedy, three_stage, tree_pairs
 from .explorer import sketch_variants
 from .maker import Maker, MakerRequest, SearchMaker
 from .problem import MakerTask, Progress, SynthesisProblem
@@ -25,6 +25,10 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 """The type of a maker's option that counts something."""
 MAX_LIBRARY_MOVES = 1 << 21
 """The most chunks that one library program may move: beyond it, more pieces cost more than they can win."""
+MAX_LOWERED_TRANSFERS = 20_000
+"""The most transfers of tree pairs for a file format: runtimes limit the instructions of a rank."""
+ONE_SHOT = {"algorithm": "direct", "steps": 1}
+"""The all-reduce in which everybody sends everything to everybody: one latency instead of two."""
 
 _MAKERS: dict[str, Maker] = {}
 
@@ -48,19 +52,17 @@ class Library:
     follows_sketch: bool = False
 
     def tasks(self, problem: SynthesisProblem) -> list[MakerTask]:
-        """One task per algorithm that serves the collective."""
+        """One task per algorithm that serves the collective; `direct` has two for all-reduce."""
         kind = problem.collective.kind
         found = algorithms(kind) if kind in COLLECTIVES else []
         if not found:
             raise Infeasible(f"has no algorithm for {kind}")
+        calls: list[tuple[str, Mapping[str, Any]]] = [(one.name, {"algorithm": one.name}) for one in found]
+        if kind == "all_reduce":
+            calls.append(("direct,steps=1", ONE_SHOT))
         return [
-            MakerTask(
-                maker=self.name,
-                label=f"{self.name}:{one.name}",
-                weight=1 / len(found),
-                options={"algorithm": one.name},
-            )
-            for one in found
+            MakerTask(maker=self.name, label=f"{self.name}:{label}", weight=1 / len(calls), options=options)
+            for label, options in calls
         ]
 
     def programs(
@@ -80,7 +82,9 @@ class Library:
         name: str = task.options["algorithm"]
         began = time.monotonic()
         collective = problem.collective
-        options: dict[str, Any] = {"root": collective.root} if collective.kind in ROOTED else {}
+        options = {key: value for key, value in task.options.items() if key != "algorithm"}
+        if collective.kind in ROOTED:
+            options["root"] = collective.root
         chunks = entry(name).chunks
         while True:
             program = algorithm(
@@ -116,6 +120,13 @@ def _flow(request: MakerRequest) -> Program:
 
 def _forest(request: MakerRequest) -> Program:
     return forest.synthesize(request.collective, request.cluster, **request.shared, **request.options)
+
+
+def _tree_pairs(request: MakerRequest) -> Program:
+    options = dict(request.options)
+    if request.problem.lower:
+        options.setdefault("max_transfers", MAX_LOWERED_TRANSFERS)
+    return tree_pairs.synthesize(request.collective, request.cluster, **request.shared, **options)
 
 
 def _exact(request: MakerRequest) -> Program:
@@ -161,6 +172,16 @@ register_maker(
         weight=2.0,
         max_ranks=512,
         options={"max_k": Count, "max_height": Count, "max_transfers": Count, "multicast": bool},
+    )
+)
+register_maker(
+    SearchMaker(
+        name="tree_pairs",
+        make=_tree_pairs,
+        collectives=("all_reduce",),
+        weight=2.0,
+        max_ranks=128,
+        options={"max_transfers": Count},
     )
 )
 register_maker(

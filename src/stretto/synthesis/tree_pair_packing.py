@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _native, highs
+from .. import _native
 from ..cluster import Cluster
 from ..cluster.model import DEVICE
 from ..errors import Infeasible
+from ..solvers.linear import LinearProgram
 
 CLOSE = 5e-4
 """The share of the best rate by which a packing may miss it."""
@@ -105,12 +105,9 @@ class _Master:
     """The linear program over the pairs found so far."""
 
     def __init__(self, rate: NDArray[np.float64]) -> None:
-        self.highspy = highs.highspy()
-        self.solver = highs.new_solver()
-        self.solver.changeObjectiveSense(self.highspy.ObjSense.kMaximize)
-        empty: tuple[Any, Any] = (np.zeros(0, np.int32), np.zeros(0))
+        self._model = LinearProgram(maximize=True)
         for value in rate.tolist():
-            self.solver.addRow(-self.highspy.kHighsInf, value, 0, *empty)
+            self._model.row((), (), upper=value)
         self.pairs: list[TreePair] = []
         self._known: set[tuple[object, ...]] = set()
 
@@ -120,15 +117,13 @@ class _Master:
             return
         self._known.add(key)
         self.pairs.append(pair)
-        used = np.flatnonzero(load).astype(np.int32)
-        self.solver.addCol(1.0, 0.0, self.highspy.kHighsInf, len(used), used, load[used])
+        used = np.flatnonzero(load)
+        self._model.column(cost=1.0, index=used, value=load[used])
 
     def solve(self) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
         """The total rate, the rate of each pair, and the price of each link."""
-        highs.run(self.solver)
-        found = self.solver.getSolution()
-        rate = np.asarray(found.col_value)
-        return float(rate.sum()), rate, np.maximum(np.asarray(found.row_dual), 0.0)
+        found = self._model.solve()
+        return float(found.values.sum()), found.values, np.maximum(found.duals, 0.0)
 
 
 def pack_tree_pairs(
