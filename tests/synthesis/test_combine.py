@@ -15,8 +15,6 @@ from stretto.synthesis.combine import (
     all_reduce_from,
     inverse,
     like,
-    reduce_from,
-    reduce_scatter_from,
     refine,
     reversed_cluster,
 )
@@ -66,7 +64,7 @@ def random_trees(cluster: st.Cluster, chunks: int, seed: int) -> Program:
 def test_library_all_gathers_invert_and_combine(spec: str, name: str) -> None:
     cluster = st.Cluster.load(spec)
     gather = st.algorithm(name, "all_gather", cluster.num_devices, cluster=cluster)
-    scatter = reduce_scatter_from(gather, cluster)
+    scatter = inverse(gather, cluster)
     both = all_reduce_from(scatter, gather, cluster)
     assert scatter.collective == st.ReduceScatter(cluster.num_devices)
     assert both.collective == st.AllReduce(cluster.num_devices)
@@ -82,7 +80,7 @@ def test_random_trees_on_lopsided_networks(seed: int, first: int, second: int) -
     cluster = lopsided(seed)
     back = reversed_cluster(cluster)
     mirrored = random_trees(back, first, seed)
-    scatter = reduce_scatter_from(mirrored, cluster, nbytes=6 * st.MB)
+    scatter = inverse(mirrored, cluster, nbytes=6 * st.MB)
     scatter.verify()
     assert scatter.num_transfers == mirrored.num_transfers
     # The same links carry the same bytes, each in the other direction.
@@ -97,7 +95,7 @@ def test_random_trees_on_lopsided_networks(seed: int, first: int, second: int) -
 def test_a_program_routed_on_the_cluster_itself_takes_the_links_back() -> None:
     cluster = st.Cluster.load("ndv2:1")
     gather = random_trees(cluster, 1, 3)
-    scatter = reduce_scatter_from(gather, cluster)
+    scatter = inverse(gather, cluster)
     assert scatter.routes_digest == cluster.digest
     assert st.simulate(scatter, cluster, nbytes=8 * st.MB).total_us > 0
 
@@ -107,8 +105,8 @@ def test_one_way_links_cannot_be_taken_back() -> None:
     cluster = st.Cluster.build("one way", nodes=[st.Node(name=f"d{i}") for i in range(3)], links=links)
     gather = random_trees(cluster, 1, 0)
     with pytest.raises(st.Infeasible, match="no link leads back along d0>d1"):
-        reduce_scatter_from(gather, cluster)
-    reduce_scatter_from(random_trees(reversed_cluster(cluster), 1, 0), cluster).verify()
+        inverse(gather, cluster)
+    inverse(random_trees(reversed_cluster(cluster), 1, 0), cluster).verify()
 
 
 def test_routes_of_a_third_cluster_are_refused() -> None:
@@ -139,7 +137,7 @@ def test_every_collective_with_an_inverse_inverts_and_comes_back(kind: str) -> N
 def test_broadcast_becomes_reduce_and_both_an_all_reduce() -> None:
     cluster = st.Cluster.load("ring:8")
     tree = st.algorithm("chain", "broadcast", 8, root=3, chunks=4)
-    reduce = reduce_from(tree, cluster)
+    reduce = inverse(tree, cluster)
     assert reduce.collective == st.Reduce(8, root=3, chunks=4)
     both = all_reduce_from(reduce, tree, cluster)
     assert both.collective == st.AllReduce(8, chunks=4)
@@ -170,8 +168,6 @@ def test_halves_that_do_not_fit_are_refused() -> None:
     gather = st.algorithm("ring", "all_gather", 4)
     with pytest.raises(st.InvalidInput, match="reduce_scatter and all_gather"):
         all_reduce_from(gather, gather, cluster)
-    with pytest.raises(st.InvalidInput, match="must be broadcast, not all_gather"):
-        reduce_from(gather, cluster)
     with pytest.raises(st.InvalidInput, match="all_reduce has none"):
         inverse(st.algorithm("ring", "all_reduce", 4), cluster)
     other = st.algorithm("ring", "reduce_scatter", [1, 0, 2, 3])

@@ -67,11 +67,6 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def default_address() -> str:
-    """Where `stretto controller` listens, and `stretto status` asks, when nothing is said."""
-    return f"unix:{default_folder() / 'controller.sock'}"
-
-
 def check_address(address: str) -> str:
     """The address, if it is one: ``unix:/path`` or ``HOST:PORT``."""
     if address.startswith("unix:"):

@@ -71,11 +71,6 @@ class Schedule:
         """Whether the schedule has sends and receives."""
         return any(action.kind in SENDS or action.kind in RECEIVES for row in self.ranks for action in row)
 
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Whether some backward is split into its input's and its weights' gradients."""
-        return any(action.kind == "I" for row in self.ranks for action in row)
-
     def compute_only(self) -> Schedule:
         """This schedule without communication and without the actions of a whole stage (`WHOLE`)."""
         rows = tuple(tuple(action for action in row if action.kind in COMPUTE) for row in self.ranks)

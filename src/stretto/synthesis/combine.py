@@ -129,6 +129,10 @@ def inverse(program: Program, cluster: Cluster, *, nbytes: float = DEFAULT_BYTES
     Raises:
         InvalidInput: The collective has no inverse.
         Infeasible: Some link has none that leads back, or a rank passes a chunk on in a way that cannot be inverted.
+
+    >>> from stretto import algorithm
+    >>> inverse(algorithm("ring", "all_gather", 4), Cluster.preset("ring", nodes=4))
+    <Program inverse(ring): reduce_scatter over 4 ranks, 12 transfers, 8 dependencies, 1 lane>
     """
     collective = _of_library(program)
     if collective.kind not in INVERSE:
@@ -144,44 +148,6 @@ def inverse(program: Program, cluster: Cluster, *, nbytes: float = DEFAULT_BYTES
         mirrored = [(times.total_us - us)[orders[0]] for us in (times.end_us, times.start_us)]
         found.append(paced(found[0], *mirrored))
     return _best(found, cluster, nbytes, alpha)
-
-
-def reduce_scatter_from(
-    program: Program, cluster: Cluster, *, nbytes: float = DEFAULT_BYTES, alpha: str = "pipelined"
-) -> Program:
-    """The `inverse` of an all-gather.
-
-    Args:
-        program: The all-gather.
-        cluster: The cluster that the result runs on.
-        nbytes: The size in bytes to choose the order for, > 0.
-        alpha: "pipelined" or "blocking", as in `simulate`.
-
-    Returns:
-        The reduce-scatter.
-
-    >>> from stretto import algorithm
-    >>> reduce_scatter_from(algorithm("ring", "all_gather", 4), Cluster.preset("ring", nodes=4))
-    <Program inverse(ring): reduce_scatter over 4 ranks, 12 transfers, 8 dependencies, 1 lane>
-    """
-    return _inverse_of("all_gather", program, cluster, nbytes, alpha)
-
-
-def reduce_from(
-    program: Program, cluster: Cluster, *, nbytes: float = DEFAULT_BYTES, alpha: str = "pipelined"
-) -> Program:
-    """The `inverse` of a broadcast.
-
-    Args:
-        program: The broadcast.
-        cluster: The cluster that the result runs on.
-        nbytes: The size in bytes to choose the order for, > 0.
-        alpha: "pipelined" or "blocking", as in `simulate`.
-
-    Returns:
-        The reduce.
-    """
-    return _inverse_of("broadcast", program, cluster, nbytes, alpha)
 
 
 def all_reduce_from(
@@ -220,12 +186,6 @@ def all_reduce_from(
         if first.collective.chunks == second.collective.chunks:
             break
     return _best(found, cluster, nbytes, alpha)
-
-
-def _inverse_of(kind: str, program: Program, cluster: Cluster, nbytes: float, alpha: str) -> Program:
-    if program.collective.kind != kind:
-        raise InvalidInput(f"program: must be {kind}, not {program.collective.kind}")
-    return inverse(program, cluster, nbytes=nbytes, alpha=alpha)
 
 
 def _of_library(program: Program) -> Collective:
