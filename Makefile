@@ -35,7 +35,7 @@ help:
 	@echo "make clean  remove what make built"
 
 demo: setup
-	$(BIN)/stretto demo --out demo-output
+	$(BIN)/stretto demo -o demo-output
 
 # Marks are set by path in tests/conftest.py. Doctests of src are among these.
 QUICK := -m "not job and not slow"

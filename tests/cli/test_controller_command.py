@@ -69,10 +69,10 @@ def test_status_shows_jobs_ranks_and_what_they_run(
     assert "20.0%" in shown
     assert "rank 1 fell back: gradients has another size" in shown
     page = tmp_path / "page.html"
-    good("status", "--report", str(page), *arguments(address))
+    good("status", "--html", str(page), *arguments(address))
     assert "Plans, promised and measured" in page.read_text()
-    assert "is a directory, not a file" in bad("status", "--report", str(tmp_path), *arguments(address))
-    found = msgspec.json.decode(good("status", "--json", *arguments(address)), type=Status)
+    assert "is a directory, not a file" in bad("status", "--html", str(tmp_path), *arguments(address))
+    found = msgspec.json.decode(good("status", "--json", "-", *arguments(address)), type=Status)
     assert [job.job for job in found.jobs] == ["mine"]
 
 

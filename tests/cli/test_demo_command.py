@@ -21,7 +21,7 @@ Run = Callable[..., str]
 
 def test_the_demo_goes_all_the_way_and_leaves_files_that_can_be_read(good: Run, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "demo"
-    text = good("demo", "--out", str(folder))
+    text = good("demo", "-o", str(folder))
     assert "NOT EQUAL" not in text
     for number in range(1, 9):
         assert f"\n{number}. " in text
@@ -58,5 +58,5 @@ def test_where_nothing_can_be_run_one_line_says_why(tmp_path: Path, monkeypatch:
 
 def test_a_folder_that_cannot_be_made_is_one_line(bad: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "file" in bad("demo", "--out", str(tmp_path / "file"))
-    assert "file" in bad("demo", "--out", str(tmp_path / "file" / "below"))
+    assert "file" in bad("demo", "-o", str(tmp_path / "file"))
+    assert "file" in bad("demo", "-o", str(tmp_path / "file" / "below"))

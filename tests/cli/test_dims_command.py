@@ -82,7 +82,7 @@ def test_an_iteration_is_split(good: Run, tmp_path: Path) -> None:
 
 
 def test_advice_names_verdicts_and_spends_a_budget(good: Run) -> None:
-    text = good("dims", "advise", "-c", HOMO, "--budget", "2400")
+    text = good("dims", "advise", "-c", HOMO, "--gbit-per-s", "2400")
     assert text.count("over-provisioned") == 3
     assert "35.5 % of all bandwidth" in text
     assert "so that every scheduler uses it" in text
@@ -97,17 +97,17 @@ def test_advice_names_verdicts_and_spends_a_budget(good: Run) -> None:
         (["schedule", "-c", "torus:1x1"], "has only one device"),
         (["schedule", "-c", HOMO, "--in-network", "1", "--chunks", "4"], "chunks: must be >= 8 where switches reduce"),
         (["schedule", "-c", HOMO, "--chunks", "0"], "chunks: must be 1..65536"),
-        (["schedule", "-c", HOMO, "--in-flight", "0"], "in_flight: must be 1"),
+        (["schedule", "-c", HOMO, "--in-flight", "0"], "--in-flight: must be 1"),
         (["schedule", "-c", HOMO, "--sharing", "fair"], "unknown sharing"),
         (["plot", "-c", HOMO, "-s", "baseline,x"], "unknown scheduler 'x'"),
-        (["plot", "-c", HOMO, "--window", "-1", "--html", "/dev/null"], "window_us"),
-        (["plot", "-c", HOMO, "--window", "inf", "--html", "/dev/null"], "window_us"),
+        (["plot", "-c", HOMO, "--window", "-1", "--html", "/dev/null"], "--window: must be"),
+        (["plot", "-c", HOMO, "--window", "inf", "--html", "/dev/null"], "--window: must be"),
         (["plot", "-c", HOMO, "--window", "-3"], "--window: is for the curves of --html"),
         (["sweep", "-c", HOMO, "--chunks", "many"], "--chunks 'many'"),
         (["sweep", "-c", HOMO, "--header", "-4"], "header_bytes must be 0"),
         (["train", "themis:bert", "-c", HOMO], "unknown variant of themis 'bert'"),
         (["train", "themis:gnmt,ranks=64", "-c", HOMO], "the workload has 64, the network 16x8x8"),
-        (["advise", "-c", HOMO, "--budget", "-5"], "--budget: must be Gb/s above 0"),
+        (["advise", "-c", HOMO, "--gbit-per-s", "-5"], "--gbit-per-s: must be Gb/s above 0"),
     ],
 )
 def test_wrong_input_is_one_line(bad: Run, arguments: list[str], message: str) -> None:

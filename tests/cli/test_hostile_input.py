@@ -64,7 +64,7 @@ def test_options_out_of_all_bounds_are_refused_at_once(arguments: str, message: 
 @pytest.mark.parametrize("suffix", ["txt", "xml", "json"])
 def test_a_few_words_cannot_ask_for_much_memory(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"p.{suffix}"
-    whole = ["simulate", "direct", "-c", "fully_connected:3", "--collective", "all_to_all", "--program", str(file)]
+    whole = ["simulate", "direct", "-c", "fully_connected:3", "--collective", "all_to_all", "-o", str(file)]
     assert run(whole) == 0
     text, count = file.read_text(), 1 << 20
     if suffix == "txt":
@@ -96,7 +96,7 @@ def test_names_from_files_do_not_command_the_terminal(hidden: str, tmp_path: Pat
     ops = [{"name": f"a{hidden}b", "kind": "all_reduce", "nbytes": 1, "stream": hidden}]
     workload.write_text(json.dumps({"stretto": "workload", "version": 1, "name": f"x{hidden}", "ranks": 3, "ops": ops}))
     program = tmp_path / "p.txt"
-    assert run(["simulate", "ring", "-c", "ring:3", "--program", str(program)]) == 0
+    assert run(["simulate", "ring", "-c", "ring:3", "-o", str(program)]) == 0
     text = program.read_text().splitlines()
     program.write_text("\n".join([text[0], f"name {json.dumps('p' + hidden)}", *text[2:]]) + "\n")
     for command in (("cluster", "show", cluster), ("workload", "show", workload), ("program", "show", program),
@@ -121,10 +121,10 @@ def test_damaged_files_never_cause_a_traceback(kind: str, tmp_path: Path, capsys
         assert run(["cluster", "convert", "hgx2:2", str(file)]) == 0
     elif kind == "collective":
         file, command = tmp_path / "c.yaml", ("collective", "show")
-        assert run(["collective", "show", "all_to_all_v", "--save", str(file)]) == 0
+        assert run(["collective", "show", "all_to_all_v", "-o", str(file)]) == 0
     else:
         file, command = tmp_path / f"p.{kind.replace('text', 'txt')}", ("program", "run")
-        assert run(["simulate", "ring", "-c", "ring:3", "--program", str(file)]) == 0
+        assert run(["simulate", "ring", "-c", "ring:3", "-o", str(file)]) == 0
     whole = file.read_bytes()
     draw = random.Random(kind)
     for _ in range(150):

@@ -49,7 +49,7 @@ def test_every_named_collective_can_be_shown(good: Run) -> None:
 
 def test_a_collective_in_a_file_is_shown_like_its_name(good: Run, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    by_name = good("collective", "show", "scatter", "--ranks", "3", "--root", "2", "--save", str(path))
+    by_name = good("collective", "show", "scatter", "--ranks", "3", "--root", "2", "-o", str(path))
     assert good("collective", "show", str(path)) == by_name[: by_name.index("wrote")]
 
 

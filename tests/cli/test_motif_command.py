@@ -33,7 +33,7 @@ def test_show_prints_the_notation_the_tree_and_the_proof(good: Run) -> None:
 
 def test_show_writes_a_program_that_verifies(good: Run, tmp_path: Path) -> None:
     file = tmp_path / "aa.txt"
-    good("motif", "show", "AA(T[0:8, 0:63], PG[0:8])", "-a", "spline:3", "-a", "segment:2@1", "--program", str(file))
+    good("motif", "show", "AA(T[0:8, 0:63], PG[0:8])", "-a", "spline:3", "-a", "segment:2@1", "-o", str(file))
     made = load_program(file)
     assert isinstance(made, Program)
     assert made.verify().fifo_depth == 1
@@ -46,7 +46,7 @@ def test_several_motifs_are_proved_against_what_they_should_be(good: Run, bad: R
     assert "not proved" in good("motif", "show", two)
     assert "P_0 ends without P_1's part of T[64:65]" in bad("motif", "show", two, "--of", "AR(T[0:65], PG[0:4])")
     assert "--of: must be a single motif" in bad("motif", "show", two, "--of", two)
-    assert "--of: say what" in bad("motif", "show", two, "--program", "x.txt")
+    assert "--of: say what" in bad("motif", "show", two, "-o", "x.txt")
 
 
 def test_long_trees_are_cut_short(good: Run) -> None:
@@ -63,7 +63,7 @@ def test_long_trees_are_cut_short(good: Run) -> None:
         ([WHOLE, "-a", "nothing"], "unknown rule 'nothing'; choose from: segment, ring"),
         ([WHOLE, "-a", "spline:2"], "spline does not rewrite AR"),
         ([WHOLE, "-a", "segment:2@5"], "path 5: there is no child 5"),
-        ([WHOLE, "--program", "x.pdf"], "unknown ending '.pdf'"),
+        ([WHOLE, "-o", "x.pdf"], "unknown ending '.pdf'"),
         (["\x1b[31m" * 100], "column 1"),
     ],
 )

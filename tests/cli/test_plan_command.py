@@ -43,7 +43,7 @@ def plan(good: Run, step: str, tmp_path: Path) -> str:
 def test_everything_is_written_and_said(good: Run, step: str, tmp_path: Path) -> None:
     files = {key: tmp_path / f"out.{key}" for key in ("json", "html", "pftrace", "csv")}
     text = good(
-        "plan", "--workload", step, *QUICK, "-o", str(files["json"]), "--report", str(files["html"]),
+        "plan", "--workload", step, *QUICK, "-o", str(files["json"]), "--html", str(files["html"]),
         "--trace", str(files["pftrace"]), "--tuner", str(files["csv"]), "--against", "bytescheduler+",
     )  # fmt: skip
     for word in ("system", "hand_optimised", "stretto", "link by link", "lower bound", "prep", "gradients"):
@@ -165,7 +165,9 @@ def test_wrong_input_is_one_line(bad: Run, step: str, plan: str, tmp_path: Path)
     assert "plan: give --workload and --cluster, or one of show" in bad("plan")
     assert "plan: give --workload and --cluster" in bad("plan", "--workload", step)
     assert "plan: give --workload and --cluster" in bad("plan", "--cluster", "hgx2:1")
-    assert "--against: must be one of fifo, tictac" in bad("plan", "-w", step, *QUICK, "--against", "gpipe")
+    assert "--against: unknown system 'gpipe'; choose from: fifo, tictac" in bad(
+        "plan", "-w", step, *QUICK, "--against", "gpipe"
+    )
     assert "unknown model 'bert'" in bad("plan", "-w", "bert", *QUICK)
     assert "unknown preset 'hgx9'" in bad("plan", "-w", step, "-c", "hgx9")
     assert "small: 8 ranks do not fit on 4 devices" in bad("plan", "-w", step, "-c", "ring:4")

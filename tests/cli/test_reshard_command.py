@@ -24,7 +24,7 @@ def test_it_prints_tasks_strategies_and_schedule(good: Run) -> None:
 def test_it_writes_a_page_a_trace_numbers_and_a_program_that_verifies(good: Run, tmp_path: Path) -> None:
     names = ("a.html", "a.pftrace", "a.json", "a.txt")
     page, trace, rows, program = (tmp_path / name for name in names)
-    files = ("--html", str(page), "--trace", str(trace), "--json", str(rows), "--program", str(program))
+    files = ("--html", str(page), "--trace", str(trace), "--json", str(rows), "-o", str(program))
     small = ("--src", "(2,2) S0R", "--dst", "(2,2) RS0", "--shape", "256,256", "-c", "p3_8xlarge:4")
     good("reshard", *small, *files)
     assert "stretto: 1." in page.read_text()

@@ -63,14 +63,14 @@ def test_a_controller_that_is_gone_and_a_report_that_cannot_be_written_leave_the
     assert run(["run", *given, "--", "sh", "-c", "exit 5"]) == 5
     assert "does not answer" in capfd.readouterr().err
     page = tmp_path / "page.html"
-    assert run(["run", "--report", str(page), "--", "sh", "-c", f"mkdir {page}; exit 6"]) == 6
+    assert run(["run", "--html", str(page), "--", "sh", "-c", f"mkdir {page}; exit 6"]) == 6
     assert f"{page}: Is a directory" in capfd.readouterr().err
 
 
 STATUS = """if True:
     import json, os, signal, subprocess, sys, time
     def controller():
-        asked = [sys.executable, "-m", "stretto", "status", "--json"]
+        asked = [sys.executable, "-m", "stretto", "status", "--json", "-"]
         said = subprocess.run(asked, capture_output=True, text=True).stdout
         return json.loads(said)["pid"] if said else 0
     def wait_for(condition):
@@ -169,7 +169,7 @@ def _token(folder: Path) -> Path:
     [
         (["--budget", "0", "--", "true"], "--budget"),
         (["--controller", "unix:/x", "--", "true"], "--token-file"),
-        (["--report", "/", "--", "true"], "--report: /: is a directory, not a file"),
+        (["--html", "/", "--", "true"], "--html: /: is a directory, not a file"),
         ([], "Missing argument"),
     ],
 )

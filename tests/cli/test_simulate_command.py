@@ -50,9 +50,9 @@ def test_every_output_is_written(good: Run, tmp_path: Path) -> None:
         "--trace": tmp_path / "t.pftrace",
         "--chrome-json": tmp_path / "c.json",
         "--timeline": tmp_path / "t.json",
-        "--plot": tmp_path / "p.html",
+        "--html": tmp_path / "p.html",
         "--json": tmp_path / "r.json",
-        "--program": tmp_path / "p.txt",
+        "-o": tmp_path / "p.txt",
     }
     flags = [text for flag, path in files.items() for text in (flag, str(path))]
     text = good("simulate", "ring", "--cluster", "ring:4", "--bytes", "1M", *flags)
@@ -64,14 +64,14 @@ def test_every_output_is_written(good: Run, tmp_path: Path) -> None:
     (row,) = json.loads(files["--json"].read_text())["rows"]
     assert row["time_us"] == timeline.total_us
     again = tmp_path / "again.json"
-    good("simulate", str(files["--program"]), "--cluster", "ring:4", "--bytes", "1M", "--json", str(again))
+    good("simulate", str(files["-o"]), "--cluster", "ring:4", "--bytes", "1M", "--json", str(again))
     (row,) = json.loads(again.read_text())["rows"]
     assert (row["system"], row["time_us"]) == ("p.txt", timeline.total_us)
 
 
 def test_names_from_outside_are_not_taken_for_markup(good: Run, tmp_path: Path) -> None:
     path = tmp_path / "[bold]p[red].txt"
-    assert f"wrote {path}" in good("simulate", "ring", "--cluster", "ring:4", "--program", str(path))
+    assert f"wrote {path}" in good("simulate", "ring", "--cluster", "ring:4", "-o", str(path))
     assert path.name in good("simulate", str(path), "--cluster", "ring:4", "--bytes", "1K,1M")
 
 
@@ -120,7 +120,7 @@ def test_a_root_and_an_option_reach_the_algorithm(good: Run, tmp_path: Path) -> 
         (("ring", "--cluster", "ring:4", "--trace", "/nonexistent/t.pftrace"), "/nonexistent/t.pftrace"),
         (("ring", "--cluster", "ring:4", "--json", "/"), "directory"),
         (("nonsense.xml", "--cluster", "ring:4"), "unknown algorithm or file 'nonsense.xml'"),
-        (("ring", "--cluster", "ring:4", "--program", "p.doc"), "unknown ending '.doc'; choose from: .txt"),
+        (("ring", "--cluster", "ring:4", "-o", "p.doc"), "unknown ending '.doc'; choose from: .txt"),
         (("all", "--cluster", "ring:4", "--set", "nonsense=1"), "nonsense"),
     ],
 )
@@ -155,13 +155,13 @@ def test_hostile_program_files_are_one_line(content: bytes, suffix: str, bad: Ru
 def test_an_msccl_file_takes_as_long_as_the_program_it_was_made_from(good: Run, bad: Run, tmp_path: Path) -> None:
     path = tmp_path / "ring.xml"
     times = []
-    for what, extra in (("ring", ("--program", str(path))), (str(path), ())):
+    for what, extra in (("ring", ("-o", str(path))), (str(path), ())):
         rows = tmp_path / "rows.json"
         good("simulate", what, "--cluster", "ring:4", "--json", str(rows), *extra)
         times.append(json.loads(rows.read_text())["rows"][0]["time_us"])
     assert times[0] == pytest.approx(times[1])
     plan = tmp_path / "ring.json"
-    good("simulate", "ring", "--cluster", "ring:4", "--program", str(plan))
+    good("simulate", "ring", "--cluster", "ring:4", "-o", str(plan))
     assert "can be executed" in bad("simulate", str(plan), "--cluster", "ring:4")
 
 
@@ -184,7 +184,7 @@ def test_a_file_says_its_collective_itself(bad: Run, tmp_path: Path) -> None:
 
 def test_a_file_that_is_wrong_is_named(good: Run, bad: Run, tmp_path: Path) -> None:
     path = tmp_path / "program.txt"
-    good("simulate", "ring", "-c", "ring:4", "--program", str(path))
+    good("simulate", "ring", "-c", "ring:4", "-o", str(path))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     assert f"{path}: ring: rank " in bad("simulate", str(path), "--cluster", "ring:4")
 
@@ -192,14 +192,14 @@ def test_a_file_that_is_wrong_is_named(good: Run, bad: Run, tmp_path: Path) -> N
 def test_pairs_and_counts_are_given_as_the_text_form_writes_them(good: Run, tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     for kind, option in (("permute", "pairs=0>1,1>2"), ("all_to_all_v", "counts=0,1,2;2,0,1;1,1,0")):
-        good("simulate", "direct", "-c", "ring:3", "--collective", kind, "--set", option, "--program", str(file))
+        good("simulate", "direct", "-c", "ring:3", "--collective", kind, "--set", option, "-o", str(file))
         assert option.replace("=", " ") in file.read_text()
 
 
 def test_a_custom_msccl_file_is_simulated_with_the_collective_it_is_for(good: Run, bad: Run, tmp_path: Path) -> None:
     wanted, program, custom = tmp_path / "want.yaml", tmp_path / "ag.xml", tmp_path / "custom.xml"
-    good("collective", "show", "all_gather", "-n", "3", "--save", str(wanted))
-    good("simulate", "ring", "-c", "ring:3", "--collective", "all_gather", "--program", str(program))
+    good("collective", "show", "all_gather", "-n", "3", "-o", str(wanted))
+    good("simulate", "ring", "-c", "ring:3", "--collective", "all_gather", "-o", str(program))
     custom.write_text(program.read_text().replace('coll="allgather"', 'coll="custom"'))
     assert "give the collective" in bad("simulate", str(custom), "-c", "ring:3")
     assert "takes a file" in bad("simulate", str(custom), "-c", "ring:3", "--collective", "all_gather")

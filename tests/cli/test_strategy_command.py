@@ -58,7 +58,7 @@ def test_differences_are_counted(good: Run, made: Path, tmp_path: Path) -> None:
 
 def test_numbers_and_a_plan_are_written(good: Run, tmp_path: Path) -> None:
     rows, plan = tmp_path / "rows.json", tmp_path / "plan.json"
-    text = good("strategy", "simulate", "all_reduce", "ps", *ON, "--json", str(rows), "--plan", "1", "-o", str(plan))
+    text = good("strategy", "simulate", "all_reduce", "ps", *ON, "--json", str(rows), "--budget", "1", "-o", str(plan))
     assert "planned all_reduce" in text
     assert {row["system"] for row in json.loads(rows.read_text())} == {"all_reduce", "ps"}
     assert Plan.load(plan).workload == "vgg16@0.1:all_reduce"
@@ -72,9 +72,9 @@ def test_numbers_and_a_plan_are_written(good: Run, tmp_path: Path) -> None:
         (("build", "ps", *ON, "--set", "speed=9", "-o", "x.yaml"), "unknown option of builder ps 'speed'"),
         (("build", "ps", "-m", "vgg17", "--ranks", "2", "-o", "x.yaml"), "unknown model 'vgg17'"),
         (("show", "missing.yaml"), "missing.yaml: No such file"),
-        (("simulate", "magic", *ON), "no such file, and no builder"),
-        (("simulate", "ps", *ON, "--plan", "-1"), "--plan: must be 0..3600 seconds"),
-        (("simulate", "ps", *ON, "--output", "p.json"), "--output: needs --plan"),
+        (("simulate", "magic", *ON), "unknown strategy, builder or file"),
+        (("simulate", "ps", *ON, "--budget", "-1"), "--budget: must be 0..3600 seconds"),
+        (("simulate", "ps", *ON, "--output", "p.json"), "--output: needs --budget"),
         (("simulate", "ps", "-m", "vgg16", "-c", "autodist_b5", "--device", "h900"), "unknown device 'h900'"),
     ],
 )

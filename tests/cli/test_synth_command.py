@@ -59,7 +59,7 @@ def test_a_size_table_is_written_as_files_and_an_index(good: Run, tmp_path: Path
         "allgather",
         "-c",
         "ndv2",
-        "--sizes",
+        "--bytes",
         "1K..1M",
         "--factor",
         "32",
@@ -84,12 +84,12 @@ def test_a_size_table_is_written_as_files_and_an_index(good: Run, tmp_path: Path
         (["allgather", "-c", "ndv2", "--bytes", "lots"], "size 'lots'"),
         (["allgather", "-c", "ndv2", "--makers", "magic"], "unknown maker 'magic'; choose from: library"),
         (["allgather", "-c", "ndv2", "-o", "ag.yaml"], "unknown ending '.yaml'; choose from: .txt"),
-        (["allgather", "-c", "ndv2", "--budget", "0"], "budget_s: must be > 0"),
+        (["allgather", "-c", "ndv2", "--budget", "0"], "--budget: must be > 0"),
         (["allgather", "-c", "ndv2", "--chunks", "0"], "--chunks: must be 1..65536, not 0"),
         (["allgather", "-c", "ndv2", "--alpha", "none"], "unknown alpha mode 'none'"),
         (["broadcast", "-c", "ndv2", "--root", "9"], "root: must be a rank 0..7, not 9"),
         (["allgather", "-c", "ndv2", "--root", "1"], "--root: all_gather has no root; rooted are broadcast"),
-        (["allgather", "-c", "ndv2", "--sizes", "1M..1K"], "the range must rise"),
+        (["allgather", "-c", "ndv2", "--bytes", "1M..1K"], "the range must rise"),
         (["permute", "-c", "ndv2"], "permute: its sizes have no place on a command line"),
         (["allgather", "-c", "ndv2", "--sketch", "nowhere.yaml"], "nowhere.yaml: No such file"),
     ],
@@ -101,7 +101,7 @@ def test_wrong_input_is_one_line(bad: Run, arguments: list[str], message: str) -
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     run(["synth", "--help"])
     said = capsys.readouterr().out
-    for word in ("Examples:", "--sizes", "--sketch", "--budget", "certificate"):
+    for word in ("Examples:", "--bytes", "--sketch", "--budget", "certificate"):
         assert word in said
 
 

@@ -113,7 +113,7 @@ def test_what_is_found_goes_to_the_joint_planner(
 ) -> None:
     cluster, plan = tmp_path / "lab.yaml", tmp_path / "plan.json"
     LabLayout.of(hosts=2, ranks_per_host=1, uplinks={"eth": "300mbit"}).cluster().save(cluster)
-    options = ["--trials", "2", "--cluster", str(cluster), "--plan", str(plan), "--plan-s", "0.5"]
+    options = ["--trials", "2", "--cluster", str(cluster), "--plan", str(plan), "--budget", "0.5"]
     assert run(["tune", *options, "-o", str(tmp_path / "best.yaml"), "--", *fake]) == 0
     said = capsys.readouterr().out
     assert "planned: " in said and "in order of submission" in said
@@ -160,7 +160,7 @@ def test_a_script_in_the_lab_is_tuned_to_the_end(tmp_path: Path, capfd: pytest.C
     (["--rounds", "-1"], "--rounds: must be 0..1000, not -1"),
     (["--plan", "plan.json"], "--plan: the planner needs to know the network: give --cluster"),
     (["--trials", "0"], "--trials: must be 1..10000, not 0"),
-    (["--method", "luck"], "--method: must be one of learned, random, not 'luck'"),
+    (["--method", "luck"], "--method: unknown method 'luck'; choose from: learned, random"),
     (["--timed", "0"], "timed: must be 1..100000 iterations, not 0"),
     (["--jobs", "0"], "--jobs: must be 1..1024, not 0"),
     (["--backend", "cloud"], "unknown backend 'cloud'; choose from: processes, ray"),

@@ -49,7 +49,7 @@ def test_converting_keeps_everything(good: Run, tmp_path: Path) -> None:
         said = good("workload", "convert", "dlrm:A2", str(path))
         assert Workload.load(path) == Workload.load("dlrm:A2")
         assert Workload.load(path).digest in said
-    assert good("workload", "show", str(path)) == good("workload", "show", "dlrm:A2")
+    assert good("-q", "workload", "show", str(path)) == good("workload", "show", "-q", "dlrm:A2")
 
 
 def test_a_workload_can_become_chakra_traces_and_come_back(good: Run, tmp_path: Path) -> None:

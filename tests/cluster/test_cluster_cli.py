@@ -35,7 +35,7 @@ def test_show_draws_in_the_terminal() -> None:
 
 def test_show_writes_svg(tmp_path: Path) -> None:
     path = tmp_path / "x.svg"
-    assert run("show", "dgx2:2", "--svg", str(path)).startswith("wrote")
+    assert run("show", "dgx2:2", "-o", str(path)).startswith("wrote")
     assert ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
@@ -75,7 +75,7 @@ def test_convert_refuses_forms_it_does_not_write(tmp_path: Path) -> None:
 
 def test_show_refuses_a_place_it_cannot_write() -> None:
     with pytest.raises(InvalidInput, match="there is no directory /nonexistent"):
-        run("show", "ring", "--svg", "/nonexistent/x.svg")
+        run("show", "ring", "-o", "/nonexistent/x.svg")
 
 
 @pytest.mark.parametrize("command", ["list", "show", "check", "convert"])

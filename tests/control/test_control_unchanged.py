@@ -44,7 +44,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
         job = subprocess.Popen(
             [
                 sys.executable, "-m", "stretto", "run", "--controller", f"unix:{folder}/socket",
-                "--token-file", str(folder / "token"), "--report", str(page),
+                "--token-file", str(folder / "token"), "--html", str(page),
                 "--", sys.executable, str(JOBS / "unchanged_job.py"), str(folder),
             ],
             env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,

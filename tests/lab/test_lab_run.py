@@ -46,7 +46,7 @@ def test_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_truth_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "truth.yaml"
-    assert run([*SMALL, "--truth", str(file), "--", "true"]) == 0
+    assert run([*SMALL, "-o", str(file), "--", "true"]) == 0
     assert str(file) in capsys.readouterr().out
     lab = Lab(hosts=2, ranks_per_host=1, uplinks={"rdma": "400mbit", "eth": "200mbit"})
     assert Cluster.load(str(file)) == lab.cluster()

@@ -154,10 +154,10 @@ def test_every_door_uses_ports_between_hosts_and_memory_inside(tmp_path: Path) -
     save_program(algorithm("ring", "all_gather", 8), text)
     commands = (
         ("synth", "allgather", *where, *quick, "-o", files["synth"]),
-        ("synth", "allgather", *where, *quick, "--sizes", "1K,1M", "--format", "json", "-o", tmp_path / "table"),
+        ("synth", "allgather", *where, *quick, "--bytes", "1K,1M", "--format", "json", "-o", tmp_path / "table"),
         ("program", "convert", text, files["convert"], *where),
         ("program", "convert", text, files["hosts"], "--hosts", "0,0,0,0,1,1,1,1"),
-        ("simulate", "ring", "--collective", "all_gather", *where, "--program", files["simulate"]),
+        ("simulate", "ring", "--collective", "all_gather", *where, "-o", files["simulate"]),
     )
     for command in commands:
         assert run([str(part) for part in command]) == 0

@@ -278,7 +278,7 @@ def label(name: str, **options: object) -> str:
         whole = f"{name}({inside})" if inside else name
         if len(whole) <= MAX_NAME:
             break
-    return whole[:MAX_NAME]
+    return whole if len(whole) <= MAX_NAME else f"{whole[: MAX_NAME - 3]}..."
 
 
 def unless(default: object, value: object) -> object:

@@ -1,4 +1,4 @@
-"""The command ``stretto``: one module per subcommand, one line and exit code 2 for anything wrong."""
+"""The command ``stretto``: one module per command, one line and exit code 2 for anything wrong."""
 
 from __future__ import annotations
 
@@ -11,30 +11,10 @@ import typer
 
 from .. import __version__
 from ..errors import StrettoError
-from .algorithms import algorithms
-from .bench import bench
-from .bound import bound
-from .cluster import app as cluster_app
-from .collective import app as collective_app
+from .commands import LazyGroup
 from .common import one_line, say
-from .controller import controller
-from .demo import demo
-from .dims import app as dims_app
-from .lab import app as lab_app
-from .motif import app as motif_app
 from .outputs import open_standard_streams, quiet_stdout
-from .pipeline import app as pipeline_app
-from .plan import app as plan_app
-from .probe import probe
-from .program import app as program_app
-from .reshard import reshard
-from .run import run as run_job
-from .simulate import simulate
-from .status import status
-from .strategy import app as strategy_app
-from .synth import synth
-from .tune import tune
-from .workload import app as workload_app
+from .session import SESSION
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
@@ -42,34 +22,12 @@ MAX_MESSAGE = 1500
 
 app = typer.Typer(
     name="stretto",
+    cls=LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(simulate)
-app.command()(bound)
-app.command()(synth)
-app.command()(reshard)
-app.command()(algorithms)
-app.command()(probe)
-app.command()(bench)
-app.command("run", context_settings={"allow_interspersed_args": False})(run_job)
-app.command(context_settings={"allow_interspersed_args": False})(tune)
-app.command()(controller)
-app.command()(status)
-app.add_typer(cluster_app, name="cluster")
-app.add_typer(collective_app, name="collective")
-app.add_typer(lab_app, name="lab")
-app.add_typer(dims_app, name="dims")
-app.add_typer(motif_app, name="motif")
-app.add_typer(pipeline_app, name="pipeline")
-app.add_typer(program_app, name="program")
-app.add_typer(plan_app, name="plan")
-app.add_typer(strategy_app, name="strategy")
-app.add_typer(workload_app, name="workload")
 
 
 def _version(wanted: bool) -> None:
@@ -83,6 +41,12 @@ def _main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only results and errors; here or among a command's options.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print what the library logs, too; here or there.")
+    ] = False,
 ) -> None:
     """A communication compiler for distributed training.
 
@@ -90,11 +54,14 @@ def _main(
     Examples:
       stretto demo
       stretto cluster show dgx2:2
-      stretto simulate all --cluster dgx2:2 --bytes 1K..1G
-      stretto synth allgather --cluster dgx2:2 --bytes 64M -o ag.xml
-      stretto program verify FILE
-      stretto workload show dlrm:A2
+      stretto simulate all -c dgx2:2 -b 1K..1G
+      stretto synth allgather -c dgx2:2 -b 64M -o ag.xml
+      stretto plan -w dlrm:A2 -c hgx2:16 -o plan.json --html plan.html
+      stretto run -- torchrun --nproc-per-node 4 train.py
     """
+    SESSION.quiet = SESSION.quiet or quiet
+    if verbose:
+        SESSION.be_verbose()
 
 
 def main() -> None:
@@ -106,6 +73,7 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; wrong input is one line on stderr."""
+    SESSION.begin()
     try:
         code = app(args=list(arguments), prog_name="stretto", standalone_mode=False)
         sys.stdout.flush()
@@ -115,7 +83,11 @@ def run(arguments: Sequence[str]) -> int:
     except typer.TyperException as error:
         # Saying nothing at all asks for help, which has been printed by now.
         message = error.format_message()
-        return _fail(f"{message.rstrip('.')}; see '{_command(error)} --help'") if message else 0
+        return (
+            _fail(f"{message.rstrip('.')}{'' if message[-1] == '?' else ';'} see '{_command(error)} --help'")
+            if message
+            else 0
+        )
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except MemoryError:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ..algorithms import collective_kind
+from ..cluster import Cluster
 from ..errors import InvalidInput
-from .common import out, progress
+from ..planner.costs.measured import Measurement, overlaps, write_measurements
+from ..report.table import ResultTable
+from ..runtime.probe.bench import KINDS, BenchResult, runs
+from ..runtime.probe.bench import bench as measure
+from ..runtime.probe.join import joined, place
+from ..units import format_bytes, format_us
+from .common import out, parse_all_sizes, parse_names, progress
+from .options import BudgetOption, BytesOption, ClusterOption, FactorOption
 from .outputs import OutputFiles, output
-
-if TYPE_CHECKING:
-    from ..runtime.probe.bench import BenchResult
 
 
 def bench(
@@ -27,14 +33,13 @@ def bench(
             help="Where rank 0 writes the table.",
         ),
     ],
-    cluster: Annotated[str, typer.Option(metavar="FILE", help="The job's cluster, as 'stretto probe' writes it.")],
-    bytes_: Annotated[
-        str, typer.Option("--bytes", metavar="SIZES", help="Sizes: 1M, a list, or a range such as 64K..4M.")
-    ] = "64K..4M",
+    cluster: ClusterOption,
+    nbytes: BytesOption = "64K..4M",
+    factor: FactorOption = 4.0,
     collectives: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Only these; by default the five that training uses.")
     ] = None,
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="What is not timed by then is left out.")] = 60.0,
+    budget: BudgetOption = 60.0,
 ) -> None:
     """Time motifs on a job's ranks, alone and in overlapping pairs. Every rank runs this command.
 
@@ -45,27 +50,19 @@ def bench(
 
     \b
     Examples:
-      torchrun --nproc-per-node 4 -m stretto bench --cluster c.yaml -o costs.csv
+      torchrun --nproc-per-node 4 -m stretto bench -c c.yaml -o costs.csv
       stretto lab run --uplink 400mbit -- \\
-          stretto bench --cluster c.yaml -o costs.csv --bytes 64K,1M
-      stretto plan --workload mine.json --cluster c.yaml --costs costs.csv
+          stretto bench -c c.yaml -o costs.csv -b 64K,1M
+      stretto plan -w mine.json -c c.yaml --costs costs.csv
     """
-    from ..algorithms import collective_kind
-    from ..cluster import Cluster
-    from ..planner.costs.measured import write_measurements
-    from ..report.sweep import parse_sizes
-    from ..runtime.probe.bench import KINDS, runs
-    from ..runtime.probe.join import joined, place
-
     if not 0 < budget < 1e6:
         raise InvalidInput(f"--budget: must be more than 0 and less than 1e6 seconds, not {budget:g}")
     rank, world = place(command="bench")
     known = Cluster.load(cluster)
     if known.num_devices != world:
         raise InvalidInput(f"--cluster: {known.name} has {known.num_devices} devices, the job {world} ranks")
-    sizes = parse_sizes(bytes_)
-    kinds = tuple(collective_kind(name.strip()) for name in collectives.split(",")) if collectives else KINDS
-    from ..runtime.probe.bench import bench as measure
+    sizes = parse_all_sizes(nbytes, factor)
+    kinds = tuple(map(collective_kind, parse_names(collectives) or ())) or KINDS
 
     with ExitStack() as stack:
         executor = stack.enter_context(joined())
@@ -80,22 +77,17 @@ def bench(
             f"{len(done.measurements)} measurements in {done.seconds:.0f} s",
         )
         _tell(done)
-        files.tell()
+        files.tell(f"stretto plan -w WORKLOAD -c {cluster} --costs {target}")
 
 
 def _tell(done: BenchResult) -> None:
     """The fastest of every motif, and how much overlapped pairs slow each other."""
-    from rich.table import Table
-
-    from ..planner.costs.measured import Measurement, overlaps
-    from ..units import format_bytes, format_us
-
     best: dict[tuple[object, ...], Measurement] = {}
     for row in done.measurements:
         key = row.collective, row.nranks, row.groups, row.channels, row.nbytes
         if row.beside is None and (key not in best or row.time_us < best[key].time_us):
             best[key] = row
-    table = Table("collective", "ranks", "channels", "bytes", "fastest", "time", box=None)
+    table = ResultTable("collective", "ranks", "channels", ">bytes", "fastest", ">time")
     for row in best.values():
         ranks = f"{row.groups} x {row.nranks}" if row.groups > 1 else str(row.nranks)
         size, taken = format_bytes(row.nbytes), format_us(row.time_us)

@@ -7,8 +7,17 @@ from typing import Annotated
 
 import typer
 
-from .common import out, progress
-from .outputs import YAML, output
+from ..cluster import Cluster
+from ..cluster.check import channel_groups, oddities, require_reachable
+from ..cluster.files import load, save
+from ..cluster.presets import presets
+from ..files import write_file
+from ..report.cluster_drawing import picture, to_svg
+from ..report.table import ResultTable
+from .common import next_step, out, progress, say, wrote
+from .completion import cluster_names
+from .options import JsonOption
+from .outputs import YAML, OutputFiles, output
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,27 +42,30 @@ app = typer.Typer(
 )
 
 ClusterArgument = Annotated[
-    str, typer.Argument(metavar="CLUSTER", help="A preset such as dgx2:2, or the path of a file.")
+    str,
+    typer.Argument(
+        metavar="CLUSTER", autocompletion=cluster_names, help="A preset such as dgx2:2, or the path of a file."
+    ),
 ]
 
 
 @app.command("list")
-def list_presets() -> None:
+def list_presets(rows: JsonOption = None) -> None:
     """The presets, with what they are and how many nodes they have by default.
 
     \b
     Example:
       stretto cluster list
     """
-    from rich.table import Table
-
-    from ..cluster.presets import presets
-
-    table = Table("preset", "what", box=None, pad_edge=False)
-    table.add_column("default nodes", justify="right")
+    table = ResultTable("preset", "what", ">nodes")
     for entry in presets():
         table.add_row(entry.name, entry.description, str(entry.default_nodes))
+    files = OutputFiles()
+    files.json(rows, {"presets": [
+        {"name": one.name, "what": one.description, "nodes": one.default_nodes} for one in presets()
+    ]})  # fmt: skip
     out().print(table)
+    files.tell("stretto cluster show dgx2:2")
 
 
 @app.command()
@@ -61,34 +73,41 @@ def show(
     cluster: ClusterArgument,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", callback=output(".svg"), help="Write a drawing to this SVG file instead."),
+        typer.Option(
+            "--output", "-o", metavar="FILE.svg", callback=output(".svg"), help="Write a drawing to this file instead."
+        ),
     ] = None,
+    rows: JsonOption = None,
 ) -> None:
     """Draw a cluster: who is linked with whom, at what rate and latency.
 
     \b
     Examples:
       stretto cluster show ndv2
-      stretto cluster show dgx2:2 --svg dgx2.svg
+      stretto cluster show dgx2:2 -o dgx2.svg
       stretto cluster show /etc/nccl/topo.xml:4
     """
-    from ..cluster.files import load
-    from ..files import write_file
-    from ..report.cluster_drawing import picture, to_svg
-
     with progress("drawing", 1) as advance:
         advance(cluster)
         loaded = load(cluster)
         drawing = picture(loaded) if svg is None else to_svg(loaded)
+    files = OutputFiles()
+    files.json(rows, _facts(loaded))
+    files.write(svg, lambda path: write_file(path, str(drawing)))
     if svg is None:
         out().print(drawing)
-        return
-    write_file(svg, str(drawing))
-    typer.echo(f"wrote {svg}")
+    files.tell("" if svg is not None else f"stretto simulate all -c {cluster} -b 1K..1G")
+
+
+def _facts(cluster: Cluster) -> dict[str, object]:
+    return {
+        "name": cluster.name, "devices": cluster.num_devices, "links": cluster.num_links,
+        "channels": list(cluster.channels), "multicasts": bool(cluster.multicasts), "notes": list(cluster.notes),
+    }  # fmt: skip
 
 
 @app.command()
-def check(cluster: ClusterArgument) -> None:
+def check(cluster: ClusterArgument, rows: JsonOption = None) -> None:
     """Read a cluster, make sure that all devices reach each other, and say what is odd about it.
 
     \b
@@ -96,29 +115,34 @@ def check(cluster: ClusterArgument) -> None:
       stretto cluster check my.yaml
       stretto cluster check topo.xml:4
     """
-    from ..cluster.check import channel_groups, oddities, require_reachable
-    from ..cluster.files import load
-
     with progress("checking", 1) as advance:
         advance(cluster)
         loaded = load(cluster)
         require_reachable(loaded)
         joined, odd = channel_groups(loaded), oddities(loaded)
-    typer.echo(f"{loaded.name}: valid, {loaded.num_devices} devices that all reach each other")
+    files = OutputFiles()
+    files.json(rows, _facts(loaded) | {"groups": {name: list(sizes) for name, sizes in joined.items()}, "odd": odd})
+    say(f"{loaded.name}: valid, {loaded.num_devices} devices that all reach each other")
     for channel, groups in joined.items():
-        typer.echo(f"  channel {channel} {_joined(groups)}")
+        say(f"  channel {channel} {_joined(groups)}")
     for line in odd:
-        typer.echo(f"  odd: {line}")
+        say(f"  odd: {line}")
     if loaded.multicasts:
         names = [loaded.node_names[n] for n in loaded.node_multicast.nonzero()[0][:8]]
-        typer.echo(f"  multicast: {', '.join(names)}{', ...' if loaded.node_multicast.sum() > 8 else ''}")
+        say(f"  multicast: {', '.join(names)}{', ...' if loaded.node_multicast.sum() > 8 else ''}")
     for note in loaded.notes:
-        typer.echo(f"  note: {note}")
+        say(f"  note: {note}")
+    files.tell()
 
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(metavar="IN", help="A preset, or a file of any form that is read.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="IN", autocompletion=cluster_names, help="A preset, or a file of any form that is read."
+        ),
+    ],
     target: Annotated[
         Path, typer.Argument(metavar="OUT", callback=output(*YAML), help="The file to write: .yaml, .yml or .json.")
     ],
@@ -130,15 +154,14 @@ def convert(
       stretto cluster convert topo.xml:4 four-hosts.yaml
       stretto cluster convert themis_2d_sw_sw themis.json
     """
-    from ..cluster.files import load, save
-
     with progress("converting", 1) as advance:
         advance(source)
         loaded = load(source)
         save(loaded, target)
-    typer.echo(f"wrote {target}: {loaded.num_devices} devices, {loaded.num_links} links")
+    wrote(out(), target, f"{loaded.num_devices} devices, {loaded.num_links} links")
     for note in loaded.notes:
-        typer.echo(f"  note: {note}")
+        say(f"  note: {note}")
+    next_step(f"stretto cluster show {target}")
 
 
 def _joined(groups: list[int]) -> str:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ..algorithms.base import collective_kind
+from ..collectives import COLLECTIVES, ROOTED, Collective
+from ..collectives.conditions import MAX_ENTRIES, as_ranks
+from ..collectives.files import load_collective, save_collective
 from ..errors import InvalidInput
-from .common import out, progress
+from ..report.table import ResultTable
+from .common import about, out, progress
+from .completion import collective_names
+from .options import JsonOption
 from .outputs import YAML, OutputFiles, output
-
-if TYPE_CHECKING:
-    from ..collectives import Collective
 
 app = typer.Typer(no_args_is_help=True, help="What a collective starts from and must achieve.")
 
@@ -21,39 +25,46 @@ _MAX_ROWS = 16
 
 
 @app.command("list")
-def list_all() -> None:
+def list_all(rows: JsonOption = None) -> None:
     """List the collectives that are known by name.
 
     \b
     Example:
       stretto collective list
     """
-    from rich.table import Table
-    from rich.text import Text
-
-    from ..collectives import COLLECTIVES
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("collective")
-    table.add_column("what must be true afterwards")
-    for kind, build in COLLECTIVES.items():
-        table.add_row(kind, Text((build.__doc__ or "").strip().split("\n")[0].replace("`", "")))
+    said = {kind: (build.__doc__ or "").strip().split("\n")[0].replace("`", "") for kind, build in COLLECTIVES.items()}
+    table = ResultTable("collective", "what must be true afterwards")
+    for kind, text in said.items():
+        table.add_row(kind, text)
+    files = OutputFiles()
+    files.json(rows, {"collectives": [{"name": kind, "what": text} for kind, text in said.items()]})
     console = out()
     console.print(table)
     console.print("\nOthers can be written down in a file; see 'stretto collective show --help'.")
+    files.tell("stretto collective show all_gather")
 
 
 @app.command()
 def show(
-    what: Annotated[str, typer.Argument(metavar="KIND|FILE", help="A collective's name, or a file.")],
+    what: Annotated[
+        str,
+        typer.Argument(metavar="KIND|FILE", autocompletion=collective_names, help="A collective's name, or a file."),
+    ],
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="How many ranks (for a name; default 4).")] = None,
     chunks: Annotated[int | None, typer.Option(help="Pieces per shard (for a name).")] = None,
     root: Annotated[int | None, typer.Option(help="The root, where there is one (default 0).")] = None,
     in_place: Annotated[bool | None, typer.Option("--in-place", help="Input and output share memory.")] = None,
-    save: Annotated[
+    target: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.yaml", callback=output(*YAML), help="Also write it down, as a start for one's own."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE.yaml",
+            callback=output(*YAML),
+            help="Also write it down, as a start for one's own.",
+        ),
     ] = None,
+    rows: JsonOption = None,
 ) -> None:
     """Show every rank's buffers before and after.
 
@@ -61,50 +72,47 @@ def show(
     Examples:
       stretto collective show all_gather
       stretto collective show broadcast --ranks 8 --root 3
-      stretto collective show all_to_all --save mine.yaml
+      stretto collective show all_to_all -o mine.yaml
       stretto collective show mine.yaml
 
     A chunk is written c3, and c3[0,2] where it is made of the parts of ranks 0 and 2.
     """
-    from rich.table import Table
-
-    from ..collectives.files import save_collective
-
     given = {"ranks": ranks, "chunks": chunks, "root": root, "in_place": in_place}
     with progress("building", 1) as advance:
         advance(what)
         collective = _load(what, {key: value for key, value in given.items() if value is not None})
+    shown = [
+        (str(rank), str(collective.ranks[rank]), *_buffers(collective, rank))
+        for rank in range(min(collective.num_ranks, _MAX_ROWS))
+    ]
     files = OutputFiles()
-    files.write(save, lambda path: save_collective(collective, path))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("rank", "device", "starts with", "must end with"):
-        table.add_column(heading, overflow="fold")
-    for rank in range(min(collective.num_ranks, _MAX_ROWS)):
-        low, high = collective.in_ptr[rank], collective.in_ptr[rank + 1]
-        starts = [
-            (c, (p,))
-            for c, p in zip(collective.in_chunk[low:high].tolist(), collective.in_part[low:high].tolist(), strict=True)
-        ]
-        low, high = collective.out_ptr[rank], collective.out_ptr[rank + 1]
-        ends = [(int(collective.out_chunk[at]), collective.parts_of(at)) for at in range(low, high)]
-        table.add_row(str(rank), str(collective.ranks[rank]), _buffer(starts), _buffer(ends))
+    files.write(target, lambda path: save_collective(collective, path))
+    files.json(rows, {"kind": collective.kind, "num_ranks": collective.num_ranks, "num_chunks": collective.num_chunks,
+        "ranks": [{"rank": int(r), "device": int(d), "starts": a, "ends": b} for r, d, a, b in shown]})  # fmt: skip
+    table = ResultTable(">rank", ">device", "starts with", "must end with")
+    for row in shown:
+        table.add_row(*row)
     console = out()
-    console.print(f"{collective!r}"[1:-1], markup=False)
+    console.print(about(collective), markup=False)
     console.print(table)
     if collective.num_ranks > _MAX_ROWS:
         console.print(f"{collective.num_ranks - _MAX_ROWS} more ranks")
-    files.tell()
+    files.tell(f"stretto bound {target} -c CLUSTER" if target is not None else "")
+
+
+def _buffers(collective: Collective, rank: int) -> tuple[str, str]:
+    """What a rank starts with, and what it must end with."""
+    low, high = collective.in_ptr[rank], collective.in_ptr[rank + 1]
+    chunks, parts = collective.in_chunk[low:high].tolist(), collective.in_part[low:high].tolist()
+    starts = [(c, (p,)) for c, p in zip(chunks, parts, strict=True)]
+    low, high = collective.out_ptr[rank], collective.out_ptr[rank + 1]
+    ends = [(int(collective.out_chunk[at]), collective.parts_of(at)) for at in range(low, high)]
+    return _buffer(starts), _buffer(ends)
 
 
 def _load(what: str, given: dict[str, Any]) -> Collective:
     """A collective by name with the options that were given, or a file, which takes none."""
-    from ..algorithms.base import collective_kind
-    from ..collectives import COLLECTIVES, ROOTED
-    from ..collectives.conditions import MAX_ENTRIES, as_ranks
-
     if Path(what).suffix or Path(what).exists():
-        from ..collectives.files import load_collective
-
         _refuse(given, given, "a file says this itself")
         return load_collective(what)
     kind = collective_kind(what)
@@ -135,7 +143,7 @@ def _buffer(entries: Sequence[tuple[int, tuple[int, ...]]]) -> str:
             runs[-1] = (runs[-1][0], chunk, parts)
         else:
             runs.append((chunk, chunk, parts))
-    texts = [f"c{a}{f'..c{b}' if b > a else ''}\\[{_span(parts)}]" for a, b, parts in runs]
+    texts = [f"c{a}{f'..c{b}' if b > a else ''}[{_span(parts)}]" for a, b, parts in runs]
     shown = texts if len(texts) <= 8 else [*texts[:7], f"... {len(texts) - 7} more"]
     return " ".join(shown) or "-"
 

@@ -1,7 +1,9 @@
-"""What the commands share: consoles, rank lists, a progress bar that only shows when it takes long."""
+"""What the commands share: consoles, lists of ranks and sizes, a progress bar that only shows when it takes long."""
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import sys
 import threading
@@ -14,6 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from ..errors import InvalidInput
+from .session import SESSION
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -40,8 +43,20 @@ def one_line(text: str) -> str:
     return printable("".join(" " if c.isspace() else c for c in text))
 
 
+def about(thing: object) -> str:
+    """What an object says of itself, without what only programmers want to know.
+
+    >>> from stretto.cluster import Cluster
+    >>> about(Cluster.load("ring:4"))[:6]
+    'ring:4'
+    """
+    return re.sub(r"<\w+ (.*)>", r"\1", repr(thing), flags=re.DOTALL)
+
+
 def say(text: str, *, error: bool = False) -> None:
     """Print one line to standard output, or to standard error; names in it may come from files and other processes."""
+    if not error and SESSION.json_alone:
+        return
     print(one_line(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 
@@ -56,18 +71,34 @@ class _CleanConsole(Console):
 
 def out() -> Console:
     """Where results go; at least 80 columns when nobody looks, so that files and pipes keep their tables."""
-    console = _CleanConsole(highlight=False, soft_wrap=False)
-    return console if console.is_terminal else _CleanConsole(highlight=False, width=max(80, console.width))
+    if SESSION.json_alone:
+        return Console(file=io.StringIO(), width=80)
+    console = _console()
+    return console if console.is_terminal else _console(width=max(80, console.width))
 
 
 def progress_console() -> Console:
     """Where a bar goes that shows how far a command is."""
-    return _CleanConsole(stderr=True)
+    return _console(stderr=True, quiet=SESSION.quiet)
+
+
+def _console(**settings: Any) -> _CleanConsole:
+    # Rich leaves out colors by itself where NO_COLOR is set, but not bold and dim.
+    if os.environ.get("NO_COLOR"):
+        settings["color_system"] = None
+    return _CleanConsole(highlight=False, **settings)
 
 
 def wrote(console: Console, path: Path, note: str = "") -> None:
     """Say what was written, on one line that can be copied."""
-    console.print(f"wrote {path}{f' ({note})' if note else ''}", markup=False, soft_wrap=True)
+    if not SESSION.quiet:
+        console.print(f"wrote {path}{f' ({note})' if note else ''}", markup=False, soft_wrap=True)
+
+
+def next_step(command: str) -> None:
+    """Say, as the last line, what most people do next; not to who asked for quiet."""
+    if not SESSION.quiet:
+        out().print(f"next: {command}", style="dim", markup=False, soft_wrap=True)
 
 
 def plot_width(console: Console) -> int:
@@ -101,7 +132,7 @@ def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
 
     timer = threading.Timer(SHOW_AFTER_S, bar.start)
     timer.daemon = True
-    if bar.console.is_terminal:
+    if bar.console.is_terminal and not SESSION.quiet:
         timer.start()
     try:
         yield advance
@@ -161,6 +192,46 @@ def check_root(kind: str, root: int | None) -> dict[str, int]:
     return {"root": root}
 
 
+def parse_all_sizes(text: str, factor: float) -> tuple[int, ...]:
+    """Sizes as ``--bytes`` takes them: one, a list, or a range that grows by ``--factor``.
+
+    >>> parse_all_sizes("1K..64K", 8.0)
+    (1000, 8000, 64000)
+    """
+    from ..report.sweep import parse_sizes
+
+    try:
+        return parse_sizes(text, factor=factor)
+    except InvalidInput as error:
+        option = "" if str(error).startswith("factor") else "--bytes: "
+        raise InvalidInput(f"{option}{error}") from None
+
+
+def parse_one_size(text: str, option: str = "--bytes") -> int:
+    """The size of an option that takes one.
+
+    >>> parse_one_size("64M")
+    64000000
+    """
+    from ..units import parse_bytes
+
+    if "," in text or ".." in text:
+        raise InvalidInput(f"{option} {text[:80]!r}: one size is expected here, such as 64M")
+    try:
+        return parse_bytes(text)
+    except InvalidInput as error:
+        raise InvalidInput(f"{option}: {error}") from None
+
+
+def parse_names(text: str | None) -> list[str] | None:
+    """Names with commas between them; None where none were given.
+
+    >>> parse_names("nvlink, rdma"), parse_names(None)
+    (['nvlink', 'rdma'], None)
+    """
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
 def parse_limits(min_bytes: str | None, max_bytes: str | None) -> dict[str, int]:
     """The ends of a range of sizes that were given, by name; ``0`` as the upper one is no limit.
 
@@ -211,10 +282,8 @@ def _value(text: str) -> Any:
     return numbers[0] if len(numbers[0]) > 1 else numbers[0][0]
 
 
-def write_json(path: Path, value: object) -> None:
-    """Plain data, indented so that a person can read it."""
+def json_bytes(value: object) -> bytes:
+    """Plain data as JSON, indented so that a person can read it."""
     import msgspec
 
-    from ..files import write_file
-
-    write_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

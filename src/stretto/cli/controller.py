@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InvalidInput
+from .options import BudgetOption
 from .outputs import output
 
 
@@ -24,7 +25,7 @@ def controller(
     state: Annotated[
         Path | None, typer.Option(metavar="FILE", callback=output(), help="Where the last plan's number is kept.")
     ] = None,
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="For making one plan.")] = 5.0,
+    budget: BudgetOption = 5.0,
     tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="This controller's certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Who signs the ranks' certificates.")] = None,

@@ -7,20 +7,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from .common import out, plot_width
+from ..algorithms import algorithm, defined_for
+from ..cluster import Cluster
+from ..errors import Infeasible
+from ..files import write_file
+from ..planner import api
+from ..programs import Lowered, Program
+from ..programs.formats import load_program, mscclpp_reader, save_program
+from ..programs.interpret import check
+from ..report import html, write_perfetto
+from ..report.cluster_drawing import picture
+from ..report.cluster_svg import to_svg
+from ..report.plan_html import write_plan_html
+from ..report.plan_tables import systems_table
+from ..report.plots import sweep_plot
+from ..report.sweep import Sweep, parse_sizes
+from ..report.table import ResultTable
+from ..report.tables import sweep_table
+from ..simulator import Timeline
+from ..units import format_us
+from ..workload import Workload
+from . import demo_lab as real
+from .common import about, out, plot_width
 from .outputs import output
-
-if TYPE_CHECKING:
-    from ..cluster import Cluster
-    from ..programs import Lowered, Program
-    from ..report.sweep import Sweep
-    from ..simulator import Timeline
+from .simulate import SimulationSetup
 
 CLUSTER = "dgx2:2"
 PROGRAMS = (("all_reduce", "hierarchical"), ("all_gather", "ring"), ("all_to_all", "two_step"))
@@ -31,7 +46,7 @@ SEARCH_STEPS = 4000
 
 def demo(
     folder: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", callback=output(folder=True), help="Where the files go.")
+        Path, typer.Option("--output", "-o", metavar="DIR", callback=output(folder=True), help="Where the files go.")
     ] = Path("stretto-demo"),
 ) -> None:
     """Run the whole path once: cluster, programs, proof, export, simulation, report, a planned step, a real run.
@@ -42,7 +57,7 @@ def demo(
     \b
     Examples:
       stretto demo
-      stretto demo --out /tmp/look
+      stretto demo -o /tmp/look
     """
     folder.mkdir(parents=True, exist_ok=True)
     tour = _Tour(console=out(), folder=folder)
@@ -80,11 +95,6 @@ class _Tour:
         return self.folder / name
 
     def cluster(self) -> Cluster:
-        from ..cluster import Cluster
-        from ..files import write_file
-        from ..report.cluster_drawing import picture
-        from ..report.cluster_svg import to_svg
-
         with self.step("A cluster: two DGX-2 nodes, 32 GPUs, every link with its latency and rate"):
             cluster = Cluster.load(CLUSTER)
             self.console.print(picture(cluster))
@@ -94,13 +104,9 @@ class _Tour:
         return cluster
 
     def programs(self, cluster: Cluster) -> list[Program]:
-        from ..algorithms import algorithm
-
         with self.step("Programs for three collectives, proved right before anything else"):
             programs = [algorithm(name, kind, cluster.num_devices, cluster=cluster) for kind, name in PROGRAMS]
-            table = Table(box=None, pad_edge=False)
-            for heading in ("collective", "program", "transfers", "proved without race or deadlock"):
-                table.add_column(heading, justify="right" if heading == "transfers" else "left")
+            table = ResultTable("collective", "program", ">transfers", "proved without race or deadlock")
             for program in programs:
                 report = program.verify()
                 proof = f"with FIFO depth {report.fifo_depth}"
@@ -109,8 +115,6 @@ class _Tour:
         return programs
 
     def streams(self, programs: list[Program]) -> list[Lowered]:
-        from ..programs.interpret import check
-
         with self.step("Lowered to instruction streams, and run rank by rank on NumPy data"):
             lowered = [program.lower() for program in programs]
             for streams in lowered:
@@ -122,9 +126,6 @@ class _Tour:
         return lowered
 
     def exports(self, cluster: Cluster, programs: list[Program], lowered: list[Lowered]) -> None:
-        from ..programs import Lowered
-        from ..programs.formats import load_program, mscclpp_reader, save_program
-
         with self.step("Written as text, for MSCCL (XML) and for MSCCL++ (JSON), and read again"):
             hosts = cluster.hosts_of(range(cluster.num_devices)).tolist()
             for program, streams in zip(programs, lowered, strict=True):
@@ -147,12 +148,6 @@ class _Tour:
                 )
 
     def sweep(self, cluster: Cluster) -> tuple[Sweep, Timeline]:
-        from ..algorithms import algorithm, defined_for
-        from ..report.plots import sweep_plot
-        from ..report.sweep import parse_sizes
-        from ..report.tables import sweep_table
-        from .simulate import SimulationSetup
-
         with self.step("Every all-reduce of the library, simulated, against the lower bound"):
             ranks = cluster.num_devices
             programs = {
@@ -165,9 +160,6 @@ class _Tour:
         return sweep, fastest
 
     def report(self, cluster: Cluster, sweep: Sweep, fastest: Timeline) -> None:
-        from ..report import html, write_perfetto
-        from ..report.cluster_svg import to_svg
-
         with self.step("A report and a trace"):
             html.write_html(
                 self.path("report.html", "the report: open it in a browser"),
@@ -176,7 +168,7 @@ class _Tour:
                     html.sweep_section(sweep),
                     html.sweep_table_section(sweep),
                     html.timeline_section(fastest, f"The fastest at {sweep.largest}"),
-                    html.Section(heading="The cluster", note=repr(cluster)[1:-1], body=to_svg(cluster)),
+                    html.Section(heading="The cluster", note=about(cluster), body=to_svg(cluster)),
                 ],
             )
             trace = self.path("fastest.pftrace", f"the fastest at {sweep.largest}: open it in ui.perfetto.dev")
@@ -184,12 +176,6 @@ class _Tour:
             self.console.print(f"{written:,} transfers in the trace")
 
     def plan(self) -> None:
-        from ..cluster import Cluster
-        from ..planner import api
-        from ..report.plan_html import write_plan_html
-        from ..report.plan_tables import systems_table
-        from ..workload import Workload
-
         with self.step(f"A training step ({STEP}) on {STEP_CLUSTER}: all its communication planned together"):
             found = api.plan(Workload.load(STEP), Cluster.load(STEP_CLUSTER), steps=SEARCH_STEPS)
             self.console.print(systems_table(found.schedules))
@@ -197,10 +183,6 @@ class _Tour:
             write_plan_html(self.path("plan.html", "the same: timelines before and after, and why"), found)
 
     def run(self) -> None:
-        from ..errors import Infeasible
-        from ..units import format_us
-        from . import demo_lab as real
-
         where = f"{real.HOSTS} hosts x {real.RANKS} ranks, {real.ORDER}, behind uplinks of {real.RATE}"
         with self.step(f"For real: an all-reduce of {real.NBYTES >> 20} MB on {where}"):
             reason = real.missing()
@@ -221,15 +203,15 @@ class _Tour:
         console = self.console
         console.print(f"\nDone in {time.perf_counter() - self.begun:.0f} s.", style="bold")
         console.print(f"Files in {self.folder}:", markup=False, soft_wrap=True)
-        table = Table(box=None, pad_edge=False, show_header=False)
+        table = ResultTable("", "", header=False)
         for name, what in self.files.items():
             table.add_row(f"  {name}", what)
         console.print(table)
         console.print("\nNext", style="bold")
         for line in (
-            "stretto simulate all --cluster hgx2:4 --collective all_to_all --bytes 1K..1G",
-            "stretto simulate ring --cluster dgx_a100:2 --bytes 64M --trace ring.pftrace",
-            f"stretto simulate {self.folder / 'all_to_all.txt'} --cluster {CLUSTER} --bytes 1M",
+            "stretto simulate all -c hgx2:4 --collective all_to_all -b 1K..1G",
+            "stretto simulate ring -c dgx_a100:2 -b 64M --trace ring.pftrace",
+            f"stretto simulate {self.folder / 'all_to_all.txt'} -c {CLUSTER} -b 1M",
             f"stretto program show {self.folder / 'all_reduce.xml'}",
             f"stretto plan explain {self.folder / 'plan.json'} a2a-emb-fwd",
             "stretto cluster list",

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ..cluster import Cluster
+from ..dimensions import Dim, DimRun, DimSchedule, advisor, dims_of, ideal_us, simulate
+from ..dimensions.advisor import Advice, BandwidthSplit
+from ..dimensions.model import COLLECTIVES
+from ..dimensions.schedule import MAX_CHUNKS
+from ..dimensions.systems import SCHEDULERS, plan
+from ..dimensions.training import SYSTEMS, iteration
 from ..errors import InvalidInput, unknown
-from .common import out, plot_width, progress, write_json
-from .outputs import HTML, OutputFiles, output
-
-if TYPE_CHECKING:
-    from ..dimensions import Dim, DimRun, DimSchedule
-    from ..dimensions.advisor import BandwidthSplit
+from ..report.dims_html import activity_plot, activity_section, iteration_section, sweep_section
+from ..report.html import write_html
+from ..report.table import ResultTable
+from ..units import format_bytes, format_us
+from ..workload import Workload
+from .common import about, out, parse_all_sizes, parse_one_size, plot_width, progress
+from .options import BytesOption, ClusterOption, FactorOption, HtmlOption, JsonOption, OneSizeOption
+from .outputs import OutputFiles, output
+from .pages import write_tables
 
 ALL = "baseline,themis_fifo,themis_scf,stretto"
 GIGABITS = 8
 """Gb/s per GB/s: this is how the networks' vendors, and the paper, count."""
 MOST_GIGABITS = 1e9
+TRAIN_COLUMNS = ("iteration", "forward", "backward", "data", "model", "gain", "used")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,19 +50,14 @@ app = typer.Typer(
 
     \b
     Try:
-      stretto dims compare -c themis_3d_sw_sw_sw_homo --bytes 1G
-      stretto dims plot -c themis_3d_sw_sw_sw_homo --bytes 1G --html activity.html
-      stretto dims sweep -c themis_4d_ring_fc_ring_sw --bytes 100M
+      stretto dims compare -c themis_3d_sw_sw_sw_homo -b 1G
+      stretto dims plot -c themis_3d_sw_sw_sw_homo -b 1G --html activity.html
+      stretto dims sweep -c themis_4d_ring_fc_ring_sw -b 100M
       stretto dims train themis:dlrm -c themis_2d_sw_sw
-      stretto dims advise -c themis_3d_sw_sw_sw_homo --budget 2400
+      stretto dims advise -c themis_3d_sw_sw_sw_homo --gbit-per-s 2400
     """,
 )
 
-Cluster_ = Annotated[
-    str, typer.Option("--cluster", "-c", help="A network with dimensions: themis_2d_sw_sw, torus:8x8, or a file.")
-]
-Bytes = Annotated[str, typer.Option("--bytes", "-b", metavar="SIZE", help="Size of the collective: 100M, 1G, ...")]
-Sizes = Annotated[str, typer.Option("--bytes", "-b", metavar="SIZE|LIST|LOW..HIGH", help="One size, a list, a range.")]
 Kind = Annotated[str, typer.Option("--collective", help="all_reduce, reduce_scatter or all_gather.")]
 Chunks = Annotated[int, typer.Option(help="Pieces that the data is cut into.")]
 Flight = Annotated[
@@ -68,16 +75,12 @@ Offload = Annotated[
     str, typer.Option("--in-network", metavar="N,N", help="Dimensions (from 1) whose switches reduce and multicast.")
 ]
 Systems = Annotated[str, typer.Option("--schedulers", "-s", metavar="NAME,NAME", help="Which to show.")]
-Rows = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Also write the numbers.")
-]
-Html = Annotated[Path | None, typer.Option(metavar="FILE.html", callback=output(*HTML), help="Write an HTML report.")]
 
 
 @app.command()
 def schedule(
-    cluster: Cluster_,
-    nbytes: Bytes = "256M",
+    cluster: ClusterOption,
+    nbytes: OneSizeOption = "256M",
     system: Annotated[str, typer.Option("--scheduler", "-s", help=f"One of {ALL}.")] = "stretto",
     collective: Kind = "all_reduce",
     chunks: Chunks = 64,
@@ -87,8 +90,9 @@ def schedule(
     in_network: Offload = "",
     target: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.json", callback=output(".json"), help="Write it."),
+        typer.Option("--output", "-o", metavar="FILE.json", callback=output(".json"), help="Write the schedule."),
     ] = None,
+    rows: JsonOption = None,
 ) -> None:
     """One schedule: which way how many chunks go, and how busy that keeps each dimension.
 
@@ -96,12 +100,10 @@ def schedule(
 
     \b
     Examples:
-      stretto dims schedule -c themis_2d_sw_sw --bytes 100M
+      stretto dims schedule -c themis_2d_sw_sw -b 100M
       stretto dims schedule -c themis_3d_fc_ring_sw -s themis_scf --collective reduce_scatter
       stretto dims schedule -c themis_2d_sw_sw -o all_reduce.json
     """
-    from ..dimensions import simulate
-
     dims, size = _dims(cluster, in_network), _size(nbytes)
     planned = _plan(system, dims, collective, size, chunks, in_flight, sharing, tracker)
     run = simulate(planned, in_flight=in_flight, sharing=sharing)
@@ -109,9 +111,16 @@ def schedule(
     if target is not None:
         fixed = run.enforced()
         files.write(target, fixed.save, f"digest {fixed.digest}")
+    files.json(rows, {
+        "scheduler": system, "nbytes": size, "time_us": run.total_us, "utilization": run.utilization,
+        "dims": [
+            {"kind": dim.kind, "size": dim.size, "gb_per_s": dim.gb_per_s, "busy_us": float(run.busy_us[at])}
+            for at, dim in enumerate(run.dims)
+        ],
+    })  # fmt: skip
     console = out()
-    console.print(repr(planned), style="bold", markup=False)
-    console.print(repr(run), markup=False)
+    console.print(about(planned), style="bold", markup=False)
+    console.print(about(run), markup=False)
     console.print()
     console.print(_ways_table(planned))
     console.print()
@@ -121,62 +130,61 @@ def schedule(
 
 @app.command()
 def compare(
-    cluster: Cluster_,
-    nbytes: Sizes = "100M,256M,512M,1G",
+    cluster: ClusterOption,
+    nbytes: BytesOption = "100M,256M,512M,1G",
+    factor: FactorOption = 4.0,
     collective: Kind = "all_reduce",
     chunks: Chunks = 64,
     in_flight: Flight = 16,
     sharing: Sharing = "ordered",
     tracker: Tracker = "whole",
     in_network: Offload = "",
-    rows: Rows = None,
+    html: HtmlOption = None,
+    rows: JsonOption = None,
 ) -> None:
     """All schedulers beside the ideal: time, and the share of all bandwidth that is used.
 
     \b
     Examples:
       stretto dims compare -c themis_3d_sw_sw_sw_homo
-      stretto dims compare -c themis_2d_sw_sw --bytes 1M..1G --in-flight 4
+      stretto dims compare -c themis_2d_sw_sw -b 1M..1G --in-flight 4
       stretto dims compare -c themis_2d_sw_sw --in-network 1,2
       stretto dims compare -c themis_2d_sw_sw --tracker literal
     """
-    from rich.table import Table
-
-    from ..dimensions import ideal_us, simulate
-    from ..dimensions.systems import SCHEDULERS
-    from ..report.sweep import parse_sizes
-    from ..units import format_bytes, format_us
-
     dims = _dims(cluster, in_network)
-    sizes = parse_sizes(nbytes, factor=4.0)
-    table = Table("bytes", box=None, pad_edge=False)
-    for name in (*SCHEDULERS, "ideal"):
-        table.add_column(name, justify="right", no_wrap=True)
-    found = []
+    sizes = parse_all_sizes(nbytes, factor)
+    found: list[dict[str, Any]] = []
     with progress("scheduling", len(sizes)) as advance:
         for size in sizes:
             advance(format_bytes(size))
-            cells = []
             for name in SCHEDULERS:
                 planned = _plan(name, dims, collective, size, chunks, in_flight, sharing, tracker)
                 run = simulate(planned, in_flight=in_flight, sharing=sharing)
-                cells.append(f"{format_us(run.total_us)} {100 * run.utilization:5.1f} %")
                 found.append({"nbytes": size, "system": name, "time_us": run.total_us, "utilisation": run.utilization})
             best = ideal_us(dims, collective, size)
             found.append({"nbytes": size, "system": "ideal", "time_us": best, "utilisation": 1.0})
-            table.add_row(format_bytes(size), *cells, format_us(best))
+    times = ResultTable(">bytes", *(f">{name}" for name in (*SCHEDULERS, "ideal")), title="time")
+    used = ResultTable(">bytes", *(f">{name}" for name in SCHEDULERS), title="share of all bandwidth that is used")
+    for size in sizes:
+        here = [row for row in found if row["nbytes"] == size]
+        times.add_row(format_bytes(size), *(format_us(row["time_us"]) for row in here))
+        used.add_row(format_bytes(size), *(f"{100 * row['utilisation']:.1f} %" for row in here[:-1]))
+    about_it = _about(cluster, collective, chunks, in_flight, sharing)
     files = OutputFiles()
-    files.write(rows, lambda path: write_json(path, {"rows": found}))
+    files.json(rows, {"rows": found})
+    files.write(html, lambda path: write_tables(path, f"{collective} on {cluster}", times, used, note=about_it))
     console = out()
-    console.print(_about(cluster, collective, chunks, in_flight, sharing), markup=False, soft_wrap=True)
-    console.print(table)
-    files.tell()
+    console.print(about_it, markup=False, soft_wrap=True)
+    console.print(times)
+    console.print()
+    console.print(used)
+    files.tell(f"stretto dims plot -c {cluster} -b {format_bytes(sizes[-1]).replace(' ', '')} --html activity.html")
 
 
 @app.command()
 def plot(
-    cluster: Cluster_,
-    nbytes: Bytes = "1G",
+    cluster: ClusterOption,
+    nbytes: OneSizeOption = "1G",
     systems: Systems = ALL,
     collective: Kind = "all_reduce",
     chunks: Chunks = 64,
@@ -187,7 +195,7 @@ def plot(
     window: Annotated[
         float | None, typer.Option(metavar="US", help="The HTML curves average over so much time (default 100).")
     ] = None,
-    html: Html = None,
+    html: HtmlOption = None,
 ) -> None:
     """When each dimension has something to do (the paper's Fig. 9), one line per dimension; taller means busier.
 
@@ -196,10 +204,6 @@ def plot(
       stretto dims plot -c themis_3d_sw_sw_sw_homo
       stretto dims plot -c themis_3d_sw_sw_sw_homo -s baseline,stretto --html activity.html
     """
-    from ..dimensions import simulate
-    from ..report.dims_html import activity_plot, activity_section
-    from ..report.html import write_html
-
     if window is not None and html is None:
         raise InvalidInput("--window: is for the curves of --html, which is not given")
     dims, size = _dims(cluster, in_network), _size(nbytes)
@@ -225,8 +229,8 @@ def plot(
 
 @app.command()
 def sweep(
-    cluster: Cluster_,
-    nbytes: Bytes = "100M",
+    cluster: ClusterOption,
+    nbytes: OneSizeOption = "100M",
     counts: Annotated[str, typer.Option("--chunks", metavar="N,N", help="Numbers of chunks.")] = "4,8,16,32,64,128,512",
     systems: Systems = ALL,
     collective: Kind = "all_reduce",
@@ -235,8 +239,8 @@ def sweep(
     tracker: Tracker = "whole",
     header: Annotated[float, typer.Option(metavar="BYTES", help="Header of every packet.")] = 0.0,
     packet: Annotated[float, typer.Option(metavar="BYTES", help="Most payload of a packet.")] = 4096.0,
-    rows: Rows = None,
-    html: Html = None,
+    rows: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Utilisation over the number of chunks (the paper's Fig. 10): few cannot be balanced, many cost headers.
 
@@ -245,20 +249,10 @@ def sweep(
       stretto dims sweep -c themis_3d_sw_sw_sw_hetero
       stretto dims sweep -c themis_4d_ring_fc_ring_sw --header 42 --html chunks.html
     """
-    from dataclasses import replace
-
-    from rich.table import Table
-
-    from ..dimensions import simulate
-    from ..report.dims_html import sweep_section
-    from ..report.html import write_html
-
     dims = [replace(dim, header_bytes=header, packet_bytes=packet) for dim in _dims(cluster, "")]
     size, names, numbers = _size(nbytes), _names(systems), _counts(counts)
     series: dict[str, list[float]] = {name: [] for name in names}
-    table = Table("chunks", box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="right")
+    table = ResultTable(">chunks", *(f">{name}" for name in names))
     with progress("scheduling", len(numbers)) as advance:
         for number in numbers:
             advance(str(number))
@@ -274,7 +268,7 @@ def sweep(
     note = f"{collective} of {nbytes}; {in_flight} stages in flight, {sharing} sharing; {header:g} bytes of header."
     title = f"Chunks on {cluster}"
     files = OutputFiles()
-    files.write(rows, lambda path: write_json(path, {"rows": found}))
+    files.json(rows, {"rows": found})
     files.write(
         html,
         lambda path: write_html(path, title=title, sections=[sweep_section("Number of chunks", numbers, series, note)]),
@@ -288,12 +282,12 @@ def sweep(
 @app.command()
 def train(
     workload: Annotated[str, typer.Argument(metavar="WORKLOAD", help="themis:resnet152, themis:dlrm,bucket_mb=25")],
-    cluster: Cluster_,
+    cluster: ClusterOption,
     chunks: Chunks = 64,
     in_flight: Flight = 16,
     sharing: Sharing = "ordered",
-    rows: Rows = None,
-    html: Html = None,
+    rows: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """One training iteration: forward, backward, and the communication that nothing hides (the paper's Fig. 12).
 
@@ -303,21 +297,8 @@ def train(
       stretto dims train themis:resnet152,bucket_mb=25 -c themis_3d_fc_ring_sw --html step.html
       stretto dims train themis:transformer1t -c themis_4d_ring_sw_sw_sw
     """
-    from dataclasses import asdict
-
-    from rich.table import Table
-
-    from ..dimensions.training import SYSTEMS, iteration
-    from ..report.dims_html import iteration_section
-    from ..report.html import write_html
-    from ..units import format_us
-    from ..workload import Workload
-
     dims, loaded = _dims(cluster, ""), Workload.load(workload)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("system", no_wrap=True)
-    for title in ("iteration", "forward", "backward", "data", "model", "gain", "used"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = ResultTable("system", *(f">{name}" for name in TRAIN_COLUMNS))
     found = []
     with progress("simulating", len(SYSTEMS)) as advance:
         for system in SYSTEMS:
@@ -329,7 +310,7 @@ def train(
         used = "-" if each.system == "ideal" else f"{100 * each.utilization:.1f} %"
         table.add_row(each.system, *map(format_us, times), f"{speed:.3f}", used)
     files = OutputFiles()
-    files.write(rows, lambda path: write_json(path, {"rows": [asdict(each) for each in found]}))
+    files.json(rows, {"rows": [asdict(each) for each in found]})
     title = f"{workload} on {cluster}"
     files.write(
         html,
@@ -338,7 +319,7 @@ def train(
         ),
     )
     console = out()
-    console.print(repr(loaded), style="bold", markup=False)
+    console.print(about(loaded), style="bold", markup=False)
     for note in loaded.notes:
         console.print(f"  {note}", style="dim", markup=False)
     console.print(_about(cluster, None, chunks, in_flight, sharing), markup=False, soft_wrap=True)
@@ -350,11 +331,16 @@ def train(
 
 @app.command()
 def advise(
-    cluster: Cluster_,
-    budget: Annotated[
-        float | None, typer.Option(metavar="Gb/s", help="Total Gb/s (not GB/s) per device to spread over dimensions.")
+    cluster: ClusterOption,
+    gigabits: Annotated[
+        float | None,
+        typer.Option(
+            "--gbit-per-s", metavar="Gb/s", help="Total Gb/s (not GB/s) per device to spread over dimensions."
+        ),
     ] = None,
     increment: Annotated[float, typer.Option(help="Try so much of the total more, one dimension at a time.")] = 0.1,
+    html: HtmlOption = None,
+    rows: JsonOption = None,
 ) -> None:
     """Which dimensions have too much or too little bandwidth, what is the best possible, and where more of it pays.
 
@@ -363,57 +349,67 @@ def advise(
     \b
     Examples:
       stretto dims advise -c themis_3d_sw_sw_sw_homo
-      stretto dims advise -c themis_2d_sw_sw --budget 3000
+      stretto dims advise -c themis_2d_sw_sw --gbit-per-s 3000
     """
-    from rich.table import Table
-
-    from ..dimensions import advisor
-
     dims = _dims(cluster, "")
     advice = advisor.advise(dims, increment=increment)
-    splits = () if budget is None else _splits(dims, budget)
-    console = out()
-    console.print(
+    splits = () if gigabits is None else _splits(dims, gigabits)
+    pairs = ResultTable("pair", ">outer sends, of inner's time", "the outer one is")
+    for pair in advice.pairs:
+        pairs.add_row(f"dim{pair.inner + 1}, dim{pair.outer + 1}", f"{pair.ratio:.3g}", pair.verdict)
+    tables = [pairs, _more_table(dims, advice)]
+    if gigabits is not None:
+        tables.append(_splits_table(dims, gigabits, splits))
+    said = (
         f"the baseline can use {100 * advice.baseline_utilization:.1f} % of all bandwidth, "
         f"the best possible schedule {100 * advice.best_utilization:.1f} %"
     )
-    pairs = Table("pair", "outer sends, of inner's time", "the outer one is", box=None, pad_edge=False)
-    for pair in advice.pairs:
-        pairs.add_row(f"dim{pair.inner + 1}, dim{pair.outer + 1}", f"{pair.ratio:.3g}", pair.verdict)
-    console.print(pairs)
-    console.print()
-    more = Table("dimension", "Gb/s", "usable", "with more", box=None, pad_edge=False)
-    for title in ("baseline", "best", "ideal", "pays"):
-        more.add_column(title, justify="right")
+    files = OutputFiles()
+    files.json(rows, {
+        "baseline_utilization": advice.baseline_utilization, "best_utilization": advice.best_utilization,
+        "pairs": [{"inner": p.inner, "outer": p.outer, "ratio": p.ratio, "verdict": p.verdict} for p in advice.pairs],
+        "increments": [
+            {"dim": g.dim, "gb_per_s": g.gb_per_s, "baseline_speedup": g.baseline_speedup,
+             "best_speedup": g.best_speedup, "ideal_speedup": g.ideal_speedup, "pays": bool(g.pays)}
+            for g in advice.increments
+        ],
+        "splits": [{"what": title, "gb_per_s": list(split.gb_per_s)} for title, split in splits],
+    })  # fmt: skip
+    files.write(html, lambda path: write_tables(path, f"Bandwidth of {cluster}", *tables, note=said))
+    console = out()
+    console.print(said)
+    for number, table in enumerate(tables):
+        console.print(*([""] if number else []), table, sep="\n")
+    files.tell()
+
+
+def _more_table(dims: Sequence[Dim], advice: Advice) -> ResultTable:
+    """What more bandwidth in one dimension would bring."""
+    table = ResultTable("dimension", ">Gb/s", ">usable", ">with more", ">baseline", ">best", ">ideal", ">pays")
+    total = sum(each.gb_per_s for each in dims) * GIGABITS
     for dim, gain, (low, high) in zip(dims, advice.increments, advice.usable, strict=True):
-        total = sum(each.gb_per_s for each in dims) * GIGABITS
-        more.add_row(
+        table.add_row(
             f"dim{gain.dim + 1} {dim.kind} of {dim.size}", f"{dim.gb_per_s * GIGABITS:g}",
             f"{low * total:.3g}..{high * total:.4g}", f"+{gain.gb_per_s * GIGABITS:.4g}",
             f"x{gain.baseline_speedup:.3f}", f"x{gain.best_speedup:.3f}", f"x{gain.ideal_speedup:.3f}",
             "yes" if gain.pays else "no",
         )  # fmt: skip
-    console.print(more)
-    if budget is None:
-        return
-    console.print()
-    table = Table(f"{budget:g} Gb/s spent", box=None, pad_edge=False)
-    for at in range(len(dims)):
-        table.add_column(f"dim{at + 1}", justify="right")
-    table.add_column("baseline uses", justify="right")
-    table.add_column("best uses", justify="right")
+    return table
+
+
+def _splits_table(dims: Sequence[Dim], gigabits: float, splits: Iterable[tuple[str, BandwidthSplit]]) -> ResultTable:
+    names = (f">dim{at + 1}" for at in range(len(dims)))
+    table = ResultTable(f"{gigabits:g} Gb/s spent", *names, ">baseline uses", ">best uses")
     for title, split in splits:
         rates = (f"{rate * GIGABITS:.4g}" for rate in split.gb_per_s)
         used = (f"{100 * share:.1f} %" for share in (split.baseline_utilization, split.best_utilization))
         table.add_row(title, *rates, *used)
-    console.print(table)
+    return table
 
 
 def _splits(dims: tuple[Dim, ...], gigabits: float) -> tuple[tuple[str, BandwidthSplit], ...]:
-    from ..dimensions import advisor
-
     if not 0 < gigabits <= MOST_GIGABITS:
-        raise InvalidInput(f"--budget: must be Gb/s above 0 and at most {MOST_GIGABITS:g}, not {gigabits:g}")
+        raise InvalidInput(f"--gbit-per-s: must be Gb/s above 0 and at most {MOST_GIGABITS:g}, not {gigabits:g}")
     return (
         ("so that every scheduler uses it", advisor.just_enough(dims, gigabits / GIGABITS)),
         ("nearest to today's proportions", advisor.nearest(dims, gigabits / GIGABITS)),
@@ -421,9 +417,6 @@ def _splits(dims: tuple[Dim, ...], gigabits: float) -> tuple[tuple[str, Bandwidt
 
 
 def _dims(cluster: str, in_network: str) -> tuple[Dim, ...]:
-    from ..cluster import Cluster
-    from ..dimensions import dims_of
-
     numbers = _numbers("--in-network", in_network) if in_network else []
     loaded = Cluster.load(cluster)
     count = len(dims_of(loaded))
@@ -442,9 +435,6 @@ def _plan(
     sharing: str,
     tracker: str,
 ) -> DimSchedule:
-    from ..dimensions.model import COLLECTIVES
-    from ..dimensions.systems import plan
-
     spelt = {kind.replace("_", ""): kind for kind in COLLECTIVES}
     kind = spelt.get(collective.lower().replace("_", "").replace("-", "").replace(" ", ""))
     if kind is None:
@@ -455,14 +445,10 @@ def _plan(
 
 
 def _size(text: str) -> float:
-    from ..units import parse_bytes
-
-    return float(parse_bytes(text))
+    return float(parse_one_size(text))
 
 
 def _names(text: str) -> list[str]:
-    from ..dimensions.systems import SCHEDULERS
-
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in SCHEDULERS:
@@ -471,8 +457,6 @@ def _names(text: str) -> list[str]:
 
 
 def _counts(text: str) -> list[int]:
-    from ..dimensions.schedule import MAX_CHUNKS
-
     numbers = _numbers("--chunks", text)
     if not all(1 <= number <= MAX_CHUNKS for number in numbers):
         raise InvalidInput(f"--chunks {text!r}: must be numbers 1..{MAX_CHUNKS}")
@@ -489,16 +473,14 @@ def _numbers(option: str, text: str) -> list[int]:
 def _about(cluster: str, collective: str | None, chunks: int | None, in_flight: int, sharing: str) -> str:
     what = f"{collective} on {cluster}" if collective else cluster
     pieces = f"{chunks} chunks, " if chunks else ""
-    return f"{what}: {pieces}{in_flight} stages in flight per dimension, {sharing} sharing\n"
+    return f"{what}: {pieces}{in_flight} stages in flight per dimension, {sharing} sharing"
 
 
-def _ways_table(planned: DimSchedule) -> Any:
-    from rich.table import Table
-
+def _ways_table(planned: DimSchedule) -> ResultTable:
     def text(order: Iterable[int]) -> str:
         return " ".join(str(at + 1) for at in order) or "-"
 
-    table = Table("chunks", "of the data", "reduce-scatter", "all-gather", box=None, pad_edge=False)
+    table = ResultTable(">chunks", ">of the data", "reduce-scatter", "all-gather")
     for chunk_way in dict.fromkeys((chunk.reduce_scatter, chunk.all_gather) for chunk in planned.chunks):
         mine = [chunk for chunk in planned.chunks if (chunk.reduce_scatter, chunk.all_gather) == chunk_way]
         share = sum(chunk.share for chunk in mine)
@@ -506,14 +488,8 @@ def _ways_table(planned: DimSchedule) -> Any:
     return table
 
 
-def _dims_table(run: DimRun) -> Any:
-    from rich.table import Table
-
-    from ..units import format_us
-
-    table = Table("dimension", box=None, pad_edge=False)
-    for title in ("Gb/s", "stage latency", "sends for", "of the time"):
-        table.add_column(title, justify="right")
+def _dims_table(run: DimRun) -> ResultTable:
+    table = ResultTable("dimension", ">Gb/s", ">stage latency", ">sends for", ">of the time")
     for at, dim in enumerate(run.dims):
         name = f"dim{at + 1} {dim.kind} of {dim.size}{', reduces' if dim.in_network else ''}"
         table.add_row(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ..control.split import GainSplit
+from ..runtime.enforcer.report import Timing
 from ..units import format_us
-
-if TYPE_CHECKING:
-    from ..control.split import GainSplit
-    from ..runtime.enforcer.report import Timing
 
 NOTICEABLE = 1.005
 """A smaller gain is none: it rounds to 1.00x."""

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..errors import InvalidInput
+from ..lab import Lab, LabResult, running
+from ..lab import clean as clean_labs
+from ..report.table import ResultTable
 from .common import out, wrote
 from .outputs import YAML, output
-
-if TYPE_CHECKING:
-    from ..lab import Lab, LabResult
+from .session import SESSION
 
 app = typer.Typer(
     no_args_is_help=True,
     help="Hosts with shaped uplinks on this machine, as network namespaces: real ranks on a real, slow network.",
 )
 TAIL_LINES = 20
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -35,13 +37,17 @@ def run(
         typer.Option(metavar="[NAME=]RATE[,RATE]", help="A channel and its rate per host, each way; may be repeated."),
     ] = None,
     shaper: Annotated[str, typer.Option(metavar="tbf|htb", help="What shapes the uplinks.")] = "tbf",
-    env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Set for all ranks; repeatable.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Set for all ranks; may be repeated.")
+    ] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="End the ranks then; exit code 124.")] = None,
     keep_going: Annotated[bool, typer.Option(help="When a rank fails, let the others run on.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only a failing rank's last lines.")] = False,
     truth: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.yaml", callback=output(*YAML), help="Write what was built as a cluster."),
+        typer.Option(
+            "--output", "-o", metavar="FILE.yaml", callback=output(*YAML), help="Write what was built as a cluster."
+        ),
     ] = None,
 ) -> None:
     """Run a command once per rank on emulated hosts; ends with the exit code of the first rank that fails.
@@ -49,7 +55,9 @@ def run(
     \b
     Each host has its own network, host name and shared memory; a channel is a
     switch that joins all hosts, and an interface of that name in each. Ranks
-    get torchrun's environment, so scripts need no change.
+    get torchrun's environment, so scripts need no change and no torchrun: it
+    would be started once per rank. One torchrun on each host (--ranks 1, and
+    torchrun --nnodes ...) is fine.
 
     \b
     Examples:
@@ -58,16 +66,16 @@ def run(
       stretto lab run --order interleaved --uplink eth=50MB -- python train.py
       stretto lab run --hosts 3 --ranks 1 --uplink 1gbit,1gbit,100mbit -- ./a
     """
-    from ..lab import Lab
-
     if timeout is not None and not 0 < timeout < 1e7:
         raise InvalidInput(f"--timeout: must be more than 0 and less than 1e7 seconds, not {timeout:g}")
+    refuse_many_launchers(command, hosts, ranks)
     variables = _pairs("--env", env or [])
     uplinks = _uplinks(uplink or [])
     try:
         lab = Lab(hosts=hosts, ranks_per_host=ranks, uplinks=uplinks, order=order, shaper=shaper)
     except InvalidInput as error:
         raise InvalidInput(f"--{error}") from None
+    quiet = quiet or SESSION.quiet
     with lab:
         rights = "rootless" if lab.rootless else "as root"
         print(f"stretto lab: {lab.layout.summary}, {rights}", file=sys.stderr, flush=True)
@@ -90,15 +98,11 @@ def show() -> None:
       stretto lab show
       nsenter --target=PID --net ip address
     """
-    from rich.table import Table
-
-    from ..lab import running
-
     labs = running()
     if not labs:
         print("no lab runs here")
         return
-    table = Table("lab", "state", "what", "hosts' processes", "processes", box=None)
+    table = ResultTable(">lab", "state", "what", "hosts' processes", ">processes")
     for lab in labs:
         keepers = " ".join(f"{name}={pid}" for name, pid in sorted(lab.keepers.items()) if name != "switch")
         state = "runs" if lab.alive else "dead (stretto lab clean)"
@@ -117,13 +121,37 @@ def clean(
       stretto lab clean
       stretto lab clean --all
     """
-    from ..lab import clean as clean_labs
-
     found = clean_labs(everything=everything)
     for lab in found:
         print(f"ended {len(lab.pids)} processes of the lab of process {lab.pid} ({lab.about or 'ranks only'})")
     if not found:
         print("nothing to clean")
+
+
+def refuse_many_launchers(command: list[str], hosts: int, ranks: int) -> None:
+    """Refuse a launcher that every rank would start: so many jobs that know nothing of each other.
+
+    Args:
+        command: What every rank runs.
+        hosts: How many hosts there are.
+        ranks: Ranks on each host.
+
+    Raises:
+        InvalidInput: The command is torchrun, and there is neither one rank only nor one rank with ``--nnodes`` on
+            each host.
+    """
+    words = [Path(command[0]).name, *command[1:]]
+    module = next((words[at + 1] for at in range(len(words) - 1) if words[at] == "-m"), "")
+    python = words[0].startswith("python")
+    if words[0] != "torchrun" and not (python and module in LAUNCHERS):
+        return
+    spread = any(word.startswith(("--nnodes", "--nnodes=")) for word in words)
+    if hosts * ranks == 1 or (ranks == 1 and spread):
+        return
+    raise InvalidInput(
+        f"lab run starts the command once per rank, so {hosts * ranks} torchruns with a job each: leave torchrun out "
+        "('stretto lab run ... -- python train.py'; ranks get its environment), or use --ranks 1 and torchrun --nnodes"
+    )
 
 
 def _pairs(option: str, pairs: list[str]) -> dict[str, str]:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.padding import Padding
+from rich.text import Text
+from rich.tree import Tree
 
+from ..errors import InvalidInput, StrettoError
+from ..planner.algebra.lowering import check, default_algorithm
+from ..planner.algebra.motif import KINDS, Expr, Motif, Par
+from ..planner.algebra.motif import Path as Place
+from ..planner.algebra.notation import parse
+from ..planner.algebra.notation import show as written
+from ..planner.algebra.rules import parse_step, rules
+from ..programs.formats import save_program
+from ..units import format_bytes
 from .common import out
+from .options import JsonOption
 from .outputs import PROGRAM, OutputFiles, output
-
-if TYPE_CHECKING:
-    from rich.tree import Tree
-
-    from ..planner.algebra.motif import Expr, Motif
-    from ..planner.algebra.motif import Path as Place
 
 app = typer.Typer(no_args_is_help=True, help="Rewrite collectives into motifs, and have each rewriting proved.")
 
@@ -25,6 +32,7 @@ MAX_ROWS = 60
 @app.command("list")
 def list_all(
     kind: Annotated[str | None, typer.Option("--kind", "-k", help="Only rules for this motif (AR, AA, ...).")] = None,
+    rows: JsonOption = None,
 ) -> None:
     """List the rules, what they rewrite and their parameters.
 
@@ -33,13 +41,14 @@ def list_all(
       stretto motif list
       stretto motif list --kind AA
     """
-    from rich.padding import Padding
-
-    from ..planner.algebra.motif import KINDS
-    from ..planner.algebra.rules import rules
-
+    found = list(rules(kind))
+    files = OutputFiles()
+    files.json(rows, {"rules": [
+        {"name": rule.name, "summary": rule.summary, "kinds": list(rule.kinds), "parameters": list(rule.parameters)}
+        for rule in found
+    ]})  # fmt: skip
     console = out()
-    for rule in rules(kind):
+    for rule in found:
         console.print(rule.name, style="bold")
         given = ", ".join(rule.parameters)
         for line, style in (
@@ -49,6 +58,7 @@ def list_all(
             console.print(Padding(line, (0, 0, 0, 4), style=style, expand=False))
     if kind is None:
         console.print("\nMotifs: " + ", ".join(f"{code} {name}" for code, name in KINDS.items()))
+    files.tell()
 
 
 @app.command()
@@ -64,14 +74,17 @@ def show(
         str | None, typer.Option("--of", metavar="MOTIF", help="What several motifs should be together.")
     ] = None,
     expand: Annotated[bool, typer.Option("--expand", help="Write every motif out.")] = False,
-    program: Annotated[
+    target: Annotated[
         Path | None,
         typer.Option(
+            "--output",
+            "-o",
             metavar="FILE",
             callback=output(*PROGRAM),
             help="Write the whole as a program (.txt, .xml or .json); an MSCCL++ plan (.json) is for one host.",
         ),
     ] = None,
+    rows: JsonOption = None,
 ) -> None:
     """Show an expression as a tree, after rewriting it, and prove that it still is the original collective.
 
@@ -79,26 +92,18 @@ def show(
     Examples:
       stretto motif show "AR(T[0:1024], PG[0:8])" --apply segment:4
       stretto motif show "AR(T[0:1024], PG[0:16])" -a hierarchical:8 -a ring@1.0
-      stretto motif show "AA(T[0:8, 0:64], PG[0:8])" -a spline:4 --program aa.txt
+      stretto motif show "AA(T[0:8, 0:64], PG[0:8])" -a spline:4 -o aa.txt
 
     A rule is applied to every motif it serves, or to the one at a path: @1.0 is the first child of the second.
     Without --of the expression that is given is the original, if it is a single motif.
     """
-    from ..errors import InvalidInput, StrettoError
-    from ..planner.algebra.lowering import check
-    from ..planner.algebra.motif import Motif
-    from ..planner.algebra.notation import parse, show
-    from ..planner.algebra.rules import parse_step
-    from ..programs.formats import save_program
-
-    start = parse(text)
+    expr = start = parse(text)
     whole = parse(original) if original is not None else start
     if original is not None and not isinstance(whole, Motif):
         raise InvalidInput("--of: must be a single motif")
-    expr = start
     for step in steps or []:
         expr = parse_step(step)(expr)
-    if program is not None and not isinstance(whole, Motif):
+    if target is not None and not isinstance(whole, Motif):
         raise InvalidInput("--of: say what the motifs should be together, such as --of 'AR(T[0:64], PG[0:4])'")
     files, proved, wrong = OutputFiles(), None, None
     if isinstance(whole, Motif):
@@ -107,35 +112,36 @@ def show(
         except StrettoError as error:
             wrong = error  # the motifs are shown all the same
         else:
-            files.write(program, partial(save_program, proved))
+            files.write(target, partial(save_program, proved))
+    if wrong is None:
+        files.json(rows, {
+            "expression": written(expr, expand=expand), "motifs": len(expr.leaves), "proved": proved is not None,
+            "transfers": proved.num_transfers if proved is not None else None,
+        })  # fmt: skip
+    _print(expr, expand=expand)
+    if wrong is not None:
+        raise wrong
     console = out()
-    console.print(show(expr, expand=expand), markup=False, soft_wrap=True)
+    if proved is None:
+        console.print("not proved: --of says what these motifs should be together", soft_wrap=True)
+    else:
+        count = len(expr.leaves)
+        said = f"proved: {count} motif{'s' * (count > 1)}, {proved.num_transfers} transfers, "
+        console.print(f"{said}{proved.collective.num_chunks} chunks: {whole}", markup=False, soft_wrap=True)
+    files.tell()
+
+
+def _print(expr: Expr, *, expand: bool) -> None:
+    console = out()
+    console.print(written(expr, expand=expand), markup=False, soft_wrap=True)
     if expr.children:
         console.print()
         console.print(_tree(expr))
     console.print()
-    if wrong is not None:
-        raise wrong
-    if proved is None:
-        console.print("not proved: --of says what these motifs should be together", soft_wrap=True)
-        return
-    count = len(expr.leaves)
-    console.print(
-        f"proved: {count} motif{'s' * (count > 1)}, {proved.num_transfers} transfers, "
-        f"{proved.collective.num_chunks} chunks: {whole}",
-        markup=False,
-        soft_wrap=True,
-    )
-    files.tell()
 
 
 def _tree(expr: Expr) -> Tree:
     """The tree, cut short where it is long."""
-    from rich.text import Text
-    from rich.tree import Tree
-
-    from ..planner.algebra.motif import Motif, Par
-
     rows = 0
 
     def label(here: Expr, path: Place) -> Text:
@@ -161,7 +167,4 @@ def _tree(expr: Expr) -> Tree:
 
 
 def _what(motif: Motif) -> str:
-    from ..planner.algebra.lowering import default_algorithm
-    from ..units import format_bytes
-
     return f"{motif.collective_kind}, {format_bytes(motif.nbytes)}, {default_algorithm(motif)}"

@@ -13,7 +13,9 @@ from typing import Any
 import typer
 
 from ..errors import InvalidInput, StrettoError
-from .common import out, wrote
+from ..files import write_file
+from .common import json_bytes, next_step, out, wrote
+from .session import SESSION
 
 YAML = (".yaml", ".yml", ".json")
 HTML = (".html", ".htm")
@@ -27,6 +29,8 @@ class Output:
 
     suffixes: tuple[str, ...] = ()
     folder: bool = False
+    stdout: bool = False
+    """Whether ``-`` stands for standard output, which then gets nothing else."""
     only_rank_0: bool = False
     """Whether only rank 0 of a job writes the file: other hosts need not have its folder."""
 
@@ -47,6 +51,9 @@ class Output:
         """
         if "\0" in str(path):
             raise InvalidInput(f"{option}: a path cannot hold a zero byte")
+        if self.stdout and str(path) == "-":
+            SESSION.json_alone = True
+            return
         if self.only_rank_0 and os.environ.get("RANK", "0") != "0":
             return
         try:
@@ -102,7 +109,7 @@ def _check_distinct(given: dict[Path, str], path: Path, option: str) -> None:
 
 
 def output(
-    *suffixes: str, folder: bool = False, only_rank_0: bool = False
+    *suffixes: str, folder: bool = False, stdout: bool = False, only_rank_0: bool = False
 ) -> Callable[[typer.Context, typer.CallbackParam, Any], Any]:
     """The Typer callback of every option or argument that names what a command writes.
 
@@ -112,12 +119,13 @@ def output(
     Args:
         suffixes: The endings that the file may have; none: any.
         folder: Whether the output is a folder (without suffixes), or may be one (with suffixes).
+        stdout: Whether ``-`` stands for standard output.
         only_rank_0: Whether only rank 0 of a job writes the file.
 
     Returns:
         A function for ``typer.Option(callback=...)``.
     """
-    kind = Output(suffixes=suffixes, folder=folder, only_rank_0=only_rank_0)
+    kind = Output(suffixes=suffixes, folder=folder, stdout=stdout, only_rank_0=only_rank_0)
 
     def check(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
         if isinstance(value, Path) and not context.resilient_parsing:
@@ -139,6 +147,14 @@ class OutputFiles:
     def __init__(self) -> None:
         self._written: list[tuple[Path, str]] = []
         self._failures: list[str] = []
+        self._printed: bytes | None = None
+
+    def json(self, path: Path | None, value: object) -> None:
+        """Write plain data as JSON; to standard output, when everything else is done, where the path is ``-``."""
+        if path is not None and str(path) == "-":
+            self._printed = json_bytes(value)
+        else:
+            self.write(path, lambda path: write_file(path, json_bytes(value)))
 
     def write(self, path: Path | None, write: Callable[[Path], object], note: str = "") -> None:
         """Write a file, if there is a path for it.
@@ -161,12 +177,21 @@ class OutputFiles:
             several = said if isinstance(said, list) else [path]
             self._written += [(one, f"{note}{said if isinstance(said, str) else ''}") for one in several]
 
-    def tell(self) -> None:
-        """Say what was written, then `check`."""
+    def tell(self, then: str = "") -> None:
+        """Say what was written, then `check`.
+
+        Args:
+            then: A command line to go on with, which is the last thing that is printed.
+        """
         console = out()
         for path, note in self._written:
             wrote(console, path, note)
+        if self._printed is not None:
+            sys.stdout.write(self._printed.decode())
+            sys.stdout.flush()
         self.check()
+        if then:
+            next_step(then)
 
     def check(self) -> None:
         """Raise `InvalidInput` if something could not be written."""

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import InvalidInput, unknown
-from .common import out, plot_width, progress, write_json
+from ..pipeline import (
+    MAKERS,
+    PipelineRun,
+    Schedule,
+    StageCosts,
+    StageMemory,
+    check,
+    eager_1f1b,
+    in_flight,
+    lower_bound_us,
+    make,
+    with_comms,
+)
+from ..pipeline import search as find
+from ..pipeline import simulate as run_it
+from ..pipeline.drawing import LEGEND, draw
+from ..pipeline.models import SYSTEMS, build, case, evaluate
+from ..pipeline.search import EVALUATIONS
+from ..pipeline.simulation import STYLE_OF
+from ..pipeline.workload import to_workload
+from ..report.table import ResultTable
+from ..units import format_bytes, format_us
+from .common import about, out, parse_one_size, plot_width, progress
+from .options import HtmlOption, JsonOption, OneSizeOption
 from .outputs import YAML, OutputFiles, output
-
-if TYPE_CHECKING:
-    from ..pipeline import PipelineRun, Schedule, StageCosts
+from .pages import write_tables
 
 ALL = "gpipe,1f1b,eager_1f1b,zb_h1,zb_h2"
 MOST_STAGES = 64
@@ -55,9 +76,6 @@ Forward = Annotated[str, typer.Option(metavar="US", help="The forward of one mic
 Backward = Annotated[str, typer.Option(metavar="US", help="The backward; if not given, twice the forward.")]
 Transfer = Annotated[str, typer.Option(metavar="US", help="One transfer between a stage and the next.")]
 Transport = Annotated[str, typer.Option(metavar="async|pair|blocking", help="How transfers and compute overlap.")]
-Rows = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Also write the numbers.")
-]
 
 
 @app.command()
@@ -70,6 +88,7 @@ def show(
     backward: Backward = "",
     transfer: Transfer = "2",
     transport: Transport = "async",
+    rows: JsonOption = None,
 ) -> None:
     """Draw a schedule on the clock, prove it, and say how many micro-batches every stage holds.
 
@@ -79,19 +98,21 @@ def show(
       stretto pipeline show 1f1b --stages 2 --transfer 6 --transport blocking
       stretto pipeline show schedule.csv
     """
-    from ..pipeline import check, simulate, with_comms
-    from ..pipeline.simulation import STYLE_OF
-
     plan = _schedule(schedule, stages, microbatches, delay)
     style = STYLE_OF.get(transport)
     if style is None:
         raise unknown("transport", transport, STYLE_OF)
     written = plan if plan.has_comms else with_comms(plan, style)
     proof = check(written)
-    run = simulate(written, _costs(plan.num_stages, forward, backward, transfer), transport=transport)
+    run = run_it(written, _costs(plan.num_stages, forward, backward, transfer), transport=transport)
+    files = OutputFiles()
+    files.json(rows, {
+        "schedule": written.name, "time_us": run.total_us, "bubble": run.bubble, "in_flight": list(proof.in_flight),
+        "transports": list(proof.transports), "ranks": [list(map(str, row)) for row in written.ranks],
+    })  # fmt: skip
     console = out()
-    console.print(repr(written), style="bold", markup=False, soft_wrap=True)
-    console.print(repr(run), markup=False, soft_wrap=True)
+    console.print(about(written), style="bold", markup=False, soft_wrap=True)
+    console.print(about(run), markup=False, soft_wrap=True)
     _draw(console, run)
     for rank, row in enumerate(written.ranks):
         words = " ".join(map(str, row[:24])) + (" ..." if len(row) > 24 else "")
@@ -99,6 +120,7 @@ def show(
     console.print(f"in flight at most: {' '.join(map(str, proof.in_flight))} micro-batches by stage")
     if proof.transports:
         console.print(f"cannot deadlock over: {', '.join(proof.transports)}")
+    files.tell(f"stretto pipeline export {schedule} --stages {plan.num_stages} -o schedule.csv")
 
 
 @app.command()
@@ -111,7 +133,8 @@ def simulate(
     backward: Backward = "",
     transfer: Transfer = "2",
     model: Annotated[str, typer.Option(help="One of the paper's models instead: gpt_222, gpt_412, utrans.")] = "",
-    rows: Rows = None,
+    html: HtmlOption = None,
+    rows: JsonOption = None,
 ) -> None:
     """Times of schedules with blocking and with overlapped transfers, beside free transfers and the lower bound.
 
@@ -129,7 +152,8 @@ def simulate(
     else:
         table, found = _schedule_table(schedules, stages, microbatches, forward, backward, transfer)
     files = OutputFiles()
-    files.write(rows, lambda path: write_json(path, {"rows": found}))
+    files.json(rows, {"rows": found})
+    files.write(html, lambda path: write_tables(path, model or f"Schedules of {stages} stages", table))
     out().print(table)
     files.tell()
 
@@ -146,8 +170,10 @@ def search(
     fixed: Annotated[str, typer.Option(metavar="SIZE", help="Weights and optimiser of a stage.")] = "",
     cap: Annotated[str, typer.Option(metavar="SIZE", help="The most a device holds; without it all it takes.")] = "",
     target: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.csv", callback=output(".csv"), help="Write it.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.csv", callback=output(".csv"), help="Write the schedule."),
     ] = None,
+    rows: JsonOption = None,
 ) -> None:
     """Find the warm-up depth and the delay of every stage for the least time under a memory cap.
 
@@ -156,17 +182,12 @@ def search(
       stretto pipeline search --stages 4 --microbatches 16 --forward 10 --transfer 4
       stretto pipeline search --stages 4 --forward 10 --transfer 4 --activation 1G --cap 6G -o best.csv
     """
-    from ..pipeline import StageMemory
-    from ..pipeline import search as find
-    from ..pipeline import simulate as run_it
-    from ..pipeline.search import EVALUATIONS
-    from ..units import format_bytes, format_us
-
     costs = _costs(stages, forward, backward, transfer)
     memory = StageMemory(
-        fixed_bytes=_size("--fixed", fixed) if fixed else 0.0, activation_bytes=_size("--activation", activation)
+        fixed_bytes=float(parse_one_size(fixed, "--fixed")) if fixed else 0.0,
+        activation_bytes=float(parse_one_size(activation, "--activation")),
     )
-    limit = _size("--cap", cap) if cap else float("inf")
+    limit = float(parse_one_size(cap, "--cap")) if cap else float("inf")
     with progress("searching", EVALUATIONS) as advance:
         found = find(
             costs, microbatches, memory=[memory] * stages, cap_bytes=limit, transport=transport,
@@ -174,6 +195,10 @@ def search(
         )  # fmt: skip
     files = OutputFiles()
     files.write(target, found.schedule.save, "format compute_only")
+    files.json(rows, {
+        "time_us": found.total_us, "bound_us": found.bound_us, "exhaustive": found.exhaustive,
+        "warmup": list(found.warmup), "delay": list(found.delay), "peak_bytes": list(found.peak_bytes),
+    })  # fmt: skip
     console = out()
     console.print(
         f"{format_us(found.total_us)}, {100 * found.gap:.2f} % above the lower bound of {format_us(found.bound_us)}"
@@ -184,7 +209,7 @@ def search(
     if memory.activation_bytes > 1:
         console.print(f"memory {', '.join(format_bytes(value) for value in found.peak_bytes)}")
     _draw(console, run_it(found.schedule, costs, transport=transport))
-    files.tell()
+    files.tell(f"stretto pipeline show {target}" if target is not None else "")
 
 
 @app.command()
@@ -203,7 +228,7 @@ def export(
         Path | None,
         typer.Option(metavar="FILE.yaml", callback=output(*YAML), help="Also as a training step to plan."),
     ] = None,
-    nbytes: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="Of one transfer, for the workload.")] = "16M",
+    nbytes: OneSizeOption = "16M",
     forward: Forward = "10000",
     backward: Backward = "",
 ) -> None:
@@ -213,11 +238,9 @@ def export(
     Examples:
       stretto pipeline export eager_1f1b --stages 2 --microbatches 8 -o schedule.csv
       stretto pipeline export zb_h1 --stages 4 --comm mirrored
-      stretto pipeline export 1f1b --workload step.yaml --bytes 64M --forward 20000
+      stretto pipeline export 1f1b --workload step.yaml -b 64M --forward 20000
     """
-    from ..pipeline import check, with_comms
-
-    size = _size("--bytes", nbytes)
+    size = float(parse_one_size(nbytes))
     plan = _schedule(schedule, stages, microbatches, delay)
     written = plan.compute_only() if comm == "none" else with_comms(plan, comm)
     check(written)
@@ -225,17 +248,13 @@ def export(
     files = OutputFiles()
     files.write(target, written.save, f"format {'compute_comms' if written.has_comms else 'compute_only'}")
     if workload is not None:
-        from ..pipeline.workload import to_workload
-
         files.write(workload, to_workload(plan, costs, activation_bytes=[size] * (plan.num_stages - 1)).save)
     if target is None:
         print(written.to_csv(), end="")
-    files.tell()
+    files.tell(f"stretto plan -w {workload} -c CLUSTER" if workload is not None else "")
 
 
 def _schedule(name: str, stages: int, microbatches: int, delay: int) -> Schedule:
-    from ..pipeline import MAKERS, Schedule, check, eager_1f1b, make
-
     if delay >= 0 and name != "eager_1f1b":
         raise InvalidInput(f"--delay: {name} has none; only eager_1f1b takes one")
     if name in MAKERS:
@@ -263,8 +282,6 @@ def _numbers(option: str, text: str, count: int) -> tuple[float, ...]:
 
 
 def _costs(stages: int, forward: str, backward: str, transfer: str) -> StageCosts:
-    from ..pipeline import StageCosts
-
     ahead = _numbers("--forward", forward, stages)
     back = _numbers("--backward", backward, stages) if backward else tuple(2 * value for value in ahead)
     half = tuple(value / 2 for value in back)
@@ -272,22 +289,11 @@ def _costs(stages: int, forward: str, backward: str, transfer: str) -> StageCost
     return StageCosts(forward_us=ahead, input_us=half, weight_us=half, activation_us=between, gradient_us=between)
 
 
-def _size(option: str, text: str) -> float:
-    from ..units import parse_bytes
-
-    try:
-        return float(parse_bytes(text))
-    except InvalidInput as error:
-        raise InvalidInput(f"{option}: {error}") from None
-
-
 def _list(values: tuple[int, ...]) -> str:
     return ",".join(map(str, values))
 
 
 def _draw(console: Any, run: PipelineRun) -> None:
-    from ..pipeline.drawing import LEGEND, draw
-
     console.print()
     for line in draw(run, width=plot_width(console)):
         console.print(line)
@@ -297,18 +303,10 @@ def _draw(console: Any, run: PipelineRun) -> None:
 
 def _schedule_table(
     names: str, stages: int, microbatches: int, forward: str, backward: str, transfer: str
-) -> tuple[Any, list[dict[str, Any]]]:
-    from rich.table import Table
-
-    from ..pipeline import in_flight, lower_bound_us, make
-    from ..pipeline import simulate as run_it
-    from ..units import format_us
-
+) -> tuple[ResultTable, list[dict[str, Any]]]:
     costs = _costs(stages, forward, backward, transfer)
     bound = lower_bound_us(costs, microbatches)
-    table = Table("schedule", box=None, pad_edge=False)
-    for title in ("blocking", "overlapped", "free", "bubble", "over the bound", "in flight"):
-        table.add_column(title, justify="right")
+    table = ResultTable("schedule", ">blocking", ">overlapped", ">free", ">bubble", ">of bound", "in flight")
     found = []
     for name in names.split(","):
         schedule = make(name.strip(), stages, microbatches)
@@ -329,21 +327,14 @@ def _schedule_table(
     return table, found
 
 
-def _model_table(name: str, microbatches: int) -> tuple[Any, list[dict[str, Any]]]:
-    from rich.table import Table
-
-    from ..pipeline.models import SYSTEMS, build, case, evaluate
-    from ..units import format_us
-
+def _model_table(name: str, microbatches: int) -> tuple[ResultTable, list[dict[str, Any]]]:
     built = build(case(name).with_batches(microbatches))
     results = {}
     with progress("simulating", len(SYSTEMS)) as advance:
         for system in SYSTEMS:
             advance(system)
             results[system] = evaluate(built, system)
-    table = Table("system", box=None, pad_edge=False)
-    for title in ("iteration", "TFLOP/s", "over Alpa", "of free", "GB by stage"):
-        table.add_column(title, justify="right")
+    table = ResultTable("system", ">iteration", ">TFLOP/s", ">over Alpa", ">of free", "GB by stage")
     alpa, free = results["alpa"].iteration_us, results["upper_bound"].iteration_us
     found = []
     for system, result in results.items():

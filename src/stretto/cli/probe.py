@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from ..cluster import Cluster
 from ..errors import InvalidInput
+from ..runtime.probe.join import joined, place
+from ..runtime.probe.probe import probe as measure
 from .common import out, progress
 from .outputs import YAML, OutputFiles, output
 
@@ -31,6 +34,15 @@ def probe(
         str | None, typer.Option(metavar="NAME:N|FILE", help="Compare with this cluster (else with all presets).")
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that one flow may take.")] = 30.0,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE|-",
+            callback=output(".json", stdout=True, only_rank_0=True),
+            help="Write the numbers as JSON; -: to standard output, and nothing else there.",
+        ),
+    ] = None,
 ) -> None:
     """Measure the network between a job's ranks and write it as a cluster. Every rank runs this command.
 
@@ -44,19 +56,15 @@ def probe(
       torchrun --nproc-per-node 4 -m stretto probe -o cluster.yaml
       stretto lab run --uplink rdma=400mbit --uplink eth=200mbit -- \\
           stretto probe -o cluster.yaml
-      stretto synth allreduce --cluster cluster.yaml --bytes 16M -o ar.xml
+      stretto synth allreduce -c cluster.yaml -b 16M -o ar.xml
       STRETTO_CLUSTER=cluster.yaml torchrun ... train.py
     """
-    from ..cluster import Cluster
-    from ..runtime.probe.join import joined, place
-
     if not 0 < timeout < 1e6:
         raise InvalidInput(f"--timeout: must be more than 0 and less than 1e6 seconds, not {timeout:g}")
     rank, world = place()
     known = Cluster.load(preset) if preset is not None else None
     if known is not None and known.num_devices != world:
         raise InvalidInput(f"--preset: {known.name} has {known.num_devices} devices, the job {world} ranks")
-    from ..runtime.probe.probe import probe as measure
 
     with ExitStack() as stack:
         executor = stack.enter_context(joined())
@@ -66,7 +74,8 @@ def probe(
     if rank == 0:
         files = OutputFiles()
         files.write(target, probed.cluster.save)
+        files.json(rows, {"cluster": probed.cluster.name, "devices": world, "lines": list(probed.lines())})
         console = out()
         for line in probed.lines():
             console.print(line, markup=False, soft_wrap=True)
-        files.tell()
+        files.tell(f"stretto plan -w WORKLOAD -c {target}, or STRETTO_CLUSTER={target} for a job on our backend")

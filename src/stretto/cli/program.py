@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ..units import MAX_SEED
-from .common import out, parse_limits, progress, say
-from .outputs import PROGRAM, output
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ..collectives import Collective
-    from ..programs import Lowered, Program
-    from ..programs.formats.mscclpp_reader import ExecutionPlan
+from ..cluster import Cluster
+from ..collectives import Collective
+from ..collectives.files import load_collective
+from ..errors import InvalidInput, StrettoError, VerificationError
+from ..programs import Lowered, Program
+from ..programs.formats import format_of, load_program, save_program
+from ..programs.formats.mscclpp_reader import ExecutionPlan, check_plan
+from ..programs.formats.text import dumps
+from ..programs.interpret import check
+from ..programs.lowered import BUFFERS, OPS, READS_SRC, RECEIVES, SENDS, WRITES_DST
+from ..report.table import ResultTable
+from .common import about, out, parse_limits, progress, say
+from .options import JsonOption, OptionalCluster, SeedOption
+from .outputs import PROGRAM, OutputFiles, output
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,6 +44,7 @@ def verify(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="One or more program files.")],
     in_place: InPlace = None,
     collective: CollectiveFile = None,
+    rows: JsonOption = None,
 ) -> None:
     """Prove that a program does what its collective asks: nothing missing, no race, no deadlock.
 
@@ -51,21 +56,24 @@ def verify(
 
     Exit code 2 and one line that says where, when it does not. Of several files all are judged.
     """
-    from ..errors import StrettoError, VerificationError
-
-    wrong, verdicts = 0, []
+    wrong, verdicts, told = 0, [], []
     with progress("verifying", len(files)) as advance:
         for path in files:
             advance(path.name)
             try:
                 verdicts.append(f"{path}: {_prove(path, _load(path, in_place, collective))}")
+                told.append({"file": str(path), "right": True, "why": ""})
             except StrettoError as error:
                 if len(files) == 1:
                     raise
                 wrong += 1
                 verdicts.append(f"{path}: WRONG: {str(error).removeprefix(f'{path}: ')}")
+                told.append({"file": str(path), "right": False, "why": str(error)})
+    written = OutputFiles()
+    written.json(rows, {"rows": told})
     for verdict in verdicts:
         say(verdict)
+    written.tell()
     if wrong:
         raise VerificationError(f"{wrong} of {len(files)} files are wrong")
 
@@ -86,8 +94,6 @@ def show(
       stretto program show ring.txt --lower --rank 0
       stretto program show allreduce.xml --rank 3
     """
-    from ..programs import Lowered, Program
-
     with progress("reading", 1) as advance:
         advance(file.name)
         loaded = _load(file, in_place, collective)
@@ -95,8 +101,6 @@ def show(
             loaded = loaded.lower()
     ranks = loaded.collective.num_ranks if isinstance(loaded, Program | Lowered) else len(loaded.gpus)
     if rank is not None and not 0 <= rank < ranks:
-        from ..errors import InvalidInput
-
         raise InvalidInput(f"--rank: must be 0..{ranks - 1}, not {rank}")
     if isinstance(loaded, Program):
         _show_transfers(loaded, rank)
@@ -131,9 +135,7 @@ def convert(
         str | None,
         typer.Option(metavar="0,0,1,1", help="Host of each rank: an MSCCL++ plan uses port channels between hosts."),
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", "-c", help="The same, as the cluster has it (dgx2:2, or a file).")
-    ] = None,
+    cluster: OptionalCluster = None,
     zero_copy: Annotated[
         bool | None, typer.Option("--zero-copy", help="An MSCCL++ plan puts straight into place where that is safe.")
     ] = None,
@@ -150,10 +152,6 @@ def convert(
       stretto program convert allreduce.xml allreduce.json --cluster dgx2:2
       stretto program convert new.xml old.xml --dialect old
     """
-    from ..errors import InvalidInput
-    from ..programs import Lowered, Program
-    from ..programs.formats import format_of, save_program
-
     sizes = parse_limits(min_bytes, max_bytes)
     if hosts is not None and cluster is not None:
         raise InvalidInput("--hosts: --cluster says the same; give one of the two")
@@ -184,16 +182,13 @@ def convert(
             changes: dict[str, Any] = sizes | _given(protocol=protocol)
             loaded = replace(loaded, **changes)
         save_program(loaded, target, hosts=places, **_given(dialect=dialect, zero_copy=zero_copy))
-    say(f"{target}: {repr(loaded)[1:-1]}")
+    say(f"{target}: {about(loaded)}")
     if kind == "mscclpp" and places is None:
         say("all ranks are taken to share one host; --hosts or --cluster says otherwise")
 
 
 def _hosts(text: str | None, cluster: str | None, collective: Collective) -> list[int] | None:
     """The host of each rank, from ``--hosts`` or ``--cluster``."""
-    from ..cluster import Cluster
-    from ..errors import InvalidInput
-
     if cluster is not None:
         found: list[int] = Cluster.load(cluster).hosts_of(collective.ranks).tolist()
         return found
@@ -211,8 +206,6 @@ def _given(**options: object) -> dict[str, Any]:
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:
-    from ..errors import InvalidInput
-
     for key in options:
         raise InvalidInput(f"--{key.replace('_', '-')}: {why}")
 
@@ -222,9 +215,7 @@ def run(
     file: File,
     fifo_depth: Annotated[int | None, typer.Option(help="Messages that fit into a connection (default 2).")] = None,
     op: Annotated[str | None, typer.Option(help="What reductions do: sum (default), prod, max or min.")] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=MAX_SEED, help="Draws the data and the order in which threadblocks run.")
-    ] = 0,
+    seed: SeedOption = 0,
     in_place: InPlace = None,
     collective: CollectiveFile = None,
 ) -> None:
@@ -235,15 +226,10 @@ def run(
       stretto program run ring.txt
       stretto program run allreduce.xml --fifo-depth 1 --op max
     """
-    from ..programs import Lowered, Program
-    from ..programs.interpret import check
-
     with progress("running", 1) as advance:
         advance(file.name)
         loaded = _load(file, in_place, collective)
         if not isinstance(loaded, Program | Lowered):
-            from ..programs.formats.mscclpp_reader import check_plan
-
             _refuse(_given(fifo_depth=fifo_depth, op=op), "a plan settles this itself")
             result = str(check_plan(loaded, seeds=(seed,)))
         else:
@@ -259,10 +245,6 @@ def run(
 
 
 def _load(path: Path, in_place: bool | None, collective: Path | None) -> Program | Lowered | ExecutionPlan:
-    from ..errors import InvalidInput
-    from ..programs import Lowered, Program
-    from ..programs.formats import load_program
-
     wanted = None if collective is None else _load_collective(collective)
     loaded = load_program(path, collective=wanted, in_place=in_place)
     if isinstance(loaded, Program):
@@ -274,31 +256,23 @@ def _load(path: Path, in_place: bool | None, collective: Path | None) -> Program
 
 
 def _load_collective(path: Path) -> Collective:
-    from ..collectives.files import load_collective
-
     return load_collective(path)
 
 
 def _prove(path: Path, loaded: Program | Lowered | ExecutionPlan) -> str:
     """Verify, and say in one line what was proved."""
-    from ..errors import VerificationError
-    from ..programs import Lowered, Program
-
     if isinstance(loaded, Program | Lowered):
         try:
             report = loaded.verify()
         except VerificationError as error:
             raise VerificationError(f"{path}: {error}") from None
         notes = "".join(f"; {note}" for note in report.warnings)
-        return f"right: {repr(loaded)[1:-1]}; cannot deadlock with FIFO depth {report.fifo_depth}{notes}"
-    from ..programs.formats.mscclpp_reader import check_plan
+        return f"right: {about(loaded)}; cannot deadlock with FIFO depth {report.fifo_depth}{notes}"
 
     return str(check_plan(loaded))
 
 
 def _show_transfers(program: Program, rank: int | None) -> None:
-    from ..programs.formats.text import dumps
-
     for line in dumps(program).splitlines():
         number = line.partition(":")[0]
         if rank is not None and number.isdecimal():
@@ -309,10 +283,8 @@ def _show_transfers(program: Program, rank: int | None) -> None:
 
 
 def _show_streams(lowered: Lowered, rank: int | None) -> None:
-    from ..programs.lowered import BUFFERS, OPS, READS_SRC, RECEIVES, SENDS, WRITES_DST
-
     x, console = lowered, out()
-    say(repr(x)[1:-1])
+    say(about(x))
     first = -1
     for b, owner in enumerate(x.tb_rank.tolist()):
         if b == 0 or x.tb_rank[b - 1] != owner:
@@ -337,7 +309,7 @@ def _show_streams(lowered: Lowered, rank: int | None) -> None:
 
 def _show_plan(plan: ExecutionPlan, rank: int | None) -> None:
     console = out()
-    say(repr(plan)[1:-1])
+    say(about(plan))
     for gpu in plan.gpus:
         if rank not in (None, gpu.id):
             continue
@@ -354,15 +326,10 @@ def _show_plan(plan: ExecutionPlan, rank: int | None) -> None:
             console.print(table)
 
 
-def _table(title: str, last: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for heading in ("step", "op", "reads", "writes", last):
-        table.add_column(heading)
-    return table
+def _table(title: str, last: str) -> ResultTable:
+    return ResultTable(">step", "op", "reads", "writes", last, title=title)
 
 
 def _span(buffer: str, offset: int, count: int) -> str:
-    """Consecutive chunks of a buffer; rich would take a plain bracket for markup."""
-    return f"{buffer}\\[{offset}{f'..{offset + count - 1}' if count > 1 else ''}]"
+    """Consecutive chunks of a buffer."""
+    return f"{buffer}[{offset}{f'..{offset + count - 1}' if count > 1 else ''}]"

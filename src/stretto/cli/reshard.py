@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
-from .common import out, plot_width, progress, write_json
-from .outputs import HTML, TRACE, OutputFiles, output
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ..resharding import ReshardPlan
-    from ..simulator import Timeline
+from ..programs.formats import save_program
+from ..report import write_perfetto
+from ..report.html import Section, timeline_section, write_html
+from ..report.plots import busy_plot
+from ..report.table import ResultTable
+from ..resharding import SYSTEMS, ReshardPlan, Tensor, place, plan_tensors
+from ..resharding.plan import OURS
+from ..simulator import Timeline
+from ..units import format_bytes, format_us
+from .common import out, parse_names, plot_width, progress
+from .options import ClusterOption, HtmlOption, JsonOption, TraceOption
+from .outputs import OutputFiles, output
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int64": 8, "int32": 4, "int8": 1}
 SHOWN = 12
@@ -26,7 +32,7 @@ def reshard(
     src: Annotated[str, typer.Option("--src", metavar="MESH SPEC", help="Where it is: '(2,4) S0RR'.")],
     dst: Annotated[str, typer.Option("--dst", metavar="MESH SPEC", help="Where it should be: '(3,4) S0RR'.")],
     shape: Annotated[str, typer.Option("--shape", metavar="N,N,...", help="The tensor's shape: 1024,1024,512.")],
-    cluster: Annotated[str, typer.Option("--cluster", "-c", help="A preset with a node count, or a file.")],
+    cluster: ClusterOption,
     dtype: Annotated[str, typer.Option("--dtype", help="Element type, or the bytes of one element.")] = "float32",
     rounding: Annotated[
         str, typer.Option(metavar="chunk|balanced", help="Where sizes do not divide: as torch.chunk, or balanced.")
@@ -34,20 +40,19 @@ def reshard(
     only: Annotated[
         str | None, typer.Option("--strategies", "-s", metavar="NAME,NAME", help="Which to show; default: all.")
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", callback=output(*HTML), help="Draw it: who sends what when.")
-    ] = None,
-    trace: Annotated[
+    target: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.pftrace", callback=output(*TRACE), help="Write a Perfetto trace of ours."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE.txt|xml",
+            callback=output(".txt", ".prog", ".xml"),
+            help="Write our program: text or MSCCL.",
+        ),
     ] = None,
-    program: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.txt|xml", callback=output(".txt", ".prog", ".xml"), help="Write our program."),
-    ] = None,
-    rows: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Write the numbers.")
-    ] = None,
+    html: HtmlOption = None,
+    rows: JsonOption = None,
+    trace: TraceOption = None,
 ) -> None:
     """Bring a tensor from one device mesh to another: unit tasks, schedule, time against baselines and the bound.
 
@@ -66,41 +71,51 @@ def reshard(
     \b
     Examples:
       stretto reshard --src "(2,4) S0RR" --dst "(3,4) S0RR" \\
-          --shape 1024,1024,512 --cluster p3_8xlarge:5
+          --shape 1024,1024,512 -c p3_8xlarge:5
       stretto reshard --src "(2,4) RS01R" --dst "(2,4) S01RR" \\
-          --shape 1024,1024,512 --cluster p3_8xlarge:4 --html case4.html
+          --shape 1024,1024,512 -c p3_8xlarge:4 --html case4.html
       stretto reshard --src "(4,4)@0-15 RRP01" --dst "(4,4)@0-15 S01R" \\
-          --shape 4096,4096 --cluster p3_8xlarge:4
+          --shape 4096,4096 -c p3_8xlarge:4
     """
-    from ..cluster import Cluster
-    from ..programs.formats import save_program
-    from ..report.plots import busy_plot
-    from ..resharding import SYSTEMS, Tensor, place, plan_tensors
-    from ..resharding.plan import OURS
-
     where = Cluster.load(cluster)
     sides = place(src, dst, where, rounding=rounding)
     tensor = Tensor(shape=_shape(shape), dtype_bytes=_dtype_bytes(dtype), src=sides[0], dst=sides[1])
-    names = list(SYSTEMS) if only is None else [name.strip() for name in only.split(",")]
+    names = _names(only, partial_sums=bool(tensor.src.spec.partial))
+    plans = _plans(tensor, where, names)
+    ours = plans[OURS]
+    files = OutputFiles()
+    if ours.timeline is not None and ours.program is not None:
+        files.write(target, partial(save_program, ours.program))
+        devices = {rank: f"device {device}" for rank, device in enumerate(ours.devices)}
+        files.write(trace, partial(_traced, ours.timeline, devices))
+    files.write(html, lambda path: _draw(path, plans))
+    files.json(rows, [_row(name, plan) for name, plan in plans.items()])
+    _print(tensor, {name: plans[name] for name in names}, ours, wanted=target is not None or trace is not None)
+    files.tell(f"stretto program run {target}" if target is not None and ours.program is not None else "")
+
+
+def _names(only: str | None, *, partial_sums: bool) -> list[str]:
+    """The strategies to show; only ours knows pending sums."""
+    if only is None:
+        return [OURS] if partial_sums else list(SYSTEMS)
+    names = parse_names(only) or []
     for name in names:
         if name not in SYSTEMS:
             raise unknown("strategy", name, SYSTEMS)
-    if only is None and tensor.src.spec.partial:
-        names = [OURS]
+    return names
+
+
+def _plans(tensor: Tensor, where: Cluster, names: list[str]) -> dict[str, ReshardPlan]:
     plans: dict[str, ReshardPlan] = {}
     with progress("planning", len({*names, OURS})) as advance:
         for name in dict.fromkeys([*names, OURS]):
             advance(name)
             plans[name] = plan_tensors([tensor], where, strategy=name)
             plans[name].time_us  # noqa: B018  (simulated while the bar shows)
-    ours = plans[OURS]
-    files = OutputFiles()
-    if ours.timeline is not None and ours.program is not None:
-        files.write(program, partial(save_program, ours.program))
-        devices = {rank: f"device {device}" for rank, device in enumerate(ours.devices)}
-        files.write(trace, partial(_traced, ours.timeline, devices))
-    files.write(html, lambda path: _draw(path, plans))
-    files.write(rows, lambda path: write_json(path, [_row(name, plan) for name, plan in plans.items()]))
+    return plans
+
+
+def _print(tensor: Tensor, shown: dict[str, ReshardPlan], ours: ReshardPlan, *, wanted: bool) -> None:
     console = out()
     console.print(f"{tensor.src}  to  {tensor.dst}", style="bold", markup=False)
     console.print(ours.explain().splitlines()[0], markup=False)
@@ -108,31 +123,22 @@ def reshard(
     console.print(_tasks(ours))
     if ours.timeline is not None and ours.program is not None:
         console.print()
-        console.print(_systems({name: plans[name] for name in names}))
+        console.print(_systems(shown))
         console.print(f"bound: {ours.bound_reason}", style="dim", markup=False)
         console.print()
         console.print("\n".join(ours.explain().splitlines()[1:]), markup=False)
         console.print()
         console.print(busy_plot(ours.timeline, width=plot_width(console)))
-    elif program is not None or trace is not None:
+    elif wanted:
         console.print("nothing is moved, so there is no program and no trace to write")
-    files.tell()
 
 
 def _traced(timeline: Timeline, devices: dict[int, str], path: Path) -> str:
-    from ..report import write_perfetto
-
     return f"{write_perfetto(timeline, path, processes=devices)} spans"
 
 
-def _tasks(plan: ReshardPlan) -> Table:
-    from rich.table import Table
-
-    from ..units import format_bytes
-
-    table = Table(box=None, title="unit tasks", title_justify="left")
-    for column in ("task", "region", "size", "held by", "wanted by"):
-        table.add_column(column, justify="right" if column in ("task", "size") else "left", overflow="fold")
+def _tasks(plan: ReshardPlan) -> ResultTable:
+    table = ResultTable(">task", "region", ">size", "held by", "wanted by", title="unit tasks")
     for number, task in enumerate(plan.tasks[:SHOWN]):
         box = " ".join(f"{a}:{b}" for a, b in task.box)
         held = " + ".join(_few(alike) for alike in task.holders[:4]) + (" + ..." if len(task.holders) > 4 else "")
@@ -142,14 +148,8 @@ def _tasks(plan: ReshardPlan) -> Table:
     return table
 
 
-def _systems(plans: dict[str, ReshardPlan]) -> Table:
-    from rich.table import Table
-
-    from ..units import format_us
-
-    table = Table(box=None, title="strategies", title_justify="left")
-    for column in ("strategy", "order", "fifo", "fair", "of bound", "transfers"):
-        table.add_column(column, justify="left" if column in ("strategy", "order") else "right")
+def _systems(plans: dict[str, ReshardPlan]) -> ResultTable:
+    table = ResultTable("strategy", "order", ">fifo", ">fair", ">of bound", ">transfers", title="strategies")
     for name, plan in plans.items():
         both = [_time(plan, contention) for contention in ("fifo", "fair")]
         shown = [format_us(us) if us is not None else "-" for us in both]
@@ -175,10 +175,6 @@ def _time(plan: ReshardPlan, contention: str) -> float | None:
 
 
 def _draw(path: Path, plans: dict[str, ReshardPlan]) -> None:
-    from html import escape
-
-    from ..report.html import Section, timeline_section, write_html
-
     ours = plans["stretto"]
     sections = [Section(heading="Schedule", note="", body=f"<pre>{escape(ours.explain())}</pre>")]
     for name, plan in sorted(plans.items(), key=lambda item: item[1].time_us):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+import msgspec
+
+from ..control.messages import JobStatus
+from ..control.transport import ControllerConnection
 from ..errors import StrettoError
 from .status import ask
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..control.messages import JobStatus
-    from ..control.transport import ControllerConnection
 
 EVERY_S = 2.0
 
@@ -65,8 +63,6 @@ def with_memory(now: JobStatus, before: JobStatus | None) -> JobStatus:
 
     A controller that was started again knows what runs, but not what was promised of it.
     """
-    import msgspec
-
     if before is None or before.epoch != now.epoch:
         return now
     kept: dict[str, object] = {}

@@ -5,89 +5,102 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from .common import out, parse_options, parse_ranks, plot_width, progress, write_json
-from .outputs import HTML, PROGRAM, TRACE, OutputFiles, output
+from ..algorithms import NAMES, algorithm, algorithms, collective_kind
+from ..algorithms.hierarchical import suited_to
+from ..algorithms.symmetric import symmetric_hierarchical
+from ..cluster import Cluster
+from ..collectives.files import load_collective
+from ..errors import InvalidInput, StrettoError, VerificationError, unknown
+from ..programs import Lowered, Program, SymmetricProgram
+from ..programs.formats import load_program, save_program
+from ..report import html, save_timeline, write_chrome_json, write_perfetto
+from ..report.plots import busy_plot, sweep_plot
+from ..report.sweep import Sweep, run_sweep
+from ..report.tables import comparison_table, sweep_table, timeline_tables
+from ..simulator import Timeline
+from ..simulator import simulate as simulated
+from ..simulator.bounds import Bound, lower_bound
+from .common import out, parse_all_sizes, parse_names, parse_options, parse_ranks, plot_width, progress
+from .completion import algorithm_names, collective_names
+from .options import (
+    AlphaOption,
+    BytesOption,
+    ChannelsOption,
+    ChunksOption,
+    ClusterOption,
+    ContentionOption,
+    FactorOption,
+    HtmlOption,
+    JsonOption,
+    RanksOption,
+    RootOption,
+    SettingsOption,
+    TraceOption,
+)
+from .outputs import PROGRAM, OutputFiles, output
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..cluster import Cluster
-    from ..programs import Lowered, Program, SymmetricProgram
-    from ..report.sweep import Sweep
-    from ..simulator import Timeline
-    from ..simulator.bounds import Bound
-
-    Runnable = Program | SymmetricProgram | Lowered
-
+Runnable = Program | SymmetricProgram | Lowered
 ALL = "all"
+
+CollectiveOption = Annotated[
+    str | None,
+    typer.Option(
+        "--collective",
+        metavar="NAME|FILE",
+        autocompletion=collective_names,
+        help="Default: all_reduce. For an MSCCL file of coll=custom: what it must achieve, a file.",
+    ),
+]
+ProgramOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE.txt|xml|json",
+        callback=output(*PROGRAM),
+        help="Write the program: text, MSCCL or MSCCL++.",
+    ),
+]
 
 
 def simulate(
     what: Annotated[
         str,
-        typer.Argument(metavar="ALGORITHM|all|FILE", help="An algorithm, all of them, or a text or MSCCL file."),
-    ],
-    cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="A preset (dgx2), with a node count (dgx2:2), or a file.")
-    ],
-    nbytes: Annotated[
-        str, typer.Option("--bytes", "-b", metavar="SIZE|LOW..HIGH", help="One size, a list, or a range.")
-    ] = "64M",
-    collective: Annotated[
-        str | None,
-        typer.Option(
-            "--collective", help="Default: all_reduce. For an MSCCL file of coll=custom: what it must achieve, a file."
+        typer.Argument(
+            metavar="ALGORITHM|all|FILE",
+            autocompletion=algorithm_names,
+            help="An algorithm, all of them, or a text or MSCCL file.",
         ),
-    ] = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option(help="Devices that take part: a count or a list such as 0-7,16. Default: all."),
-    ] = None,
-    chunks: Annotated[int | None, typer.Option(help="Pieces to pipeline. Default: the algorithm's own.")] = None,
-    root: Annotated[int | None, typer.Option(help="Root of a broadcast, reduce, gather or scatter.")] = None,
-    options: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the algorithm.")
-    ] = None,
-    contention: Annotated[
-        str | None,
-        typer.Option(
-            metavar="fifo|fair",
-            help="A link serves one transfer at a time, or all in fair shares. Default: what its links need.",
-        ),
-    ] = None,
-    alpha: Annotated[
-        str, typer.Option(metavar="pipelined|blocking", help="Whether latency also occupies the link.")
-    ] = "pipelined",
-    channels: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="Use only links of these channels.")] = None,
+    ],
+    cluster: ClusterOption,
+    nbytes: BytesOption = "64M",
+    factor: FactorOption = 4.0,
+    collective: CollectiveOption = None,
+    ranks: RanksOption = None,
+    chunks: ChunksOption = None,
+    root: RootOption = None,
+    settings: SettingsOption = None,
+    contention: ContentionOption = None,
+    alpha: AlphaOption = "pipelined",
+    channels: ChannelsOption = None,
     symmetric: Annotated[
         bool,
-        typer.Option(help="Let one rank stand for all (hierarchical, on a network of regular dimensions)."),
+        typer.Option("--symmetric", help="Let one rank stand for all (hierarchical, on networks of dimensions)."),
     ] = False,
-    factor: Annotated[float, typer.Option(help="By how much sizes grow in a range.")] = 4.0,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", callback=output(*HTML), help="Write an HTML report.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE.pftrace", callback=output(*TRACE), help="Write a Perfetto trace.")
-    ] = None,
+    program_file: ProgramOption = None,
+    html_file: HtmlOption = None,
+    rows: JsonOption = None,
+    trace: TraceOption = None,
     chrome_json: Annotated[
         Path | None, typer.Option(metavar="FILE.json", callback=output(".json"), help="Write a Chrome trace.")
     ] = None,
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE.json", callback=output(".json"), help="Write the timeline itself.")
-    ] = None,
-    program: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.txt|xml|json", callback=output(*PROGRAM), help="Write the program: text, MSCCL or MSCCL++."
-        ),
-    ] = None,
-    rows: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Write all numbers.")
     ] = None,
 ) -> None:
     """Say how long a collective takes on a cluster, and how far that is from the lower bound.
@@ -98,46 +111,44 @@ def simulate(
 
     \b
     Examples:
-      stretto simulate ring --cluster dgx2:2 --bytes 64M
-      stretto simulate all --cluster dgx2:2 --bytes 1K..1G --plot sweep.html
+      stretto simulate ring -c dgx2:2 -b 64M
+      stretto simulate all -c dgx2:2 -b 1K..1G --html sweep.html
       stretto simulate ring -c hgx2:4 --collective all_gather --trace t.pftrace
-      stretto simulate ring --cluster dgx_a100:2 --set rings=2 --program ring.xml
-      stretto simulate my_algorithm.txt --cluster ndv2:2 --bytes 1M
-      stretto simulate algorithm.xml --cluster dgx_a100 --bytes 64M
+      stretto simulate ring -c dgx_a100:2 --set rings=2 -o ring.xml
+      stretto simulate my_algorithm.txt -c ndv2:2 -b 1M
+      stretto simulate algorithm.xml -c dgx_a100 -b 64M
       stretto simulate hierarchical --symmetric --chunks 64 -c themis_2d_sw_sw
     """
-    from ..cluster import Cluster
-    from ..report.sweep import parse_sizes
-
-    sizes = parse_sizes(nbytes, factor=factor)
+    sizes = parse_all_sizes(nbytes, factor)
+    names = parse_names(channels)
     job = SimulationSetup(
         cluster=Cluster.load(cluster),
         contention=contention,
         alpha=alpha,
-        channels=None if channels is None else tuple(name.strip() for name in channels.split(",")),
+        channels=None if names is None else tuple(names),
     )
-    settings = parse_options(options or [])
-    if root is not None:
-        settings["root"] = root
+    options = parse_options(settings or []) | ({} if root is None else {"root": root})
     find = _symmetric if symmetric else _programs
-    programs, left_out = find(what, job.cluster, collective, ranks, chunks, settings)
+    programs, left_out = find(what, job.cluster, collective, ranks, chunks, options)
     sweep, fastest = job.sweep(programs, sizes, left_out)
     files = OutputFiles()
-    files.write(rows, lambda path: write_json(path, {"rows": sweep.rows()}))
-    files.write(program, lambda path: _save_program(programs[sweep.best(len(sizes) - 1)], job.cluster, path))
-    _write(files, fastest, sweep, plot=plot, trace=trace, chrome_json=chrome_json, timeline_file=timeline)
+    files.json(rows, {"rows": sweep.rows()})
+    files.write(program_file, lambda path: _save_program(programs[sweep.best(len(sizes) - 1)], job.cluster, path))
+    _write(files, fastest, sweep, page=html_file, trace=trace, chrome_json=chrome_json, timeline_file=timeline)
+    _print(job, programs, sweep, fastest)
+    then = f"stretto program verify {program_file}" if program_file is not None else ""
+    files.tell(then or f"stretto synth {sweep.collective} -c {cluster} -b {nbytes}")
+
+
+def _print(job: SimulationSetup, programs: Mapping[str, Runnable], sweep: Sweep, fastest: Timeline) -> None:
     console = out()
-    if len(programs) == len(sizes) == 1:
-        _print_one(console, job, next(iter(programs.values())), fastest, sizes[0])
+    if len(programs) == len(sweep.sizes) == 1:
+        _print_one(console, job, next(iter(programs.values())), fastest, sweep.sizes[0])
     else:
         _print_many(console, sweep)
-    files.tell()
 
 
 def _save_program(program: Runnable, cluster: Cluster, path: Path) -> None:
-    from ..programs import SymmetricProgram
-    from ..programs.formats import save_program
-
     whole = program.expand() if isinstance(program, SymmetricProgram) else program
     save_program(whole, path, hosts=cluster.hosts_of(whole.collective.ranks).tolist())
 
@@ -153,9 +164,7 @@ class SimulationSetup:
 
     def run(self, program: Runnable, nbytes: int) -> Timeline:
         """One program at one size."""
-        from ..simulator import simulate
-
-        return simulate(
+        return simulated(
             program,
             self.cluster,
             nbytes=nbytes,
@@ -166,16 +175,12 @@ class SimulationSetup:
 
     def bound(self, program: Runnable, nbytes: int) -> Bound:
         """The least time for what the program does."""
-        from ..simulator.bounds import lower_bound
-
         return lower_bound(program.collective, self.cluster, nbytes, channels=self.channels)
 
     def sweep(
         self, programs: Mapping[str, Runnable], sizes: Sequence[int], left_out: Mapping[str, str]
     ) -> tuple[Sweep, Timeline]:
         """The times, and the timeline of the fastest program at the last size."""
-        from ..report.sweep import run_sweep
-
         first = next(iter(programs.values()))
         fastest: list[Timeline] = []
 
@@ -218,9 +223,6 @@ def _programs(
     options: dict[str, Any],
 ) -> tuple[dict[str, Runnable], dict[str, str]]:
     """The programs by name, and why others are left out."""
-    from ..algorithms import NAMES, algorithm, algorithms, collective_kind
-    from ..errors import InvalidInput, StrettoError, unknown
-
     if what != ALL and what not in NAMES:
         if not Path(what).exists():
             raise unknown("algorithm or file", what, (ALL, *NAMES))
@@ -271,11 +273,6 @@ def _symmetric(
     options: dict[str, Any],
 ) -> tuple[dict[str, Runnable], dict[str, str]]:
     """The hierarchical program of the cluster's dimensions, stored as rank 0's part of it."""
-    from ..algorithms import collective_kind
-    from ..algorithms.hierarchical import suited_to
-    from ..algorithms.symmetric import symmetric_hierarchical
-    from ..errors import InvalidInput
-
     if what != "hierarchical":
         raise InvalidInput(f"--symmetric: only hierarchical has a symmetric form, not {what}")
     if not cluster.dimensions or ranks is not None:
@@ -293,11 +290,6 @@ def _symmetric(
 
 
 def _read(path: str, collective: str | None) -> Runnable:
-    from ..collectives.files import load_collective
-    from ..errors import InvalidInput, VerificationError
-    from ..programs import Lowered, Program
-    from ..programs.formats import load_program
-
     program = load_program(path, collective=None if collective is None else load_collective(collective))
     if not isinstance(program, Program | Lowered):
         raise InvalidInput(
@@ -312,9 +304,6 @@ def _read(path: str, collective: str | None) -> Runnable:
 
 
 def _print_one(console: Console, job: SimulationSetup, program: Runnable, timeline: Timeline, nbytes: int) -> None:
-    from ..report.plots import busy_plot
-    from ..report.tables import timeline_tables
-
     with progress("summing up", 1) as advance:
         advance("where the time went")
         tables = timeline_tables(timeline, cluster=job.cluster, bound=job.bound(program, nbytes))
@@ -324,9 +313,6 @@ def _print_one(console: Console, job: SimulationSetup, program: Runnable, timeli
 
 
 def _print_many(console: Console, sweep: Sweep) -> None:
-    from ..report.plots import sweep_plot
-    from ..report.tables import comparison_table, sweep_table
-
     if len(sweep.sizes) == 1:
         console.print(comparison_table(sweep))
     else:
@@ -341,16 +327,14 @@ def _write(
     timeline: Timeline,
     sweep: Sweep,
     *,
-    plot: Path | None,
+    page: Path | None,
     trace: Path | None,
     chrome_json: Path | None,
     timeline_file: Path | None,
 ) -> None:
-    from ..report import html, save_timeline, write_chrome_json, write_perfetto
-
     program = dict(timeline.facts).get("program", "")
 
-    def page(path: Path) -> None:
+    def write_page(path: Path) -> None:
         sections = [html.timeline_section(timeline, f"{program}, {sweep.largest}")]
         if len(sweep.sizes) > 1:
             sections = [html.sweep_section(sweep), html.sweep_table_section(sweep), *sections]
@@ -364,7 +348,7 @@ def _write(
             return ""
         return f", the lowest ranks: {written} of its {timeline.num_spans} transfers"
 
-    files.write(plot, page)
+    files.write(page, write_page)
     files.write(trace, lambda path: traced(write_perfetto, path), program)
     files.write(chrome_json, lambda path: traced(write_chrome_json, path), program)
     files.write(timeline_file, lambda path: save_timeline(timeline, path))

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from ..control.messages import JobStatus, RankStatus, Status, StatusRequest, decode, encode
+from ..control.transport import STATUS, ControllerConnection, check_address, default_folder, from_environment
 from ..errors import InvalidInput
+from ..report.enforced_html import write_enforced_html
+from ..report.table import ResultTable
 from ..units import format_us
 from .common import one_line, out
 from .gain import gain_line
-from .outputs import HTML, OutputFiles, output
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..control.messages import JobStatus, RankStatus, Status
-    from ..control.transport import ControllerConnection
+from .options import HtmlOption, JsonOption
+from .outputs import OutputFiles
 
 ASK_S = 5.0
 
@@ -31,13 +31,8 @@ def status(
     tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="The asking side's certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Who signed the controller's.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.html", callback=output(*HTML), help="Also write predicted beside measured timelines."
-        ),
-    ] = None,
+    rows: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Show the jobs of a controller: plan, hash, waits, gain, and how every rank is.
 
@@ -45,38 +40,21 @@ def status(
     Examples:
       stretto status
       stretto status --address 127.0.0.1:7077 --token-file token
-      stretto status --json
-      stretto status --report now.html
+      stretto status --json -
+      stretto status --html now.html
     """
-    from ..control.transport import from_environment
-
-    environment = dict(os.environ)
     given = {
         "STRETTO_CONTROLLER": address, "STRETTO_TOKEN_FILE": token_file, "STRETTO_TLS_CERT": tls_cert,
         "STRETTO_TLS_KEY": tls_key, "STRETTO_TLS_CA": tls_ca,
     }  # fmt: skip
-    environment.update({name: str(value) for name, value in given.items() if value})
-    if not environment.get("STRETTO_CONTROLLER"):
-        from ..control.transport import default_folder
-
-        folder = default_folder()
-        environment["STRETTO_CONTROLLER"] = f"unix:{folder / 'controller.sock'}"
-        environment.setdefault("STRETTO_TOKEN_FILE", str(folder / "token"))
-        if not (folder / "controller.sock").exists():
-            raise InvalidInput(
-                "--address: no `stretto controller` of this user runs here (`stretto run` prints its own address)"
-            )
-    link = from_environment(environment)
+    if address:
+        check_address(address)
+    link = from_environment(_environment({name: str(value) for name, value in given.items() if value}))
     assert link is not None
     found = ask(link)
     files = OutputFiles()
-    files.write(report, lambda path: write_report(path, found))
-    if json:
-        import msgspec
-
-        print(msgspec.json.encode(found).decode())
-        files.check()
-        return
+    files.write(html, lambda path: write_report(path, found))
+    files.json(rows, found)
     console = out()
     if not found.jobs:
         console.print("no job has been heard of")
@@ -85,11 +63,22 @@ def status(
     files.tell()
 
 
+def _environment(given: dict[str, str]) -> dict[str, str]:
+    """Where the controller is: as given, else as this process's environment says, else this user's own."""
+    environment = dict(os.environ) | given
+    if not environment.get("STRETTO_CONTROLLER"):
+        folder = default_folder()
+        environment["STRETTO_CONTROLLER"] = f"unix:{folder / 'controller.sock'}"
+        environment.setdefault("STRETTO_TOKEN_FILE", str(folder / "token"))
+        if not (folder / "controller.sock").exists():
+            raise InvalidInput(
+                "--address: no `stretto controller` of this user runs here (`stretto run` prints its own address)"
+            )
+    return environment
+
+
 def ask(link: ControllerConnection) -> Status:
     """The answer of the controller at the other end."""
-    from ..control.messages import Status, StatusRequest, decode, encode
-    from ..control.transport import STATUS
-
     try:
         return decode(link.call(STATUS, encode(StatusRequest()), timeout_s=ASK_S), Status)
     finally:
@@ -98,20 +87,17 @@ def ask(link: ControllerConnection) -> Status:
 
 def write_report(path: Path, found: Status) -> None:
     """Predicted beside measured timelines of all jobs, as one page."""
-    from ..report.enforced_html import write_enforced_html
-
     write_enforced_html(path, found)
 
 
 def show(console: Console, job: JobStatus) -> None:
     """One job: its plan, and a line for every rank."""
-    from rich.table import Table
 
     # What ranks say of themselves must not look like a line of another job.
     head = one_line(f"job {job.job}: {job.size} ranks, {job.phase}; {job.about}")
     console.print(head, markup=False, soft_wrap=True)
     console.print(f"  {one_line(summary(job))}", markup=False, soft_wrap=True)
-    table = Table("rank", "runs", "vote", "iteration", "time", "waits", "heard", box=None)
+    table = ResultTable(">rank", "runs", "vote", ">iteration", ">time", ">waits", "heard")
     for rank in job.ranks:
         share = f"{rank.waits_us / rank.iteration_us:.1%}" if rank.iteration_us else ""
         heard = "has ended" if rank.left else f"{rank.heard_s:.1f} s ago"

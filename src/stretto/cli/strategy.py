@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ..errors import InvalidInput
-from ..units import parse_number
-from .common import out, parse_options, progress, write_json, wrote
+from ..cluster import Cluster
+from ..errors import InvalidInput, unknown
+from ..report.table import ResultTable
+from ..strategy import (
+    BUILDERS,
+    ModelSpec,
+    NodeConfig,
+    Strategy,
+    load_strategy,
+    plan_strategy,
+    save_strategy,
+    simulate_strategy,
+    zoo,
+)
+from ..strategy import build as make
+from ..strategy import diff as changes_between
+from ..strategy import explain as said
+from ..strategy.simulate import SimulatedStrategy
+from ..units import format_us, parse_number
+from .common import next_step, out, parse_options, progress, wrote
+from .completion import model_names
+from .options import AllOption, ClusterOption, HtmlOption, JsonOption, OptionalCluster, SettingsOption
 from .outputs import YAML, OutputFiles, output
-
-if TYPE_CHECKING:
-    from ..cluster import Cluster
-    from ..strategy import ModelSpec, NodeConfig, Strategy
+from .pages import write_tables
 
 SHOWN = 40
 MAX_PLAN_S = 3600.0
@@ -36,37 +52,38 @@ app = typer.Typer(
     """,
 )
 
-Source = Annotated[str, typer.Option("--model", "-m", metavar="NAME|FILE", help="A model of the zoo, or a file.")]
-Where = Annotated[str, typer.Option("--cluster", "-c", help="A preset with a node count, or a file.")]
+Source = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", metavar="NAME|FILE", autocompletion=model_names, help="A model of the zoo, or a file."
+    ),
+]
 Device = Annotated[str, typer.Option(metavar="NAME", help="What a model of the zoo computes on: titan_x, m60 or t4.")]
 StrategyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A strategy.")]
-Rows = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Also write the numbers.")
-]
 
 
 @app.command("list")
-def list_() -> None:
+def list_(rows: JsonOption = None) -> None:
     """List the builders with their options, and the models of the zoo.
 
     \b
     Example:
       stretto strategy list
     """
-    from rich.table import Table
-
-    from ..strategy import BUILDERS, zoo
-
+    files = OutputFiles()
+    files.json(rows, {
+        "builders": [{"name": name, "about": i.about, "options": list(i.options)} for name, i in BUILDERS.items()],
+        "models": list(zoo.MODELS),
+    })  # fmt: skip
     console = out()
-    table = Table(box=None, title="builders", title_justify="left")
-    for column in ("name", "makes", "options (--set)"):
-        table.add_column(column, overflow="fold")
+    table = ResultTable("name", "makes", "options (--set)", title="builders")
     for name, info in BUILDERS.items():
         table.add_row(name, info.about, ", ".join(info.options))
     console.print(table)
-    console.print("all builders also take encoder=NAME[:AMOUNT] and staleness=STEPS", style="dim")
+    console.print("all builders also take encoder=NAME[:AMOUNT] and staleness=STEPS", style="dim", markup=False)
     console.print()
     console.print(f"models: {', '.join(zoo.MODELS)}", markup=False)
+    files.tell("stretto strategy simulate all -m bert_large -c autodist_b7")
 
 
 @app.command()
@@ -77,11 +94,9 @@ def build(
         Path,
         typer.Option("--output", "-o", metavar="FILE", callback=output(*YAML), help="YAML, or JSON by its name."),
     ],
-    cluster: Annotated[str | None, typer.Option("--cluster", "-c", help="A preset with a count, or a file.")] = None,
+    cluster: OptionalCluster = None,
     ranks: Annotated[int, typer.Option(min=0, max=65536, help="Ranks by number, where there is no cluster.")] = 0,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the builder.")
-    ] = None,
+    settings: SettingsOption = None,
     device: Device = "t4",
 ) -> None:
     """Make a strategy by one rule, as known systems do, and write it to a file that can be edited.
@@ -92,10 +107,6 @@ def build(
       stretto strategy build partitioned_ps -m bert_large -c autodist_b7 -o ps.yaml
       stretto strategy build ps_balanced -m vgg16 -c autodist_a1 --set staleness=2 -o stale.yaml
     """
-    from ..cluster import Cluster
-    from ..strategy import build as make
-    from ..strategy import save_strategy, zoo
-
     if (cluster is None) == (ranks == 0):
         raise InvalidInput("build: give either --cluster or --ranks")
     made = make(
@@ -104,12 +115,14 @@ def build(
     )  # fmt: skip
     save_strategy(made, target)
     wrote(out(), target, made.made_by)
+    next_step(f"stretto strategy simulate {target} -m {model} -c {cluster or 'CLUSTER'}")
 
 
 @app.command()
 def show(
     strategy: StrategyFile,
-    every: Annotated[bool, typer.Option("--all", help="All variables, not only the first.")] = False,
+    every: AllOption = False,
+    rows: JsonOption = None,
 ) -> None:
     """Show what a strategy decides for each variable.
 
@@ -117,11 +130,12 @@ def show(
     Example:
       stretto strategy show parallax.yaml
     """
-    from rich.table import Table
-
-    from ..strategy import load_strategy
-
     made = load_strategy(strategy)
+    files = OutputFiles()
+    files.json(rows, {
+        "name": made.name, "model": made.model, "lossless": made.is_lossless, "devices": len(made.devices),
+        "variables": [_row(node) for node in made.nodes],
+    })  # fmt: skip
     console = out()
     lossless = "lossless" if made.is_lossless else "lossy or stale"
     console.print(
@@ -135,14 +149,13 @@ def show(
     decided = [_row(node) for node in shown]
     # What nobody uses is not shown.
     used = [column for column in decided[0] if any(row[column] for row in decided)] if decided else []
-    table = Table(box=None)
-    for column in used:
-        table.add_column(column, overflow="fold", justify="right" if column in ("group", "late") else "left")
+    table = ResultTable(*(f">{column}" if column in ("group", "late") else column for column in used))
     for row in decided:
         table.add_row(*(row[column] for column in used))
     console.print(table)
     if len(shown) < len(made.nodes):
         console.print(f"and {len(made.nodes) - len(shown)} more: --all shows them", style="dim")
+    files.tell()
 
 
 def _row(node: NodeConfig) -> dict[str, str]:
@@ -172,9 +185,6 @@ def explain(
       stretto strategy explain parallax.yaml -m lm1b
       stretto strategy explain parallax.yaml -m lm1b --variable softmax.weight
     """
-    from ..strategy import explain as said
-    from ..strategy import load_strategy, zoo
-
     out().print(said(load_strategy(strategy), zoo.load(model, device=device), variable=variable), markup=False)
 
 
@@ -182,7 +192,8 @@ def explain(
 def diff(
     before: Annotated[Path, typer.Argument(metavar="FILE", help="A strategy.")],
     after: Annotated[Path, typer.Argument(metavar="FILE", help="Another one for the same model.")],
-    every: Annotated[bool, typer.Option("--all", help="All changes, not only the first.")] = False,
+    every: AllOption = False,
+    rows: JsonOption = None,
 ) -> None:
     """Show which decisions two strategies of one model make differently.
 
@@ -190,98 +201,78 @@ def diff(
     Example:
       stretto strategy diff before.yaml after.yaml
     """
-    from rich.table import Table
-
-    from ..strategy import diff as changes_between
-    from ..strategy import load_strategy
-
-    console = out()
     changes = changes_between(load_strategy(before), load_strategy(after))
+    files = OutputFiles()
+    files.json(rows, {"changes": [
+        {"variable": c.variable, "part": c.part, "what": c.what, "before": c.before, "after": c.after} for c in changes
+    ]})  # fmt: skip
+    console = out()
     if not changes:
         console.print("no decision differs")
+        files.tell()
         return
-    table = Table(box=None, title=f"{len(changes)} decisions differ", title_justify="left")
-    for column in ("variable", "part", "what", "before", "after"):
-        table.add_column(column, overflow="fold")
+    table = ResultTable("variable", ">part", "what", "before", "after", title=f"{len(changes)} decisions differ")
     for change in changes if every else changes[:SHOWN]:
         part = str(change.part) if change.part >= 0 else ""
         table.add_row(change.variable, part, change.what, change.before, change.after)
     console.print(table)
     if not every and len(changes) > SHOWN:
         console.print(f"and {len(changes) - SHOWN} more: --all shows them", style="dim")
+    files.tell()
 
 
 @app.command()
 def simulate(
     strategies: Annotated[list[str], typer.Argument(metavar="FILE|BUILDER...", help="What to compare.")],
     model: Source,
-    cluster: Where,
+    cluster: ClusterOption,
     device: Device = "t4",
-    plan: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Hand the fastest to the joint planner for so long.")
-    ] = 0.0,
     target: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.json", callback=output(".json"), help="Write that plan."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE.json",
+            callback=output(".json"),
+            help="Write the plan that the joint planner makes of the fastest.",
+        ),
     ] = None,
-    rows: Rows = None,
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="SECONDS", help="Hand the fastest to the joint planner for so long."),
+    ] = None,
+    html: HtmlOption = None,
+    rows: JsonOption = None,
 ) -> None:
     """Time an iteration under strategies: compute, what communication adds, the busiest link, and the bound.
 
-    With --plan the fastest strategy goes to the joint planner, which decides pieces, order, channels and algorithms
+    With --budget the fastest strategy goes to the joint planner, which decides pieces, order, channels and algorithms
     of its messages together.
 
     \b
     Examples:
       stretto strategy simulate all -m bert_large -c autodist_b7
       stretto strategy simulate mine.yaml all_reduce -m vgg16 -c autodist_a1 --device titan_x
-      stretto strategy simulate all_reduce -m vgg16@0.2 -c autodist_b5 --plan 10 -o plan.json
+      stretto strategy simulate all_reduce -m vgg16@0.2 -c autodist_b5 --budget 10 -o plan.json
     """
-    from rich.table import Table
-
-    from ..cluster import Cluster
-    from ..strategy import BUILDERS, plan_strategy, simulate_strategy, zoo
-    from ..units import format_us
-
-    if not 0 <= plan <= MAX_PLAN_S:
-        raise InvalidInput(f"--plan: must be 0..{MAX_PLAN_S:g} seconds, not {plan:g}")
-    if target is not None and not plan:
-        raise InvalidInput("--output: needs --plan, which makes what is written")
+    if budget is not None and not 0 <= budget <= MAX_PLAN_S:
+        raise InvalidInput(f"--budget: must be 0..{MAX_PLAN_S:g} seconds, not {budget:g}")
+    if target is not None and not budget:
+        raise InvalidInput("--output: needs --budget, the time for making what is written")
     where, what = Cluster.load(cluster), zoo.load(model, device=device)
-    names = [name for given in strategies for name in (BUILDERS if given == "all" else (given,))]
-    found = {}
-    with progress("simulating", len(names)) as advance:
-        for name in dict.fromkeys(names):
-            advance(name)
-            made = _loaded(name, what, where)
-            found[name] = made, simulate_strategy(made, what, where)
+    found = _timed(strategies, what, where)
     best = min(found, key=lambda name: found[name][1].iteration_us)
+    table = _times_table(f"{what.name} on {where.name}", found)
     files = OutputFiles()
-    files.write(rows, lambda path: write_json(path, [
+    files.json(rows, [
         {"system": name, "iteration_us": ran.iteration_us, "compute_us": ran.compute_us,
          "exposed_us": ran.exposed_us, "bound_us": ran.bound_us, "messages": ran.messages,
          "moved_bytes": ran.moved_bytes}
         for name, (_, ran) in found.items()
-    ]))  # fmt: skip
-    planned = ""
-    if plan:
-        with progress("planning", 1) as advance:
-            advance(best)
-            made_plan = plan_strategy(found[best][0], what, where, budget_s=plan).plan
-        files.write(target, made_plan.save, f"hash {made_plan.hash}")
-        planned = (
-            f"planned {best}: {format_us(made_plan.iteration_us)}, in order of submission "
-            f"{format_us(made_plan.baselines_us['fifo'])}, bound {format_us(made_plan.bound_us)}"
-        )
+    ])  # fmt: skip
+    files.write(html, lambda path: write_tables(path, f"{what.name} on {where.name}", table))
+    planned = _plan(files, target, found[best][0], what, where, budget) if budget else ""
     console = out()
-    table = Table(box=None, title=f"{what.name} on {where.name}", title_justify="left")
-    for column in ("strategy", "iteration", "compute", "exposed", "link", "of bound", "messages"):
-        table.add_column(column, justify="left" if column == "strategy" else "right", overflow="fold")
-    for name, (_, ran) in sorted(found.items(), key=lambda item: item[1][1].iteration_us):
-        table.add_row(
-            name, format_us(ran.iteration_us), format_us(ran.compute_us), format_us(ran.exposed_us),
-            format_us(ran.busiest_us), f"{ran.iteration_us / ran.bound_us:.2f}x", str(ran.messages),
-        )  # fmt: skip
     console.print(table)
     for name, (made, _) in found.items():
         if len(made.devices) < where.num_devices:
@@ -292,18 +283,50 @@ def simulate(
         said = f"{best}: the busiest link is {busiest.busiest_link}, for {format_us(busiest.busiest_us)}"
         console.print(said, style="dim", markup=False)
     if planned:
-        console.print(planned, markup=False)
-    files.tell()
+        console.print(f"planned {best}: {planned}", markup=False)
+    files.tell(f"stretto plan show {target}" if target is not None else "")
+
+
+def _timed(strategies: list[str], model: ModelSpec, cluster: Cluster) -> dict[str, tuple[Strategy, SimulatedStrategy]]:
+    """Every strategy with its simulated iteration, by the name that was given."""
+    names = [name for given in strategies for name in (BUILDERS if given == "all" else (given,))]
+    found = {}
+    with progress("simulating", len(names)) as advance:
+        for name in dict.fromkeys(names):
+            advance(name)
+            made = _loaded(name, model, cluster)
+            found[name] = made, simulate_strategy(made, model, cluster)
+    return found
+
+
+def _times_table(title: str, found: dict[str, tuple[Strategy, SimulatedStrategy]]) -> ResultTable:
+    """The strategies, the fastest first."""
+    table = ResultTable(
+        "strategy", ">iteration", ">compute", ">exposed", ">link", ">of bound", ">messages", title=title
+    )
+    for name, (_, ran) in sorted(found.items(), key=lambda item: item[1][1].iteration_us):
+        times = map(format_us, (ran.iteration_us, ran.compute_us, ran.exposed_us, ran.busiest_us))
+        table.add_row(name, *times, f"{ran.iteration_us / ran.bound_us:.2f}x", str(ran.messages))
+    return table
+
+
+def _plan(
+    files: OutputFiles, target: Path | None, strategy: Strategy, model: ModelSpec, cluster: Cluster, budget_s: float
+) -> str:
+    """Plan a strategy, write the plan, and say what it promises."""
+    with progress("planning", 1) as advance:
+        advance(strategy.name)
+        made = plan_strategy(strategy, model, cluster, budget_s=budget_s).plan
+    files.write(target, made.save, f"hash {made.hash}")
+    fifo = format_us(made.baselines_us["fifo"])
+    return f"{format_us(made.iteration_us)}, in order of submission {fifo}, bound {format_us(made.bound_us)}"
 
 
 def _loaded(name: str, model: ModelSpec, cluster: Cluster) -> Strategy:
-    from ..strategy import BUILDERS, load_strategy
-    from ..strategy import build as make
-
     if name in BUILDERS:
         return make(name, model, cluster)
     if not Path(name).suffix and not Path(name).exists():
-        raise InvalidInput(f"strategy {name!r}: no such file, and no builder; choose from: {', '.join(BUILDERS)}")
+        raise unknown("strategy, builder or file", name, BUILDERS)
     return load_strategy(name)
 
 

@@ -6,86 +6,127 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
-from ..units import MAX_SEED
-from .common import check_root, out, parse_limits, parse_ranks, progress_console, with_multicast, write_json
+from ..algorithms import collective_kind
+from ..cluster import Cluster
+from ..collectives import COLLECTIVES, Collective
+from ..errors import InvalidInput, unknown
+from ..programs.formats import SUFFIXES
+from ..report.table import ResultTable
+from ..synthesis import Candidate, Selection, Synthesis, select, synthesize
+from ..synthesis.certificate import certificate_path
+from ..synthesis.sketch import Sketch
+from ..units import format_bytes, format_us
+from .common import (
+    check_root,
+    out,
+    parse_all_sizes,
+    parse_limits,
+    parse_names,
+    parse_ranks,
+    progress_console,
+    with_multicast,
+)
+from .completion import collective_names
+from .options import (
+    AllOption,
+    AlphaOption,
+    BackendOption,
+    BudgetOption,
+    BytesOption,
+    ClusterOption,
+    ContentionOption,
+    FactorOption,
+    HtmlOption,
+    JobsOption,
+    JsonOption,
+    RanksOption,
+    RayOption,
+    RootOption,
+    SeedOption,
+)
 from .outputs import PROGRAM, Output, OutputFiles, output
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..cluster import Cluster
-    from ..collectives import Collective
-    from ..synthesis import Candidate, Selection, Synthesis
+from .pages import write_tables
+from .session import SESSION
 
 SHOWN = 12
+
+TargetOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE|DIR",
+        callback=output(*PROGRAM, folder=True),
+        help="Write the program (.txt, .xml for MSCCL, .json for MSCCL++) with its certificate beside it; "
+        "for several sizes a folder.",
+    ),
+]
+FormatOption = Annotated[
+    str | None,
+    typer.Option("--format", metavar="xml|json|txt", help="Format of the files in that folder. Default: xml."),
+]
+LowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--min-bytes", metavar="SIZE", help="Smallest call that the written file is for. Default: half of --bytes."
+    ),
+]
+HighOption = Annotated[
+    str | None,
+    typer.Option("--max-bytes", metavar="SIZE", help="Largest one; 0: no limit. Default: just below twice --bytes."),
+]
+MulticastOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--multicast/--no-multicast",
+        help="Whether switches can copy a message to several ports. Default: as the cluster says.",
+    ),
+]
+LowerOption = Annotated[
+    bool,
+    typer.Option(
+        "--lower",
+        help="Judge programs as instruction streams, search instances and FIFO depth. Implied by .xml and .json.",
+    ),
+]
 
 
 def synth(
     collective: Annotated[
-        str, typer.Argument(metavar="COLLECTIVE", help="allgather, reduce_scatter, allreduce, alltoall, broadcast, ...")
-    ],
-    cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="A preset (dgx2), with a node count (dgx2:2), or a file.")
-    ],
-    nbytes: Annotated[
-        str, typer.Option("--bytes", "-b", metavar="SIZE", help="The larger of one rank's send and receive buffer.")
-    ] = "64M",
-    target: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE|DIR",
-            callback=output(*PROGRAM, folder=True),
-            help="Write the program (.txt, .xml for MSCCL, .json for MSCCL++) with its certificate beside it; "
-            "with --sizes a folder.",
+        str,
+        typer.Argument(
+            metavar="COLLECTIVE",
+            autocompletion=collective_names,
+            help="allgather, reduce_scatter, allreduce, alltoall, broadcast, ...",
         ),
-    ] = None,
-    form: Annotated[
-        str | None,
-        typer.Option("--format", metavar="xml|json|txt", help="Format of the files in that folder. Default: xml."),
-    ] = None,
-    min_bytes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Smallest call that the written file is for. Default: half of --bytes."),
-    ] = None,
-    max_bytes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Largest one; 0: no limit. Default: just below twice --bytes."),
-    ] = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(metavar="LOW..HIGH", help="Find the best program for each of these sizes, and where to switch."),
-    ] = None,
-    factor: Annotated[float, typer.Option(help="By how much sizes grow in a range.")] = 4.0,
-    multicast: Annotated[
-        bool | None,
-        typer.Option(
-            "--multicast/--no-multicast",
-            help="Whether switches can copy a message to several ports. Default: as the cluster says.",
-        ),
-    ] = None,
-    ranks: Annotated[
-        str | None, typer.Option(help="Devices that take part: a count or a list such as 0-7,16. Default: all.")
-    ] = None,
+    ],
+    cluster: ClusterOption,
+    nbytes: BytesOption = "64M",
+    factor: FactorOption = 4.0,
+    target: TargetOption = None,
+    form: FormatOption = None,
+    min_bytes: LowOption = None,
+    max_bytes: HighOption = None,
+    multicast: MulticastOption = None,
+    ranks: RanksOption = None,
     chunks: Annotated[int | None, typer.Option(help="Chunks per shard to begin with; makers may cut finer.")] = None,
-    root: Annotated[int | None, typer.Option(help="Root of a broadcast, reduce, gather or scatter.")] = None,
+    root: RootOption = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Input and output share memory.")] = False,
     sketch: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A communication sketch: YAML, or TACCL's JSON.")
     ] = None,
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Search this long, for each size.")] = 30.0,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Makers that run at once, each in its own process.")] = 1,
-    backend: Annotated[
-        str, typer.Option(metavar="processes|ray", help="Where makers run at once: here, or as tasks of a Ray cluster.")
-    ] = "processes",
-    ray_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Ray's head node. Default: $RAY_ADDRESS, else a local Ray.")
-    ] = None,
+    budget: BudgetOption = 30.0,
+    jobs: JobsOption = 1,
+    backend: BackendOption = "processes",
+    ray_address: RayOption = None,
     makers: Annotated[
         str | None,
         typer.Option(metavar="NAME,NAME", help="Ask only these, such as forest,library:ring. Default: all."),
@@ -94,97 +135,93 @@ def synth(
         list[str] | None,
         typer.Option("--set", metavar="MAKER.KEY=VALUE", help="An option of one maker, such as forest.max_k=4."),
     ] = None,
-    alpha: Annotated[
-        str, typer.Option(metavar="pipelined|blocking", help="Whether latency also occupies the link.")
-    ] = "pipelined",
-    contention: Annotated[
-        str | None, typer.Option(metavar="fifo|fair", help="How transfers share a link. Default: what its links need.")
-    ] = None,
-    lower: Annotated[
-        bool,
-        typer.Option(
-            "--lower",
-            help="Judge programs as instruction streams, search instances and FIFO depth. Implied by .xml and .json.",
-        ),
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Same seed, same search.")] = 0,
+    alpha: AlphaOption = "pipelined",
+    contention: ContentionOption = None,
+    lower: LowerOption = False,
+    seed: SeedOption = 0,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use results of earlier searches.")] = True,
-    show_all: Annotated[bool, typer.Option("--all", help="List every candidate, not only each maker's best.")] = False,
-    rows: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Write all candidates."),
-    ] = None,
+    show_all: AllOption = False,
+    html: HtmlOption = None,
+    rows: JsonOption = None,
 ) -> None:
     """Search the fastest program for a collective, and say how far it is from optimal.
 
-    Everybody who can make one is asked: the algorithm library, spanning trees,
-    flows, greedy search, sketches, exact search. Each program is proved right and
-    simulated; the best is written with a certificate: its time, a bound that no
-    algorithm beats, who made it and how long that took. A maker that fails is
-    listed with its reason.
+    Everybody who can make one is asked: the algorithm library, spanning trees, flows, greedy search, sketches, exact
+    search. Each program is proved right and simulated; the best is written with a certificate: its time, a bound that
+    no algorithm beats, who made it and how long that took. For several sizes: where to switch.
 
     \b
     Examples:
-      stretto synth allgather --cluster dgx2:2 --bytes 64M -o ag.xml
-      stretto synth allreduce --cluster ndv2:2 --bytes 1M --budget 60 --jobs 2
-      stretto synth alltoall --cluster dgx2:2 --sizes 1K..1G -o tables/
-      stretto synth allgather --cluster ndv2:2 --sketch my.yaml
-      stretto synth allgather --cluster dgx_a100 --makers forest --set forest.max_k=2
-      stretto synth allgather --cluster topology.xml --bytes 16M -o ag.xml
-      stretto synth allgather --cluster dgx2:2 --multicast -o ag.txt
+      stretto synth allgather -c dgx2:2 -b 64M -o ag.xml
+      stretto synth allreduce -c ndv2:2 -b 1M --budget 60 --jobs 2
+      stretto synth alltoall -c dgx2:2 -b 1K..1G -o tables/
+      stretto synth allgather -c ndv2:2 --sketch my.yaml
+      stretto synth allgather -c dgx_a100 --makers forest --set forest.max_k=2
+      stretto synth allgather -c topology.xml -b 16M -o ag.xml
+      stretto synth allgather -c dgx2:2 --multicast -o ag.txt
     """
-    from ..cluster import Cluster
-    from ..report.sweep import parse_sizes
-    from ..synthesis import select, synthesize
-    from ..units import parse_bytes
-
+    sizes = parse_all_sizes(nbytes, factor)
     limits = parse_limits(min_bytes, max_bytes)
-    suffix, streams = _check_target(target, form, limits, table=sizes is not None)
-    _check_rows(rows, target, table=sizes is not None)
+    suffix, streams = _check_target(target, form, limits, table=len(sizes) > 1)
+    _check_rows(rows, target, table=len(sizes) > 1)
     machine = with_multicast(Cluster.load(cluster), multicast)
     wanted = _collective(collective, machine, ranks, chunks, root, in_place)
     options: dict[str, Any] = {
-        "budget_s": budget,
-        "sketch": None if sketch is None else _sketch(sketch),
-        "alpha": alpha,
-        "contention": contention,
-        "seed": seed,
-        "jobs": jobs,
-        "backend": backend,
-        "ray_address": ray_address,
-        "cache": cache,
-        "makers": None if makers is None else [name.strip() for name in makers.split(",") if name.strip()],
-        "maker_options": _maker_options(settings or []),
-    }
-    console, files = out(), OutputFiles()
-    if sizes is not None:
-        every = parse_sizes(sizes, factor=factor)
-        with _live(budget * len(every)) as progress:
-            table = select(wanted, machine, every, progress=progress, lower=streams or lower, **options)
-        files.write(target, lambda path: table.save(path, suffix=suffix))
-        files.write(rows, lambda path: write_json(path, {"rows": table.rows()}))
-        _print_selection(console, table)
-        files.tell()
-        return
-    with _live(budget) as progress:
-        found = synthesize(wanted, machine, parse_bytes(nbytes), lower=streams or lower, progress=progress, **options)
+        "budget_s": budget, "sketch": None if sketch is None else Sketch.load(sketch), "alpha": alpha,
+        "contention": contention, "seed": seed, "jobs": jobs, "backend": backend, "ray_address": ray_address,
+        "cache": cache, "makers": parse_names(makers), "maker_options": _maker_options(settings or []),
+        "lower": streams or lower,
+    }  # fmt: skip
+    if len(sizes) > 1:
+        _table(wanted, machine, sizes, options, target=target, suffix=suffix, html=html, rows=rows)
+    else:
+        _single(wanted, machine, sizes[0], options, target=target, limits=limits, html=html, rows=rows, every=show_all)
+
+
+def _single(
+    wanted: Collective, machine: Cluster, nbytes: int, options: dict[str, Any], *, target: Path | None,
+    limits: dict[str, int], html: Path | None, rows: Path | None, every: bool,
+) -> None:  # fmt: skip
+    """The best program for one size."""
+    with _live(options["budget_s"]) as progress:
+        found = synthesize(wanted, machine, nbytes, progress=progress, **options)
+    table = _candidates_table(found, every)
+    files = OutputFiles()
     files.write(target, lambda path: found.save(path, **limits))
-    candidates = [_row(found, candidate) for candidate in found.candidates]
-    files.write(rows, lambda path: write_json(path, {"rows": candidates}))
-    _print_candidates(console, found, show_all)
+    files.json(rows, {"rows": [_row(found, candidate) for candidate in found.candidates]})
+    title = f"{wanted.kind} of {format_bytes(nbytes)} on {machine.name}"
+    files.write(html, lambda path: write_tables(path, title, table))
+    _print_candidates(out(), found, table, every)
+    files.tell(f"stretto program run {target}" if target is not None else "")
+
+
+def _table(
+    wanted: Collective, machine: Cluster, sizes: Sequence[int], options: dict[str, Any], *, target: Path | None,
+    suffix: str, html: Path | None, rows: Path | None,
+) -> None:  # fmt: skip
+    """The best program for each of several sizes, and where to switch from one to the next."""
+    with _live(options["budget_s"] * len(sizes)) as progress:
+        chosen = select(wanted, machine, sizes, progress=progress, **options)
+    view = _selection_table(chosen)
+    files = OutputFiles()
+    files.write(target, lambda path: chosen.save(path, suffix=suffix))
+    files.json(rows, {"rows": chosen.rows()})
+    files.write(html, lambda path: write_tables(path, f"{chosen.collective} on {chosen.cluster}", view))
+    out().print(view)
     files.tell()
 
 
 def _check_target(target: Path | None, form: str | None, limits: dict[str, int], *, table: bool) -> tuple[str, str]:
     """The ending of the files to write and the format to lower for; a wrong path is refused before the search."""
-    from ..errors import InvalidInput, unknown
-    from ..programs.formats import SUFFIXES
-
     if form is not None and not (table and target is not None):
-        raise InvalidInput("--format: is for the folder of --sizes and --output; a file's ending says its format")
+        raise InvalidInput(
+            "--format: is for the folder of several --bytes and --output; a file's ending says its format"
+        )
     if limits and (table or target is None):
         option = next(iter(limits)).replace("_", "-")
-        raise InvalidInput(f"--{option}: is for the file of --output; files of --sizes share all sizes among them")
+        raise InvalidInput(
+            f"--{option}: is for the file of --output; files of several --bytes share all sizes among them"
+        )
     if target is None:
         return "", ""
     suffix = f".{form or 'xml'}" if table else target.suffix
@@ -196,9 +233,6 @@ def _check_target(target: Path | None, form: str | None, limits: dict[str, int],
 
 def _check_rows(rows: Path | None, target: Path | None, *, table: bool) -> None:
     """Refuse a file for the numbers that would replace one of the files that come with the programs."""
-    from ..errors import InvalidInput
-    from ..synthesis.certificate import certificate_path
-
     if rows is None or target is None:
         return
     if table and rows.resolve().parent == target.resolve():
@@ -209,8 +243,6 @@ def _check_rows(rows: Path | None, target: Path | None, *, table: bool) -> None:
 
 def _maker_options(pairs: list[str]) -> dict[str, dict[str, str]]:
     """Options of makers as ``maker.key=value``; their values are read by the makers they are for."""
-    from ..errors import InvalidInput
-
     found: dict[str, dict[str, str]] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -226,10 +258,6 @@ def _maker_options(pairs: list[str]) -> dict[str, dict[str, str]]:
 def _collective(
     text: str, cluster: Cluster, ranks: str | None, chunks: int | None, root: int | None, in_place: bool
 ) -> Collective:
-    from ..algorithms import collective_kind
-    from ..collectives import COLLECTIVES
-    from ..errors import InvalidInput
-
     kind = collective_kind(text)
     devices = parse_ranks(ranks, cluster.num_devices)
     if kind in ("all_to_all_v", "permute"):
@@ -242,17 +270,9 @@ def _collective(
     return COLLECTIVES[kind](devices, **options, **check_root(kind, root))
 
 
-def _sketch(path: Path) -> Any:
-    from ..synthesis.sketch import Sketch
-
-    return Sketch.load(path)
-
-
 @contextmanager
 def _live(budget_s: float) -> Iterator[Callable[[str, float], None]]:
     """One line on stderr, if that is a terminal: the best so far, who is at work, how much time is left."""
-    from rich.progress import BarColumn, Progress, TextColumn
-
     console = progress_console()
     bar = Progress(
         TextColumn("{task.fields[left]}"),
@@ -265,46 +285,46 @@ def _live(budget_s: float) -> Iterator[Callable[[str, float], None]]:
     task = bar.add_task("starting", total=1.0, left="")
 
     def progress(message: str, fraction: float) -> None:
-        from rich.markup import escape
-
         left = max(0.0, budget_s - (time.monotonic() - began))
         bar.update(task, completed=fraction, description=escape(message), left=f"{left:.0f} s left")
 
-    if not console.is_terminal:
+    if not console.is_terminal or SESSION.quiet:
         yield lambda message, fraction: None
         return
     with bar:
         yield progress
 
 
-def _print_candidates(console: Console, found: Synthesis, show_all: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from ..units import format_bytes, format_us
-
+def _candidates_table(found: Synthesis, every: bool) -> ResultTable:
+    """What was timed, the fastest first, and the bound."""
     certificate = found.certificate
-    timed = [c for c in found.candidates if c.time_us is not None]
-    shown = timed if show_all else _best_of_each(timed, certificate.program)[:SHOWN]
-    table = Table(box=None, pad_edge=False)
-    for heading, justify in (("program", "left"), ("time", "right"), ("gap", "right"), ("made in", "right")):
-        table.add_column(heading, justify="left" if justify == "left" else "right")
-    table.add_column("maker")
-    for candidate in shown:
+    table = ResultTable("program", ">time", ">gap", ">made in", "maker")
+    for candidate in _shown(found, every):
         took = candidate.time_us or 0.0
         chosen = (candidate.name, candidate.maker) == (certificate.program, certificate.maker)
         table.add_row(
-            Text(candidate.name),
+            candidate.name,
             format_us(took),
             _gap(took, certificate.bound_us),
             f"{candidate.seconds:.2f} s",
-            Text(f"{candidate.maker} (too long for a file)" if candidate.reason else candidate.maker),
+            f"{candidate.maker} (too long for a file)" if candidate.reason else candidate.maker,
             style="bold" if chosen else "dim" if candidate.reason else "",
         )
-    table.add_row("lower bound", format_us(certificate.bound_us), "", "", Text(""), style="dim")
+    table.add_row("lower bound", format_us(certificate.bound_us), "", "", "", style="dim")
+    return table
+
+
+def _shown(found: Synthesis, every: bool) -> list[Candidate]:
+    timed = [candidate for candidate in found.candidates if candidate.time_us is not None]
+    return timed if every else _best_of_each(timed, found.certificate.program)[:SHOWN]
+
+
+def _print_candidates(console: Console, found: Synthesis, table: ResultTable, every: bool) -> None:
+    certificate = found.certificate
     console.print(table)
-    if len(shown) < len(timed):
-        console.print(f"{len(timed) - len(shown)} more candidates: --all lists them", style="dim")
+    hidden = sum(candidate.time_us is not None for candidate in found.candidates) - len(_shown(found, every))
+    if hidden:
+        console.print(f"{hidden} more candidates: --all lists them", style="dim")
     for candidate in found.candidates:
         if candidate.time_us is None:
             console.print(Text(f"{candidate.maker}: {candidate.reason}", style="dim"), soft_wrap=True)
@@ -332,30 +352,21 @@ def _print_candidates(console: Console, found: Synthesis, show_all: bool) -> Non
         )
 
 
-def _print_selection(console: Console, table: Selection) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from ..units import format_bytes, format_us
-
-    view = Table(box=None, pad_edge=False, title=f"{table.collective} on {table.cluster}", title_justify="left")
-    for heading in ("bytes", "time", "bound", "gap", "used for"):
-        view.add_column(heading, justify="right")
-    for heading in ("program", "maker"):
-        view.add_column(heading)
-    for row in table.rows():
+def _selection_table(chosen: Selection) -> ResultTable:
+    view = ResultTable(">bytes", ">time", ">bound", ">gap", ">used for", "program", "maker",
+                       title=f"{chosen.collective} on {chosen.cluster}")  # fmt: skip
+    for row in chosen.rows():
         low, high = int(row["min_bytes"]), int(row["max_bytes"])
-        used = f"{format_bytes(low) if low else '0'}..{format_bytes(high) if high else ''}"
         view.add_row(
             format_bytes(row["nbytes"]),
             format_us(row["time_us"]),
             format_us(row["bound_us"]),
             _gap(row["time_us"], row["bound_us"]),
-            used,
-            Text(row["program"]),
-            Text(row["maker"]),
+            f"{format_bytes(low) if low else '0'}..{format_bytes(high) if high else ''}",
+            row["program"],
+            row["maker"],
         )
-    console.print(view)
+    return view
 
 
 def _best_of_each(timed: Sequence[Candidate], chosen: str) -> list[Candidate]:

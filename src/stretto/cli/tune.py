@@ -5,27 +5,58 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ..errors import InvalidInput
-from ..units import MAX_SEED
-from .common import out, progress, write_json
+from ..cluster import Cluster
+from ..cluster.files import load
+from ..errors import InvalidInput, unknown
+from ..report.table import ResultTable
+from ..strategy import ModelSpec
+from ..strategy.files import save_model as written_model
+from ..strategy.files import save_strategy, strategy_text
+from ..strategy.representation import MAX_STALENESS
+from ..strategy.requests import Reference
+from ..strategy.resources import resources
+from ..strategy.search import METHODS, Bench, StrategyResult, StrategyTrial, search
+from ..strategy.simulate import plan_strategy
+from ..strategy.trials import Trials
+from ..strategy.trials import command as launched
+from ..strategy.trials_ray import ray_trials
+from ..synthesis.backends import check_backend
+from ..units import format_us
+from .common import about, out, progress
+from .options import BackendOption, JobsOption, JsonOption, OptionalCluster, RayOption, SeedOption
 from .outputs import YAML, OutputFiles, output
-
-if TYPE_CHECKING:
-    from ..cluster import Cluster
-    from ..strategy import ModelSpec
-    from ..strategy.search import Bench, StrategyResult, StrategyTrial
-    from ..strategy.trials import Trials
 
 SHOWN = 8
 MAX_ROUNDS, MAX_PLAN_S = 1000, 3600.0
 BUCKETS_MB = (25.0, 0.25, 1.0, 4.0)
 """DDP as everybody uses it, and with other bucket sizes."""
+
+PlanFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE.json",
+        callback=output(".json"),
+        help="Write what the joint planner makes of what was found; needs --cluster.",
+    ),
+]
+ModelFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-model",
+        metavar="FILE",
+        callback=output(*YAML),
+        help="Write the model too, for 'stretto strategy ... -m FILE'.",
+    ),
+]
 
 
 def tune(
@@ -35,10 +66,7 @@ def tune(
         Path,
         typer.Option("--output", "-o", metavar="FILE", callback=output(*YAML), help="Where the strategy goes."),
     ] = Path("strategy.yaml"),
-    cluster: Annotated[
-        str | None,
-        typer.Option("--cluster", "-c", help="A preset or file whose devices are the ranks. Default: hosts only."),
-    ] = None,
+    cluster: OptionalCluster = None,
     warmup: Annotated[int, typer.Option(help="Iterations before each measurement.")] = 10,
     timed: Annotated[int, typer.Option(help="Iterations measured.")] = 40,
     rounds: Annotated[int, typer.Option(help="Most rounds of the comparison in the end; 0: none.")] = 12,
@@ -49,35 +77,19 @@ def tune(
     method: Annotated[
         str, typer.Option(metavar="learned|random", help="Learn from trials, or draw guided by rules alone.")
     ] = "learned",
-    backend: Annotated[
-        str, typer.Option(metavar="processes|ray", help="Where runs go: here, one by one, or to a Ray cluster.")
-    ] = "processes",
-    ray_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Ray's head node. Default: $RAY_ADDRESS, else a local Ray.")
-    ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Jobs at once on a local Ray.")] = 1,
+    backend: BackendOption = "processes",
+    ray_address: RayOption = None,
+    jobs: JobsOption = 1,
     scratch: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A folder that all hosts see. Default: this machine's for such.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Same seed, same candidates.")] = 0,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            callback=output(".json"),
-            help="Write what the joint planner makes of what was found; needs --cluster.",
-        ),
-    ] = None,
-    plan_s: Annotated[float, typer.Option(metavar="SECONDS", help="How long that planner searches.")] = 10.0,
-    save_model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", callback=output(*YAML), help="Write the model too, for 'stretto strategy ... -m FILE'."
-        ),
-    ] = None,
-    rows: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE.json", callback=output(".json"), help="Write all trials.")
-    ] = None,
+    seed: SeedOption = 0,
+    plan: PlanFileOption = None,
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="SECONDS", help="How long the planner of --plan searches.")
+    ] = 10.0,
+    save_model: ModelFileOption = None,
+    rows: JsonOption = None,
 ) -> None:
     """Find the fastest synchronisation strategy for a training script by short runs of it.
 
@@ -94,62 +106,63 @@ def tune(
       stretto tune -- torchrun --nproc-per-node 4 train.py
       stretto tune --trials 50 -o best.yaml -- torchrun ... train.py
       stretto tune -- stretto lab run --hosts 2 --ranks 2 -- python train.py
-      stretto tune --cluster cluster.yaml --plan plan.json -- torchrun ... train.py
+      stretto tune -c cluster.yaml --plan plan.json -- torchrun ... train.py
       stretto tune --backend ray -- torchrun --nproc-per-node 8 train.py
     """
-    from ..cluster.files import load
-    from ..strategy.files import save_model as written_model
-    from ..strategy.files import save_strategy
-    from ..strategy.representation import MAX_STALENESS
-    from ..strategy.search import METHODS
-    from ..strategy.trials import Trials
-    from ..strategy.trials import command as launched
-    from ..synthesis.backends import check_backend
-
     check_backend(backend, ray_address)
-    for name, number, low, high in (
-        ("--trials", trials, 1, 10_000), ("--jobs", jobs, 1, 1024), ("--rounds", rounds, 0, MAX_ROUNDS),
-        ("--plan-s", plan_s, 0, MAX_PLAN_S), ("--allow-stale", allow_stale, 0, MAX_STALENESS),
-    ):  # fmt: skip
-        if not low <= number <= high:
-            raise InvalidInput(f"{name}: must be {low}..{high}, not {number}")
+    _check(trials=trials, jobs=jobs, rounds=rounds, budget=budget, allow_stale=allow_stale)
     if method not in METHODS:
-        raise InvalidInput(f"--method: must be one of {', '.join(METHODS)}, not {method!r}")
+        raise InvalidInput(f"--method: {unknown('method', method, METHODS)}")
     if scratch is not None and not scratch.is_dir():
         raise InvalidInput(f"--scratch {scratch}: there is no such folder")
     if plan is not None and cluster is None:
         raise InvalidInput("--plan: the planner needs to know the network: give --cluster")
     known = load(cluster) if cluster is not None else None
     folder = str(scratch.absolute()) if scratch is not None else None
-    # A job is in a session of its own: it must be ended by us when we are.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        with Trials(launched(command), warmup=warmup, timed=timed, timeout_s=timeout, folder=folder) as runs:
-            model, found = _searched(
-                runs, command, trials=trials, cluster=known, method=method, lossy=allow_lossy, staleness=allow_stale,
-                seed=seed, backend=backend, ray_address=ray_address, jobs=jobs, rounds=rounds, ddp=ddp,
-            )  # fmt: skip
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with _ended_with_us(), Trials(
+        launched(command), warmup=warmup, timed=timed, timeout_s=timeout, folder=folder
+    ) as runs:  # fmt: skip
+        model, found = _searched(
+            runs, command, trials=trials, cluster=known, method=method, lossy=allow_lossy, staleness=allow_stale,
+            seed=seed, backend=backend, ray_address=ray_address, jobs=jobs, rounds=rounds, ddp=ddp,
+        )  # fmt: skip
     files = OutputFiles()
     files.write(target, lambda path: save_strategy(found.best, path), f"use it with STRETTO_STRATEGY={target}")
     files.write(save_model, lambda path: written_model(model, path))
-    files.write(rows, lambda path: write_json(path, [_row(trial) for trial in found.trials]))
-    planned = _plan(files, found, model, known, plan, plan_s) if plan is not None and known is not None else ""
+    files.json(rows, [_row(trial) for trial in found.trials])
+    planned = _plan(files, found, model, known, plan, budget) if plan is not None and known is not None else ""
     _show(found)
     if planned:
         out().print(planned, markup=False)
-    files.tell()
+    files.tell(f"STRETTO_STRATEGY={target} {' '.join(command)}")
+
+
+def _check(**numbers: float) -> None:
+    """Refuse numbers out of range before the job is started."""
+    limits = {
+        "trials": (1, 10_000), "jobs": (1, 1024), "rounds": (0, MAX_ROUNDS), "budget": (0, MAX_PLAN_S),
+        "allow_stale": (0, MAX_STALENESS),
+    }  # fmt: skip
+    for name, number in numbers.items():
+        low, high = limits[name]
+        if not low <= number <= high:
+            raise InvalidInput(f"--{name.replace('_', '-')}: must be {low}..{high}, not {number}")
+
+
+@contextmanager
+def _ended_with_us() -> Iterator[None]:
+    """A job is in a session of its own: it must be ended by us when we are."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _searched(
     runs: Trials, command: list[str], *, trials: int, cluster: Cluster | None, method: str, lossy: bool,
     staleness: int, seed: int, backend: str, ray_address: str | None, jobs: int, rounds: int, ddp: bool,
 ) -> tuple[ModelSpec, StrategyResult]:  # fmt: skip
-    from ..strategy.requests import Reference
-    from ..strategy.resources import resources
-    from ..strategy.search import search
-
     references = [Reference(bucket_mb=mb) for mb in BUCKETS_MB] if ddp else []
     with progress("tune", 1 + len(references) + trials + (1 if rounds else 0)) as advance:
         advance("what the model is")
@@ -157,7 +170,7 @@ def _searched(
         if cluster is not None and len(resources(cluster).devices) != len(there.devices):
             count = len(resources(cluster).devices)
             raise InvalidInput(f"--cluster: {cluster.name} has {count} devices, the job {len(there.devices)} ranks")
-        out().print(f"{model!r}, {len(there.devices)} ranks on {len(there.by_host)} hosts", markup=False)
+        out().print(f"{about(model)}, {len(there.devices)} ranks on {len(there.by_host)} hosts", markup=False)
 
         def searched(bench: Bench) -> StrategyResult:
             return search(
@@ -167,7 +180,6 @@ def _searched(
 
         if backend == "processes":
             return model, searched(runs)
-        from ..strategy.trials_ray import ray_trials
 
         runs.close()
         with ray_trials(
@@ -178,11 +190,7 @@ def _searched(
 
 
 def _show(found: StrategyResult) -> None:
-    from rich.table import Table
-
-    table = Table("what", "iteration", "in turn", "rounds", box=None)
-    for column in (1, 2, 3):
-        table.columns[column].justify = "right"
+    table = ResultTable("what", ">iteration", ">in turn", ">rounds")
     decided = {id(arm): at for at, (_, arm) in enumerate(found.finalists)} if found.decision is not None else {}
     ran: list[tuple[float, str, object]] = [(time_us, one.name, one) for one, time_us in found.references]
     ran += [(trial.iteration_us, f"{trial.number + 1}: {trial.origin}", trial.strategy) for trial in found.trials]
@@ -223,9 +231,6 @@ def _plan(
     files: OutputFiles, found: StrategyResult, model: ModelSpec, cluster: Cluster, path: Path, budget_s: float
 ) -> str:
     """Plan the strategy that was found, write the plan, and say what it promises."""
-    from ..strategy.simulate import plan_strategy
-    from ..units import format_us
-
     with progress("planning", 1) as advance:
         advance(found.best.name)
         made = plan_strategy(found.best, model, cluster, budget_s=budget_s).plan
@@ -237,8 +242,6 @@ def _plan(
 
 
 def _row(trial: StrategyTrial) -> dict[str, object]:
-    from ..strategy.files import strategy_text
-
     return {
         "number": trial.number, "origin": trial.origin, "score": trial.score, "estimate_us": trial.estimate_us,
         "why": trial.why, "iteration_us": trial.iteration_us if math.isfinite(trial.iteration_us) else None,

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
 
 from ..errors import InvalidInput
-from .common import out, progress, wrote
-from .outputs import YAML, output
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from ..workload import Dep, Op, Workload
+from ..report.table import ResultTable
+from ..units import format_bytes, format_us
+from ..workload import Dep, Op, Workload, chakra_write
+from ..workload.registry import MODELS
+from .common import about, next_step, out, progress, wrote
+from .completion import workload_names
+from .options import JsonOption
+from .outputs import YAML, OutputFiles, output
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,7 +41,10 @@ app = typer.Typer(
 )
 
 WorkloadArgument = Annotated[
-    str, typer.Argument(metavar="WORKLOAD", help="A model such as dlrm:A2, or the path of a file.")
+    str,
+    typer.Argument(
+        metavar="WORKLOAD", autocompletion=workload_names, help="A model such as dlrm:A2, or the path of a file."
+    ),
 ]
 
 
@@ -48,6 +55,7 @@ MOST_NAME = 36
 @app.command("list")
 def list_models(
     options: Annotated[bool, typer.Option("--options", help="Also what can be set, with its default.")] = False,
+    rows: JsonOption = None,
 ) -> None:
     """The models, their variants, and what can be set.
 
@@ -56,11 +64,12 @@ def list_models(
       stretto workload list
       stretto workload list --options
     """
-    from rich.padding import Padding
-    from rich.text import Text
-
-    from ..workload.registry import MODELS
-
+    files = OutputFiles()
+    files.json(rows, {"models": [
+        {"name": entry.name, "what": entry.what, "variants": list(entry.variants),
+         "options": {key: option.default for key, option in entry.options.items()}}
+        for entry in MODELS.values()
+    ]})  # fmt: skip
     console = out()
     for entry in MODELS.values():
         console.print(Text(entry.name, style="bold").append(f"  {entry.what}", style="not bold"))
@@ -71,12 +80,14 @@ def list_models(
                 key if option.default is None else f"{key}={option.default}" for key, option in entry.options.items()
             )
             console.print(Padding(Text(", ".join(pairs), style="dim"), (0, 0, 0, 4), expand=False))
+    files.tell("stretto workload show dlrm:A2")
 
 
 @app.command()
 def show(
     workload: WorkloadArgument,
     most: Annotated[int, typer.Option("--ops", metavar="N", help="Show at most this many ops (0: all).")] = 60,
+    rows: JsonOption = None,
 ) -> None:
     """The ops of one iteration in the order of submission, and what they add up to.
 
@@ -86,13 +97,21 @@ def show(
       stretto workload show gpt:125m,ranks=16,tensor=2,pipeline=2,micro_batches=4 --ops 0
       stretto workload show trace.json
     """
-    from rich.text import Text
-
     if most < 0:
         raise InvalidInput(f"--ops: must be >= 0, not {most}")
     loaded = _load(workload)
+    files = OutputFiles()
+    files.json(rows, {
+        "name": loaded.name, "ranks": loaded.num_ranks, "digest": loaded.digest, "notes": list(loaded.notes),
+        "ops": [
+            {"name": op.name, "kind": op.kind, "phase": op.phase, "nbytes": op.nbytes if op.is_comm else None,
+             "duration_us": None if op.is_comm else max(op.durations_us, default=op.duration_us),
+             "after": [dep.op for dep in op.after]}
+            for op in loaded.ops
+        ],
+    })  # fmt: skip
     console = out()
-    console.print(Text(repr(loaded), style="bold"))
+    console.print(Text(about(loaded), style="bold"))
     for note in loaded.notes:
         console.print(Text(f"  {note}", style="dim"))
     console.print()
@@ -101,6 +120,7 @@ def show(
         console.print(Text(f"{len(loaded.ops) - most} more ops; --ops 0 shows all", style="dim"))
     console.print()
     console.print(_totals(loaded))
+    files.tell(f"stretto plan -w {workload} -c CLUSTER")
 
 
 @app.command()
@@ -125,36 +145,25 @@ def convert(
     """
     console = out()
     loaded = _load(workload)
-    if target.suffix in (".yaml", ".yml", ".json"):
+    if target.suffix in YAML:
         loaded.save(target)
         wrote(console, target, f"digest {loaded.digest}")
     else:
-        from ..workload import chakra_write
-
         files = chakra_write.write(loaded, target)
         wrote(console, target, f"{len(files)} files")
+    next_step(f"stretto plan -w {target} -c CLUSTER")
 
 
 def _load(source: str) -> Workload:
-    from ..workload import Workload
-
     with progress("reading", 1) as advance:
         advance(source)
         return Workload.load(source)
 
 
 def _ops_table(workload: Workload, most: int) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
+    table = ResultTable("op", "kind", "phase", ">size or time", "where", "waits for")
     # Names tell ops apart, often only by their ends: they are never cut.
-    table.add_column("op", overflow="fold", min_width=min(MOST_NAME, max(len(op.name) for op in workload.ops[:most])))
-    table.add_column("kind", overflow="fold")
-    table.add_column("phase", overflow="fold")
-    table.add_column("size or time", justify="right", no_wrap=True)
-    table.add_column("where", no_wrap=True)
-    table.add_column("waits for", overflow="fold")
+    table.columns[0].min_width = min(MOST_NAME, max(len(op.name) for op in workload.ops[:most]))
     for op in workload.ops[:most]:
         style = "cyan" if op.is_comm else ""
         waits = ", ".join(_wait(dep) for dep in op.after)
@@ -169,8 +178,6 @@ def _wait(dep: Dep) -> str:
 
 
 def _amount(op: Op) -> str:
-    from ..units import format_bytes, format_us
-
     if op.is_comm:
         return ("<= " if op.at_most else "") + format_bytes(op.nbytes)
     return format_us(max(op.durations_us, default=op.duration_us))
@@ -185,12 +192,7 @@ def _where(op: Op) -> str:
 
 
 def _totals(workload: Workload) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    from ..units import format_bytes, format_us
-
-    table = Table("", "", "", box=None, pad_edge=False, show_header=False)
+    table = ResultTable("", ">", "", header=False)
     phases: dict[str, float] = {}
     for op, places, each_us in zip(workload.ops, workload.op_places, workload.op_durations_us, strict=True):
         if not op.is_comm and 0 in places:

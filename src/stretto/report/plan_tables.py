@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ..planner.compare import PlanChange
 from ..planner.plan import OpPlan, Plan
 from ..units import format_bytes, format_us
+from .table import ResultTable
 
 if TYPE_CHECKING:
     from ..planner.schedule.schedule import StepSchedule
@@ -25,12 +25,9 @@ def plan_tables(plan: Plan) -> Group:
     return Group(*(Padding(part, (0, 0, 1, 0), expand=False) for part in (_promise(plan), _ops(plan))))
 
 
-def systems_table(schedules: Mapping[str, StepSchedule], *, reference: str = "bytescheduler+") -> Table:
+def systems_table(schedules: Mapping[str, StepSchedule], *, reference: str = "bytescheduler+") -> ResultTable:
     """Every system's iteration time, throughput relative to `reference`, idle compute and exposed communication."""
-    table = Table(box=None, pad_edge=False)
-    for name, justify in (("system", "left"), ("iteration", "right"), ("throughput", "right"), ("idle", "right"),
-                          ("exposed", "right"), ("motifs", "right")):  # fmt: skip
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table = ResultTable("system", ">iteration", ">throughput", ">idle", ">exposed", ">motifs")
     base = schedules[reference].period_us if reference in schedules else 0.0
     best = min(schedule.period_us for schedule in schedules.values())
     for name, schedule in schedules.items():
@@ -48,19 +45,17 @@ def systems_table(schedules: Mapping[str, StepSchedule], *, reference: str = "by
 
 def motif_table(op: OpPlan) -> Group:
     """Every motif of one comm-op, and the reason for the decision."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("seq", "ahead", "starts", "takes", "bytes", "algorithm", "channels", "motif"):
-        table.add_column(name, justify="left" if name in ("algorithm", "channels", "motif") else "right")
+    table = ResultTable(">seq", ">ahead", ">starts", ">takes", ">bytes", "algorithm", "channels", "motif")
     for motif in sorted(op.motifs, key=lambda m: m.seq)[:_SHOWN_MOTIFS]:
         table.add_row(
             str(motif.seq), f"{motif.ahead:+d}" if motif.ahead else "", format_us(motif.start_us),
             format_us(motif.duration_us), format_bytes(motif.nbytes), Text(motif.algorithm),
             Text("+".join(motif.channels)), Text(motif.motif),
         )  # fmt: skip
-    parts: list[Text | Table] = [
+    parts: list[Text | ResultTable] = [
         Text(f"{op.op}: {op.kind} of {format_bytes(op.nbytes)} as {op.option}", style="bold"),
         Text(f"why: {op.reason}"),
-        Text(f"expression: {op.expression}", overflow="ellipsis", no_wrap=True),
+        Text(f"expression: {op.expression}", overflow="fold"),
         Text(f"costs: {'; '.join(dict.fromkeys(motif.source for motif in op.motifs))}"),
         table,
     ]
@@ -69,7 +64,7 @@ def motif_table(op: OpPlan) -> Group:
     return Group(*parts)
 
 
-def changes_table(changes: Sequence[PlanChange], before: str, after: str) -> Table:
+def changes_table(changes: Sequence[PlanChange], before: str, after: str) -> ResultTable:
     """The decisions in which two plans differ.
 
     Args:
@@ -80,18 +75,15 @@ def changes_table(changes: Sequence[PlanChange], before: str, after: str) -> Tab
     Returns:
         The table, one row per difference.
     """
-    table = Table(box=None, pad_edge=False)
-    for name in ("comm-op", "decision", before, after):
-        table.add_column(Text(name))
+    table = ResultTable("comm-op", "decision", before, after)
     for change in changes:
         table.add_row(Text(change.op), change.what, Text(change.before), Text(change.after, style="bold"))
     return table
 
 
-def _promise(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column()
+def _promise(plan: Plan) -> ResultTable:
+    table = ResultTable("", "", header=False)
+    table.columns[0].style = "dim"
     rows = [
         ("plan", f"{plan.name} for {plan.workload} on {plan.cluster}, hash {plan.hash}"),
         ("iteration", format_us(plan.iteration_us)),
@@ -114,10 +106,8 @@ def _promise(plan: Plan) -> Table:
     return table
 
 
-def _ops(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("seq", "motifs", "comm-op", "bytes", "how", "why"):
-        table.add_column(name, justify="right" if name in ("seq", "bytes", "motifs") else "left")
+def _ops(plan: Plan) -> ResultTable:
+    table = ResultTable(">seq", ">motifs", "comm-op", ">bytes", "how", "why")
     for op in plan.by_turn:
         first, last = min(m.seq for m in op.motifs), max(m.seq for m in op.motifs)
         table.add_row(

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Group
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
 from .sweep import Sweep
+from .table import ResultTable
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -43,7 +43,7 @@ def timeline_tables(timeline: Timeline, *, cluster: Cluster | None = None, bound
     return Group(*(Padding(part, (0, 0, 1, 0), expand=False) for part in parts))
 
 
-def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
+def sweep_table(sweep: Sweep, *, width: int = 80) -> ResultTable:
     """The times of the fastest algorithms at every size, as many as fit into `width` columns; the best is bold."""
     names = sweep.by_speed
     leaders = dict.fromkeys(sweep.best(at) for at in range(len(sweep.sizes)))
@@ -54,12 +54,8 @@ def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
         if free >= 0 or not shown:
             shown.append(name)
     shown.sort(key=names.index)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("bytes", justify="right")
-    table.add_column("bound", justify="right", style="dim")
-    for name in shown:
-        table.add_column(Text(name), justify="right")
-    table.add_column("best", justify="right")
+    table = ResultTable(">bytes", ">bound", *(f">{name}" for name in shown), ">best")
+    table.columns[1].style = "dim"
     for at, size in enumerate(sweep.sizes):
         best = sweep.best(at)
         cells = [Text(format_us(sweep.time_us[name][at]), style="bold green" if name == best else "") for name in shown]
@@ -71,11 +67,9 @@ def sweep_table(sweep: Sweep, *, width: int = 80) -> Table:
     return table
 
 
-def comparison_table(sweep: Sweep) -> Table:
+def comparison_table(sweep: Sweep) -> ResultTable:
     """A sweep of one size: every algorithm with its time, rate and multiple of the bound, fastest first."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("algorithm", "time", "GB/s", "of the bound"):
-        table.add_column(heading, justify="left" if heading == "algorithm" else "right")
+    table = ResultTable("algorithm", ">time", ">GB/s", ">of the bound")
     for position, name in enumerate(sweep.by_speed):
         us = sweep.time_us[name][0]
         multiple = f"{us / sweep.bound_us[0]:.2f}x" if sweep.bound_us[0] > 0 else ""
@@ -85,10 +79,9 @@ def comparison_table(sweep: Sweep) -> Table:
     return table
 
 
-def _summary(timeline: Timeline, bound: Bound | None) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
+def _summary(timeline: Timeline, bound: Bound | None) -> ResultTable:
+    table = ResultTable("", "", header=False)
+    table.columns[0].style = "dim"
     for key, value in timeline.facts:
         table.add_row(Text(key), Text(value))
     table.add_row("transfers", f"{timeline.num_spans:,}, {format_bytes(float(timeline.nbytes.sum()))} in all")
@@ -100,10 +93,8 @@ def _summary(timeline: Timeline, bound: Bound | None) -> Table:
     return table
 
 
-def _channels(timeline: Timeline, cluster: Cluster) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("channel", "links used", "bytes", "busy, average", "busiest"):
-        table.add_column(heading, justify="left" if heading == "channel" else "right")
+def _channels(timeline: Timeline, cluster: Cluster) -> ResultTable:
+    table = ResultTable("channel", ">links used", ">bytes", ">busy, average", ">busiest")
     for index, channel in enumerate(cluster.channels):
         here = cluster.link_channel == index
         used = here & (timeline.link_bytes > 0)
@@ -118,10 +109,8 @@ def _channels(timeline: Timeline, cluster: Cluster) -> Table:
     return table
 
 
-def _links(timeline: Timeline) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("busiest links", "busy", "bytes"):
-        table.add_column(heading, justify="left" if heading == "busiest links" else "right")
+def _links(timeline: Timeline) -> ResultTable:
+    table = ResultTable("busiest links", ">busy", ">bytes")
     order = np.argsort(-timeline.link_busy_us, kind="stable")
     used = int(np.count_nonzero(timeline.link_bytes > 0))
     for index in order[: min(_BUSIEST, used)].tolist():
@@ -135,11 +124,9 @@ def _links(timeline: Timeline) -> Table:
     return table
 
 
-def _critical_path(timeline: Timeline) -> Table:
+def _critical_path(timeline: Timeline) -> ResultTable:
     path = timeline.critical_path.tolist()
-    table = Table(box=None, pad_edge=False)
-    for heading in (f"critical path ({len(path)})", "rank", "stream", "from", "to", "bytes"):
-        table.add_column(heading, justify="right" if heading in ("rank", "from", "to", "bytes") else "left")
+    table = ResultTable(f"critical path ({len(path)})", ">rank", "stream", ">from", ">to", ">bytes")
     keep = path if len(path) <= 2 * _PATH_ENDS + 1 else [*path[:_PATH_ENDS], -1, *path[-_PATH_ENDS:]]
     for span in keep:
         if span < 0:

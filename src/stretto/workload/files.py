@@ -89,7 +89,7 @@ def load(source: str | Path) -> Workload:
         if name in MODELS:
             return from_spec(source)
         if not Path(source).exists() and "/" not in source and not Path(source).suffix:
-            raise InvalidInput(f"{unknown('model', name, MODELS)}; or give the path of a file")
+            raise InvalidInput(f"{unknown('model', name, MODELS)} (or give the path of a file)")
     path = Path(source)
     if path.suffix == ".et" or (path.is_dir() and any(path.glob("*.et"))):
         from . import chakra

@@ -8,20 +8,20 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ..control import inject_folder
+from ..control.controller_process import ControllerProcess
+from ..control.messages import JobStatus, Status
+from ..control.transport import ControllerConnection, from_environment
 from ..errors import InvalidInput
 from .common import say
 from .gain import gain_lines
-from .outputs import HTML, output
+from .options import BudgetOption, HtmlOption
 from .run_memory import StatusWatcher, with_memory
 from .status import state, write_report
-
-if TYPE_CHECKING:
-    from ..control.messages import JobStatus, Status
-    from ..control.transport import ControllerConnection
 
 CANNOT_RUN, NOT_FOUND = 126, 127
 """What a shell says."""
@@ -29,17 +29,12 @@ CANNOT_RUN, NOT_FOUND = 126, 127
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What starts the job.")],
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="For making one plan.")] = 5.0,
     controller: Annotated[
         str, typer.Option(metavar="unix:PATH|HOST:PORT", help="A running `stretto controller`; else one of its own.")
     ] = "",
     token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="That controller's token.")] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.html", callback=output(*HTML), help="Write predicted beside measured timelines at the end."
-        ),
-    ] = None,
+    budget: BudgetOption = 5.0,
+    html: HtmlOption = None,
 ) -> None:
     """Run a training job unchanged: record a few iterations, plan, go on faster, and say what was gained.
 
@@ -52,7 +47,7 @@ def run(
     Examples:
       stretto run -- torchrun --nproc-per-node 4 train.py
       stretto run -- stretto lab run --hosts 2 --ranks 2 -- python train.py
-      stretto run --report gain.html -- torchrun --nproc-per-node 4 train.py
+      stretto run --html gain.html -- torchrun --nproc-per-node 4 train.py
       stretto run --budget 30 -- torchrun --nproc-per-node 8 train.py
     """
     if not 0 < budget < 86400:
@@ -66,9 +61,8 @@ def run(
         memory = StatusWatcher(lambda: _other(*given), name)
         memory.start()
         code = _run(command, controller, token_file.absolute(), name)
-        _tell_of_other(*memory.last_words(), report)
+        _tell_of_other(*memory.last_words(), html)
         raise typer.Exit(code)
-    from ..control.controller_process import ControllerProcess
 
     with tempfile.TemporaryDirectory(prefix="stretto-run-") as folder:
         own = ControllerProcess(Path(folder), budget, _say)
@@ -78,14 +72,12 @@ def run(
             code = _run(command, own.address, own.token_path, _job_name(command))
         finally:
             said = own.close()
-        _tell(_last_status(said), report)
+        _tell(_last_status(said), html)
     raise typer.Exit(code)
 
 
 def _last_status(said: list[Status]) -> Status:
     """What a controller said last; what it has forgotten because it was started again comes from its earlier lives."""
-    from ..control.messages import Status
-
     jobs: dict[str, JobStatus] = {}
     for status in said:
         jobs |= {job.job: with_memory(job, jobs.get(job.job)) for job in status.jobs}
@@ -98,8 +90,6 @@ def _job_name(command: list[str]) -> str:
 
 def _run(command: list[str], address: str, token_path: Path, name: str) -> int:
     """The job, with everything it needs to find us; signals that end us end it first."""
-    from ..control import inject_folder
-
     path = [str(inject_folder()), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
@@ -148,8 +138,6 @@ def _in_foreground() -> bool:
 
 def _other(address: str, token_file: Path) -> ControllerConnection:
     """The way to a controller that is not ours; what is wrong with it is said before the job starts."""
-    from ..control.transport import from_environment
-
     link = from_environment({**os.environ, "STRETTO_CONTROLLER": address, "STRETTO_TOKEN_FILE": str(token_file)})
     assert link is not None
     return link
@@ -157,8 +145,6 @@ def _other(address: str, token_file: Path) -> ControllerConnection:
 
 def _tell_of_other(job: JobStatus | None, gone: str, report: Path | None) -> None:
     """What was gained, as far as a controller that is not ours has said it."""
-    from ..control.messages import Status
-
     if gone:
         unknown = "" if job is not None else ": what was gained is not known"
         _say(f"the controller is gone at the end ({gone.rstrip(':')}){':' if job is not None else unknown}")
