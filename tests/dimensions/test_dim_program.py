@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +15,9 @@ from stretto import InvalidInput
 from stretto.cluster.grid import regular
 from stretto.cluster.model import Cluster, Dimension
 from stretto.dimensions import DimSchedule, baseline, dims_of, simulate, stretto, themis
-from stretto.dimensions.program import best_program, moves, program, quantized
+from stretto.dimensions.link_search import best_program, fastest_program
+from stretto.dimensions.messages import message_us
+from stretto.dimensions.program import moves, program, quantized
 
 NBYTES = 64e6
 MANY = 1000
@@ -82,11 +86,11 @@ def test_on_the_links_ours_is_near_what_the_model_promises_and_beats_the_baselin
     cluster = network(*parts)
     dims = dims_of(cluster)
     planned = stretto(dims, "all_reduce", NBYTES, chunks=64)
-    found, timeline = best_program(planned, cluster)
-    assert found.verify().fifo_depth == 1
-    assert timeline.total_us == pytest.approx(simulate(planned).total_us, rel=0.08)
-    _, usual = best_program(baseline(dims, "all_reduce", NBYTES, chunks=64), cluster)
-    assert timeline.total_us < 0.9 * usual.total_us
+    found = best_program(planned, cluster)
+    found.program.verify()
+    assert found.total_us == pytest.approx(simulate(planned).total_us, rel=0.05)
+    usual = best_program(baseline(dims, "all_reduce", NBYTES, chunks=64), cluster)
+    assert found.total_us < 0.9 * usual.total_us
 
 
 def test_rounding_keeps_the_sum_and_gives_everybody_something() -> None:
@@ -121,9 +125,55 @@ def test_on_odd_rings_too_programs_are_near_the_lower_bound(torus: str, collecti
     cluster = Cluster.load(torus)
     wanted = collective(cluster.num_devices)
     planned = stretto(dims_of(cluster), wanted.kind, NBYTES, chunks=16)
-    found, timeline = best_program(planned, cluster, units=128)
-    assert found.verify().fifo_depth == 1
-    assert found.collective.kind == wanted.kind
-    assert timeline.total_us == st.simulate(found, cluster, nbytes=NBYTES).total_us
+    found = best_program(planned, cluster, units=128)
+    found.program.verify()
+    assert found.program.collective.kind == wanted.kind
+    assert found.total_us == st.simulate(found.program, cluster, nbytes=NBYTES).total_us
     bound = st.lower_bound(wanted, cluster, NBYTES).total_us
-    assert bound * (1 - 1e-9) <= timeline.total_us <= 1.035 * bound
+    assert bound * (1 - 1e-9) <= found.total_us <= 1.035 * bound
+
+
+def generated(seed: int) -> Cluster:
+    """A network of 2 to 4 dimensions of any kinds, at most 24 devices, 12.5 to 450 GB/s and 0.02 to 3 us."""
+    rng = random.Random(seed)
+    while True:
+        kinds = [rng.choice(["ring", "fully_connected", "switch"]) for _ in range(rng.randint(2, 4))]
+        sizes = [rng.choice([2, 4, 8]) if kind == "switch" else rng.randint(2, 8) for kind in kinds]
+        if math.prod(sizes) <= 24:
+            break
+    rates = [12.5 * 36 ** rng.random() for _ in kinds]
+    latencies = [0.02 * 150 ** rng.random() for _ in kinds]
+    return regular(
+        "generated",
+        [
+            Dimension(kind=kind, size=size, gb_per_s=rate, alpha_us=alpha)
+            for kind, size, rate, alpha in zip(kinds, sizes, rates, latencies, strict=True)
+        ],
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_on_generated_networks_links_keep_the_promise_and_themis_is_never_faster(seed: int, collective: str) -> None:
+    cluster = generated(seed)
+    found = fastest_program(cluster, collective, NBYTES, chunks=8, units=64)
+    found.program.verify()
+    assert found.total_us <= 1.05 * found.promise_us
+    dims = dims_of(cluster)
+    for other in (baseline(dims, collective, NBYTES, chunks=8), themis(dims, collective, NBYTES, chunks=8)):
+        assert found.total_us <= best_program(other, cluster, units=64).total_us
+
+
+@pytest.mark.parametrize("parts", [("ring:4", "sw:8"), ("sw:4", "sw:4", "ring:3"), ("ring:5", "fc:2")])
+@pytest.mark.parametrize("window", [1, 2])
+def test_single_messages_in_the_model_are_those_on_the_links(parts: tuple[str, ...], window: int) -> None:
+    cluster = network(*parts)
+    planned = quantized(baseline(dims_of(cluster), "all_reduce", NBYTES, chunks=8), units=64)
+    links = st.simulate(program(planned, units=64, window=window), cluster, nbytes=NBYTES)
+    assert links.total_us == pytest.approx(message_us(planned, window=window), rel=0.01)
+
+
+def test_a_window_smaller_than_one_stage_is_refused() -> None:
+    planned = baseline(dims_of(network("ring:4", "sw:2")), "all_reduce", NBYTES, chunks=4)
+    with pytest.raises(InvalidInput, match="window: must be >= 1 or None, not 0"):
+        message_us(planned, window=0)

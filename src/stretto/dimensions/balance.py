@@ -82,7 +82,7 @@ def stretto(
         if count < fewest:
             break
         in_vain = 0
-        for tried in _balanced(dims, collective, nbytes, count, seed):
+        for tried in balanced_schedules(dims, collective, nbytes, count, seed):
             found = min(map(run, tried), key=lambda each: each.total_us)
             in_vain = 0 if found.total_us < best.total_us * (1 - 1e-4) else in_vain + 1
             best = min(best, found, key=lambda each: each.total_us)
@@ -194,10 +194,21 @@ def _vertex(loads: NDArray[np.float64], latency: Sequence[float], seed: int | No
     return np.asarray(shares / shares.sum())
 
 
-def _balanced(
+def balanced_schedules(
     dims: tuple[Dim, ...], collective: str, nbytes: float, chunks: int, seed: int
 ) -> Iterator[list[DimSchedule]]:
-    """The schedules to try, as one list per vertex of the linear program."""
+    """The schedules to try, as one list per vertex of the linear program.
+
+    Args:
+        dims: The dimensions, 1..6.
+        collective: "all_reduce", "reduce_scatter" or "all_gather".
+        nbytes: The bytes of the larger buffer of a device, > 0.
+        chunks: How many chunks, 1..65536.
+        seed: The seed of the choice among the optimal vertices.
+
+    Returns:
+        The lists, at most `VERTICES`.
+    """
     seen: set[tuple[tuple[Order, int], ...]] = set()
     alone = collective != "all_reduce"
     in_vain = 0

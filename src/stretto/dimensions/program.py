@@ -16,15 +16,13 @@ from numpy.typing import NDArray
 
 from ..algorithms.base import Steps
 from ..algorithms.hierarchical import Round, phases, scheme_of_each, sums
-from ..cluster import Cluster
 from ..collectives import COLLECTIVES
 from ..errors import InvalidInput
 from ..programs.ir import Program
 from ..simulator import Timeline
-from ..simulator import simulate as simulate_links
+from .messages import Ints, before_in_window, beginnings
 from .model import AG, RS
 from .schedule import DimSchedule
-from .simulation import MAX_IN_FLIGHT, simulate
 
 UNITS = 256
 MAX_MOVES = 1 << 24
@@ -57,7 +55,7 @@ def moves(schedule: DimSchedule, *, units: int = UNITS) -> int:
     return round(float(payload.sum()) / schedule.nbytes * units * count**2)
 
 
-def program(schedule: DimSchedule, *, units: int = UNITS, in_place: bool = False) -> Program:
+def program(schedule: DimSchedule, *, units: int = UNITS, in_place: bool = False, window: int | None = None) -> Program:
     """Make the schedule's messages between all devices.
 
     Device ``c0 + d0 (c1 + d1 (c2 + ...))`` has coordinates c. Stages begin in the schedule's `order`, or else in the
@@ -68,6 +66,8 @@ def program(schedule: DimSchedule, *, units: int = UNITS, in_place: bool = False
         units: Shares are rounded to multiples of ``1 / units``; at least one unit per chunk (two where there are
             rings).
         in_place: Whether input and output share memory.
+        window: The most stages of a dimension in progress at a time, >= 1; None for any number. A stage then begins on
+            a device when the stage so many turns before it has only its last round left to send there.
 
     Returns:
         The program, not verified yet.
@@ -83,68 +83,25 @@ def program(schedule: DimSchedule, *, units: int = UNITS, in_place: bool = False
     if (made := moves(schedule, units=units)) > MAX_MOVES:
         raise InvalidInput(f"units: {units} pieces of each of {count} devices are {made} moves, over {MAX_MOVES}")
     messages = _Messages(schedule, units)
-    rows = _beginnings(schedule)
+    rows = beginnings(schedule)
     for position, row in enumerate(rows.tolist()):
         messages.add(position, row)
     pieces = units * count if schedule.collective == "all_reduce" else units
     collective = COLLECTIVES[schedule.collective](count, chunks=pieces, in_place=in_place)
-    return messages.steps.program(f"dims {schedule.name} {'x'.join(map(str, sizes))}", collective)
+    plain = messages.steps.program(f"dims {schedule.name} {'x'.join(map(str, sizes))}", collective)
+    return _waiting(plain, *messages.turns(plain, before_in_window(schedule.stages.dim[rows], window)))
 
 
-def best_program(schedule: DimSchedule, cluster: Cluster, *, units: int = UNITS) -> tuple[Program, Timeline]:
-    """The program with the order of stages that does best on the links of a cluster, and its run there.
-
-    A link serves messages in the order in which they ask and knows no priorities; so the orders in which stages begin
-    with different numbers of them in flight are tried. For an all-gather the best reduce-scatter with time running
-    backwards is tried, too (and the other way round), and for an all-reduce the best of both one after the other.
-
-    Args:
-        schedule: The schedule; its own `order` is ignored.
-        cluster: The cluster, whose dimensions are those of the schedule.
-        units: As in `program`.
-
-    Returns:
-        The program and its timeline.
-
-    Raises:
-        InvalidInput: See `program`.
-    """
-    schedule = quantized(replace(schedule, order=()), units=units)
-    if schedule.collective == "all_reduce":
-        halves = [_either(_half(schedule, kind), cluster, units)[0] for kind in (RS, AG)]
-        joined = _joined(halves[0], halves[1], units)
-        return min(
-            _forwards(schedule, cluster, units), (joined, simulate_links(joined, cluster, nbytes=schedule.nbytes)),
-            key=_time,
-        )  # fmt: skip
-    return _either(schedule, cluster, units)
-
-
-def _time(found: tuple[Program, Timeline]) -> float:
-    return found[1].total_us
-
-
-def _forwards(schedule: DimSchedule, cluster: Cluster, units: int) -> tuple[Program, Timeline]:
-    tried = {simulate(schedule, in_flight=k).enforced() for k in (1, 2, 3, 4, 8, 16, MAX_IN_FLIGHT)}
-    programs = [program(each, units=units) for each in sorted(tried, key=lambda each: each.digest)]
-    return min(((each, simulate_links(each, cluster, nbytes=schedule.nbytes)) for each in programs), key=_time)
-
-
-def _either(schedule: DimSchedule, cluster: Cluster, units: int) -> tuple[Program, Timeline]:
-    other = _mirrored_schedule(schedule)
-    backwards = _backwards(*_forwards(other, cluster, units))
-    run = simulate_links(backwards, cluster, nbytes=schedule.nbytes)
-    return min(_forwards(schedule, cluster, units), (backwards, run), key=_time)
-
-
-def _half(schedule: DimSchedule, kind: str) -> DimSchedule:
+def half(schedule: DimSchedule, kind: str) -> DimSchedule:
+    """The reduce-scatter or the all-gather of an all-reduce."""
     chunks = (
         replace(chunk, all_gather=()) if kind == RS else replace(chunk, reduce_scatter=()) for chunk in schedule.chunks
     )
     return replace(schedule, collective=kind, chunks=tuple(chunks))
 
 
-def _mirrored_schedule(schedule: DimSchedule) -> DimSchedule:
+def mirrored_schedule(schedule: DimSchedule) -> DimSchedule:
+    """The opposite half with time running backwards."""
     chunks = tuple(
         replace(chunk, reduce_scatter=chunk.all_gather[::-1], all_gather=chunk.reduce_scatter[::-1])
         for chunk in schedule.chunks
@@ -152,24 +109,34 @@ def _mirrored_schedule(schedule: DimSchedule) -> DimSchedule:
     return replace(schedule, collective=AG if schedule.collective == RS else RS, chunks=chunks)
 
 
-def _backwards(found: Program, run: Timeline) -> Program:
+def backwards(found: Program, run: Timeline) -> Program:
     """The opposite half: every message in the other direction, the last first, on one lane to keep that order."""
     kind = AG if found.collective.kind == RS else RS
     collective = COLLECTIVES[kind](found.collective.num_ranks, chunks=found.collective.chunks)
     step = np.empty(found.num_transfers, np.int64)
     step[np.argsort(-run.end_us, kind="stable")] = np.arange(found.num_transfers)
-    return Program.from_steps(
+    turned = Program.from_steps(
         found.name, collective, src=found.dst, dst=found.src, chunk=found.chunk, chunk_ptr=found.chunk_ptr, step=step,
         reduce=kind == RS, lane=0,
     )  # fmt: skip
+    return _waiting(turned, step[found.after], step[_waiters(found)])
 
 
-def _joined(first: Program, second: Program, units: int) -> Program:
-    """Join two halves to an all-reduce; each piece goes on to the second half as soon as its own sums are ready."""
+def joined(first: Program, second: Program, units: int) -> Program:
+    """Join two halves to an all-reduce; each piece goes on to the second half as soon as its own sums are ready.
+
+    Args:
+        first: The reduce-scatter.
+        second: The all-gather.
+        units: The pieces of each block in both.
+
+    Returns:
+        The all-reduce.
+    """
     count = first.collective.num_ranks
     both = (first, second)
     block, piece = np.divmod(np.concatenate([each.chunk for each in both]), units)
-    return Program.from_steps(
+    whole = Program.from_steps(
         first.name, COLLECTIVES["all_reduce"](count, chunks=units * count),
         src=np.concatenate([each.src for each in both]), dst=np.concatenate([each.dst for each in both]),
         chunk=block + piece * count,
@@ -178,12 +145,28 @@ def _joined(first: Program, second: Program, units: int) -> Program:
         reduce=np.repeat([True, False], [first.num_transfers, second.num_transfers]),
         lane=np.concatenate([each.lane for each in both]),
     )  # fmt: skip
+    shift = first.num_transfers
+    return _waiting(
+        whole,
+        np.concatenate([_waiters(first), _waiters(second) + shift]),
+        np.concatenate([first.after, second.after.astype(np.int64) + shift]),
+    )
 
 
-def _beginnings(schedule: DimSchedule) -> NDArray[np.int64]:
-    """All stages in the order in which they begin."""
-    run = simulate(schedule, in_flight=MAX_IN_FLIGHT)
-    return np.lexsort((np.arange(len(run.start_us)), run.end_us, run.start_us))
+def _waiters(program: Program) -> Ints:
+    """The transfer that each entry of `after` belongs to."""
+    return np.repeat(np.arange(program.num_transfers), np.diff(program.after_ptr))
+
+
+def _waiting(program: Program, waiter: Ints, awaited: Ints) -> Program:
+    """The program in which some transfers wait for others, too."""
+    if not len(waiter):
+        return program
+    count = program.num_transfers
+    old = _waiters(program) * count + program.after
+    owner, after = np.divmod(np.union1d(old, waiter.astype(np.int64) * count + awaited), count)
+    ptr = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=count))])
+    return program.replace(after_ptr=ptr, after=after.astype(np.int32))
 
 
 class _Messages:
@@ -200,6 +183,7 @@ class _Messages:
         self.pieces = np.split(np.arange(units), ends[:-1])
         whole = schedule.collective == "all_reduce"
         self.block, self.piece = (1, math.prod(self.sizes)) if whole else (units, 1)
+        self.tags: list[Ints] = []
 
     def add(self, position: int, row: int) -> None:
         """Add the messages of one stage, in all lines of devices along its dimension."""
@@ -220,8 +204,12 @@ class _Messages:
             # Half of the pieces goes round in the other direction, so that both links of every device are used.
             half = len(pieces) // 2
             ways = [(rounds, pieces[:half]), (_mirrored(rounds, self.sizes[dim]), pieces[half:])]
-        for way, some in ways:
+        for side, (way, some) in enumerate(ways):
             self._add(way, some, dim, fixed, position * self.longest, reduce=reduce)
+            lines = math.prod(self.sizes) // self.sizes[dim]
+            for at, (src, _, _) in enumerate(way):
+                tag = [position * self.longest + at, position, side, at, len(way)]
+                self.tags.append(np.tile(tag, (len(src) * lines, 1)))
 
     def _add(
         self, rounds: Iterable[Round], pieces: NDArray[np.int64], dim: int, fixed: set[int], first: int, *, reduce: bool
@@ -240,6 +228,23 @@ class _Messages:
                 src=src[:, None] * self.strides[dim] + line, dst=dst[:, None] * self.strides[dim] + line,
                 step=first + at, chunk=block.reshape(len(src), len(line), -1), reduce=reduce, lane=at,
             )  # fmt: skip
+
+    def turns(self, program: Program, ahead: Ints) -> tuple[Ints, Ints]:
+        """The first messages of stages that wait for their turn, and for each the message that it waits for.
+
+        That message is the last but one that the sender receives of the stage `ahead` in the same direction: what the
+        sender has left to send of that stage is then asked for at the same moment, and goes first.
+        """
+        if not np.any(ahead >= 0):
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        tags = np.concatenate(self.tags)
+        position, way, at, rounds = tags[np.argsort(tags[:, 0], kind="stable"), 1:].T
+        ready = np.full((len(ahead), 2, math.prod(self.sizes)), -1, np.int64)
+        last_but_one = np.flatnonzero(at == rounds - 2)
+        ready[position[last_but_one], way[last_but_one], program.dst[last_but_one]] = last_but_one
+        first = np.flatnonzero((at == 0) & (ahead[position] >= 0))
+        awaited = ready[ahead[position[first]], way[first], program.src[first]]
+        return first[awaited >= 0], awaited[awaited >= 0]
 
 
 def _mirrored(rounds: Iterable[Round], size: int) -> list[Round]:

@@ -10,7 +10,8 @@ from ...collectives import COLLECTIVES, Collective
 from ...dimensions import Dim, baseline, dims_of
 from ...dimensions.balance import MAX_BALANCED
 from ...dimensions.balance import stretto as balanced
-from ...dimensions.program import best_program, moves
+from ...dimensions.link_search import best_program
+from ...dimensions.program import moves
 from ...errors import Infeasible, InvalidInput, SearchTimeout
 from ...programs import Program
 from ...synthesis import synthesize
@@ -70,7 +71,7 @@ def dimensional(cluster: Cluster) -> Provider:
     def make(kind: str, part: Cluster) -> Program:
         if (kind, part.digest) not in programs:
             schedule = balanced(dims, kind, DIM_BYTES, chunks=DIM_CHUNKS)
-            programs[kind, part.digest] = best_program(schedule, part, units=DIM_UNITS)[0]
+            programs[kind, part.digest] = best_program(schedule, part, units=DIM_UNITS).program
         return programs[kind, part.digest]
 
     def offer(ask: MotifRequest, part: Cluster, nbytes: float) -> dict[str, Callable[[], Program]]:

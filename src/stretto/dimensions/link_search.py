@@ -1,0 +1,171 @@
+"""The schedule of a collective that is fastest on the links of a cluster, with single messages counted.
+
+The model with single messages takes a tenth of a millisecond, so that many schedules, orders of stages and windows are
+compared in it; the best few are then written as programs and simulated on every link. Baseline and Themis are among
+them: the result is never slower on the links than theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..cluster import Cluster
+from ..programs.ir import Program
+from ..simulator import Timeline
+from ..simulator import simulate as simulate_links
+from .balance import PATIENCE, balanced_schedules, stretto
+from .messages import message_us
+from .model import AG, RS, dims_of
+from .program import UNITS, backwards, half, joined, mirrored_schedule, program, quantized
+from .schedule import DimSchedule
+from .schedulers import CHUNKS, baseline, themis
+from .simulation import MAX_IN_FLIGHT, simulate
+
+WINDOWS = (1, 2, 3, 4, 8, None)
+IN_FLIGHT = (1, 2, 3, 4, 8, 16, MAX_IN_FLIGHT)
+"""The windows, and the numbers of stages in flight whose orders are compared with single messages."""
+FINALISTS = 2
+"""How many of the best orders of a schedule are simulated on the links."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinkProgram:
+    """A schedule as a program: what the model with single messages promises, and what the links do."""
+
+    schedule: DimSchedule
+    promise_us: float
+    program: Program
+    timeline: Timeline
+
+    @property
+    def total_us(self) -> float:
+        """The time on the links."""
+        return self.timeline.total_us
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageOrder:
+    """A schedule with its order of stages fixed, and a window; `promise_us` is its time with single messages."""
+
+    schedule: DimSchedule
+    window: int | None
+    promise_us: float
+
+
+def fastest_program(
+    cluster: Cluster, collective: str, nbytes: float, *, chunks: int = CHUNKS, units: int = UNITS, seed: int = 0
+) -> LinkProgram:
+    """The fastest program over a cluster's dimensions: ours, Themis or the baseline, whichever the links like best.
+
+    Args:
+        cluster: A cluster with dimensions.
+        collective: "all_reduce", "reduce_scatter" or "all_gather".
+        nbytes: The bytes of the larger buffer of a device, > 0.
+        chunks: The most chunks, 1..65536.
+        units: As in `program`.
+        seed: The seed of the search.
+
+    Returns:
+        The program, its promise and its run.
+
+    Raises:
+        InvalidInput: An argument is out of range, or the schedule cannot be written as a program (see `program`).
+    """
+    dims = dims_of(cluster)
+    asked = (dims, collective, nbytes)
+    usual = [stretto(*asked, chunks=chunks, seed=seed), baseline(*asked, chunks=chunks)]
+    usual += [themis(*asked, chunks=chunks, discipline=discipline) for discipline in ("fifo", "scf")]
+    tried = [usual[0], *_searched(usual[0], chunks, units, seed)]
+    return min((best_program(each, cluster, units=units) for each in [*tried, *usual[1:]]), key=_total_us)
+
+
+def best_program(schedule: DimSchedule, cluster: Cluster, *, units: int = UNITS) -> LinkProgram:
+    """The program with the order of stages that does best on the links of a cluster, and its run there.
+
+    A link serves messages in the order in which they ask and knows no priorities; so the orders in which stages begin
+    with different numbers of them in flight, and different windows, are tried. For an all-gather the best
+    reduce-scatter with time running backwards is tried, too (and the other way round), and for an all-reduce the best
+    of both one after the other.
+
+    Args:
+        schedule: The schedule; its own `order` is ignored.
+        cluster: The cluster, whose dimensions are those of the schedule.
+        units: As in `program`.
+
+    Returns:
+        The program, its promise and its run.
+
+    Raises:
+        InvalidInput: See `program`.
+    """
+    schedule = quantized(replace(schedule, order=()), units=units)
+    if schedule.collective != "all_reduce":
+        return _either(schedule, cluster, units)
+    forwards = _forwards(schedule, cluster, units)
+    halves = [_either(half(schedule, kind), cluster, units).program for kind in (RS, AG)]
+    return min(forwards, _run(forwards, joined(halves[0], halves[1], units), cluster), key=_total_us)
+
+
+def best_orders(schedule: DimSchedule, *, count: int = FINALISTS) -> list[StageOrder]:
+    """The orders of stages and windows that do best in the model with single messages, the best first.
+
+    Args:
+        schedule: The schedule; its own `order` is ignored.
+        count: How many to return at most, >= 1.
+
+    Returns:
+        The orders.
+    """
+    free = replace(schedule, order=())
+    orders = {simulate(free, in_flight=k).enforced(): None for k in IN_FLIGHT}
+    windows = WINDOWS if any(dim.steps > 1 for dim in schedule.dims) else (None,)
+    found = [
+        StageOrder(schedule=each, window=window, promise_us=message_us(each, window=window))
+        for each in orders
+        for window in windows
+    ]
+    return sorted(found, key=lambda entry: entry.promise_us)[:count]
+
+
+def _searched(start: DimSchedule, chunks: int, units: int, seed: int) -> list[DimSchedule]:
+    """Our schedule that does best with single messages, where that is another one than with whole stages."""
+
+    def promise_us(schedule: DimSchedule) -> float:
+        return best_orders(quantized(schedule, units=units), count=1)[0].promise_us
+
+    best, least = start, promise_us(start)
+    for count in (chunks, chunks // 4):
+        in_vain = 0
+        for tried in balanced_schedules(start.dims, start.collective, start.nbytes, count, seed) if count else ():
+            in_vain += 1
+            for each in tried:
+                if (found := promise_us(each)) < least * (1 - 1e-4):
+                    best, least, in_vain = each, found, 0
+            if in_vain >= PATIENCE:
+                break
+    return [] if best is start else [best]
+
+
+def _total_us(found: LinkProgram) -> float:
+    return found.total_us
+
+
+def _forwards(schedule: DimSchedule, cluster: Cluster, units: int) -> LinkProgram:
+    def run(order: StageOrder) -> LinkProgram:
+        made = program(order.schedule, units=units, window=order.window)
+        timeline = simulate_links(made, cluster, nbytes=schedule.nbytes)
+        return LinkProgram(schedule=schedule, promise_us=order.promise_us, program=made, timeline=timeline)
+
+    return min(map(run, best_orders(schedule)), key=_total_us)
+
+
+def _either(schedule: DimSchedule, cluster: Cluster, units: int) -> LinkProgram:
+    """The schedule itself, or the opposite half with time running backwards."""
+    forwards = _forwards(schedule, cluster, units)
+    other = _forwards(mirrored_schedule(schedule), cluster, units)
+    return min(forwards, _run(forwards, backwards(other.program, other.timeline), cluster), key=_total_us)
+
+
+def _run(like: LinkProgram, made: Program, cluster: Cluster) -> LinkProgram:
+    """Another program of the same schedule."""
+    return replace(like, program=made, timeline=simulate_links(made, cluster, nbytes=like.schedule.nbytes))
