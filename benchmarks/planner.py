@@ -6,6 +6,9 @@ A1 to A6 run on 16 HGX-2 nodes, with the incast curve of preset `hgx2`, which wa
 simulated costs, and the segmentation oracles may try as many schedules as our own search does. What the paper leaves
 open about the models is fixed in `stretto.workload.models`; docs/calibration.md lists every constant that was chosen
 after seeing a figure of the paper. Figure 6's durations are ours: the paper prints none.
+
+The cases ``steps on ...`` are 15 steps of every kind on four clusters (`planner_steps`), where every system is judged
+link by link.
 """
 
 from __future__ import annotations
@@ -14,18 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 from common import Case, Row, run_cases
+from planner_steps import CLUSTERS, STEPS
 
 import stretto as st
 from stretto.errors import Infeasible
 from stretto.planner import api
 from stretto.planner.algebra.options import problem as make_problem
-from stretto.planner.baselines import BASELINES, Effort, baseline
+from stretto.planner.baselines import BASELINES, STOCK, Effort, as_submitted, baseline
 from stretto.planner.costs.costs import SimulatedCosts
 from stretto.planner.costs.microbench import figures
+from stretto.planner.costs.providers import providers_for
 from stretto.planner.example import figure6, random_problem
 from stretto.planner.schedule.exact import solve_exactly
 from stretto.planner.schedule.problem import PlanProblem
@@ -47,6 +53,7 @@ PAPER_IDLE = {  # of A2: 27.4 % with SYNDICATE, and so many times that with the 
     "s_exec": 0.274 * 1.26,
 }  # fmt: skip
 EVALUATIONS = 20_000
+QUICK_STEPS = ("moe", "pp", "ppx", "groups")
 
 
 @cache
@@ -240,14 +247,42 @@ def captured(quick: bool) -> list[Row]:
     return rows
 
 
+def steps_case(cluster_name: str, quick: bool) -> list[Row]:
+    """Every step of `planner_steps` on one cluster: search, link by link, bound, and every baseline link by link.
+
+    A baseline is re-timed with its own waits. `differs` is what re-timing adds to the prediction, `slower` the share by
+    which our plan is slower than the best baseline, both re-timed (negative: faster).
+    """
+    cluster = CLUSTERS[cluster_name]()
+    model = SimulatedCosts(cluster, providers=providers_for(cluster, synthesis_s=0.0, seed=0))
+    rows: list[Row] = []
+    for name, make in STEPS.items():
+        if quick and name not in QUICK_STEPS:
+            continue
+        found = api.plan(make(), cluster, steps=200 if quick else 1000, costs=model)
+        stock = replace(found.problem, workload=as_submitted(found.problem.workload))
+        row: Row = {
+            "case": f"{name} on {cluster_name}", "search": found.plan.iteration_us,
+            "link by link": found.plan.retimed_us,
+            "differs": found.plan.retimed_us / found.plan.iteration_us - 1, "bound": found.plan.bound_us,
+        }  # fmt: skip
+        for system, schedule in found.schedules.items():
+            if system != "stretto":
+                row[system] = retime(schedule, stock if system in STOCK else found.problem, cluster, model).period_us
+        row["slower"] = found.plan.retimed_us / min(row[system] for system in BASELINES) - 1
+        rows.append(row)
+    return rows
+
+
 CASES: dict[str, Case] = {
     **{model: partial(model_case, model) for model in MODELS},
     **{f"{model} without incast": partial(model_case, model, preset="hgx2_no_incast") for model in MODELS},
     **{f"{model} uncalibrated": partial(uncalibrated, model) for model in MODELS}, "batches": batches,
     "tables": tables_case, "nodes": nodes_case, "microbenchmarks": microbenchmarks, "figure 6": worked_example,
     "search": search_speed, "exact": exact_gap, "captured": captured,
+    **{f"steps on {name}": partial(steps_case, name) for name in CLUSTERS},
 }  # fmt: skip
-QUICK = ("A1", "figure 6", "exact", "captured")
+QUICK = ("A1", "figure 6", "exact", "captured", "steps on leafspine")
 
 if __name__ == "__main__":
     run_cases(__file__, __doc__, "the joint planner", CASES, quick=QUICK)
