@@ -16,7 +16,7 @@ from stretto.runtime.enforcer.report import EnforcerReport, MotifReport
 WORKLOAD, CLUSTER = toy_workload(2), toy_cluster(2)
 PLAN = toy_plan("p", WORKLOAD, CLUSTER, duration_us=100.0)
 FINE = EnforcerReport(
-    number=1, hash=PLAN.hash, committed=1, iteration_us=1000.0, plain_us=1200.0, waits_us=10.0,
+    number=1, hash=PLAN.hash, committed=1, iteration_us=1000.0, plain_us=1200.0, waits_us=400.0, held_us=10.0,
     motifs=(MotifReport(op="gradients", motif=0, duration_us=105.0, wait_us=0.0),),
 )  # fmt: skip
 
@@ -71,13 +71,13 @@ def test_after_a_link_was_cut_plain_order_would_be_slower_too() -> None:
     assert question is not None and question.why == "slower"
 
 
-def test_waits_above_five_percent_ask_after_three_windows_in_a_row() -> None:
-    number, question = windows_until(watch(), replace(FINE, waits_us=60.0))
+def test_an_order_that_holds_motifs_back_for_five_percent_asks_after_three_windows_in_a_row() -> None:
+    number, question = windows_until(watch(), replace(FINE, held_us=60.0))
     assert question is not None
-    assert (number, question.why) == (WINDOWS, "waits")
+    assert (number, question.why) == (WINDOWS, "held")
     one = watch()
     for at in range(0, 400 * WINDOW_ITERATIONS, WINDOW_ITERATIONS):
-        report = replace(FINE, iteration=at, waits_us=60.0 if at // WINDOW_ITERATIONS % 3 else 0.0)
+        report = replace(FINE, iteration=at, held_us=60.0 if at // WINDOW_ITERATIONS % 3 else 0.0)
         assert one.hear(0, report) is None
         assert one.hear(1, report) is None
 
@@ -86,7 +86,7 @@ def test_every_answer_that_brought_nothing_doubles_the_patience() -> None:
     one = watch()
     taken = []
     for _ in range(8):
-        number, question = windows_until(one, replace(FINE, waits_us=60.0))
+        number, question = windows_until(one, replace(FINE, held_us=60.0))
         assert question is not None
         one.asked_in_vain(question.factors)
         taken.append(number)
@@ -117,7 +117,7 @@ def test_a_plan_that_is_slower_than_plain_order_is_given_up() -> None:
 
 
 def test_reports_of_another_plan_and_missing_ranks_do_not_count() -> None:
-    bad = replace(FINE, waits_us=500.0)
+    bad = replace(FINE, held_us=500.0)
     one = watch()
     assert all(one.hear(0, replace(bad, iteration=20 * at)) is None for at in range(50))
     assert all(one.hear(rank, replace(bad, number=2, iteration=20 * at)) is None for at in range(50) for rank in (0, 1))

@@ -11,6 +11,7 @@ import pytest
 
 from stretto.planner.algebra.motif import motif_of
 from stretto.runtime.enforcer import planned_work
+from stretto.runtime.enforcer import sequencer as sequencer_module
 from stretto.runtime.enforcer.parts import RankMotif, RankOp
 from stretto.runtime.enforcer.planned_work import PlannedWork
 from stretto.runtime.enforcer.sequencer import QueuedMotif, QueuedOp, Sequencer
@@ -183,3 +184,57 @@ def test_who_is_told_of_a_motif_that_could_not_start_may_wait_for_other_threads(
     after = _op(2, "a")
     sequencer.submit(after, _Given())
     assert after.done and after.error is sequencer.failure
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the time that the sequencer sees."""
+    at = [0.0]
+    monkeypatch.setattr(sequencer_module, "now_us", lambda: at[0])
+    return lambda us: at.__setitem__(0, us)
+
+
+def test_a_motif_that_could_run_but_for_one_that_was_not_submitted_is_held_back(clock: Callable[[float], None]) -> None:
+    first, last = _op(0, "a"), _op(1, "a")
+    sequencer = _lines(first, last)
+    clock(10.0)
+    _submitted(sequencer, last)
+    clock(30.0)
+    assert sequencer.take_held_us() == 20.0, "an iteration may end meanwhile"
+    clock(70.0)
+    _submitted(sequencer, first)
+    clock(1000.0)
+    assert sequencer.take_held_us() == 40.0
+    assert last.entries[0].ready_us == 10.0
+
+
+def test_nothing_is_held_back_while_the_channel_is_used(clock: Callable[[float], None]) -> None:
+    running, first, last = _op(0, "a"), _op(1, "a"), _op(2, "a")
+    sequencer = _lines(running, first, last)
+    clock(5.0)
+    given, _ = _submitted(sequencer, running)
+    clock(10.0)
+    _submitted(sequencer, last)
+    clock(40.0)
+    given.started[0].elapsed_us = 35.0
+    given.started[0].end()
+    clock(100.0)
+    _submitted(sequencer, first)
+    assert sequencer.take_held_us() == 60.0, "from its end on, though nobody looked before"
+    clock(200.0)
+    assert sequencer.take_held_us() == 0.0
+
+
+def test_what_stands_in_line_behind_a_motif_that_runs_is_not_held_back(clock: Callable[[float], None]) -> None:
+    first, last = _op(0, "a"), _op(1, "a")
+    sequencer = _lines(first, last)
+    given, _ = _submitted(sequencer, first)
+    clock(10.0)
+    _submitted(sequencer, last)
+    clock(50.0)
+    given.started[0].elapsed_us = 50.0
+    given.started[0].end()
+    sequencer.reap()
+    sequencer.ended(first.entries[0])
+    assert last.entries[0].ready_us == 10.0 and last.entries[0].start_us == 50.0
+    assert sequencer.take_held_us() == 0.0

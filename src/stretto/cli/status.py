@@ -97,12 +97,15 @@ def show(console: Console, job: JobStatus) -> None:
     head = one_line(f"job {job.job}: {job.size} ranks, {job.phase}; {job.about}")
     console.print(head, markup=False, soft_wrap=True)
     console.print(f"  {one_line(summary(job))}", markup=False, soft_wrap=True)
-    table = ResultTable(">rank", "runs", "vote", ">iteration", ">time", ">waits", "heard")
+    table = ResultTable(">rank", "runs", "vote", ">iteration", ">time", ">waits", ">held", "heard")
     for rank in job.ranks:
-        share = f"{rank.waits_us / rank.iteration_us:.1%}" if rank.iteration_us else ""
+        waits, held = (
+            f"{us / rank.iteration_us:.1%}" if rank.iteration_us else "" for us in (rank.waits_us, rank.held_us)
+        )
         heard = "has ended" if rank.left else f"{rank.heard_s:.1f} s ago"
         times = format_us(rank.iteration_us) if rank.iteration_us else ""
-        table.add_row(str(rank.rank), one_line(str(rank.active)), _vote(rank), str(rank.iteration), times, share, heard)
+        shown = (str(rank.rank), one_line(str(rank.active)), _vote(rank), str(rank.iteration), times)
+        table.add_row(*shown, waits, held, heard)
     console.print(table)
     for rank in job.ranks:
         if rank.fell_back:
@@ -128,7 +131,7 @@ def state(job: JobStatus) -> str:
         return f"{job.split.own} in plain order, as without us" if job.split.kept == "unchanged" else "plain order"
     text = f"plan {job.plan.number}{f' by {job.plan_name}' if job.plan_name else ''}, hash {job.plan.hash}"
     if job.iteration_us:
-        text += f", waits {job.waits_us / job.iteration_us:.1%}"
+        text += f", waits {job.waits_us / job.iteration_us:.1%}, held {job.held_us / job.iteration_us:.1%}"
     return text + (f", plan made anew: {job.replans}x" if job.replans else "")
 
 

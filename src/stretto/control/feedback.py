@@ -1,9 +1,12 @@
 """When a running plan should be thought over: a judgement of reports, without time of its own.
 
-A window is some iterations of every rank, fewer where they are long. Windows in a row with waits above 5 % of the
-iteration, with motifs that take 25 % longer or less long than promised, or with iterations slower than in plain order,
-ask for a new plan. What is measured is learnt at once, so that the same difference asks only once; and as waits may be
-unavoidable, each answer that brought nothing doubles how many windows the next question needs.
+A window is some iterations of every rank, fewer where they are long. Windows in a row in which the plan's order holds
+motifs back for more than 5 % of the iteration (SYNDICATE's rule, on its own quantity: a motif could run, and its
+channel lies idle, but the one before it was not submitted yet), with motifs that take 25 % longer or less long than
+promised, or with iterations slower than in plain order, ask for a new plan. How long the application waits is told but
+asks nothing: a job that is bound by its communication waits under the best plan. What is measured is learnt at once,
+so that the same difference asks only once; and as it may be unavoidable that motifs are held back, each answer that
+brought nothing doubles how many windows the next question needs.
 """
 
 from __future__ import annotations
@@ -22,14 +25,15 @@ WINDOW_S = 2.0
 """A window is over after so many iterations, or where they are long after so many seconds."""
 WINDOWS = 3
 MOST_WINDOWS = 96
-WAIT_SHARE = 0.05
+HELD_SHARE = 0.05
+"""Of an iteration, as in SYNDICATE's section 4.4."""
 DRIFT = 0.25
 LEAST_GAIN = 0.03
 """What a new plan has to promise."""
 SLOWER = 0.03
 """By which part of the plain iteration a plan may be slower before it is given up."""
 
-Why = Literal["waits", "drift", "slower"]
+Why = Literal["held", "drift", "slower"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ class PlanWatch:
     def _window(self, reports: list[EnforcerReport]) -> Question | None:
         iteration_us = fmean(report.iteration_us for report in reports)
         plain_us = self.plain_times * fmean(report.plain_us for report in reports)
-        waits_us = fmean(report.waits_us for report in reports)
+        held_us = fmean(report.held_us for report in reports)
         if iteration_us <= 0:
             return None
         seen = ratios(self.plan, reports, self.motif_us)
@@ -104,18 +108,18 @@ class PlanWatch:
             "drift": drift,
             # Where links are not what they were, plain order would not be either.
             "slower": not drift and plain_us > 0 and iteration_us > (1 + SLOWER) * plain_us,
-            "waits": waits_us > WAIT_SHARE * iteration_us,
+            "held": held_us > HELD_SHARE * iteration_us,
         }
         words: dict[Why, str] = {
             "slower": f"an iteration takes {iteration_us / 1e3:.2f} ms, in plain order {plain_us / 1e3:.2f} ms",
             "drift": f"motifs on {worst} take {off.get(worst, 1.0):.2f} times what was expected",
-            "waits": f"{100 * waits_us / iteration_us:.0f} % of an iteration is spent waiting",
+            "held": f"for {100 * held_us / iteration_us:.0f} % of an iteration the plan's order holds motifs back",
         }
         self._rows = {why: self._rows.get(why, 0) + 1 for why, holding in holds.items() if holding}
         for why, count in self._rows.items():
             if self.only_drift and why != "drift":
                 continue
-            # A change is news, while waits are what was there before.
+            # A change is news, while the order has held motifs back before.
             if count >= (max(WINDOWS, self.patience // 4) if why == "drift" else self.patience):
                 return Question(why=why, text=words[why], factors=factors)
         return None

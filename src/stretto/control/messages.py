@@ -156,6 +156,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     waits_us: float
     fell_back: str
     left: bool
+    held_us: float = 0.0
+    """How long the plan's order held motifs back in an iteration, while `waits_us` is the application's own wait."""
 
 
 class MotifStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +174,7 @@ class MotifStatus(msgspec.Struct, frozen=True, kw_only=True):
     start_us: float
     duration_us: float
     wait_us: float
+    turn_us: float = 0.0
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,6 +209,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The same under the plan of `motifs`, as it is predicted."""
     about_recorded: str = ""
     """The workload in words, with its digest."""
+    held_us: float = 0.0
+    """How long the plan's order held motifs back in an iteration, over all ranks."""
 
     @property
     def gain(self) -> float:

@@ -325,7 +325,7 @@ class SupervisedJob:
         plan_name, predicted_us = self._promised.get(active.hash, ("", 0.0))
         mean = {
             key: fmean(getattr(report, key) for report in reports) if reports else 0.0
-            for key in ("plain_us", "iteration_us", "waits_us")
+            for key in ("plain_us", "iteration_us", "waits_us", "held_us")
         }
         shown, report = self._last_motifs or (PLAIN, None)
         if active.number and active.hash in self._shown and active != shown:
@@ -340,6 +340,7 @@ class SupervisedJob:
                     active=state.active, iteration=state.report.iteration if state.report else 0,
                     iteration_us=state.report.iteration_us if state.report else 0.0,
                     waits_us=state.report.waits_us if state.report else 0.0,
+                    held_us=state.report.held_us if state.report else 0.0,
                     fell_back=state.report.fell_back if state.report else "", left=state.leaving,
                 )
                 for rank, state in states.items()
@@ -387,7 +388,7 @@ class SupervisedJob:
                         op=op.op, motif=number, algorithm=motif.algorithm, channels=motif.channels,
                         nbytes=motif.nbytes, predicted_start_us=motif.start_us, predicted_us=motif.duration_us,
                         start_us=seen.start_us if seen else 0.0, duration_us=seen.duration_us if seen else 0.0,
-                        wait_us=seen.wait_us if seen else 0.0,
+                        wait_us=seen.wait_us if seen else 0.0, turn_us=seen.turn_us if seen else 0.0,
                     )
                 )  # fmt: skip
         return tuple(found)

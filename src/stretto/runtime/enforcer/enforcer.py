@@ -399,7 +399,7 @@ class Enforcer:
         trial = self._trial
         side = trial.side(self._iteration) if trial is not None else None
         counts = bool(self._iteration) and not empty and (trial is None or trial.counts(self._iteration))
-        self._measured.boundary(side, counts=counts)
+        self._measured.boundary(self._sequencer.take_held_us(), side, counts=counts)
         self._position = 0
         self._iteration += 1
         self._round += not empty

@@ -23,12 +23,13 @@ RECENT = 4
 class MotifTimes:
     """What was measured of a motif in the last window."""
 
-    __slots__ = ("durations", "starts", "waits")
+    __slots__ = ("durations", "starts", "turns", "waits")
 
     def __init__(self) -> None:
         self.starts: deque[float] = deque(maxlen=WINDOW)
         self.durations: deque[float] = deque(maxlen=WINDOW)
         self.waits: deque[float] = deque(maxlen=WINDOW)
+        self.turns: deque[float] = deque(maxlen=WINDOW)
 
 
 class Figures(TypedDict):
@@ -37,6 +38,7 @@ class Figures(TypedDict):
     iteration_us: float
     plain_us: float
     waits_us: float
+    held_us: float
     motifs: tuple[MotifReport, ...]
     window: Timing | None
     plain: Timing | None
@@ -54,16 +56,18 @@ class MeasuredWindow:
         self._plain: deque[float] = deque(maxlen=WINDOW)
         self._waited = 0.0
         self._waits: deque[float] = deque(maxlen=WINDOW)
+        self._held: deque[float] = deque(maxlen=WINDOW)
         self._spent: dict[tuple[int, int], MotifTimes] = {}
         self._begins: deque[float] = deque(maxlen=RECENT)
         self._had_plan = False
         self._beside: dict[Side, list[float]] = {side: [] for side in SIDES}
         """Iterations for which the plan was set aside."""
 
-    def boundary(self, side: Side | None = None, *, counts: bool = True) -> None:
+    def boundary(self, held_us: float, side: Side | None = None, *, counts: bool = True) -> None:
         """An iteration ends, the next one begins.
 
         Args:
+            held_us: How long the plan's order held motifs back in it.
             side: Who ran it where a plan was set aside.
             counts: Whether its time counts; that of the first one does not, as nobody knows when it began.
         """
@@ -81,12 +85,14 @@ class MeasuredWindow:
                 if not self._had_plan:
                     self._plain.append(took)
             self._waits.append(waited)
+            self._held.append(held_us)
 
     def changed(self, *, planned: bool) -> None:
         """Another plan, or none, is active."""
         with self._lock:
             self._times.clear()
             self._waits.clear()
+            self._held.clear()
             self._spent = {}
             self._beside = {side: [] for side in SIDES}
             self._had_plan = self._had_plan or planned
@@ -116,6 +122,8 @@ class MeasuredWindow:
         with self._lock:
             one = self._of(instance, motif)
             one.durations.append(end_us - start_us)
+            ready_us = instance.entries[motif].ready_us
+            one.turns.append(max(start_us - ready_us, 0.0) if ready_us else 0.0)
             for begin_us in reversed(self._begins):
                 if begin_us <= start_us:
                     one.starts.append(start_us - begin_us)
@@ -124,25 +132,30 @@ class MeasuredWindow:
     def figures(self, ops: Sequence[Op]) -> Figures:
         """For a report; `ops` are those of the active plan's workload."""
         with self._lock:
-            spent = [(key, list(one.starts), list(one.durations), list(one.waits)) for key, one in self._spent.items()]
-            times, plain, waits_us = list(self._times), list(self._plain), list(self._waits)
+            spent = [
+                (key, list(one.starts), list(one.durations), list(one.waits), list(one.turns))
+                for key, one in self._spent.items()
+            ]
+            times, plain = list(self._times), list(self._plain)
+            waits_us, held_us = list(self._waits), list(self._held)
             done = all(len(beside) == ROUNDS * BLOCK for beside in self._beside.values())
             own, ours = (list(self._beside[side]) if done else [] for side in SIDES)
         recent = min(max(int(WINDOW_US / max(times[-1], 1.0)), LEAST_WINDOW), WINDOW) if times else WINDOW
-        times, waits_us = times[-recent:], waits_us[-recent:]
+        times, waits_us, held_us = times[-recent:], waits_us[-recent:], held_us[-recent:]
         motifs = [
             MotifReport(
                 op=ops[op].name,
                 motif=motif,
                 start_us=_median(starts[-recent:]),
                 duration_us=_median(durations[-recent:]),
-                wait_us=fmean(waits[-recent:]) if waits else 0.0,
+                wait_us=_mean(waits[-recent:]),
+                turn_us=_mean(turns[-recent:]),
             )
-            for (op, motif), starts, durations, waits in (sorted(spent) if ops else ())
+            for (op, motif), starts, durations, waits, turns in (sorted(spent) if ops else ())
         ]
         return Figures(
-            iteration_us=_median(times), plain_us=_median(plain), waits_us=fmean(waits_us) if waits_us else 0.0,
-            motifs=tuple(motifs), window=Timing.of(times), plain=Timing.of(plain),
+            iteration_us=_median(times), plain_us=_median(plain), waits_us=_mean(waits_us),
+            held_us=_mean(held_us), motifs=tuple(motifs), window=Timing.of(times), plain=Timing.of(plain),
             own=Timing.of(own), backend=Timing.of(ours),
         )  # fmt: skip
 
@@ -160,3 +173,7 @@ def _end_us(entry: QueuedMotif) -> float:
 
 def _median(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

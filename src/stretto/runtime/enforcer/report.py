@@ -15,7 +15,8 @@ from ...workload import Workload
 class MotifReport:
     """One motif of the active plan, its medians over the last window.
 
-    `wait_us` is how long the application stood in ``wait()`` of the op while this motif was what it waited for.
+    `wait_us` is how long the application stood in ``wait()`` of the op while this motif was what it waited for;
+    `turn_us` how long the motif itself could have run and waited for its turn: for its channels, or for one before it.
     """
 
     op: str
@@ -24,6 +25,7 @@ class MotifReport:
     wait_us: float
     start_us: float = 0.0
     """After the begin of the iteration in which it started."""
+    turn_us: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,9 @@ class EnforcerReport:
     """Median of the last window in plain order: before the first plan, or since one was given up."""
     waits_us: float = 0.0
     """How long the application stood in ``wait()``, mean per iteration."""
+    held_us: float = 0.0
+    """How long the plan's order held motifs back, mean per iteration: one could run and its channel lay idle, but the
+    one before it in the order had not been submitted. SYNDICATE's section 4.4 calls this the wait time."""
     motifs: tuple[MotifReport, ...] = ()
     outgrown: tuple[OutgrownOp, ...] = ()
     """Ops whose size follows the data, or that came with splits, and has grown beyond what was recorded."""

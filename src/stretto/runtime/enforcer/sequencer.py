@@ -44,7 +44,7 @@ class ActiveMotif(Protocol):
 class QueuedMotif:
     """One motif of one op of one iteration."""
 
-    __slots__ = ("end_us", "instance", "number", "part", "start_us", "started", "state", "watched")
+    __slots__ = ("end_us", "instance", "number", "part", "ready_us", "start_us", "started", "state", "watched")
 
     def __init__(self, instance: QueuedOp, part: RankMotif) -> None:
         self.instance, self.part = instance, part
@@ -55,6 +55,8 @@ class QueuedMotif:
         self.watched = False
         """Whether its end is reported; else whoever needs it has to look."""
         self.start_us = self.end_us = 0.0
+        self.ready_us = 0.0
+        """When its op was submitted and what it waits for there had ended, if it could not start at that moment."""
 
 
 class Submission(Protocol):
@@ -160,6 +162,12 @@ class Sequencer:
         self._finished: deque[QueuedOp] = deque()
         self._broken: deque[QueuedOp] = deque()
         """Ops whose waiters are to be let go, with success or with the failure, once the lock is."""
+        self._waiting = False
+        """Whether motifs of submitted ops may be waiting."""
+        self._submitted_us = 0.0
+        """When the last of them was submitted."""
+        self._held_since_us = self._held_us = 0.0
+        """Since when the order holds motifs back, if it does; and for how long it did since somebody asked."""
 
     def add(self, entries: Iterable[QueuedMotif]) -> None:
         """At the end of their lines. Those that run after their own iteration have been submitted already."""
@@ -177,6 +185,7 @@ class Sequencer:
                     line.append(entry)
             if late:
                 self._advance()
+                self._measure_held()
         if late:
             self._finish()
             self.watch()
@@ -184,12 +193,17 @@ class Sequencer:
     def submit(self, instance: QueuedOp, submission: Submission) -> None:
         """The application has given an op: its motifs may start."""
         held = False
+        if self._waiting:
+            # A motif that nobody reports may have left its channel idle: while something waits, that is measured.
+            self.reap()
         with self.lock:
             failure = self.failure
             instance.submission = submission
             if failure is None:
                 self._open[id(instance)] = instance
                 held = self._begin(instance)
+                if held or self._waiting:
+                    self._note_waiting(instance, held=held)
         self._finish()
         if failure is not None:
             instance.settle(failure)
@@ -255,6 +269,7 @@ class Sequencer:
             for number in gone:
                 del self._open[number]
             self._advance()
+            self._measure_held()
         self._finish()
         self.watch()
         return sorted(gone.values(), key=lambda instance: instance.place)
@@ -273,6 +288,7 @@ class Sequencer:
             if error is None and self._followed(entry):
                 # The channels are free before the data is where it belongs.
                 self._advance()
+            self._measure_held(entry.end_us)
         self._finish()
         if error is not None:
             self.fail(error)
@@ -298,6 +314,53 @@ class Sequencer:
                         return line[0].instance
                     seen.append(line[0])
         return None
+
+    def take_held_us(self) -> float:
+        """For how long the order has held motifs back since this was asked last: see `_holds_back`."""
+        with self.lock:
+            now = now_us()
+            if self._held_since_us:
+                self._held_us += now - self._held_since_us
+                self._held_since_us = now
+            held_us, self._held_us = self._held_us, 0.0
+            return held_us
+
+    def _note_waiting(self, instance: QueuedOp, *, held: bool) -> None:
+        """An op was submitted of which something waits, or while something else does. Called with the lock."""
+        if held:
+            self._waiting, self._submitted_us = True, now_us()
+            for entry in instance.entries.values():
+                if entry.state == WAITING:
+                    entry.ready_us = self._submitted_us
+        self._measure_held()
+
+    def _measure_held(self, at_us: float = 0.0) -> None:
+        """Something was submitted, or has ended (`at_us`): does the order hold motifs back? Called with the lock."""
+        if not self._waiting:
+            return
+        if self._holds_back():
+            # Who looks at the end of a motif may be late.
+            self._held_since_us = self._held_since_us or max(at_us or now_us(), self._submitted_us)
+        elif self._held_since_us:
+            self._held_us += max(now_us() - self._held_since_us, 0.0)
+            self._held_since_us = 0.0
+
+    def _holds_back(self) -> bool:
+        """Whether a motif that could run waits, on a channel that lies idle, for one that was not submitted yet."""
+        self._waiting = False
+        for instance in self._open.values():
+            for entry in instance.entries.values():
+                if entry.state != WAITING:
+                    continue
+                self._waiting = True
+                # What is not in line yet runs after its own iteration, as the plan wants it: nothing holds it back.
+                if not entry.number or not self._after_is_over(entry):
+                    continue
+                for channel in entry.part.channels:
+                    line = self._lines.get(channel)
+                    if line and line[0].instance.submission is None and not self._busy[channel]:
+                        return True
+        return False
 
     @property
     def idle(self) -> bool:
@@ -331,7 +394,13 @@ class Sequencer:
                 for other in busy:
                     if not other.part.brief:
                         return False
-        return not part.after or all(instance.entries[before].state == ENDED for before in part.after)
+        return self._after_is_over(entry)
+
+    @staticmethod
+    def _after_is_over(entry: QueuedMotif) -> bool:
+        """Whether the motifs of its op that a motif waits for have ended."""
+        after = entry.part.after
+        return not after or all(entry.instance.entries[before].state == ENDED for before in after)
 
     def _start(self, entry: QueuedMotif) -> None:
         for channel in entry.part.channels:
@@ -362,6 +431,7 @@ class Sequencer:
         self.failure = self.failure or error
         self._broken.extend(self._open.values())
         self._open.clear()
+        self._waiting, self._held_since_us = False, 0.0
         self._lines.clear()
         self._busy.clear()
 
@@ -404,7 +474,11 @@ class Sequencer:
             instance.left -= 1
             over = instance.left == 0
             if not over:
+                for other in instance.entries.values():
+                    if entry.part.motif in other.part.after and self._after_is_over(other):
+                        other.ready_us = now_us()
                 self._advance()
+                self._measure_held()
         if over:
             self._over(instance)
         else:
