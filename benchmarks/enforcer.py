@@ -94,8 +94,14 @@ def overhead(quick: bool) -> list[Row]:
     return rows
 
 
+def duplex(quick: bool) -> list[Row]:
+    """Two messages of neighboring stages in opposite directions, against one of them."""
+    asked = {"case": "duplex", "nbytes": 1 << 21, "budget_s": 2.0, "times": 4 if quick else 12}
+    return rows_of("duplex", in_lab(asked, hosts=2, ranks=1, uplinks={"rdma": "100mbit"}))
+
+
 CASES: dict[str, Callable[[bool], list[Row]]] = {
-    "channels": channels, "overhead": overhead, **enforcer_call.CASES, **enforcer_models.CASES,
+    "channels": channels, "overhead": overhead, "duplex": duplex, **enforcer_call.CASES, **enforcer_models.CASES,
     **enforcer_run.CASES, **enforcer_nccl.CASES,
 }  # fmt: skip
 

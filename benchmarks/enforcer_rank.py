@@ -61,6 +61,25 @@ def buckets(nbytes: int, number: int, work: int) -> Step:
     return step
 
 
+def messages(nbytes: int, *, both: bool) -> Step:
+    """Two neighboring stages: the first sends, with `both` the second does at the same time; then a small sum."""
+    given, taken, total = torch.ones(nbytes // 4), torch.zeros(nbytes // 4), torch.ones(256)
+    rank = dist.get_rank()
+
+    def step() -> None:
+        works = []
+        if both or rank == 1:
+            works.append(dist.irecv(taken, 1 - rank))
+        if both or rank == 0:
+            works.append(dist.isend(given, 1 - rank))
+        for work in works:
+            assert work is not None
+            work.wait()
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+
+    return step
+
+
 def captured(step: Step) -> Workload:
     with stretto.torch.capture(iterations=4, skip=2) as recorder:
         for _ in range(6):
@@ -153,12 +172,28 @@ def overhead(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str,
     return {"times": times, "turn": asked["times"]}
 
 
+def duplex(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str, Any]:
+    times: dict[str, list[float]] = {}
+    predicted = {}
+    for name, both in (("one way", False), ("both ways", True)):
+        step = messages(asked["nbytes"], both=both)
+        workload = captured(step)
+        plan = shared(
+            lambda workload=workload: api.plan(workload, cluster, budget_s=asked["budget_s"]).plan,  # type: ignore[misc]
+            folder / f"{name}.json",
+        )
+        times[f"{name}, backend"] = timed(step, asked["times"])
+        times[f"{name}, plan"] = under(plan, workload, cluster, step, asked["times"], "executor")
+        predicted[f"{name}, plan"] = plan.retimed_us or plan.iteration_us
+    return {"times": times, "predicted_us": predicted}
+
+
 def turns(times: list[float], size: int) -> list[float]:
     """The median of every turn."""
     return [median(times[at : at + size]) for at in range(0, len(times), size)]
 
 
-CASES = {"channels": channels, "overhead": overhead}
+CASES = {"channels": channels, "overhead": overhead, "duplex": duplex}
 
 
 def main() -> None:

@@ -2,8 +2,16 @@
 
 Every channel has a line. A motif starts when it stands first in the lines of all its channels, none of them is busy,
 its op has been submitted, and the motifs of the op that it waits for have ended. Brief motifs do not wait for each
-other. All ranks make the same lines, so the motifs of the same ranks and channels start in the same order everywhere,
-and nobody waits for anybody in a circle.
+other. All ranks make the same lines, so the motifs of the same ranks and channels start in the same order everywhere.
+
+Directions: a collective sends and receives at each of its ranks, so it holds its channels both ways, and one line for
+a channel is the line of both directions. A message between two ranks holds a channel one way only, outward at its
+source and inward at its destination, and stands in no line at all: the backend moves it when both ends have called.
+
+Nobody waits for anybody in a circle. Let every motif wait for all motifs before it in the plan's order, whatever their
+channels and directions, for its op's submission, and for its `after`; let the application wait for what the workload
+says, messages included. `check_sequence` proves this graph free of circles when a plan is prepared. What really is
+waited for is a part of it: only motifs with a channel in common wait for each other, and no message waits for a motif.
 """
 
 from __future__ import annotations
