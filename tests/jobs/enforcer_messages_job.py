@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,7 @@ def pipelines(carrier: str, seeds: Sequence[int]) -> Any:
         plan = random_plan(recorder.workload, CLUSTER, draw)
         told: dict[str, Any] = {"plan": plan is not None}
         if plan is not None:
-            wrong, enforcer = enforced(
-                recorder.workload, plan, lambda number, pipe=pipe: run(pipe, number), ITERATIONS, carrier=carrier
-            )  # fmt: skip
+            wrong, enforcer = enforced(recorder.workload, plan, partial(run, pipe), ITERATIONS, carrier=carrier)
             report = enforcer.report()
             told |= {"wrong": wrong, "number": report.number, "fell_back": report.fell_back}
         found.append(told)
