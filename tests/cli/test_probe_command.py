@@ -84,7 +84,8 @@ def test_a_job_is_probed_and_timed_by_command(tmp_path: Path) -> None:
         assert done.returncodes == (0, 0), done.errors
         lines = done.outputs[0].splitlines()
         assert "2 devices on 2 hosts" in lines[0]
-        assert lines[-1] == f"wrote {cluster}"
+        assert lines[-2] == f"wrote {cluster}"
+        assert lines[-1].startswith(f"next: stretto plan -w WORKLOAD -c {cluster}")
         assert done.outputs[1] == ""
         assert Cluster.load(cluster).channels == ("eth",)
         wish = ["--cluster", str(cluster), "--collectives", "all_reduce", "--bytes", "64K"]
