@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The best library algorithm on each cluster, and how far it is from the lower bound.
 
 Nothing here is synthesised: the gaps are what the library leaves open. One row per cluster, collective and size,

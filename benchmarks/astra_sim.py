@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole jobs beside whole jobs: the same collective on the same network, by Stretto and by ASTRA-sim.
 
 ASTRA-sim (its analytical backend, https://github.com/astra-sim/astra-sim) is built by hand beside this project; its

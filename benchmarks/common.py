@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all benchmarks share: options, a table, the JSON form, the machine."""
 
 from __future__ import annotations

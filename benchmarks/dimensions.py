@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-dimensional networks: baseline, Themis and ours beside the ideal and the paper's figures.
 
 Model of every row unless it says otherwise: one device stands for all, 64 chunks, 16 stages in flight per dimension

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `stretto.torch.distribute` costs beside DDP: the same model, buckets and backend, taking turns in one job.
 
 `ddp` is PyTorch's with its defaults but the bucket size, `ddp_lean` also has gradients as views of its buckets and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of benchmarks/distribute.py: every system has its own copy of the model, and they take turns.
 
 ``distribute_rank.py MODEL BACKEND ROUNDS ITERATIONS SYSTEM...``; the first rank prints the times of all rounds.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans carried out, in the lab, side by side in one run: every system is measured in turn, round after round.
 
 `iteration_us` is the median over all rounds of the slowest rank's time; `gain` is how many times faster than the first

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call under a plan costs this process beside its communication: an executor that moves nothing stands in.
 
 `call_us` is the time from the call to the end of its ``wait()`` in the enforcer, the least of many rounds; so other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases of benchmarks/enforcer.py that train models, each in a lab of two hosts with two uplinks.
 
 `idle_percent` is the part of an iteration in which a rank does not compute; `loss_off` is how far the losses are from

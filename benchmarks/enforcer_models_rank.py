@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of benchmarks/enforcer_models.py: a model trained with gloo, with our backend, and under a joint plan.
 
 Every system trains its own copy from the same start on the same data, so that losses can be compared step by step; a

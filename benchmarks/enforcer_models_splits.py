@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of enforcer_models.py that exchange unequal pieces: tables spread unevenly, mixtures of experts.
 
 With `shuffle` the same samples are dealt to the ranks in another order: sums are then the same but for their order.

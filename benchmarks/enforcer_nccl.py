@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The case of benchmarks/enforcer.py that needs a GPU: data-parallel training with plain NCCL, with our backend, and
 under plans that NCCL carries out.
 

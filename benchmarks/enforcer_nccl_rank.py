@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of benchmarks/enforcer_nccl.py: a model trained with plain NCCL, with our backend, and under two plans.
 
 Every system trains its own copy from the same start on the same data, so that losses can be compared step by step; a

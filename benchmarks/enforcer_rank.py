@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of benchmarks/enforcer.py: a training step in plain order and under plans, in turn, in one run.
 
 The first rank plans; all take the plan from the folder that they share. A round measures every system once, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases of benchmarks/enforcer.py in which a controller looks after the job, as under `stretto run`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of the case `cut`: plain data-parallel training that notes its times, losses, and the plan of each step.
 
 Gradients are rounded so that every order of adding them gives the same sum. Losses must then be those of training on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthesis on irregular topologies that a seed draws: how far each program is above the lower bound.
 
 Families: random digraphs, stars with unequal ports, hosts with unequal NICs, tori with missing links, rails with and

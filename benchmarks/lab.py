@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the lab's network is what it claims: TCP throughput over shaped uplinks, beside the rate asked for.
 
 Plain sockets, no library. `payload_share` is payload over the shaped rate; headers take 0.7 % of it with the lab's

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The same collectives in OpenMPI: prints "collective nbytes median_us" as rank 0 sees it. */
 #include <mpi.h>
 #include <stdio.h>

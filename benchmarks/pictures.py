@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page behind docs/images/all-reduce-dgx2.png: library and synthesised all-reduces on two DGX-2 nodes.
 
 ``python benchmarks/pictures.py sweep.html``. Every algorithm of the library is run with one chunk and with 8; each size

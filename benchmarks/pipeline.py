@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline schedules: the cross-mesh paper's end-to-end figures simulated, its memory, the search, and a real pipeline.
 
 Cases: `fig7` (GPT with two parallel configurations and the U-Transformer), `fig9` (overlap and eager-1F1B by number of

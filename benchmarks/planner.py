@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the joint planner gains, beside every system of SYNDICATE's evaluation, and how good its search is.
 
 A1 to A6 run on 16 HGX-2 nodes, with the incast curve of preset `hgx2`, which was chosen after seeing the paper's figure

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps and clusters on which the planner is judged beside every baseline, link by link: 16 ranks each.
 
 The steps are small, but of every kind: mixtures of experts, sharded data parallelism, pipelines whose stages are hosts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors between meshes, simulated: one device to many, the nine cases of the cross-mesh paper, its ablation, scale.
 
 AWS p3.8xlarge (4 GPUs and one 10 Gb/s NIC per host). `time_us` is with fifo links, `fair_us` with fair sharing;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors between meshes with real bytes: hosts behind shaped uplinks (the lab), three systems in one run.
 
 Cases of the cross-mesh paper's Table 2 with a smaller tensor (one rank per device, four on each host), and a state dict

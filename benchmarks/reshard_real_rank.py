@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of benchmarks/reshard_real.py: ours, plain messages, and gather-then-broadcast, in turn on shaped links."""
 
 from __future__ import annotations

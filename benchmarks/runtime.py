@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives on one host, side by side in one run: the executor and OpenMPI, without Python; stretto and gloo, as
 `torch.distributed` runs them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives between hosts behind shaped uplinks (the lab): ours, gloo and OpenMPI side by side in one run.
 
 `ratio` is gloo's time over ours, `target` what it should be. `bound_us` is the least time of the shaped links: the

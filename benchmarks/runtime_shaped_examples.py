@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training examples in the lab: iteration time with gloo and with ours, and whether the losses agree.
 
 `loss_difference` is the largest difference between ours and gloo over all iterations, `gloo_spread` the largest among

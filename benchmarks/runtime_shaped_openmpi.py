@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenMPI in the lab: mpirun on the first host, started on the others by entering their namespaces instead of ssh."""
 
 from __future__ import annotations

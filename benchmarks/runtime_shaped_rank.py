@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of benchmarks/runtime_shaped.py: gloo and ours in turn, on the lab's shaped links.
 
 All ranks of a lab are processes of one machine and share its clock: a run begins on all of them at a moment that was

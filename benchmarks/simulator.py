@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast programs are built, verified and simulated, and how much memory that takes.
 
 Each case runs in a process of its own. `cpu_s` is what building, proving and simulating take together; the start of

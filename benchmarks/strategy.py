@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies: real steps in the lab, how well the search ranks, and the paper's clusters in simulation.
 
 `--only real`, or one of its cases, runs strategy_real.py: what the search finds against PyTorch DDP and every builder.

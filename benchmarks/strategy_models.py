@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of the miniatures that benchmarks/strategy_real.py and benchmarks/distribute.py train.
 
 Each has the shape of a known model and about a hundredth of its parameters or less, so that a step fits two cores and

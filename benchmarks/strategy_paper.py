@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What AutoDist's paper says about its Figures 5 to 8, beside what holds in our simulation. Called by strategy_sim.py.
 
 The figures are missing from the text at hand, so statements of the text are compared, each as "a is so many times as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of benchmarks/strategy_real.py: a training script around a model of a known shape, scaled down.
 
 ``strategy_rank.py MODEL`` trains as `stretto.torch.distribute` is told to, until it is ended; ``strategy_rank.py MODEL

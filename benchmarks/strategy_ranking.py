@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How well the cost model ranks strategies, and what the search makes of it, in simulation (AutoDist's Figs. 4 and 9).
 
 Every iteration is simulated link by link. `KNOWN` are the pairs of model and cluster that were looked at while the cost

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies found by the search against PyTorch DDP and every builder: real training steps in the lab.
 
 Miniatures with the shapes of known models (0.4 to 1.0 million parameters, strategy_models.py) on hosts with shaped

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoDist's evaluation in simulation: its models on its clusters A1..B12, Figures 5 to 8, and what the paper says.
 
 Systems are strategy_systems.py's; `found` is what the search finds with the simulator in the place of trial runs. Every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems of AutoDist's evaluation as builders, timed link by link; what strategy_sim.py and its parts share.
 
 `ps1` is TF-PS-LB (whole variables, balanced over hosts), `ps2` the paper's hand-made PS (two levels, large variables

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What synthesis reaches: time, lower bound, seconds spent, and the figure that a peer reaches or publishes.
 
 Every program is verified and simulated; `time_us` is what `simulate` says (contention fifo), `bound_us` what no

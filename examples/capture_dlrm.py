@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small hybrid-parallel DLRM on CPU ranks and record its training step as a workload.
 
 torchrun --nproc-per-node 2 examples/capture_dlrm.py dlrm.yaml

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small GPT on CPU ranks with DDP or FSDP2 and record its training step as a workload.
 
 torchrun --nproc-per-node 2 examples/capture_gpt.py gpt.yaml --how fsdp

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which all-reduce is best on two DGX-2 nodes, and how far is it from the lower bound?
 
 python examples/compare_algorithms.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a collective algorithm by hand, let the verifier find the mistake, and time the right one.
 
 python examples/own_algorithm.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A carrier of one's own, written from docs/enforcer.md alone: it moves all-reduces through the store of the job.
 
 Slow, and no match for ours; but all that a plan decides holds for it: the cuts, the channels and the order.

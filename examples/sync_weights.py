@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train on some ranks and serve on the others: FSDP2 over half of them, tensor parallelism over the other half.
 
 torchrun --nproc-per-node 4 examples/sync_weights.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From an NCCL topology file to an algorithm file that a runtime loads: read, search, prove, run, write.
 
 python examples/topology_to_file.py [TOPOLOGY.xml] [OUT.xml]

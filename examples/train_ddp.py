@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small GPT with DistributedDataParallel: gradients in buckets, an all-reduce for each.
 
 torchrun --nproc-per-node 4 examples/train_ddp.py --backend stretto

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small GPT with FSDP2: parameters in shards, gathered for each layer, gradients scattered.
 
 torchrun --nproc-per-node 4 examples/train_fsdp.py --backend stretto

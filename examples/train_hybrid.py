@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small DLRM: embedding tables spread over the ranks (all-to-all), perceptrons copied to all (all-reduce).
 
 torchrun --nproc-per-node 4 examples/train_hybrid.py --backend stretto

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the training examples share: the command line, the job, and a loop that measures its iterations."""
 
 from __future__ import annotations

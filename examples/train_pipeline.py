@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a model with a long skip connection in two pipeline stages, under PyTorch's own pipeline runtime.
 
 torchrun --nproc-per-node 2 examples/train_pipeline.py --systems 1f1b,eager_1f1b

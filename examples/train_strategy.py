@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small GPT as a strategy says: how each parameter is cut, placed, synchronised and encoded.
 
 torchrun --nproc-per-node 4 examples/train_strategy.py --builder partitioned_ps

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data-parallel training as any tutorial has it: plain PyTorch, and nothing of Stretto.
 
 torchrun --nproc-per-node 2 examples/train_unchanged.py

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NumPy arrays in and out of C++.
 #pragma once
 #include <nanobind/nanobind.h>

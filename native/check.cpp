@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The verifier's kernel: events on memory locations, executed symbolically along the happens-before order.
 //
 // An event may receive a message, read one or two locations, write one, and send a message, item by item:

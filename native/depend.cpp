@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Derives the least dependencies that keep the meaning of synchronous steps.
 //
 // Each (rank, chunk) slot lives through versions. A copy begins a version; so does the first reduction after

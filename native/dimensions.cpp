@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chunks travelling through the dimensions of a network: one representative device stands for all.
 //
 // A chunk is a chain of operations, each on one dimension. A dimension has a number of slots; an operation takes one,

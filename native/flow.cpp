@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All-to-all as flows: chunks routed so that no link is crowded, and messages timed where links serve by priority.
 #include <algorithm>
 #include <cmath>

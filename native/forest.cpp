@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packs spanning out-trees: grows them arc by arc, each step only as far as the rest stays packable (Edmonds, Lovasz).
 #include "forest.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packing spanning trees: every terminal gets everything that the roots supply, within the capacities of the arcs.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replaces switches by direct arcs without narrowing any terminal's supply (edge splitting).
 #include <algorithm>
 #include <limits>

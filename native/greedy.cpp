@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Time-expanded greedy: at every moment free hops are given chunks that their receivers lack.
 //
 // A chunk may leave only after it has arrived, and a hop starts only when every link on it is free at the moment the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Short lists of numbers in one pool: most have one entry, and there are millions of them.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Maximum flow and shortest path lengths: what lower bounds are made of.
 #include "maxflow.h"
 

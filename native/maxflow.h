@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Maximum flow between several sources and several sinks, many times over one graph.
 #pragma once
 #include <cstdint>

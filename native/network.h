@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What both contention models of the network simulator share: the program as a graph, and the record of a run.
 #pragma once
 #include <algorithm>

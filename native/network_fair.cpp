@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Contention `fair`: transfers that share a link get max-min fair rates, as TCP and RoCE aim for.
 //
 // A transfer is one flow over all links of its route, and flows once the one before it on its connection has drained:

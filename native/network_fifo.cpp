@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Contention `fifo`: a link serves one transfer at a time, in order of request.
 //
 // A message is cut through: it asks for the next link when its head gets there, and its tail follows no sooner than it

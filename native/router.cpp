@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Routes by time: for every pair the routes that are best for some size, and of these the one for the size at hand.
 #include <algorithm>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dynamic list scheduling, and the steady state of a periodic order.
 #include "schedule.h"
 

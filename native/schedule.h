@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Schedules of a training step: compute-ops on streams, and comm-ops cut into tasks that hold channels.
 //
 // A task or compute-op is a node; "v of iteration i starts `us` or more after the start of u of iteration i - lag" is an

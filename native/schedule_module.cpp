@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ScheduleProblem: from NumPy arrays to a compiled problem, and its schedules back.
 #include <algorithm>
 #include <bit>

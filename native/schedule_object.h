@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What Python holds: a compiled problem with the memory of one evaluator.
 #pragma once
 #include <utility>

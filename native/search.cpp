@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One chain of the search: the paper's moves on options, or ours on options and orders together.
 #include "search.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Metropolis-Hastings over options and periodic orders.
 #pragma once
 #include <cmath>

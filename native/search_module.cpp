@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ScheduleSearch: several chains of different temperatures, run in slices.
 #include <algorithm>
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All-reduce along pairs of trees: the cheapest trees at given prices of links, and the times of messages that ranks
 // send in an order of their own.
 #include <algorithm>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random programs for property tests, and an executable definition of what a program means."""
 
 from __future__ import annotations

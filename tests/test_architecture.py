@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The house rules: imports go downward only, and the core never needs torch."""
 
 from __future__ import annotations

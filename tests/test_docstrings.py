@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Docstrings for strangers: a public function with three or more parameters names each of them."""
 
 from __future__ import annotations

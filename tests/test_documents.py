@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What README and docs say can be traced: tables name their commit, figures stand in a table, commands are accepted."""
 
 from __future__ import annotations

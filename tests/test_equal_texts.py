@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equal objects have equal texts and digests, also where one of them went through pickle to another process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain data from files: what is wrong with a field, and what would have been right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HiGHS answers whatever number of threads the rest of the process has used it with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept per process has one owner; nothing else in `src` keeps any."""
 
 from __future__ import annotations

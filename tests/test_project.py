@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The furniture of the project: license lines, one version, the marks of tests, the commands that pages name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is documented is public, loaded lazily, and keeps its old spellings for one release."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A seed that no generator takes is refused at the door, by every function that has one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes as people write them, and names that are almost right."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models that train on CPU ranks: a DLRM and a GPT."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small residual network: much to compute, little to communicate."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small DLRM as it is trained at scale: tables spread over the ranks, perceptrons copied to all of them.
 
 Each rank sends the indices of its batch to the owners of the tables, which look them up for everybody and send the

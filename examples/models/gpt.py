@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small GPT, and its two usual ways to be trained by many ranks: DDP and FSDP2."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Starting works, giving them memory, and ending them.
 #include "engine.h"
 

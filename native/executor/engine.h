@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs loaded programs: threadblocks as state machines, driven by whoever waits or else by one progress thread.
 #pragma once
 #include <unistd.h>

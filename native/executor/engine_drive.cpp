@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who drives: one waiter, or the progress thread; how they sleep and are woken.
 #include <sched.h>
 #include <sys/epoll.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lost peers, mismatches, timeouts: each ends in an error that names the rank.
 #include <sys/epoll.h>
 #include <sys/socket.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a threadblock does: wait, receive, combine, send.
 #include <algorithm>
 #include <bit>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reductions and scaling over element types, picked once for the machine's instruction set.
 #pragma once
 #include <cstddef>

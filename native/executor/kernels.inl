@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled once per instruction set (kernels_*.cpp); plain loops that the compiler turns into vector code.
 // Everything is in an unnamed namespace, so that no function built for one instruction set is linked into another.
 #include <bit>

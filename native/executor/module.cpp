@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Python face of the executor; see src/stretto/runtime/executor/executor.py for what it means.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

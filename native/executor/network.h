@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // UCX: one context and worker per channel, tag-matched messages between staging slots.
 #pragma once
 #include <cstdint>

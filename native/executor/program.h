@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One rank's part of a lowered program, and its layout for a given number of elements.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One shared segment per rank: a doorbell, a board that says which work the rank is at, and staging memory.
 // The owner alone allocates; peers on the host map it and read messages where they lie.
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stretto, a communication compiler for distributed training.
 
 The table of contents: what has to move (`Collective`), over what (`Cluster`), how (`Program`), and how long

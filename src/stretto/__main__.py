@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m stretto`` is the command ``stretto``."""
 
 from .cli import main

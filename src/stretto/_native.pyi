@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types of the native module (`native/`)."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one exception tree. The CLI turns any of these into one line and exit code 2."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What msgspec refuses, in words for people: where the field is, what it must be, and what it is."""
 
 from __future__ import annotations

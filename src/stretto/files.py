@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading files from outside: bounded in size, no aliases, no entities, errors that name the field.
 
 Files are written whole or not at all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LateFunction`: how a noun's method calls a function of a module above the noun, without importing it.
 
 `Cluster.load` is a method that users know; reading files needs `Cluster`, so the reader's module imports the noun's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that changes and is kept once per process, beyond single objects, belongs to `STATE`.
 
 A module declares what it keeps as a `ProcessPart` and asks for its one object when it is loaded::

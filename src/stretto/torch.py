@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that touches a running PyTorch job; importing this registers the backend `stretto`.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes and rates. Sizes are bytes, times microseconds, rates GB/s (10^9 bytes per second)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each algorithm's closed form in alpha and beta, against the simulator on networks without contention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every algorithm through one mill: proved, lowered, run on data, exported, read back, held to the bound."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Send/receive and uneven all-to-all in place: what comes in takes the room of what went out."""
 
 from __future__ import annotations

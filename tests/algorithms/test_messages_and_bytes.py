@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many messages and bytes each rank sends, counted on the programs themselves and held to the closed forms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names, options and errors of the registry, and what it takes from a cluster."""
 
 from __future__ import annotations

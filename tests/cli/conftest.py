@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the command in this process, and checks what holds for every failure; or in one of its own."""
 
 from __future__ import annotations

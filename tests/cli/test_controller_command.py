@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto controller`` and ``stretto status``: one process that serves, one that asks."""
 
 from __future__ import annotations

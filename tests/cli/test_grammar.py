@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One grammar for all commands: every test here runs over all of them."""
 
 from __future__ import annotations

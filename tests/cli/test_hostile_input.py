@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever is in a file or behind an option: success, or one line and exit code 2."""
 
 from __future__ import annotations

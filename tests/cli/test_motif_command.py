@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto motif``: lists, shows, proves and writes; anything wrong is one line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a command writes: paths are checked first, files are whole and there before a line is printed.
 
 All options that write are found in the application itself, so that a new command cannot be forgotten.

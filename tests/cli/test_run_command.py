@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto run``: the job's own exit code and output, its environment, and training that knows nothing of us."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto run`` on a job with unequal all-to-alls: it trains under a plan, to the end, to the same losses."""
 
 from __future__ import annotations

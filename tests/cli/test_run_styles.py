@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto run`` on scripts as they are written everywhere: the same training, or the script's own error."""
 
 from __future__ import annotations

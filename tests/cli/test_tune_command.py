@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto tune``, with a job that answers as a training script in trial mode does, and with a real one."""
 
 from __future__ import annotations

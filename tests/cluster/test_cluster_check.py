@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``check``: what is refused and what is only odd."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto cluster``: each command does what its help says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures: what they show, that they stay small, and that the SVG is well-formed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file form: exact round trips, everything that `load` understands, and hostile input."""
 
 from __future__ import annotations

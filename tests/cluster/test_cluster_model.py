@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Cluster`: validation, routing against networkx, reachability."""
 
 from __future__ import annotations

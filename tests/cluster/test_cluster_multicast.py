@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Switches that multicast: a property of nodes that files, names and digests keep."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers of other people's files, on golden inputs and on broken ones."""
 
 from __future__ import annotations

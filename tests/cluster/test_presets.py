@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presets hold the published numbers, reach everything, and refuse bad counts."""
 
 from __future__ import annotations

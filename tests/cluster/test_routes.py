@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes by time: against every simple path of random networks, and against the rule of fewest links."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pre- and postconditions of every collective, against definitions written independently of the library."""
 
 from __future__ import annotations

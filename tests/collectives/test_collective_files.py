@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives in files: exact round trips, custom ones, and hostile input."""
 
 from __future__ import annotations

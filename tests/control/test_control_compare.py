@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The job on its own backend against ours, in turns: who runs which iteration, and what all ranks come to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real ranks, a real controller, real signals: training goes on whatever happens to control."""
 
 from __future__ import annotations

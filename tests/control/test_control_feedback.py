@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a plan is thought over, and that it does not go round in circles."""
 
 from __future__ import annotations

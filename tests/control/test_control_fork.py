@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loaders of data fork inside ranks, while a thread of theirs is in the middle of a call."""
 
 from __future__ import annotations

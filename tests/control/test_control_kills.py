@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of a job whose controller, agent or rank is killed, stopped or broken while a plan is active.
 
 One trial of each kind by default; STRETTO_KILL_TRIALS=50 runs a campaign of 50 of each, with other seeds for another

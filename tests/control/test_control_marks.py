@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """At which moments of a script iterations end."""
 
 from __future__ import annotations

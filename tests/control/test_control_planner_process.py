@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that plans ends with the controller that asked it, and leaves no folder behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is shown of a job: the timelines of its last plan stay, whatever the controller does later."""
 
 from __future__ import annotations

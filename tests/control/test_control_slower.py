@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan that is slower than plain order, on real ranks: it is measured, and the application's own order comes back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptors, threads and shared memory of a job whose plan changes again and again do not grow.
 
 `soak_job.py` does the same for 10,000 iterations by hand, and tells of memory as well.

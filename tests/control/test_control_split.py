@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gain over the unchanged job, from given measurements: its arithmetic, and what is said of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A controller and agents in one process: what is given out, refused, given up, recorded and planned again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may talk to a controller, and what it does with what should not be said."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job that knows nothing of us, from its own backend over ours to a plan; the controller is killed meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every interleaving of the protocol's own code, with every fault, over small jobs; and that the search finds bugs."""
 
 from __future__ import annotations

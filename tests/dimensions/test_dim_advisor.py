@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who has too much bandwidth, who too little, and where more pays."""
 
 from __future__ import annotations

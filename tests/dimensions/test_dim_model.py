@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one stage costs in one dimension."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules as verified programs, and the one-representative model against every link of a small network."""
 
 from __future__ import annotations

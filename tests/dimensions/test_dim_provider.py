@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner's provider of programs over a network's dimensions."""
 
 from __future__ import annotations

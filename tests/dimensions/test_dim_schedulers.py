@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's own examples, and what the schedulers promise."""
 
 from __future__ import annotations

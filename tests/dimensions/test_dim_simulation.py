@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native simulator against one written from the definition, and the order that it fixes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Iterations of training on a multi-dimensional network."""
 
 from __future__ import annotations

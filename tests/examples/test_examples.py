@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples that need no job, run as their first lines say; and every example is tested somewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples that other tests do not run as jobs: started by torchrun, with small models."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process group `stretto` on GPUs: run with ``make test-gpu``, on a machine that has one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans above NCCL, on several ranks: run with ``make test-gpu``, on a machine that has a GPU."""
 
 from __future__ import annotations

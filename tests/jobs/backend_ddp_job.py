@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DDP on gloo, plain and with our communication hook; jobs that lose a rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training examples as torchrun would start them, each with both backends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs that go wrong: what the survivors are told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs that run into limits, strangers and pauses: what each rank is told, and that nobody hangs."""
 
 from __future__ import annotations

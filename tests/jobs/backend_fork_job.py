@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Children that ranks fork: what they are told when they do what only a rank may do, and how the ranks go on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training as people write it: DDP, FSDP2, HSDP, DTensor, pipelines and checkpoints, on four ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups made and destroyed again and again: how many communicators that takes, and that the groups work."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the processes of a backend test run: every scenario on gloo and then on stretto, outcomes reported as JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that exchange pieces of random, unequal sizes: on gloo, then on the executor, inside a host and between two.
 
 Every matrix is drawn alike on all ranks, so that each can also work out by itself what it has to get: that judges both

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Four ranks that call torch.distributed by hand, in every way there is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples as torchrun would start them, on two ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks that train small models the usual ways."""
 
 from __future__ import annotations

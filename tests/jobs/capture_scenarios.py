@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the processes of a capture test run: scenarios by name, each recorded, each outcome reported as JSON."""
 
 from __future__ import annotations

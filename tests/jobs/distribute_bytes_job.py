@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks really exchange in a step under every builder and encoder, beside what the `Workload` says."""
 
 from __future__ import annotations

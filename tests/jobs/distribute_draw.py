@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random strategies for the generated test of `stretto.torch.distribute`, each drawn from a number alone.
 
 A case starts from what a builder makes with random options, and changes one aspect of it on most variables; other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of the generated test: every kind of parameter, used in every way that a script may use one."""
 
 from __future__ import annotations

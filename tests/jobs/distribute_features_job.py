@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training loops do beside the plain step, under strategies that keep gradients and state in different places."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generated strategies on real ranks, beside one process.
 
 ``python distribute_generated_job.py FOLDER RANKS [ROUNDS [FIRST]]`` trains ROUNDS times every builder with every aspect

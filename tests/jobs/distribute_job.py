@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every builder on every model, on both backends, beside training in one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lossy encoders, stale parameters with a slow rank, and scripts in trial mode."""
 
 from __future__ import annotations

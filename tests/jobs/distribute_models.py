@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models and training loops of the tests of `stretto.torch.distribute`, the same on one process and on many."""
 
 from __future__ import annotations

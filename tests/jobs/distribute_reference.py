@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training in one process as a strategy's words define it: an implementation of its own, for the generated test.
 
 Of `stretto` it uses the strategy (what is cut, by which encoder, how late), and no kernel, carrier or region. Every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What scripts do to a model beside plain steps: on two ranks, beside one process, or refused in one line."""
 
 from __future__ import annotations

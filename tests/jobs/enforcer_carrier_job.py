@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks that run a plan above a carrier of their own, and above ours."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks of the enforcer's tests of order, agreement and mismatches run; outcomes reported as JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks of the enforcer's tests run: every scenario on one group, outcomes reported as JSON."""
 
 from __future__ import annotations

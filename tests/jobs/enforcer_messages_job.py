@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random pipelines whose sums follow random plans: neighboring stages send each other messages in both directions.
 
 All ranks draw the same pipelines and plans, so that each works out by itself what it has to get.

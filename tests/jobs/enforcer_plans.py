@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps and plans for the enforcer's tests, written down by hand where a search would choose otherwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that exchange unequal, changing pieces under plans: cut, reordered, over two channels, above gloo.
 
 All ranks draw the same matrices, so that each works out by itself what it has to get. STRETTO_TEST_ITERATIONS

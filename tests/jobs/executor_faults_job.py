@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios in which something goes wrong: each rank says which error it got, and how long that took."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios that check results: every library algorithm, types and operations, several at once, identity, a soak."""
 
 from __future__ import annotations

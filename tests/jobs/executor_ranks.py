@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks for tests: processes forked from one that has imported everything, joined through pipes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job of real ranks under a real controller that is killed again and again: ``faults_job.py FOLDER RANKS``.
 
 This process forks everything, so that PyTorch is loaded once and no process inherits a thread of gRPC's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that forks loaders of data while its agent talks: ``fork_job.py FOLDER``."""
 
 from __future__ import annotations

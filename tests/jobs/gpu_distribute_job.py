@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Four ranks, on GPUs or all on the only one: strategies on NCCL beside training in one process."""
 
 from __future__ import annotations

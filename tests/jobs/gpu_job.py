@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks, each on a GPU (or both on the only one), on the process group `stretto`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models on GPUs, trained with DDP or FSDP2 on a group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comm-ops of a step on GPUs, as a workload: `stretto.torch.capture` times the host and refuses these."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs whose controller, agent or rank is killed, stopped or broken while a plan is active.
 
 ``kills_job.py FOLDER VICTIM[,VICTIM...] TRIALS FIRST_SEED`` runs so many trials of each victim and writes one line of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank in the lab: every collective on whole numbers by gloo and by us, and a recorded one; rank 0 reports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model with a skip connection in two stages under PyTorch's pipeline runtime, by many schedules; and wrong ones."""
 
 from __future__ import annotations

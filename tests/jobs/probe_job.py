@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every rank of a lab runs: ``probe_job.py FOLDER [lost|bench]``; ranks meet through files, which hosts share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A network that can be probed without processes: flows on a known cluster, shared fairly, with noise on top."""
 
 from __future__ import annotations

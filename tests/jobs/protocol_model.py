@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model of a small job that runs the protocol's own code, and a search through everything that can happen in it.
 
 The network is the set of all messages ever sent: each may arrive now, later, again, or never, in any order. So loss,

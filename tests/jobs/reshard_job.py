@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DTensors between meshes on real processes: every scenario on the executor, and by messages of gloo."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole state dicts from trainers (ranks 0 and 1) to two replicas (2, 3 and 4, 5), on real processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job with unequal all-to-alls, which knows nothing of plans: ``run_splits_job.py FOLDER``.
 
 Two forked ranks train it under what `stretto run` has put in front, until a plan has carried out some iterations,

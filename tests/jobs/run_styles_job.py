@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training scripts in the styles that are about, of which only the last knows of Stretto: ``run_styles_job.py FOLDER``.
 
 Two forked ranks train every style once without and once with whatever `stretto run` has put in front: whole numbers of

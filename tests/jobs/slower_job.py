@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real ranks, a real controller and a plan that is slower than plain order: ``slower_job.py FOLDER``.
 
 The planner promises that many small pieces are fast. What the enforcer measures says otherwise: the controller has to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A long job whose plan changes again and again: ``soak_job.py FOLDER CARRIER ITERATIONS REPLAN_EVERY``.
 
 Writes FOLDER/report: memory, descriptors, threads and shared memory of the controller and of every rank under each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the fault tests share: a tiny training step, its plans, a data plane that really communicates, a noisy line."""
 
 from __future__ import annotations

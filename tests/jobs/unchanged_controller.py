@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A controller whose planner promises much of every plan, so that one is used: ``unchanged_controller.py FOLDER``.
 
 Writes the job's status to the file `status` again and again, and `told` once somebody asked for it under a plan whose

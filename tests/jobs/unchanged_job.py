@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain data-parallel training on gloo, which knows nothing of us: ``unchanged_job.py FOLDER``.
 
 Forked ranks train until the file `stop` is in the folder (or for STEPS steps, on the backend BACKEND), then as many

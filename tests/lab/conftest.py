@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests that build a lab do so for real; where the machine gives no right to, they check how that is said instead.
 
 Whether it gives the right is found out here by hand, not by the code under test.

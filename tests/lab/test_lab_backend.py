@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend on the lab's links: the bits of gloo, programs chosen for the lab, a measured timeline like any other."""
 
 from __future__ import annotations

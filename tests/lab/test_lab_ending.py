@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """However a run or a lab ends, what is left is nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A host that vanishes from the network: the others are told which ranks are lost, in bounded time."""
 
 from __future__ import annotations

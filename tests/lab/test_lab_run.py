@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto lab run`` in this process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checker refuses what would hang, or train wrongly without any error."""
 
 from __future__ import annotations

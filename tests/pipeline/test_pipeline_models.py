@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's models: sizes, memory, the order of the systems; and the planner takes a pipeline as a training step."""
 
 from __future__ import annotations

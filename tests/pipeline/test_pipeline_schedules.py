@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The IR and the makers: text both ways, the orders that the literature gives, communication written out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory, recomputation, and the search for warm-ups and delays under a cap."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times against closed forms, and the lower bound against everything."""
 
 from __future__ import annotations

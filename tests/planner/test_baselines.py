@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems that a plan is compared with, on steps worked out by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds between the systems on any step."""
 
 from __future__ import annotations

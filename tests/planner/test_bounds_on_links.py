@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bound against a judge that shares no code with it: every order, on links as a fluid model, by hand.
 
 The clusters are hosts with one NIC each, so that a pair's load can be written down: a send of n bytes takes n / rate of

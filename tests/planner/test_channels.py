@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which sets of channels motifs can be bound to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What bound motifs cost by simulation."""
 
 from __future__ import annotations

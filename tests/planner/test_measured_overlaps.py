@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measured tables that know how many groups ran at once, and what ran beside."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shapes of SYNDICATE's figures 16 to 18."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Motifs and expressions as values: what they are made of, what they refuse, what they say about themselves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples of docs/motifs.md give what the page says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowering: one program of a whole expression, and what `check` says about expressions that are wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The notation: what is printed reads back as the same, and whatever else is refused in one line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every rewriting is right: random rules, parameters, sizes and rank counts, nested, verify as the original."""
 
 from __future__ import annotations

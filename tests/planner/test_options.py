@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of comm-ops: rewrites, bindings and algorithms."""
 
 from __future__ import annotations

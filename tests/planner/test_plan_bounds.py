@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lower bounds that hold for every plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exact optimum of small problems, by itself and as the measure of the search."""
 
 from __future__ import annotations

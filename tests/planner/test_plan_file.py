@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan's file: what is read back, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans with algorithms that no name stands for bring their programs along."""
 
 from __future__ import annotations

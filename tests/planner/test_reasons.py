@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sentence for each comm-op, on schedules that can be drawn by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Link by link: the same as the schedule where motifs do not meet, longer where they do."""
 
 from __future__ import annotations

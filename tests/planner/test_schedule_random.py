@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native scheduler against a slow one written from the definition of the time model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search: reproducible, never worse than what it is given, and as the paper describes where it says so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is written for NCCL's tuner, judged by an independent reading of its rules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small algorithms written as synchronous steps, for the tests of what is done with programs."""
 
 from __future__ import annotations

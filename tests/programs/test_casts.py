@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multicast messages in programs: what makes them well formed, and what they mean."""
 
 from __future__ import annotations

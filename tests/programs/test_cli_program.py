@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto program``: prove, show, convert and run files; one line and exit code 2 when something is wrong."""
 
 from __future__ import annotations

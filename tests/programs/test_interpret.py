@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running streams on data: right answers, and clear words for everything that goes wrong."""
 
 from __future__ import annotations

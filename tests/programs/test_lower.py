@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From programs to instruction streams: right, safe, fused, small, and with no wait too many."""
 
 from __future__ import annotations

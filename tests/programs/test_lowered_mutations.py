@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instruction streams against a machine that runs them in any order: what `verify` lets pass is right in every run."""
 
 from __future__ import annotations

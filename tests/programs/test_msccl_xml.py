@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MSCCL XML: both dialects out and in again, the runtimes' limits, and files that are wrong in every way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MSCCL++ plans: what is exported runs right in an independent machine, and what is broken is caught there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names, hosts and size ranges of exported files: whatever runtimes choose, cache and connect by."""
 
 from __future__ import annotations

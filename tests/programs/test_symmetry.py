@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Symmetric programs: one rank stands for all, and must agree with the whole."""
 
 from __future__ import annotations

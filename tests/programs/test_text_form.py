@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text form: exact in both directions, readable, and clear about what it cannot read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verifier: what it proves, what it refuses, and that nothing wrong slips through."""
 
 from __future__ import annotations

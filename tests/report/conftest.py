@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small timelines made by hand, so that what is written can be checked by eye."""
 
 from __future__ import annotations

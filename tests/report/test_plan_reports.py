@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan's page, tables and trace."""
 
 from __future__ import annotations

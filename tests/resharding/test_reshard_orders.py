@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Senders and orders: the paper's algorithms on its own cases, and our dense order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans: right to the bit on real data, at the bound where the paper says so, faithful baselines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Specs, meshes and tiles: every element once, DTensor's rule where sizes do not divide, clear refusals."""
 
 from __future__ import annotations

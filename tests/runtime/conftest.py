@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real jobs of several processes, bounded in time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process group `stretto` beside gloo: every collective, on four real ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training examples: the same losses with gloo and with stretto."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs that go wrong on the process group `stretto`: errors that name the rank, and no hang."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits, pauses and strangers on the process group `stretto`: clear errors on all ranks or none, and no hang."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A child that a rank forks is not that rank: it is refused whatever ranks do together, and disturbs nobody."""
 
 from __future__ import annotations

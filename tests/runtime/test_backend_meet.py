@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A meeting of ranks that is not to be: the rank named is the one that is lost, not one that has left because of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on the process group `stretto`: unchanged scripts, the results of gloo."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communicators of destroyed groups are used again, where all their ranks can say that they have left."""
 
 from __future__ import annotations

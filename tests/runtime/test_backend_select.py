@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which program is chosen: by hosts, by a cluster, from a table; the same for equal input, and with reasons."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-to-alls with splits run on the executor: random sizes beside gloo, errors that name both ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capture on four real ranks that call torch.distributed in every way."""
 
 from __future__ import annotations

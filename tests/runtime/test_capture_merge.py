@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One workload from the recorded times of several ranks, without any process."""
 
 from __future__ import annotations

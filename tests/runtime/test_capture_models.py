@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capture of models that two real ranks train: a hybrid-parallel DLRM, a GPT with DDP and with FSDP2."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The DDP communication hook under a backend that the user keeps: the same training, through the executor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waiting for what the wrapped backend runs: once below, as often as anybody likes above."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto.torch.distribute`: real ranks train as one process does, whatever the strategy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step as `stretto.torch.distribute` carries it out moves the bytes that the simulator counts for it."""
 
 from __future__ import annotations

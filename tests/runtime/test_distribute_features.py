@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto.torch.distribute` in training loops: accumulation, clipping, saving, unused layers, and what is refused."""
 
 from __future__ import annotations

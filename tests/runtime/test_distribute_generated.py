@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every builder with every aspect of a strategy, drawn at random: trained as one process trains, or refused at once.
 
 The longer campaign: ``python tests/jobs/distribute_generated_job.py FOLDER 3 ROUNDS FIRST``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto.torch.distribute` with encoders and staleness, and in trial mode."""
 
 from __future__ import annotations

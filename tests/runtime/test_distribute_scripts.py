@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What scripts do to a model beside plain steps is right under every strategy, or refused; never silently wrong."""
 
 from __future__ import annotations

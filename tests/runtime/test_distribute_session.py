@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of a script under every builder and DDP in turn: what a session changes under its hands."""
 
 from __future__ import annotations

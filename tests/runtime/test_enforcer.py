@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every collective in every way that the rules know, carried out by a plan on four real ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A carrier that somebody else has written runs a plan as ours do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Order, agreement and mismatches under a plan, on two real ranks with two networks between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whoever takes the future of a work in a backward pass is made to wait where that ends."""
 
 from __future__ import annotations

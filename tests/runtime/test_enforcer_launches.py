@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a plan lets all ranks launch in one order; no process is started."""
 
 from __future__ import annotations

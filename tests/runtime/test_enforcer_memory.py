@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the enforcer holds on to, and where a motif's memory lies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between two ranks beside the sums of a plan: nobody waits for anybody in a circle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of plans on one rank: offered, taken up, discarded, given up; and what is kept of their programs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is woken when: motifs that nobody reports must still be noticed by whoever needs their end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-to-alls with splits under plans: sizes that change are no mismatch, whatever the plan does with the op."""
 
 from __future__ import annotations

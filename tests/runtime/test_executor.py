@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs on real processes: results against NumPy, over shared memory and over UCX."""
 
 from __future__ import annotations

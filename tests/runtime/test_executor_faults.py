@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When something goes wrong the executor says what, and who: real processes killed, stopped, starved, lied to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks join whatever strangers do on their sockets meanwhile: everybody gets its own place, and only it."""
 
 from __future__ import annotations

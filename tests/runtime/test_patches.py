@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The list of what is replaced in PyTorch: it is whole, and each of it comes out again."""
 
 from __future__ import annotations

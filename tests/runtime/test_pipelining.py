@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our schedules under PyTorch's pipeline runtime: the same training; and wrong ones are one error on every rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predictions of what the executor does: slices, windows and shared links."""
 
 from __future__ import annotations

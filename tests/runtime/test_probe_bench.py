@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benchmark of motifs times, and that it does so on real ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the probe concludes from measurements, on simulated networks of which everything is known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The probe on real ranks in real network namespaces: what was shaped is what is found."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto.torch.reshard`: DTensors between meshes of real processes, bit for bit as PyTorch cuts them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto.torch.WeightSync`: versions of a state dict arrive bit for bit, on all ranks or on none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rank is lost: ranks answer through a store, at different moments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The range of PyTorch versions, and what is bridged between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Print what sanitizers have reported about our modules, and fail if there is anything: ``reports.py FOLDER``.
 
 Leaks and races are reported for the whole process, most of them of libraries that were built without a sanitizer: those

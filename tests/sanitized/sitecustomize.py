@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the C++ modules from the folder STRETTO_SANITIZED instead of the installed ones, in every Python of a test run.
 
 `scripts/test-sanitized` puts this folder on PYTHONPATH. Python imports a module of this name when it starts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lower bounds: certified optima, values computed by hand, and what goes wrong with bad input."""
 
 from __future__ import annotations

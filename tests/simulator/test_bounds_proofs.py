@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments behind lower bounds against brute force, networkx and an independent linear program."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowered programs on the network: timed as their threadblocks would run them."""
 
 from __future__ import annotations

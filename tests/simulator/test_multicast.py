@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multicast, delays and transfers without links in the network simulator, against times computed by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The network simulator: its physics on cases one can do by hand, and against a slow reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each builder follows its rule on every model."""
 
 from __future__ import annotations

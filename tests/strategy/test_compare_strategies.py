@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies in words, and what differs between two."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The predefined cost model: its six figures where they can be counted by hand, and how it ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparison of the few best with what is used already."""
 
 from __future__ import annotations

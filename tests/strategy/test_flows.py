@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step in time: fair shares, queues, and agreement with the simulator link by link."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels rewrite a step aspect by aspect; each rank's part of it fits to the others'."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The learned ranking: what it starts from, what trials teach it, and how far it is trusted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guided sampler keeps its three constraints, and to what the user allows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Algorithm 1 on simulated iterations, and on runs that fail or lie."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trials as actors of a local Ray."""
 
 from __future__ import annotations

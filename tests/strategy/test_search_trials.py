@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trials through a command: a job that answers as `stretto.torch.distribute` does in a session, without training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies and models in files come back as they were, and bad files are refused in one line."""
 
 from __future__ import annotations

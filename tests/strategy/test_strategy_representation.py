@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a strategy says, and what it refuses to say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's models have the sizes that it gives, and its clusters the GPUs."""
 
 from __future__ import annotations

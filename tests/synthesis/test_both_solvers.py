@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OR-Tools and HiGHS bring libraries of one name; a process may hold both, whichever comes first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inverses, refinement and all-reduce from two halves."""
 
 from __future__ import annotations

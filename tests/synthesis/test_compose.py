@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hierarchical composition: right, near the bound, and only for equal hosts."""
 
 from __future__ import annotations

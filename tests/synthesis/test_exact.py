@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact mode: the known optima of one NDv2 node, and small networks of other kinds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-to-all by flow: paths at the bound of the concurrent flow, messages that carry everything, programs near it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trees: exactly as many as the tightest cut allows, within the links' rates, and programs that keep that pace."""
 
 from __future__ import annotations

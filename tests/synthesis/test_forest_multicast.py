@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trees that switches copy: the optimum with multicast, reached, counted on the links, and kept by programs."""
 
 from __future__ import annotations

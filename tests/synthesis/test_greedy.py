@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time-expanded greedy: right on any network, optimal on tori, never ahead of physics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makers get exactly the options that are meant for them; any other option is an error that names it."""
 
 from __future__ import annotations

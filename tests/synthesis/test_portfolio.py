@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The front door: candidates, certificates, the cache, worker processes, lowering, size tables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Ray backend: real tasks on a local Ray, ended ones and dead ones included."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sketches: both file forms, and what they leave of a cluster."""
 
 from __future__ import annotations

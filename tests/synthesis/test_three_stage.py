@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing, ordering, contiguity: right programs, no larger than they need be, as fast as is claimed."""
 
 from __future__ import annotations

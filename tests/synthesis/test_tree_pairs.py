@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs of trees: the best total rate by an independent linear program, and programs that keep near to the bound."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SYNDICATE's A1 to A4: the sizes of Table 2 and the training DAG of Figure 13."""
 
 from __future__ import annotations

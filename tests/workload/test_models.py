@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every registered model: valid, scaling, and of the size that one can work out by hand."""
 
 from __future__ import annotations

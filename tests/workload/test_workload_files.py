@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file form: reversible, strict, bounded; and what `load` takes for what."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The algorithm library: one algorithm per module, built by name through the registry.
 
 `base.Algorithm` says what a module has to hold; `registry.NAMES` lists the modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts that all algorithms share: a builder of synchronous steps, the order of ranks, and the registry's entry."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Binary tree, pipelined: broadcast, reduce and all-reduce in pieces over one balanced tree.
 
 Few latencies and pipelining; but every inner rank sends each byte twice, so on one port per rank it

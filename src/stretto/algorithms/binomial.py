@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Binomial tree: broadcast, reduce, gather and scatter in ceil(log2(n)) rounds.
 
 The root first serves the rank half of all away, then both serve the rank a quarter away, and so on;

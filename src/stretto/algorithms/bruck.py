@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bruck's all-gather and all-to-all: ceil(log2(n)) steps for any n.
 
 All-gather: in step i rank r sends what it has gathered to r - 2^i. Optimal in both terms for any n; it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chain broadcast and reduce, pipelined: each rank passes piece after piece to the next.
 
 A chain is bandwidth-optimal for many pieces and needs only a single line of fast links, but n-1 latencies pass before

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Direct (all-pairs, star): every byte goes straight from where it is to where it is wanted.
 
 One latency (two for the two-step all-reduce), so it wins for small messages and wherever every pair of

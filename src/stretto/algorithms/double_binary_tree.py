@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Double binary tree (Sanders, Speck, Träff): two complementary trees, each carrying half of the data.
 
 Below the root, which feeds both, the other ranks form two trees such that (nearly) every rank is a leaf

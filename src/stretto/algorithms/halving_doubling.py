@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Halving-doubling (Rabenseifner): reduce-scatter by recursive halving, all-gather by recursive doubling.
 
 Each exchange halves (doubles) what is still to be moved, so it is optimal in bandwidth and takes only

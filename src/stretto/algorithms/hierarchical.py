@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hierarchical, multi-rail reduce-scatter, all-gather and all-reduce over any number of dimensions.
 
 Ranks form a grid (dimension 0 varies fastest: rank = c0 + d0 (c1 + d1 (c2 + ...))). The reduce-scatter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of an algorithm as a person or a command line gives them, checked against the builder's signature."""
 
 from __future__ import annotations

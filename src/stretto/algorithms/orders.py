@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suggestions from a cluster: an order of the ranks along its fastest links, and the grid of hosts and local ranks."""
 
 from __future__ import annotations

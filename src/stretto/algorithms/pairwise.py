@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairwise all-to-all: n-1 rounds, in each of which every rank has one partner.
 
 Where `direct` starts everything at once, here a rank begins a round when what it receives in the round

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recursive doubling: all-gather and all-reduce in log2(n) exchanges.
 
 In step i every rank exchanges with the rank whose number differs in bit i. Wins for small messages, where

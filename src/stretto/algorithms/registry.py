@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry of the library: the names of its algorithms, and building a program by name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ring all-gather, reduce-scatter and all-reduce.
 
 Every rank sends to its successor only; after n-1 hops each shard has been everywhere. Bandwidth-optimal,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hierarchical algorithms as `SymmetricProgram`s: the messages of rank 0 stand for those of all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three-step all-to-all: gather inside the host, one message per pair of hosts, scatter there.
 
 For every pair of hosts one rank on either side is the gateway (the same local number on both, so rails

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages of a tree, shared by chain, binomial and binary trees: pieces flow down (broadcast) or up (reduce)."""
 
 from __future__ import annotations

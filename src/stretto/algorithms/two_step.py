@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two-step all-to-all: first inside the host to the right rail, then along the rail to the right host.
 
 Rank (host h, local l) hands its host-mates everything that is for their local number, on any host; then

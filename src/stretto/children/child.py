@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Child`: a process with a session of its own, so that a signal reaches it and everything that it has started."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray: the cluster that this process is connected to, one at an address, or a local one for a while."""
 
 from __future__ import annotations

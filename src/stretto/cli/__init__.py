@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command ``stretto``: one module per command, one line and exit code 2 for anything wrong."""
 
 from __future__ import annotations

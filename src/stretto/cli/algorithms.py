@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto algorithms``: what the library knows."""
 
 from __future__ import annotations

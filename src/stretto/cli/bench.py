@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto bench``: what motifs really cost on a job's ranks, for the planner."""
 
 from __future__ import annotations

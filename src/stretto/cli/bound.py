@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto bound``: the least time any algorithm could take."""
 
 from __future__ import annotations

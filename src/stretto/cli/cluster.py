@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto cluster``: list, show, check and convert hardware descriptions."""
 
 from __future__ import annotations

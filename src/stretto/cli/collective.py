@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto collective``: what each collective starts from and must achieve."""
 
 from __future__ import annotations

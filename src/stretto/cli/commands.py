@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of ``stretto``, each loaded when it is first used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands share: consoles, lists of ranks and sizes, a progress bar that only shows when it takes long."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that a shell can complete. Only what begins like the word is asked for, so nothing is loaded before that."""
 
 from __future__ import annotations

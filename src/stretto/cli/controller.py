@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto controller``: plans for running jobs, from outside of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto demo``: the whole path once, from a cluster to files that can be looked at."""
 
 from __future__ import annotations

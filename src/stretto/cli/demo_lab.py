@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last step of ``stretto demo``: one collective for real, on hosts behind shaped uplinks, beside its prediction.
 
 This module is also what every rank runs (``python -m stretto.cli.demo_lab``): only there is torch imported.

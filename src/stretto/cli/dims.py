@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto dims``: collectives over networks with several dimensions."""
 
 from __future__ import annotations

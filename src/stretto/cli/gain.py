@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a job gained over itself unchanged, in words: one line for a summary, or some for the end of `stretto run`."""
 
 from __future__ import annotations

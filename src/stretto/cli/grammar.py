@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grammar that all commands share: quiet and verbose anywhere, old names of options, errors that name options."""
 
 from __future__ import annotations

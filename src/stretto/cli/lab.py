@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto lab``: run a job on hosts with shaped uplinks that exist only while it runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto motif``: rewrite collectives into motifs, and have each rewriting proved."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of options from before the commands had one grammar; they work for one release, with a warning."""
 
 from __future__ import annotations

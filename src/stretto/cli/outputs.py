@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that commands write: paths are checked before any work, and files are written before anything is printed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of tables: what a command prints, as one file for a browser."""
 
 from __future__ import annotations

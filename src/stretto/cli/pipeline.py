@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto pipeline``: schedules of pipeline stages, drawn, timed, searched, and written for PyTorch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto plan``: decide how a training step communicates; show, compare and explain plans."""
 
 from __future__ import annotations

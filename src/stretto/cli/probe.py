@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto probe``: what network a job's ranks really have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto program``: prove, show, convert and run program files."""
 
 from __future__ import annotations

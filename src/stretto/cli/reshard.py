@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto reshard``: a tensor from one mesh and layout to another."""
 
 from __future__ import annotations

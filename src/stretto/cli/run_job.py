@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto run``: train as ever, with a controller beside it."""
 
 from __future__ import annotations

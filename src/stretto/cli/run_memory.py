@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a controller that is not ours said last: it may be gone, or know nothing any more, when the job ends."""
 
 from __future__ import annotations

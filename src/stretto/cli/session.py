@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the command line that is being carried out was asked to talk."""
 
 from __future__ import annotations

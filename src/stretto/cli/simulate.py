@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto simulate``: how long an algorithm, all of them, or a program file takes on a cluster."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto status``: what a controller knows of its jobs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto strategy``: how each variable of a model is synchronised; built, shown, timed and compared."""
 
 from __future__ import annotations

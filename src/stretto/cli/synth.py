@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto synth``: search the best program for a collective on a cluster."""
 
 from __future__ import annotations

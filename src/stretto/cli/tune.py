@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto tune``: find the strategy under which a training script runs fastest, by running it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``stretto workload``: list, show and convert training steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hardware: `Cluster`, its presets and its file forms."""
 
 from . import files, model, presets

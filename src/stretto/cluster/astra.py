@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ASTRA-sim network YAML: ``topology``, ``npus_count``, ``bandwidth`` (GB/s), ``latency`` (ns), lists all."""
 
 from __future__ import annotations

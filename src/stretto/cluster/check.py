@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Findings about a cluster that is valid but unconnected or unusual."""
 
 from __future__ import annotations

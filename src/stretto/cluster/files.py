@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters in files: Stretto's own YAML (or the same as JSON), and the foreign forms of `FORMS`.
 
 A reader of `READERS` is called as ``read(data, name=..., **options)`` by `loads`, once its form has been recognised;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Regular networks: devices on a grid, each dimension a ring, a clique or a switch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Cluster`: devices, switches, NICs and directed links, held in arrays."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NCCL topology XML (``NCCL_TOPO_FILE``, ``NCCL_TOPO_DUMP_FILE``): PCIe tree, NVLinks and NICs of one host.
 
 Rates are the ones NCCL itself plans with: per PCIe lane and generation, per NVLink and compute capability,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``nvidia-smi topo -m``: link classes between the GPUs and NICs of one host.
 
 The matrix says how two parts meet (NV# NVLinks, PIX/PXB a PCIe switch, PHB/NODE a NUMA node, SYS the

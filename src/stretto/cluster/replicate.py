@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several hosts from a file that describes one: copies of it, their NICs joined by a switch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of a cluster as pictures and tables show it: groups of equal hosts, link classes, levels, coordinates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a cluster looks the same from every device, and which links then correspond to one another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TACCL topology JSON (``taccl/examples/topo``): one host by its profile, or by matrices of links.
 
 All costs in such a file are microseconds for one chunk, whose size the file does not hold except, by habit,

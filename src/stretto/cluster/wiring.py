@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Wiring`: builds a `Cluster` from arrays of link ends, which is fast for tens of thousands of devices."""
 
 from __future__ import annotations

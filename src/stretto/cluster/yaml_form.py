@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The versioned file form of a `Cluster`, written for people and read back exactly.
 
 Nodes and links stand in groups that share everything but their names and ends; ``between`` is a link each way

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every rank holds before a collective and must hold after it."""
 
 from .conditions import ALL_PARTS, Collective

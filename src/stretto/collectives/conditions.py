@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Collective`: the chunks that every rank holds before a collective, and those that it must hold afterwards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives in files: the chunks that every rank has, and those that it must get, in versioned YAML or JSON.
 
 .. code-block:: yaml

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The usual collectives, each as its pre- and postcondition.
 
 All take `ranks` as a count or as the devices that take part; shards, roots and pairs are numbered by rank 0..n-1.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collective of a resharding: pieces of tensors, the ranks that hold each and the ranks that want it."""
 
 from __future__ import annotations

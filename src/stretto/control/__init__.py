@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control plane: a controller outside the job, an agent in each rank, and the protocol between them."""
 
 from __future__ import annotations

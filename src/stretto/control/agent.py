@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent: a thread of each rank that asks the controller what to do, and does it to the data plane.
 
 Training never waits for it. What goes wrong here (no controller, a wrong token, a plan that cannot be loaded) is said

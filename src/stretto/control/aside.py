@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small exchanges between all ranks, on connections of their own, beside everything that a job communicates itself."""
 
 from __future__ import annotations

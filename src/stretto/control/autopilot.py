@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Control for a script that knows nothing of it: counts iterations, records a few, probes, and lets the agent go on.
 
 `arm` is called by the `sitecustomize` that `stretto run` puts in front, when PyTorch's distributed part has been

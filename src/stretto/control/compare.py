@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The job as it is, on its own backend, against the same order of calls on ours: measured in turns, inside the job.
 
 Blocks of some iterations alternate, so that a machine that gets slower meanwhile slows both down. All ranks change at

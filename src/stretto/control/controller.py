@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The controller: hears every rank, plans in the background, and commits what all ranks can run.
 
 Its memory may be lost at any time. Only the last plan number is on disk; ranks repeat their votes in every message, and

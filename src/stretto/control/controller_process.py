@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The controller of one `stretto run`, in a process of its own: whatever ends it, the job goes on with its exit code.
 
 ``python -m stretto.control.controller_process FOLDER BUDGET_S`` serves at the socket in a folder until its standard

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a running plan should be thought over: a judgement of reports, without time of its own.
 
 A window is some iterations of every rank, fewer where they are long. Windows in a row in which the plan's order holds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where iterations end in a script that does not say so: at the steps of an optimizer, or the calls of a model.
 
 Mostly each of them ends one. Where a recording shows that iterations differ (several critic steps to one of the

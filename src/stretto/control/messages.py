@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks and controller say to each other, and how it is written.
 
 A rank asks, the controller answers; each message says all there is to say, so that one which is lost, late or heard

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two-phase commit as two pure state machines: no time, no input or output; docs/protocol.md tells the story.
 
 A rank holds its `RankSide`, the controller a `ControllerSide` for each running job. `answer` is what a controller does

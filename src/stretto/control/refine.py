@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was measured refines what is simulated: a factor for each set of channels.
 
 Only the motifs of the running plan are measured. To believe those and the simulator's figures of all others would make

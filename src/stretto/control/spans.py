@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timelines of a training step for whoever looks at a job: what was recorded, and what a schedule makes of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a job gained over itself unchanged, with the share of our backend and the share of the plan apart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One job under a controller: when to plan, what to give out, when to think it over."""
 
 from __future__ import annotations

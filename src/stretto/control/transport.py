@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How ranks reach the controller: unary gRPC calls over a Unix socket or TCP, with a token always and mTLS on demand.
 
 The controller never calls a rank. A call has a deadline and a bounded size; a controller that is not there, or answers

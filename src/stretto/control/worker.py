@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planning in a process of its own: ``python -m stretto.control.worker`` reads a question and writes an answer.
 
 It runs at the lowest priority, as it may share the machine with the training that it is for.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives over multi-dimensional networks: schedules that say which dimension each chunk visits when."""
 
 from . import files, schedule

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Provisioning: which dimensions have too much or too little bandwidth, and how to spend a budget (section 6.3).
 
 In the baseline dimension L sends ``(1 - 1/P_L) / (P_1 ... P_{L-1} BW_L)`` for each byte. A pair K < L is just enough

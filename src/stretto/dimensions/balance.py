@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stretto's scheduler: a linear program decides how much data visits the dimensions in which order.
 
 The dimension that a chunk visits first sees all its bytes, and the last one hardly any. A linear program over the

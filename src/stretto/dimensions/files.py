@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules in files: versioned JSON, with a digest that says whether two devices have the same one.
 
 .. code-block:: json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A bound for training steps: a network whose bandwidth can be shared and interrupted at will.
 
 Every collective has to put some bytes into any set X of dimensions, whatever the orders of its chunks: at least those

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedule of a collective that is fastest on the links of a cluster, with single messages counted.
 
 The model with single messages takes a tenth of a millisecond, so that many schedules, orders of stages and windows are

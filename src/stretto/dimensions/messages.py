@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model with single messages: one device stands for all, and each dimension is a link that carries its messages.
 
 A stage is several rounds, and a later round is sent only when the round before has arrived. Where many stages of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dimensions of a network, and the cost of one stage of a hierarchical collective in each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules as real `Program`s: every message of every device, verified, and simulated link by link.
 
 The order in which stages begin is kept by the connections: round r of a stage uses lane r of each pair of devices, a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`DimSchedule`: which dimension each chunk of a collective visits when."""
 
 from __future__ import annotations

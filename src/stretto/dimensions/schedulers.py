@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedulers that Stretto's is compared with: the multi-rail hierarchical baseline, and Themis."""
 
 from __future__ import annotations

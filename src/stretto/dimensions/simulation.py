@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulator of schedules on one device that stands for all: one collective, or many jobs with dependencies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedulers by the names that benchmarks and commands use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps on a multi-dimensional network: forward, backward, and exposed communication (Fig. 12).
 
 All collectives of a `Workload` run on the dimensions that their groups span; those in flight share the dimensions, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lab: hosts as network namespaces with shaped uplinks on this machine, and jobs whose ranks run on them.
 
 A third party that wants to run ranks on a lab needs `Lab` alone: ``with Lab(...) as lab: lab.run(command)``.

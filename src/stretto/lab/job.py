@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks of one run: started together, their output read, and ended together in bounded time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Lab`: an emulated network on this machine, and jobs that run on it."""
 
 from __future__ import annotations

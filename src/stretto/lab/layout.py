@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of a lab: hosts, ranks, channels and their rates. This module holds plain data and builds nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds a lab's network: a keeper process per host (and one for the switch) holds the namespaces.
 
 A lab leaves nothing on the machine: no namespace under /run, no interface in the machine's own network, no file.

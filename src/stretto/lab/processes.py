@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Labs seen from outside: which labs run on this machine, and which processes dead labs have left.
 
 A lab leaves no file. Its processes carry its name, `STRETTO_LAB=PID-START-N`, in their environment: the id of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline schedules: one representation (PyTorch's action text), makers, a checker, memory, simulation, a search,
 models.
 """

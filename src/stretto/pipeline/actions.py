@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One action of a pipeline schedule, in the text that ``torch.distributed.pipelining`` reads and writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a schedule before it is run: it must be complete, in order, and free of deadlock.
 
 PyTorch matches all messages between two ranks by their order alone: there, a wrong order is not an error but gives

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws a simulated schedule as text: for each rank one line with its compute actions and one below with its sends."""
 
 from __future__ import annotations

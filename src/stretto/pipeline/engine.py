@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulates a schedule with communication: compute streams, network ports, and three kinds of transport.
 
 `async`      a send or receive only starts a transfer; a compute action waits for its inputs. A transfer begins once

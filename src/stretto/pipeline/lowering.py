@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adds sends and receives to a schedule of compute actions, in three styles, one for each kind of transport.
 
 `blocking`   a transfer happens just before its consumer, and both ranks wait for its end (as Alpa does).

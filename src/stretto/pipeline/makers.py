@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makers of schedules, by name. All but `interleaved` have one stage per rank and differ only in two numbers per stage.
 
 A stage begins with `warmup` forwards, then alternates one backward and one forward. With a `delay` the backward is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory that a schedule takes at each stage, and the recomputation that is needed to fit.
 
 The paper's Table 1: per parameter 2 bytes for the weight in 16 bit and 12 for Adam (a copy, two moments, in 32 bit);

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cross-mesh paper's models on two p3.8xlarge: stage times from a roofline, transfers from the resharding planner.
 
 Each stage has one host of four GPUs. A stage's time is the roofline's (`workload.roofline`), of which kernels reach one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Schedule`: the ordered actions of every rank of a pipeline."""
 
 from __future__ import annotations

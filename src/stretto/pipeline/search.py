@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Searches the warm-up and delay of every stage that give the least time under a memory cap.
 
 The search is exact where there are few choices: it tries every combination, or stops when one meets the lower bound.

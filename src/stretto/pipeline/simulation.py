@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The duration of a schedule, from the times of stages and transfers and from whether the two overlap."""
 
 from __future__ import annotations

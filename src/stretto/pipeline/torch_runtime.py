@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs our pipeline schedules on PyTorch's own pipeline runtime."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns a pipeline schedule into a training step for the planner."""
 
 from __future__ import annotations

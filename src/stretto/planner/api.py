@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner's entry points: a workload and a cluster in, a `Plan` out, with everything it was compared with."""
 
 from __future__ import annotations

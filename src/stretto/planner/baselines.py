@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems of SYNDICATE's section 6.4 and table 3, each as its own way to make a schedule.
 
 All are compared by the same number, the steady-state period of a replayed order. The traditional ones issue one

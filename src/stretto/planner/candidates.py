@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice among candidates: what the search found, and every baseline's order, judged link by link.
 
 The search works in a time model in which motifs of different places take turns on shared links. Re-timing has them

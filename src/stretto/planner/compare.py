@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The differences between two plans, op by op."""
 
 from __future__ import annotations

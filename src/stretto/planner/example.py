@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worked example of why order and options must be chosen together, in the manner of Fig. 6 of the SYNDICATE paper."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Plan`: the planner's decision. For each comm-op its motifs, the channels and algorithm of each, and their order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sentences that say why a comm-op runs as it does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of a plan that NCCL can express by itself: algorithms, as the table of NCCL's example tuner plugin.
 
 One line is ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks``. The first line that fits, and

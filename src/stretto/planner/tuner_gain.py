@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gain of a plan with NCCL alone: whole collectives as its tuner is told, in the order of submission."""
 
 from __future__ import annotations

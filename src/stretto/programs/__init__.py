@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Algorithms as programs: the IR, the verifier, lowering, the interpreter and the file formats."""
 
 from .ir import LOWER, VERIFY, Program

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run instruction streams on NumPy data as the ranks would: bounded FIFOs, flags, any interleaving."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Program`: an algorithm as transfers in arrays, independent of how ranks execute it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lower`: from a program to the instruction streams of each rank.
 
 The passes, each in its own module: a linear order of all events that is safe with bounded FIFOs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threadblocks: which connections share one, on which channel, and which receives are fused with a send."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instructions from places and an order: messages, local copies, and the waits between threadblocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The place of every chunk: input, output or scratch.
 
 A slot starts at its input place. Once written, it lives at its output place, or in scratch when the rank does

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The linear order that every instruction stream is sorted by, so that no bounded FIFO can deadlock."""
 
 from __future__ import annotations

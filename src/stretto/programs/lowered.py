@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Lowered`: a program as the instruction streams of each rank (what MSCCL calls an algorithm file)."""
 
 from __future__ import annotations

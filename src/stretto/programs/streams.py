@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Relations between instruction streams: which send meets which receive, what waits for what, where memory lies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SymmetricProgram`: a program given by what rank 0 sends, the same for every rank up to translation.
 
 Ranks are the points of a torus ``sizes`` (rank = c0 + size0 * (c1 + ...)); translation by g takes rank r to r + g,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verifier: every postcondition holds exactly once, no race, no deadlock with bounded FIFOs.
 
 Programs and lowered programs are both turned into events on memory locations and checked by the same

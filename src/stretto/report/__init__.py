@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output for people: traces, tables, plots and pages made of timelines, plans and clusters."""
 
 from .chrome import write_chrome_json

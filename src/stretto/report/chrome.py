@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes timelines as Chrome trace JSON (``chrome://tracing``, older tools); Perfetto's own form holds more."""
 
 from __future__ import annotations

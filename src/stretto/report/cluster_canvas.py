@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Canvas`: the lines, boxes and words of a drawing of a cluster, with its colors and its legend."""
 
 from __future__ import annotations

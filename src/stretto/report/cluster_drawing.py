@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws a cluster: `picture` for the terminal, `to_text` as plain text, `to_svg` as an SVG drawing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`to_svg`: a cluster as a drawing, small clusters link by link, large regular ones by their repeating parts."""
 
 from __future__ import annotations

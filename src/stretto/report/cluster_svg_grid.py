@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws regular networks: circles, grids, and one panel per dimension if there are too many devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws hosts and switch trees: devices in a row, switches and NICs above, direct links below."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs on multi-dimensional networks, in the terminal and in HTML: activity (Fig. 9 of Themis), sweeps, iterations."""
 
 from __future__ import annotations

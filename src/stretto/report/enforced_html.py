@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a running job as one page: its gain, and its step before and after on one clock, as
 predicted and as measured.
 """

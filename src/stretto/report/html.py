@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes one HTML file that needs no network: plotly figures, tables and drawings under headings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes timelines as Perfetto TrackEvent traces, for https://ui.perfetto.dev."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a plan as one page: before and after on the same clock, every decision with its reason, the search."""
 
 from __future__ import annotations

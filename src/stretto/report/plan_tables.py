@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of plans for the terminal."""
 
 from __future__ import annotations

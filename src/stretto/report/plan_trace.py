@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes several schedules of one step as one trace for Perfetto, each with processes of its own."""
 
 from __future__ import annotations

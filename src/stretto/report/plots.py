@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots for the terminal: a size sweep on logarithmic axes, and the activity of ranks over time."""
 
 from __future__ import annotations

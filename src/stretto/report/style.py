@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One palette for the terminal and for HTML, so that an algorithm has the same color in both."""
 
 from __future__ import annotations

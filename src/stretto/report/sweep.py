@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One collective over many sizes: the time of every algorithm beside the lower bound."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one kind of table that commands print: aligned, without lines, and readable on 80 columns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of timelines and sweeps for the terminal. Names come from files, so they are never read as rich markup."""
 
 from __future__ import annotations

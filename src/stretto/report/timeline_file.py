@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads and writes timelines in their versioned file form: JSON with one list per column, exact to the last bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sorts spans into tracks that can be drawn: no two spans of a track overlap."""
 
 from __future__ import annotations

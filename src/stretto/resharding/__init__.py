@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves tensors between meshes: unit tasks, their senders and order, and one verified program for all of them."""
 
 from .placing import Side, place

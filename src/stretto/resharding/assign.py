@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which host sends each unit task, and in which order: the algorithms of section 3.2 of the cross-mesh paper.
 
 The paper's model: a task occupies its sender and all its receivers from its start to its end, and a host does one task

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Divides bundles exactly over the ports that they may leave by, and derives the lower bound that
 the division proves.
 """

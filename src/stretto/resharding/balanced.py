@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stretto's own resharding: exactly balanced senders, chunks that flow through hosts, and an order that keeps ports
 busy.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bundles of unit tasks that travel together, and the route of every chunk: its sender, its hosts,
 its way inside them.
 """

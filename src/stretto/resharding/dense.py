@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Orders hops so that no port idles while one of its hops could start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cluster as a resharding sees it: groups of devices that are close to one another, and their ports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collects transfers into one `Program`."""
 
 from __future__ import annotations

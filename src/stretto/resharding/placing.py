@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places meshes on a cluster: from texts such as ``(2,4) S0RR`` to layouts on devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`plan_reshard`: a plan that moves tensors from one layout to another, with its time and its lower bound."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the elements of a tensor are: device meshes, sharding specs, and the tile of each device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The baselines of section 3.1 of the cross-mesh paper: ways to do one unit task, with tasks in a given order.
 
 Tasks run one after the other: a device has one stream and does its tasks in order (send/recv, all-gathers); broadcasts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unit tasks: the intersections of source and destination tiles, with the devices that hold and that
 want each of them.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of programs: the network simulator, its timelines, and lower bounds."""
 
 from .bounds import Bound, lower_bound

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowered programs for the simulator: their messages as transfers, with what each waits for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The network simulator: a verified program on a cluster, link by link."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Timeline`: the spans of a predicted or measured run per rank and stream, and how busy each link was."""
 
 from __future__ import annotations

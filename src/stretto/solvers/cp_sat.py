@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Integer programs by CP-SAT, in a process of its own.
 
 A child (cp_sat_child.py) can be ended when its time is over, and keeps OR-Tools, which is large, out of this process.

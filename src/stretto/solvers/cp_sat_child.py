@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program that a process of CP-SAT runs: an integer program comes in, its solution goes out, both as JSON.
 
 It is run as a file, so that the process loads OR-Tools and nothing else: it must not import the rest of the package.

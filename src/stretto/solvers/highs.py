@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HiGHS (`highspy`) in a process that may also hold OR-Tools.
 
 Both packages bring a library called ``libhighs.so.1``, of different versions. The dynamic loader takes two libraries of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LinearProgram`: the one door to HiGHS, for models row by row that grow, and for models that come as arrays."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small sparse mixed-integer model, and two free solvers for it: HiGHS, and CP-SAT with the extra ``solvers``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How each parameter of a model is synchronized: strategies are represented, built, simulated and searched here."""
 
 from .builders import BUILDERS, build

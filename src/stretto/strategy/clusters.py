@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoDist's Table 1: clusters A1, A2 and B1..B12, with the GPUs that they have and how these compare."""
 
 from __future__ import annotations

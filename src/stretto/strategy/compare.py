@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes the decisions of a strategy in words, and the differences between two strategies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The predefined cost model: an estimate of a strategy's time from six figures that need no run.
 
 AutoDist's Appendix C, which names its six components, is missing from the text at hand; these are ours. Each is a time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decision at the end of a search: the best few strategies and the references are measured again in rounds.
 
 Of twenty noisy times the least is mostly luck, and a machine's speed drifts. So the finalists run in rounds, each of

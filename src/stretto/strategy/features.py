@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The feature vector of a strategy for the learned model: the predefined model's figures, and raw ones.
 
 All vectors of one model on one cluster have the same length: there is one learned model for each search.

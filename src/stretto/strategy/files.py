@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies and models in files: versioned YAML, or JSON where the name ends so.
 
 .. code-block:: yaml

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulates a training step under a strategy: compute in its order, messages that share links.
 
 In the planner's time model one motif holds its channels at all its places. That is right for collectives but not for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The learned model: it predicts which of two strategies is faster, from tens of trials.
 
 AutoDist trains a recurrent network with a ranking loss. With tens of samples a Gaussian process does better, and gives

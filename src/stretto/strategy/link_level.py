@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same step link by link: every transfer of every message contends in the simulator. `flows` is judged by this.
 
 It shares the programs and the physics with `flows`, but not the idea that a message is one load: here the steps of a

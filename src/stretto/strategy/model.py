@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ModelSpec`: the properties of a model that a strategy depends on: its trainable variables, and when each is used."""
 
 from __future__ import annotations

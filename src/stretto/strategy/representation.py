@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Strategy`: how each variable of a model is synchronized. AutoDist's section 2.2, complete.
 
 Graph level: the devices that hold a replica. Node level, for each variable: how it is cut, and for the whole or for

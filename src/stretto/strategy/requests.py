@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of a search to a job that it keeps running, and the job's replies: one file each, in a common folder.
 
 The job first writes ``model.json`` and ``model.hosts``. Request ``3.json`` is answered by ``3.answer``; a request

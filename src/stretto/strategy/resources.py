@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The devices on which a strategy runs, and which of them share a host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guided sampler: random strategies from promising regions. AutoDist's section 2.4 with its three constraints.
 
 1. Small variables are never cut, large ones always.

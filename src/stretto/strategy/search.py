@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Algorithm 1 of AutoDist: sample, score, filter, select, try, learn; until the budget of trials is spent.
 
 The strategies of builders come first: all-reduce in buckets, as in DDP, then those with the best estimates. Later

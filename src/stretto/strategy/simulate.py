@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time of an iteration under a strategy, and the reasons for it; and the joint plan of a strategy's messages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trials: a training job run for a few iterations under a strategy, started as a command that does not know of the
 search.
 

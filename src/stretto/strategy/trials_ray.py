@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trials as actors of a Ray cluster, one on each node, so that they do not disturb one another.
 
 Each actor keeps a job of its own running. Nodes need this package in the same version, the job's command at the same

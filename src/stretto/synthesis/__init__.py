@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """New algorithms for a given cluster: from sketches, by exact search, by flows and trees, and greedily at scale.
 
 `synthesize` asks every maker that can make a program, and returns the best program with its certificate; `select` does

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attempt`: one task of a search is run, and each of its programs proved and timed; `Board`: the search so far."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`run_tasks`: shares the budget of a search among tasks in processes of this machine or on Ray, and ends late ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results kept on disk, addressed by a hash of everything that they depend on.
 
 An entry is two files: the program in its text form, and its certificate as JSON with a checksum of the program. Both

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results of a synthesis: the program, a certificate of how good it is, and all candidates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives derived from one another: inverses, finer chunks, and all-reduce as two overlapped halves."""
 
 from __future__ import annotations

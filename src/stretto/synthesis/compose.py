@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hierarchical composition: one algorithm inside the hosts and one between them make one for the cluster.
 
 Every rank is on a rail: the ranks with its local number on the other hosts. An all-gather runs on all rails at once,

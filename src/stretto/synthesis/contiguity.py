@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage 3: neighbours on a connection that travel as one message, and the exact times of a plan.
 
 A message of several chunks pays alpha once, but leaves only when all of its chunks are there, and arrives as a whole.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact mode: the least makespan of a small collective, found and proved on a grid of time slots.
 
 The claim is about programs that send the collective's chunks one per message over the cluster's own shortest routes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hop times on a grid of time slots, for exact mode."""
 
 from __future__ import annotations

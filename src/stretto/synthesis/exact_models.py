@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time-indexed models of exact mode, and the two solvers for them."""
 
 from __future__ import annotations

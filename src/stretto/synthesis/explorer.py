@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sketches that a cluster's own structure suggests: its symmetries, shared NICs, node boundaries and switches."""
 
 from __future__ import annotations

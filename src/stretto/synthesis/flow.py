@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-to-all, and any collective whose chunks each go from one rank to one other, as multi-commodity flow.
 
 Every chunk takes one path over the physical links, passing switches and relayed by ranks. Paths are found by removing

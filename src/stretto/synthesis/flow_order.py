@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs from paths: messages from rank to rank, in an order that keeps the busiest links busy."""
 
 from __future__ import annotations

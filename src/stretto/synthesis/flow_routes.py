@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes for personalised traffic: every chunk gets one path over the physical links, so that no link is crowded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Throughput-optimal synthesis: spanning trees that use the full rate of the network, packed in polynomial time."""
 
 from __future__ import annotations

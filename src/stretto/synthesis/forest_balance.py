@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Switches that send and receive at unequal rates: finding the part of their rates that trees can use."""
 
 from __future__ import annotations

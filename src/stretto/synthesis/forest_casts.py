@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trees that pass switches which copy: their edges as multicasts from device to devices."""
 
 from __future__ import annotations

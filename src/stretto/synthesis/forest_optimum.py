@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exact rate at which roots can supply every rank, and the smallest number of trees that reaches it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelined `Program`s from trees: every tree carries its share of the data in pieces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spanning trees that together use the full rate of a network: `Forest`, and how it is packed."""
 
 from __future__ import annotations

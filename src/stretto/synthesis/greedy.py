@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scale mode: a time-expanded greedy for hundreds to thousands of devices and for irregular networks.
 
 At every moment free hops are matched with chunks that their receivers lack (``native/greedy.cpp``). On a network that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The network as synthesisers see it: hops from device to device, and the physical links that hops share."""
 
 from __future__ import annotations

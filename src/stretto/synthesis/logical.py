@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sketch applied to a cluster and a collective: the hops that each chunk may take, and what forbids the others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search for the fastest instruction streams of programs: over instances and FIFO depth."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a maker is: `Maker`, the contract with the portfolio, and `SearchMaker`, a maker around one function."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The makers that the portfolio knows, the library's among them, and their tasks for a problem."""
 
 from __future__ import annotations

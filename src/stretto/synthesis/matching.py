@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comparison of collectives: whether two ask for the same thing and only cut it into chunks differently."""
 
 from __future__ import annotations

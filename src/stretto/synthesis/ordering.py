@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage 2: the times at which chunks take their hops, by list scheduling with the paper's rules and their reverses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeping to a plan's times: a rank waits for arrivals that the plan has before a send."""
 
 from __future__ import annotations

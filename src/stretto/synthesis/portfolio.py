@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`synthesize`: asks all makers for programs of a collective, and returns the best program."""
 
 from __future__ import annotations

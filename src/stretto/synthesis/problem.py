@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SynthesisProblem`: what a program is made for; `MakerTask`: one call of a maker."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hops of a network up to translations: one device of each orbit stands for all.
 
 Ranks are numbered ``local + L * t`` where t is a point of a torus; a translation moves t and leaves `local`. On a

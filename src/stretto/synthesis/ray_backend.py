@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks on a Ray cluster (`children.ray_cluster`).
 
 A task is a Ray generator of the messages that a worker process would write to its pipe. Each task runs in a Ray worker

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Improving a plan: random changes of routes and orders that are kept when they help, and sends paced by arrivals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage 1: the hops that every chunk takes, by a sparse model.
 
 There are columns only for (chunk, hop) pairs that some near-shortest path uses, one column for all pairs that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RoutingProblem`: which chunks may take which hops of a logical topology, and what each costs."""
 
 from __future__ import annotations

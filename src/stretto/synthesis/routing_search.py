@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A quick routing: trees are grown one chunk at a time around busy links, then removed and regrown."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs from schedules, which say when each transfer starts."""
 
 from __future__ import annotations

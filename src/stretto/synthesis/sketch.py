@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communication sketches: a person's knowledge of a good algorithm, as limits on the search for one.
 
 A `Sketch` says which links may be used (also chunk by chunk), which GPUs relay between hosts, how many connections a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sketches in files: Stretto's versioned YAML, and TACCL's JSON (as in its paper, or as in its repository)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing and order in one model on a grid of time slots: for small cases, where the sketch leaves few choices."""
 
 from __future__ import annotations

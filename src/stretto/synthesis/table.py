@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of programs by size: which program to use for which number of bytes."""
 
 from __future__ import annotations

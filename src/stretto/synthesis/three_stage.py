@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TACCL's three stages, guided by a sketch: routing, ordering, contiguity; the simulator judges every plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs of trees for all-reduce: reduce along one to a root, spread along the other from it, at the best total rate.
 
 The linear program has one column for each pair of trees (a root, a tree to it, a tree from it) and one row for each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-reduce along pairs of trees with unequal root shares: at the bound also where ranks' links are unequal.
 
 Reduce-scatter and all-gather give every rank an equal share of the roots, so the slowest port carries nearly twice the

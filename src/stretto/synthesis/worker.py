@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A task in another process, which can be ended.
 
 A worker is ``python -m stretto.synthesis.worker``, which reads a task from its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps: the `Workload` DAG, parametric models, and readers for traces of real jobs."""
 
 from . import dag, files, workloads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads Chakra execution traces into a `Workload`."""
 
 from __future__ import annotations

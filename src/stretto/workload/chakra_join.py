@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Joins the nodes of one file per rank into ops: collectives by group, sends with their receives, equal compute nodes.
 
 A receive is not an op: a transfer begins when its sender is ready, whether or not the receive has been posted, as in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One node of a Chakra trace as plain data, and its attributes read by type."""
 
 from __future__ import annotations

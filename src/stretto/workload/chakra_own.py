@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads Chakra traces that Stretto itself has written: attributes named ``stretto_*`` give back the same ops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages of a Chakra execution trace, described by field number, and the file form: each message follows its
 length.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a `Workload` as Chakra execution traces, for simulations with ASTRA-sim."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Workload`: one training step as a DAG of compute-ops and comm-ops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workloads in files: one iteration's ops in versioned YAML or JSON.
 
 .. code-block:: yaml

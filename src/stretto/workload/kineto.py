@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads PyTorch profiler (Kineto) traces of a real job into a `Workload`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Divides the compute between communication calls into a few blocks, and finds what each call and block waited for.
 
 Every decision is taken over all recorded iterations of all ranks that do the same. A call is taken to have waited only

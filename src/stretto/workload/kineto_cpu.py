@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads traces of jobs that compute on the CPU: the ops of one thread, and gloo's spans on its own threads."""
 
 from __future__ import annotations

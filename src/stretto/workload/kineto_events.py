@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JSON of a PyTorch profiler (Kineto) trace, decoded once into the few fields that are read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads traces of jobs that compute on GPUs: kernels by stream; NCCL kernels get the description the CPU recorded."""
 
 from __future__ import annotations

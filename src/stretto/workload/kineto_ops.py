@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Joins the communication calls of all ranks into comm-ops, and separates waiting from transfer."""
 
 from __future__ import annotations

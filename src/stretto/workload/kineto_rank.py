@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trace of one rank as calls (communication) and works (compute), in the same form for GPU and CPU traces."""
 
 from __future__ import annotations

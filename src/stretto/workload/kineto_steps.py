@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts a rank's trace into iterations, and an iteration into segments between its communication calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sorts ops so that each follows its dependencies, and shortens lists of names for messages."""
 
 from __future__ import annotations

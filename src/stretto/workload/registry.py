@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry of parametric models, by name: ``dlrm:A2``, ``gpt:13b,ranks=64,tensor=4``.
 
 A model is one function ``build(variant="default", *, ranks=128, ...) -> Workload`` and one `_register` call below. The

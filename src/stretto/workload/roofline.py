@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time of a kernel: the larger of its arithmetic and its memory time, divided by the efficiency of real kernels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds and reads the files of recorded traces, which are large and have a size limit of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models as functions: ``stretto.workloads.dlrm("A2", ranks=64)``; ``names()`` lists them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the golden traces of this directory: ``python make_traces.py gpu`` or ``python make_traces.py ddp``."""
 
 from __future__ import annotations

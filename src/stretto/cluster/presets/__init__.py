@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters by name: the machines of the papers, and regular networks. One module per family.
 
 To add a preset, write a builder and register it (`registry.register`); importing its module is enough.

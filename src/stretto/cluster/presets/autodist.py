@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoDist's clusters A1, A2 and B1..B12 (its Table 1): hosts of 1 or 4 GPUs on Ethernet."""
 
 from __future__ import annotations

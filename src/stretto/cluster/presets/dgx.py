@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DGX A100 and DGX H100: 8 GPUs on NVSwitch, a NIC per GPU, NICs spread over rail switches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVIDIA DGX-2: 16 V100 on NVSwitch, 8 NICs, each shared by a pair of GPUs."""
 
 from __future__ import annotations

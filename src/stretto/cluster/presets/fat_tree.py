@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A three-level fat tree of k-port switches with full bisection bandwidth."""
 
 from __future__ import annotations

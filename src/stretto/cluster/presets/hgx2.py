@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SYNDICATE's HGX-2 node: two disjoint channels, NVLink + RDMA and PCIe + Ethernet."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AMD MI250 box: 16 GCDs with direct links."""
 
 from __future__ import annotations

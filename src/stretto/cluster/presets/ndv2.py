@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Azure NDv2: 8 V100 in an NVLink cube-mesh, four PCIe switches, one InfiniBand NIC."""
 
 from __future__ import annotations

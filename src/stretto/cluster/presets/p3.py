@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AWS p3.8xlarge: 4 V100 with NVLink, one 10 Gb/s NIC per host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry of presets, and the checks that all of them share."""
 
 from __future__ import annotations

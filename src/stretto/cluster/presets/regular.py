@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ring, clique, mesh, torus and hypercube, every link alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The six networks of Themis' Table 2: per NPU and dimension the aggregate rate and the step latency."""
 
 from __future__ import annotations

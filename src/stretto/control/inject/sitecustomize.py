@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Found by every Python that `stretto run` starts: waits for PyTorch's distributed part, and then arms the autopilot.
 
 Loads nothing of Stretto before that, and runs the `sitecustomize` that would have been found without it.

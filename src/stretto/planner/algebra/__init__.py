@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The motif algebra: how a comm-op is divided into motifs, the rules that rewrite motifs, and their programs."""
 
 from . import rulebook as rulebook  # The rules of the paper register themselves.

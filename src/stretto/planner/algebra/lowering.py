@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns motif expressions into programs, to verify rewritings and to cost each motif alone.
 
 `lower` makes one `Program` of a whole expression. Each motif becomes a library algorithm on its ranks and payload; all

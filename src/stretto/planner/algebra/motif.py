@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The terms of the motif algebra: `Motif`, and `Par` and `Seq` of them (Syndicate, section 4.2 and appendix A.1).
 
 A motif is a collective over some of the processes and some of the payload. An expression says how a collective is

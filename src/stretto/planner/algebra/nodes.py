@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training step as nodes: one for every place of a compute-op, one for every comm-op, with the waits of each.
 
 At a place a compute-op takes that place's time and waits only for nodes there: for the same place's part of another

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's notation for motif expressions: printed, and read back as exactly the same expression.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the notation of motif expressions (see `notation`): any text gives an expression or an error of one line."""
 
 from __future__ import annotations

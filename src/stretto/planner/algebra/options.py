@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of a comm-op: motif expressions, each leaf bound to channels and to its fastest algorithm there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The common refinement of all payloads of an expression: the chunks of the one program that it becomes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of a motif: library algorithms by name, laid out on the links that the motif is bound to.
 
 A recipe is a name that, with a collective, a group and a cluster, always gives the same program: plans store the name.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rewrites of a comm-op: every registered rule, and segments of its results, applied to all groups at once.
 
 Groups need not be equal. Groups of one length that lie on their hosts in the same way are of one *sort*; every sort is

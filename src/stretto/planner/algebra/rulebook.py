@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules of the paper (section 4.2, appendix A.1), for every kind of motif to which they apply.
 
 Sizes, rank counts and parameters need not divide one another: then pieces differ in size, and the last group is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transformation rules: what a motif may be rewritten into, and how rules are registered and applied.
 
 Segmentation cuts the payload, splining cuts the pattern (Syndicate, section 4.2 and appendix A.1). A rule only claims

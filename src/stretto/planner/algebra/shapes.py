@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Library algorithms in the form that motifs use: a program over positions 0..n-1, its
 synchronous steps, its shares.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets of intervals of a buffer, which motifs carry. Memory grows with the number of intervals, not with their size."""
 
 from __future__ import annotations

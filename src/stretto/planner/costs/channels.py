@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bindings of a motif: sets of a cluster's channels, with the part inside hosts and the part between hosts apart."""
 
 from __future__ import annotations

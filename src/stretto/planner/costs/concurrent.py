@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merges programs that run at the same time into one program, so that their contention for links is simulated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a bound motif: simulated, measured, or measured where there is a measurement and simulated elsewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Costs from measurements: a microbenchmark's CSV table, or what nccl-tests prints.
 
 The CSV has a header and the columns ``collective, algorithm, channels, nranks, nbytes, time_us``: the collective's name

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Further algorithms for the planner: synthesized for the links at hand, or over the dimensions of a network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lower bound on the period of every plan, from arguments that do not depend on any order.
 
 * A compute stream has to run all its ops in every period.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The best possible period of a small problem, with a proof.
 
 Cyclic scheduling as an integer program for CP-SAT. Everything gets a time relative to its own iteration, and the period

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merges the programs of many motifs, and the work between them, into one set of transfers for the simulator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The subject of the search: the options of every comm-op, each a small graph of bound motifs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What motifs of a step hold while they run: ends of channels, and links that other places use as well.
 
 A link has two directions, and so has a channel at a place: an *end* is a place and a direction. A collective holds its

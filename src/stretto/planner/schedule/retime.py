@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulates a plan's iteration link by link: every motif at its exact size, contending with all others for the links.
 
 The search takes the cost of each motif by itself, interpolated on a grid of sizes, and has motifs of different places

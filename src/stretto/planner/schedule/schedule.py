@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When everything runs: list schedules, the periodic order taken from them, and its steady state.
 
 The time model: a *place* is a class of ranks that no op distinguishes. At each of its places a compute-op holds its

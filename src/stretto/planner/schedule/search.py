@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The joint search over options and orders.
 
 `syndicate` is the paper's: one Metropolis-Hastings chain over options, which starts from the fastest option of each op;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The links on which motifs of different places meet, reduced to the few that matter.
 
 On a link that only motifs with a common end use, one motif runs at a time anyway. Of all other links those are kept

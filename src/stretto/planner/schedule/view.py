@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns a schedule into a `Timeline`, the type that simulated and measured runs have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Program files: Stretto's text form, MSCCL XML and MSCCL++ JSON, told apart by their content.
 
 A format is a module of this package with ``dumps(program, *, option=...) -> str`` and, where it can be read,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and limits of the two MSCCL runtimes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MSCCL XML, the algorithm files of MSCCL and RCCL, in both dialects.
 
 ``old`` is what the original MSCCL runtime (NCCL 2.8 to 2.12) reads, ``new`` what its successor in NCCL 2.2x

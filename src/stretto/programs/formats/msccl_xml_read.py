@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reader of MSCCL XML: it refuses what a runtime would stumble over, and is lenient where both runtimes are."""
 
 from __future__ import annotations

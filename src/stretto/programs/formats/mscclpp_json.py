@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The writer of MSCCL++ execution plans: FIFO messages become one-sided puts with signals and credits.
 
 Every connection gets a channel of its own: on it the sender signals "the data is there", and the receiver "you

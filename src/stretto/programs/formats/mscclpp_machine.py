@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine that runs MSCCL++ operations: many threads, one-sided writes, and a race detector.
 
 The machine stands in for the GPUs and has the freedom that they have. The threads of a threadblock run ahead of each

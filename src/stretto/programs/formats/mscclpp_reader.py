@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reader of MSCCL++ execution plans: it reads them, checks them, runs them on data, and compares the results.
 
 Only the format's own definition is used here, so that a mistake of the exporter cannot hide in its reader.

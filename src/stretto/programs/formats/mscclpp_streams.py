@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The analysis of instruction streams that precedes writing them as one-sided puts.
 
 For each connection it decides whether messages go straight to their place on the receiver or through slots of its

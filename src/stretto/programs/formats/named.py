@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives by name: the few words that rebuild a collective of the library exactly."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The range of sizes that a program file is meant for: runtimes choose among files by it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text form of a program: short, reversible, made to be read and compared.
 
 ::

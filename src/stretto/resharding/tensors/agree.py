@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agreements of ranks through the job's store: ranks first compare what they are about to do, so that a difference is
 an
 error and not a hang.

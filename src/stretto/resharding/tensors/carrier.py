@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that move tensors together: their process group, the cluster they plan for, and the
 transport of the bytes.
 """

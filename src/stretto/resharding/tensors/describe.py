@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptions of a tensor's mesh and placements that ranks can compare, and conversions between
 DTensors and layouts.
 """

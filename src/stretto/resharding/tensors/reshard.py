@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto.torch.reshard`: moves a DTensor to another mesh."""
 
 from __future__ import annotations

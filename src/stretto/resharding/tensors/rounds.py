@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Divides unit tasks into rounds, so that the bytes that a rank packs at a time stay within a limit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks, tensors and memory behind a `WeightSync`: ranks find out together which has what, and
 plan one transfer.
 """

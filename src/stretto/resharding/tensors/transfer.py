@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves tensors from their layouts to others, planned once and run many times: packed, moved in rounds, unpacked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stretto.torch.WeightSync`: updates replicas with the trainers' state dict, version by version; each on all ranks or
 none.
 """

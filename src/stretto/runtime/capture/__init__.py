@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recording one training step of a running job as a Workload."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each rank's clock stands against rank 0's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hooks that watch a PyTorch job: every collective that any code submits, and every wait for one.
 
 All of c10d's collectives, whoever calls them (Python, DDP's reducer, functional collectives, FSDP), go through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One `Workload` from what all ranks recorded.
 
 Ranks that do the same in the same order form a class; the time between two of their submits and waits is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`capture`: record a `Workload` from a PyTorch training step as it runs, without a change to the model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank did in its recorded iterations: submits, waits and phases with their times. Knows nothing of torch."""
 
 from __future__ import annotations

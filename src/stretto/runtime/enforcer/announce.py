@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks tell each other through the job's store, read only by those who wait too long.
 
 A rank that gives up a plan says where. A rank that waits long in a call between two iterations says in which. A rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A motif as a call of a library that has algorithms of its own: gloo's and NCCL's communicators take the same ones."""
 
 from __future__ import annotations

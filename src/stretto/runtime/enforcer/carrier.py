@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who moves the motifs of a plan: the contract that every carrier keeps, and what those on the host share."""
 
 from __future__ import annotations

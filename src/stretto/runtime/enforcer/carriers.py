@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which carrier an enforcer gets: by name, by what the job uses anyway, or one that was brought along."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An op for one size: its motifs as a carrier has loaded them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When things happened on a GPU, on the clock of the host."""
 
 from __future__ import annotations

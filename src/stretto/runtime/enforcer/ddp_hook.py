@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A communication hook of `DistributedDataParallel`: gradients go through the executor, everything else stays as it is.
 
 For those who keep their backend. The executor joins over the store of the process group that there is, beside it.

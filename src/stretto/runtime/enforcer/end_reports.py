@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports of motifs that the executor has ended, by threads that sleep in C++ until one has."""
 
 from __future__ import annotations

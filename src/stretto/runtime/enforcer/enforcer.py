@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Enforcer`: takes the application's calls and carries them out as a plan says.
 
 Two clocks meet here. The control plane hands over plans whenever it likes (`prepare`, `commit`); the data plane counts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Motifs on our executor: every lane of a plan is a communicator, a motif's channels are networks."""
 
 from __future__ import annotations

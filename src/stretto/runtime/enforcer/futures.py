@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waits that no ``wait()`` shows: DDP takes the future of a bucket and waits for it at the end of the backward pass.
 
 A callback of ours, queued before DDP's, stands there instead. So the wait is measured, a stall is looked into, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Motifs above gloo: a communicator for each lane of a plan, bound to the interface of its channel.
 
 Algorithms are gloo's own; what the plan still decides is the pieces, the channels and the order.

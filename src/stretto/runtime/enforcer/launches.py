@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether all ranks would launch a plan's motifs in one order, where a launch may keep others from running.
 
 A rank launches a motif as soon as its op is submitted and everything before it in its lines is launched. Ranks that do

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an enforcer measures: how long iterations and motifs take, and where the application waited."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of a motif on its way: straight from the op's own tensors where it lies in one piece, else staged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Motifs above NCCL: a communicator with a stream of its own for each lane of a plan, on CUDA tensors.
 
 Nobody waits here: a stream runs what it is given in order, and waits by itself for what another has recorded. So a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan as one rank carries it out: which motif of which comm-op it takes part in, with whom, and in which order.
 
 A plan's expression is written for the first group of each sort; here every group gets its own motifs back. All ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a motif reads and writes of a comm-op's memory, and the program that moves it.
 
 A comm-op has up to three regions of memory on a rank: what the application gives (`IN`), what it gets (`OUT`, both

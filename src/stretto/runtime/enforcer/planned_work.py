@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the application gets to wait for when it makes a call under a plan."""
 
 from __future__ import annotations

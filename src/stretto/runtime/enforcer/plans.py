@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plans that a rank holds: what the control plane has handed over, and what has become of each."""
 
 from __future__ import annotations

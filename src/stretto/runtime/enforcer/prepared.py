@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan made ready on this rank: its share, its programs, what the application is expected to call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an enforcer tells of itself: which plan runs, how long iterations take, and where the application waited."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan that rests: the application did something else, and may come back to the step that the plan was made for.
 
 While it rests everything runs in plain order, and each rank follows its own calls. Once it has seen the whole step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may go next: motifs in the plan's order on each channel, each as soon as its channels are free.
 
 Every channel has a line. A motif starts when it stands first in the lines of all its channels, none of them is busy,

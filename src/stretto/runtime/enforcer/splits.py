@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-to-alls with splits under a plan: its motifs, cut for the sizes that a call brings.
 
 A rank knows only what it sends and receives itself. So every motif goes straight from rank to rank, and what a motif

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call under a plan on CUDA tensors: its motifs are queued on streams, and whose stream needs the result waits."""
 
 from __future__ import annotations

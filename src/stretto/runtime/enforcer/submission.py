@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call on its way under a plan: what a carrier is given, and the memory that the motifs of a submitted op work on."""
 
 from __future__ import annotations

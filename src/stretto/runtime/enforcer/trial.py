@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan is set aside for some iterations, to measure beside it what it is compared with.
 
 What a job took before its plan may be long ago, and the machine another. So after a while the same calls run for some

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call in plain order while ranks may be of different minds: a wait that takes long is looked into."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The executor: runs lowered programs on real memory, over shared memory inside a host and UCX between hosts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forked children of a rank: they inherit the rank's memory and descriptors, but are not that rank.
 
 A child that used them would send in the rank's name. So everything that belongs to a job knows the process that made

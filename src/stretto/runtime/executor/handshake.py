@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How two ranks that join prove to each other that both know the job's token, whoever else connects meanwhile.
 
 Of every two ranks the higher one connects:

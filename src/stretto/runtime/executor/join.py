@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the ranks of a job find each other: who shares a host, authenticated control connections, shared descriptors."""
 
 from __future__ import annotations

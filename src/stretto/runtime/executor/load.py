@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the C++ executor needs to know of a lowered program: one rank's streams, with every chunk named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an executor's traces say, as a `Timeline` with the streams and names of a predicted one."""
 
 from __future__ import annotations

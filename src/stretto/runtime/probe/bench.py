@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`bench`: times motifs on a job's own ranks, alone and in overlapping pairs, as the planner's table of costs.
 
 As PARAM does, the real collectives of the real job are timed, not a model of them: each way to move a motif (a

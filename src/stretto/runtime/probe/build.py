@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `Cluster` from what the probe found: the same form as a lab's own, so that predictions can be set side by side."""
 
 from __future__ import annotations

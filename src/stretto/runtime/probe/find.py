@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a job's network looks like, from measurements: rates, latencies, and who shares which uplink.
 
 TACCL's profiler asks which GPUs get less when they send at the same time. The same question is asked here of ranks,

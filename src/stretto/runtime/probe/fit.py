@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines through measured times: what a link costs per message and per byte, and how well the line fits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a command that runs on every rank becomes a job: the environment of torchrun, its store, an executor."""
 
 from __future__ import annotations

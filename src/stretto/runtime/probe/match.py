@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which known cluster a probed one is, under which numbering of ranks, and whether another order of ranks is better."""
 
 from __future__ import annotations

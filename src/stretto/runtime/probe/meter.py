@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the probe measures with: flows that run at the same time on the ranks of a job, and hops one after another.
 
 All ranks of the job measure together and end with the same figures, so that each can draw the same conclusions.

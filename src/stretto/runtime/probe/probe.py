@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`probe`: measures a running job's network and says what cluster it runs on."""
 
 from __future__ import annotations

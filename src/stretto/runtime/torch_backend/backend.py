@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process group ``stretto``: every c10d call, run by the executor where it can and by the wrapped backend else.
 
 The dispatcher, functional collectives and FSDP ask a group for its C++ backend, so the wrapped one is registered on the

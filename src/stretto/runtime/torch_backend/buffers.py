@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls as they come in, and the memory that a program needs for them: flat, contiguous, in its own layout."""
 
 from __future__ import annotations

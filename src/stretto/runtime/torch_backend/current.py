@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The enforcer of this process, if there is one. Loads no torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of a process group that runs programs on the executor, and says what it does not run."""
 
 from __future__ import annotations

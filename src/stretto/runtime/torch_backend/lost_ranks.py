@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rank to name when a call that the wrapped backend runs fails: gloo speaks of connections, not of ranks.
 
 The executor's control connections know more: they end with a process, a rank that gives up because another is lost says

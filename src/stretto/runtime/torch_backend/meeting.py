@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the ranks of a new process group meet: each puts a card into the group's store and reads everybody's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether this process's calls in plain order go to the backend that the job itself asked for. Loads no torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything of PyTorch, and of Python beside it, that Stretto replaces in a running job; nothing else in `src` does.
 
 Each patch says which attribute, why, and in which versions of PyTorch it is there; `apply` puts a replacement in its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the executor should take for a program: its slices, its windows and fair sharing, on a simulated network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ran on this rank: the choice that was made for every kind of call, and, while recording, when each call ran."""
 
 from __future__ import annotations

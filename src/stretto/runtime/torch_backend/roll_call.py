@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks of a job are lost, asked through the job's store after a call of gloo's has failed.
 
 gloo says that a connection has ended or that nothing came in time, but not from which rank. So every rank whose call

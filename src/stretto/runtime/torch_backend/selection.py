@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which program runs for which call: a pure function of what all ranks know, so that all ranks choose the same.
 
 The first source that has an answer: a folder of programs made for this job (STRETTO_TABLE, as `stretto synth` writes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What differs between the versions of PyTorch that Stretto runs on; every such name is bridged here, and only here.
 
 A feature is asked of PyTorch itself (has it this name, this parameter?) and not derived from a version number. Loading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who records the calls of this process, if anybody does: the hooks of `stretto.torch.capture`. Loads no torch."""
 
 from __future__ import annotations

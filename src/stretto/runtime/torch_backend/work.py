@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an asynchronous call returns: `Work` objects that never hang and always say what went wrong.
 
 `torch._C` can make a `Work` from a future, but its ``wait`` ignores errors and takes no timeout. These are Python

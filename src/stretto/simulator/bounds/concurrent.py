@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounds from many demands at once: the maximum concurrent flow, exactly, or bounded by lengths of links."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounds from cuts: the data that must come into a set of nodes passes the links that lead into it."""
 
 from __future__ import annotations

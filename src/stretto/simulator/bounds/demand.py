@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data that a collective must move, in the form that bounds use: equal chunks merged into bundles."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lower_bound`: a time that no algorithm can beat."""
 
 from __future__ import annotations

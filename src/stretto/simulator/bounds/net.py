@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The usable links of a cluster as a network of flows."""
 
 from __future__ import annotations

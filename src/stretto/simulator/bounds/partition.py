@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Partitions of the devices: bounds from the rates into all groups of a partition together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounds from switches that only pass data on: a switch sends no more than it receives, which can beat every cut."""
 
 from __future__ import annotations

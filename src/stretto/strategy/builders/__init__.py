@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builders: each makes a whole strategy by one rule, as known systems do.
 
 >>> from stretto.strategy import zoo

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-reduce, as DDP and Horovod do it, and with large variables cut before they are reduced."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code that builders share: merge groups, balanced placement, and how a variable is cut."""
 
 from __future__ import annotations

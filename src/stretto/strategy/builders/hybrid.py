@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parallax: sparse gradients go to parameter servers, dense ones are all-reduced."""
 
 from __future__ import annotations

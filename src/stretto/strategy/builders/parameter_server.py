@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameter servers: all on one device, balanced, and with large variables distributed over hosts."""
 
 from __future__ import annotations

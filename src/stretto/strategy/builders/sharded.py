@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO as a strategy: a gradient is reduce-scattered, each rank updates its share, the parameters are gathered."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs strategies on PyTorch: `distribute` makes a model and its optimizer train as a strategy says.
 
 Importing this module does not load torch; calling its functions does.

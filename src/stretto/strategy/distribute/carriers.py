@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carriers: each synchronizes the gradients of one message, and distributes its parameters, by the exchanges of its
 kernels.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carriers of dense gradients: one flat buffer per message, filled while the backward pass runs.
 
 Memory traffic takes most of the time here, so each gradient is read once: a large one right after the operation that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Depot`: a parameter server that lets ranks run ahead of each other, by at most K steps, or without limit.
 
 Each rank sends the server its gradients after every step and goes on with the parameters that come back. With a bound K

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encodings by matrices: PowerSGD's low rank, and the sufficient factors of linear layers, which lose nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts each message as soon as the backward pass has its gradients, in one order on all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The communicators of a distributed model: one for each set of ranks that exchanges data, made once by all ranks."""
 
 from __future__ import annotations

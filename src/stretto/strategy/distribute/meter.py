@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes a PyTorch model as a `ModelSpec`: its variables and, once it has run, their order of use and times."""
 
 from __future__ import annotations

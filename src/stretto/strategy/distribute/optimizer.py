@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`DistributedOptimizer`: the user's optimizer, run by each rank on the regions that the strategy assigns to it."""
 
 from __future__ import annotations

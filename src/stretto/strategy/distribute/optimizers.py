@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which optimizers a strategy allows, and which of an optimizer's settings must be equal on all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`VariableRegion`: the part of a variable that one rank (or every rank) updates."""
 
 from __future__ import annotations

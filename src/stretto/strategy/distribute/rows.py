@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carriers of data that cannot be summed on the way: rows of sparse gradients, the largest elements, signs, factors.
 
 Each rank's message is a run of bytes that contains its own length, so that runs can be joined at a station and taken

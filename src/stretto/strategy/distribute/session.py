@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A session: one run of a script tries one strategy after the other, so that none of them costs a start.
 
 ``STRETTO_TRIAL=session,FOLDER``. Between two steps of the script, the optimizer that `distribute` has returned is

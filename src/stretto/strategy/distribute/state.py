@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts an optimizer's state between the regions that ranks hold and the whole that is saved."""
 
 from __future__ import annotations

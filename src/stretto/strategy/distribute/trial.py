@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trial mode: a script that calls `distribute` runs a few iterations, writes its times to a file, and ends.
 
 ``STRETTO_TRIAL=10,40,result.json`` times 40 iterations after 10 to warm up; ``STRETTO_TRIAL=describe,model.yaml``

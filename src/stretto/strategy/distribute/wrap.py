@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes a distributed optimizer from a model, an optimizer and a strategy: a carrier for each
 message of the kernels.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels: each rewrites the training step by one aspect of a strategy.
 
 There are two stages, so that nothing grows with ranks times variables: `global_step` applies a strategy once for all

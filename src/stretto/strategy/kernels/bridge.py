@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bridge: how many iterations late parameters may arrive."""
 
 from __future__ import annotations

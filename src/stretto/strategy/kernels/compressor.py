@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressor: the form in which gradients are sent."""
 
 from __future__ import annotations

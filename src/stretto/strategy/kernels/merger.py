@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merger: pieces of one merge group become one message."""
 
 from __future__ import annotations

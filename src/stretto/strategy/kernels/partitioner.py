@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Partitioner: cuts variables into pieces, each of which is synchronized by itself."""
 
 from __future__ import annotations

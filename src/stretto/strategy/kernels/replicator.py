@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicator: the devices that hold a replica, and which of them share a host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StrategyStep`: a training step while kernels rewrite it; `LocalStep`: one rank's part of it;
 `Kernel`: the contract.
 """

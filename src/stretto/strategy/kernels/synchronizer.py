@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synchronizer: the collectives of a message, their groups, and the ranks that update the parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns a rewritten step into a `Workload` for the planner and the simulator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of the AutoDist paper: their variables with shapes, and the compute time of each part.
 
 AutoDist's Appendix E, which lists them, is missing from the text at hand. The figures that the text gives are kept:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The variables of layers, as strategies need them, with the compute times of a device."""
 
 from __future__ import annotations

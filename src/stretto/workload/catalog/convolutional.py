@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convolutional networks on 224 x 224 (Inception: 299 x 299) pixels, 1000 classes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers of the cross-mesh paper's two models: arithmetic, memory traffic, parameters, saved and output tensors.
 
 All figures are of one sample. GPT-3 2.6B is as in the literature: 32 layers, hidden 2560, 32 heads, 1024 tokens, FP16.

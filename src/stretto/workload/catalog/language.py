@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Language models: BERT of several depths, the Transformer for translation, and LM1B's LSTM."""
 
 from __future__ import annotations

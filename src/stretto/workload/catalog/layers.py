@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers: variables that are computed together, with the arithmetic and the memory traffic of one sample."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Neural collaborative filtering on MovieLens-20M, enlarged to 122 M parameters."""
 
 from __future__ import annotations

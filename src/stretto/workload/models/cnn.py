@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convolutional networks, data parallel: ResNet from its real layers, and RegNetZ, SYNDICATE's A6.
 
 Assumptions: FP16 products and activations, FP32 parameters and gradients (mixed precision as PyTorch does it), SGD with

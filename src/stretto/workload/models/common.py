@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code that all models share: a list of ops under construction, gradient buckets, and checks of options."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deep learning recommendation models: SYNDICATE's A1 to A4 (its Table 2 and Figure 13).
 
 What the paper leaves open

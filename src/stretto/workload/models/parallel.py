@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data parallelism of a chain of blocks: who updates, gathers and reduces which parameters when.
 
 ======= ========================================= =========================== ==================================

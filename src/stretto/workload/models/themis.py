@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The four training workloads of Themis (section 5.2), on 1024 NPUs with FP16 gradients.
 
 =============== ====================================================================================================

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformers with tensor, pipeline, data and expert parallelism: GPT, mixtures of experts, and SYNDICATE's A5.
 
 Assumptions: matrix products, activations, parameters and gradients on the wire are FP16, Adam is FP32; the backward

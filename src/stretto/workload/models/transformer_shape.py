@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TransformerShape`: the sizes of a transformer, and its degrees of parallelism."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training step of a transformer as ops: stages in 1F1B order, layers, shards, replicas and experts."""
 
 from __future__ import annotations
