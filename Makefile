@@ -46,7 +46,7 @@ check: setup lint
 test: setup lint
 	$(BIN)/python -m pytest -n 2
 
-# Not a part of `make test`, which it would slow down by a third; processes that tests start are not counted.
+# Not a part of `make test`, since it makes the tests of `make check` nearly twice as long; processes that tests start are not counted.
 coverage: setup
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[coverage]' --no-build-isolation
 	$(BIN)/python -m pytest -n 2 $(QUICK) --cov=stretto --cov-report=term:skip-covered
