@@ -180,7 +180,7 @@ register_maker(
         name="tree_pairs",
         make=_tree_pairs,
         collectives=("all_reduce",),
-        weight=2.0,
+        weight=6.0,
         max_ranks=128,
         options={"max_transfers": Count},
     )

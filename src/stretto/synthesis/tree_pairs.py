@@ -31,10 +31,11 @@ WORTH_IT = 0.002
 """The share of the time that twice as many pieces must save to be worth it."""
 FEW = 16
 """The pieces for each pair from which on their shares follow the rates well."""
-LEADS = (np.inf, 64.0, 16.0, 4.0, 1.0)
-"""How many pieces a rank may send before their turn by the rates of the packing."""
-MARGINS = (0.0, 1.0, 2.0, 4.0, 8.0)
-"""How many pieces earlier than in the plan the arrival is that a send waits for."""
+WAYS = ((np.inf, 0.0), (64.0, 1.0), (16.0, 1.0), (16.0, 4.0), (4.0, 1.0), (4.0, 4.0), (1.0, 2.0))
+"""Ways to pace sends: how many pieces a rank may send before their turn by the rates of the packing, and how many
+pieces earlier than in the plan the arrival is that a send waits for."""
+KEPT = 3
+"""The ways that are tried with the finest pieces."""
 
 Floats = NDArray[np.float64]
 Progress = Callable[[str, float], None]
@@ -90,9 +91,9 @@ def synthesize(
     total, single = cheapest_pairs(
         cluster, collective.ranks, cluster.link_alpha_us + nbytes / cluster.link_gb_per_s / 1e3
     )
-    search.climb([single[int(np.argmin(total))]], max_transfers)
     tell(f"{len(packing.pairs)} pairs of trees, {packing.gb_per_s:.4g} GB/s", 0.3)
     search.climb(list(packing.pairs), max_transfers)
+    search.climb([single[int(np.argmin(total))]], max_transfers)
     best = search.best
     assert best is not None
     best[1].verify()
@@ -109,8 +110,7 @@ class _Search:
     def climb(self, pairs: list[TreePair], max_transfers: int) -> None:
         """Cut ever finer, until the additional alphas cost more than pipelining saves."""
         each = 2 * (self.collective.num_ranks - 1)
-        pieces, idle, reached = len(pairs), 0, np.inf
-        ways = [(lead, margin) for lead in LEADS for margin in (MARGINS if np.isfinite(lead) else MARGINS[:1])]
+        pieces, idle, reached, ways = len(pairs), 0, np.inf, list(WAYS)
         while idle < 2 and (self.best is None or pieces * each <= max_transfers):
             times = {}
             for way, took, program in self._candidates(pairs, pieces, ways):
@@ -119,13 +119,12 @@ class _Search:
                     self.best = took, program
                 if time.monotonic() > self.until:
                     return
-            now = min(times.values())
             # While a pair has few pieces, their shares are far from its rate, and the times say little.
             if pieces >= FEW * len(pairs):
-                idle = 0 if now < reached * (1 - WORTH_IT) else idle + 1
-                ways = sorted(ways, key=lambda way: times[way])[: max(6, len(ways) // 2)]
-            reached = min(reached, now)
-            pieces *= 2
+                idle = 0 if min(times.values()) < reached * (1 - WORTH_IT) else idle + 1
+                ways = sorted(ways, key=lambda way: times[way])[: max(KEPT, len(ways) - 2)]
+            reached = min(reached, *times.values())
+            pieces *= 4 if pieces < FEW * len(pairs) else 2
 
     def _candidates(
         self, pairs: list[TreePair], pieces: int, ways: list[tuple[float, float]]
