@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import stretto
+from stretto.workload import Dep, Op
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -102,6 +103,19 @@ def test_a_name_that_moved_works_with_one_warning(name: str) -> None:
         warnings.simplefilter("error")
         assert getattr(stretto, name) is old
     del vars(stretto)[name]
+
+
+def test_the_old_name_of_plan_works_with_a_warning() -> None:
+    from stretto.planner.make import planned
+
+    pair = stretto.Workload(
+        name="pair",
+        num_ranks=2,
+        ops=(Op(name="work", duration_us=10.0), Op(name="sum", kind="all_reduce", nbytes=1e6, after=(Dep(op="work"),))),
+    )
+    with pytest.warns(DeprecationWarning, match=r"is now stretto\.plan"):
+        found = planned(pair, stretto.Cluster.preset("ring", nodes=2), steps=10)
+    assert found.plan.iteration_us >= found.bound_us
 
 
 def test_jobs_find_everything_in_one_module() -> None:
