@@ -192,6 +192,7 @@ class SendOrder {
     for (int64_t t = 0; t < count; t++)
       if (!waits[t]) releases.push({release[t], (int32_t)t});
     std::vector<int32_t> touched;
+    int64_t started = 0;
     auto wait_for_link = [&](int32_t t) {
       int32_t first = *links.begin(route[t]);
       queue[first].push({rank[t], t});
@@ -228,9 +229,12 @@ class SendOrder {
         arrive[t] = tail + extra[t];
         events.push({arrive[t], t});
         events.push({free_at[first], -1 - first});
+        started++;
       }
       touched.clear();
     }
+    // Links out of a rank are first links only, since ranks do not pass on; then every message has had its turn.
+    if (started != count) throw std::invalid_argument("time_sends: a first link of one route is a later link of another");
   }
 };
 

@@ -131,9 +131,8 @@ class _Search:
     ) -> Iterator[tuple[tuple[float, float], float, Program]]:
         """Programs of one number of pieces, by (lead, margin), each with its time."""
         sends = piece_sends(self.collective, self.cluster, pairs, pieces)
-        piece_us = self.nbytes / max(sum(pair.gb_per_s for pair in pairs), 1e-9) / 1e3 / pieces
-        if not any(pair.gb_per_s for pair in pairs):
-            piece_us = 0.0
+        rate = sum(pair.gb_per_s for pair in pairs)
+        piece_us = self.nbytes / rate / 1e3 / pieces if rate else 0.0
         planned: dict[float, tuple[NDArray[np.int64], Floats, Floats]] = {}
         for lead, margin in ways:
             if lead not in planned:
