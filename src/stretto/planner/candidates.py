@@ -2,8 +2,8 @@
 """The choice among candidates: what the search found, and every baseline's order, judged link by link.
 
 The search works in a time model in which motifs of different places take turns on shared links. Re-timing has them
-share the links as transfers do. The plan is the candidate with the shortest re-timed iteration, so that no baseline is
-faster link by link either.
+share the links as transfers do. The plan is the candidate with the shortest re-timed iteration, so that no baseline
+that was re-timed is faster link by link. Candidates whose predicted iteration is far longer are not re-timed.
 """
 
 from __future__ import annotations
