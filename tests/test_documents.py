@@ -40,14 +40,15 @@ def test_every_table_of_results_names_the_commit_that_printed_it() -> None:
     assert [(number, before[:80]) for number, before in found if not COMMIT.fullmatch(before)] == []
 
 
-def test_the_commits_that_results_name_exist() -> None:
+def test_the_commits_that_results_name_are_in_the_history() -> None:
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
 
     if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("no whole history here")
     names = {match[1] for match in COMMIT.finditer(RESULTS)}
-    assert [name for name in sorted(names) if git("cat-file", "-e", f"{name}^{{commit}}").returncode] == []
+    # A commit that was rebased away may still be an object here, and is in nobody else's clone.
+    assert [name for name in sorted(names) if git("merge-base", "--is-ancestor", name, "HEAD").returncode] == []
 
 
 def section(title: str) -> str:
