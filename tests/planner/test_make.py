@@ -186,9 +186,9 @@ def test_no_baseline_is_faster_link_by_link() -> None:
 
 
 def test_wrong_arguments_are_one_line() -> None:
-    with pytest.raises(InvalidInput, match="budget_s: must be > 0, not 0"):
+    with pytest.raises(InvalidInput, match="budget_s: must be finite and > 0, not 0"):
         api.plan(STEP, HGX2, budget_s=0.0)
-    with pytest.raises(InvalidInput, match="budget_s: must be > 0, not inf"):
+    with pytest.raises(InvalidInput, match="budget_s: must be finite and > 0, not inf"):
         api.plan(STEP, HGX2, budget_s=float("inf"))
     with pytest.raises(InvalidInput, match="steps: must be > 0, not 0"):
         api.plan(STEP, HGX2, steps=0)

@@ -111,7 +111,8 @@ def test_progress_is_told_and_can_end_the_search() -> None:
     ("arguments", "message"),
     [
         ({"mode": "best"}, "unknown mode 'best'; choose from: stretto, syndicate"),
-        ({"budget_s": 0.0}, "budget_s: must be > 0, not 0"),
+        ({"budget_s": 0.0}, "budget_s: must be finite and > 0, not 0"),
+        ({"budget_s": float("inf")}, "budget_s: must be finite and > 0, not inf"),
         ({"steps": 0}, "steps: must be > 0, not 0"),
         ({"chains": 0}, "chains, threads: must be 1..64"),
         ({"discipline": "priority"}, "unknown discipline 'priority'; choose from: critical_path, lifo, fifo"),

@@ -98,6 +98,13 @@ def test_a_rank_that_leaves_after_it_has_told_is_not_taken_for_a_lost_one() -> N
     assert carrier.explained(other) is other
 
 
+def test_the_message_says_what_has_failed() -> None:
+    rest = "does not answer: a call of gloo's has failed"
+    assert GlooRollCall(MemoryStore(), 0, 2, patience_s=0).lost() == f"rank 1 {rest}"
+    on_channels = GlooRollCall(MemoryStore(), 0, 2, patience_s=0, failed="a call of gloo's on the plan's channels")
+    assert on_channels.lost() == "rank 1 does not answer: a call of gloo's on the plan's channels has failed"
+
+
 def test_nobody_is_named_where_all_answer_or_the_store_is_gone() -> None:
     store = MemoryStore()
     for rank in range(2):

@@ -192,7 +192,7 @@ def _check(
     if not 0 <= least_gain < 1:
         raise InvalidInput(f"least_gain: must be at least 0 and below 1, not {least_gain:g}")
     if not 0 < budget_s < float("inf"):
-        raise InvalidInput(f"budget_s: must be > 0, not {budget_s:g}")
+        raise InvalidInput(f"budget_s: must be finite and > 0, not {budget_s:g}")
     if steps is not None and steps < 1:
         raise InvalidInput(f"steps: must be > 0, not {steps}")
     for name in systems:

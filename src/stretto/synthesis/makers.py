@@ -228,9 +228,12 @@ def check_options(given: MakerOptions, wanted: Sequence[str] | None) -> dict[str
         The values as the makers take them.
 
     Raises:
-        InvalidInput: A maker that does not exist or is not asked, an option that it does not have, a wrong value.
+        InvalidInput: No maker is asked; options for one that does not exist or is not asked, an option that it does not
+            have, a wrong value.
     """
     known = makers()
+    if wanted is not None and not wanted:
+        raise InvalidInput(f"makers: none is named; choose from: {', '.join(known)}")
     asked = set(known) if wanted is None else {name.partition(":")[0] for name in wanted}
     for name in given:
         if name not in known:

@@ -222,9 +222,9 @@ def _checked(
     if contention is not None and contention not in CONTENTION:
         raise unknown("contention mode", contention, CONTENTION)
     if not (np.isfinite(nbytes) and nbytes > 0):
-        raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
+        raise InvalidInput(f"nbytes: must be finite and > 0, not {nbytes}")
     if not (np.isfinite(budget_s) and budget_s > 0):
-        raise InvalidInput(f"budget_s: must be > 0, not {budget_s}")
+        raise InvalidInput(f"budget_s: must be finite and > 0, not {budget_s}")
     check_seed(seed)
     if not 1 <= jobs <= MAX_JOBS:
         raise InvalidInput(f"jobs: must be 1..{MAX_JOBS}, not {jobs}")

@@ -148,8 +148,8 @@ def _check(
         raise unknown("mode", mode, MODES)
     if discipline not in DISCIPLINES or discipline == "priority":
         raise unknown("discipline", discipline, [d for d in DISCIPLINES if d != "priority"])
-    if steps is None and not budget_s > 0:
-        raise InvalidInput(f"budget_s: must be > 0, not {budget_s:g}")
+    if steps is None and not 0 < budget_s < float("inf"):
+        raise InvalidInput(f"budget_s: must be finite and > 0, not {budget_s:g}")
     if steps is not None and steps < 1:
         raise InvalidInput(f"steps: must be > 0, not {steps}")
     if not 1 <= chains <= 64 or not 1 <= threads <= 64:

@@ -113,7 +113,7 @@ class GlooCarrier(HostCarrier):
         self._store = dist.distributed_c10d._get_default_store()
         self._explain = site.explain
         store: Any = c10d.PrefixStore(f"{self._prefix}/lost", self._store)
-        self._roll_call = GlooRollCall(store, site.rank, site.size)
+        self._roll_call = GlooRollCall(store, site.rank, site.size, failed="a call of gloo's on the plan's channels")
         self._interfaces = {name: config.devices for name, config in channels_of(os.environ).items()}
         self._lanes: dict[tuple[int, tuple[str, ...], tuple[int, ...]], GlooLane] = {}
         self._alive: weakref.WeakSet[GlooLane] = weakref.WeakSet()

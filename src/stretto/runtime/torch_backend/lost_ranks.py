@@ -129,7 +129,8 @@ def explain_meeting(error: Exception, meeting: Meeting, store: Any) -> Exception
     if not lost:
         gone = find_gone(meeting.cards, NOTICE_S)
         lost = f"{_names(gone)} gone" if gone else roll_call.lost()
-        roll_call.tell(lost)
+        if lost:
+            roll_call.tell(lost)
     return PeerLost(f"{lost}, while the group was made") if lost else error
 
 

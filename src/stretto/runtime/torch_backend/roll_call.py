@@ -22,8 +22,12 @@ ANSWER = "answer"
 class GlooRollCall:
     """One for each group of gloo's communicators; after its first failure no call on them can succeed."""
 
-    def __init__(self, store: Store, rank: int, size: int, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, patience_s: float = PATIENCE_S, *, failed: str = "a call of gloo's"
+    ) -> None:
         self._store, self._rank, self._size, self._patience_s = store, rank, size, patience_s
+        self._failed = failed
+        """What has failed when ranks are asked, for the message."""
 
     def tell(self, text: str) -> None:
         """Write down which rank is lost, for ranks whose calls fail later."""
@@ -61,6 +65,6 @@ class GlooRollCall:
                 break
             time.sleep(PAUSE_S)
         names = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
-        text = f"{names} not answer: a call of gloo's on the plan's channels has failed"
+        text = f"{names} not answer: {self._failed} has failed"
         self.tell(text)
         return text
