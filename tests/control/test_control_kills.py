@@ -32,7 +32,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = str(JOBS)
     with log.open("wb") as words:
         process = subprocess.Popen(
-            [sys.executable, str(JOBS / "kills_job.py"), str(folder), ",".join(VICTIMS), str(TRIALS), str(SEED)],
+            [
+                sys.executable, str(JOBS / "kills_job.py"), str(folder), f"--victims={','.join(VICTIMS)}",
+                f"--trials={TRIALS}", f"--seed={SEED}",
+            ],
             env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
             stdout=words, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
@@ -42,7 +45,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    assert code == 0, log.read_text()[-4000:]
+    # 1: a trial was wrong, which the test of its victim says.
+    assert code in (0, 1) and (folder / "outcomes").exists(), log.read_text()[-4000:]
     return [json.loads(line) for line in (folder / "outcomes").read_text().splitlines()]
 
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs whose controller, agent or rank is killed, stopped or broken while a plan is active.
 
-``kills_job.py FOLDER VICTIM[,VICTIM...] TRIALS FIRST_SEED`` runs so many trials of each victim and writes one line of
-JSON per trial to FOLDER/outcomes. Seeds count up, and carriers (the executor, gloo) alternate for each victim. A trial
-is right when its list `wrong` is empty.
+``kills_job.py FOLDER [--victims VICTIM,...] [--trials N] [--seed FIRST]`` runs so many trials of each victim, writes a
+line of JSON per trial to FOLDER/outcomes, and prints how many were wrong by victim and carrier. Seeds count up, and
+carriers (the executor, gloo) alternate for each victim. A trial is right when its list `wrong` is empty. Start it with
+``setsid -w``: the end of a shell wakes up stopped processes of the groups that the shell leaves behind.
 
 This process forks everything: PyTorch is loaded once, and no process inherits a thread of gRPC's.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -22,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -65,6 +68,7 @@ LOST = 3
 """Exit code of a rank whose call raised."""
 AGENT_FAULTS = ("disconnect", "raise", "hang", "end")
 CARRIERS = ("executor", "gloo")
+VICTIMS = ("controller-kill", "controller-stop", "agent", "rank-kill", "rank-stop")
 
 
 def step(ranks: int) -> Workload:
@@ -421,7 +425,7 @@ class Trial:
 
     def _survivors_name(self, lost: int, at: float, code: int | None) -> None:
         """The other ranks end in bounded time with an error that names the lost one."""
-        waits = []
+        waits, stopped_in = [], self._last(lost)[0]
         for rank, process in enumerate(self.job):
             if rank == lost:
                 continue
@@ -434,6 +438,8 @@ class Trial:
                 self.wrong.append(f"rank {rank} does not name rank {lost}: {said}")
             waits.append(round(end.get("raised_at", 0.0) - at, 2))
         self.notes["waits"] = waits
+        if code is None and self._last(lost)[0] > stopped_in + 1:
+            self.wrong.append(f"rank {lost} did not stay stopped: was this started without setsid?")
         if code is not None:
             self.job[lost].join(max(self.deadline - time.monotonic(), 0.1))
             if self.job[lost].exitcode != code:
@@ -490,15 +496,36 @@ class Trial:
             self.wrong.append(f"shared memory is left: {left}")
 
 
-def main(folder: Path, victims: list[str], trials: int, seed: int) -> None:
-    """Run so many trials of each victim, one after the other; each has a seed of its own."""
+def main(folder: Path, victims: list[str], trials: int, seed: int) -> int:
+    """Run so many trials of each victim, one after the other; each has a seed of its own. How many were wrong."""
+    counts: Counter[tuple[str, str, bool]] = Counter()
     for number, (trial, (place, victim)) in enumerate(product(range(trials), enumerate(victims)), seed):
         one = folder / f"{number}"
         one.mkdir(parents=True)
         outcome = Trial(folder=one, seed=number, victim=victim, carrier=CARRIERS[(trial + place) % 2]).run()
+        counts[victim, outcome["carrier"], bool(outcome["wrong"])] += 1
         with (folder / "outcomes").open("a") as file:
             file.write(json.dumps(outcome) + "\n")
+    for victim, carrier in product(victims, CARRIERS):
+        right, wrong = (counts[victim, carrier, wrong] for wrong in (False, True))
+        print(f"{victim} on {carrier}: {right + wrong} trials, {wrong} wrong", flush=True)
+    return sum(number for (_, _, wrong), number in counts.items() if wrong)
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--victims", default=",".join(VICTIMS), help="with commas between them; all without it")
+    parser.add_argument("--trials", type=int, default=1, help="of each victim")
+    parser.add_argument("--seed", type=int, default=0, help="of the first trial")
+    given = parser.parse_args(arguments)
+    unknown = [victim for victim in given.victims.split(",") if victim not in VICTIMS]
+    if unknown:
+        parser.error(f"unknown victim {unknown[0]!r}; choose from: {', '.join(VICTIMS)}")
+    return given
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4]))
+    given = parsed(sys.argv[1:])
+    sys.exit(1 if main(given.folder, given.victims.split(","), given.trials, given.seed) else 0)
