@@ -39,6 +39,7 @@ LAYERS = [
     {"runtime.enforcer"},
     {"strategy.distribute", "resharding.tensors", "pipeline.torch_runtime"},
     {"control"},
+    {"advice", "doctor"},
     {"torch"},
     {"report"},
     {"cli"},

@@ -12,10 +12,12 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
+    from . import advice as advice
     from . import algorithms as algorithms
     from . import cluster as cluster
     from . import collectives as collectives
     from . import dimensions as dimensions
+    from . import doctor as doctor
     from . import lab as lab
     from . import pipeline as pipeline
     from . import planner as planner
@@ -26,6 +28,7 @@ if _TYPE_CHECKING:
     from . import strategy as strategy
     from . import synthesis as synthesis
     from . import workload as workload
+    from .advice import advise as advise
     from .algorithms import algorithm as algorithm
     from .cluster import Cluster as Cluster
     from .cluster import Dimension as Dimension
@@ -72,8 +75,8 @@ _PACKAGES = {
     **{
         name: f".{name}"
         for name in (
-            "algorithms", "cluster", "collectives", "dimensions", "lab", "pipeline", "planner", "programs", "report",
-            "resharding", "simulator", "strategy", "synthesis", "workload",
+            "advice", "algorithms", "cluster", "collectives", "dimensions", "doctor", "lab", "pipeline",
+            "planner", "programs", "report", "resharding", "simulator", "strategy", "synthesis", "workload",
         )
     },
     "workloads": ".workload.workloads",
@@ -95,6 +98,7 @@ _HOMES = {
     ".simulator": ("Timeline", "lower_bound", "simulate"),
     ".planner.api": ("plan",),
     ".resharding": ("plan_reshard",),
+    ".advice": ("advise",),
     # What is raised, and what sizes are written in.
     ".errors": (
         "Infeasible", "InvalidInput", "PeerLost", "PlanMismatch", "SearchTimeout", "StrettoError", "VerificationError",

@@ -27,6 +27,7 @@ from stretto.report.table import ResultTable
 Run = Callable[..., str]
 STEP = ("-w", "dlrm:A2,ranks=8", "-c", "hgx2:1")
 LINES: dict[str, tuple[str, ...]] = {
+    "advise": ("resnet:50,ranks=4", "-c", "ring:4", "--steps", "5"),
     "algorithms": (),
     "bound": ("all_reduce", "-c", "dgx2:2", "-b", "1K..1G"),
     "cluster check": ("hgx2:2",),
@@ -34,6 +35,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "cluster show": ("dgx2:2",),
     "collective list": (),
     "collective show": ("all_to_all", "--ranks", "8"),
+    "doctor": (),
     "dims advise": ("-c", "themis_4d_ring_fc_ring_sw", "--gbit-per-s", "2400"),
     "dims compare": ("-c", "themis_3d_fc_ring_sw", "-b", "100M,1G"),
     "dims plot": ("-c", "themis_3d_fc_ring_sw", "-b", "1G", "-s", "baseline"),
@@ -172,7 +174,7 @@ def test_an_option_takes_the_same_in_every_command(name: str) -> None:
 
 def test_a_budget_is_always_seconds() -> None:
     found = {words: options(command)["--budget"] for words, command in commands() if "--budget" in options(command)}
-    assert {"plan", "synth", "bench", "run", "tune", "controller", "strategy simulate"} == set(found)
+    assert {"advise", "plan", "synth", "bench", "run", "tune", "controller", "strategy simulate"} == set(found)
     assert {param.metavar for param in found.values()} == {"SECONDS"}
 
 
@@ -323,7 +325,7 @@ def test_tables_are_made_in_one_place() -> None:
     folder = Path(stretto.cli.__file__).parent
     for path in (*folder.glob("*.py"), *(folder.parent / "report").glob("*.py")):
         # The drawing of a cluster has tables of its own kind.
-        if path.name not in ("table.py", "pages.py", "cluster_drawing.py"):
+        if path.name not in ("table.py", "table_html.py", "pages.py", "cluster_drawing.py"):
             assert "rich.table" not in path.read_text(), path
 
 

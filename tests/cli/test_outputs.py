@@ -45,6 +45,7 @@ LIVE = {
 }
 RESHARD = ("--src", "(2,2) S0R", "--dst", "(2,2) RS0", "--shape", "64,64", "-c", "p3_8xlarge:4")
 CASES: dict[str, tuple[str, ...]] = {
+    "advise": ("resnet:50,ranks=4", "-c", "ring:4", "--steps", "5", "-o", "{plan_file}.json", "--html", "{html}.html"),
     "cluster convert": ("dgx2", "{target}.yaml"),
     "cluster show": ("ring:4", "-o", "{svg}.svg"),
     "collective show": ("all_gather", "-o", "{target}.yaml"),

@@ -265,6 +265,7 @@ def test_another_start_of_the_job_begins_from_nothing_and_the_old_one_is_not_hea
     old.turn()
     assert new.status.epoch == 2
     assert new.until(is_active, "active").plan.number == 2
+    assert controller.captured() is not None
 
 
 def test_what_was_captured_must_be_what_it_says(make: Make) -> None:
@@ -279,7 +280,7 @@ def test_what_was_captured_must_be_what_it_says(make: Make) -> None:
     controller.exchange(msgspec.structs.replace(state, beat=2, captured=body))
     status = controller.job_status("j")
     assert status is not None
-    assert "has digest" in status.about
+    assert "has digest" in status.about and controller.captured() is None
     garbage = msgspec.structs.replace(body, workload="{")
     controller.exchange(msgspec.structs.replace(state, beat=3, captured=garbage))
     status = controller.job_status("j")

@@ -135,7 +135,7 @@ def plan(
         raise InvalidInput(f"--against: {unknown('system', against, BASELINES)}")
     machine, step = Cluster.load(cluster), Workload.load(workload)
     model = _costs(costs, machine)
-    with _progress() as tell:
+    with search_progress() as tell:
         found = api.plan(
             step, machine, budget_s=budget, steps=steps, seed=seed, costs=model,
             synthesis_s=synthesize, retime=retime,
@@ -338,7 +338,7 @@ def _costs(given: str | None, cluster: Cluster) -> CostModel | None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
+def search_progress() -> Iterator[Callable[[str, float], None]]:
     """A line on stderr that follows the search; a timer shows it once it takes more than two seconds."""
     bar = Progress(
         BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn(), console=progress_console(),

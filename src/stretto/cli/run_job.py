@@ -15,7 +15,7 @@ import typer
 
 from ..control import inject_folder
 from ..control.controller_process import ControllerProcess
-from ..control.messages import JobStatus, Status
+from ..control.messages import CapturedStep, JobStatus, Status
 from ..control.transport import ControllerConnection, from_environment
 from ..errors import InvalidInput
 from .common import say
@@ -65,16 +65,30 @@ def run(
         _tell_of_other(*memory.last_words(), html)
         raise typer.Exit(code)
 
+    code, status, _ = recorded_run(command, budget)
+    _tell(status, html)
+    raise typer.Exit(code)
+
+
+def recorded_run(command: list[str], budget_s: float) -> tuple[int, Status, CapturedStep | None]:
+    """Run a job with a controller of its own beside it.
+
+    Args:
+        command: What starts the job.
+        budget_s: How long to search for a plan.
+
+    Returns:
+        The job's exit code, what the controller said last, and the training step that was recorded, if one was.
+    """
     with tempfile.TemporaryDirectory(prefix="stretto-run-") as folder:
-        own = ControllerProcess(Path(folder), budget, _say)
+        own = ControllerProcess(Path(folder), budget_s, _say)
         said: list[Status] = []
         try:
             _say(f"stretto status --address {own.address} --token-file {own.token_path}")
             code = _run(command, own.address, own.token_path, _job_name(command))
         finally:
             said = own.close()
-        _tell(_last_status(said), html)
-    raise typer.Exit(code)
+        return code, _last_status(said), own.captured()
 
 
 def _last_status(said: list[Status]) -> Status:

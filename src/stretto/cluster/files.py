@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import InvalidInput, unknown
 from ..files import parse_json, parse_yaml, read_text, write_file
 from ..units import parse_number
-from . import astra, nccl_xml, nvidia_smi, taccl_json, yaml_form
+from . import astra, description, nccl_xml, nvidia_smi, taccl_json, yaml_form
 from .model import MULTICAST, Cluster
 from .presets import preset, presets
 from .presets.registry import check_nodes, check_options
@@ -29,10 +29,11 @@ MAX_YAML_BYTES = 2 << 20
 
 
 def load(source: str | Path, *, nodes: int | None = None, **options: Any) -> Cluster:
-    """Load a cluster from ``preset``, ``preset:nodes``, ``preset:nodes,key=value,...`` or a file.
+    """Load a cluster from ``preset``, ``preset:nodes``, ``preset:nodes,key=value,...``, a file or a description.
 
     A file may carry the same tail (``topo.xml:4``): a file of one host is then repeated behind a switch. The suffix
-    ``+multicast`` behind a preset or a file says that all switches multicast.
+    ``+multicast`` behind a preset or a file says that all switches multicast. A description is ``hosts: 2, gpus: 8 x
+    h100, network: 8 x 400gbit``, on one line or three.
 
     Args:
         source: The preset or the path.
@@ -50,6 +51,9 @@ def load(source: str | Path, *, nodes: int | None = None, **options: Any) -> Clu
     """
     if isinstance(source, str) and source.endswith(MULTICAST) and not Path(source).exists():
         return load(source.removesuffix(MULTICAST), nodes=nodes, **options).with_multicast()
+    if isinstance(source, str) and description.looks_like(source):
+        check_options(FORMS["description"], options if nodes is None else {**options, "nodes": nodes}, [])
+        return description.read(description.parse(source), name="described")
     head, tail = _split(source)
     given = _parse_tail(tail)
     if nodes is not None:
@@ -104,6 +108,7 @@ READERS: dict[str, Callable[..., Cluster]] = {
     "nvidia_smi": nvidia_smi.read,
     "astra": astra.read,
     "taccl": taccl_json.read,
+    "description": description.read,
 }
 FORMS = {
     "stretto": "a Stretto cluster file",
@@ -111,6 +116,7 @@ FORMS = {
     "nvidia_smi": "an nvidia-smi topology",
     "astra": "an ASTRA-sim network YAML",
     "taccl": "a TACCL topology JSON",
+    "description": "a description such as hosts: 2, gpus: 8 x h100, network: 8 x 400gbit",
 }
 
 
@@ -120,6 +126,8 @@ def _sniff(text: str, where: str) -> tuple[str, Any]:
         return "nccl", nccl_xml.parse(text, where=where)
     if nvidia_smi.looks_like(text):
         return "nvidia_smi", text
+    if description.looks_like(text):
+        return "description", description.parse(text)
     if start.startswith("{"):
         data = parse_json(text, where=where)
     elif len(text) > MAX_YAML_BYTES:
@@ -133,6 +141,8 @@ def _sniff(text: str, where: str) -> tuple[str, Any]:
             return "taccl", data
         if "topology" in data or "npus_count" in data:
             return "astra", data
+        if "gpus" in data:
+            return "description", data
     raise InvalidInput(f"{where}: not a cluster: expected {', '.join(FORMS.values())}")
 
 

@@ -23,6 +23,7 @@ from ..files import convert, parse_json, read_text
 from .messages import (
     MAX_NUMBER,
     PROTOCOL,
+    CapturedStep,
     JobStatus,
     Prepare,
     RankState,
@@ -97,6 +98,12 @@ class Controller:
         """How all jobs are."""
         with self._lock:
             return Status(pid=os.getpid(), jobs=tuple(job.status() for job in self._jobs.values()))
+
+    def captured(self) -> CapturedStep | None:
+        """The recorded step of the job that was heard of last; None while there is none."""
+        with self._lock:
+            found = [job for job in self._jobs.values() if job.captured is not None]
+            return max(found, key=lambda job: job.heard_at).captured if found else None
 
     def job_status(self, name: str) -> JobStatus | None:
         """How one job is; None when it was never heard of."""

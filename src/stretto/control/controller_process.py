@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..children import Child
 from ..errors import InvalidInput, StrettoError
-from .messages import Status, decode, encode
+from .messages import CapturedStep, Status, decode, encode
 from .transport import make_token, read_token
 
 STATUS_EVERY_S = 2.0
@@ -79,6 +79,12 @@ class ControllerProcess:
         self._remember()
         return self._known
 
+    def captured(self) -> CapturedStep | None:
+        """The training step that the job recorded, after `close`; None if it recorded none."""
+        with contextlib.suppress(OSError, StrettoError):
+            return decode((self._folder / "captured").read_bytes(), CapturedStep)
+        return None
+
     def _spawn(self, first_words: int | None = None) -> Child:
         """Start the process; it says whether it listens to the descriptor `first_words`, and closes that."""
         # Standard output is the job's; what a `sitecustomize` of the user's prints there has been printed once already.
@@ -133,10 +139,13 @@ def main(folder: Path, budget_s: float, first_words: int | None = None) -> None:
     _tell(first_words, READY)
     try:
         while not select.select([sys.stdin], [], [], STATUS_EVERY_S)[0]:
-            _write(folder, controller.status())
+            _write(folder, "status", controller.status())
     finally:
         server.close()
-    _write(folder, controller.status())
+    _write(folder, "status", controller.status())
+    captured = controller.captured()
+    if captured is not None:
+        _write(folder, "captured", captured)
     controller.close()
 
 
@@ -146,12 +155,12 @@ def _tell(first_words: int | None, text: str) -> None:
             words.write(text)
 
 
-def _write(folder: Path, status: Status) -> None:
-    part = folder / "status.part"
+def _write(folder: Path, name: str, message: Status | CapturedStep) -> None:
+    part = folder / f"{name}.part"
     # The folder is gone with a `stretto run` that was killed.
     with contextlib.suppress(OSError):
-        part.write_bytes(encode(status))
-        part.rename(folder / "status")
+        part.write_bytes(encode(message))
+        part.rename(folder / name)
 
 
 if __name__ == "__main__":

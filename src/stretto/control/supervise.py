@@ -135,6 +135,11 @@ class SupervisedJob:
         if report.window is not None and name != OWN:
             self._windows[state.rank] = (report.number, report.window)
 
+    @property
+    def captured(self) -> CapturedStep | None:
+        """The recorded step, once rank 0 has sent it."""
+        return self._captured
+
     def wants_captured(self, digest: str) -> bool:
         """Whether the step with this digest has not been seen."""
         return bool(digest) and digest != self._digest

@@ -96,7 +96,7 @@ def load(source: str | Path) -> Workload:
         from . import chakra
 
         return chakra.read(path)
-    if _is_kineto(path):
+    if is_kineto(path):
         from . import kineto
 
         return kineto.read(path)
@@ -170,7 +170,7 @@ def digest(workload: Workload) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _is_kineto(path: Path) -> bool:
+def is_kineto(path: Path) -> bool:
     """Whether a path is a profiler trace, which may be larger than Stretto's own files, compressed, or one file per
     rank.
     """

@@ -32,6 +32,11 @@ def read(path: str | Path, *, peers: Sequence[str | Path] = ()) -> Workload:
     runs from its latest start to its end, and `wait_us` is the rest. Otherwise the shortest of the recorded steps is
     taken, and a note says so. ``docs/traces.md`` lists what is read and what is assumed.
     """
+    return workload_of(path, read_ranks(path, peers=peers))
+
+
+def read_ranks(path: str | Path, *, peers: Sequence[str | Path] = ()) -> dict[int, KinetoRank]:
+    """The traces of all ranks of a job that are given, as `read` takes them, by rank."""
     files = rank_files(path, peers, ENDINGS)
     traces: dict[int, KinetoRank] = {}
     for at, file in enumerate(files):
@@ -39,7 +44,7 @@ def read(path: str | Path, *, peers: Sequence[str | Path] = ()) -> Workload:
         if trace.rank in traces:
             raise InvalidInput(f"{file}: of rank {trace.rank}, like {traces[trace.rank].where}; give each rank once")
         traces[trace.rank] = trace
-    return _workload(Path(path), dict(sorted(traces.items())))
+    return dict(sorted(traces.items()))
 
 
 def _rank_trace(about: Events, fallback_rank: int) -> KinetoRank:
@@ -76,7 +81,9 @@ def _rank_trace(about: Events, fallback_rank: int) -> KinetoRank:
     return trace
 
 
-def _workload(path: Path, traces: dict[int, KinetoRank]) -> Workload:
+def workload_of(source: str | Path, traces: dict[int, KinetoRank]) -> Workload:
+    """The training step of the traces that `read_ranks` returned; `source` gives it its name."""
+    path = Path(source)
     worlds = {trace.world for trace in traces.values()}
     world = max(worlds)
     if any(trace.world != world for trace in traces.values() if trace.calls):

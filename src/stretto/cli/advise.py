@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``stretto advise``: how much of a step waits for communication, and what each change would gain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..advice import StepAdvice
+from ..advice import advise as make_advice
+from ..control.messages import decode_captured
+from ..errors import InvalidInput
+from ..report.advice_html import write_advice_html
+from ..report.advice_text import advice_page
+from ..workload.registry import MODELS
+from .common import out, say
+from .gain import gain_lines
+from .options import BudgetOption, HtmlOption, JsonOption, OptionalCluster, SeedOption
+from .outputs import OutputFiles, output
+from .plan import search_progress
+
+RECORDED = (".json", ".gz", ".yaml", ".yml", ".et")
+"""Endings of traces and workload files; anything else that is no directory is a command."""
+
+
+def advise(
+    step: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TRACE... | MODEL | -- CMD...",
+            help="Profiler traces (one file per rank, or their directory), a model, or what starts a job.",
+        ),
+    ],
+    cluster: OptionalCluster = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.json", callback=output(".json"), help="Write the plan found."),
+    ] = None,
+    html: HtmlOption = None,
+    rows: JsonOption = None,
+    budget: BudgetOption = 20.0,
+    steps: Annotated[
+        int | None, typer.Option(help="Search so many steps instead: then the result depends on the seed alone.")
+    ] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Say how much of a training step waits for communication, and what each change to the job would gain.
+
+    Takes what there is: PyTorch profiler traces, or the command that starts a job on CPUs (gloo), which is then
+    run as by `stretto run`; and a cluster as a preset, NCCL's topology XML, `nvidia-smi topo -m`, or three lines. Every
+    gain is simulated; where nothing is to be gained, it says so.
+
+    \b
+    Examples:
+      stretto advise traces/ -c "hosts: 2, gpus: 8 x h100, network: 8 x 400gbit"
+      stretto advise rank0.json.gz -c topo.xml:4 --html advice.html
+      stretto advise traces/
+      stretto advise gpt:1.3b,ranks=16,device=h100 -c dgx_h100:2
+      stretto advise -- torchrun --nproc-per-node 4 train.py
+    """
+    if _is_recorded(step):
+        with search_progress() as tell:
+            found = make_advice(
+                step[0] if len(step) == 1 else step, cluster, budget_s=budget, steps=steps, seed=seed, progress=tell
+            )
+        _finish(found, plan_file, html, rows)
+        return
+    raise typer.Exit(_of_job(step, cluster, budget, steps, seed, plan_file, html, rows))
+
+
+def _is_recorded(step: list[str]) -> bool:
+    first = step[0]
+    model = first.partition(":")[0].partition(",")[0] in MODELS
+    return model or Path(first).is_dir() or first.endswith(RECORDED)
+
+
+def _of_job(
+    command: list[str], cluster: str | None, budget: float, steps: int | None, seed: int, plan_file: Path | None,
+    html: Path | None, rows: Path | None,
+) -> int:  # fmt: skip
+    """Run the job, then advise on what it recorded; the exit code is the job's."""
+    from .run_job import recorded_run
+
+    code, status, captured = recorded_run(command, budget)
+    if captured is None:
+        why = "two or more ranks on gloo that train for some ten steps are recorded"
+        failed = f"it ended with exit code {code}" if code else why
+        raise InvalidInput(
+            f"{command[0]}: the job recorded no training step ({failed}); for a job on NCCL give its profiler traces "
+            "(docs/traces.md)"
+        )
+    workload, machine = decode_captured(captured)
+    job = status.jobs[-1] if status.jobs else None
+    timing = None if job is None else job.split.unchanged or job.split.backend
+    with search_progress() as tell:
+        found = make_advice(
+            workload, machine if cluster is None else cluster, budget_s=budget, steps=steps, seed=seed, gpu=False,
+            measured_us=timing.median_us if timing is not None else 0.0, progress=tell,
+        )  # fmt: skip
+    for line in [] if job is None else gain_lines(job.split):
+        say(f"stretto: {line}", error=True)
+    _finish(found, plan_file, html, rows)
+    return code
+
+
+def _finish(found: StepAdvice, plan_file: Path | None, html: Path | None, rows: Path | None) -> None:
+    files = OutputFiles()
+    if plan_file is not None and found.plan is None:
+        raise InvalidInput("--output: there is no plan without a cluster and communication")
+    if found.plan is not None:
+        files.write(plan_file, found.plan.save, f"hash {found.plan.plan.hash}")
+    files.write(html, lambda path: write_advice_html(path, found))
+    files.json(rows, found.rows())
+    out().print(advice_page(found))
+    files.tell()

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advice on generated traces: measured waiting, simulated changes, and what is said when nothing is to be gained."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import stretto
+from stretto.advice import StepAdvice, advise
+from stretto.advice.advice import EFFORTS
+from stretto.advice.what_if import as_submitted_us
+from stretto.cli import run
+from stretto.control.messages import Status, encode_captured
+from stretto.errors import InvalidInput
+from stretto.planner.costs.costs import simulated_costs
+from stretto.report.advice_text import advice_page, verdict
+from stretto.units import MB
+from stretto.workload import Dep, Op, Workload
+
+DATA = Path(__file__).parents[1] / "workload" / "data"
+TRACES = [DATA / f"gpu_nccl.{rank}.json" for rank in range(4)]
+SLOW = "hosts: 2, gpus: 2 x a100, network: 25gbit"
+
+
+def ddp_trace(rank: int, *, reduce_us: float, backward_us: float, ranks: int = 4) -> dict[str, Any]:
+    """A rank that computes, reduces 40 MB in two buckets of which the first lies under compute, and updates."""
+    spec = importlib.util.spec_from_file_location("make_traces", DATA / "make_traces.py")
+    assert spec is not None and spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    recorder = maker._Recorder(rank)
+    group = list(range(ranks))
+    step_us = 200 + 2 * backward_us + reduce_us + 50 + max(0.0, reduce_us - backward_us)
+    for step in range(4):
+        t = 1000.0 + step_us * step
+        recorder.span("user_annotation", f"ProfilerStep#{step}", t - 100, step_us - 1, 1)
+        recorder.kernel("forward", t - 90, t, 200.0, 7)
+        recorder.span("cpu_op", "autograd::engine::evaluate_function: MmBackward0", t - 85, 40.0, 2)
+        recorder.kernel("backward_0", t - 80, t + 200, backward_us, 7)
+        calls = [maker._call("allreduce", 5_000_000, 5_000_000, "Float", group, "0", 2 * step + at) for at in range(2)]
+        first = t + 200 + backward_us
+        recorder.collective(calls[0], "ncclDevKernel_AllReduce(a)", t - 75, first, reduce_us, 20)
+        recorder.kernel("backward_1", t - 70, first, backward_us, 7)
+        second = first + max(backward_us, reduce_us)
+        recorder.collective(calls[1], "ncclDevKernel_AllReduce(b)", t - 65, second, reduce_us, 20)
+        for at, call in enumerate(calls):
+            recorder.wait(call, t - 50 + at)
+        recorder.span("user_annotation", "Optimizer.step#SGD.step", t - 40, 10.0, 1)
+        recorder.kernel("update", t - 38, second + reduce_us, 50.0, 7)
+    about = {"backend": "nccl", "rank": rank, "world_size": ranks}
+    return {"distributedInfo": about, "host_name": "one", "traceEvents": recorder.events}
+
+
+def written(folder: Path, **options: float) -> Path:
+    for rank in range(4):
+        (folder / f"rank{rank}.json").write_text(json.dumps(ddp_trace(rank, **options)))  # type: ignore[arg-type]
+    return folder
+
+
+def page(advice: StepAdvice) -> str:
+    console = Console(width=100, highlight=False)
+    with console.capture() as captured:
+        console.print(advice_page(advice))
+    return captured.get()
+
+
+def test_the_waiting_of_a_known_step_is_exact_and_the_model_repeats_it(tmp_path: Path) -> None:
+    found = advise(written(tmp_path, reduce_us=6000.0, backward_us=2000.0), SLOW, steps=30)
+    # 200 + 2 x 2000 + 50 us of compute; the first reduction sticks out by 4000 us, the second one by all of its 6000.
+    assert found.measured and found.step_us == pytest.approx(14250.0)
+    assert found.waits_us == pytest.approx(10000.0) and found.waits_share == pytest.approx(10000 / 14250)
+    assert found.model_us == pytest.approx(14250.0, rel=1e-3)
+    assert found.confidence == "high"
+    assert found.compute_us <= found.bound_us * (1 + 1e-9) <= found.model_us * (1 + 1e-9)
+
+
+def test_every_gain_is_a_simulated_step_over_the_step_as_it_is(tmp_path: Path) -> None:
+    found = advise(written(tmp_path, reduce_us=6000.0, backward_us=2000.0), SLOW, steps=30)
+    assert [change.effort for change in found.changes] == sorted(
+        (change.effort for change in found.changes), key=EFFORTS.index
+    )
+    assert {change.effort for change in found.changes} == set(EFFORTS)
+    for change in found.changes:
+        assert change.gain == pytest.approx(found.model_us / change.step_us)
+        assert change.worthwhile == (change.step_us <= 0.97 * found.model_us)
+        assert "STEP" not in change.how and "CLUSTER" not in change.how
+    plan = next(change for change in found.changes if change.effort == "plan")
+    tuner = next(change for change in found.changes if change.effort == "tuner")
+    assert found.bound_us <= plan.step_us * (1 + 1e-9)
+    assert plan.step_us <= found.model_us * (1 + 1e-9)
+    assert tuner.step_us >= plan.step_us * (1 - 1e-9)
+    assert found.plan is not None and found.plan.plan.iteration_us <= plan.step_us * (1 + 1e-9)
+
+
+def test_where_compute_hides_communication_it_says_that_nothing_is_to_be_gained(tmp_path: Path) -> None:
+    found = advise(written(tmp_path, reduce_us=20.0, backward_us=9000.0), SLOW, steps=30)
+    assert found.best is None
+    assert verdict(found).startswith("Nothing is to be gained: no plan can save more than 0.")
+    assert "Nothing is to be gained" in page(found)
+
+
+def test_a_network_that_is_slower_than_described_is_a_finding(tmp_path: Path) -> None:
+    folder = written(tmp_path, reduce_us=6000.0, backward_us=2000.0)
+    found = advise(folder, "hosts: 2, gpus: 2 x a100, network: 2 x 400gbit", steps=30)
+    (finding,) = [change for change in found.changes if change.diagnosis]
+    ((_, factor),) = found.factors
+    assert factor > 10 and finding.gain > 1.5
+    assert found.best is not finding
+    assert "Look into the network" in verdict(found)
+
+
+def test_late_ranks_are_told_apart(tmp_path: Path) -> None:
+    for rank in range(4):
+        trace = ddp_trace(rank, reduce_us=4000.0, backward_us=1000.0)
+        for each in trace["traceEvents"] if rank == 0 else ():
+            if each["name"].startswith("ncclDevKernel"):
+                # The first rank comes to every call after three quarters of it, for which all others wait.
+                each["ts"], each["dur"] = each["ts"] + 3000.0, each["dur"] - 3000.0
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(trace))
+    found = advise(tmp_path)
+    # Three ranks of four wait 3000 of 4000 us in every call: 9000 of the 13000 us that all spend there.
+    assert found.late_share == pytest.approx(9 / 13, abs=0.01)
+    assert "even out their work first" in page(found)
+
+
+def test_without_a_cluster_only_what_was_measured_is_said() -> None:
+    found = stretto.advise(TRACES[0])
+    assert (found.step_us, found.waits_us, found.changes, found.plan) == (600.0, 106.0, (), None)
+    assert {one.what: one.known for one in found.inputs}["cluster"] == "missing"
+    assert "Give a cluster" in verdict(found)
+
+
+def test_a_model_is_compared_with_its_other_parallelisms() -> None:
+    found = advise("gpt:125m,ranks=4,device=a100", SLOW, steps=20, budget_s=60.0)
+    names = {change.name for change in found.changes if change.effort == "parallelism"}
+    assert {"mode=zero3", "tensor=2"} <= names
+    assert not found.measured and found.confidence == "low"
+
+
+def test_a_step_without_communication_gains_nothing() -> None:
+    alone = Workload(name="alone", num_ranks=2, ops=(Op(name="work", duration_us=10.0),))
+    assert "nothing to gain" in verdict(advise(alone, SLOW))
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        ([], {}, "step: is empty"),
+        ("no_such.json", {}, "no_such.json"),
+        ("gpt:9x", {}, "unknown variant"),
+        ("gpt:125m,ranks=4", {"cluster": "dgx9"}, "unknown preset"),
+        ("gpt:125m,ranks=64", {"cluster": SLOW}, "do not fit"),
+        ("gpt:125m,ranks=4", {"cluster": SLOW, "budget_s": 0.0}, "budget_s"),
+        ("gpt:125m,ranks=4", {"measured_us": -1.0}, "measured_us"),
+        ("gpt:125m,ranks=4", {"seed": -1}, "seed"),
+    ],
+)
+def test_wrong_inputs_are_one_line(step: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        advise(step, **options)
+
+
+def test_the_command_prints_one_page_and_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / f"advice.{name}" for name in ("json", "html")}
+    where = ["--json", str(files["json"]), "--html", str(files["html"]), "-o", str(tmp_path / "plan.json")]
+    code = run(["advise", *map(str, TRACES), "-c", "dgx_a100:1", "--steps", "20", *where])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert "17.7% of the step" in printed.out and "confidence:" in printed.out
+    rows = json.loads(files["json"].read_text())
+    assert rows["waits_us"] == 106.0 and {row["effort"] for row in rows["changes"]} == set(EFFORTS)
+    text = files["html"].read_text()
+    assert "What to do" in text and "aria-label" in text and len(text) < 100_000
+    assert stretto.Plan.load(tmp_path / "plan.json").workload == "gpu_nccl"
+    assert len(printed.out.splitlines()) < 66
+
+
+def test_a_job_is_recorded_and_advised_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Workload(
+        name="job",
+        num_ranks=2,
+        ops=(
+            Op(name="work", duration_us=1000.0, after=(Dep(op="update", lag=1),)),
+            Op(name="sum", kind="all_reduce", nbytes=10 * MB, after=(Dep(op="work"),), duration_us=4000.0),
+            Op(name="update", phase="update", duration_us=10.0, after=(Dep(op="sum"),)),
+        ),
+    )
+    machine = stretto.Cluster.preset("ring", nodes=2)
+    seen: list[list[str]] = []
+
+    def recorded(command: list[str], budget: float) -> Any:
+        seen.append(command)
+        captured = encode_captured(step, machine) if "train" in command else None
+        return (7 if "fails" in command else 0), Status(pid=1, jobs=()), captured
+
+    monkeypatch.setattr("stretto.cli.run_job.recorded_run", recorded)
+    assert run(["advise", "--steps", "10", "--", "python", "train", "--json", "x"]) == 0
+    assert seen == [["python", "train", "--json", "x"]]
+    assert "a plan for every collective" in capsys.readouterr().out
+    assert run(["advise", "--steps", "10", "--", "python", "train", "fails"]) == 7
+    capsys.readouterr()
+    assert run(["advise", "--", "python", "nothing"]) == 2
+    assert "recorded no training step" in capsys.readouterr().err
+
+
+def test_the_model_of_a_step_as_it_is_is_plain_fifo() -> None:
+    step = Workload.load("resnet:50,ranks=4")
+    cluster = stretto.Cluster.load(SLOW)
+    fifo = stretto.plan(step, cluster, steps=5, systems=("fifo",)).baselines_us["fifo"]
+    assert as_submitted_us(step, cluster, simulated_costs(cluster)).period_us == pytest.approx(fifo)
