@@ -445,8 +445,8 @@ def _refuse_caps(cluster: Cluster, links: NDArray[np.integer]) -> None:
 
 
 def _unique(key: NDArray[np.int64], limit: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """The distinct keys and the index of each key among them, as `np.unique`, without sorting for small `limit`."""
-    if limit > 1 << 24:
+    """The distinct keys and the index of each key among them, as of `np.unique`; not sorted if `limit` is small."""
+    if limit > 1 << 24 or limit > 64 * len(key) + 4096:
         values, inverse = np.unique(key, return_inverse=True)
         return values, inverse.astype(np.int32)
     used = np.zeros(limit, np.bool_)

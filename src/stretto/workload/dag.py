@@ -173,9 +173,13 @@ class Workload:
     def places(self) -> tuple[Place, ...]:
         """The classes of ranks that no op distinguishes; a send distinguishes its sources from its destinations."""
         marks: list[list[tuple[int, float]]] = [[] for _ in range(self.num_ranks)]
+        seen: set[tuple[object, ...]] = set()
         for at, op in enumerate(self.ops):
-            if not _named(op) and not op.durations_us:
+            # Micro-batches and layers repeat groups and ranks, mostly as the same objects: the first of each counts.
+            key = (op.kind == "send", id(_named(op)), id(op.durations_us))
+            if key in seen or not (_named(op) or op.durations_us):
                 continue
+            seen.add(key)
             if op.kind == "send":
                 for source, target in op.groups:
                     marks[source].append((at, 0.0))
@@ -197,11 +201,15 @@ class Workload:
     def op_places(self) -> tuple[tuple[int, ...], ...]:
         """For each op, the places (by their position in `places`) that take part in it."""
         place_of = {rank: at for at, place in enumerate(self.places) for rank in place.ranks}
-        known: dict[tuple[object, ...], tuple[int, ...]] = {(): tuple(range(len(self.places)))}
+        known: dict[int, tuple[int, ...]] = {}
+        alike: dict[tuple[object, ...], tuple[int, ...]] = {(): tuple(range(len(self.places)))}
         for op in self.ops:
-            if _named(op) not in known:
-                known[_named(op)] = tuple(sorted({place_of[rank] for rank in self.ranks_of(op)}))
-        return tuple(known[_named(op)] for op in self.ops)
+            named = _named(op)
+            if id(named) not in known:
+                if named not in alike:
+                    alike[named] = tuple(sorted({place_of[rank] for rank in self.ranks_of(op)}))
+                known[id(named)] = alike[named]
+        return tuple(known[id(_named(op))] for op in self.ops)
 
     @cached_property
     def op_durations_us(self) -> tuple[tuple[float, ...], ...]:
@@ -241,13 +249,14 @@ def _validate(workload: Workload) -> None:
     if not 0 <= workload.samples < 1e18:
         raise InvalidInput(f"samples: must be a number >= 0, not {workload.samples!r}")
     seen: set[str] = set()
+    checked: set[tuple[str, int]] = set()
     for at, op in enumerate(workload.ops):
         if not op.name:
             raise InvalidInput(f"ops[{at}].name: must not be empty")
         if op.name in seen:
             raise InvalidInput(f"ops[{at}].name: {op.name!r} is there twice")
         seen.add(op.name)
-        _check_op(op, workload.num_ranks, f"ops[{at}] ({op.name})")
+        _check_op(op, workload.num_ranks, f"ops[{at}] ({op.name})", checked)
     for at, op in enumerate(workload.ops):
         for number, dep in enumerate(op.after):
             where = f"ops[{at}] ({op.name}).after[{number}]"
@@ -260,14 +269,17 @@ def _validate(workload: Workload) -> None:
     _check_order(workload)
 
 
-def _check_op(op: Op, num_ranks: int, where: str) -> None:
+def _check_op(op: Op, num_ranks: int, where: str, checked: set[tuple[str, int]]) -> None:
+    """Check an op by itself; ranks and groups that are in `checked`, by kind and identity, are known to be right."""
     if op.kind != COMPUTE and op.kind not in COMM_KINDS:
         raise InvalidInput(f"{where}.kind: {unknown('kind', op.kind, (COMPUTE, *COMM_KINDS))}")
     for key in ("duration_us", "nbytes", "wait_us"):
         value = getattr(op, key)
         if not 0 <= value < 1e18:
             raise InvalidInput(f"{where}.{key}: must be a number >= 0, not {value!r}")
-    _check_ranks(op.ranks, num_ranks, f"{where}.ranks")
+    if (COMPUTE, id(op.ranks)) not in checked:
+        _check_ranks(op.ranks, num_ranks, f"{where}.ranks")
+        checked.add((COMPUTE, id(op.ranks)))
     if not op.is_comm:
         if op.nbytes or op.groups or op.rank_nbytes:
             raise InvalidInput(f"{where}: a compute-op has no nbytes and no groups")
@@ -281,6 +293,18 @@ def _check_op(op: Op, num_ranks: int, where: str) -> None:
     if not op.nbytes > 0:
         raise InvalidInput(f"{where}.nbytes: must be > 0 for a comm-op, not {op.nbytes:g}")
     _check_sizes(op, num_ranks, where)
+    if (op.kind, id(op.groups)) not in checked:
+        _check_groups(op, num_ranks, where)
+        checked.add((op.kind, id(op.groups)))
+    if op.kind in ROOTED:
+        size = min((len(group) for group in op.groups), default=num_ranks)
+        if not 0 <= op.root < size:
+            raise InvalidInput(f"{where}.root: must be a position 0..{size - 1} in the group, not {op.root}")
+    if not op.groups and (num_ranks < 2 or op.kind == "send"):
+        raise InvalidInput(f"{where}.groups: {'a send' if op.kind == 'send' else 'a comm-op of one rank'} needs groups")
+
+
+def _check_groups(op: Op, num_ranks: int, where: str) -> None:
     taken: set[int] = set()
     for number, group in enumerate(op.groups):
         _check_ranks(group, num_ranks, f"{where}.groups[{number}]")
@@ -290,11 +314,6 @@ def _check_op(op: Op, num_ranks: int, where: str) -> None:
         if not taken.isdisjoint(group):
             raise InvalidInput(f"{where}.groups[{number}]: rank {min(taken & set(group))} is in two groups")
         taken.update(group)
-    size = min((len(group) for group in op.groups), default=num_ranks)
-    if op.kind in ROOTED and not 0 <= op.root < size:
-        raise InvalidInput(f"{where}.root: must be a position 0..{size - 1} in the group, not {op.root}")
-    if not op.groups and (num_ranks < 2 or op.kind == "send"):
-        raise InvalidInput(f"{where}.groups: {'a send' if op.kind == 'send' else 'a comm-op of one rank'} needs groups")
 
 
 def _check_sizes(op: Op, num_ranks: int, where: str) -> None:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import time
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 from ...cluster import Cluster
 from ...errors import Infeasible, InvalidInput
 from ...workload import Op, Workload
-from ..costs.channels import Binding, bindings_for
+from ..costs.channels import Binding, bindings, bindings_for
 from ..costs.costs import (
     Bounding,
     Cost,
@@ -70,11 +71,16 @@ def problem(
     alike: dict[tuple[object, ...], list[Op]] = {}
     for op in workload.comm_ops:
         alike.setdefault((op.kind, workload.groups_of(op), op.nbytes, op.root, op.at_most), []).append(op)
-    turns = list(alike.values())
+    twins = _Twins(workload, cluster, model)
+    copies = {ops[0].name: twins.first(ops[0]) for ops in alike.values()}
+    turns = [ops for ops in alike.values() if copies[ops[0].name] is ops[0]]
     made: dict[str, tuple[Option, ...]] = {}
     if until is not None:
         made = {ops[0].name: (menu.default(ops[0], workload),) for ops in turns}
-        turns.sort(key=lambda ops: -len(ops) * made[ops[0].name][0].total_us)
+        count: dict[str, int] = {}
+        for ops in alike.values():
+            count[copies[ops[0].name].name] = count.get(copies[ops[0].name].name, 0) + len(ops)
+        turns.sort(key=lambda ops: -count[ops[0].name] * made[ops[0].name][0].total_us)
     late = 0
     for number, (first, *_) in enumerate(turns):
         if until is not None and time.monotonic() > until:
@@ -83,12 +89,56 @@ def problem(
             made[first.name] = options(first, workload, cluster, model, menu=menu, until=until)
         if progress is not None:
             progress((number + 1) / len(turns))
+    for name, first in copies.items():
+        if name not in made:
+            made[name] = twins.options(made[first.name], first, workload.op(name))
     found = {op.name: made[ops[0].name] for ops in alike.values() for op in ops}
     how, notes = _sources([made[first.name] for first, *_ in alike.values()], cluster, model)
     if late:
         notes += (f"costs: {late} of {len(turns)} kinds of comm-ops have their default option only, for want of time",)
     found = with_shared_links(workload, found, partial(_loads, costs=simulator_of(model)))
     return PlanProblem(workload=workload, options=found, costs=how, notes=(*cluster.notes, *notes))
+
+
+class _Twins:
+    """Comm-ops whose groups are images of each other, as in stages of a pipeline: one is costed for all."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, model: CostModel) -> None:
+        self._workload, self._cluster = workload, cluster
+        self._costs = model if isinstance(model, SimulatedCosts) and model.library_only else None
+        self._channels = tuple(dict.fromkeys([cluster.channels, *(b.channels for b in bindings(cluster))]))
+        self._first: dict[tuple[object, ...], Op] = {}
+        self._rewrites: dict[str, list[Rewrite]] = {}
+
+    def first(self, op: Op) -> Op:
+        """The first comm-op of which this one is an image."""
+        if self._costs is None:
+            return op
+        # Groups must be images whatever channels a binding takes.
+        groups = self._workload.groups_of(op)
+        names = tuple(dict.fromkeys(self._costs.renamed(groups, channels).groups for channels in self._channels))
+        return self._first.setdefault((op.kind, names, op.nbytes, op.root, op.at_most), op)
+
+    def options(self, made: tuple[Option, ...], first: Op, op: Op) -> tuple[Option, ...]:
+        """The options of a comm-op, from those of the one that it is an image of."""
+        if first.name not in self._rewrites:
+            self._rewrites[first.name] = self._written(first)
+        theirs, mine = self._rewrites[first.name], self._written(op)
+        own = {(a.text, a.steps): b for a, b in zip(theirs, mine, strict=True)}
+
+        def moved(task: MotifTask, stage: MotifStage) -> MotifTask:
+            motion = replace(task.motion, groups=stage.groups) if task.motion is not None else None
+            return replace(task, motif=stage.motif, motion=motion)
+
+        found = []
+        for option in made:
+            rewrite = own[option.expression, option.rules]
+            tasks = tuple(moved(task, stage) for task, stage in zip(option.tasks, rewrite.stages, strict=True))
+            found.append(replace(option, expression=rewrite.text, tasks=tasks))
+        return tuple(found)
+
+    def _written(self, op: Op) -> list[Rewrite]:
+        return list(rewrites(op, self._workload.groups_of(op), self._cluster))
 
 
 def _loads(task: MotifTask, costs: SimulatedCosts) -> LinkLoads | None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cluster import Cluster
+from ...cluster.alike_hosts import HostSymmetry, Renaming
 from ...cluster.model import LARGE_MESSAGE
 from ...errors import Infeasible, InvalidInput
 from ...programs import Program
@@ -212,13 +213,39 @@ class SimulatedCosts:
         """The number of simulations run so far."""
         self._providers = tuple(providers)
         self._cpu_reduce = cpu_reduce_us_per_mb
+        self._renamings: dict[tuple[tuple[tuple[int, ...], ...], tuple[str, ...]], Renaming] = {}
         self._parts: dict[tuple[str, ...], Cluster] = {}
         self._named: dict[tuple[str, ...], str] = {}
+        self._images: dict[Motion, Motion] = {}
         self._programs: dict[tuple[Motion, str, float], Program] = {}
         self._runs: dict[tuple[Motion, str, float], tuple[_Run, ...]] = {}
         self._least: dict[tuple[Motion, str], float] = {}
         self._loads: dict[tuple[Motion, str, float], LinkLoads] = {}
         self._times: dict[tuple[Motion, str, float], float] = {}
+
+    @cached_property
+    def symmetry(self) -> HostSymmetry:
+        """The hosts that can change places: a motif is costed once for all its images."""
+        return HostSymmetry(self.cluster)
+
+    @property
+    def library_only(self) -> bool:
+        """Whether all algorithms are the library's, so that images of a motif have the same algorithms."""
+        return not self._providers
+
+    def renamed(self, groups: tuple[tuple[int, ...], ...], channels: tuple[str, ...]) -> Renaming:
+        """The groups with the names of the first hosts alike; images of each other get the same names."""
+        key = (groups, channels)
+        if key not in self._renamings:
+            self._renamings[key] = self.symmetry.renamed(groups, channels)
+        return self._renamings[key]
+
+    def _image(self, motion: Motion) -> Motion:
+        """The motion that stands for this one and all its images."""
+        if motion not in self._images:
+            groups = self.renamed(motion.groups, motion.channels).groups
+            self._images[motion] = motion if groups == motion.groups else replace(motion, groups=groups)
+        return self._images[motion]
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
         """The library's algorithms for the size of the groups, then those of the providers."""
@@ -262,6 +289,7 @@ class SimulatedCosts:
         """
         if algorithm not in library(motion.ask()):
             return 0.0
+        motion = self._image(motion)
         key = (motion, algorithm)
         if key not in self._least:
             try:
@@ -288,7 +316,14 @@ class SimulatedCosts:
         Raises:
             InvalidInput: the algorithm is unknown or not defined for the motif.
         """
-        key = (motion, algorithm, 0.0 if algorithm in library(motion.ask()) else nbytes)
+        known = algorithm in library(motion.ask())
+        key = (motion, algorithm, 0.0 if known else nbytes)
+        image = self._image(motion) if known else motion
+        if image != motion:
+            found = self.link_loads(image, nbytes, algorithm)
+            links = self.symmetry.links(found.links, self.renamed(motion.groups, motion.channels))
+            sort = np.argsort(links)
+            return LinkLoads(links=links[sort].astype(np.int32), us_per_byte=found.us_per_byte[sort])
         if key not in self._loads:
             part = self.part(motion)
             programs = [self.program(motion, nbytes, algorithm, at) for at in range(len(motion.groups))]
@@ -299,10 +334,14 @@ class SimulatedCosts:
                     return self._loads[key]
             us_per_byte = np.sum([run.link_us(nbytes) for run in runs], axis=0) / nbytes
             used = np.flatnonzero(us_per_byte)
-            mine = [self.cluster.channels.index(channel) for channel in part.channels]
-            number = np.flatnonzero(np.isin(self.cluster.link_channel, mine))
+            number = self._link_numbers(part)
             self._loads[key] = LinkLoads(links=number[used].astype(np.int32), us_per_byte=us_per_byte[used])
         return self._loads[key]
+
+    def _link_numbers(self, part: Cluster) -> NDArray[np.int64]:
+        """The links of a part of the cluster by their numbers in the whole."""
+        mine = [self.cluster.channels.index(channel) for channel in part.channels]
+        return np.flatnonzero(np.isin(self.cluster.link_channel, mine))
 
     def program(self, motion: Motion, nbytes: float, algorithm: str, at: int = 0) -> Program:
         """The verified program that one of the groups runs.
@@ -348,6 +387,8 @@ class SimulatedCosts:
         return {name: make for one in self._providers for name, make in one(motion.ask(), part, nbytes).items()}
 
     def _time(self, motion: Motion, algorithm: str, nbytes: float) -> float:
+        if algorithm in library(motion.ask()):
+            motion = self._image(motion)
         key = (motion, algorithm, nbytes)
         if key not in self._times:
             self._times[key] = self._simulate(motion, algorithm, nbytes)
@@ -371,6 +412,10 @@ class SimulatedCosts:
     def _contending(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[_Run, ...]:
         """The programs to simulate: those of all groups merged, or, if groups share no link, one of each sort."""
         part = self.part(motion)
+        if len(motion.groups) > 1 and algorithm in library(motion.ask()):
+            apart = self._apart(motion, algorithm, nbytes)
+            if apart:
+                return apart
         programs = [self.program(motion, nbytes, algorithm, at) for at in range(len(motion.groups))]
         made = [_Run(program=program, part=part) for program in programs]
         used = [run.links(nbytes) for run in made]
@@ -383,6 +428,23 @@ class SimulatedCosts:
                 return tuple(dict(zip(keys, made, strict=True)).values())
         one, _ = together([ConcurrentProgram(program=program, nbytes=nbytes) for program in programs], part)
         return (_Run(program=one, part=part),)
+
+    def _apart(self, motion: Motion, algorithm: str, nbytes: float) -> tuple[_Run, ...]:
+        """If groups share no link, one program for all groups that are images of each other; else nothing."""
+        part = self.part(motion)
+        number = self._link_numbers(part)
+        made: dict[tuple[tuple[int, ...], ...], tuple[_Run, NDArray[np.int64]]] = {}
+        used: list[NDArray[np.int64]] = []
+        for group in motion.groups:
+            renaming = self.renamed((group,), motion.channels)
+            if renaming.groups not in made:
+                run = _Run(program=self.program(replace(motion, groups=renaming.groups), nbytes, algorithm), part=part)
+                if run.varies:
+                    return ()
+                made[renaming.groups] = run, number[run.links(nbytes)]
+            used.append(self.symmetry.links(made[renaming.groups][1], renaming))
+        every = np.concatenate(used)
+        return tuple(run for run, _ in made.values()) if len(np.unique(every)) == len(every) else ()
 
     @staticmethod
     def _shape(program: Program) -> bytes:

@@ -95,7 +95,7 @@ class OpCollector:
         Raises:
             InvalidInput: the model has too many ops.
         """
-        whole = not groups or groups == (tuple(range(self.num_ranks)),)
+        whole = not groups or (len(groups[0]) == self.num_ranks and groups == (tuple(range(self.num_ranks)),))
         size = self.num_ranks if whole else len(groups[0])
         if size < 2 or not nbytes:
             self._skipped[name] = _deps(after)

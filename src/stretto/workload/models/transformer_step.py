@@ -114,6 +114,8 @@ class StageLayers:
         each = shape.layers // shape.pipeline
         self.layers = range(at * each, (at + 1) * each)
         self.first, self.last = at == 0, at == shape.pipeline - 1
+        self.pairs: dict[int, Groups] = {}
+        """The groups of sends to each neighbor; ops of all micro-batches share them."""
         self.dense = self._dense()
         self.experts = self._experts() if any(shape.is_moe(layer) for layer in self.layers) else None
 
@@ -295,7 +297,8 @@ class StageLayers:
         return self.steps.comm(name, "all_to_all", nbytes, after, phase=phase, groups=groups, encoding="fp16")
 
     def _send(self, what: str, source: int, target: int, micro: int, after: list[str], phase: str) -> None:
-        theirs = self.step.stages[target].ranks
+        if target not in self.pairs:
+            self.pairs[target] = tuple(zip(self.ranks, self.step.stages[target].ranks, strict=True))
         nbytes = self.step.activation_bytes / (self.shape.tensor if self.shape.sequence_parallel else 1)
         self.steps.comm(
             self._name(what, source, micro, "s"),
@@ -303,7 +306,7 @@ class StageLayers:
             nbytes,
             after,
             phase=phase,
-            groups=tuple(zip(self.ranks, theirs, strict=True)),
+            groups=self.pairs[target],
             encoding="fp16",
         )
 
