@@ -12,8 +12,11 @@ from stretto.lab.layout import LabLayout
 from stretto.programs.lower import lower
 from stretto.programs.streams import InstructionStreams
 from stretto.runtime.executor.executor import far_bytes
-from stretto.runtime.torch_backend.prediction import WINDOW, predict, repeated, slices_of
+from stretto.runtime.torch_backend.prediction import predict
+from stretto.simulator.priced import repeated, slices_of
+from stretto.simulator.runtimes import PRESETS
 
+WINDOW = PRESETS["executor"].window
 LAB = LabLayout.of(hosts=2, ranks_per_host=2, uplinks={"eth": "200mbit"}).cluster()
 
 

@@ -100,6 +100,11 @@ class Lowered:
         """One more than the largest channel: channels are numbered 0..num_channels-1."""
         return int(self.tb_channel.max(initial=0)) + 1
 
+    @property
+    def max_chunks(self) -> int:
+        """The most chunks that one message carries."""
+        return int(self.count[self.op != NOP].max(initial=1))
+
     def verify(self) -> VerificationReport:
         """Prove that the streams do what the collective asks; raises `VerificationError` if not."""
         return self._report

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,29 @@ from .. import _native
 from ..cluster import Cluster
 from ..cluster.symmetry import link_orbits
 from ..errors import InvalidInput, unknown
+from ..late import LateFunction
 from ..programs import Lowered, Program, SymmetricProgram
 from ..programs.ir import check_table
 from ..units import MB, format_bytes
 from .messages import MessageGraph
+from .runtimes import Runtime
 from .timeline import Timeline
 
 CONTENTION = ("fifo", "fair")
 ALPHA = ("pipelined", "blocking")
 MAX_CONNECTIONS = 1 << 28
+SIMULATE_PRICED: LateFunction[
+    [
+        Program | SymmetricProgram | Lowered,
+        Cluster,
+        float,
+        Runtime | str | Path,
+        str | None,
+        str,
+        Iterable[str] | None,
+    ],
+    Timeline,
+] = LateFunction("simulator.priced.simulate_priced")
 
 Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
 """Rows of variable length: row i is ``values[ptr[i]:ptr[i+1]]``."""
@@ -38,6 +53,7 @@ def simulate(
     contention: str | None = None,
     alpha: str = "pipelined",
     channels: Iterable[str] | None = None,
+    runtime: Runtime | str | Path | None = None,
 ) -> Timeline:
     """Run a program on a cluster link by link, and say how long it takes and why.
 
@@ -55,6 +71,8 @@ def simulate(
         alpha: "pipelined" (latency delays arrival only) or "blocking" (the link is taken for the latency too; with fair
             sharing the flow then starts after it).
         channels: The channels whose links routes may use; all when not given.
+        runtime: The price list of the runtime that is to run it, or its name or file: a program is then lowered, and
+            its spans are instructions. By default links alone are charged.
 
     Returns:
         The timeline, with the load of each link and the critical path.
@@ -70,6 +88,8 @@ def simulate(
     """
     if not (np.isfinite(nbytes) and nbytes > 0):
         raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
+    if runtime is not None:
+        return SIMULATE_PRICED(program, cluster, nbytes, runtime, contention, alpha, channels)
     contention = _physics(cluster, contention, alpha)
     program.verify()
     moves = MessageGraph.of(program) if isinstance(program, Lowered) else program

@@ -21,7 +21,7 @@ from ...programs.lowered import Lowered
 from .forks import Home, abandon_in_children, keep_forever
 from .handshake import OutOfResources
 from .join import Exchange, JoinedDescriptors, host_key, join
-from .load import SHARED_MEMORY, max_chunks, sized_by_call, tables
+from .load import SHARED_MEMORY, sized_by_call, tables
 
 if TYPE_CHECKING:
     from ... import _executor
@@ -527,7 +527,7 @@ def far_bytes(lowered: Lowered) -> int:
     >>> [far_bytes(lower(algorithm(*what, 8))) >> 10 for what in (("pairwise", "all_to_all"), ("ring", "all_reduce"))]
     [64, 64]
     """
-    return min(FAR_BYTES * max_chunks(lowered), MOST_FAR_BYTES)
+    return min(FAR_BYTES * lowered.max_chunks, MOST_FAR_BYTES)
 
 
 def load_native() -> Any:

@@ -125,13 +125,8 @@ def signature(x: Lowered, ranks: Sequence[int], message_bytes: int) -> int:
 
 def sized_by_call(x: Lowered) -> bool:
     """Whether sizes may come with each call: every piece goes straight from its rank to where it belongs."""
-    straight = not x.scratch.any() and bool(np.all(x.dep_tb < 0)) and max_chunks(x) == 1
+    straight = not x.scratch.any() and bool(np.all(x.dep_tb < 0)) and x.max_chunks == 1
     return x.collective.kind == "all_to_all_v" and x.collective.chunks == 1 and not x.collective.in_place and straight
-
-
-def max_chunks(x: Lowered) -> int:
-    """The most chunks that one message carries."""
-    return int(x.count[x.op != NOP].max(initial=1))
 
 
 def tables(
@@ -188,7 +183,7 @@ def tables(
         "chunks_per_shard": chunks,
         "num_chunks": len(own) if by_call else c.num_chunks,
         "scratch": int(x.scratch[me]),
-        "max_count": max_chunks(x),
+        "max_count": x.max_chunks,
         "message_bytes": message_bytes,
         "in_place": c.in_place,
         "combining": c.combining,

@@ -30,9 +30,10 @@ from ...programs import Lowered, Program
 from ...programs.formats import load_program
 from ...programs.lower import lower
 from ...simulator import simulate
+from ...simulator.priced import slices_of
 from ...units import format_us
 from ..executor.executor import far_bytes
-from .prediction import predict, slices_of
+from .prediction import predict
 
 SMALLEST_BYTES = 256
 """Up to this size all calls are alike."""
@@ -216,10 +217,11 @@ class Selector:
         length = far_bytes(lowered) * -(-slices_of(lowered, nbytes, far_bytes(lowered)) // MAX_SLICES)
         prediction = predict(lowered, cluster, nbytes=nbytes, message_bytes=length)
         host = cluster.node_host[list(program.collective.ranks)]
-        src, dst, times = prediction.src, prediction.dst, prediction.times
+        src, dst = prediction.src, prediction.dst
         far = host[src] != host[dst]
         connections = len(np.unique(src[far].astype(np.int64) * len(host) + dst[far]))
-        flows = float((times.end_us - times.start_us)[far].sum()) / prediction.total_us
+        took = prediction.message_end_us - prediction.message_start_us
+        flows = float(took[far].sum()) / prediction.total_us
         return _Timed(
             program=program,
             total_us=prediction.total_us,

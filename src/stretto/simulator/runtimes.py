@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Runtime`: what a runtime asks for each instruction of a lowered program, beside what the links take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from ..errors import InvalidInput, unknown
+from ..files import convert, parse_yaml, plain, read_text, write_file
+from ..programs.lowered import OPS
+from ..units import is_number
+
+VERSION = 1
+MAX_FILE_BYTES = 1 << 20
+WORK = ("copy", "reduce", "put", "receive")
+"""What one block does with bytes: copy inside a rank, add to what is there, write to a peer, take out of a slot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """How messages of one protocol travel.
+
+    `bytes_factor` is what a byte of data takes on the wire (2 where every word carries a flag), `signal_us` the time
+    from the last byte's arrival until the receiver goes on.
+    """
+
+    bytes_factor: float = 1.0
+    signal_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        _number("bytes_factor", self.bytes_factor, least=1.0)
+        _number("signal_us", self.signal_us)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The price list of a runtime: what instructions, hand-overs and signals cost, and what one block moves.
+
+    Links are the cluster's. A runtime adds what happens between them: a program of a thousand pieces can be optimal on
+    the links and slow on the machine. `simulate(..., runtime=)` times a lowered program with it, threadblock by
+    threadblock. All prices default to nothing, so that ``Runtime(name="network")`` is the links alone.
+    """
+
+    name: str
+    launch_us: float = 0.0
+    """From the call until the first instruction of every threadblock runs."""
+    instruction_us: Mapping[str, float] = field(default_factory=dict)
+    """What an instruction of each kind costs whatever its size; kinds as in `Lowered`, such as ``s`` and ``rrc``."""
+    handover_us: float = 0.0
+    """What an instruction costs in addition where it waits for another threadblock of its rank."""
+    block_gb_per_s: Mapping[str, float] = field(default_factory=dict)
+    """What one threadblock moves: copy, reduce, put, receive; ``reduce:float16`` for one type. Left out: no limit."""
+    holds_block: bool = False
+    """Whether a threadblock goes on only once its message has left (it moves the bytes itself)."""
+    window: int = 0
+    """How many messages of a connection may be under way before the first of them has been used; 0: no limit."""
+    slice_bytes: int = 0
+    """Longer messages are cut, and the whole streams run slice behind slice; 0: they are not."""
+    max_blocks: int = 0
+    """The most threadblocks of a rank that run side by side; 0: no limit."""
+    contention: Literal["fifo", "fair"] | None = None
+    """How its messages share links, where that is the runtime's doing; None: the cluster's default."""
+    protocols: Mapping[str, Protocol] = field(default_factory=lambda: {"Simple": Protocol()})
+    notes: tuple[str, ...] = ()
+    """Where the figures are from."""
+
+    def __post_init__(self) -> None:
+        for key in ("launch_us", "handover_us"):
+            _number(key, getattr(self, key))
+        for key in ("window", "slice_bytes", "max_blocks"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidInput(f"{key}: must be a whole number >= 0, not {value!r}")
+        for kind, price in self.instruction_us.items():
+            if kind not in OPS:
+                raise unknown("kind of instruction in instruction_us", kind, OPS)
+            _number(f"instruction_us.{kind}", price)
+        for work, rate in self.block_gb_per_s.items():
+            base, _, dtype = work.partition(":")
+            if base not in WORK or (dtype and base != "reduce"):
+                raise unknown("work in block_gb_per_s", work, (*WORK, "reduce:TYPE"))
+            if not is_number(rate) or not 0 < rate < inf:
+                raise InvalidInput(f"block_gb_per_s.{work}: must be a number > 0, not {rate!r}")
+        if self.contention not in (None, "fifo", "fair"):
+            raise unknown("contention", str(self.contention), ("fifo", "fair"))
+        if "Simple" not in self.protocols:
+            raise InvalidInput("protocols: must have one called Simple")
+        for key in ("instruction_us", "block_gb_per_s", "protocols"):
+            object.__setattr__(self, key, dict(getattr(self, key)))
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing has a price, so that only links, slices and windows count."""
+        return (
+            not (self.launch_us or self.handover_us or self.block_gb_per_s or self.holds_block or self.max_blocks)
+            and not any(self.instruction_us.values())
+            and all(p == Protocol() for p in self.protocols.values())
+        )
+
+    def us_per_byte(self, work: str, dtype: str | None = None) -> float:
+        """The time of one threadblock for a byte of some work, 0 where nothing limits it.
+
+        >>> Runtime(name="x", block_gb_per_s={"reduce": 40.0, "reduce:float16": 20.0}).us_per_byte("reduce", "float16")
+        5e-05
+        """
+        rate = self.block_gb_per_s.get(f"{work}:{dtype}") or self.block_gb_per_s.get(work)
+        return 1e-3 / rate if rate else 0.0
+
+    def protocol(self, name: str) -> Protocol:
+        """The prices of a protocol; raises `InvalidInput` where the runtime does not have it."""
+        if name not in self.protocols:
+            raise unknown(f"protocol of runtime {self.name}", name, self.protocols)
+        return self.protocols[name]
+
+    @classmethod
+    def load(cls, source: str | Path) -> Runtime:
+        """A runtime by the name of a preset (``network``, ``executor``, ...), or from a file.
+
+        >>> Runtime.load("executor").window
+        4
+        """
+        if isinstance(source, str) and source in PRESETS:
+            return PRESETS[source]
+        if not Path(source).exists():
+            raise unknown("runtime", str(source), (*PRESETS, "or a file"))
+        where = str(source)
+        form = convert(parse_yaml(read_text(source, max_bytes=MAX_FILE_BYTES), where=where), _File, where=where)
+        if form.version != VERSION:
+            raise InvalidInput(f"{where}: version: {form.version} is not known, only {VERSION}")
+        fields = {
+            key: value for key, value in msgspec.structs.asdict(form).items() if key not in ("stretto", "version")
+        }
+        fields["protocols"] = {k: Protocol(**msgspec.structs.asdict(p)) for k, p in form.protocols.items()}
+        fields["notes"] = tuple(form.notes)
+        try:
+            return cls(**fields)
+        except InvalidInput as error:
+            raise InvalidInput(f"{where}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the versioned YAML form."""
+        form = _File(
+            stretto="runtime",
+            version=VERSION,
+            protocols={
+                k: _Protocol(bytes_factor=p.bytes_factor, signal_us=p.signal_us) for k, p in self.protocols.items()
+            },
+            instruction_us=dict(self.instruction_us),
+            block_gb_per_s=dict(self.block_gb_per_s),
+            notes=list(self.notes),
+            **{key: getattr(self, key) for key in _PLAIN},
+        )
+        write_file(path, yaml.safe_dump(plain(form), sort_keys=False, width=120))
+
+
+_PLAIN: tuple[str, ...] = (
+    "name", "launch_us", "handover_us", "holds_block", "window", "slice_bytes", "max_blocks", "contention",
+)  # fmt: skip
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class _Protocol(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    bytes_factor: float = 1.0
+    signal_us: float = 0.0
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    stretto: Literal["runtime"]
+    version: int
+    name: Name
+    launch_us: float = 0.0
+    instruction_us: dict[Name, float] = {}
+    handover_us: float = 0.0
+    block_gb_per_s: dict[Name, float] = {}
+    holds_block: bool = False
+    window: int = 0
+    slice_bytes: int = 0
+    max_blocks: int = 0
+    contention: Literal["fifo", "fair"] | None = None
+    protocols: dict[Name, _Protocol] = {}
+    notes: list[str] = []
+
+
+def _number(key: str, value: Any, *, least: float = 0.0) -> None:
+    if not is_number(value) or not least <= value < inf:
+        raise InvalidInput(f"{key}: must be a number >= {least:g}, not {value!r}")
+
+
+PRESETS: Mapping[str, Runtime] = MappingProxyType(
+    {
+        "network": Runtime(name="network", notes=("links alone: no instruction costs anything",)),
+        "executor": Runtime(
+            name="executor",
+            window=4,
+            contention="fair",
+            notes=("Stretto's executor on CPUs: its window and fair sharing; instructions cost nothing here",),
+        ),
+    }
+)
+"""The runtimes that have a name."""
+
+
+def runtime_of(given: Runtime | str | Path | None) -> Runtime:
+    """A runtime from what a caller gives: itself, the name of a preset, a file; None is ``network``."""
+    if isinstance(given, Runtime):
+        return given
+    return PRESETS["network"] if given is None else Runtime.load(given)
