@@ -59,6 +59,8 @@ LINES: dict[str, tuple[str, ...]] = {
     "simulate": ("all", "-c", "dgx2:2", "-b", "1K..1G"),
     "strategy diff": ("{strategy}", "{other}"),
     "strategy explain": ("{strategy}", "-m", "vgg16@0.1"),
+    "runtime list": (),
+    "runtime show": ("mscclpp:h200",),
     "strategy list": (),
     "strategy show": ("{strategy}",),
     "strategy simulate": ("all", "-m", "bert_large@0.02", "-c", "autodist_b7"),
@@ -69,7 +71,7 @@ LINES: dict[str, tuple[str, ...]] = {
 """A command line for every command that prints results; a name in braces is a file."""
 OTHERS = {
     "bench", "cluster convert", "controller", "demo", "help", "lab clean", "lab run", "lab show", "pipeline export",
-    "probe", "program convert", "run", "status", "strategy build", "tune", "workload convert",
+    "probe", "program convert", "run", "runtime fit", "status", "strategy build", "tune", "workload convert",
 }  # fmt: skip
 """Commands that need a job or a controller, or whose output is a file."""
 NO_JSON = {"dims plot", "plan explain", "program run", "program show", "strategy explain"}

@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stretto import Cluster, InvalidInput, simulate
+from stretto import AllReduce, Cluster, InvalidInput, simulate, synthesize
 from stretto.algorithms import algorithm
+from stretto.algorithms.registry import defined_for
 from stretto.programs import Program
 from stretto.programs.lower import lower
 from stretto.simulator import Protocol, Runtime
 from stretto.simulator.priced import run_priced
+from stretto.simulator.runtime_fit import RuntimeRow, fit_runtime
 from stretto.simulator.runtimes import PRESETS
+from stretto.synthesis import select
 
 PAIR = Cluster.preset("ring", nodes=2, gb_per_s=1.0, alpha_us=1.0)
 FULL = Runtime(
@@ -81,22 +84,25 @@ def test_one_message_costs_its_parts() -> None:
     assert time == pytest.approx(10.0 + 2.0 + 2.0 + 5.0 + 3.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ring", "halving_doubling", "direct", "pairwise", "hierarchical"])
-@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        for name in defined_for(kind, 8)
+    ],
+)
 def test_no_prices_change_nothing(name: str, kind: str) -> None:
     """Instruction by instruction gives what message by message gives, which is another construction."""
-    cluster = Cluster.preset("dgx2", nodes=1) if name != "hierarchical" else Cluster.preset("dgx_a100", nodes=2)
-    try:
-        program = algorithm(name, kind, 16 if name == "hierarchical" else 8, cluster=cluster)
-    except InvalidInput:
-        pytest.skip(f"{name} has no {kind}")
+    cluster = Cluster.preset("dgx_a100", nodes=2)
+    program = algorithm(name, kind, 16 if name == "hierarchical" else 8, cluster=cluster)
     lowered = lower(program)
-    # With fifo and a window, messages that ask for a link at one moment may be served in another order.
-    for contention, window in (("fifo", 0), ("fair", 0), ("fair", 3)):
+    # With fifo, messages that ask for a link at one moment may be served in another order.
+    for window in (0, 3):
         free = Runtime(name="free", window=window)
         faint = replace(FAINT, window=window)
-        a = run_priced(lowered, cluster, nbytes=1e7, runtime=free, contention=contention).total_us
-        b = run_priced(lowered, cluster, nbytes=1e7, runtime=faint, contention=contention).total_us
+        a = run_priced(lowered, cluster, nbytes=1e7, runtime=free, contention="fair").total_us
+        b = run_priced(lowered, cluster, nbytes=1e7, runtime=faint, contention="fair").total_us
         assert b == pytest.approx(a, rel=1e-9)
 
 
@@ -138,3 +144,48 @@ def test_spans_are_instructions_and_links_carry_all_bytes() -> None:
     assert dict(timeline.facts)["runtime"] == "mine"
     assert timeline.total_us >= timeline.end_us.max() - 1e-9
     assert len(timeline.critical_path) > 0
+
+
+def test_a_fit_finds_prices_that_made_the_times() -> None:
+    """Times that a runtime made itself are told by the fitted one on programs that the fit has not seen."""
+    cluster = Cluster.preset("shared_gpu", nodes=4)
+    truth = Runtime(
+        name="truth", launch_us=2.0, instruction_us=dict.fromkeys(("s", "r", "rrc", "rcs", "rrcs", "rrs", "cpy"), 3.0),
+        block_gb_per_s={"put": 40.0, "reduce": 20.0}, holds_block=True, window=2,
+    )  # fmt: skip
+
+    def row(name: str, kind: str, nbytes: float) -> RuntimeRow:
+        lowered = lower(algorithm(name, kind, 4, in_place=True))
+        time_us = run_priced(lowered, cluster, nbytes=nbytes, runtime=truth).total_us
+        return RuntimeRow(lowered=lowered, cluster=cluster, nbytes=nbytes, time_us=time_us)
+
+    seen = [row("ring", kind, size) for kind in ("all_reduce", "all_gather") for size in (1e3, 1e8)]
+    unseen = [row("direct", kind, size) for kind in ("all_reduce", "all_gather") for size in (1e3, 1e8)]
+    start = Runtime(name="start", holds_block=True, window=2)
+    found = fit_runtime(seen, start, free=("launch_us", "instruction_us", "put", "reduce"), judge=unseen)
+    assert len(found.judged) == 4
+    assert max(abs(ratio - 1) for ratio in found.fitted) < 0.1
+    assert found.error < 0.15
+    with pytest.raises(InvalidInput, match="price to fit"):
+        fit_runtime(seen, start, free=("speed",))
+    with pytest.raises(InvalidInput, match="rows"):
+        fit_runtime([], start, free=("put",))
+
+
+def test_synthesis_chooses_few_pieces_where_instructions_are_dear(tmp_path: Path) -> None:
+    """With a price on instructions the chosen streams are no slower than those of any single library algorithm."""
+    cluster = Cluster.preset("shared_gpu", nodes=4)
+    dear = Runtime(name="dear", instruction_us=dict.fromkeys(("s", "r", "rrc", "rcs", "rrcs", "rrs", "cpy"), 50.0))
+    found = synthesize(
+        AllReduce(4), cluster, 1e6, runtime=dear, makers=["library", "forest"], budget_s=10.0, cache=False
+    )
+    assert found.lowering is not None
+    assert found.certificate.runtime == "dear"
+    assert found.certificate.lowered_us == found.lowering.time_us
+    for name in ("ring", "direct", "recursive_doubling"):
+        alone = simulate(algorithm(name, "all_reduce", 4), cluster, nbytes=1e6, runtime=dear).total_us
+        assert found.lowering.time_us <= alone * (1 + 1e-9)
+    assert "dear" in str(found.certificate)
+    found.save(tmp_path / "x.xml")
+    table = select(AllReduce(4), cluster, [1000, 10**6], runtime=dear, makers=["library"], budget_s=5.0, cache=False)
+    assert [row["time_us"] for row in table.rows()][-1] >= 100.0

@@ -84,6 +84,7 @@ ENTRIES = (
     CommandEntry(name="status", panel=RUN, about="What a controller knows of its jobs."),
     CommandEntry(name="lab", panel=TOOLS, about="Hosts with slow uplinks on this machine, for real ranks."),
     CommandEntry(name="program", panel=TOOLS, about="Program files: prove, show, convert, run."),
+    CommandEntry(name="runtime", panel=TOOLS, about="What the instructions of a runtime cost: list, show, fit."),
     CommandEntry(name="motif", panel=TOOLS, about="Rewrite collectives into motifs, each rewriting proved."),
 )
 """In the order of the list that ``stretto --help`` prints."""

@@ -61,6 +61,14 @@ SettingsOption = Annotated[
 AlphaOption = Annotated[
     str, typer.Option("--alpha", metavar="pipelined|blocking", help="Whether latency also occupies the link.")
 ]
+RuntimeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--runtime",
+        metavar="NAME|FILE",
+        help="Charge what this runtime's instructions cost, too ('stretto runtime list'). Default: links alone.",
+    ),
+]
 ContentionOption = Annotated[
     str | None,
     typer.Option(

@@ -23,7 +23,7 @@ from ..report import html, save_timeline, write_chrome_json, write_perfetto
 from ..report.plots import busy_plot, sweep_plot
 from ..report.sweep import Sweep, run_sweep
 from ..report.tables import comparison_table, sweep_table, timeline_tables
-from ..simulator import Timeline
+from ..simulator import Runtime, Timeline
 from ..simulator import simulate as simulated
 from ..simulator.bounds import Bound, lower_bound
 from .common import out, parse_all_sizes, parse_names, parse_options, parse_ranks, plot_width, progress
@@ -40,6 +40,7 @@ from .options import (
     JsonOption,
     RanksOption,
     RootOption,
+    RuntimeOption,
     SettingsOption,
     TraceOption,
 )
@@ -89,6 +90,7 @@ def simulate(
     contention: ContentionOption = None,
     alpha: AlphaOption = "pipelined",
     channels: ChannelsOption = None,
+    runtime: RuntimeOption = None,
     symmetric: Annotated[
         bool,
         typer.Option("--symmetric", help="Let one rank stand for all (hierarchical, on networks of dimensions)."),
@@ -118,6 +120,7 @@ def simulate(
       stretto simulate ring -c dgx_a100:2 --set rings=2 -o ring.xml
       stretto simulate my_algorithm.txt -c ndv2:2 -b 1M
       stretto simulate algorithm.xml -c dgx_a100 -b 64M
+      stretto simulate all -c dgx_h200 -b 1K..1G --runtime mscclpp:h200
       stretto simulate hierarchical --symmetric --chunks 64 -c themis_2d_sw_sw
     """
     sizes = parse_all_sizes(nbytes, factor)
@@ -127,6 +130,7 @@ def simulate(
         contention=contention,
         alpha=alpha,
         channels=None if names is None else tuple(names),
+        runtime=None if runtime is None else Runtime.load(runtime),
     )
     options = parse_options(settings or []) | ({} if root is None else {"root": root})
     find = _symmetric if symmetric else _programs
@@ -162,6 +166,7 @@ class SimulationSetup:
     contention: str | None = None
     alpha: str = "pipelined"
     channels: tuple[str, ...] | None = None
+    runtime: Runtime | None = None
 
     def run(self, program: Runnable, nbytes: int) -> Timeline:
         """One program at one size."""
@@ -172,6 +177,7 @@ class SimulationSetup:
             contention=self.contention,
             alpha=self.alpha,
             channels=self.channels,
+            runtime=self.runtime,
         )
 
     def bound(self, program: Runnable, nbytes: int) -> Bound:
@@ -211,6 +217,7 @@ class SimulationSetup:
             "contention": self.contention,
             "alpha": self.alpha,
             "channels": self.channels and "+".join(self.channels),
+            "runtime": self.runtime and self.runtime.name,
         }
         return tuple((key, value) for key, value in facts.items() if value)
 

@@ -21,6 +21,7 @@ from ..collectives import COLLECTIVES, Collective
 from ..errors import InvalidInput, unknown
 from ..programs.formats import SUFFIXES
 from ..report.table import ResultTable
+from ..simulator import Runtime
 from ..synthesis import Candidate, Selection, Synthesis, select, synthesize
 from ..synthesis.certificate import certificate_path
 from ..synthesis.sketch import Sketch
@@ -51,6 +52,7 @@ from .options import (
     RanksOption,
     RayOption,
     RootOption,
+    RuntimeOption,
     SeedOption,
 )
 from .outputs import PROGRAM, Output, OutputFiles, output
@@ -139,6 +141,7 @@ def synth(
     alpha: AlphaOption = "pipelined",
     contention: ContentionOption = None,
     lower: LowerOption = False,
+    runtime: RuntimeOption = None,
     seed: SeedOption = 0,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use results of earlier searches.")] = True,
     show_all: AllOption = False,
@@ -160,6 +163,7 @@ def synth(
       stretto synth allgather -c dgx_a100 --makers forest --set forest.max_k=2
       stretto synth allgather -c topology.xml -b 16M -o ag.xml
       stretto synth allgather -c dgx2:2 --multicast -o ag.txt
+      stretto synth allreduce -c dgx_h200 -b 1M --runtime mscclpp:h200 -o ar.json
     """
     sizes = parse_all_sizes(nbytes, factor)
     limits = parse_limits(min_bytes, max_bytes)
@@ -171,7 +175,7 @@ def synth(
         "budget_s": budget, "sketch": None if sketch is None else Sketch.load(sketch), "alpha": alpha,
         "contention": contention, "seed": seed, "jobs": jobs, "backend": backend, "ray_address": ray_address,
         "cache": cache, "makers": parse_names(makers), "maker_options": _maker_options(settings or []),
-        "lower": streams or lower,
+        "lower": streams or lower, "runtime": None if runtime is None else Runtime.load(runtime),
     }  # fmt: skip
     if len(sizes) > 1:
         _table(wanted, machine, sizes, options, target=target, suffix=suffix, html=html, rows=rows)
@@ -346,7 +350,8 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
         lowering = found.lowering
         console.print(
             Text(
-                f"as instruction streams {format_us(lowering.time_us)}, "
+                f"as instruction streams {format_us(lowering.time_us)}"
+                f"{f' on {certificate.runtime}' if certificate.runtime else ''}, "
                 f"{_gap(lowering.time_us, certificate.bound_us)} above the bound: {lowering.instances} instances, "
                 f"{lowering.lowered.num_channels} channels, FIFO depth {lowering.fifo_depth}"
             )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -115,6 +115,10 @@ class Runtime:
         rate = self.block_gb_per_s.get(f"{work}:{dtype}") or self.block_gb_per_s.get(work)
         return 1e-3 / rate if rate else 0.0
 
+    def without(self, work: str) -> Runtime:
+        """The same prices with one kind of work of a block free, such as ``receive`` where messages need no slots."""
+        return replace(self, block_gb_per_s={key: rate for key, rate in self.block_gb_per_s.items() if key != work})
+
     def protocol(self, name: str) -> Protocol:
         """The prices of a protocol; raises `InvalidInput` where the runtime does not have it."""
         if name not in self.protocols:
@@ -203,6 +207,22 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
             window=4,
             contention="fair",
             notes=("Stretto's executor on CPUs: its window and fair sharing; instructions cost nothing here",),
+        ),
+        "mscclpp:h200": Runtime(
+            name="mscclpp:h200",
+            launch_us=1.23,
+            instruction_us=dict.fromkeys(OPS[1:], 2.77),
+            block_gb_per_s={"put": 42.0, "reduce": 25.8, "copy": 22.2, "receive": 28.2},
+            holds_block=True,
+            window=2,
+            max_blocks=80,
+            contention="fair",
+            protocols={"Simple": Protocol(signal_us=1.08)},
+            notes=(
+                "the executor of MSCCL++ 0.10 on an H200 under MPS, blocks of 1024 threads, protocol Simple",
+                "fitted to 20 times of four plans on 8 ranks, an outside run of November 2026 (benchmarks/runtimes.py)",
+                "receive is the copy out of a slot: free with zero copy",
+            ),
         ),
     }
 )

@@ -69,6 +69,7 @@ class Cache:
             "contention": problem.contention,
             "seed": problem.seed,
             "lower": problem.lower,
+            "runtime": repr(problem.runtime),
             "sketch": None if sketch is None else repr(sketch),
             "code": code_digest(),
             **options,

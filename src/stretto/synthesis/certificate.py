@@ -77,6 +77,8 @@ class Certificate:
     budget_s: float
     lowered_us: float | None = None
     """The time of the instruction streams, where lowering was searched too."""
+    runtime: str = ""
+    """The runtime whose prices `lowered_us` includes; empty: links alone."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -89,7 +91,13 @@ class Certificate:
             f"{self.collective} of {format_bytes(self.nbytes)} on {self.cluster}: {format_us(self.time_us)}, "
             f"{100 * self.gap:.2f} % above the bound of {format_us(self.bound_us)} ({self.bound_reason}); "
             f"{self.program} by {self.maker} in {self.seconds:.2f} s"
-        )
+        ) + self._price()
+
+    def _price(self) -> str:
+        if not self.runtime or self.lowered_us is None:
+            return ""
+        price_us = self.lowered_us - self.time_us
+        return f"; {format_us(self.lowered_us)} on {self.runtime}, whose instructions cost {format_us(price_us)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def search_lowering(
         Infeasible: No program fits the limits of the runtimes.
     """
     search = _Search(problem=problem, report=report, deadline=time.monotonic() + budget_s)
-    for group in _by_maker(programs):
+    for group in _by_maker(programs, HOPELESS if problem.runtime is None else inf):
         for made in group:
             if search.over() or not search.lower(made, 1):
                 break
@@ -102,7 +103,12 @@ class _Search:
             lowered = made.program.lower(instances=instances, fifo_depth=depth)
             _check_fits(lowered, problem)
             took = simulate(
-                lowered, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
+                lowered,
+                problem.cluster,
+                nbytes=problem.nbytes,
+                alpha=problem.alpha,
+                contention=problem.contention,
+                runtime=problem.runtime,
             ).total_us
         except StrettoError as error:
             self.tried.append(Candidate(maker=made.maker, name=name, reason=str(error)))
@@ -117,11 +123,11 @@ class _Search:
         return True
 
 
-def _by_maker(programs: Sequence[ProvedProgram]) -> list[list[ProvedProgram]]:
+def _by_maker(programs: Sequence[ProvedProgram], hopeless: float) -> list[list[ProvedProgram]]:
     """The programs of every maker that are not hopelessly slow, coarse ones first; makers of small programs first."""
     groups: dict[str, list[ProvedProgram]] = {}
     for made in sorted(programs, key=lambda made: len(made.program.chunk)):
-        if made.time_us <= HOPELESS * programs[0].time_us:
+        if made.time_us <= hopeless * programs[0].time_us:
             groups.setdefault(made.maker, []).append(made)
     return sorted(groups.values(), key=lambda group: len(group[-1].program.chunk))
 

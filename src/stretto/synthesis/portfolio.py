@@ -7,14 +7,16 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from ..cluster import Cluster
 from ..collectives import Collective
 from ..errors import Infeasible, InvalidInput, unknown
-from ..simulator import lower_bound, simulate
+from ..simulator import Runtime, lower_bound, simulate
 from ..simulator.network import ALPHA, CONTENTION
+from ..simulator.runtimes import runtime_of
 from ..units import check_seed
 from . import backends
 from . import makers as registry
@@ -50,6 +52,7 @@ def synthesize(
     makers: Sequence[str] | None = None,
     maker_options: MakerOptions | None = None,
     lower: bool | str = False,
+    runtime: Runtime | str | Path | None = None,
     progress: Progress | None = None,
 ) -> Synthesis:
     """Find the fastest program for a collective of `nbytes` on a cluster in `budget_s` seconds.
@@ -75,6 +78,8 @@ def synthesize(
         maker_options: Options for single makers, such as ``{"forest": {"max_k": 4}}``.
         lower: "msccl" or "mscclpp" (True for the first): find the program whose instruction streams run fastest within
             the limits of the runtimes that read this format.
+        runtime: A price list, its name or its file: streams are judged by it, from few large pieces to many small ones,
+            and the fastest are kept. Implies `lower` ("mscclpp" for a runtime of that name, else "msccl").
         progress: Called with a line of text and the share of the budget that is spent, 0..1.
 
     Returns:
@@ -92,10 +97,13 @@ def synthesize(
     """
     problem = _checked(collective, cluster, nbytes, sketch, alpha, contention, seed, budget_s, jobs)
     backends.check_backend(backend, ray_address)
+    prices = None if runtime is None else runtime_of(runtime)
+    if prices is not None and not lower:
+        lower = "mscclpp" if prices.name.startswith("mscclpp") else "msccl"
     form = "msccl" if lower is True else lower or ""
     if form and form not in FORMATS:
         raise unknown("format to lower for", form, FORMATS)
-    problem = replace(problem, lower=form)
+    problem = replace(problem, lower=form, runtime=prices)
     own = check_options(maker_options or {}, makers)
     options = {
         "budget_s": float(budget_s),
@@ -138,6 +146,7 @@ def _search(
             budget_s=budget_s * (1 - LOWERING if problem.lower else 1),
             began=time.monotonic(),
             progress=progress,
+            priced=problem.runtime is not None,
             candidates=[Candidate(maker=name, reason=reason) for name, reason in refused.items()],
         )
         _in_turn(problem, here, board, later=sum(task.weight for task in there))
@@ -172,6 +181,7 @@ def _search(
         seed=problem.seed,
         budget_s=float(budget_s),
         lowered_us=None if lowering is None else lowering.time_us,
+        runtime="" if problem.runtime is None else problem.runtime.name,
         versions=versions(),
     )
     found = Synthesis(

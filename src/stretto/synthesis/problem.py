@@ -9,6 +9,7 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..collectives import Collective
+from ..simulator import Runtime
 from .sketch import Sketch
 
 Progress = Callable[[str, float], None]
@@ -28,6 +29,8 @@ class SynthesisProblem:
     sketch: Sketch | None = None
     lower: str = ""
     """The file format (``msccl``, ``mscclpp``) whose runtimes the program must fit; empty for none."""
+    runtime: Runtime | None = None
+    """The price list by which instruction streams are judged; None: the links alone."""
 
     @property
     def ranks(self) -> int:

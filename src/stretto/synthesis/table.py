@@ -163,12 +163,12 @@ def select(
                 progress(message, (at + fraction) / len(ordered))
 
         found.append(synthesize(collective, cluster, nbytes, progress=step, **options))
-    physics = {key: options[key] for key in ("alpha", "contention") if key in options}
+    physics = {key: options[key] for key in ("alpha", "contention", "runtime") if key in options}
 
     def time_us(one: Synthesis, nbytes: int) -> float:
         return simulate(one.runnable, cluster, nbytes=nbytes, **physics).total_us
 
-    programs = [s for at, s in enumerate(found) if all(s.program != other.program for other in found[:at])]
+    programs = [s for at, s in enumerate(found) if all(not _same(s, other) for other in found[:at])]
     chosen: list[tuple[Synthesis, list[tuple[int, float, float]]]] = []
     for nbytes in ordered:
         took, at = min((time_us(s, nbytes), at) for at, s in enumerate(programs))
@@ -190,6 +190,12 @@ def select(
             for (s, points), low, high in zip(chosen, lows, highs, strict=True)
         ),
     )
+
+
+def _same(a: Synthesis, b: Synthesis) -> bool:
+    """Whether two results run the same: the same program, lowered alike where it is lowered."""
+    ways = [(x.lowering.instances, x.lowering.fifo_depth) if x.lowering else None for x in (a, b)]
+    return ways[0] == ways[1] and a.program == b.program
 
 
 def _border(difference: Any, low: int, high: int, steps: int = 10) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DGX A100 and DGX H100: 8 GPUs on NVSwitch, a NIC per GPU, NICs spread over rail switches."""
+"""DGX A100, H100 and H200: 8 GPUs on NVSwitch, a NIC per GPU, NICs spread over rail switches."""
 
 from __future__ import annotations
 
@@ -56,4 +56,10 @@ def dgx_a100(name: str, nodes: int) -> Cluster:
 @register("dgx_h100", "8 H100 on NVSwitch, 50 GB/s NIC each, eight rails", default_nodes=1, devices_per_node=8)
 def dgx_h100(name: str, nodes: int) -> Cluster:
     """450 GB/s per GPU each way; with several hosts a 50 GB/s NIC per GPU, NIC r on rail switch r."""
+    return _box(name, nodes, nvlink=450.0, nic=50.0, pcie=PCIE5_GB_PER_S, rails=8)
+
+
+@register("dgx_h200", "8 H200 on NVSwitch, 50 GB/s NIC each, eight rails", default_nodes=1, devices_per_node=8)
+def dgx_h200(name: str, nodes: int) -> Cluster:
+    """The links of a DGX H100: an H200 has other memory, and the same NVLink 4 (900 GB/s both ways) and NICs."""
     return _box(name, nodes, nvlink=450.0, nic=50.0, pcie=PCIE5_GB_PER_S, rails=8)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``stretto runtime``: what the instructions of a runtime cost: list, show, and fit to measured times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ..cluster import Cluster
+from ..errors import InvalidInput
+from ..files import convert, parse_json, read_text
+from ..programs import Lowered
+from ..programs.formats import load_program
+from ..programs.lower import lower
+from ..report.table import ResultTable
+from ..simulator import Runtime
+from ..simulator.runtime_fit import RuntimeRow, fit_runtime
+from ..simulator.runtimes import PRESETS
+from ..units import format_bytes, format_us
+from .common import out, parse_names, progress
+from .options import JsonOption
+from .outputs import OutputFiles, output
+
+app = typer.Typer(no_args_is_help=True, help="What the instructions of a runtime cost: list, show, fit.")
+
+FREE = ("launch_us", "instruction_us", "signal_us", "handover_us", "put", "reduce", "copy", "receive")
+MAX_ROWS = 10_000
+
+
+class _Measured(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    program: str
+    nbytes: int
+    time_us: float
+    zero_copy: bool = False
+    judge: bool = False
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    cluster: str
+    rows: list[_Measured]
+
+
+@app.command("list")
+def list_all(rows: JsonOption = None) -> None:
+    """List the runtimes that have a name.
+
+    \b
+    Examples:
+      stretto runtime list
+    """
+    files = OutputFiles()
+    files.json(rows, {"runtimes": [{"name": name, "notes": list(r.notes)} for name, r in PRESETS.items()]})
+    for name, runtime in PRESETS.items():
+        out().print(name, style="bold")
+        for note in runtime.notes:
+            out().print(f"    {note}", style="dim", soft_wrap=True, markup=False)
+    files.tell("stretto runtime show mscclpp:h200")
+
+
+@app.command()
+def show(
+    runtime: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A runtime of the list, or its file.")],
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE.yaml", callback=output(".yaml"), help="Write it as a file to edit."
+        ),
+    ] = None,
+    rows: JsonOption = None,
+) -> None:
+    """Show the prices of a runtime.
+
+    \b
+    Examples:
+      stretto runtime show mscclpp:h200
+      stretto runtime show mscclpp:h200 -o mine.yaml
+    """
+    found = Runtime.load(runtime)
+    prices = price_rows(found)
+    files = OutputFiles()
+    files.write(target, found.save)
+    files.json(rows, {"name": found.name, "prices": dict(prices), "notes": list(found.notes)})
+    table = ResultTable("what", ">price", title=found.name)
+    for what, price in prices:
+        table.add_row(what, price)
+    out().print(table)
+    for note in found.notes:
+        out().print(note, style="dim", soft_wrap=True, markup=False)
+    files.tell(f"stretto simulate ring -c dgx_h200 --runtime {runtime if target is None else target}")
+
+
+def price_rows(runtime: Runtime) -> list[tuple[str, str]]:
+    """The prices of a runtime as lines for people: what is paid for, and how much."""
+    kinds: dict[float, list[str]] = {}
+    for kind, price in runtime.instruction_us.items():
+        kinds.setdefault(price, []).append(kind)
+    found = [
+        ("launch", format_us(runtime.launch_us)),
+        *((f"an instruction ({', '.join(those)})", format_us(price)) for price, those in kinds.items()),
+        ("waiting for another block of the rank", format_us(runtime.handover_us)),
+        *((f"a signal ({name})", format_us(p.signal_us)) for name, p in runtime.protocols.items()),
+        *((f"bytes on the wire ({name})", f"{p.bytes_factor:g}x") for name, p in runtime.protocols.items()),
+        *((f"one block: {work}", f"{rate:g} GB/s") for work, rate in runtime.block_gb_per_s.items()),
+        ("messages under way on a connection", str(runtime.window or "any number")),
+        ("blocks of a rank side by side", str(runtime.max_blocks or "any number")),
+    ]
+    return found
+
+
+@app.command()
+def fit(
+    measured: Annotated[Path, typer.Argument(metavar="ROWS.json", help="Measured times; see docs/runtimes.md.")],
+    target: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.yaml", callback=output(".yaml"), help="Write the runtime.")
+    ],
+    start: Annotated[
+        str, typer.Option("--from", metavar="NAME|FILE", help="Where to start; what is not fitted stays.")
+    ] = "mscclpp:h200",
+    name: Annotated[str | None, typer.Option(help="The new runtime's name. Default: the file's.")] = None,
+    free: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help=f"The prices to fit. Default: {','.join(FREE)}.")
+    ] = None,
+    rows: JsonOption = None,
+) -> None:
+    """Fit the prices of a runtime to measured times, and say how well it tells the times that it has not seen.
+
+    \b
+    Examples:
+      stretto runtime fit measured.json -o mine.yaml
+      stretto runtime fit measured.json --free put,reduce -o mine.yaml
+    """
+    from dataclasses import replace
+
+    given = read_rows(measured)
+    seen = [(label, row) for label, row, judge in given if not judge]
+    unseen = [(label, row) for label, row, judge in given if judge]
+    base = replace(Runtime.load(start), name=name or target.stem, notes=(f"fitted to {len(seen)} times",))
+    with progress("fitting", 1) as advance:
+        found = fit_runtime(
+            [row for _, row in seen],
+            base,
+            free=parse_names(free) or FREE,
+            judge=[row for _, row in unseen],
+            report=advance,
+        )
+    files = OutputFiles()
+    files.write(target, found.runtime.save)
+    table = ResultTable("program", ">bytes", ">measured", ">predicted over it", "")
+    lines = [
+        *((*pair, ratio, "") for pair, ratio in zip(seen, found.fitted, strict=True)),
+        *((*pair, ratio, "not fitted") for pair, ratio in zip(unseen, found.judged, strict=True)),
+    ]
+    for label, row, ratio, note in lines:
+        table.add_row(label, format_bytes(row.nbytes), format_us(row.time_us), f"{ratio:.2f}", note)
+    files.json(rows, {"rows": [
+        {"program": label, "nbytes": row.nbytes, "time_us": row.time_us, "ratio": ratio, "fitted": not note}
+        for label, row, ratio, note in lines
+    ]})  # fmt: skip
+    out().print(table)
+    judged = "of those that were not fitted" if unseen else "(all were fitted)"
+    out().print(f"mean deviation {100 * found.error:.1f} % {judged}")
+    files.tell(f"stretto runtime show {target}")
+
+
+def read_rows(path: Path) -> list[tuple[str, RuntimeRow, bool]]:
+    """Measured times from a file: the name of each program, the measurement, and whether it is only judged."""
+    where = str(path)
+    form = convert(parse_json(read_text(path), where=where), _File, where=where)
+    if not 1 <= len(form.rows) <= MAX_ROWS:
+        raise InvalidInput(f"{where}: rows: must be 1..{MAX_ROWS}, not {len(form.rows)}")
+    cluster = Cluster.load(form.cluster)
+    streams: dict[str, Lowered] = {}
+    found = []
+    for at, row in enumerate(form.rows):
+        if row.program not in streams:
+            program = load_program(path.parent / row.program)
+            if not isinstance(program, Lowered):
+                program = lower(program)  # type: ignore[arg-type]
+            program.verify()
+            streams[row.program] = program
+        try:
+            one = RuntimeRow(
+                lowered=streams[row.program],
+                cluster=cluster,
+                nbytes=row.nbytes,
+                time_us=row.time_us,
+                zero_copy=row.zero_copy,
+            )
+        except InvalidInput as error:
+            raise InvalidInput(f"{where}: rows[{at}].{error}") from None
+        found.append((row.program, one, row.judge))
+    return found
