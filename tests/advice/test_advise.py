@@ -219,3 +219,9 @@ def test_the_model_of_a_step_as_it_is_is_plain_fifo() -> None:
     cluster = stretto.Cluster.load(SLOW)
     fifo = stretto.plan(step, cluster, steps=5, systems=("fifo",)).baselines_us["fifo"]
     assert as_submitted_us(step, cluster, simulated_costs(cluster)).period_us == pytest.approx(fifo)
+
+
+@pytest.mark.parametrize("word", ["nosuch", "/etc/passwd"])
+def test_what_is_neither_a_step_nor_a_command_is_not_run(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["advise", word, "-c", "dgx2"]) == 2
+    assert f"{word}: is no trace" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -67,6 +68,11 @@ def advise(
             )
         _finish(found, plan_file, html, rows)
         return
+    if shutil.which(step[0]) is None:
+        raise InvalidInput(
+            f"{step[0]}: is no trace ({', '.join(RECORDED)}), no directory of traces, no model "
+            "('stretto workload list') and no command that can be run"
+        )
     raise typer.Exit(_of_job(step, cluster, budget, steps, seed, plan_file, html, rows))
 
 
