@@ -60,7 +60,7 @@ def case(
     peer_us: float | None = None,
     alpha: str = "pipelined",
     budget_s: float = BUDGET_S,
-    note: Callable[[st.Program], str] = lambda program: "",
+    note: Callable[[st.Program], str] | None = None,
     **options: Any,
 ) -> Row:
     """One search as a row; a search that fails is a row that says why."""
@@ -75,7 +75,7 @@ def case(
         return row | {"synth_s": time.perf_counter() - began, "peer": peer, "peer_us": peer_us, "note": str(error)[:80]}
     return row | measured(found.time_us, found.certificate.bound_us, time.perf_counter() - began, peer, peer_us) | {
         "synth_cpu_s": cpu_s() - cpu_began, "maker": found.certificate.program,
-        "maker_s": found.certificate.seconds, "note": note(found.program),
+        "maker_s": found.certificate.seconds, "note": note(found.plain) if note is not None else "",
     }  # fmt: skip
 
 

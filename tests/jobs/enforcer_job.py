@@ -203,9 +203,7 @@ def made_texts() -> dict[str, dict[str, str]]:
     """Programs as plans bring them along, made before the ranks are forked."""
     dims = [Dim(kind="ring", size=2, gb_per_s=rate, step_us=1.0) for rate in (1.0, 2.0)]
     synthesized = {
-        kind: dumps(
-            synthesize(COLLECTIVES[kind](RANKS), CLUSTER, 1e6, budget_s=0.5, makers=("greedy", "forest")).program
-        )
+        kind: dumps(synthesize(COLLECTIVES[kind](RANKS), CLUSTER, 1e6, budget_s=0.5, makers=("greedy", "forest")).plain)
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
     }
     return {

@@ -15,7 +15,8 @@ from stretto.algorithms.hierarchical import hierarchical
 from stretto.algorithms.symmetric import symmetric_hierarchical
 from stretto.cluster.grid import regular
 from stretto.cluster.symmetry import link_orbits
-from stretto.programs.symmetry import SymmetricProgram, translate
+from stretto.programs.symmetry import SymmetricProgram
+from stretto.programs.symmetry_views import translate
 
 CASES = [
     ((4, 3), ("ring", "switch"), "ring"),
@@ -106,7 +107,7 @@ def test_symmetric_and_expanded_verdicts_agree_on_random_rings() -> None:
     ("changes", "message"),
     [
         ({"home": [0, 3, 9]}, "home must be 0..3 and piece 0..0"),
-        ({"dst": [1, 0, 1]}, "dst: must be 1..3"),
+        ({"dst": [1, 0, 1]}, "dst: must be 0..3, and another rank than the sender"),
         ({"chunk_ptr": [0, 0, 2, 3]}, "each must move at least one chunk"),
         ({"chunk_ptr": [0, 2, 3], "dst": [1, 1], "home": [0, 0, 3], "step": [0, 1]}, "moves a chunk twice"),
         ({"step": [0, 1]}, "step: must be a list of 3 numbers"),
@@ -147,8 +148,10 @@ def test_translation_is_a_group() -> None:
 def test_a_cluster_without_the_symmetry_is_refused() -> None:
     with pytest.raises(InvalidInput, match="does not look the same from every device"):
         link_orbits(Cluster.preset("mesh", nodes=9), (9,))
+    p3 = Cluster.preset("p3_8xlarge", nodes=2)
+    assert link_orbits(p3, (4, 2)).shared.any()
     with pytest.raises(InvalidInput, match="is shared by several ranks"):
-        link_orbits(Cluster.preset("p3_8xlarge", nodes=2), (4, 2))
+        simulate(symmetric_hierarchical("all_gather", (4, 2)), p3, nbytes=1e6)
     with pytest.raises(InvalidInput, match="do not fill the 4 devices"):
         link_orbits(Cluster.preset("ring", nodes=4), (5,))
 
@@ -156,10 +159,10 @@ def test_a_cluster_without_the_symmetry_is_refused() -> None:
 def test_equal_routes_are_refused_because_ranks_may_differ() -> None:
     torus = Cluster.preset("torus", dims=(4, 4))
     far = symmetric_hierarchical("all_reduce", (4, 4), inside="direct")
-    with pytest.raises(InvalidInput, match="several equal routes from npu0 to npu2"):
+    with pytest.raises(InvalidInput, match="several equal routes from npu0 to npu8"):
         simulate(far, torus, nbytes=1e6)
 
 
 def test_orbits_of_a_torus_are_its_directions() -> None:
-    orbit, first = link_orbits(Cluster.preset("torus", dims=(4, 4)), (4, 4))
-    assert len(first) == 4 and np.bincount(orbit).tolist() == [16] * 4
+    found = link_orbits(Cluster.preset("torus", dims=(4, 4)), (4, 4))
+    assert len(found.first) == 4 and np.bincount(found.orbit).tolist() == [16] * 4

@@ -183,7 +183,7 @@ def test_multicast_is_refused_where_nobody_copies() -> None:
 def test_the_portfolio_finds_it_and_lowers_it() -> None:
     cluster = star(4, 10.0, 30.0)
     found = st.synthesize(st.AllGather(4), cluster, 1e8, budget_s=3.0, cache=False, makers=["forest", "library:ring"])
-    assert found.program.multicasts and found.certificate.gap < 0.001
+    assert found.plain.multicasts and found.certificate.gap < 0.001
     lowered = st.synthesize(
         st.AllGather(4), cluster, 1e8, budget_s=3.0, cache=False, makers=["forest", "library:ring"], lower="msccl"
     )

@@ -18,10 +18,11 @@ from stretto.synthesis.makers import LIBRARY, makers
 from stretto.synthesis.sketch import Sketch
 
 SHARED = {"nbytes", "budget_s", "seed", "progress", "alpha"}
-READS = {"flow": {"contention"}, "three_stage": {"sketch"}}
+READS = {"symmetric": {"contention"}, "flow": {"contention"}, "three_stage": {"sketch"}}
 """What a maker takes of the problem beside what all of them take."""
 MAKERS = {name: maker for name, maker in makers().items() if name != LIBRARY}
 SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
+    "symmetric": {"pieces": ("1,2", [1, 2])},
     "compose": {"pieces": ("1,2", [1, 2])},
     "exact": {"solver": ("highs", "highs"), "channels": ("nvlink", ["nvlink"])},
     "flow": {"pieces": ("4", 4)},
@@ -104,7 +105,7 @@ def test_an_option_that_a_maker_does_not_have_is_an_error(name: str, capsys: pyt
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["--set", "wood.max_k=1"], "unknown maker 'wood'; choose from: library, compose, greedy"),
+        (["--set", "wood.max_k=1"], "unknown maker 'wood'; choose from: library, symmetric, compose"),
         (["--set", "forest.max_k=0"], "option max_k of forest: must be a whole number >= 1, not '0'"),
         (["--set", "forest.max_k=few"], "option max_k of forest: must be a whole number, not 'few'"),
         (["--set", "greedy.pieces=1,x"], "option pieces of greedy: $[1]: must be a whole number"),

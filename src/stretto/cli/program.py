@@ -13,8 +13,9 @@ from ..cluster import Cluster
 from ..collectives import Collective
 from ..collectives.files import load_collective
 from ..errors import InvalidInput, StrettoError, VerificationError
-from ..programs import Lowered, Program
-from ..programs.formats import format_of, load_program, save_program
+from ..files import write_file
+from ..programs import Lowered, Program, SymmetricProgram
+from ..programs.formats import expanded, format_of, load_program, save_program, symmetric_text
 from ..programs.formats.mscclpp_reader import ExecutionPlan, check_plan
 from ..programs.formats.text import dumps
 from ..programs.interpret import check
@@ -98,12 +99,21 @@ def show(
     with progress("reading", 1) as advance:
         advance(file.name)
         loaded = _load(file, in_place, collective)
+        if isinstance(loaded, SymmetricProgram) and lower:
+            loaded = expanded(loaded, file)
         if isinstance(loaded, Program) and lower:
             loaded = loaded.lower()
-    ranks = loaded.collective.num_ranks if isinstance(loaded, Program | Lowered) else len(loaded.gpus)
+    if isinstance(loaded, SymmetricProgram):
+        ranks = loaded.num_ranks
+    else:
+        ranks = loaded.collective.num_ranks if isinstance(loaded, Program | Lowered) else len(loaded.gpus)
     if rank is not None and not 0 <= rank < ranks:
         raise InvalidInput(f"--rank: must be 0..{ranks - 1}, not {rank}")
-    if isinstance(loaded, Program):
+    if isinstance(loaded, SymmetricProgram):
+        text = symmetric_text.dumps(loaded) if rank is None else symmetric_text.dumps_rank(loaded, rank)
+        for line in text.splitlines():
+            say(line)
+    elif isinstance(loaded, Program):
         _show_transfers(loaded, rank)
     elif isinstance(loaded, Lowered):
         _show_streams(loaded, rank)
@@ -137,6 +147,9 @@ def convert(
         typer.Option(metavar="0,0,1,1", help="Host of each rank: an MSCCL++ plan uses port channels between hosts."),
     ] = None,
     cluster: OptionalCluster = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", "-r", help="Only one rank's part of a symmetric program, as text.")
+    ] = None,
     zero_copy: Annotated[
         bool | None, typer.Option("--zero-copy", help="An MSCCL++ plan puts straight into place where that is safe.")
     ] = None,
@@ -152,6 +165,7 @@ def convert(
       stretto program convert allreduce.xml allreduce.json --hosts 0,0,1,1 --zero-copy
       stretto program convert allreduce.xml allreduce.json --cluster dgx2:2
       stretto program convert new.xml old.xml --dialect old
+      stretto program convert symmetric.txt rank17.txt --rank 17
     """
     sizes = parse_limits(min_bytes, max_bytes)
     if hosts is not None and cluster is not None:
@@ -160,9 +174,14 @@ def convert(
         advance(source.name)
         loaded = _load(source, in_place, collective)
         _prove(source, loaded)
-    if not isinstance(loaded, Program | Lowered):
+    if isinstance(loaded, ExecutionPlan):
         raise InvalidInput(f"{source}: an MSCCL++ plan cannot be converted back")
     kind = format_of(target)
+    if rank is not None:
+        _convert_rank(loaded, source, target, rank)
+        return
+    if isinstance(loaded, SymmetricProgram):
+        loaded = expanded(loaded, source)
     lowering = _given(instances=instances, fifo_depth=fifo_depth)
     for_xml = _given(dialect=dialect, protocol=protocol)
     for_plan = _given(hosts=hosts, cluster=cluster, zero_copy=zero_copy)
@@ -186,6 +205,16 @@ def convert(
     say(f"{target}: {about(loaded)}")
     if kind == "mscclpp" and places is None:
         say("all ranks are taken to share one host; --hosts or --cluster says otherwise")
+
+
+def _convert_rank(loaded: Program | SymmetricProgram | Lowered, source: Path, target: Path, rank: int) -> None:
+    """Write one rank's part of a symmetric program."""
+    if not isinstance(loaded, SymmetricProgram):
+        raise InvalidInput(f"--rank: {source} is written out for all ranks; only a symmetric program has parts")
+    if format_of(target) != "text":
+        raise InvalidInput(f"--rank: {target}: one rank's part has a text form only (.txt, .prog)")
+    write_file(target, symmetric_text.dumps_rank(loaded, rank))
+    say(f"{target}: rank {rank} of {about(loaded)}")
 
 
 def _hosts(text: str | None, cluster: str | None, collective: Collective) -> list[int] | None:
@@ -230,7 +259,9 @@ def run(
     with progress("running", 1) as advance:
         advance(file.name)
         loaded = _load(file, in_place, collective)
-        if not isinstance(loaded, Program | Lowered):
+        if isinstance(loaded, SymmetricProgram):
+            loaded = expanded(loaded, file)
+        if isinstance(loaded, ExecutionPlan):
             _refuse(_given(fifo_depth=fifo_depth, op=op), "a plan settles this itself")
             result = str(check_plan(loaded, seeds=(seed,)))
         else:
@@ -245,12 +276,18 @@ def run(
     say(f"{file}: {result}")
 
 
-def _load(path: Path, in_place: bool | None, collective: Path | None) -> Program | Lowered | ExecutionPlan:
+def _load(
+    path: Path, in_place: bool | None, collective: Path | None
+) -> Program | SymmetricProgram | Lowered | ExecutionPlan:
     wanted = None if collective is None else _load_collective(collective)
     loaded = load_program(path, collective=wanted, in_place=in_place)
     if isinstance(loaded, Program):
         given = loaded.collective if in_place is None else replace(loaded.collective, in_place=in_place)
         return loaded if given is loaded.collective else loaded.replace(collective=given)
+    if isinstance(loaded, SymmetricProgram):
+        if in_place:
+            raise InvalidInput(f"{path}: a symmetric program is for out of place calls only")
+        return loaded
     if not isinstance(loaded, Lowered) and in_place not in (None, loaded.inplace):
         raise InvalidInput(f"{path}: the plan is for {'in' if loaded.inplace else 'out of'} place calls only")
     return loaded
@@ -260,9 +297,9 @@ def _load_collective(path: Path) -> Collective:
     return load_collective(path)
 
 
-def _prove(path: Path, loaded: Program | Lowered | ExecutionPlan) -> str:
+def _prove(path: Path, loaded: Program | SymmetricProgram | Lowered | ExecutionPlan) -> str:
     """Verify, and say in one line what was proved."""
-    if isinstance(loaded, Program | Lowered):
+    if isinstance(loaded, Program | SymmetricProgram | Lowered):
         try:
             report = loaded.verify()
         except VerificationError as error:

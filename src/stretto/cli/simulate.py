@@ -154,8 +154,7 @@ def _print(job: SimulationSetup, programs: Mapping[str, Runnable], sweep: Sweep,
 
 
 def _save_program(program: Runnable, cluster: Cluster, path: Path) -> None:
-    whole = program.expand() if isinstance(program, SymmetricProgram) else program
-    save_program(whole, path, hosts=cluster.hosts_of(whole.collective.ranks).tolist())
+    save_program(program, path, hosts=cluster.hosts_of(program.collective.ranks).tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +298,7 @@ def _symmetric(
 
 def _read(path: str, collective: str | None) -> Runnable:
     program = load_program(path, collective=None if collective is None else load_collective(collective))
-    if not isinstance(program, Program | Lowered):
+    if not isinstance(program, Program | SymmetricProgram | Lowered):
         raise InvalidInput(
             f"{path}: an MSCCL++ plan can be executed ('stretto program run') but not simulated; "
             f"simulate the program or the MSCCL XML it was made from"

@@ -290,12 +290,31 @@ class Cluster:
         Raises:
             InvalidInput: A channel is unknown, or `nbytes` is negative.
         """
-        _check_message(nbytes)
-        count = self._router(channels).count_paths(src, dst, nbytes)
+        count = self.num_routes(src, dst, nbytes=nbytes, channels=channels)
         pairs = np.arange(min(count, limit), dtype=np.int64)
         ends = np.ones(len(pairs), np.int32)
         ptr, links = self._router(channels).routes(src * ends, dst * ends, pairs, np.full(len(pairs), float(nbytes)))
         return [tuple(links[a:b].tolist()) for a, b in pairwise(ptr)]
+
+    def num_routes(
+        self, src: int, dst: int, *, nbytes: float = LARGE_MESSAGE, channels: Iterable[str] | None = None
+    ) -> int:
+        """How many equally fast routes there are between two devices.
+
+        Args:
+            src: The device (or node) that the routes start at.
+            dst: The device (or node) that they lead to.
+            nbytes: The size of the message in bytes, >= 0.
+            channels: The channels whose links may be used; all when not given.
+
+        Returns:
+            Their number; 0 where there is no route.
+
+        Raises:
+            InvalidInput: A channel is unknown, or `nbytes` is negative.
+        """
+        _check_message(nbytes)
+        return self._router(channels).count_paths(src, dst, nbytes)
 
     def route_table(
         self,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,38 +16,55 @@ from .model import Cluster
 Ints = NDArray[np.int64]
 
 
-def link_orbits(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[Ints, Ints]:
-    """The orbit of each link under translations of the torus `sizes`, and each orbit's first link.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinkOrbits:
+    """The links of a cluster up to translations of a torus whose points are groups of devices."""
 
-    Raises `InvalidInput` where the cluster is not symmetric, or where translations fix a link (ranks share it, so
-    that one rank cannot stand for all).
+    orbit: Ints
+    """The orbit of each link."""
+    first: Ints
+    """The first link of each orbit."""
+    shared: NDArray[np.bool_]
+    """Whether translations leave the links of an orbit in place: several groups use such a link, so that one group
+    cannot stand for all."""
 
-    >>> orbit, first = link_orbits(Cluster.preset("ring", nodes=4), (4,))
-    >>> len(first), np.bincount(orbit).tolist()
-    (2, [4, 4])
+
+def link_orbits(cluster: Cluster, sizes: tuple[int, ...], *, local: int = 1) -> LinkOrbits:
+    """The orbits of links under translations of the torus `sizes` of groups of `local` devices each.
+
+    Args:
+        cluster: The cluster; device l of the group at point t is number ``l + local * t``.
+        sizes: The sides of the torus, the fastest varying first.
+        local: The number of devices in a group.
+
+    Returns:
+        The orbits.
+
+    Raises:
+        InvalidInput: The cluster is not symmetric, or has another number of devices.
+
+    >>> found = link_orbits(Cluster.preset("ring", nodes=4), (4,))
+    >>> len(found.first), np.bincount(found.orbit).tolist(), found.shared.tolist()
+    (2, [4, 4], [False, False])
     """
-    ranks = prod(sizes)
-    if ranks != cluster.num_devices:
-        raise InvalidInput(f"symmetry: {ranks} ranks do not fill the {cluster.num_devices} devices of {cluster.name}")
+    copies = prod(sizes)
+    if local * copies != cluster.num_devices:
+        ranks, devices = local * copies, cluster.num_devices
+        raise InvalidInput(f"symmetry: {ranks} ranks do not fill the {devices} devices of {cluster.name}")
     kind = _classes(cluster)
     orbit = np.arange(cluster.num_links, dtype=np.int64)
-    stride = 1
+    stride = local
     for size in sizes:
         if size > 1:
-            device = np.arange(ranks, dtype=np.int64)
+            device = np.arange(cluster.num_devices, dtype=np.int64)
             step = np.where(device // stride % size == size - 1, (1 - size) * stride, stride)
             moved = _move_links(cluster, _move_nodes(cluster, device + step, kind), kind)
-            for _ in range(size - 1):  # each pass lets the least number of an orbit travel on
+            for _ in range((size - 1).bit_length()):  # each pass lets the least number of an orbit go twice as far
                 orbit = np.minimum(orbit, orbit[moved])
+                moved = moved[moved]
         stride *= size
     first, number, count = np.unique(orbit, return_inverse=True, return_counts=True)
-    shared = np.flatnonzero(count != ranks)
-    if len(shared):
-        raise InvalidInput(
-            f"symmetry: link {cluster.link_name(int(first[shared[0]]))} of {cluster.name} is shared by several "
-            f"ranks; simulate the expanded program"
-        )
-    return number.astype(np.int64), first
+    return LinkOrbits(orbit=number.astype(np.int64), first=first, shared=count != copies)
 
 
 def _classes(cluster: Cluster) -> Ints:
@@ -79,14 +97,17 @@ def _move_nodes(cluster: Cluster, device: Ints, kind: Ints) -> Ints:
                 node, other, what = int(ends[link]), int(others[link]), int(kind[link])
                 was.setdefault(node, []).append((other, outward, what))
                 now.setdefault(node, []).append((int(moved[other]), outward, what))
-        looks = {tuple(sorted(links)): node for node, links in was.items()}
-        if not was or len(looks) != len(was):
+        if not was:
             raise _not_symmetric(cluster)
-        for node, links in now.items():
-            target = looks.get(tuple(sorted(links)))
-            if target is None:
+        # Nodes that look alike, such as the spines of a fabric, are exchanged in the order of their numbers.
+        looks: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
+        for node in sorted(was, reverse=True):
+            looks.setdefault(tuple(sorted(was[node])), []).append(node)
+        for node in sorted(now):
+            target = looks.get(tuple(sorted(now[node])))
+            if not target:
                 raise _not_symmetric(cluster)
-            moved[node] = target
+            moved[node] = target.pop()
         known = moved >= 0
     return moved
 

@@ -299,10 +299,16 @@ def take_rows(
     Returns:
         The pointers and the entries of the new table.
     """
+    _, index = row_index(ptr, rows)
+    return np.concatenate([[0], np.cumsum(np.diff(ptr)[rows])]), values[index]
+
+
+def row_index(ptr: NDArray[np.int64], rows: NDArray[np.intp]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The entries of the given rows of a CSR table: for each the place of its row in `rows`, and its index."""
     lengths = np.diff(ptr)[rows]
-    new_ptr = np.concatenate([[0], np.cumsum(lengths)])
-    index = np.repeat(ptr[:-1][rows] - new_ptr[:-1], lengths) + np.arange(new_ptr[-1])
-    return new_ptr, values[index]
+    starts = np.cumsum(lengths) - lengths
+    index = np.repeat(ptr[:-1][rows] - starts, lengths) + np.arange(lengths.sum())
+    return np.repeat(np.arange(len(rows)), lengths), index
 
 
 def _same(a: object, b: object) -> bool:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SymmetricProgram`: a program given by what rank 0 sends, the same for every rank up to translation.
+"""`SymmetricProgram`: a program given by what a few ranks send, the same for all others up to translation.
 
-Ranks are the points of a torus ``sizes`` (rank = c0 + size0 * (c1 + ...)); translation by g takes rank r to r + g,
-coordinate by coordinate, and the chunk that belongs to rank h to the one that belongs to h + g. XOR algorithms
-are translations of a torus of twos. Only one transfer of each orbit is stored, so a 4096-rank program takes no
-more room than one rank's part of it, and it is verified and simulated as such.
+Ranks are numbered ``l + local * t``: l is a rank's number in its group (a host, say), t the group's point of a torus
+``sizes`` (t = c0 + size0 * (c1 + ...)). Translation by g takes the rank (l, t) to (l, t + g), coordinate by coordinate,
+and the chunk that belongs to rank h to the one that belongs to h's image. With ``local`` 1 all ranks are alike, and
+rank 0 stands for all. XOR algorithms are translations of a torus of twos. Only one transfer of each orbit is stored,
+so a 4096-rank program takes no more room than one group's part of it, and it is verified and simulated as such.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -17,10 +18,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _native
-from ..collectives import AllGather, AllReduce, Broadcast, Collective, Reduce, ReduceScatter
+from ..collectives import AllGather, AllReduce, Collective, ReduceScatter
 from ..collectives.conditions import MAX_ENTRIES, MAX_RANKS
 from ..errors import InvalidInput, VerificationError, unknown
 from .ir import Program, check_table, column
+from .symmetry_views import expanded, seen_by, translate
 from .verify import VerificationReport, fifo_depth
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -28,39 +30,16 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 Ints = NDArray[np.int64]
 
 
-def translate(rank: ArrayLike, by: ArrayLike, sizes: tuple[int, ...], *, sign: int = 1) -> Ints:
-    """``rank + sign * by`` on the torus, coordinate by coordinate; `rank` and `by` broadcast.
-
-    Args:
-        rank: Ranks, >= 0.
-        by: Translations, as ranks.
-        sizes: The sides of the torus, the fastest varying first.
-        sign: 1, or -1 to translate back.
-
-    Returns:
-        The translated ranks.
-
-    >>> int(translate(5, 3, (4, 2))), int(translate(0, 1, (4, 2), sign=-1))
-    (4, 3)
-    """
-    a, b = np.asarray(rank, np.int64), np.asarray(by, np.int64)
-    result = np.zeros(np.broadcast_shapes(a.shape, b.shape), np.int64)
-    stride = 1
-    for size in sizes:
-        result = result + (a // stride % size + sign * (b // stride % size)) % size * stride
-        stride *= size
-    return result
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SymmetricProgram:
-    """A program that is stored once per orbit: transfer t stands for one transfer of every rank.
+    """A program that is stored once per orbit: transfer t stands for one transfer of every group of ranks.
 
-    Every rank r sends to ``r + dst[t]`` the chunks ``(r + home, piece)`` that are listed for t.
+    In every group, the rank with the number ``src[t]`` sends to ``dst[t]`` the chunks (home, piece) that are listed for
+    t; `dst` and `home` are ranks as seen from the group at the torus' point 0, and are translated for the others.
 
     Each rank's shard has `pieces` chunks; chunk (h, j) is number ``h * pieces + j`` of the collective (an all-reduce
     has ``num_ranks * pieces`` chunks). `after` and `gate` name orbits, with the meaning they have in `Program`:
-    a transfer of rank r waits for the members of the orbit that touch the same slots.
+    a transfer waits for the members of the orbit that touch the same slots.
     """
 
     name: str
@@ -78,12 +57,21 @@ class SymmetricProgram:
     gate: NDArray[np.int32]
     gate_reads: NDArray[np.bool_]
     lane: NDArray[np.int16]
+    local: int = 1
+    """The number of ranks in a group: those that are not images of one another."""
+    src: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """The sender's number in its group, 0..local-1; all 0 when not given."""
 
     def __post_init__(self) -> None:
+        if len(self.src) == 0:
+            object.__setattr__(self, "src", np.zeros(len(self.dst), np.int32))
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array.setflags(write=False)
-        _check(self.kind, self.sizes, self.pieces, self.dst, self.chunk_ptr, self.home, self.piece)
+        _check_torus(self.kind, self.sizes, self.local, self.pieces)
+        _check_columns(
+            self.num_ranks, self.local, self.pieces, self.src, self.dst, self.chunk_ptr, self.home, self.piece
+        )
         count = len(self.dst)
         check_table("after", self.after_ptr, self.after, count)
         check_table("gate", self.gate_ptr, self.gate, count)
@@ -91,6 +79,7 @@ class SymmetricProgram:
             raise InvalidInput("transfers: reduce, lane and gate_reads differ in length from what they belong to")
         if self.lane.min(initial=0) < 0:
             raise InvalidInput("transfers: lane must be >= 0")
+        _check_meetings(self)
 
     @classmethod
     def from_steps(
@@ -107,21 +96,25 @@ class SymmetricProgram:
         reduce: ArrayLike = False,
         chunk_ptr: ArrayLike | None = None,
         lane: ArrayLike = 0,
+        src: ArrayLike = 0,
+        local: int = 1,
     ) -> SymmetricProgram:
-        """Make a symmetric program from synchronous steps, as `Program.from_steps` does; describe what rank 0 sends.
+        """Make a symmetric program from synchronous steps, as `Program.from_steps` does; describe one group's sends.
 
         Args:
             name: The program's name.
             kind: "all_gather", "reduce_scatter" or "all_reduce".
-            sizes: The sides of the torus of ranks, the fastest varying first.
+            sizes: The sides of the torus of groups, the fastest varying first.
             pieces: How many chunks a rank's shard has, >= 1.
-            dst: The rank that each transfer of rank 0 goes to, 1..num_ranks-1.
+            dst: The rank that each transfer of the group at point 0 goes to, another one than its sender.
             home: The rank whose shard each chunk belongs to, for all transfers one after the other.
             piece: The piece 0..pieces-1 of that shard, beside `home`.
             step: The step of each transfer; steps must not fall.
             reduce: Whether the receiver adds the chunks to its own; one truth value for all, or one per transfer.
             chunk_ptr: Transfer t moves entries ``chunk_ptr[t]:chunk_ptr[t+1]`` of `home`; one each when not given.
             lane: The connection of each transfer, >= 0; one number for all, or one per transfer.
+            src: The sender's number in the group, 0..local-1; one number for all, or one per transfer.
+            local: The number of ranks in a group; with 1, all ranks are images of rank 0.
 
         Returns:
             The program; it is checked for form, not verified.
@@ -141,34 +134,45 @@ class SymmetricProgram:
             raise InvalidInput("step: transfers must be in order of step")
         homes, which = column("home", home, np.int32), column("piece", piece, np.int32)
         ptr = np.arange(count + 1) if chunk_ptr is None else column("chunk_ptr", chunk_ptr, np.int64)
-        reduces = column("reduce", reduce, np.bool_, count)
-        _check(kind, sizes, pieces, to, ptr, homes, which)
-        # A slot of the quotient is a chunk whose home is counted from the rank that holds it.
-        there = translate(homes, np.repeat(to, np.diff(ptr)), sizes, sign=-1)
-        slots = [np.ascontiguousarray((h * pieces + which).astype(np.int32)) for h in (homes.astype(np.int64), there)]
+        reduces, sender = column("reduce", reduce, np.bool_, count), column("src", src, np.int32, count)
+        _check_torus(kind, sizes, local, pieces)
+        ranks = local * prod(sizes)
+        _check_columns(ranks, local, pieces, sender, to, ptr, homes, which)
+        # A slot of the quotient is a chunk whose home is counted from the group of the rank that holds it.
+        rows = np.diff(ptr)
+        holder, receiver = np.repeat(sender, rows).astype(np.int64), np.repeat(to, rows).astype(np.int64)
+        there = translate(homes, receiver // local, sizes, sign=-1, local=local)
+        slots = [
+            np.ascontiguousarray((((at % local) * ranks + h) * pieces + which).astype(np.int32))
+            for at, h in ((holder, homes.astype(np.int64)), (receiver, there))
+        ]
         after_ptr, after, gate_ptr, gate, reads = _native.derive_dependencies(
-            prod(sizes) * pieces, reduces, ptr, slots[0], slots[1], steps
+            local * ranks * pieces, reduces, ptr, slots[0], slots[1], steps
         )
         return cls(
             name=name, kind=kind, sizes=tuple(sizes), pieces=pieces, dst=to, reduce=reduces, chunk_ptr=ptr,
             home=homes, piece=which, after_ptr=after_ptr, after=after, gate_ptr=gate_ptr, gate=gate,
-            gate_reads=reads.astype(np.bool_),
-            lane=column("lane", lane, np.int16, count),
+            gate_reads=reads.astype(np.bool_), lane=column("lane", lane, np.int16, count), local=local, src=sender,
         )  # fmt: skip
 
     @property
-    def num_ranks(self) -> int:
-        """The number of ranks: the points of the torus."""
+    def copies(self) -> int:
+        """The number of groups, which is the number of transfers that each orbit stands for."""
         return prod(self.sizes)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of all groups."""
+        return self.local * self.copies
 
     @property
     def num_transfers(self) -> int:
         """The number of transfers of all ranks together."""
-        return len(self.dst) * self.num_ranks
+        return len(self.dst) * self.copies
 
     @property
     def chunk(self) -> NDArray[np.int32]:
-        """The chunks that rank 0 sends, as chunk numbers of the collective."""
+        """The chunks that the group at point 0 sends, as chunk numbers of the collective."""
         return self.home * np.int32(self.pieces) + self.piece
 
     @cached_property
@@ -178,162 +182,76 @@ class SymmetricProgram:
             return AllReduce(self.num_ranks, chunks=1)
         return (AllGather if self.kind == "all_gather" else ReduceScatter)(self.num_ranks)
 
-    def _in_chunks(self) -> Collective:
-        if self.kind == "all_reduce":
-            return AllReduce(self.num_ranks, chunks=self.num_ranks * self.pieces)
-        return (AllGather if self.kind == "all_gather" else ReduceScatter)(self.num_ranks, chunks=self.pieces)
-
     def transfer_bytes(self, nbytes: float) -> NDArray[np.float64]:
         """The bytes of each orbit's message when the collective moves `nbytes`."""
         return np.diff(self.chunk_ptr) * (float(nbytes) / (self.num_ranks * self.pieces))
 
     def expand(self) -> Program:
         """The plain `Program` with the transfers of all ranks, those of one orbit next to each other."""
-        ranks, orbits = self.num_ranks, len(self.dst)
-        all_ranks = np.arange(ranks)
-        sizes = np.repeat(np.diff(self.chunk_ptr), ranks)
-        # In each dependency, the transfer that rank r sends waits for the transfer that rank r + shift sends.
-        after_shift = translate(0, self.dst[self.after], self.sizes, sign=-1)
-        gate_shift = np.repeat(self.dst, np.diff(self.gate_ptr)).astype(np.int64)
-        written = translate(gate_shift, self.dst[self.gate], self.sizes, sign=-1)
-        gate_shift = np.where(self.gate_reads, gate_shift, written)
-        after_ptr, after = self._spread(self.after_ptr, self.after, after_shift)
-        gate_ptr, gate = self._spread(self.gate_ptr, self.gate, gate_shift)
-        rows = [slice(*self.chunk_ptr[t : t + 2]) for t in range(orbits)]
-        chunk = [
-            translate(all_ranks[:, None], self.home[row], self.sizes) * self.pieces + self.piece[row] for row in rows
-        ]
-        return Program(
-            name=self.name,
-            collective=self._in_chunks(),
-            src=np.tile(all_ranks, orbits).astype(np.int32),
-            dst=translate(all_ranks, self.dst[:, None], self.sizes).ravel().astype(np.int32),
-            reduce=np.repeat(self.reduce, ranks),
-            chunk_ptr=np.concatenate([[0], np.cumsum(sizes)]),
-            chunk=np.concatenate([np.zeros(0), *(c.ravel() for c in chunk)]).astype(np.int32),
-            after_ptr=after_ptr,
-            after=after,
-            gate_ptr=gate_ptr,
-            gate=gate,
-            lane=np.repeat(self.lane, ranks),
-            route=np.full(orbits * ranks, -1, np.int32),
-        )
-
-    def _spread(self, ptr: Ints, orbit: NDArray[np.int32], shift: Ints) -> tuple[Ints, NDArray[np.int32]]:
-        """Turn dependencies between orbits into dependencies between transfers, numbered as in `expand`."""
-        ranks = self.num_ranks
-        members = orbit[:, None].astype(np.int64) * ranks + translate(shift[:, None], np.arange(ranks), self.sizes)
-        lengths = np.diff(ptr)
-        new_ptr = np.concatenate([[0], np.cumsum(np.repeat(lengths, ranks))])
-        flat = np.empty(new_ptr[-1], np.int32)
-        waiting = np.repeat(np.arange(len(lengths)), lengths)
-        at = np.arange(len(orbit)) - ptr[waiting]
-        flat[new_ptr[waiting[:, None] * ranks + np.arange(ranks)] + at[:, None]] = members
-        return new_ptr, flat
+        return expanded(self)
 
     def verify(self) -> VerificationReport:
-        """Prove the program by rank 0's chunks, of which all others are translations, and by the order of orbits.
+        """Prove the program by one group's chunks, of which all others are translations, and by the order of orbits.
 
-        An all-gather is right when rank 0's shard is broadcast, a reduce-scatter when it is reduced to rank 0. A
-        circle of waiting ranks would be a circle of waiting orbits, so their order proves that nothing deadlocks.
+        An all-gather is right when the shard of each rank of the group is broadcast, a reduce-scatter when it is
+        reduced to that rank. A circle of waiting ranks would be a circle of waiting orbits, so their order proves that
+        nothing deadlocks.
         """
         return self._report
 
     @cached_property
     def _report(self) -> VerificationReport:
-        depth = fifo_depth(self.after_ptr, self.after, self.gate_ptr, self.gate, self.gate_reads,
-                           self.dst.astype(np.int64) * (int(self.lane.max(initial=0)) + 1) + self.lane)  # fmt: skip
+        lanes = int(self.lane.max(initial=0)) + 1
+        connection = (self.src.astype(np.int64) * self.num_ranks + self.dst) * lanes + self.lane
+        depth = fifo_depth(self.after_ptr, self.after, self.gate_ptr, self.gate, self.gate_reads, connection)
         if depth == 0:
             raise VerificationError(f"{self.name}: deadlock: its orbits of transfers wait for one another in a circle")
-        report = self.seen_by_rank_zero().verify()
-        return VerificationReport(subject=self.name, fifo_depth=depth, warnings=report.warnings)
+        warnings = dict.fromkeys(note for rank in range(self.local) for note in self.seen_by(rank).verify().warnings)
+        return VerificationReport(subject=self.name, fifo_depth=depth, warnings=tuple(warnings))
 
-    def seen_by_rank_zero(self) -> Program:
-        """The transfers that touch rank 0's chunks, as a program of their own (each moves one chunk)."""
-        ranks, pieces, entries = self.num_ranks, self.pieces, len(self.home)
-        make = {
-            "all_gather": lambda: Broadcast(ranks, root=0, chunks=pieces),
-            "reduce_scatter": lambda: Reduce(ranks, root=0, chunks=pieces),
-            "all_reduce": lambda: AllReduce(ranks, chunks=pieces),
-        }
-        orbit = np.repeat(np.arange(len(self.dst)), np.diff(self.chunk_ptr))
-        src = translate(0, self.home, self.sizes, sign=-1)
-        dst = translate(src, self.dst[orbit], self.sizes)
-        key = (orbit * pieces + self.piece) * ranks + src  # unique: an orbit moves each piece from a rank once
-        order = np.argsort(key, kind="stable")
-
-        def find(orbits: Ints, piece: NDArray[np.int32], sources: Ints) -> Ints:
-            wanted = (orbits * pieces + piece) * ranks + sources
-            at = np.searchsorted(key[order], wanted)
-            hit = (at < entries) & (key[order][np.minimum(at, entries - 1)] == wanted)
-            found: Ints = np.where(hit, order[np.minimum(at, entries - 1)], -1)
-            return found
-
-        def rows(ptr: Ints, values: NDArray[np.int32]) -> tuple[Ints, Ints, Ints]:
-            lengths = np.diff(ptr)[orbit]
-            entry = np.repeat(np.arange(entries), lengths)
-            starts = np.cumsum(lengths) - lengths
-            index = np.repeat(ptr[orbit] - starts, lengths) + np.arange(lengths.sum())
-            return entry, index, values[index].astype(np.int64)
-
-        def table(entry: Ints, other: Ints) -> tuple[Ints, NDArray[np.int32]]:
-            # A dependency that another chunk of the same message caused is dropped: it does not concern this chunk.
-            entry, other = entry[other >= 0], other[other >= 0]
-            return np.searchsorted(entry, np.arange(entries + 1)), other.astype(np.int32)
-
-        entry, _, other = rows(self.after_ptr, self.after)
-        came_from = translate(src[entry], self.dst[other], self.sizes, sign=-1)
-        after_ptr, after = table(entry, find(other, self.piece[entry], came_from))
-        entry, index, other = rows(self.gate_ptr, self.gate)
-        writer = translate(dst[entry], self.dst[other], self.sizes, sign=-1)
-        where = np.where(self.gate_reads[index], dst[entry], writer)
-        gate_ptr, gate = table(entry, find(other, self.piece[entry], where))
-        return Program(
-            name=self.name,
-            collective=make[self.kind](),
-            src=src.astype(np.int32),
-            dst=dst.astype(np.int32),
-            reduce=self.reduce[orbit],
-            chunk_ptr=np.arange(entries + 1),
-            chunk=self.piece,
-            after_ptr=after_ptr,
-            after=after,
-            gate_ptr=gate_ptr,
-            gate=gate,
-            lane=self.lane[orbit],
-            route=np.full(entries, -1, np.int32),
-        )
+    def seen_by(self, rank: int) -> Program:
+        """The transfers that touch the chunks of a rank 0..local-1, as a program in which each moves one chunk."""
+        return seen_by(self, rank)
 
     def __repr__(self) -> str:
         sizes = "x".join(map(str, self.sizes))
+        groups = f"{sizes}" if self.local == 1 else f"{sizes} groups of {self.local}"
         return (
-            f"<SymmetricProgram {self.name}: {self.kind} over {self.num_ranks} ranks ({sizes}), "
+            f"<SymmetricProgram {self.name}: {self.kind} over {self.num_ranks} ranks ({groups}), "
             f"{len(self.dst)} orbits = {self.num_transfers} transfers>"
         )
 
 
-def _check(
-    kind: str,
-    sizes: tuple[int, ...],
+def _check_torus(kind: str, sizes: tuple[int, ...], local: int, pieces: int) -> None:
+    if kind not in KINDS:
+        raise unknown("symmetric collective", kind, KINDS)
+    if local < 1:
+        raise InvalidInput(f"local: must be >= 1, not {local}")
+    ranks = local * prod(sizes)
+    if min(sizes, default=1) < 1 or ranks > MAX_RANKS:
+        raise InvalidInput(f"sizes: must be >= 1 and multiply, with local, to at most {MAX_RANKS}, not {sizes}")
+    if not 1 <= pieces <= MAX_ENTRIES // (ranks * local):
+        raise InvalidInput(f"pieces: must be 1..{MAX_ENTRIES // (ranks * local)} for {ranks} ranks, not {pieces}")
+
+
+def _check_columns(
+    ranks: int,
+    local: int,
     pieces: int,
+    src: NDArray[np.int32],
     dst: NDArray[np.int32],
     ptr: Ints,
     home: NDArray[np.int32],
     piece: NDArray[np.int32],
 ) -> None:
-    if kind not in KINDS:
-        raise unknown("symmetric collective", kind, KINDS)
-    ranks = prod(sizes)
-    if min(sizes, default=1) < 1 or ranks > MAX_RANKS:
-        raise InvalidInput(f"sizes: must be >= 1 and multiply to at most {MAX_RANKS}, not {sizes}")
-    if not 1 <= pieces <= MAX_ENTRIES // ranks:
-        raise InvalidInput(f"pieces: must be 1..{MAX_ENTRIES // ranks} for {ranks} ranks, not {pieces}")
-    if len(ptr) != len(dst) + 1 or len(home) != len(piece) or ptr[0] != 0 or ptr[-1] != len(home):
-        raise InvalidInput("transfers: dst, chunk_ptr, home and piece differ in length")
+    if not len(ptr) == len(dst) + 1 == len(src) + 1 or len(home) != len(piece) or ptr[0] != 0 or ptr[-1] != len(home):
+        raise InvalidInput("transfers: src, dst, chunk_ptr, home and piece differ in length")
     if np.any(np.diff(ptr) <= 0):
         raise InvalidInput("transfers: each must move at least one chunk")
-    if np.any((dst < 1) | (dst >= ranks)):
-        raise InvalidInput(f"dst: must be 1..{ranks - 1}, where rank 0 sends to")
+    if np.any((src < 0) | (src >= local)):
+        raise InvalidInput(f"src: must be 0..{local - 1}, the sender's number in its group")
+    if np.any((dst < 0) | (dst >= ranks) | (dst == src)):
+        raise InvalidInput(f"dst: must be 0..{ranks - 1}, and another rank than the sender")
     if np.any((home < 0) | (home >= ranks)) or np.any((piece < 0) | (piece >= pieces)):
         raise InvalidInput(f"chunks: home must be 0..{ranks - 1} and piece 0..{pieces - 1}")
     owner = np.repeat(np.arange(len(dst)), np.diff(ptr))
@@ -341,3 +259,16 @@ def _check(
     again = np.flatnonzero(slots[1:] == slots[:-1])
     if len(again):
         raise InvalidInput(f"transfers[{slots[again[0]] // (ranks * pieces)}]: moves a chunk twice")
+
+
+def _check_meetings(p: SymmetricProgram) -> None:
+    """Refuse a dependency between orbits that never touch the same rank, whose meaning would be open."""
+    waits = np.repeat(np.arange(len(p.dst)), np.diff(p.after_ptr))
+    apart = np.flatnonzero(p.dst[p.after] % p.local != p.src[waits])
+    if len(apart):
+        raise InvalidInput(f"transfers[{waits[apart[0]]}].after: {p.after[apart[0]]} does not deliver to its sender")
+    waits = np.repeat(np.arange(len(p.dst)), np.diff(p.gate_ptr))
+    at = np.where(p.gate_reads, p.src[p.gate], p.dst[p.gate] % p.local)
+    apart = np.flatnonzero(at != p.dst[waits] % p.local)
+    if len(apart):
+        raise InvalidInput(f"transfers[{waits[apart[0]]}].gate: {p.gate[apart[0]]} does not touch its destination")

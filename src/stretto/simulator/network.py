@@ -57,9 +57,9 @@ def simulate(
 ) -> Timeline:
     """Run a program on a cluster link by link, and say how long it takes and why.
 
-    The program is verified first. A `SymmetricProgram` is simulated by rank 0 alone, on a cluster that looks the same
-    from every device; a `Lowered` program (an MSCCL file, for example) as its threadblocks would run it. The members of
-    a multicast travel as one message up to the switch where they part, which has to multicast.
+    The program is verified first. A `SymmetricProgram` is simulated by one group of ranks alone, on a cluster that
+    looks the same from every group; a `Lowered` program (an MSCCL file, for example) as its threadblocks would run it.
+    The members of a multicast travel as one message up to the switch where they part, which has to multicast.
 
     Args:
         program: The program.
@@ -96,14 +96,9 @@ def simulate(
     links = np.arange(cluster.num_links)
     nbytes_each = moves.transfer_bytes(nbytes)
     if isinstance(moves, SymmetricProgram):
-        orbit, links = link_orbits(cluster, moves.sizes)
-        _require_one_route(moves, cluster, channels, nbytes_each)
-        connection, route, route_ptr, route_links = _routes(moves.dst, moves.lane, nbytes_each, cluster, channels)
-        route_links = orbit[route_links].astype(np.int32)
-        sender = np.zeros(len(moves.dst), np.int32)
+        links, (connection, route, route_ptr, route_links) = _orbit_routes(moves, cluster, channels, nbytes_each)
     else:
         connection, route, route_ptr, route_links = routes_of(moves, cluster, channels, nbytes=nbytes)
-        sender = moves.src
     cast = moves.cast if isinstance(moves, Program) and moves.multicasts else None
     if cast is not None:
         _check_casts(cluster, cast, route, route_ptr, route_links)
@@ -140,7 +135,7 @@ def simulate(
     names, name = _names(moves)
     return Timeline(
         total_us=float(end.max(initial=0.0)),
-        rank=sender,
+        rank=moves.src,
         stream=stream,
         name=name,
         start_us=start,
@@ -421,17 +416,33 @@ def _routes(
     return connection, route, ptr, links
 
 
-def _require_one_route(
+def _orbit_routes(
     program: SymmetricProgram, cluster: Cluster, channels: Iterable[str] | None, nbytes: NDArray[np.float64]
-) -> None:
-    """Refuse several equal routes: ranks may take different ones then, and rank 0 does not stand for all ranks."""
-    for dst in np.unique(program.dst).tolist():
-        for size in np.unique(nbytes[program.dst == dst]).tolist():
-            if len(cluster.routes(0, dst, nbytes=size, channels=channels, limit=2)) > 1:
+) -> tuple[NDArray[np.int64], Routing]:
+    """The first link of each orbit of links, and the routes of one group's transfers over these orbits.
+
+    Refused are routes over a link that several groups share, and pairs with several equal routes: groups may take
+    different ones then, and one does not stand for all.
+    """
+    found = link_orbits(cluster, program.sizes, local=program.local)
+    src, dst = program.src, program.dst
+    pairs = src.astype(np.int64) * cluster.num_devices + dst
+    for size in np.unique(nbytes).tolist():
+        for pair in np.unique(pairs[nbytes == size]).tolist():
+            a, b = divmod(pair, cluster.num_devices)
+            if cluster.num_routes(a, b, nbytes=size, channels=channels) > 1:
                 raise InvalidInput(
-                    f"symmetry: {cluster.name} has several equal routes from {cluster.node_names[0]} to "
-                    f"{cluster.node_names[dst]}, so ranks may differ; simulate the expanded program"
+                    f"symmetry: {cluster.name} has several equal routes from {cluster.node_names[a]} to "
+                    f"{cluster.node_names[b]}, so ranks may differ; simulate the expanded program"
                 )
+    connection, route, ptr, links = _routes(dst, program.lane, nbytes, cluster, channels, src=src)
+    shared = links[found.shared[found.orbit[links]]]
+    if len(shared):
+        raise InvalidInput(
+            f"symmetry: link {cluster.link_name(int(shared[0]))} of {cluster.name} is shared by several ranks; "
+            f"simulate the expanded program"
+        )
+    return found.first, (connection, route, ptr, found.orbit[links].astype(np.int32))
 
 
 def _check_routes(program: Program, cluster: Cluster) -> None:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from ..errors import StrettoError, VerificationError
-from ..programs import Program
+from ..programs import Program, SymmetricProgram
 from ..simulator import Bound, simulate
 from ..units import format_us
 from .certificate import Candidate, ProvedProgram
@@ -56,7 +56,9 @@ class Attempt:
         """
         return cls(candidates=[Candidate(maker=task.label, reason=reason)], crashed=crashed)
 
-    def judge(self, program: Program, task: MakerTask, problem: SynthesisProblem, *, seconds: float) -> float:
+    def judge(
+        self, program: Program | SymmetricProgram, task: MakerTask, problem: SynthesisProblem, *, seconds: float
+    ) -> float:
         """Prove a program, simulate it, and keep it where it is among the best of the task.
 
         Args:

@@ -22,7 +22,8 @@ import msgspec
 
 from ..errors import InvalidInput, StrettoError
 from ..files import MAX_BYTES, parse_json, read_text
-from ..programs import Program
+from ..programs import Program, SymmetricProgram
+from ..programs.formats import sniff, symmetric_text
 from ..programs.formats import text as text_form
 from ..simulator import simulate
 from . import certificate as certificates
@@ -106,11 +107,12 @@ class Cache:
         text = read_text(self.program_file)
         if hashlib.sha256(text.encode()).hexdigest() != data.get("sha256"):
             raise InvalidInput(f"{self.program_file}: not the program that its certificate is for")
-        program = text_form.loads(text, where=str(self.program_file))
+        form = symmetric_text if sniff(text) == "symmetric" else text_form
+        program = form.loads(text, where=str(self.program_file))
         self._check(program, problem, certificate.time_us)
         return Synthesis(program=program, certificate=certificate, candidates=candidates, cached=True)
 
-    def _check(self, program: Program, problem: SynthesisProblem, time_us: float) -> None:
+    def _check(self, program: Program | SymmetricProgram, problem: SynthesisProblem, time_us: float) -> None:
         program.verify()
         if not same_task(program.collective, problem.collective):
             raise InvalidInput(f"{self.program_file}: does {program.collective!r}, not {problem.collective!r}")
@@ -122,10 +124,12 @@ class Cache:
 
     def save(self, found: Synthesis) -> None:
         """Write a result to the cache; where the disk is full or read-only, only a warning is logged."""
-        if found.program.num_transfers > MAX_TRANSFERS:
-            log.info("not cached: %d transfers are more than %d", found.program.num_transfers, MAX_TRANSFERS)
+        program = found.program
+        count = len(program.dst)
+        if count > MAX_TRANSFERS:
+            log.info("not cached: %d transfers are more than %d", count, MAX_TRANSFERS)
             return
-        text = text_form.dumps(found.program)
+        text = symmetric_text.dumps(program) if isinstance(program, SymmetricProgram) else text_form.dumps(program)
         if len(text) > MAX_BYTES:
             return
         result = certificates.dumps(found.certificate, found.candidates).decode()

@@ -14,7 +14,7 @@ import msgspec
 
 from ..collectives import Collective
 from ..files import convert, parse_json, write_file
-from ..programs import Lowered, Program
+from ..programs import Lowered, Program, SymmetricProgram
 from ..units import format_bytes, format_us
 
 PACKAGES = ("stretto", "numpy", "highspy", "ortools")
@@ -45,7 +45,7 @@ class ProvedProgram:
     """A program that was proved and simulated, with its maker and time."""
 
     maker: str
-    program: Program
+    program: Program | SymmetricProgram
     time_us: float
     seconds: float
 
@@ -115,11 +115,13 @@ class Lowering:
 class Synthesis:
     """The best `program` that was found, its `certificate`, and all `candidates` (fastest first, then the refusals).
 
+    For more than 256 ranks the program may be a `SymmetricProgram`, in which one group of ranks stands for all.
+
     Where ``lower`` was asked for, `lowering` holds the best instruction streams. `cached` says that the result was read
     from the cache. `hosts` gives the host of each rank on the cluster that the program was made for.
     """
 
-    program: Program
+    program: Program | SymmetricProgram
     certificate: Certificate
     candidates: tuple[Candidate, ...] = ()
     lowering: Lowering | None = None
@@ -132,7 +134,12 @@ class Synthesis:
         return self.certificate.time_us
 
     @property
-    def runnable(self) -> Program | Lowered:
+    def plain(self) -> Program:
+        """The program with the transfers of all ranks; a `SymmetricProgram` is written out."""
+        return self.program.expand() if isinstance(self.program, SymmetricProgram) else self.program
+
+    @property
+    def runnable(self) -> Program | SymmetricProgram | Lowered:
         """The instruction streams where there are some, else the program."""
         return self.program if self.lowering is None else self.lowering.lowered
 

@@ -202,27 +202,47 @@ class CompositionSearch:
 
     def parts(self, collective: Collective, grid: Ints) -> tuple[list[LevelAlgorithm], list[LevelAlgorithm]]:
         """The algorithms to try inside a host, and between hosts."""
-        hosts, local = grid.shape
+        hosts = len(grid)
         devices = [collective.ranks[rank] for rank in grid[0].tolist()]
-        inside = [LevelAlgorithm(name="direct", program=algorithm("direct", collective.kind, devices))]
-        between = [LevelAlgorithm(name="direct", program=algorithm("direct", collective.kind, hosts))]
-        make = AllToAll if collective.kind == "all_to_all" else AllGather
-        with suppress(Infeasible):  # where the devices of a host meet only outside of it
-            made = greedy.synthesize(
-                make(devices), self.cluster, nbytes=self.nbytes / hosts, budget_s=INSIDE_S, seed=self.seed,
-                alpha=self.alpha, pieces=[1],
-            )  # fmt: skip
-            inside.append(LevelAlgorithm(name="greedy", program=made))
+        inside = inside_algorithms(
+            collective.kind, devices, self.cluster, nbytes=self.nbytes / hosts, seed=self.seed, alpha=self.alpha
+        )
+        names = ["direct"]
         if collective.kind == "all_gather":
-            inside.append(
-                LevelAlgorithm(name="ring", program=algorithm("ring", "all_gather", devices, cluster=self.cluster))
-            )
-            between.append(LevelAlgorithm(name="ring", program=algorithm("ring", "all_gather", hosts)))
-            for parts, count in ((inside, local), (between, hosts)):
-                if is_power_of_two(count):
-                    program = algorithm("recursive_doubling", "all_gather", count)
-                    parts.append(LevelAlgorithm(name="recursive_doubling", program=program))
+            names += ["ring", *(["recursive_doubling"] if is_power_of_two(hosts) else [])]
+        between = [LevelAlgorithm(name=name, program=algorithm(name, collective.kind, hosts)) for name in names]
         return inside, between
+
+
+def inside_algorithms(
+    kind: str, devices: Sequence[int], cluster: Cluster, *, nbytes: float, seed: int, alpha: str
+) -> list[LevelAlgorithm]:
+    """The algorithms to try inside one host.
+
+    Args:
+        kind: "all_gather" or "all_to_all".
+        devices: The devices of the host.
+        cluster: The cluster.
+        nbytes: The bytes that the host's devices exchange at a time.
+        seed: The seed of the synthesis.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+
+    Returns:
+        The algorithms, the plainest first.
+    """
+    found = [LevelAlgorithm(name="direct", program=algorithm("direct", kind, devices))]
+    with suppress(Infeasible):  # where the devices of a host meet only outside of it
+        make = AllToAll if kind == "all_to_all" else AllGather
+        made = greedy.synthesize(
+            make(devices), cluster, nbytes=nbytes, budget_s=INSIDE_S, seed=seed, alpha=alpha, pieces=[1]
+        )
+        found.append(LevelAlgorithm(name="greedy", program=made))
+    if kind == "all_gather":
+        found.append(LevelAlgorithm(name="ring", program=algorithm("ring", kind, devices, cluster=cluster)))
+        if is_power_of_two(len(devices)):
+            program = algorithm("recursive_doubling", kind, len(devices))
+            found.append(LevelAlgorithm(name="recursive_doubling", program=program))
+    return found
 
 
 def _cuts(collective: Collective, pieces: Sequence[int] | None) -> Iterator[int]:

@@ -23,7 +23,7 @@ from ..cluster import Cluster
 from ..collectives import Collective
 from ..errors import Infeasible, InvalidInput, SearchTimeout
 from ..programs import Program
-from ..programs.symmetry import translate
+from ..programs.symmetry_views import translate
 from ..simulator import Timeline, simulate
 from ..units import check_seed
 from .combine import all_reduce_from, like, reversed_cluster

@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 
 from ..errors import Infeasible, StrettoError
-from ..programs import Lowered, Program
+from ..programs import Lowered, Program, SymmetricProgram
 from ..programs.formats.msccl_rules import MAX_STEPS
 from ..simulator import simulate
 from .certificate import Candidate, Lowering, ProvedProgram
@@ -98,7 +98,7 @@ class _Search:
         problem = self.problem
         try:
             why = too_long(made.program)
-            if why:
+            if why or not isinstance(made.program, Program):
                 raise Infeasible(why)
             lowered = made.program.lower(instances=instances, fifo_depth=depth)
             _check_fits(lowered, problem)
@@ -142,8 +142,10 @@ def _check_fits(lowered: Lowered, problem: SynthesisProblem) -> None:
         msccl_xml.dumps(lowered)
 
 
-def too_long(program: Program) -> str:
+def too_long(program: Program | SymmetricProgram) -> str:
     """The reason why no runtime could take a program however it is lowered; empty where none is seen at once."""
+    if isinstance(program, SymmetricProgram):
+        return "instruction streams are made of programs that are written out for all ranks"
     c = program.collective
     connection = (program.src.astype(np.int64) * c.num_ranks + program.dst) * program.num_lanes + program.lane
     steps = int(np.unique(connection, return_counts=True)[1].max(initial=0))

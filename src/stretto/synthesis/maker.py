@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypedDict
 from ..cluster import Cluster
 from ..collectives import Collective
 from ..errors import Infeasible
-from ..programs import Program
+from ..programs import Program, SymmetricProgram
 from .combine import INVERSE, all_reduce_from, inverse, like, reversed_cluster
 from .problem import MakerTask, Progress, SynthesisProblem
 
@@ -41,7 +41,7 @@ class Maker(Protocol):
 
     def programs(
         self, task: MakerTask, problem: SynthesisProblem, budget_s: float, progress: Progress
-    ) -> Iterator[Program]:
+    ) -> Iterator[Program | SymmetricProgram]:
         """Make the programs of one task, one after the other.
 
         A program may cut chunks finer than the collective asks, but must serve the same buffers

@@ -15,13 +15,22 @@ from ..algorithms.registry import algorithm, entry
 from ..collectives import COLLECTIVES, ROOTED
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..files import convert
-from ..programs import Program
-from . import compose, exact, flow, forest, greedy, three_stage, tree_pairs
+from ..programs import Program, SymmetricProgram
+from . import compose, exact, flow, forest, greedy, symmetric, three_stage, tree_pairs
 from .explorer import sketch_variants
 from .maker import Maker, MakerRequest, SearchMaker
 from .problem import MakerTask, Progress, SynthesisProblem
 
 LIBRARY = "library"
+SYMMETRIC = "symmetric"
+SMALL = 256
+"""The most ranks for which tasks run in the caller's process, and for which the library is asked first: its programs
+are then made in no time. Beyond it the makers of better programs come first."""
+MAX_WHOLE_MOVES = 1 << 23
+"""The most chunks that all ranks together move in an all-gather, reduce-scatter or all-reduce that is written out for
+all ranks; beyond it only symmetric programs are made where the cluster allows it."""
+MAX_EXPANDED = 1 << 20
+"""The most transfers of a symmetric program that is written out for all ranks, to be lowered."""
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 """The type of a maker's option that counts something."""
 MAX_LIBRARY_MOVES = 1 << 21
@@ -104,6 +113,49 @@ class Library:
                 return
 
 
+@dataclass(frozen=True, kw_only=True)
+class SymmetricMaker:
+    """The maker of symmetric programs, in which one group of ranks stands for all."""
+
+    name: str = SYMMETRIC
+    options: Mapping[str, Any] = field(default_factory=lambda: {"pieces": list[Count]})
+    follows_sketch: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker gets options that have been checked; msgspec's types of them cannot be pickled.
+        return vars(self) | {"options": {}}
+
+    def tasks(self, problem: SynthesisProblem) -> list[MakerTask]:
+        """One task."""
+        symmetric.require_all_devices(problem.collective, problem.cluster)
+        return [MakerTask(maker=self.name, label=self.name, weight=2.0)]
+
+    def programs(
+        self, task: MakerTask, problem: SynthesisProblem, budget_s: float, progress: Progress
+    ) -> Iterator[Program | SymmetricProgram]:
+        """The best symmetric program, written out for all ranks where it is to be lowered.
+
+        Args:
+            task: The task.
+            problem: The problem that the task was made for.
+            budget_s: The seconds that the task should take at most.
+            progress: Takes the name and the time of each program that is tried.
+
+        Yields:
+            One program.
+
+        Raises:
+            StrettoError: The cluster has no symmetry, or the program is too large to be lowered.
+        """
+        made = symmetric.synthesize(
+            problem.collective, problem.cluster, nbytes=problem.nbytes, budget_s=budget_s, seed=problem.seed,
+            progress=progress, alpha=problem.alpha, contention=problem.contention, **task.options,
+        )  # fmt: skip
+        if problem.lower and made.num_transfers > MAX_EXPANDED:
+            raise Infeasible(f"{made.num_transfers} transfers are too many to lower; at most {MAX_EXPANDED}")
+        yield made.expand() if problem.lower else made
+
+
 def _compose(request: MakerRequest) -> Program:
     return compose.synthesize(request.collective, request.cluster, **request.shared, **request.options)
 
@@ -143,6 +195,7 @@ _GATHERING = ("all_gather", "reduce_scatter", "all_reduce")
 _EVERYTHING = tuple(COLLECTIVES)
 
 register_maker(Library())
+register_maker(SymmetricMaker())
 register_maker(
     SearchMaker(name="compose", make=_compose, collectives=_EVERYTHING, weight=2.0, options={"pieces": list[Count]})
 )
@@ -291,6 +344,10 @@ def plan_tasks(
         mine = [a for a in asked if a.partition(":")[0] == name]
         if not mine:
             continue
+        if name == SYMMETRIC and wanted is None and problem.ranks <= SMALL:
+            # `compose` makes the same programs, written out for all ranks.
+            refused[name] = f"is for more than {SMALL} ranks unless it is asked for, not {problem.ranks}"
+            continue
         try:
             found = maker.tasks(problem)
         except StrettoError as error:
@@ -307,8 +364,23 @@ def plan_tasks(
     for name in own:
         if name in refused:
             raise InvalidInput(f"options of {name}: it {refused[name]}")
+    if problem.ranks > SMALL:
+        tasks.sort(key=lambda task: task.maker == LIBRARY)
+        tasks, refused = _without_whole_programs(problem, tasks, refused) if wanted is None else (tasks, refused)
     _check_sketch(problem, {task.maker for task in tasks}, refused)
     return tasks, refused
+
+
+def _without_whole_programs(
+    problem: SynthesisProblem, tasks: list[MakerTask], refused: dict[str, str]
+) -> tuple[list[MakerTask], dict[str, str]]:
+    """Leave out programs that would be written out for too many ranks, where symmetric programs can be made."""
+    moves = problem.ranks * (problem.ranks - 1)
+    alike = [task for task in tasks if task.maker == SYMMETRIC]
+    if not alike or moves <= MAX_WHOLE_MOVES:
+        return tasks, refused
+    why = f"moves {moves} chunks, written out for all ranks; more than {MAX_WHOLE_MOVES} are left to {SYMMETRIC}"
+    return alike, refused | {task.maker: why for task in tasks if task.maker != SYMMETRIC}
 
 
 def _check_sketch(problem: SynthesisProblem, at_work: set[str], refused: Mapping[str, str]) -> None:

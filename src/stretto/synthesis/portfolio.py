@@ -24,15 +24,13 @@ from .attempts import LEAST_S, Attempt, Board, attempt
 from .cache import Cache
 from .certificate import Candidate, Certificate, ProvedProgram, Synthesis, versions
 from .lowering import FORMATS, search_lowering
-from .makers import LIBRARY, MakerOptions, check_options, plan_tasks
+from .makers import LIBRARY, SMALL, SYMMETRIC, MakerOptions, check_options, plan_tasks
 from .problem import MakerTask, Progress, SynthesisProblem
 from .sketch import Sketch
 
 MAX_JOBS = 256
 LOWERING = 0.3
 """The share of the budget that is kept for turning programs into instruction streams."""
-SMALL = 256
-"""The most ranks for which tasks run in this process: they then end soon after their budget without being killed."""
 
 
 def synthesize(
@@ -137,14 +135,15 @@ def _search(
     # Short tasks run in this process. Long ones run in workers: several at once, and killed where they overrun.
     small = problem.ranks <= SMALL
     alone = jobs == 1 and backend == "processes"
-    here = [task for task in tasks if small and (alone or task.maker == LIBRARY)]
+    here = [task for task in tasks if task.maker == SYMMETRIC or (small and (alone or task.maker == LIBRARY))]
     there = [task for task in tasks if task not in here]
     # The backend is started before the clock of the budget: starting a Ray cluster is not part of the search.
     with backends.backend(backend, jobs=jobs, address=ray_address) if there else nullcontext() as start:
+        began = time.monotonic()
         board = Board(
             bound=lower_bound(problem.collective, problem.cluster, problem.nbytes),
             budget_s=budget_s * (1 - LOWERING if problem.lower else 1),
-            began=time.monotonic(),
+            began=began,
             progress=progress,
             priced=problem.runtime is not None,
             candidates=[Candidate(maker=name, reason=reason) for name, reason in refused.items()],

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ..programs.symmetry import translate
+from ..programs.symmetry_views import translate
 from .hops import Hops
 
 Ints = NDArray[np.int64]

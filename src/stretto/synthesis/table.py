@@ -18,7 +18,7 @@ from ..cluster import Cluster
 from ..collectives import Collective
 from ..errors import InvalidInput
 from ..files import write_file
-from ..programs import Program
+from ..programs import Program, SymmetricProgram
 from ..simulator import lower_bound, simulate
 from .certificate import Synthesis
 from .portfolio import synthesize
@@ -42,7 +42,7 @@ class SizeChoice:
     points: tuple[tuple[int, float, float], ...]
 
     @property
-    def program(self) -> Program:
+    def program(self) -> Program | SymmetricProgram:
         """The program to run."""
         return self.synthesis.program
 
@@ -55,7 +55,7 @@ class Selection:
     cluster: str
     choices: tuple[SizeChoice, ...]
 
-    def best(self, nbytes: float) -> Program:
+    def best(self, nbytes: float) -> Program | SymmetricProgram:
         """The program for a size in bytes."""
         for choice in self.choices:
             if not choice.max_bytes or nbytes <= choice.max_bytes:

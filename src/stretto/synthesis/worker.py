@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..children import Child
-from ..programs import Program
+from ..programs import Program, SymmetricProgram
 from .attempts import Attempt, attempt
 from .maker import Maker
 from .problem import SynthesisProblem
@@ -94,8 +94,10 @@ def work(request: bytes, tell: Callable[[str], None]) -> Attempt:
     return result
 
 
-def _plain(program: Program) -> Program:
+def _plain(program: Program | SymmetricProgram) -> Program | SymmetricProgram:
     """A copy of the program without cached properties, which are large and need not be sent."""
+    if isinstance(program, SymmetricProgram):
+        return replace(program)
     return program.replace(collective=replace(program.collective))
 
 

@@ -48,7 +48,7 @@ def synthesized(*, budget_s: float = 5.0, seed: int = 0) -> Provider:
             try:
                 made[key] = synthesize(
                     _collective(ask), cluster, nbytes, budget_s=budget_s, seed=seed, makers=MAKERS
-                ).program
+                ).plain
             except (Infeasible, SearchTimeout, InvalidInput):
                 made[key] = None
         found = made[key]

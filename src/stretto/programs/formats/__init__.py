@@ -25,17 +25,20 @@ from ...errors import InvalidInput
 from ...files import read_text, usable_path, write_file
 from ..ir import Program
 from ..lowered import Lowered
+from ..symmetry import SymmetricProgram
 
 if TYPE_CHECKING:
     from .mscclpp_reader import ExecutionPlan
 
 __all__ = [
-    "SUFFIXES", "format_of", "load_program", "msccl_xml", "mscclpp_json", "mscclpp_reader", "save_program", "sniff",
-    "text",
+    "SUFFIXES", "expanded", "format_of", "load_program", "msccl_xml", "mscclpp_json", "mscclpp_reader", "save_program",
+    "sniff", "symmetric_text", "text",
 ]  # fmt: skip
 
 SUFFIXES = {".txt": "text", ".prog": "text", ".xml": "msccl", ".json": "mscclpp"}
 """The format that a file name's ending asks for."""
+MAX_EXPANDED = 1 << 20
+"""The most transfers of a symmetric program that is written for all ranks at once."""
 
 
 def format_of(path: str | Path) -> str:
@@ -47,7 +50,7 @@ def format_of(path: str | Path) -> str:
 
 
 def sniff(text: str) -> str:
-    """The format of a file's content: ``text``, ``msccl`` or ``mscclpp``.
+    """The format of a file's content: ``text``, ``symmetric``, ``msccl`` or ``mscclpp``.
 
     >>> sniff("stretto-program 1"), sniff("<algo name='x'/>")
     ('text', 'msccl')
@@ -58,14 +61,17 @@ def sniff(text: str) -> str:
     if start.startswith("{"):
         return "mscclpp"
     lines = (line for line in start.splitlines() if line.strip() and not line.lstrip().startswith("#"))
-    if next(lines, "").startswith("stretto-program"):
+    first = next(lines, "")
+    if first.startswith("stretto-symmetric-program"):
+        return "symmetric"
+    if first.startswith("stretto-program"):
         return "text"
     raise InvalidInput("not a program: expected 'stretto-program 1', an MSCCL <algo> or an MSCCL++ JSON plan")
 
 
 def load_program(
     path: str | Path, *, collective: Collective | None = None, in_place: bool | None = None
-) -> Program | Lowered | ExecutionPlan:
+) -> Program | SymmetricProgram | Lowered | ExecutionPlan:
     """Read a program file of any format.
 
     Args:
@@ -74,7 +80,7 @@ def load_program(
         in_place: Which kind of call to read an MSCCL file for that serves both; see `msccl_xml.loads`.
 
     Returns:
-        A `Program` (text), a `Lowered` (MSCCL XML) or an MSCCL++ plan (JSON), not verified yet.
+        A `Program` or `SymmetricProgram` (text), a `Lowered` (MSCCL XML) or an MSCCL++ plan (JSON), not verified yet.
 
     Raises:
         InvalidInput: The file cannot be read or is not valid; the message names the file and the place.
@@ -90,6 +96,10 @@ def load_program(
         from . import text as text_form
 
         return text_form.loads(text, where=where)
+    if kind == "symmetric":
+        from . import symmetric_text
+
+        return symmetric_text.loads(text, where=where)
     if kind == "msccl":
         from . import msccl_xml
 
@@ -103,7 +113,7 @@ def load_program(
 
 
 def save_program(
-    program: Program | Lowered,
+    program: Program | SymmetricProgram | Lowered,
     path: str | Path,
     *,
     hosts: Sequence[int] | None = None,
@@ -114,7 +124,8 @@ def save_program(
     """Write a program in the format that the file name asks for, lowering it where the format needs that.
 
     Args:
-        program: The program to write; the text form takes a `Program` only.
+        program: The program to write; the text form takes a `Program` or a `SymmetricProgram`, which is written as one
+            group's part of it. Other formats get it expanded.
         path: The file; an existing file is replaced.
         hosts: The host of each rank (``cluster.hosts_of(collective.ranks)``), for MSCCL++ plans: port channels lead
             between hosts. Without it all ranks are taken to share one host. Other formats do not tell hosts apart.
@@ -128,13 +139,18 @@ def save_program(
     path = usable_path(path)
     kind = format_of(path)
     if kind == "text":
+        from . import symmetric_text
         from . import text as text_form
 
-        if not isinstance(program, Program):
+        if isinstance(program, SymmetricProgram):
+            text = symmetric_text.dumps(program, **options)
+        elif isinstance(program, Program):
+            text = text_form.dumps(program, **options)
+        else:
             raise InvalidInput(f"{path}: instruction streams have no text form; choose .xml or .json")
-        text = text_form.dumps(program, **options)
     else:
-        lowered = program.lower() if isinstance(program, Program) else program
+        plain = expanded(program, path) if isinstance(program, SymmetricProgram) else program
+        lowered = plain.lower() if isinstance(plain, Program) else plain
         if kind == "msccl":
             from . import msccl_xml
 
@@ -144,3 +160,11 @@ def save_program(
 
             text = mscclpp_json.dumps(lowered, hosts=hosts, min_bytes=min_bytes, max_bytes=max_bytes, **options)
     write_file(path, text)
+
+
+def expanded(program: SymmetricProgram, path: str | Path) -> Program:
+    """The program with the transfers of all ranks, unless these are too many for one file; `path` is for messages."""
+    if program.num_transfers > MAX_EXPANDED:
+        what = f"{program.name} has {program.num_transfers} transfers"
+        raise InvalidInput(f"{path}: {what}, more than the {MAX_EXPANDED} of a file for all ranks; choose .txt")
+    return program.expand()

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,11 @@ from ...collectives import ALL_PARTS, Collective
 from ...collectives.conditions import MAX_RANKS
 from ...errors import InvalidInput, unknown
 from ..ir import Program
-from .named import NamedCollective, entries_for, name_of
+from .lines import MAX_INT, LineReader, quote, ranges
+from .named import NamedCollective, name_of
 
 HEADER = "stretto-program"
 VERSION = 1
-MAX_INT = (1 << 31) - 1
 
 _OPTIONS = ("ranks", "devices", "chunks", "num_chunks", "root", "in-place", "pairs", "counts")
 _TRANSFER = re.compile(
@@ -58,10 +58,10 @@ def dumps(program: Program) -> str:
     1: 1>2 c0 after 0
     """
     p = program
-    lines = [f"{HEADER} {VERSION}", f"name {_quote(p.name)}", *_collective_lines(p.collective)]
+    lines = [f"{HEADER} {VERSION}", f"name {quote(p.name)}", *_collective_lines(p.collective)]
     if p.routes_digest:
-        lines.append(f"routes {_quote(p.routes_digest)}")
-    lines += [f"route {i}: {_ranges(route)}".rstrip() for i, route in enumerate(p.routes)]
+        lines.append(f"routes {quote(p.routes_digest)}")
+    lines += [f"route {i}: {ranges(route)}".rstrip() for i, route in enumerate(p.routes)]
     src, dst, add, lane, via, cast = (a.tolist() for a in (p.src, p.dst, p.reduce, p.lane, p.route, p.cast))
     chunks, after, gate = (
         [values[a:b] for a, b in pairwise(ptr.tolist())]
@@ -72,11 +72,11 @@ def dumps(program: Program) -> str:
         )
     )
     for t in range(p.num_transfers):
-        line = f"{t}: {src[t]}>{dst[t]} {'+' if add[t] else ''}{_ranges(chunks[t], 'c')}"
+        line = f"{t}: {src[t]}>{dst[t]} {'+' if add[t] else ''}{ranges(chunks[t], 'c')}"
         if after[t]:
-            line += f" after {_ranges(after[t])}"
+            line += f" after {ranges(after[t])}"
         if gate[t]:
-            line += f" gate {_ranges(gate[t])}"
+            line += f" gate {ranges(gate[t])}"
         if lane[t]:
             line += f" lane {lane[t]}"
         if via[t] >= 0:
@@ -92,37 +92,8 @@ def loads(text: str, *, where: str = "program") -> Program:
     return _Reader(text, where).program()
 
 
-class _Reader:
-    """A reader that goes through the lines of a text once."""
-
-    def __init__(self, text: str, where: str) -> None:
-        self.lines = [
-            (number, line.rstrip())
-            for number, line in enumerate(text.splitlines(), 1)
-            if line.strip() and not line.lstrip().startswith("#")
-        ]
-        self.where, self.next, self.number, self.entries = where, 0, 1, 0
-        self.most = entries_for(text)
-
-    def fail(self, message: str) -> NoReturn:
-        raise InvalidInput(f"{self.where} line {self.number}: {message}") from None
-
-    def peek(self) -> str:
-        return self.lines[self.next][1] if self.next < len(self.lines) else ""
-
-    def line(self) -> str:
-        if self.next >= len(self.lines):
-            self.fail("the file ends too early")
-        self.number, line = self.lines[self.next]
-        self.next += 1
-        return line
-
-    def keyword(self, word: str) -> str:
-        line = self.line()
-        head, _, rest = line.partition(" ")
-        if head != word:
-            self.fail(f"expected '{word} ...', not {line[:60]!r}")
-        return rest
+class _Reader(LineReader):
+    """A reader of the lines of a plain program."""
 
     def program(self) -> Program:
         version = self.keyword(HEADER)
@@ -278,11 +249,6 @@ class _Reader:
             return default
         return self.whole(options.get(key, ""), key)
 
-    def whole(self, text: str, key: str = "number") -> int:
-        if not re.fullmatch(r"-?[0-9]{1,10}", text):
-            self.fail(f"{key}: expected a whole number, not {text[:40]!r}")
-        return int(text)
-
     def numbers(self, text: str) -> tuple[float, ...]:
         try:
             return tuple(float(x) for x in text.split(","))
@@ -306,50 +272,10 @@ class _Reader:
             self.fail(f"expected {count} numbers, not {len(values)}")
         return values
 
-    def integers(self, text: str, limit: int) -> Iterator[int]:
-        """Read numbers such as ``4,7-9``, each below `limit`; they are counted before any list is made."""
-        for item in text.split(",") if text else ():
-            low, dash, high = item.partition("-")
-            first = self.whole(low)
-            last = self.whole(high) if dash else first
-            if not 0 <= first <= last < limit:
-                self.fail(f"{item[:40]!r}: must be within 0..{limit - 1}")
-            self.entries += last - first + 1
-            if self.entries > self.most:
-                self.fail(f"more than {self.most} entries in a program of this size")
-            yield from range(first, last + 1)
-
-    def unquote(self, text: str) -> str:
-        if not text.startswith('"'):
-            return text
-        try:
-            value = json.loads(text)
-        except ValueError:
-            self.fail(f"not a quoted text: {text[:60]}")
-        return str(value)
-
-
-def _quote(text: str) -> str:
-    plain = text and text == text.strip() and text.isprintable() and not text.startswith('"')
-    return text if plain else json.dumps(text)
-
-
-def _ranges(values: Iterable[int], mark: str = "") -> str:
-    """``1,2,4-6``: three or more neighbours in a row become a range.
-
-    >>> _ranges([1, 2, 4, 5, 6, 3], "c")
-    'c1,c2,c4-6,c3'
-    """
-    words: list[str] = []
-    for _, group in groupby(enumerate(values), lambda pair: pair[1] - pair[0]):
-        run = [value for _, value in group]
-        words += [f"{mark}{run[0]}-{run[-1]}"] if len(run) > 2 else [f"{mark}{v}" for v in run]
-    return ",".join(words)
-
 
 def _collective_lines(c: Collective) -> list[str]:
     counted = c.ranks == tuple(range(c.num_ranks))
-    ranks = f"ranks {c.num_ranks}" if counted else f"devices {_ranges(c.ranks)}"
+    ranks = f"ranks {c.num_ranks}" if counted else f"devices {ranges(c.ranks)}"
     named = name_of(c)
     tail = (f" root {c.root}" if c.root >= 0 else "") + (" in-place" if c.in_place else "")
     if named is not None:
@@ -362,7 +288,7 @@ def _collective_lines(c: Collective) -> list[str]:
     lines = [f"collective explicit {kind} {ranks} num_chunks {c.num_chunks} chunks {c.chunks}{tail}"]
     lines.append(f"share {_repeats(c.chunk_share)}")
     lines.append(f"place {_repeats(c.place)}")
-    lines += [f"set {i}: {_ranges(parts)}".rstrip() for i, parts in enumerate(c.part_sets)]
+    lines += [f"set {i}: {ranges(parts)}".rstrip() for i, parts in enumerate(c.part_sets)]
     for rank, (a, b) in enumerate(pairwise(c.in_ptr.tolist())):
         lines.append(f"input {rank}: {_tagged(c.in_chunk[a:b], c.in_part[a:b], '.', None)}".rstrip())
     for rank, (a, b) in enumerate(pairwise(c.out_ptr.tolist())):
@@ -375,7 +301,7 @@ def _tagged(chunks: NDArray[np.int32], tags: NDArray[np.int32], mark: str, impli
     words = []
     for tag, group in groupby(zip(chunks.tolist(), tags.tolist(), strict=True), lambda pair: pair[1]):
         suffix = "" if tag == implied else f"{mark}{tag}"
-        words += [word + suffix for word in _ranges((chunk for chunk, _ in group), "c").split(",")]
+        words += [word + suffix for word in ranges((chunk for chunk, _ in group), "c").split(",")]
     return " ".join(words)
 
 

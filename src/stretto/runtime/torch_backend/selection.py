@@ -26,8 +26,8 @@ from ...cluster import Cluster, Link, Node
 from ...collectives import ROOTED
 from ...errors import InvalidInput, StrettoError
 from ...files import convert, parse_json, read_text
-from ...programs import Lowered, Program
-from ...programs.formats import load_program
+from ...programs import Lowered, Program, SymmetricProgram
+from ...programs.formats import expanded, load_program
 from ...programs.lower import lower
 from ...simulator import simulate
 from ...simulator.priced import slices_of
@@ -164,6 +164,8 @@ class Selector:
             if not low <= nbytes or (high and nbytes > high):
                 continue
             program = load_program(path)
+            if isinstance(program, SymmetricProgram):
+                program = expanded(program, path)
             if not isinstance(program, Program | Lowered):
                 rejected.append((path.name, "is an MSCCL++ plan, which is for GPUs"))
                 continue
