@@ -179,3 +179,67 @@ def test_groups_that_exchange_at_the_same_place_are_one_op_although_their_sizes_
         traces.append(one_op(rank, [100.0] * 3, [450.0] * 3, shape=shape, nbytes=1000 + 100 * rank))
     (op,) = together(*traces).comm_ops
     assert (op.nbytes, op.groups, op.rank_nbytes) == (1300.0, ((0, 1), (2, 3)), (1000.0, 1100.0, 1200.0, 1300.0))
+
+
+def stage_of_pipeline(stage: int, replica: int, stages: int, batches: int, early: bool) -> RankRecording:
+    """One rank of a pipeline that is written by hand; each rank counts ten microseconds for everything."""
+    rank, warm = replica * stages + stage, min(stages - stage, batches) if early else batches
+    actions = [(1, batch) for batch in range(warm)]
+    for batch in range(batches):
+        actions += [(-1, batch)] + [(1, warm + batch)] * (warm + batch < batches)
+    clock, marks, calls = 0.0, [], []
+
+    def call(source: int, target: int) -> int:
+        shape = CallShape(kind="send", group=(source, target), channel="0:0", phase="step")
+        calls.append(
+            RecordedCall(
+                iteration=0, number=len(calls), shape=shape, nbytes=8, workers=1, submit_us=clock, end_us=clock
+            )
+        )
+        return len(calls) - 1
+
+    def mark(what: str, number: int) -> None:
+        nonlocal clock
+        marks.append(TimedStep(step=ThreadStep(what=what, call=number), enter_us=clock, leave_us=clock + 10))  # type: ignore[arg-type]
+        clock += 10
+
+    sent = []
+    for step, _ in actions:
+        if 0 <= stage - step < stages:
+            taken = call(rank - step, rank)
+            mark("submit", taken)
+            mark("wait", taken)
+        clock += 100.0
+        if 0 <= stage + step < stages:
+            sent.append(call(rank, rank + step))
+            mark("submit", sent[-1])
+    for number in sent:
+        mark("wait", number)
+    iteration = RecordedIteration(begin_us=0.0, end_us=clock + 50, marks=marks, calls=calls)
+    return trace_of(rank, [iteration])
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "batches", "replicas"), [(3, 2, 1), (4, 3, 2), (6, 4, 1), (5, 1, 2)])
+def test_inner_stages_that_make_alike_calls_are_told_apart(
+    stages: int, batches: int, replicas: int, early: bool
+) -> None:
+    ranks = [(stage, replica) for replica in range(replicas) for stage in range(stages)]
+    workload = together(*(stage_of_pipeline(*rank, stages, batches, early) for rank in ranks))
+    messages = [op for op in workload.ops if op.is_comm]
+    assert len(messages) == 2 * (stages - 1) * batches
+    behind: dict[str, set[str]] = {}
+    for op in workload.ops:
+        behind[op.name] = {dep.op for dep in op.after if not dep.lag}
+        behind[op.name] |= {before for name in behind[op.name] for before in behind[name]}
+    for step in (1, -1):
+        hops = [
+            [op.name for op in messages if op.groups[0] == (stage, stage + step)]
+            for stage in range(stages)
+            if 0 <= stage + step < stages
+        ]
+        for one, other in zip(hops[::step], hops[::step][1:], strict=False):
+            for batch in range(batches):
+                assert one[batch] in behind[other[batch]]
+                if step > 0 and not early:
+                    assert behind[other[batch]].isdisjoint(one[batch + 1 :])

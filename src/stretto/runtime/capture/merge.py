@@ -63,18 +63,13 @@ def merge(
     traces: Sequence[RankRecording], offsets_us: Sequence[float], *, name: str, samples: float, notes: tuple[str, ...]
 ) -> Workload:
     """The workload; the same on every rank that merges the same traces."""
-    classes = _classes(traces)
     matches = _matches(traces)
-    nodes: list[_Node] = []
-    node_of: dict[tuple[int, int], int] = {}
-    class_of = {rank: number for number, ranks in enumerate(classes) for rank in ranks}
-    for together in _together(matches, class_of):
-        for match in together:
-            node_of |= {(rank, call): len(nodes) for rank, call in match.calls.items()}
-        nodes.append(_comm(together, traces, offsets_us))
-    for ranks in classes:
-        _walk(ranks, traces, offsets_us, nodes, node_of)
-    order = _order(nodes)
+    classes = _classes(traces)
+    nodes, node_of, order = _built(classes, matches, traces, offsets_us)
+    if len(order) < len(nodes):
+        # The ranks of a class stand for each other, also where one of them sends to another: inner stages, say.
+        classes = _refined(classes, matches)
+        nodes, node_of, order = _built(classes, matches, traces, offsets_us)
     if len(order) < len(nodes):
         stuck = min((node.at_us, str(node.shape)) for at, node in enumerate(nodes) if node.shape and at not in order)
         circle = f"the ranks wait for each other in a circle, first at {stuck[1]}"
@@ -87,6 +82,47 @@ def merge(
         samples=samples,
         notes=notes,
     )
+
+
+def _built(
+    classes: Sequence[tuple[int, ...]], matches: Sequence[_Match], traces: Sequence[RankRecording],
+    offsets_us: Sequence[float],
+) -> tuple[list[_Node], dict[tuple[int, int], int], list[int]]:  # fmt: skip
+    """All nodes, the node of each rank's calls, and the nodes in order, without those in a circle."""
+    nodes: list[_Node] = []
+    node_of: dict[tuple[int, int], int] = {}
+    class_of = {rank: number for number, ranks in enumerate(classes) for rank in ranks}
+    for together in _together(matches, class_of):
+        for match in together:
+            node_of |= {(rank, call): len(nodes) for rank, call in match.calls.items()}
+        nodes.append(_comm(together, traces, offsets_us))
+    for ranks in classes:
+        _walk(ranks, traces, offsets_us, nodes, node_of)
+    return nodes, node_of, _order(nodes)
+
+
+def _refined(classes: Sequence[tuple[int, ...]], matches: Sequence[_Match]) -> list[tuple[int, ...]]:
+    """Classes whose ranks make every call together with ranks of the same classes at the same places of programs.
+
+    A circle of such classes is one of ranks, too: from any rank of a class each wait leads to a rank of the next class.
+    """
+    class_of = {rank: number for number, ranks in enumerate(classes) for rank in ranks}
+    count = 0
+    while count < len(set(class_of.values())):
+        count = len(set(class_of.values()))
+        seen: dict[int, list[Hashable]] = {rank: [number] for rank, number in class_of.items()}
+        for match in matches:
+            places = tuple(sorted((class_of[rank], call) for rank, call in match.calls.items()))
+            for rank, call in match.calls.items():
+                seen[rank].append((call, places))
+        # The calls of a rank are in many groups, whose matches come in another order for each rank.
+        keys = {rank: (mine[0], frozenset(mine[1:])) for rank, mine in seen.items()}
+        number_of = {key: number for number, key in enumerate(dict.fromkeys(keys[rank] for rank in sorted(keys)))}
+        class_of = {rank: number_of[keys[rank]] for rank in sorted(keys)}
+    found: dict[int, list[int]] = {}
+    for rank, number in class_of.items():
+        found.setdefault(number, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
 
 
 def _classes(traces: Sequence[RankRecording]) -> list[tuple[int, ...]]:
