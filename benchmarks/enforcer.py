@@ -4,7 +4,8 @@
 `iteration_us` is the median over all rounds of the slowest rank's time; `gain` is how many times faster than the first
 system of the case; `ceiling` is what the links allow at most; `predicted_off_percent` compares a plan's promise with
 what was measured. The cases that train models are in enforcer_models.py, those under a controller in enforcer_run.py,
-and those that need no lab in enforcer_call.py (the cost of a call) and enforcer_nccl.py (on a GPU).
+pipelines with replicas on two hosts in enforcer_strided.py, and those that need no lab in enforcer_call.py (the cost of
+a call) and enforcer_nccl.py (on a GPU).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import enforcer_call
 import enforcer_models
 import enforcer_nccl
 import enforcer_run
+import enforcer_strided
 from common import Row, finish, in_own_process, options
 
 from stretto.lab import Lab, unavailable
@@ -103,7 +105,7 @@ def duplex(quick: bool) -> list[Row]:
 
 CASES: dict[str, Callable[[bool], list[Row]]] = {
     "channels": channels, "overhead": overhead, "duplex": duplex, **enforcer_call.CASES, **enforcer_models.CASES,
-    **enforcer_run.CASES, **enforcer_nccl.CASES,
+    **enforcer_run.CASES, **enforcer_nccl.CASES, **enforcer_strided.CASES,
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ RANKS, SEEDS, ITERATIONS, TRIES = 3, 8, 4, 200
 CLUSTER = cluster_of()
 HOSTS = ["a", "b", "b"]
 CHANNELS = (("rdma",), ("eth",), ("shm", "rdma"))
+GROUPS = ((0, 1, 2), (0, 2), (1, 2))
 FORWARD, BACKWARD = 1000, 2000
 """What tells the numbers of both directions apart."""
 
@@ -42,8 +43,8 @@ class Pipeline:
     early: bool
     """Whether the backward pass of a micro-batch begins as soon as it can."""
     count: int
-    sums: tuple[tuple[int, int], ...]
-    """(how many actions come before it, number of elements)"""
+    sums: tuple[tuple[int, int, int], ...]
+    """(how many actions come before it, number of elements, number of its group)"""
 
     def actions(self, stage: int) -> Iterator[tuple[str, int]]:
         """What a stage does, in order."""
@@ -61,21 +62,25 @@ def drawn(draw: random.Random) -> Pipeline:
     points = sorted(draw.randint(0, 2 * batches) for _ in range(draw.randint(1, 4)))
     return Pipeline(
         batches=batches, early=draw.random() < 0.5, count=draw.choice([16, 1000, 30000]),
-        sums=tuple((point, draw.choice([8, 500, 20000])) for point in points),
+        sums=tuple((point, draw.choice([8, 500, 20000]), draw.randrange(len(GROUPS))) for point in points),
     )  # fmt: skip
 
 
-def run(pipe: Pipeline, number: int) -> list[str]:
+def run(pipe: Pipeline, groups: Sequence[Any], number: int) -> list[str]:
     """One iteration; what was not as it must be."""
     stage, wrong = dist.get_rank(), []
     works: list[Any] = []
-    sums = [(numbers(count, stage, number), at) for at, (_, count) in enumerate(pipe.sums)]
+    sums = [
+        (numbers(count, stage, number), at, group)
+        for at, (_, count, group) in enumerate(pipe.sums)
+        if stage in GROUPS[group]
+    ]
 
     def begin_sums(done: int) -> None:
         works.extend(
-            dist.all_reduce(tensor, async_op=True)
-            for (tensor, _), (point, _) in zip(sums, pipe.sums, strict=True)
-            if point == done
+            dist.all_reduce(tensor, group=groups[group], async_op=True)
+            for tensor, at, group in sums
+            if pipe.sums[at][0] == done
         )
 
     begin_sums(0)
@@ -91,8 +96,8 @@ def run(pipe: Pipeline, number: int) -> list[str]:
         begin_sums(done)
     for work in works:
         work.wait()
-    for tensor, at in sums:
-        want = sum(numbers(len(tensor), rank, number) for rank in range(RANKS))
+    for tensor, at, group in sums:
+        want = sum(numbers(len(tensor), rank, number) for rank in GROUPS[group])
         if not torch.equal(tensor, torch.as_tensor(want)):
             wrong.append(f"sum {at} of iteration {number}")
     return wrong
@@ -110,7 +115,13 @@ def random_plan(workload: Workload, cluster: Cluster, draw: random.Random) -> Pl
             workload,
             cluster,
             [
-                op_plan(op, way, seqs=[order.index(at)], channels=[draw.choice(CHANNELS)])
+                op_plan(
+                    op,
+                    way,
+                    seqs=[order.index(at)],
+                    channels=[draw.choice(CHANNELS)],
+                    ahead=draw.choice([0] * 8 + [1, -1]) if number < TRIES // 2 else 0,
+                )
                 for at, (op, way) in enumerate(ways)
             ],
         )
@@ -125,17 +136,18 @@ def random_plan(workload: Workload, cluster: Cluster, draw: random.Random) -> Pl
 def pipelines(carrier: str, seeds: Sequence[int]) -> Any:
     """Random pipelines under random plans."""
     found = []
+    groups = [dist.new_group(list(ranks)) for ranks in GROUPS]
     for seed in seeds:
         draw = random.Random(seed)
-        pipe = drawn(draw)
+        step = partial(run, drawn(draw), groups)
         with stretto.torch.capture(iterations=2, skip=1) as recorder:
             for number in range(3):
-                run(pipe, number)
+                step(number)
                 recorder.step()
         plan = random_plan(recorder.workload, CLUSTER, draw)
         told: dict[str, Any] = {"plan": plan is not None}
         if plan is not None:
-            wrong, enforcer = enforced(recorder.workload, plan, partial(run, pipe), ITERATIONS, carrier=carrier)
+            wrong, enforcer = enforced(recorder.workload, plan, step, ITERATIONS, carrier=carrier)
             report = enforcer.report()
             told |= {"wrong": wrong, "number": report.number, "fell_back": report.fell_back}
         found.append(told)

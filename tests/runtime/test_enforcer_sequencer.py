@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import pytest
 from stretto.planner.algebra.motif import motif_of
 from stretto.runtime.enforcer import planned_work
 from stretto.runtime.enforcer import sequencer as sequencer_module
+from stretto.runtime.enforcer.messages import MessageLines
 from stretto.runtime.enforcer.parts import RankMotif, RankOp
 from stretto.runtime.enforcer.planned_work import PlannedWork
 from stretto.runtime.enforcer.sequencer import QueuedMotif, QueuedOp, Sequencer
+from stretto.runtime.torch_backend.work import GroupWork
 from stretto.workload import Op
 
 LONG_S = 3600.0
@@ -239,3 +243,112 @@ def test_what_stands_in_line_behind_a_motif_that_runs_is_not_held_back(clock: Ca
     sequencer.ended(first.entries[0])
     assert last.entries[0].ready_us == 10.0 and last.entries[0].start_us == 50.0
     assert sequencer.take_held_us() == 0.0
+
+
+class _Pipeline:
+    """Stands for a prepared plan: ops in the plan's order, each a sum or a message to rank 1."""
+
+    def __init__(self, *kinds: str) -> None:
+        self.queued = [self._op(number, kind) for number, kind in enumerate(kinds)]
+        messages = tuple(number for number, kind in enumerate(kinds) if kind == "send")
+        ops = {number: queued.planned for number, queued in enumerate(self.queued)}
+        self.share = SimpleNamespace(messages={(0, 1): messages}, ops=ops)
+        self.calls: list[str] = []
+
+    @staticmethod
+    def _op(number: int, kind: str) -> QueuedOp:
+        whole = motif_of(kind, (0, 1), 8.0, 0)
+        lines = ("a>",) if kind == "send" else ("a>", "a<")
+        part = RankMotif(
+            motif=0, leaf=whole, algorithm="ring", channels=("a",), lane=0, after=(), brief=False, lines=lines
+        )
+        op = Op(name=f"{kind}{number}", kind=kind, nbytes=8.0, groups=((0, 1),))
+        return QueuedOp(1, RankOp(number=number, op=op, whole=whole, parts=(part,), option="whole"), 0)
+
+    def instance(self, iteration: int, number: int) -> QueuedOp:
+        return self.queued[number]
+
+    def send(self, lines: MessageLines, name: str) -> Any:
+        def plain() -> Any:
+            self.calls.append(name)
+            return _Arrived([])
+
+        active: Any = self
+        return lines.take(active, 0, (0, 1), 8, follows=True, plain=plain, tensors=[])
+
+
+class _Arrived(GroupWork):
+    """A message that has ended."""
+
+    def _block(self, timeout: timedelta) -> bool:
+        return True
+
+    def _poll(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def message_lines() -> Iterator[Callable[[_Pipeline, Sequence[int]], MessageLines]]:
+    made: list[MessageLines] = []
+
+    def make(pipeline: _Pipeline, order: Sequence[int]) -> MessageLines:
+        made.append(MessageLines(_Owner(), _lines(*(pipeline.queued[number] for number in order))))
+        return made[-1]
+
+    yield make
+    for lines in made:
+        lines.close()
+
+
+MakeLines = Callable[[_Pipeline, Sequence[int]], MessageLines]
+
+
+def test_a_message_waits_for_the_sum_before_it_and_the_sum_for_the_message(message_lines: MakeLines) -> None:
+    pipe = _Pipeline("all_reduce", "send", "all_reduce")
+    lines = message_lines(pipe, (0, 1, 2))
+    work = pipe.send(lines, "message")
+    assert pipe.calls == []
+    assert not work.is_completed()
+    first, _ = _submitted(lines.sequencer, pipe.queued[0])
+    assert pipe.calls == []
+    first.started[0].end()
+    lines.sequencer.ended(pipe.queued[0].entries[0])
+    assert pipe.calls == ["message"]
+    assert work.wait()
+    # The thread that waits for messages reports the end of this one.
+    second, _ = _submitted(lines.sequencer, pipe.queued[2])
+    deadline = time.monotonic() + JOIN_S
+    while not second.started and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert second.started
+
+
+def test_messages_of_a_pair_begin_in_the_order_of_the_application(message_lines: MakeLines) -> None:
+    pipe = _Pipeline("all_reduce", "send", "send")
+    lines = message_lines(pipe, (2, 0, 1))
+    first = pipe.send(lines, "first")
+    assert pipe.calls == []
+    second = pipe.send(lines, "second")
+    assert pipe.calls == ["first", "second"]
+    assert first.wait()
+    assert second.wait()
+
+
+def test_messages_that_do_not_come_hold_nothing_back_after_their_iteration(message_lines: MakeLines) -> None:
+    pipe = _Pipeline("send", "all_reduce")
+    lines = message_lines(pipe, (0, 1))
+    given, _ = _submitted(lines.sequencer, pipe.queued[1])
+    assert not given.started
+    active: Any = pipe
+    lines.boundary(active, 0, marked=True)
+    assert given.started
+    assert pipe.send(lines, "late") is None
+
+
+def test_a_plan_that_ends_lets_go_what_it_holds_back(message_lines: MakeLines) -> None:
+    pipe = _Pipeline("all_reduce", "send")
+    lines = message_lines(pipe, (0, 1))
+    work = pipe.send(lines, "message")
+    lines.sequencer.fail(RuntimeError("the end"))
+    assert pipe.calls == ["message"]
+    assert work.wait()

@@ -34,6 +34,7 @@ from .carrier import CarrierMaker, CarrierSite, PendingMaximum
 from .carriers import make
 from .compiled_op import CompiledOp
 from .measured import MeasuredWindow
+from .messages import MessageLines
 from .planned_work import STALLED_S
 from .plans import Plans
 from .prepared import ExpectedOps, PreparedPlan
@@ -99,6 +100,7 @@ class Enforcer:
             self._carrier, rank=self._rank, hosts=[card.host for card in world.cards], cluster=cluster,
             expected=self._expected,
         )  # fmt: skip
+        self._messages = MessageLines(self, self._sequencer)
         self._measured = MeasuredWindow()
         self.waited, self.spent = self._measured.waited, self._measured.spent
         self._flow = threading.RLock()
@@ -186,6 +188,7 @@ class Enforcer:
             time.sleep(0.001)
         if CURRENT.enforcer is self:
             CURRENT.enforcer = None
+            self._messages.close()
             self._carrier.close()
 
     def __enter__(self) -> Enforcer:
@@ -246,6 +249,35 @@ class Enforcer:
             self._keep_place(queued)
             return self._carefully(group, tensors, plain, of_the_step=True)
         return self._carrier.submit(planned, compiled)
+
+    def message(
+        self, group: Any, call: CollectiveCall, source: int, target: int, plain: Callable[[], GroupWork]
+    ) -> dist.Work | None:
+        """Run a message between two ranks in its turn; None where it is to run at once.
+
+        Args:
+            group: The process group.
+            call: The call of this end.
+            source: The rank of the group that sends.
+            target: The rank of the group that receives.
+            plain: Makes the call.
+
+        Returns:
+            What to wait for, or None.
+        """
+        if group.engine.job is not self._job or not group.alone or call.device.type != "cpu":
+            return None
+        ranks = group.engine.selector.devices
+        with self._flow:
+            active = self._plans.active
+            if active is None or self._sequencer.failure is not None:
+                return None
+            side = self._trial.side(self._iteration) if self._trial is not None else None
+            follows = side is None and not (active.plan.name == PLAIN and OWN_BACKEND.runs)
+            return self._messages.take(
+                active, self._round, (ranks[source], ranks[target]), call.nbytes, follows=follows, plain=plain,
+                tensors=call.inputs + call.outputs,
+            )  # fmt: skip
 
     def pass_by(self, group: Any, call: CollectiveCall) -> None:
         """A call of several in one, which the backend runs as usual: only its place in the order counts."""
@@ -317,7 +349,7 @@ class Enforcer:
             # here at the same place: what was submitted runs out, and the plan begins anew.
             place = (upcoming, 0)
             self._sequencer.add(active.close(place))
-            self._sequencer.keep(lambda instance: instance.place < place)
+            self._keep_only(lambda instance: instance.place < place)
             self._sequencer.add(active.begin(upcoming))
 
     def _carefully(
@@ -402,9 +434,11 @@ class Enforcer:
         counts = bool(self._iteration) and not empty and (trial is None or trial.counts(self._iteration))
         self._measured.boundary(self._sequencer.take_held_us(), side, counts=counts)
         self._position = 0
+        old = self._plans.active
+        if old is not None and not empty:
+            self._messages.boundary(old, self._round, marked=self._marked)
         self._iteration += 1
         self._round += not empty
-        old = self._plans.active
         if self._agreement is not None:
             pending, self._agreement = self._agreement, None
             while not pending.over(STALLED_S):
@@ -432,6 +466,7 @@ class Enforcer:
             self._carrier.unload(old.number)
         new = self._plans.active
         self._round = self._iteration
+        self._messages.forget()
         self._strays, self._empty = {}, 0
         self._measured.changed(planned=new is not None)
         compares = self.compares and new is not None and new.plan.name != PLAIN
@@ -444,7 +479,15 @@ class Enforcer:
     def _run_out(self, old: PreparedPlan, place: Place) -> list[QueuedOp]:
         """A plan ends at a place: what comes before it runs out in the plan's order. Returns what does not."""
         self._sequencer.add(old.close(place))
-        return self._sequencer.keep(lambda instance: instance.place < place)
+        return self._keep_only(lambda instance: instance.place < place and not instance.is_message)
+
+    def _keep_only(self, wanted: Callable[[QueuedOp], bool]) -> list[QueuedOp]:
+        """Take all others out of the lines; messages among them begin. Returns collectives that had been submitted."""
+        gone = self._sequencer.keep(wanted)
+        for one in gone:
+            if one.is_message and isinstance(one.submission, SubmittedOp):
+                one.submission.run_plainly()
+        return [one for one in gone if not one.is_message]
 
     # When the application does not do what the plan expects.
 
@@ -477,6 +520,10 @@ class Enforcer:
                 return
             active = self._plans.active_as(instance.plan)
             ahead = self._sequencer.behind(instance) if active is not None else None
+            if ahead is not None and ahead.is_message:
+                # It may never come, and can go without the plan when it does.
+                self._messages.pass_by(ahead)
+                return
             if active is not None and ahead is not None and ahead.place >= self._here(active):
                 name, first = instance.planned.op.name, ahead.planned.op.name
                 self._fall_back(f"the application waits for {name} before it submits {first}, which is to run first")
@@ -499,7 +546,7 @@ class Enforcer:
         if active is not None:
             stuck = self._fall_back(said, min(place, self._here(active)))
         else:
-            stuck = self._sequencer.keep(lambda one: one.plan != number or one.place < place)
+            stuck = self._keep_only(lambda one: one.plan != number or (one.place < place and not one.is_message))
         touched = next((one for one in stuck if not one.untouched), None)
         if touched is not None:
             # Its memory is half way, and the rank that gave up will never join: no order can save this.

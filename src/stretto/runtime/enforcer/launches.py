@@ -52,13 +52,13 @@ def launches(share: RankPlan) -> list[Launch]:
 
     opened = -share.most_ahead
     for iteration in range(ITERATIONS + share.most_behind):
-        for window in range(opened, iteration + 1):
+        for window in range(opened, iteration + 1 + share.most_behind):
             sequencer.add(
                 entry(window + turn.ahead, turn.op, turn.motif)
                 for turn in share.turns
                 if 0 <= window + turn.ahead < ITERATIONS
             )
-        opened = iteration + 1
+        opened = iteration + 1 + share.most_behind
         for op in sorted(share.ops) if iteration < ITERATIONS else ():
             if (iteration, op) in made:
                 sequencer.submit(made[iteration, op], log)

@@ -8,7 +8,7 @@ read the same plan, so all give the same communicators to the same ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ...errors import Infeasible, InvalidInput, PlanMismatch, VerificationError
 from ...planner.algebra.motif import ROOTED, Expr, Motif, Seq, motif_of
@@ -24,6 +24,8 @@ SERIAL = "serial"
 """A channel that every motif of a serial plan holds."""
 
 BRIEF_US = 500.0
+OUTWARD, INWARD = ">", "<"
+"""Of a channel, at one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,12 @@ class RankMotif:
     """What the plan brings along where the algorithm is not the library's; over positions in the leaf's ranks."""
     brief: bool
     """Whether it is over so soon that the next one need not wait for it: between the two a channel would lie idle."""
+    lines: tuple[str, ...] = ()
+    """The lines in which it stands: its channels, or single directions of them where messages stand there, too."""
+
+    def __post_init__(self) -> None:
+        if not self.lines:
+            object.__setattr__(self, "lines", self.channels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +83,8 @@ class RankPlan:
     """By their position in the workload."""
     turns: tuple[Turn, ...]
     num_lanes: int
+    messages: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """The messages of this rank by source and destination, in the application's order; in `ops` are those in line."""
 
     @property
     def most_ahead(self) -> int:
@@ -87,10 +97,21 @@ class RankPlan:
         return max((-turn.ahead for turn in self.turns), default=0)
 
 
-def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) -> RankPlan:
-    """What `rank` does in a plan; raises `PlanMismatch` where the plan does not fit the workload.
+def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str], *, messages: bool = False) -> RankPlan:
+    """What a rank does in a plan.
 
-    `hosts` names every rank's host: groups that lie on hosts in the same way share an expression.
+    Args:
+        plan: The plan.
+        workload: The step that it is for.
+        rank: The rank.
+        hosts: Every rank's host: groups that lie on hosts in the same way share an expression.
+        messages: Whether messages between two ranks stand in line, too.
+
+    Returns:
+        The rank's share.
+
+    Raises:
+        PlanMismatch: The plan does not fit the workload.
     """
     plan.check(workload)
     names = {op.op for op in plan.ops}
@@ -107,13 +128,17 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) ->
     except Infeasible as error:
         raise PlanMismatch(f"plan {plan.name}: {error}") from None
     ops: dict[int, RankOp] = {}
+    sent: dict[tuple[int, int], list[int]] = {}
     lanes = _Lanes()
     programs = _Programs(plan)
     for made in plan.ops:
         number = workload.index[made.op]
         op = workload.ops[number]
         if op.kind == "send":
-            # Messages between two ranks stay with the backend, in the application's order.
+            for pair in (pair for pair in workload.groups_of(op) if rank in pair):
+                sent.setdefault((pair[0], pair[1]), []).append(number)
+                if messages and len(made.motifs) == 1 and made.motifs[0].duration_us >= BRIEF_US:
+                    ops[number] = _message(made, number, op, pair, rank)
             continue
         for group, batches in _by_group(made, op, workload, hosts):
             planned = _planned(plan, made, number, op, group, batches, lanes, rank, programs)
@@ -121,7 +146,38 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str]) ->
                 ops[number] = planned
     mine = {(number, part.motif) for number, planned in ops.items() for part in planned.parts}
     turns = tuple(Turn(op=op, motif=at, ahead=ahead) for _, op, at, ahead in order if (op, at) in mine)
-    return RankPlan(ops=ops, turns=turns, num_lanes=lanes.count)
+    return RankPlan(
+        ops=_in_directions(ops), turns=turns, num_lanes=lanes.count,
+        messages={pair: tuple(sorted(numbers)) for pair, numbers in sent.items()},
+    )  # fmt: skip
+
+
+def _message(made: OpPlan, number: int, op: Op, pair: tuple[int, ...], rank: int) -> RankOp:
+    """A message as one of its ends sees it: outward, or inward."""
+    (motif,) = made.motifs
+    way = OUTWARD if rank == pair[0] else INWARD
+    whole = motif_of(op.kind, pair, op.nbytes)
+    part = RankMotif(
+        motif=0, leaf=whole, algorithm=motif.algorithm, channels=motif.channels, lane=-1, after=(), brief=False,
+        lines=tuple(channel + way for channel in motif.channels),
+    )  # fmt: skip
+    return RankOp(number=number, op=op, whole=whole, parts=(part,), option=made.option)
+
+
+def _in_directions(ops: Mapping[int, RankOp]) -> dict[int, RankOp]:
+    """The same, with a line for each direction of the channels on which messages stand: collectives hold both."""
+    parted = {channel for one in ops.values() if one.op.kind == "send" for channel in one.parts[0].channels}
+
+    def lines(part: RankMotif) -> tuple[str, ...]:
+        ways = ((channel + OUTWARD, channel + INWARD) if channel in parted else (channel,) for channel in part.channels)
+        return tuple(line for pair in ways for line in pair)
+
+    return {
+        number: one
+        if one.op.kind == "send" or not parted
+        else replace(one, parts=tuple(replace(part, lines=lines(part)) for part in one.parts))
+        for number, one in ops.items()
+    }
 
 
 def _planned(

@@ -98,7 +98,7 @@ class PreparedPlan:
         cluster: Cluster | None, programs: Programs,
     ) -> None:  # fmt: skip
         self.plan, self.number, self.hash = plan, number, plan.hash
-        self.share: RankPlan = share_of(plan, workload, rank, hosts)
+        self.share: RankPlan = share_of(plan, workload, rank, hosts, messages=not carrier.one_launch_order)
         self._splits = frozenset(number for number, planned in self.share.ops.items() if carries_splits(planned))
         exchanges = {number for number, planned in self.share.ops.items() if planned.whole.kind == "AA"}
         self.expected = ExpectedOps(workload, rank, frozenset(exchanges - self._splits))
@@ -192,13 +192,21 @@ class PreparedPlan:
         yield from self.open(iteration)
 
     def open(self, iteration: int, *, before: tuple[int, int] | None = None) -> Iterator[QueuedMotif]:
-        """What stands in line up to the end of an iteration; with `before` only of ops that come earlier."""
-        for window in range(self._next, iteration + 1):
+        """What stands in line up to the end of an iteration; with `before` only of ops that come earlier.
+
+        The plan's iterations begin at one moment for all ranks. A rank whose own begin later, as the last stage of a
+        pipeline's do, may wait in one iteration for what the plan has in the next: that stands in line, too.
+        """
+        behind = self.share.most_behind if before is None else 0
+        for window in range(self._next, iteration + 1 + behind):
             for turn in self.share.turns:
                 at = window + turn.ahead
+                if before is not None and self.share.ops[turn.op].op.kind == "send":
+                    # A plan that ends waits for no messages; those that it holds back begin at once.
+                    continue
                 if at >= self._first and (before is None or (at, turn.op) < before):
                     yield self.instance(at, turn.op).entries[turn.motif]
-        self._next = max(self._next, iteration + 1)
+        self._next = max(self._next, iteration + 1 + behind)
 
     def close(self, before: tuple[int, int]) -> Iterator[QueuedMotif]:
         """What is still to run of the ops before this place, when the plan ends there."""

@@ -5,14 +5,14 @@ Every channel has a line. A motif starts when it stands first in the lines of al
 its op has been submitted, and the motifs of the op that it waits for have ended. Brief motifs do not wait for each
 other. All ranks make the same lines, so the motifs of the same ranks and channels start in the same order everywhere.
 
-Directions: a collective sends and receives at each of its ranks, so it holds its channels both ways, and one line for
-a channel is the line of both directions. A message between two ranks holds a channel one way only, outward at its
-source and inward at its destination, and stands in no line at all: the backend moves it when both ends have called.
+Directions: a collective sends and receives at each of its ranks, so it holds its channels both ways. A message between
+two ranks holds a channel one way only, outward at its source and inward at its destination. Where messages stand in
+line at a rank (`messages`), each direction of their channels has a line of its own, and a collective stands in both.
 
 Nobody waits for anybody in a circle. Let every motif wait for all motifs before it in the plan's order, whatever their
 channels and directions, for its op's submission, and for its `after`; let the application wait for what the workload
 says, messages included. `check_sequence` proves this graph free of circles when a plan is prepared. What really is
-waited for is a part of it: only motifs with a channel in common wait for each other, and no message waits for a motif.
+waited for is a part of it: only motifs with a line in common wait for each other, and a message may begin early.
 """
 
 from __future__ import annotations
@@ -106,6 +106,11 @@ class QueuedOp:
         return self.iteration, self.planned.number
 
     @property
+    def is_message(self) -> bool:
+        """Whether it is a message between two ranks, which can go without the plan at any time."""
+        return self.planned.op.kind == "send"
+
+    @property
     def untouched(self) -> bool:
         """Whether none of its motifs has been started."""
         return all(entry.state == WAITING for entry in self.entries.values())
@@ -186,7 +191,7 @@ class Sequencer:
                 self._added += 1
                 entry.number = self._added
                 late = late or entry.instance.submission is not None
-                for channel in entry.part.channels:
+                for channel in entry.part.lines:
                     line = self._lines.get(channel)
                     if line is None:
                         line = self._lines[channel] = deque()
@@ -315,7 +320,7 @@ class Sequencer:
         with self.lock:
             seen = [entry for entry in instance.entries.values() if entry.state == WAITING]
             for entry in seen:
-                for channel in entry.part.channels:
+                for channel in entry.part.lines:
                     line = self._lines.get(channel)
                     if not line or self._busy.get(channel) or line[0] in seen:
                         continue
@@ -365,7 +370,7 @@ class Sequencer:
                 # What is not in line yet runs after its own iteration, as the plan wants it: nothing holds it back.
                 if not entry.number or not self._after_is_over(entry):
                     continue
-                for channel in entry.part.channels:
+                for channel in entry.part.lines:
                     line = self._lines.get(channel)
                     if line and line[0].instance.submission is None and not self._busy[channel]:
                         return True
@@ -392,7 +397,7 @@ class Sequencer:
         instance, part = entry.instance, entry.part
         if instance.submission is None or entry.state != WAITING:
             return False
-        for channel in part.channels:
+        for channel in part.lines:
             line = self._lines.get(channel)
             if not line or line[0] is not entry:
                 return False
@@ -412,7 +417,7 @@ class Sequencer:
         return not after or all(entry.instance.entries[before].state == ENDED for before in after)
 
     def _start(self, entry: QueuedMotif) -> None:
-        for channel in entry.part.channels:
+        for channel in entry.part.lines:
             self._lines[channel].popleft()
             self._busy[channel].append(entry)
         entry.state = RUNNING
@@ -457,14 +462,14 @@ class Sequencer:
 
     def _followed(self, entry: QueuedMotif) -> bool:
         """Whether something that was submitted stands behind a motif."""
-        for channel in entry.part.channels:
+        for channel in entry.part.lines:
             line = self._lines.get(channel)
             if line and line[0].instance.submission is not None:
                 return True
         return False
 
     def _free(self, entry: QueuedMotif) -> None:
-        for channel in entry.part.channels:
+        for channel in entry.part.lines:
             busy = self._busy.get(channel)
             if busy and entry in busy:
                 busy.remove(entry)

@@ -310,7 +310,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         call, args = CollectiveCall.of("send", tensors), (tensors, dst, tag)
         return self._watched(
             call,
-            lambda: self._delegate(call, "send", args, tensors, why=POINT_TO_POINT, peer=dst),
+            lambda: self._message(call, "send", args, tensors, peer=dst),
             peers=(self.rank(), dst),
             tag=tag,
         )
@@ -320,10 +320,26 @@ class StrettoGroup(Base):  # type: ignore[misc]
         call, args = CollectiveCall.of("recv", tensors), (tensors, src, tag)
         return self._watched(
             call,
-            lambda: self._delegate(call, "recv", args, tensors, why=POINT_TO_POINT, peer=src),
+            lambda: self._message(call, "recv", args, tensors, peer=src),
             peers=(src, self.rank()),
             tag=tag,
         )
+
+    def _message(
+        self, call: CollectiveCall, method: str, args: tuple[Any, ...], tensors: Tensors, *, peer: int
+    ) -> dist.Work:
+        """By the wrapped backend: at once, or when the plan has it begin."""
+
+        def plain() -> dist.Work:
+            return self._delegate(call, method, args, tensors, why=POINT_TO_POINT, peer=peer)
+
+        enforcer, me = CURRENT.enforcer, self.rank()
+        if enforcer is not None and not enforcer.asleep:
+            source, target = (me, peer) if method == "send" else (peer, me)
+            work: dist.Work | None = enforcer.message(self, call, source, target, plain)
+            if work is not None:
+                return work
+        return plain()
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """From whoever sends."""

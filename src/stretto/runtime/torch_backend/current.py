@@ -25,6 +25,9 @@ class Enforces(Protocol):
         ``plain(own=True)`` runs it on the backend that the job asked for, ``plain(own=False)`` on ours.
         """
 
+    def message(self, group: Any, call: Any, source: int, target: int, plain: Callable[[], Any]) -> Any:
+        """Run a message between two ranks of a group in its turn; None where it is to run at once."""
+
     def pass_by(self, group: Any, call: Any) -> None:
         """A call that runs as usual in any case."""
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The case ``strided`` of benchmarks/enforcer.py: real pipelines whose stages have their replicas on two lab hosts.
+
+Four stages, two replicas: every data-parallel group has a rank on each host, so four groups share one uplink; with
+``across`` every message between two stages crosses it, too. Links are slow enough for the processors to be idle nearly
+all the time, which `cpu_share` shows: the processor time of all ranks in a step over that of the step on all cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import Row
+
+from stretto.lab import Lab, unavailable
+
+RANK = Path(__file__).with_name("enforcer_strided_rank.py")
+LIMIT_S = 400.0
+HOSTS, STAGES = 2, 4
+UPLINK = "20mbit"
+
+
+def strided(quick: bool) -> list[Row]:
+    """Plain order and a plan, pipelines inside of hosts and across them, GPipe and 1F1B."""
+    why = unavailable()
+    if why:
+        sys.exit(f"no lab here: {why}")
+    cases = [("across", "gpipe"), ("inside", "gpipe")] if quick else [
+        (layout, order) for layout in ("across", "inside") for order in ("gpipe", "1f1b")
+    ]  # fmt: skip
+    return [row for layout, order in cases for row in _rows(layout, order, quick)]
+
+
+def _rows(layout: str, order: str, quick: bool) -> list[Row]:
+    asked = {
+        "layout": layout, "order": order, "each": STAGES, "rows": 256, "width": 128, "tables": 4, "batches": 4,
+        "budget_s": 4.0, "rounds": 1 if quick else 2, "times": 3,
+    }  # fmt: skip
+    found = _in_lab(asked)
+    plain = found["times"]["plain order"]
+    return [
+        {
+            "case": f"strided, {layout} hosts, {order}",
+            "system": system,
+            "iteration_us": us,
+            "gain": plain / us,
+            "predicted_us": found["predicted_us"][system],
+            "predicted_off_percent": 100 * (found["predicted_us"][system] / us - 1),
+            "bound_us": found["bound_us"],
+            "cpu_share": found["cpu_us"] / (os.cpu_count() or 1) / us,
+        }
+        for system, us in found["times"].items()
+    ]
+
+
+def _in_lab(asked: dict[str, Any]) -> dict[str, Any]:
+    lab = Lab(hosts=HOSTS, ranks_per_host=STAGES, uplinks={"rdma": UPLINK})
+    with tempfile.TemporaryDirectory() as name, lab:
+        folder = Path(name)
+        lab.cluster().save(folder / "truth.yaml")
+        (folder / "asked.json").write_text(json.dumps(asked))
+        done = lab.run([sys.executable, str(RANK), name], timeout_s=LIMIT_S)
+        if done.failed is not None or done.timed_out:
+            sys.exit(f"strided: {done.errors}")
+        found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+        return found
+
+
+CASES: dict[str, Callable[[bool], list[Row]]] = {"strided": strided}
