@@ -72,12 +72,41 @@ def fastest_program(
     Raises:
         InvalidInput: An argument is out of range, or the schedule cannot be written as a program (see `program`).
     """
-    dims = dims_of(cluster)
-    asked = (dims, collective, nbytes)
-    usual = [stretto(*asked, chunks=chunks, seed=seed), baseline(*asked, chunks=chunks)]
-    usual += [themis(*asked, chunks=chunks, discipline=discipline) for discipline in ("fifo", "scf")]
-    tried = [usual[0], *_searched(usual[0], chunks, units, seed)]
-    return min((best_program(each, cluster, units=units) for each in [*tried, *usual[1:]]), key=_total_us)
+    found = link_programs(cluster, collective, nbytes, chunks=chunks, units=units, seed=seed)
+    return min(found.values(), key=_total_us)
+
+
+def link_programs(
+    cluster: Cluster, collective: str, nbytes: float, *, chunks: int = CHUNKS, units: int = UNITS, seed: int = 0
+) -> dict[str, LinkProgram]:
+    """The best program of every scheduler on the links of a cluster: what `fastest_program` chooses among.
+
+    Args:
+        cluster: A cluster with dimensions.
+        collective: "all_reduce", "reduce_scatter" or "all_gather".
+        nbytes: The bytes of the larger buffer of a device, > 0.
+        chunks: The most chunks, 1..65536.
+        units: As in `program`.
+        seed: The seed of the search.
+
+    Returns:
+        By name: "stretto" (balanced for whole stages), "stretto_messages" (for single messages, where that is another
+        schedule), "baseline", "themis_fifo", "themis_scf", and for an all-reduce "themis_literal" (with the tracker of
+        Algorithm 1 as printed, and smallest chunk first).
+
+    Raises:
+        InvalidInput: An argument is out of range, or the schedule cannot be written as a program (see `program`).
+    """
+    asked = (dims_of(cluster), collective, nbytes)
+    ours = stretto(*asked, chunks=chunks, seed=seed)
+    tried = {"stretto": ours, "baseline": baseline(*asked, chunks=chunks)}
+    tried |= {f"themis_{how}": themis(*asked, chunks=chunks, discipline=how) for how in ("fifo", "scf")}
+    if collective == "all_reduce":
+        tried["themis_literal"] = themis(*asked, chunks=chunks, discipline="scf", tracker="literal")
+    searched = _searched(ours, chunks, units, seed)
+    if searched is not ours:
+        tried["stretto_messages"] = searched
+    return {name: best_program(schedule, cluster, units=units) for name, schedule in tried.items()}
 
 
 def best_program(schedule: DimSchedule, cluster: Cluster, *, units: int = UNITS) -> LinkProgram:
@@ -128,8 +157,8 @@ def best_orders(schedule: DimSchedule, *, count: int = FINALISTS) -> list[StageO
     return sorted(found, key=lambda entry: entry.promise_us)[:count]
 
 
-def _searched(start: DimSchedule, chunks: int, units: int, seed: int) -> list[DimSchedule]:
-    """Our schedule that does best with single messages, where that is another one than with whole stages."""
+def _searched(start: DimSchedule, chunks: int, units: int, seed: int) -> DimSchedule:
+    """Our schedule that does best with single messages; it may be the one that does best with whole stages."""
 
     def promise_us(schedule: DimSchedule) -> float:
         return best_orders(quantized(schedule, units=units), count=1)[0].promise_us
@@ -144,7 +173,7 @@ def _searched(start: DimSchedule, chunks: int, units: int, seed: int) -> list[Di
                     best, least, in_vain = each, found, 0
             if in_vain >= PATIENCE:
                 break
-    return [] if best is start else [best]
+    return best
 
 
 def _total_us(found: LinkProgram) -> float:
