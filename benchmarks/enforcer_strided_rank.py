@@ -94,9 +94,9 @@ class Pipeline:
                 continue
             given, out = kept.pop(batch)
             if self.behind is None:
-                out.square().mean().backward()
+                torch.autograd.backward(out.square().mean())
             else:
-                out.backward(self.received(self.behind))
+                torch.autograd.backward(out, self.received(self.behind))
             if self.before is not None:
                 assert given.grad is not None
                 works.append(dist.isend(given.grad, self.before))

@@ -187,7 +187,9 @@ def stage_of_pipeline(stage: int, replica: int, stages: int, batches: int, early
     actions = [(1, batch) for batch in range(warm)]
     for batch in range(batches):
         actions += [(-1, batch)] + [(1, warm + batch)] * (warm + batch < batches)
-    clock, marks, calls = 0.0, [], []
+    clock = 0.0
+    marks: list[TimedStep] = []
+    calls: list[RecordedCall] = []
 
     def call(source: int, target: int) -> int:
         shape = CallShape(kind="send", group=(source, target), channel="0:0", phase="step")
