@@ -83,6 +83,14 @@ def _variants() -> list[Case]:
         for count, local in ((6, 2), (6, 3), (8, 2), (4, 1), (4, 4))
     ]
     found += [Case("two_step", "all_to_all", 6, (("local", 3), ("order", (4, 0, 2, 1, 5, 3))))]
+    found += [
+        Case("nccl_tree", "all_reduce", sum(hosts), (("hosts", hosts), ("pattern", pattern)))
+        for hosts in ((2, 2, 1), (4, 4), (3, 1, 2, 2), (2,) * 6)
+        for pattern in ("tree", "balanced", "split")
+    ]
+    two = tuple(tuple(range(at, 8)) + tuple(range(at)) for at in (0, 4))
+    found += [Case("nccl_tree", "all_reduce", 8, (("hosts", (4, 4)), ("order", two)))]
+    found += [Case("nccl_ring", kind, 8, (("order", two),)) for kind in wheel]
     found += [Case("pairwise", "all_to_all", 8, (("pattern", "shift"),))]
     found += [Case("direct", "all_reduce", count, (("steps", 1),)) for count in (2, 5, 8)]
     found += [

@@ -166,7 +166,7 @@ def test_wrong_input_is_one_line(bad: Run, step: str, plan: str, tmp_path: Path)
     assert "plan: give --workload and --cluster, or one of show" in bad("plan")
     assert "plan: give --workload and --cluster" in bad("plan", "--workload", step)
     assert "plan: give --workload and --cluster" in bad("plan", "--cluster", "hgx2:1")
-    assert "--against: unknown system 'gpipe'; choose from: fifo, tictac" in bad(
+    assert "--against: unknown system 'gpipe'; choose from: fifo, nccl_ring" in bad(
         "plan", "-w", step, *QUICK, "--against", "gpipe"
     )
     assert "unknown model 'bert'" in bad("plan", "-w", "bert", *QUICK)

@@ -115,7 +115,7 @@ def test_what_meets_nobody_takes_as_long_as_planned(
 
 
 def test_a_grid_of_sizes_is_corrected() -> None:
-    workload = step(16, compute("f", 10.0, Dep(op="g", lag=1)), comm("g", "all_reduce", 2e6, Dep(op="f")))
+    workload = step(16, compute("f", 10.0, Dep(op="g", lag=1)), comm("g", "all_gather", 2e6, Dep(op="f")))
     problem = make_problem(workload, HGX2)
     schedule = Scheduler(problem).schedule([0])
     task = problem.options["g"][0].tasks[0]
@@ -123,7 +123,7 @@ def test_a_grid_of_sizes_is_corrected() -> None:
     exact = SimulatedCosts(HGX2).cost(task.motion, 2e6, task.algorithm, exact=True).us
     found = retime(schedule, problem, HGX2)
     assert found.period_us == pytest.approx(10 + task.launch_us + exact)
-    assert found.period_us < schedule.period_us * 0.99
+    assert found.period_us < schedule.period_us * 0.995
 
 
 def trunk(**rest: Any) -> Cluster:

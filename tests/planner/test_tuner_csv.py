@@ -194,11 +194,12 @@ def test_a_tuner_that_says_the_slower_algorithm_is_told_to_lose() -> None:
     costs = simulated_costs(CLUSTER)
     motion = Motion(kind="all_reduce", groups=(EVERYONE,), channels=("nvlink", "rdma"))
     times = {}
-    for name, algorithm in (("ring", "ring"), ("tree", "double_binary_tree")):
+    for name, algorithm in (("ring", "ring"), ("tree", "nccl_tree:64")):
         line = TunerLine(collective="allreduce", min_bytes=0, max_bytes=MAX_BYTES, algorithm=name, protocol="simple")
         times[name] = with_tuner_alone([line], step, CLUSTER).period_us
         assert times[name] - costs.cost(motion, 1e8, algorithm).us < 200
-    assert times["tree"] > times["ring"] == pytest.approx(with_tuner_alone([], step, CLUSTER).period_us)
+    # Between two hosts a tree moves half of what a ring does.
+    assert times["ring"] > times["tree"] == pytest.approx(with_tuner_alone([], step, CLUSTER).period_us)
 
 
 def test_groups_of_other_shapes_have_lines_of_their_own(tmp_path: Path) -> None:
@@ -258,14 +259,14 @@ def test_what_nccl_does_not_have_gets_the_cheaper_of_ring_and_tree() -> None:
     )  # fmt: skip
     lines, left_out = tuner_lines(plan, workload, CLUSTER)
     found = [told(lines, "allreduce", size, 2, 16) for size in (20_000, 10**7, 10**9)]
-    assert [line.algorithm for line in found if line is not None] == ["tree", "ring", "ring"]
+    assert [line.algorithm for line in found if line is not None] == ["tree", "tree", "tree"]
     costs = simulated_costs(CLUSTER)
     motion = Motion(kind="all_reduce", groups=(EVERYONE,), channels=fast)
-    ring, tree = (costs.cost(motion, 1e9, name).us for name in ("ring", "double_binary_tree"))
-    assert ring < tree
+    ring, tree = (costs.cost(motion, 1e9, name).us for name in ("ring", "nccl_tree:64"))
+    assert tree < ring
     assert left_out[0].startswith("small: NCCL has no recursive_doubling here; it gets tree, the cheapest there is (")
-    assert left_out[1].startswith("links: NCCL has no ring here; it gets ring")
-    assert left_out[2].startswith("hosts: NCCL has no ring,ring,ring here; it gets ring")
+    assert left_out[1].startswith("links: NCCL has no ring here; it gets tree")
+    assert left_out[2].startswith("hosts: NCCL has no ring,ring,ring here; it gets tree")
     assert f"ring {ring:.0f} us" in left_out[2]
 
 

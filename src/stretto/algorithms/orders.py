@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +40,8 @@ def fast_orders(cluster: Cluster, devices: tuple[int, ...], *, rings: int = 1) -
     if not 3 <= count <= MAX_SEARCHED:
         return None
     speed = direct_speed(cluster, devices)
+    if rings > 1 and not speed.any():
+        return rail_orders(cluster, devices, rings)
     uses = np.zeros_like(speed)
     orders: list[list[int]] = []
     for at in range(rings):
@@ -114,6 +117,88 @@ def composite_refusal(name: str, count: int) -> str | None:
     if near_square(count) == 1:
         return f"ranks: {name} needs ranks = local x hosts, both > 1, but {count} has no such factors"
     return None
+
+
+def host_lines(cluster: Cluster, devices: tuple[int, ...], rings: int) -> tuple[list[int], list[list[int]]]:
+    """The ranks host by host, once for each ring: a line inside each host, which begins at another device each time.
+
+    Args:
+        cluster: The cluster.
+        devices: The device of each rank.
+        rings: How many orders to make, >= 1.
+
+    Returns:
+        How many ranks each host has, and the orders.
+    """
+    share = direct_speed(cluster, devices)
+    orders = [_host_by_host(cluster, devices, share, turn=at / rings) for at in range(rings)]
+    return [len(group) for group in _by_host(cluster, devices)], orders
+
+
+def rail_orders(cluster: Cluster, devices: tuple[int, ...], rings: int) -> list[list[int]]:
+    """The ranks host by host, once for each ring, such that a ring enters a host on the rail on which it left the last.
+
+    Every ring enters and leaves every host at other devices, and each device near a NIC serves one ring each way. The
+    order of the devices between these two is free: they hang on a switch. (NCCL lays rings out so with
+    ``NCCL_CROSS_NIC=2``, its default, where that is faster.)
+
+    Args:
+        cluster: The cluster; there are no direct links between devices of a host.
+        devices: The device of each rank.
+        rings: How many orders to make, >= 1.
+
+    Returns:
+        The orders.
+    """
+    groups = _by_host(cluster, devices)
+    # Neighbors in the circle of hosts have different offsets: 0, 1, 0, 1, ..., and 2 at the end of an odd circle.
+    offsets = [host % 2 for host in range(len(groups))]
+    if len(groups) % 2:
+        offsets[-1] = 2 if len(groups) > 1 else 0
+    orders = []
+    for at in range(rings):
+        order: list[int] = []
+        for host, group in enumerate(groups):
+            following = offsets[(host + 1) % len(groups)]
+            first, last = (
+                int((at + offset) / rings * len(group)) % len(group) for offset in (offsets[host], following)
+            )
+            turned = group[first:] + group[:first]
+            if first != last:
+                turned.remove(group[last])
+                turned.append(group[last])
+            order += turned
+        orders.append(order)
+    return orders
+
+
+def rails(cluster: Cluster, devices: Sequence[int]) -> int:
+    """The number of rings or chains to run side by side: one per link out of a host, as many as a device can feed.
+
+    >>> from ..cluster import Cluster
+    >>> hgx2 = Cluster.preset("hgx2", nodes=2)
+    >>> rails(hgx2, range(16)), rails(hgx2, range(8)), rails(hgx2, (0, 8))
+    (8, 1, 1)
+    """
+    host = cluster.hosts_of(devices)
+    nodes = np.asarray(devices, np.int32)
+    mates, others = nodes[host == host[0]], nodes[host != host[0]]
+    if len(mates) < 2 or not len(others):
+        return 1
+    try:
+        _, inside = cluster.route_table(mates[:1], mates[1:2], np.zeros(1, np.int64))
+        dst = np.resize(others, len(mates))
+        _, across = cluster.route_table(mates, dst, mates.astype(np.int64) + dst)
+    except InvalidInput:
+        return 1
+    leaving = (cluster.node_host[cluster.link_src[across]] == host[0]) & (
+        cluster.node_host[cluster.link_dst[across]] != host[0]
+    )
+    exits = np.unique(across[leaving])
+    if not len(exits):
+        return 1
+    fed = cluster.link_gb_per_s[inside].min() / cluster.link_gb_per_s[exits].max()
+    return max(1, min(len(exits), int(fed)))
 
 
 def _by_host(cluster: Cluster, devices: tuple[int, ...]) -> list[list[int]]:

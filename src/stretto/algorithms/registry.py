@@ -31,8 +31,12 @@ NAMES = (
     "two_step",
     "three_step",
     "hierarchical",
+    "nccl_ring",
+    "nccl_tree",
 )
 """The modules of this package that each hold an `ALGORITHM`, in the order in which lists show them."""
+FOR_COMPARISON = ("nccl_ring", "nccl_tree")
+"""Algorithms as another library lays them out; a job's own choice of algorithms leaves them out."""
 
 
 def entry(name: str) -> Algorithm:
@@ -61,7 +65,7 @@ def defined_for(collective: str, count: int) -> list[str]:
     """The names of the algorithms that serve a collective over that many ranks with their default options.
 
     >>> defined_for("all_gather", 7)
-    ['ring', 'halving_doubling', 'bruck', 'direct']
+    ['ring', 'halving_doubling', 'bruck', 'direct', 'nccl_ring']
     """
     kind = collective_kind(collective)
     return [a.name for a in algorithms(kind) if a.refusal(kind, count) is None]

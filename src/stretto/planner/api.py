@@ -221,8 +221,11 @@ class _Budget:
 def _baselines(
     compared: Systems, systems: tuple[str, ...], time_left: _Budget, steps: int | None, seed: int, tell: Progress
 ) -> dict[str, StepSchedule]:
-    # The baseline hand_optimised runs three searches, so it gets three shares of the baselines' time.
-    shares = max(len(systems) + 2 * ("hand_optimised" in systems), 1)
+    # The baseline hand_optimised runs three searches, so it gets three shares of the baselines' time; NCCL's make one
+    # schedule each.
+    shares = max(
+        len(systems) + 2 * ("hand_optimised" in systems) - len({"nccl_ring", "nccl_tree"}.intersection(systems)), 1
+    )
     effort = Effort(budget_s=BASELINES_SHARE * time_left.seconds(1.0) / shares, seed=seed)
     if steps is not None:
         effort = replace(effort, evaluations=steps, budget_s=float("inf"))

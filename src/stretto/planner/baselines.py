@@ -3,7 +3,7 @@
 
 All are compared by the same number, the steady-state period of a replayed order. The traditional ones issue one
 collective at a time (`serial`) and bind it as their library does; they differ in the order, and in how tensors are cut.
-Stock systems (the first six) see the step as PyTorch submits it (`as_submitted`): a comm-op waits for the compute
+Stock systems (`STOCK`) see the step as PyTorch submits it (`as_submitted`): a comm-op waits for the compute
 submitted before it, so that nothing of the next iteration is pulled ahead. SYNDICATE's scheduler adds that. Submission
 order is kept per communicator: PyTorch gives every process group a stream of its own, and sends between pipeline stages
 use connections of their own beside all collectives.
@@ -12,6 +12,8 @@ use connections of their own beside all collectives.
 system         order          pieces                                           channels
 ============== ============== ================================================ =============
 fifo           submission     none                                             one at a time
+nccl_ring      submission     none; NCCL's rings                               one at a time
+nccl_tree      submission     none; NCCL's trees, rings for all but all-reduce one at a time
 tictac         TAC            none                                             one at a time
 p3             use            as near to 50,000 parameters as 1 to 16 come     one at a time
 bytescheduler+ LIFO           oracle                                           one at a time
@@ -90,7 +92,7 @@ class BaselineRun:
 
 Baseline = Callable[[BaselineRun], StepSchedule]
 BASELINES: dict[str, Baseline] = {}
-STOCK = ("fifo", "tictac", "p3", "bytescheduler+", "hand_optimised", "s_exec")
+STOCK = ("fifo", "nccl_ring", "nccl_tree", "tictac", "p3", "bytescheduler+", "hand_optimised", "s_exec")
 """The systems that know only the ops that have been submitted."""
 
 
@@ -197,6 +199,18 @@ def plain(scheduler: Scheduler) -> StepSchedule:
 def fifo(run: BaselineRun) -> StepSchedule:
     """PyTorch as it is: whole collectives, in the order of submission."""
     return run.scheduler.schedule(_defaults(run.problem), discipline="fifo", serial=True)
+
+
+@_register("nccl_ring")
+def nccl_ring(run: BaselineRun) -> StepSchedule:
+    """PyTorch with ``NCCL_ALGO=Ring``: whole collectives in the order of submission, all-reduces by rings."""
+    return run.scheduler.schedule(_by_algorithm(run, "ring"), discipline="fifo", serial=True)
+
+
+@_register("nccl_tree")
+def nccl_tree(run: BaselineRun) -> StepSchedule:
+    """PyTorch with ``NCCL_ALGO=Tree``: whole collectives in the order of submission, all-reduces by NCCL's trees."""
+    return run.scheduler.schedule(_by_algorithm(run, "nccl_tree"), discipline="fifo", serial=True)
 
 
 @_register("tictac")
@@ -429,6 +443,26 @@ def first_uses(workload: Workload) -> dict[str, tuple[int, int]]:
 
 def _defaults(problem: PlanProblem) -> dict[str, int]:
     return {op.name: 0 for op in problem.workload.comm_ops}
+
+
+def _by_algorithm(run: BaselineRun, name: str) -> dict[str, int]:
+    """The default of every op, but all-reduces by one algorithm; a note counts those for which it was not costed."""
+    choice, missing = _defaults(run.problem), 0
+    for op in run.problem.workload.comm_ops:
+        if op.kind != "all_reduce":
+            continue
+        options = run.problem.options[op.name]
+        home = options[0].tasks[0].channels
+        found = [
+            at for at, option in enumerate(options)
+            if len(option.tasks) == 1 and option.tasks[0].channels == home
+            and option.tasks[0].algorithm.partition(":")[0] == name
+        ]  # fmt: skip
+        missing += not found
+        choice[op.name] = min(found, key=lambda at, o=options: o[at].total_us, default=0)  # type: ignore[misc]
+    if missing:
+        run.notes.append(f"nccl: {missing} all-reduces run by their default option, as no costs of {name} are known")
+    return choice
 
 
 def _by_rank(names: Sequence[str]) -> dict[str, float]:

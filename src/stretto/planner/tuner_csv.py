@@ -39,7 +39,15 @@ COLLECTIVES = {
 }
 NCCL_NAMES = {
     "ring": ("ring", "chain", "chain:1", "chain:64"),
-    "tree": ("double_binary_tree", "double_binary_tree:1", "binary_tree", "binary_tree:1"),
+    "tree": (
+        "nccl_tree",
+        "nccl_tree:1",
+        "nccl_tree:64",
+        "double_binary_tree",
+        "double_binary_tree:1",
+        "binary_tree",
+        "binary_tree:1",
+    ),
 }
 """The library's equivalents of NCCL's algorithms; its rings broadcast and reduce as chains. Trees only all-reduce."""
 FIELDS = (

@@ -33,8 +33,9 @@ from .rewrites import Groups, MotifStage, Rewrite, rewrites
 SLOWEST = 20.0
 """An option that takes more than this many times as long as the fastest is left out."""
 
+NCCL_TREES = ("nccl_tree", "nccl_tree:1", "nccl_tree:64")
 STOCK_ALGORITHMS = {
-    "all_reduce": ("ring", "double_binary_tree", "double_binary_tree:1"),
+    "all_reduce": ("ring", *NCCL_TREES, "double_binary_tree", "double_binary_tree:1"),
     "all_gather": ("ring",),
     "reduce_scatter": ("ring",),
     "broadcast": ("chain:64", "chain", "chain:1"),
@@ -186,9 +187,12 @@ def options(
     if all(option.rules for option in found):
         raise _not_carried(op, cluster)
     default = menu.stock(every[0])
-    pieces = [made for rewrite in every if (made := menu.like(default.tasks[0], rewrite))]
     fastest = min(option.total_us for option in found)
-    others = _undominated([option for option in [*pieces, *found] if option.total_us <= SLOWEST * fastest], keep=pieces)
+    kept = [made for rewrite in every if (made := menu.like(default.tasks[0], rewrite))]
+    kept = [option for option in kept if option.total_us <= SLOWEST * fastest]
+    if op.kind == "all_reduce":
+        kept += [made for names in (("ring",), NCCL_TREES) if (made := menu.whole(every[0], names))]
+    others = _undominated([*kept, *(option for option in found if option.total_us <= SLOWEST * fastest)], keep=kept)
     unique = {option.name: option for option in reversed([default, *others])}
     return tuple(dict.fromkeys([default, *reversed(unique.values())]))
 

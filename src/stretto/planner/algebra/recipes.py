@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...algorithms import algorithm, defined_for
-from ...algorithms.orders import fast_orders
+from ...algorithms.orders import fast_orders, rails
 from ...cluster import Cluster
 from ...errors import InvalidInput, unknown
 from ...programs import Program
@@ -25,10 +25,14 @@ from .rules import apply
 Window = tuple[int, int]
 """A splined all-to-all: rank i sends to i + first, ..., i + first + count - 1, modulo the number of ranks."""
 
-PIPELINED = ("double_binary_tree", "binary_tree", "chain")
+PIPELINED = ("double_binary_tree", "binary_tree", "chain", "nccl_tree")
 """Algorithms that send piece after piece; ``name:1`` sends one piece only, which has the lower latency."""
-FINE = {"chain": 64}
+FINE = {"chain": 64, "nccl_tree": 64}
 """The number of pieces of a further variant with many small pieces, for algorithms with long paths: ``chain:64``."""
+MAX_FINE_RANKS = {"nccl_tree": 128}
+"""The largest groups for which a variant with many small pieces is costed; its program has up to 32 trees."""
+SAME_AS_RING = "nccl_ring"
+"""An algorithm that gives the same programs as the recipe ``ring``, which runs one ring per NIC, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +73,10 @@ def library(ask: MotifRequest) -> list[str]:
 def _named(kind: str, count: int) -> tuple[str, ...]:
     names: list[str] = []
     for name in defined_for(kind, count):
+        if name == SAME_AS_RING:
+            continue
         names += [name, f"{name}:1"] if name in PIPELINED else [name]
-        names += [f"{name}:{FINE[name]}"] if name in FINE and count > 2 else []
+        names += [f"{name}:{FINE[name]}"] if name in FINE and 2 < count <= MAX_FINE_RANKS.get(name, count) else []
     return tuple(names)
 
 
@@ -114,34 +120,6 @@ def _side_by_side(parts: Sequence[Program], ask: MotifRequest) -> Program:
     bound = {at: p.replace(lane=np.full(p.num_transfers, at, np.int16)) for at, p in enumerate(parts)}
     made = lower(apply(whole, "segment", parts=len(parts)), whole, algorithms=bound)
     return made.replace(name=f"{parts[0].name.partition('(')[0]}(rails={len(parts)})")
-
-
-def rails(cluster: Cluster, group: Sequence[int]) -> int:
-    """The number of rings or chains to run side by side: one per link out of a host, as many as a device can feed.
-
-    >>> hgx2 = Cluster.preset("hgx2", nodes=2)
-    >>> rails(hgx2, range(16)), rails(hgx2, range(8)), rails(hgx2, (0, 8))
-    (8, 1, 1)
-    """
-    host = cluster.hosts_of(group)
-    devices = np.asarray(group, np.int32)
-    mates, others = devices[host == host[0]], devices[host != host[0]]
-    if len(mates) < 2 or not len(others):
-        return 1
-    try:
-        _, inside = cluster.route_table(mates[:1], mates[1:2], np.zeros(1, np.int64))
-        dst = np.resize(others, len(mates))
-        _, across = cluster.route_table(mates, dst, mates.astype(np.int64) + dst)
-    except InvalidInput:
-        return 1
-    leaving = (cluster.node_host[cluster.link_src[across]] == host[0]) & (
-        cluster.node_host[cluster.link_dst[across]] != host[0]
-    )
-    exits = np.unique(across[leaving])
-    if not len(exits):
-        return 1
-    fed = cluster.link_gb_per_s[inside].min() / cluster.link_gb_per_s[exits].max()
-    return max(1, min(len(exits), int(fed)))
 
 
 def windowed(group: Sequence[int], window: Window) -> Program:

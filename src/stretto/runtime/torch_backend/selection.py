@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from ...algorithms import algorithm
-from ...algorithms.registry import defined_for
+from ...algorithms.registry import FOR_COMPARISON, defined_for
 from ...cluster import Cluster, Link, Node
 from ...collectives import ROOTED
 from ...errors import InvalidInput, StrettoError
@@ -186,7 +186,7 @@ class Selector:
     ) -> ProgramPick:
         cluster = self.network
         rough: list[tuple[float, Program]] = []
-        for name in defined_for(kind, len(self.devices)):
+        for name in (one for one in defined_for(kind, len(self.devices)) if one not in FOR_COMPARISON):
             for at, options in enumerate(VARIANTS.get(name, ({},))):
                 try:
                     program = self._build(name, kind, cluster, root, in_place, options)

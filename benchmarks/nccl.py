@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ours over NCCL's ring and tree, simulated, on DGX-like clusters.
+
+NCCL's figure is the best for NCCL: rings, and trees with 1 to 128 pieces in two patterns, each in the shorter of both
+contention models (docs/algorithms.md says what is assumed). Ours is the fastest program of the rest of the library and,
+from 1 MB on, of the makers `forest` and `compose`, in the default model. `ratio` is NCCL's time over ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from common import Row, run_cases
+
+import stretto as st
+from stretto.algorithms import algorithms
+from stretto.collectives import COLLECTIVES
+from stretto.programs import Program
+
+BOXES = ("dgx2", "dgx_a100", "dgx_h100")
+COUNTS = (1, 2, 4)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+SIZES = (st.KB, st.MB, st.GB)
+PIECES = (1, 8, 32, 128)
+MAX_TRANSFERS = 300_000
+MAKERS = ("forest", "compose")
+BUDGET_S = 20.0
+
+
+def shortest_us(programs: list[Program], cluster: st.Cluster, nbytes: int) -> float:
+    """The shortest time of these programs in either contention model."""
+    return min(
+        st.simulate(program, cluster, nbytes=nbytes, contention=contention).total_us
+        for program in programs
+        for contention in ("fifo", "fair")
+    )
+
+
+def nccls(cluster: st.Cluster, kind: str) -> dict[str, list[Program]]:
+    """NCCL's rings and trees for a collective."""
+    n = cluster.num_devices
+    found = {"nccl_ring": [st.algorithm("nccl_ring", kind, n, cluster=cluster)]}
+    if kind == "all_reduce":
+        found["nccl_tree"] = [
+            st.algorithm("nccl_tree", kind, n, cluster=cluster, chunks=chunks, pattern=pattern)
+            for chunks in PIECES
+            for pattern in ("tree", "balanced")
+        ]
+    return found
+
+
+def ours(cluster: st.Cluster, kind: str) -> Iterator[Program]:
+    """The rest of the library, with several numbers of pieces."""
+    for entry in algorithms(kind):
+        for chunks in (None, *PIECES) if not entry.name.startswith("nccl") else ():
+            try:
+                program = st.algorithm(entry.name, kind, cluster.num_devices, cluster=cluster, chunks=chunks)
+            except st.InvalidInput:
+                continue  # not defined for this rank count
+            if program.num_transfers <= MAX_TRANSFERS:
+                yield program
+
+
+def compare(source: str, quick: bool) -> list[Row]:
+    """One cluster: every collective and size."""
+    cluster = st.Cluster.load(source)
+    rows: list[Row] = []
+    for kind in KINDS:
+        began = time.perf_counter()
+        theirs = nccls(cluster, kind)
+        mine = list(ours(cluster, kind))
+        for nbytes in SIZES[: 1 if quick else None]:
+            nccl_us = {name: shortest_us(programs, cluster, nbytes) for name, programs in theirs.items()}
+            times = {p.name: st.simulate(p, cluster, nbytes=nbytes).total_us for p in mine}
+            if nbytes >= st.MB:
+                try:
+                    found = st.synthesize(
+                        COLLECTIVES[kind](cluster.num_devices), cluster, nbytes, budget_s=BUDGET_S, makers=list(MAKERS),
+                        cache=False,
+                    )  # fmt: skip
+                    times[found.program.name] = found.certificate.time_us
+                except st.StrettoError:
+                    pass  # nothing in time: the library stands
+            name = min(times, key=lambda n: times[n])
+            best = min(nccl_us.values())
+            rows.append(
+                {
+                    "case": f"{kind} on {source}", "system": name, "cluster": source, "collective": kind,
+                    "nbytes": nbytes, "time_us": times[name], "nccl_ring_us": nccl_us["nccl_ring"],
+                    "nccl_tree_us": nccl_us.get("nccl_tree", float("nan")), "ratio": best / times[name],
+                    "bound_us": st.lower_bound(mine[0].collective, cluster, nbytes=nbytes).total_us,
+                }
+            )  # fmt: skip
+        rows[-1]["seconds"] = time.perf_counter() - began
+    return rows
+
+
+if __name__ == "__main__":
+    cases = {f"{box}:{count}": partial(compare, f"{box}:{count}") for count in COUNTS for box in BOXES}
+    run_cases(__file__, __doc__, "Ours over NCCL's ring and tree, simulated", cases)
