@@ -143,6 +143,23 @@ def test_two_plans_are_compared(good: Run, bad: Run, plan: str, step: str, tmp_p
     assert f"{plan}, {other}: the plans are for different workloads: small" in bad("plan", "diff", plan, str(other))
 
 
+def test_a_plan_with_programs_of_no_library_is_simulated_again(good: Run, tmp_path: Path) -> None:
+    step, path = tmp_path / "torus.yaml", tmp_path / "torus.json"
+    ops = (
+        Op(name="backward", duration_us=100.0),
+        Op(name="gradients", kind="all_reduce", nbytes=6.4e7, after=(Dep(op="backward"),)),
+    )
+    Workload(name="torus", num_ranks=4, ops=ops).save(step)
+    good("plan", "-w", str(step), "-c", "torus:2x2", "--steps", "20", "-o", str(path))
+    made = Plan.load(path)
+    assert any(motif.algorithm.startswith("dimensions") for op in made.ops for motif in op.motifs)
+    again = tmp_path / "again.json"
+    good("plan", "retime", str(path), "-w", str(step), "-c", "torus:2x2", "--json", str(again))
+    found = json.loads(again.read_text())
+    assert found["today_us"] == pytest.approx(found["promised_us"])
+    assert found["retimed_us"] == pytest.approx(made.retimed_us)
+
+
 def test_a_plan_is_simulated_again(good: Run, bad: Run, plan: str, step: str, tmp_path: Path) -> None:
     trace = tmp_path / "t.pftrace"
     text = good("plan", "retime", plan, "-w", step, "-c", "hgx2:1", "--trace", str(trace))

@@ -19,8 +19,9 @@ from ..planner.algebra.options import problem as make_problem
 from ..planner.api import SYSTEM, PlanResult, to_schedule
 from ..planner.baselines import BASELINES
 from ..planner.compare import diff as compare
-from ..planner.costs.costs import CostModel, simulated_costs
+from ..planner.costs.costs import CostModel, SimulatedCosts, simulated_costs
 from ..planner.costs.measured import LayeredCosts, MeasuredCosts, read_measurements
+from ..planner.costs.providers import providers_for, saved
 from ..planner.plan import Plan
 from ..planner.schedule.retime import retime as retimed
 from ..planner.tuner_csv import tuner_lines, write_tuner_csv
@@ -293,7 +294,10 @@ def retime(
     """
     made, step, machine = Plan.load(path), Workload.load(workload), Cluster.load(cluster)
     made.check(step, machine)
-    model = _costs(costs, machine) or simulated_costs(machine)
+    model = _costs(costs, machine)
+    if model is None:
+        # The plan's own programs take precedence over programs of the same name that are made anew.
+        model = SimulatedCosts(machine, providers=(*providers_for(machine), saved(made.programs)))
     problem = make_problem(step, machine, model)
     schedule = to_schedule(made, problem)
     found = retimed(schedule, problem, machine, model)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 from ...cluster import Cluster
 from ...collectives import COLLECTIVES, Collective
@@ -15,9 +17,11 @@ from ...dimensions.link_search import best_program
 from ...dimensions.program import moves
 from ...errors import Infeasible, InvalidInput, SearchTimeout
 from ...programs import Program
+from ...programs.formats.text import loads
 from ...synthesis import synthesize
 from ...units import MB
 from ..algebra.recipes import MotifRequest, Provider
+from ..plan import ProgramPlan
 
 SYNTHESIZED = "synthesised"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
@@ -55,6 +59,25 @@ def synthesized(*, budget_s: float = 5.0, seed: int = 0) -> Provider:
         return {} if found is None else {SYNTHESIZED: lambda: found}
 
     return lambda ask, cluster, nbytes: dict(offer(ask, cluster, nbytes))
+
+
+def saved(programs: Sequence[ProgramPlan]) -> Provider:
+    """A provider of the programs that a plan brings along, by the names that the plan has for them."""
+
+    def offer(ask: MotifRequest, cluster: Cluster, nbytes: float) -> dict[str, Callable[[], Program]]:
+        found = {}
+        for one in programs:
+            here = ask.group in one.groups and set(one.channels) == set(cluster.channels)
+            if here and one.kind == ask.kind and ask.window is None:
+                found[one.algorithm] = partial(_read, one, ask.group)
+        return found
+
+    return offer
+
+
+def _read(program: ProgramPlan, group: tuple[int, ...]) -> Program:
+    made = loads(program.text, where=f"program {program.algorithm} of {program.kind}")
+    return made.replace(collective=replace(made.collective, ranks=group))
 
 
 def dimensional(cluster: Cluster) -> Provider:
