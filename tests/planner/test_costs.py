@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 
 from stretto import Cluster, algorithm, simulate
+from stretto.algorithms.orders import rails
 from stretto.cluster.presets.hgx2 import INCAST
 from stretto.errors import Infeasible, InvalidInput
-from stretto.planner.algebra.recipes import MotifRequest, build, library, rails
+from stretto.planner.algebra.recipes import MotifRequest, build, library
 from stretto.planner.costs.channels import bindings, restrict
 from stretto.planner.costs.concurrent import ConcurrentProgram, together
 from stretto.planner.costs.costs import CPU_LAUNCH_US, LAUNCH_US, Motion, SimulatedCosts, interpolated, launch_us

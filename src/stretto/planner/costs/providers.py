@@ -65,7 +65,7 @@ def saved(programs: Sequence[ProgramPlan]) -> Provider:
     """A provider of the programs that a plan brings along, by the names that the plan has for them."""
 
     def offer(ask: MotifRequest, cluster: Cluster, nbytes: float) -> dict[str, Callable[[], Program]]:
-        found = {}
+        found: dict[str, Callable[[], Program]] = {}
         for one in programs:
             here = ask.group in one.groups and set(one.channels) == set(cluster.channels)
             if here and one.kind == ask.kind and ask.window is None:
