@@ -20,7 +20,10 @@ from .demand import Demand, demand_of
 from .net import ArcNetwork, Floats
 from .partition import narrowest_partition
 from .passing import helps, passing_weights
+from .relays import MAX_DEVICES, Ends, TimedProof, least_time, timed_proofs
 
+WORTH_MORE_WORDS = 1.001
+"""The factor by which a timed cut must exceed the plainer arguments to be given instead of them."""
 BYTES = "<bytes>"
 """The placeholder in a proof's reason for the size, which depends on nbytes."""
 
@@ -87,17 +90,21 @@ def lower_bound(
     if max(collective.ranks) >= cluster.num_devices:
         has = f"{cluster.name} has {cluster.num_devices} devices"
         raise InvalidInput(f"ranks: device {max(collective.ranks)} does not exist; {has}")
-    latency, proofs = _analyze(collective, cluster, None if channels is None else frozenset(channels))
-    decides = max(proofs, key=lambda proof: proof.total_us(nbytes), default=_NOTHING)
+    latency, proofs, timed = _analyze(collective, cluster, None if channels is None else frozenset(channels))
     widest = max(proofs, key=lambda proof: proof.us, default=_NOTHING)
-    total = decides.total_us(nbytes)
-    by_latency = latency.us > total
+    decides = max(proofs, key=lambda proof: proof.total_us(nbytes), default=_NOTHING)
+    total, reason, method = decides.total_us(nbytes), decides.in_words(nbytes), decides.method
+    if latency.us > total:
+        total, reason, method = latency.us, latency.reason, "shortest path"
+    in_time = max(timed, key=lambda proof: proof.total_us(nbytes), default=None)
+    if in_time is not None and in_time.total_us(nbytes) > total * WORTH_MORE_WORDS:
+        total, reason, method = in_time.total_us(nbytes), _timed_in_words(cluster, in_time, nbytes), "timed cut"
     return Bound(
-        total_us=max(latency.us, total),
+        total_us=total,
         bandwidth_us=nbytes * widest.us,
         latency_us=latency.us,
-        reason=latency.reason if by_latency else decides.reason.replace(BYTES, _size(nbytes * decides.share)),
-        method="shortest path" if by_latency else decides.method,
+        reason=reason,
+        method=method,
         exact=widest.exact,
         links=widest.links,
         weights=widest.weights,
@@ -159,8 +166,11 @@ class BoundProof:
         """
         if self.share <= 0:
             return 0.0
-        speed = self.weights * self.rate
-        return float(np.min((self.share * nbytes + np.cumsum(speed * self.message_us)) / np.cumsum(speed)))
+        return least_time(self.share * nbytes, self.weights * self.rate, self.message_us)
+
+    def in_words(self, nbytes: float) -> str:
+        """The reason for this size."""
+        return self.reason.replace(BYTES, _size(nbytes * self.share))
 
 
 _NONE = np.zeros(0)
@@ -181,12 +191,13 @@ class Latency:
 @lru_cache(maxsize=32)
 def _analyze(
     collective: Collective, cluster: Cluster, channels: frozenset[str] | None
-) -> tuple[Latency, tuple[BoundProof, ...]]:
+) -> tuple[Latency, tuple[BoundProof, ...], tuple[TimedProof, ...]]:
     demand = demand_of(collective, cluster.num_nodes)
     net = ArcNetwork.of(cluster, channels, demand.shared)
     if len(demand.pairs[0]) == 0:
-        return Latency(us=0.0, reason=_NOTHING.reason), ()
-    return _latency(cluster, net, demand, channels), tuple(_proofs(cluster, net, demand))
+        return Latency(us=0.0, reason=_NOTHING.reason), (), ()
+    latency = _latency(cluster, net, demand, channels)
+    return latency, tuple(_proofs(cluster, net, demand)), tuple(_timed(cluster, net, demand))
 
 
 def _latency(cluster: Cluster, net: ArcNetwork, demand: Demand, channels: frozenset[str] | None) -> Latency:
@@ -233,6 +244,29 @@ def _proofs(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[Bound
         yield from _mixed(cluster, net, demand)
 
 
+def _timed(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[TimedProof]:
+    """Proofs from what can still be passed on, or already be a sum, when it crosses a cut."""
+    if demand.shared or net.num_devices > MAX_DEVICES:
+        return
+    copied = bool(cluster.node_multicast.any())
+    if not demand.combining and demand.same_wanters:
+        wanters = demand.wanter[: demand.num_wanters[0]]
+        sources, shares = _at_places(demand.source, demand.share)
+        ends = Ends(sources=sources, shares=shares, wanters=wanters, combining=False, copied=copied)
+        yield from timed_proofs(cluster, net, ends)
+    elif demand.distinct and demand.same_sources and np.all(demand.num_wanters == 1):
+        # Backwards in time and against the links, sums that come together are copies that part.
+        wanters = demand.source[: demand.num_sources[0]]
+        sources, shares = _at_places(demand.wanter, demand.share)
+        ends = Ends(sources=sources, shares=shares, wanters=wanters, combining=False, copied=False)
+        yield from (replace(proof, sends=True) for proof in timed_proofs(cluster, net.reverse, ends))
+    elif demand.distinct and demand.same_sources and demand.same_wanters:
+        sources, wanters = demand.source[: demand.num_sources[0]], demand.wanter[: demand.num_wanters[0]]
+        shares = np.full(len(sources), float(demand.share.sum()))
+        ends = Ends(sources=sources, shares=shares, wanters=wanters, combining=True, copied=copied)
+        yield from timed_proofs(cluster, net, ends)
+
+
 def _passing(
     cluster: Cluster, net: ArcNetwork, demand: Demand, needs: list[Need], cut: Cut | None, plain: NDArray[np.bool_]
 ) -> Iterator[BoundProof]:
@@ -262,9 +296,14 @@ def _reaches_all(net: ArcNetwork, demand: Demand, ends: NDArray[np.int32]) -> bo
 
 
 def _everything_to(ends: NDArray[np.int32], places: NDArray[np.int32], share: Floats) -> Iterator[Need]:
-    where, entry = np.unique(places, return_inverse=True)
-    amounts = np.bincount(entry, share).astype(np.float64)
+    where, amounts = _at_places(places, share)
     return ((int(end), where, amounts) for end in ends)
+
+
+def _at_places(places: NDArray[np.int32], share: Floats) -> tuple[NDArray[np.int32], Floats]:
+    """The distinct places, and the sum of the shares at each."""
+    where, entry = np.unique(places, return_inverse=True)
+    return where, np.bincount(entry, share).astype(np.float64)
 
 
 def _all_reduce(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[BoundProof]:
@@ -365,6 +404,14 @@ def _cut_proof(cluster: Cluster, net: ArcNetwork, cut: Cut | None, exact: bool) 
     reason = f"cut: {who} must {'receive' if receive else 'send'} {BYTES} over {cut.rate / 1e3:.6g} GB/s"
     method = f"max-flow{', exact' * exact}"
     return BoundProof.of(net, cut.arcs.astype(np.float64), cut.share, reason, method, exact)
+
+
+def _timed_in_words(cluster: Cluster, proof: TimedProof, nbytes: float) -> str:
+    few = np.count_nonzero(proof.inside) <= np.count_nonzero(~proof.inside)
+    who = _devices_in_words(cluster, np.flatnonzero(proof.inside if few else ~proof.inside))
+    moves = "send" if few == proof.sends else "receive"
+    much = _size(nbytes * proof.share)
+    return f"timed cut: {who} must {moves} {much} over {proof.rate / 1e3:.6g} GB/s, in time to be passed on"
 
 
 def _size(nbytes: float) -> str:

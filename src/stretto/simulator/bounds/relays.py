@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds from cuts in space and time: what crosses late cannot be passed on, what crosses early cannot be a sum.
+
+Take a set of devices `inside`, some sources outside and some wanters inside, and follow every pair of the two: the
+source's part must come to the wanter. Look at the message by which it comes inside for the last time. If it starts at s
+from u and is done at d in v, it serves only those wanters to which v can pass it on before the end, and carries only
+those parts that could have reached u by s. So a byte on a link is worth (parts that it may carry) x (wanters it may
+serve), which falls off towards both ends of the time; where nothing is combined, a byte carries one part.
+`docs/bounds.md` has the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import _native
+from ...cluster import Cluster
+from .cuts import Cut, regions
+from .net import ArcNetwork, Floats, Mask
+
+MAX_SETS = 64
+"""The most sets of devices of one family that are tried; any choice of sets is valid."""
+MAX_DEVICES = 512
+"""The most devices for which these bounds are looked for; they matter where latencies and bytes are of one size."""
+FAR = 4
+"""The most subsets of far sources that are tried for each set of devices."""
+
+Worths = tuple[Floats, Floats]
+"""Rates of worth (speed, from): from time `from` on, a link gains `speed` worth of bytes per microsecond."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TimedProof:
+    """A proof that a time T has ``sum(speed x max(0, T - offset)) >= need x nbytes``, in each of several physics."""
+
+    need: float
+    worths: tuple[Worths, ...]
+    share: float
+    inside: Mask
+    rate: float
+    sends: bool = False
+    """Whether it was found on reversed links: the devices inside then send."""
+
+    def total_us(self, nbytes: float) -> float:
+        """The least T that satisfies it in the kindest physics."""
+        return min(least_time(self.need * nbytes, speed, offset) for speed, offset in self.worths)
+
+
+def least_time(need: float, speed: Floats, offset: Floats) -> float:
+    """The least T with ``sum(speed x max(0, T - offset)) >= need``.
+
+    Args:
+        need: What must be moved.
+        speed: What is moved in a microsecond, by each of several movers.
+        offset: When each of them begins, in ascending order.
+
+    Returns:
+        The time in microseconds.
+    """
+    return float(np.min((need + np.cumsum(speed * offset)) / np.cumsum(speed)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ends:
+    """What must come from `sources` (with a share of nbytes each) to all of `wanters`."""
+
+    sources: NDArray[np.int32]
+    shares: Floats
+    wanters: NDArray[np.int32]
+    combining: bool
+    """Whether parts are added up on the way, so that one byte stands for many parts."""
+    copied: bool
+    """Whether a switch may hand one byte to several wanters."""
+
+
+def timed_proofs(cluster: Cluster, net: ArcNetwork, ends: Ends) -> Iterator[TimedProof]:
+    """The proofs over single devices, all but one device, hosts and slices; those that say the same come once.
+
+    Args:
+        cluster: The cluster.
+        net: Its links, or these reversed.
+        ends: What must come from where to where.
+
+    Yields:
+        The proofs.
+    """
+    if net.num_devices > MAX_DEVICES or net.num_nodes != cluster.num_nodes:
+        return
+    times = _Times(net, forwarding=cluster.devices_forward)
+    number = np.arange(net.num_devices)
+    taking_part = np.union1d(ends.sources, ends.wanters)
+    sets = [*_some([number == d for d in taking_part]), *_some([number != d for d in taking_part])]
+    for group in regions(cluster):
+        blocks = _some([group == block for block in np.unique(group)])
+        sets += [*blocks, *(~block for block in blocks)]
+    seen = set()
+    for inside in sets:
+        for proof in _around(net, times, ends, inside):
+            key = (proof.need, *(part.round(9).tobytes() for pair in proof.worths for part in pair))
+            if key not in seen:
+                seen.add(key)
+                yield proof
+
+
+def _some(sets: list[Mask]) -> list[Mask]:
+    return sets[:: -(-len(sets) // MAX_SETS)] if sets else sets
+
+
+class _Times:
+    """The least alphas of messages and of chains of messages between nodes."""
+
+    def __init__(self, net: ArcNetwork, *, forwarding: bool) -> None:
+        self.net, self.forwarding = net, forwarding
+        devices = np.arange(net.num_devices, dtype=np.int32)
+        self.known = net.distances(net.alpha_us, devices)[:, : net.num_devices]
+        """From each device to each device, over any number of messages."""
+        # A message passes devices only where they forward: a device gets a second node, from which its messages start.
+        self.start = net.src if forwarding else np.where(net.src < net.num_devices, net.num_nodes + net.src, net.src)
+        origin = devices if forwarding else (net.num_nodes + devices).astype(np.int32)
+        count = net.num_nodes + net.num_devices
+        begins = np.concatenate([origin, np.arange(net.num_nodes, dtype=np.int32)])
+        flat = _native.path_lengths(count, self.start.astype(np.int32), net.dst, net.alpha_us, begins)
+        table = flat.reshape(len(begins), count)
+        self.before = table[: net.num_devices][:, self.start]
+        """From each device to the start of each arc, within one message."""
+        self.after = table[net.num_devices :][net.dst][:, : net.num_devices]
+        """From the end of each arc to each device, within one message."""
+
+    def within(self, inside: Mask) -> Floats:
+        """From each device inside to each device inside, over messages between devices inside."""
+        net, devices = self.net, np.flatnonzero(inside).astype(np.int32)
+        if len(devices) == 1:
+            return np.zeros((1, 1))
+        if self.forwarding:
+            return self.known[np.ix_(inside, inside)]
+        outside = (net.src < net.num_devices) & ~inside[np.minimum(net.src, net.num_devices - 1)]
+        use = ~outside
+        flat = _native.path_lengths(net.num_nodes, net.src[use], net.dst[use], net.alpha_us[use], devices)
+        return flat.reshape(len(devices), net.num_nodes)[:, devices]
+
+
+def _around(net: ArcNetwork, times: _Times, ends: Ends, inside: Mask) -> Iterator[TimedProof]:
+    wanted = ends.wanters[inside[ends.wanters]]
+    away = ~inside[ends.sources]
+    if not len(wanted) or not away.any():
+        return
+    pass_on = times.within(inside)[:, np.searchsorted(np.flatnonzero(inside), wanted)]
+    alone = np.zeros(net.num_nodes, np.bool_)
+    alone[: net.num_devices] = inside
+    sides = [net.narrowest_entry(inside)]
+    if np.any(sides[0] != alone):
+        sides.append(alone)
+    for side in sides:
+        cut = Cut.into(net, side, 0.0)
+        for parts in _far(times, ends, away, inside):
+            proof = _proof(net, times, ends, inside, cut, parts, pass_on)
+            if proof is not None:
+                yield proof
+
+
+def _far(times: _Times, ends: Ends, away: Mask, inside: Mask) -> Iterator[NDArray[np.int64]]:
+    """All sources outside, and those of them that are far from the inside."""
+    outside = np.flatnonzero(away)
+    near = times.known[np.ix_(ends.sources[outside], np.flatnonzero(inside))].min(axis=1)
+    steps = np.unique(near.round(9))
+    for least in steps[:: -(-len(steps) // FAR)]:
+        yield outside[near >= least - 1e-9]
+
+
+def _proof(
+    net: ArcNetwork,
+    times: _Times,
+    ends: Ends,
+    inside: Mask,
+    cut: Cut,
+    parts: NDArray[np.int64],
+    pass_on: Floats,
+) -> TimedProof | None:
+    """The worth of all bytes on the links of a cut, under alphas after the bytes and under alphas before them.
+
+    Where alphas are paid link by link, a byte is on a link neither before the first nor after the second moment.
+    """
+    ready = times.known[ends.sources[parts]][:, ~inside]
+    ready = np.sort(ready, axis=0) if ends.combining else ready.min(axis=0, keepdims=True)
+    late: list[Worths] = []
+    early: list[Worths] = []
+    for arc in np.flatnonzero(cut.arcs).tolist():
+        before, after = times.before[~inside, arc], times.after[arc, inside]
+        u, v = np.isfinite(before), np.isfinite(after)
+        if not u.any() or not v.any():
+            continue
+        first, rate, alpha = ready[:, u], float(net.rate[arc]), float(net.alpha_us[arc])
+        served = pass_on[v]
+        last = _served(served + after[v, None], ends.copied) + before[u].min()
+        late.append(_outer(first.min(axis=1), last + alpha, rate))
+        last = _served(served, ends.copied) + after[v].min()
+        early.append(_outer((first + before[None, u]).min(axis=1), last + alpha, rate))
+    if not late:
+        return None
+    wanters, share = pass_on.shape[1], float(ends.shares[parts].sum())
+    whole = float(ends.shares[0]) * len(parts) if ends.combining else share
+    return TimedProof(
+        need=wanters * whole,
+        worths=(_sorted(late), _sorted(early)),
+        share=float(ends.shares[0]) if ends.combining else share,
+        inside=inside,
+        rate=cut.rate,
+    )
+
+
+def _served(late: Floats, copied: bool) -> Floats:
+    """How long before the end a byte must come to serve 1, 2, ... wanters (columns), over the devices (rows)."""
+    if copied:
+        return np.sort(late.min(axis=0))
+    return np.asarray(np.sort(late, axis=1).min(axis=0))
+
+
+def _outer(first: Floats, last: Floats, rate: float) -> Worths:
+    offset = (first[:, None] + last[None, :]).ravel()
+    offset = offset[np.isfinite(offset)]
+    return np.full(len(offset), rate), offset
+
+
+def _sorted(worths: list[Worths]) -> Worths:
+    """All worths by time, with those of one moment added up."""
+    speed, offset = (np.concatenate(part) for part in zip(*worths, strict=True))
+    moments, at = np.unique(offset, return_inverse=True)
+    return np.bincount(at, speed).astype(np.float64), moments
