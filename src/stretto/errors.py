@@ -32,6 +32,10 @@ class VerificationError(StrettoError):
     """A program does not do what its collective asks; the message names rank, chunk and transfer."""
 
 
+class CannotJudge(InvalidInput):
+    """A program file does not say what the program is to do, so that it can be neither right nor wrong."""
+
+
 class PlanMismatch(StrettoError):
     """A plan belongs to another model, cluster or version."""
 

@@ -43,6 +43,19 @@ def check_seed(seed: object) -> int:
     return int(seed)
 
 
+def check_bytes(nbytes: object) -> float:
+    """Return a number of bytes, if it is one and more than 0.
+
+    >>> check_bytes(1e6)
+    1000000.0
+    """
+    if isinstance(nbytes, str):
+        raise InvalidInput(f"nbytes: must be a number, not the text {nbytes!r}; stretto.units.parse_bytes reads a size")
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int | float | np.number) or not 0 < nbytes < np.inf:
+        raise InvalidInput(f"nbytes: must be finite and > 0, not {nbytes}")
+    return float(nbytes)
+
+
 LARGEST = 1e15
 """The largest magnitude of a number in specs and options: whole numbers up to it are exact as int64 and as float."""
 

@@ -16,8 +16,14 @@ def cluster_of(*ends: tuple[int, int, float]) -> Cluster:
 
 
 def test_disconnected_devices_are_refused_by_name() -> None:
-    with pytest.raises(InvalidInput, match=r"^links: no route from a to b \(devices_forward is false.*\)$"):
+    with pytest.raises(InvalidInput, match=r"^links: no route from a to b$"):
         require_reachable(cluster_of((2, 3, 1), (3, 2, 1)))
+
+
+def test_devices_that_only_programs_can_join_are_odd_but_accepted() -> None:
+    ring = cluster_of((0, 1, 1), (1, 2, 1), (2, 3, 1), (3, 0, 1))
+    require_reachable(ring)
+    assert "no route from a to c but through devices, which do not forward (devices_forward is false)" in oddities(ring)
 
 
 def test_asymmetric_parallel_isolated_and_dead_ends_are_odd() -> None:

@@ -172,6 +172,7 @@ def test_one_rank_and_many_ranks_are_fine() -> None:
     [
         (lambda: AllGather(0), "ranks: must be 1..131072, not 0"),
         (lambda: AllGather(10**9), "ranks: must be 1..131072, not 1000000000"),
+        (lambda: AllGather(2.5), "ranks: must be a number of ranks or a list of devices, not 2.5"),  # type: ignore
         (lambda: AllGather([]), "ranks: at least one device must take part"),
         (lambda: AllGather([1, 1]), "ranks: must be distinct devices >= 0"),
         (lambda: AllGather([0, -1]), "ranks: must be distinct devices >= 0"),

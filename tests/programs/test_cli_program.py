@@ -151,6 +151,10 @@ def test_custom_files_need_their_collective(tmp_path: Path, capsys: Capture) -> 
     target = tmp_path / "swap.xml"
     save_program(program, target, dialect="old")
     assert "give the collective" in refused(capsys, "verify", target)
+    assert run(["program", "verify", str(target), str(target)]) == 2
+    shown = capsys.readouterr()
+    assert f"{target}: cannot judge: algo coll: custom" in shown.out and "WRONG" not in shown.out
+    assert "2 of 2 files do not say what is to be proved" in shown.err
     wanted = tmp_path / "swap.yaml"
     wanted.write_text(
         "stretto: collective\nversion: 1\nkind: custom\nranks: 2\nnum_chunks: 2\n"

@@ -335,8 +335,8 @@ def test_unreachable_devices_are_named() -> None:
     ("ranks", "nbytes", "channels", "message"),
     [
         (3, MB, None, "ranks: device 2 does not exist; test has 2 devices"),
-        (2, 0, None, "nbytes: must be > 0, not 0"),
-        (2, float("nan"), None, "nbytes: must be > 0, not nan"),
+        (2, 0, None, "nbytes: must be finite and > 0, not 0"),
+        (2, float("nan"), None, "nbytes: must be finite and > 0, not nan"),
         (2, MB, ["ib"], "unknown channel 'ib'; choose from: link"),
     ],
 )

@@ -250,7 +250,7 @@ def test_bad_arguments_say_what_is_valid() -> None:
     with pytest.raises(InvalidInput, match="unknown alpha mode 'x'; choose from: pipelined, blocking"):
         simulate(send(), star(2), nbytes=1, alpha="x")
     for nbytes in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(InvalidInput, match="nbytes: must be > 0"):
+        with pytest.raises(InvalidInput, match="nbytes: must be finite and > 0"):
             simulate(send(), star(2), nbytes=nbytes)
     with pytest.raises(InvalidInput, match="ranks: device 1 does not exist; star has 1 devices"):
         simulate(send(), star(1), nbytes=1)

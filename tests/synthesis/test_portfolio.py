@@ -18,6 +18,7 @@ import pytest
 import stretto as st
 from stretto.collectives import Collective
 from stretto.errors import InvalidInput
+from stretto.programs.formats.msccl_xml import unfit_for_old
 from stretto.programs.interpret import check
 from stretto.synthesis import certificate as certificates
 from stretto.synthesis import greedy, portfolio, select, synthesize, worker
@@ -203,6 +204,8 @@ def test_progress_tells_the_best_so_far(ring: st.Cluster) -> None:
     ("options", "message"),
     [
         ({"nbytes": 0}, "nbytes: must be finite and > 0, not 0"),
+        ({"nbytes": None}, "nbytes: must be finite and > 0, not None"),
+        ({"nbytes": "1M"}, "nbytes: must be a number, not the text '1M'; stretto.units.parse_bytes reads a size"),
         ({"budget_s": float("nan")}, "budget_s: must be finite and > 0, not nan"),
         ({"budget_s": float("inf")}, "budget_s: must be finite and > 0, not inf"),
         ({"makers": []}, "makers: none is named; choose from: library, "),
@@ -361,6 +364,24 @@ def test_lowering_picks_streams_that_fit_the_runtimes_and_run(tmp_path: Path) ->
     check(lowering.lowered, fifo_depth=lowering.fifo_depth, op="sum", seed=0)
     found.save(tmp_path / "ar.xml")
     assert "<algo" in (tmp_path / "ar.xml").read_text()
+
+
+def test_a_program_at_the_bound_ends_the_search_only_where_it_can_be_lowered(ring: st.Cluster) -> None:
+    makers = ["library:ring", "library:bruck"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portfolio, "lower_bound", lambda *of: replace(st.lower_bound(*of), total_us=1e9))
+        patch.setattr(portfolio, "lowers_well", lambda made, problem: made.maker == "library:bruck")
+        found = synthesize(st.AllGather(4), ring, st.MB, makers=makers, lower=True, cache=False)
+        assert {c.maker for c in found.candidates if c.time_us} == set(makers)
+        patch.setattr(portfolio, "lowers_well", lambda made, problem: True)
+        found = synthesize(st.AllGather(4), ring, st.MB, makers=makers, lower=True, cache=False)
+        assert len({c.maker for c in found.candidates if c.time_us}) == 1
+
+
+def test_streams_that_the_original_runtime_cannot_load_say_so() -> None:
+    streams = st.algorithm("direct", "all_to_all", 16, chunks=1).lower(instances=16)
+    assert unfit_for_old(streams) == "gpu 0: 480 threadblocks are more than the 216 of the old runtime"
+    assert unfit_for_old(st.algorithm("ring", "all_gather", 4).lower()) == ""
 
 
 def test_programs_that_do_not_fit_the_runtimes_give_way_to_those_that_do() -> None:

@@ -12,7 +12,7 @@ import typer
 from ..cluster import Cluster
 from ..collectives import Collective
 from ..collectives.files import load_collective
-from ..errors import InvalidInput, StrettoError, VerificationError
+from ..errors import CannotJudge, InvalidInput, StrettoError, VerificationError
 from ..files import write_file
 from ..programs import Lowered, Program, SymmetricProgram
 from ..programs.formats import expanded, format_of, load_program, save_program, symmetric_text
@@ -58,13 +58,19 @@ def verify(
 
     Exit code 2 and one line that says where, when it does not. Of several files all are judged.
     """
-    wrong, verdicts, told = 0, [], []
+    wrong, unknown, verdicts, told = 0, 0, [], []
     with progress("verifying", len(files)) as advance:
         for path in files:
             advance(path.name)
             try:
                 verdicts.append(f"{path}: {_prove(path, _load(path, in_place, collective))}")
                 told.append({"file": str(path), "right": True, "why": ""})
+            except CannotJudge as error:
+                if len(files) == 1:
+                    raise
+                unknown += 1
+                verdicts.append(f"{path}: cannot judge: {str(error).removeprefix(f'{path}: ')}")
+                told.append({"file": str(path), "right": None, "why": str(error)})
             except StrettoError as error:
                 if len(files) == 1:
                     raise
@@ -78,6 +84,8 @@ def verify(
     written.tell()
     if wrong:
         raise VerificationError(f"{wrong} of {len(files)} files are wrong")
+    if unknown:
+        raise CannotJudge(f"{unknown} of {len(files)} files do not say what is to be proved; give --collective")
 
 
 @app.command()

@@ -356,6 +356,8 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
                 f"{lowering.lowered.num_channels} channels, FIFO depth {lowering.fifo_depth}"
             )
         )
+        if certificate.unfit_for_old:
+            console.print(f"the original MSCCL runtime cannot load it: {certificate.unfit_for_old}", soft_wrap=True)
 
 
 def _selection_table(chosen: Selection) -> ResultTable:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,15 +16,14 @@ MAX_EXAMPLES = 3
 
 
 def require_reachable(cluster: Cluster) -> None:
-    """Refuse a cluster in which some device cannot reach another.
+    """Refuse a cluster in which some device cannot reach another, not even if those between pass data on.
 
     >>> require_reachable(Cluster.preset("dgx2", nodes=2))
     """
-    pair = cluster.unreachable()
+    pair = replace(cluster, devices_forward=True).unreachable()
     if pair is not None:
         a, b = (cluster.node_names[node] for node in pair)
-        how = "" if cluster.devices_forward else " (devices_forward is false, so no route leads through a device)"
-        raise InvalidInput(f"links: no route from {a} to {b}{how}")
+        raise InvalidInput(f"links: no route from {a} to {b}")
 
 
 def oddities(cluster: Cluster) -> list[str]:
@@ -32,7 +32,18 @@ def oddities(cluster: Cluster) -> list[str]:
     >>> oddities(Cluster.preset("ndv2_teccl", nodes=2))
     ['2 links have no link back: h0.gpu0>h1.gpu1, h1.gpu0>h0.gpu1']
     """
-    return [*_one_sided(cluster), *_parallel(cluster), *_dead_ends(cluster), *_unlike(cluster)]
+    return [
+        *_one_sided(cluster), *_parallel(cluster), *_dead_ends(cluster), *_unlike(cluster), *_relayed(cluster)
+    ]  # fmt: skip
+
+
+def _relayed(cluster: Cluster) -> list[str]:
+    """Whether some devices reach each other only through programs that pass data on (which `synth` makes)."""
+    pair = None if cluster.devices_forward else cluster.unreachable()
+    if pair is None or replace(cluster, devices_forward=True).unreachable() is not None:
+        return []
+    a, b = (cluster.node_names[node] for node in pair)
+    return [f"no route from {a} to {b} but through devices, which do not forward (devices_forward is false)"]
 
 
 def channel_groups(cluster: Cluster) -> dict[str, list[int]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,7 +141,10 @@ def as_ranks(ranks: int | Sequence[int]) -> tuple[int, ...]:
         if not 1 <= ranks <= MAX_RANKS:
             raise InvalidInput(f"ranks: must be 1..{MAX_RANKS}, not {ranks}")
         return tuple(range(ranks))
-    devices = tuple(int(r) for r in ranks)
+    try:
+        devices = tuple(operator.index(r) for r in ranks)
+    except TypeError:
+        raise InvalidInput(f"ranks: must be a number of ranks or a list of devices, not {ranks!r}") from None
     if not devices:
         raise InvalidInput("ranks: at least one device must take part")
     return devices

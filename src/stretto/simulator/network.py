@@ -18,7 +18,7 @@ from ..errors import InvalidInput, unknown
 from ..late import LateFunction
 from ..programs import Lowered, Program, SymmetricProgram
 from ..programs.ir import check_table
-from ..units import MB, format_bytes
+from ..units import MB, check_bytes, format_bytes
 from .messages import MessageGraph
 from .runtimes import Runtime
 from .timeline import Timeline
@@ -86,8 +86,7 @@ def simulate(
     >>> simulate(algorithm("ring", "all_reduce", 4), ring, nbytes=4 * MB).total_us
     606.0
     """
-    if not (np.isfinite(nbytes) and nbytes > 0):
-        raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
+    nbytes = check_bytes(nbytes)
     if runtime is not None:
         return SIMULATE_PRICED(program, cluster, nbytes, runtime, contention, alpha, channels)
     contention = _physics(cluster, contention, alpha)

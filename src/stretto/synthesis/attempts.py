@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..errors import StrettoError, VerificationError
@@ -107,6 +108,10 @@ class Board:
     """Whether instructions have a price, so that a program at the bound of the links may be beaten."""
     crashed: bool = False
     """Whether any task has crashed: the result is then not cached."""
+    suffices: Callable[[ProvedProgram], bool] = lambda made: True
+    """Whether the search may end with a program at the bound: where files are wanted, whether it lowers well."""
+    asked: dict[int, bool] = field(default_factory=dict)
+    """What `suffices` has said of each program, by its `id`; all of them are kept in `made`."""
 
     @property
     def left_s(self) -> float:
@@ -127,10 +132,14 @@ class Board:
 
     def at_bound(self) -> str:
         """A sentence that says that the best program is at the lower bound; empty while it is not."""
-        best = self.best
-        if self.priced or best is None or best.time_us > self.bound.total_us * (1 + CLOSE_ENOUGH):
-            return ""
-        return f"{best.program.name} is within {100 * CLOSE_ENOUGH:g} % of the lower bound"
+        for made in () if self.priced else self.made:
+            if made.time_us > self.bound.total_us * (1 + CLOSE_ENOUGH):
+                break
+            if id(made) not in self.asked:
+                self.asked[id(made)] = self.suffices(made)
+            if self.asked[id(made)]:
+                return f"{made.program.name} is within {100 * CLOSE_ENOUGH:g} % of the lower bound"
+        return ""
 
     def enough(self) -> str:
         """The reason why no further task has to be started, or an empty text; without a program there is none."""

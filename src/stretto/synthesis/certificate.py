@@ -79,6 +79,8 @@ class Certificate:
     """The time of the instruction streams, where lowering was searched too."""
     runtime: str = ""
     """The runtime whose prices `lowered_us` includes; empty: links alone."""
+    unfit_for_old: str = ""
+    """Why the original MSCCL runtime (NCCL 2.8 to 2.12) cannot load the instruction streams; empty where it can."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -109,6 +111,13 @@ class Lowering:
     instances: int
     fifo_depth: int
     tried: tuple[Candidate, ...] = ()
+
+    @property
+    def unfit_for_old(self) -> str:
+        """Why the original MSCCL runtime (NCCL 2.8 to 2.12) cannot load the streams; empty where it can."""
+        from ..programs.formats.msccl_xml import unfit_for_old
+
+        return unfit_for_old(self.lowered)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

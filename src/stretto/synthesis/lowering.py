@@ -23,6 +23,8 @@ MAX_INSTANCES = 16
 MAX_MOVES = 1 << 17
 """The most chunk moves of all instances together: larger files help no runtime."""
 WORTHWHILE = 0.999
+LOWERED_WELL = 1.05
+"""The factor by which instruction streams may be slower than their program for the search to end with it."""
 HOPELESS = 2.0
 """The factor by which a program may be slower than the fastest and is still lowered."""
 
@@ -121,6 +123,13 @@ class _Search:
         if took < better_than and fits and depth == 2:
             self.growing.append((took, made, instances))
         return True
+
+
+def lowers_well(made: ProvedProgram, problem: SynthesisProblem) -> bool:
+    """Whether a program fits the limits of the runtimes, and its streams take hardly longer than it does."""
+    search = _Search(problem=problem, report=lambda message: None, deadline=time.monotonic())
+    search.lower(made, 1)
+    return search.best is not None and search.best[1].time_us <= LOWERED_WELL * made.time_us
 
 
 def _by_maker(programs: Sequence[ProvedProgram], hopeless: float) -> list[list[ProvedProgram]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,13 @@ from ..errors import Infeasible, InvalidInput, unknown
 from ..simulator import Runtime, lower_bound, simulate
 from ..simulator.network import ALPHA, CONTENTION
 from ..simulator.runtimes import runtime_of
-from ..units import check_seed
+from ..units import check_bytes, check_seed
 from . import backends
 from . import makers as registry
 from .attempts import LEAST_S, Attempt, Board, attempt
 from .cache import Cache
 from .certificate import Candidate, Certificate, ProvedProgram, Synthesis, versions
-from .lowering import FORMATS, search_lowering
+from .lowering import FORMATS, lowers_well, search_lowering
 from .makers import LIBRARY, SMALL, SYMMETRIC, MakerOptions, check_options, plan_tasks
 from .problem import MakerTask, Progress, SynthesisProblem
 from .sketch import Sketch
@@ -148,6 +149,8 @@ def _search(
             priced=problem.runtime is not None,
             candidates=[Candidate(maker=name, reason=reason) for name, reason in refused.items()],
         )
+        if problem.lower:
+            board.suffices = partial(lowers_well, problem=problem)
         _in_turn(problem, here, board, later=sum(task.weight for task in there))
         if start is not None:
             backends.run_tasks(problem, there, board, jobs=jobs, start=start)
@@ -181,6 +184,7 @@ def _search(
         budget_s=float(budget_s),
         lowered_us=None if lowering is None else lowering.time_us,
         runtime="" if problem.runtime is None else problem.runtime.name,
+        unfit_for_old=lowering.unfit_for_old if lowering is not None and problem.lower == "msccl" else "",
         versions=versions(),
     )
     found = Synthesis(
@@ -230,8 +234,7 @@ def _checked(
         raise unknown("alpha mode", alpha, ALPHA)
     if contention is not None and contention not in CONTENTION:
         raise unknown("contention mode", contention, CONTENTION)
-    if not (np.isfinite(nbytes) and nbytes > 0):
-        raise InvalidInput(f"nbytes: must be finite and > 0, not {nbytes}")
+    nbytes = check_bytes(nbytes)
     if not (np.isfinite(budget_s) and budget_s > 0):
         raise InvalidInput(f"budget_s: must be finite and > 0, not {budget_s}")
     check_seed(seed)

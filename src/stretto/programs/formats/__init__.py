@@ -106,7 +106,7 @@ def load_program(
         try:
             return msccl_xml.loads(text, collective=collective, in_place=in_place, where="")
         except InvalidInput as error:
-            raise InvalidInput(f"{where}: {str(error).removeprefix(': ')}") from None
+            raise type(error)(f"{where}: {str(error).removeprefix(': ')}") from None
     from . import mscclpp_reader
 
     return mscclpp_reader.loads(text, where=where)

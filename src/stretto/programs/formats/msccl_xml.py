@@ -110,6 +110,16 @@ def dumps(
     return "\n".join([*lines, "</algo>", ""])
 
 
+def unfit_for_old(lowered: Lowered) -> str:
+    """Why the original MSCCL runtime cannot load the streams in either dialect; empty where it can in its own."""
+    first = np.searchsorted(lowered.tb_rank, np.arange(lowered.collective.num_ranks + 1))
+    try:
+        _check_limits(lowered, _depended_on(lowered, first), "old", MAX_STEPS)
+    except InvalidInput as error:
+        return str(error)
+    return ""
+
+
 def _attributes(values: dict[str, object]) -> str:
     return " ".join(f"{key}={quoteattr(str(value))}" for key, value in values.items())
 

@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from ...collectives import Collective
-from ...errors import InvalidInput, unknown
+from ...errors import CannotJudge, InvalidInput, unknown
 from ...files import parse_xml
 from ..lowered import (
     BUFFERS,
@@ -140,7 +140,7 @@ def _collective(root: Element, n: int, chunks: int, gpus: list[_Gpu], in_place: 
     """The collective that the file claims to implement, unless it has more than `entries` buffer positions."""
     coll = _text(root, "coll", "algo")
     if coll == "custom":
-        raise InvalidInput("algo coll: custom does not say what must be true afterwards; give the collective")
+        raise CannotJudge("algo coll: custom does not say what must be true afterwards; give the collective")
     if coll in ("send", "recv"):
         source, target = _only(gpus, INPUT, coll), _only(gpus, OUTPUT, coll)
         return NamedCollective(kind="permute", ranks=tuple(range(n)), chunks=chunks, pairs=((source, target),)).build(

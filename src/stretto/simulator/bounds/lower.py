@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...cluster import Cluster
 from ...collectives import Collective
 from ...errors import InvalidInput
-from ...units import format_bytes, format_us
+from ...units import check_bytes, format_bytes, format_us
 from .concurrent import MAX_VARIABLES, FlowNeeds, concurrent_flow, lengths, needed
 from .cuts import Cut, Need, prefix_cuts, region_cuts, regions, sink_needs, source_needs, worst_sink
 from .demand import Demand, demand_of
@@ -85,8 +85,7 @@ def lower_bound(
     >>> bound.total_us, bound.reason
     (301.0, 'counting: each byte is received 6 times by 4 devices, which take in 80 GB/s')
     """
-    if not (np.isfinite(nbytes) and nbytes > 0):
-        raise InvalidInput(f"nbytes: must be > 0, not {nbytes}")
+    nbytes = check_bytes(nbytes)
     if max(collective.ranks) >= cluster.num_devices:
         has = f"{cluster.name} has {cluster.num_devices} devices"
         raise InvalidInput(f"ranks: device {max(collective.ranks)} does not exist; {has}")
