@@ -16,6 +16,7 @@ from stretto.cluster.model import Link, Node
 from stretto.errors import Infeasible
 from stretto.programs.interpret import check as interpret_and_check
 from stretto.solvers.linear import LinearProgram
+from stretto.synthesis.tree_pair_latency import quickest_pairs
 from stretto.synthesis.tree_pair_packing import TreePair, pack_tree_pairs
 from stretto.synthesis.tree_pairs import piece_sends, synthesize
 
@@ -148,6 +149,32 @@ def test_unequal_ports_come_near_the_bound_where_equal_shares_cannot() -> None:
     bound = st.lower_bound(st.AllReduce(6), cluster, nbytes=256e6).total_us
     # Each rank the root of a sixth of the data: the slowest port carries 2 x 5/6 of it.
     assert st.simulate(program, cluster, nbytes=256e6).total_us < 1.05 * bound < 2 * 5 / 6 * bound
+
+
+@settings(max_examples=30, deadline=None)
+@given(digraphs(), some.sampled_from([1.0, 1e3, 1e5, 1e8]))
+def test_pairs_for_a_size_fit_the_links_and_weigh_latency_against_rate(cluster: st.Cluster, nbytes: float) -> None:
+    ranks = tuple(range(cluster.num_devices))
+    packing = pack_tree_pairs(cluster, ranks)
+    took, pairs = quickest_pairs(cluster, ranks, nbytes, packing)
+    load = sum((pair.load(cluster.num_links) * pair.gb_per_s for pair in pairs), np.zeros(cluster.num_links))
+    assert (load <= cluster.link_gb_per_s * (1 + 1e-6)).all()
+    assert took >= st.lower_bound(st.AllReduce(cluster.num_devices), cluster, nbytes).total_us * (1 - 1e-6)
+    late = [pair.latency_us(cluster.link_alpha_us) for pair in packing.pairs]
+    rates = [pair.gb_per_s * 1e3 for pair in packing.pairs]
+    by_rate = (nbytes + float(np.dot(rates, late))) / sum(rates)
+    assert took <= by_rate * (1 + 1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(digraphs())
+def test_the_latency_of_a_pair_is_what_a_byte_takes(cluster: st.Cluster) -> None:
+    ranks = tuple(range(cluster.num_devices))
+    _, pairs = quickest_pairs(cluster, ranks, 1.0, pack_tree_pairs(cluster, ranks))
+    for pair in pairs:
+        one = piece_sends(st.AllReduce(cluster.num_devices), cluster, [pair], 1).program
+        took = st.simulate(one, cluster, nbytes=1e-6).total_us
+        assert took == pytest.approx(pair.latency_us(cluster.link_alpha_us), abs=1e-6)
 
 
 def test_pieces_are_shared_by_rates() -> None:

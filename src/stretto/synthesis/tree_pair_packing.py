@@ -50,6 +50,21 @@ class TreePair:
         used = [link for routes in (self.gather_route, self.spread_route) for route in routes for link in route]
         return np.bincount(np.array(used, np.int64), minlength=num_links).astype(np.float64)
 
+    def latency_us(self, alpha_us: NDArray[np.float64]) -> float:
+        """The alphas from the farthest rank to the root and on to the farthest rank."""
+
+        def farthest(parent: tuple[int, ...], routes: tuple[tuple[int, ...], ...]) -> float:
+            hop = [float(alpha_us[list(route)].sum()) for route in routes]
+            most = 0.0
+            for rank in range(len(parent)):
+                late = 0.0
+                while parent[rank] >= 0:
+                    late, rank = late + hop[rank], parent[rank]
+                most = max(most, late)
+            return most
+
+        return farthest(self.gather, self.gather_route) + farthest(self.spread, self.spread_route)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreePairPacking:

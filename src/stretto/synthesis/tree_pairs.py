@@ -24,7 +24,8 @@ from ..errors import Infeasible
 from ..programs import Program
 from ..simulator import simulate
 from .pacing import paced
-from .tree_pair_packing import TreePair, cheapest_pairs, pack_tree_pairs
+from .tree_pair_latency import quickest_pairs
+from .tree_pair_packing import TreePair, pack_tree_pairs
 
 MAX_TRANSFERS = 300_000
 WORTH_IT = 0.002
@@ -86,14 +87,14 @@ def synthesize(
     if collective != AllReduce(collective.ranks, chunks=collective.chunks, in_place=collective.in_place):
         raise Infeasible("tree_pairs: this all_reduce has a layout of its own; only the standard one is served")
     tell("packing pairs of trees", 0.0)
-    packing = pack_tree_pairs(cluster, collective.ranks, until=began + budget_s / 3)
+    packing = pack_tree_pairs(cluster, collective.ranks, until=began + budget_s / 4)
+    tell(f"{len(packing.pairs)} pairs of trees, {packing.gb_per_s:.4g} GB/s", 0.2)
+    _, quickest = quickest_pairs(cluster, collective.ranks, nbytes, packing, until=began + budget_s / 3)
     search = _Search(collective, cluster, nbytes, alpha, began + budget_s * 0.9)
-    total, single = cheapest_pairs(
-        cluster, collective.ranks, cluster.link_alpha_us + nbytes / cluster.link_gb_per_s / 1e3
-    )
-    tell(f"{len(packing.pairs)} pairs of trees, {packing.gb_per_s:.4g} GB/s", 0.3)
-    search.climb(list(packing.pairs), max_transfers)
-    search.climb([single[int(np.argmin(total))]], max_transfers)
+    search.climb(quickest, max_transfers)
+    if len(quickest) > 1:
+        # Few pieces along one pair beat many pairs where the size is small.
+        search.climb([max(quickest, key=lambda pair: pair.gb_per_s)], max_transfers)
     best = search.best
     assert best is not None
     best[1].verify()
