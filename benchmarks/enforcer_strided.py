@@ -23,7 +23,7 @@ from stretto.lab import Lab, unavailable
 RANK = Path(__file__).with_name("enforcer_strided_rank.py")
 LIMIT_S = 400.0
 HOSTS, STAGES = 2, 4
-UPLINK = "20mbit"
+UPLINK = "10mbit"
 
 
 def strided(quick: bool) -> list[Row]:

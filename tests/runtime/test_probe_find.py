@@ -203,3 +203,16 @@ def test_rounds_pair_everybody_without_meeting_twice() -> None:
         for each in made:
             ends = [host for pair in each for host in pair]
             assert len(set(ends)) == len(ends)
+
+
+def test_alike_hosts_have_dimensions_in_the_cluster_that_is_written() -> None:
+    found = conclude(find(SimulatedMeter(network(BLOCKS, uplinks={"eth": [0.05] * 2}), noise_us=1000.0, seed=1)))
+    inside, between = found.cluster.dimensions
+    assert (inside.kind, inside.size, between.kind, between.size) == ("switch", 4, "switch", 2)
+    assert between.gb_per_s == pytest.approx(0.0125, rel=0.06)
+    assert any(line.startswith("dimensions: switch of 4") for line in found.lines())
+    for hosts in (DEALT, ((0, 1, 2, 3, 4), (5,), (6, 7))):
+        assert (
+            conclude(find(SimulatedMeter(network(hosts, uplinks={"eth": [0.05] * len(hosts)})))).cluster.dimensions
+            == ()
+        )

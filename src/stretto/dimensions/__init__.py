@@ -3,14 +3,15 @@
 
 from . import files, schedule
 from .balance import best_us, resolve, stretto
+from .discovery import discover
 from .model import Dim, dims_of, ideal_us, split
 from .schedule import DimChunk, DimSchedule
 from .schedulers import baseline, themis
 from .simulation import DimRun, simulate
 
 __all__ = [
-    "DimChunk", "Dim", "DimRun", "DimSchedule", "baseline", "best_us", "dims_of", "ideal_us", "resolve", "simulate",
-    "split", "stretto", "themis",
+    "DimChunk", "Dim", "DimRun", "DimSchedule", "baseline", "best_us", "dims_of", "discover", "ideal_us", "resolve",
+    "simulate", "split", "stretto", "themis",
 ]  # fmt: skip
 
 schedule.LOAD.supply(files.load)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cluster import Cluster
+from ...dimensions.discovery import discover
 from ...errors import InvalidInput
 from ...units import format_bytes, format_us
 from ..executor.executor import Executor
@@ -76,6 +77,11 @@ class ProbeResult:
                 rates = f"{trunk.out_gb_per_s:.4g} GB/s out, {trunk.in_gb_per_s:.4g} in"
                 said.append(f"  hosts {_ranks(trunk.hosts)} share a link: {rates}")
         said += self.found.notes
+        if self.cluster.dimensions:
+            each = (
+                f"{d.kind} of {d.size}, {d.gb_per_s:.4g} GB/s, {d.alpha_us:.3g} us" for d in self.cluster.dimensions
+            )
+            said.append(f"dimensions: {'; '.join(each)} (rates of a rank while all send)")
         if self.match is not None:
             said.append(f"matches {self.match.name}; the rates differ by at most {self.match.error:.1%}")
         if self.renumbering != tuple(range(len(self.renumbering))):
@@ -114,7 +120,7 @@ def probe(
 def conclude(
     found: ProbeFindings, *, known: Cluster | None = None, name: str = "probed", seconds: float = 0.0
 ) -> ProbeResult:
-    """What follows from the measurements: a cluster, what it is known as, and how ranks should be numbered."""
+    """What follows from the measurements: a cluster, its dimensions, what it is known as, and how to number ranks."""
     cluster = build(found, name=name)
     one = match_presets(cluster) if known is None else match(cluster, known)
     count = cluster.num_devices
@@ -129,6 +135,9 @@ def conclude(
     after, order = min(times, key=lambda pair: pair[0])
     if before < WORTH * after:
         after, order = before, plain
+    if order == plain:
+        # Where ranks should be numbered in another way, a grid in the present order would be one to avoid.
+        cluster = replace(cluster, dimensions=discover(cluster))
     return ProbeResult(
         cluster=cluster, found=found, match=one, renumbering=order, ring_us=before, renumbered_ring_us=after,
         seconds=seconds,
