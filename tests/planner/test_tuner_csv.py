@@ -94,7 +94,7 @@ def test_every_size_that_was_planned_gets_its_algorithm(tmp_path: Path) -> None:
     algorithms = {"a": "double_binary_tree:1", "b": "double_binary_tree", "c": "ring", "d": "ring"}
     plan, workload = case(*((n, "all_reduce", sizes[n], algorithms[n], ()) for n in sizes))
     path = tmp_path / "t.csv"
-    assert write_tuner_csv(plan, workload, CLUSTER, path) == []
+    assert write_tuner_csv(plan, workload, CLUSTER, path, plugin="example") == []
     assert [tuned(path, "allreduce", int(sizes[n]), 2, 16) for n in sizes] == [
         ("tree", "ll"), ("tree", "ll128"), ("ring", "ll128"), ("ring", "simple"),
     ]  # fmt: skip
@@ -124,7 +124,7 @@ def test_every_call_has_channels_whatever_nccl_can_run(seed: int, tmp_path: Path
                     "double_binary_tree" if tree else kinds[kind], groups))  # fmt: skip
     plan, workload = case(*ops)
     path = tmp_path / "t.csv"
-    write_tuner_csv(plan, workload, CLUSTER, path)
+    write_tuner_csv(plan, workload, CLUSTER, path, plugin="example")
     ends = [end for line in read_tuner_csv(path) for end in (line.min_bytes, line.max_bytes)]
     sizes = {min(max(end + by, 0), MAX_BYTES) for end in ends for by in (-1, 0, 1)}
     sizes |= {round(10 ** draw.uniform(0, 18)) for _ in range(20)}
@@ -158,14 +158,14 @@ def test_channels_follow_the_links_and_the_size(tmp_path: Path) -> None:
             assert most_channels(cluster, group, usual) == min(max(math.ceil(rate / 20), 2), 32) == expected, preset
     plan, workload = case(("a", "all_reduce", 1e6, "ring", (LEFT, RIGHT)))
     path = tmp_path / "t.csv"
-    write_tuner_csv(plan, workload, CLUSTER, path)
+    write_tuner_csv(plan, workload, CLUSTER, path, plugin="example")
     found = [plugin(path, "allreduce", size, 1, 8) for size in (1, 65_536, 65_537, 131_073, 10**6, 10**9)]
     assert [line[2] for line in found if line is not None] == [2, 2, 4, 8, 8, 8]
 
 
 def test_sizes_that_are_near_to_one_another_share_a_line() -> None:
     plan, workload = case(*((f"o{at}", "all_gather", 3e6 * 2.0**at, "ring", ()) for at in range(4)))
-    lines, _ = tuner_lines(plan, workload, CLUSTER)
+    lines, _ = tuner_lines(plan, workload, CLUSTER, plugin="example")
     mine = [(line.min_bytes, line.max_bytes, line.protocol) for line in lines if line.ranks == 16]
     assert mine[3:5] == [(262_145, 4 << 20, "ll128"), ((4 << 20) + 1, MAX_BYTES, "simple")]
     for before, after in pairwise(mine[:5]):
@@ -175,7 +175,7 @@ def test_sizes_that_are_near_to_one_another_share_a_line() -> None:
 def test_nccl_alone_gains_nothing_where_the_tuner_says_what_nccl_does_anyway() -> None:
     workload = Workload.load("dlrm:A2,ranks=16")
     found = api.plan(workload, CLUSTER, steps=30)
-    lines, _ = tuner_lines(found.plan, workload, CLUSTER)
+    lines, _ = tuner_lines(found.plan, workload, CLUSTER, plugin="example")
     alone = with_tuner_alone(lines, found.problem, CLUSTER)
     assert alone.period_us == pytest.approx(found.schedules["fifo"].period_us)
     assert found.plan.iteration_us < alone.period_us
@@ -209,7 +209,7 @@ def test_groups_of_other_shapes_have_lines_of_their_own(tmp_path: Path) -> None:
         ("mixed", "all_gather", 1e6, "ring", ((0, 1), (2, 10))),
     )
     path = tmp_path / "t.csv"
-    assert write_tuner_csv(plan, workload, CLUSTER, path) == []
+    assert write_tuner_csv(plan, workload, CLUSTER, path, plugin="example") == []
     assert tuned(path, "allreduce", 1_000_000, 1, 8) == ("ring", "ll128")
     assert tuned(path, "allreduce", 1_000_000, 2, 2) == ("tree", "ll128")
     assert tuned(path, "allgather", 900_000, 1, 2) == tuned(path, "allgather", 900_000, 2, 2) == ("ring", "ll128")
@@ -223,7 +223,7 @@ def test_what_nccl_cannot_be_told_is_said(tmp_path: Path) -> None:
         ("first", "reduce_scatter", 1e6, "ring", ()),
         ("alone", "all_reduce", 1e6, "nccl", ()),
     )
-    left_out = write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv")
+    left_out = write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv", plugin="example")
     assert left_out == [
         "a2a: NCCL's tuner does not know all_to_all",
         "trees: NCCL has no binary_tree here",
@@ -243,7 +243,7 @@ def test_pieces_and_the_halves_of_a_ring_are_told_as_the_whole(tmp_path: Path) -
         ("cut", "all_reduce", 1e6, "ring,ring,ring,ring", ()), ("halves", "all_reduce", 1e8, "ring,ring", ()),
         cut=(cut, fast), halves=(ring, fast),
     )  # fmt: skip
-    lines, left_out = tuner_lines(plan, workload, CLUSTER)
+    lines, left_out = tuner_lines(plan, workload, CLUSTER, plugin="example")
     assert {line.algorithm for line in lines if line.ranks == 16} == {"ring"}
     assert left_out == ["cut: its 4 pieces; NCCL runs it whole", "halves: its 2 pieces; NCCL runs it whole"]
 
@@ -257,7 +257,7 @@ def test_what_nccl_does_not_have_gets_the_cheaper_of_ring_and_tree() -> None:
         ("hosts", "all_reduce", 1e9, "ring,ring,ring", ()),
         links=(str(motif_of("all_reduce", EVERYONE, 1e7)), ("pcie", "ethernet")), hosts=(hosts, fast),
     )  # fmt: skip
-    lines, left_out = tuner_lines(plan, workload, CLUSTER)
+    lines, left_out = tuner_lines(plan, workload, CLUSTER, plugin="example")
     found = [told(lines, "allreduce", size, 2, 16) for size in (20_000, 10**7, 10**9)]
     assert [line.algorithm for line in found if line is not None] == ["tree", "tree", "tree"]
     costs = simulated_costs(CLUSTER)
@@ -272,7 +272,7 @@ def test_what_nccl_does_not_have_gets_the_cheaper_of_ring_and_tree() -> None:
 
 def test_ops_of_one_size_cannot_have_two_algorithms(tmp_path: Path) -> None:
     plan, workload = case(("one", "all_reduce", 1e6, "ring", ()), ("two", "all_reduce", 1e6, "double_binary_tree", ()))
-    left_out = write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv")
+    left_out = write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv", plugin="example")
     assert left_out == ["two: NCCL cannot tell it from one, which has ring, not tree"]
     assert tuned(tmp_path / "t.csv", "allreduce", 1_000_000, 2, 16) == ("ring", "ll128")
 
@@ -280,7 +280,7 @@ def test_ops_of_one_size_cannot_have_two_algorithms(tmp_path: Path) -> None:
 def test_names_cannot_smuggle_lines_in(tmp_path: Path) -> None:
     evil = "x\nallreduce,0,99,tree,ll,-1,-1,-1\u2028\r" + "y" * 400 + "ü"
     plan, workload = case((evil, "all_to_all", 1e6, "direct", ()), ("ok", "all_reduce", 1e6, "ring", ()))
-    write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv")
+    write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv", plugin="example")
     text = (tmp_path / "t.csv").read_text(encoding="ascii")
     assert max(map(len, text.splitlines())) <= MAX_LINE
     assert tuned(tmp_path / "t.csv", "allreduce", 50, 2, 16) == ("ring", "ll")
@@ -289,8 +289,8 @@ def test_names_cannot_smuggle_lines_in(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     plan, workload = case(("a", "all_reduce", 1e3, "ring", ()), ("b", "reduce", 1e8, "chain:64", (LEFT,)))
-    write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv")
-    assert read_tuner_csv(tmp_path / "t.csv") == tuner_lines(plan, workload, CLUSTER)[0]
+    write_tuner_csv(plan, workload, CLUSTER, tmp_path / "t.csv", plugin="example")
+    assert read_tuner_csv(tmp_path / "t.csv") == tuner_lines(plan, workload, CLUSTER, plugin="example")[0]
     extra = tmp_path / "extra.csv"
     extra.write_text("# comment\n\nallreduce, 0, 10, ring, ll, 4, -1, -1, 2, 1\n")
     assert read_tuner_csv(extra) == [
@@ -305,7 +305,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ("allreduce,0,1,ring,ll,-1,-1,-1," + "9" * 300, "at most 255 characters"),
         ("alltoall,0,1,ring,ll,-1,-1,-1", "collective_type: must be one of allreduce"),
         ("allreduce,0,1,star,ll,-1,-1,-1", "algorithm: must be one of tree, ring"),
-        ("allreduce,0,1,ring,fast,-1,-1,-1", "protocol: must be one of ll, ll128, simple"),
+        ("allreduce,0,1,ring,fast,-1,-1,-1", "protocol: must be one of ll, ll128, simple, any"),
         ("allreduce,0,x,ring,ll,-1,-1,-1", "max_bytes: must be a number, not 'x'"),
         ("allreduce,0,1,ring,ll,\u0664,-1,-1", "channels: must be a number"),
         ("allreduce,0,1,ring,ll,-7,-1,-1", "channels: must be 1..1024, or -1 for any, not -7"),
@@ -332,6 +332,6 @@ def test_only_the_plans_own_workload_and_cluster_will_do(tmp_path: Path) -> None
     plan, workload = case(("a", "all_reduce", 1e3, "ring", ()))
     other: Any = case(("a", "all_reduce", 2e3, "ring", ()))[1]
     with pytest.raises(PlanMismatch):
-        tuner_lines(plan, other, CLUSTER)
+        tuner_lines(plan, other, CLUSTER, plugin="example")
     with pytest.raises(PlanMismatch):
-        tuner_lines(plan, workload, Cluster.preset("hgx2", nodes=3))
+        tuner_lines(plan, workload, Cluster.preset("hgx2", nodes=3), plugin="example")

@@ -24,7 +24,7 @@ from ..planner.costs.measured import LayeredCosts, MeasuredCosts, read_measureme
 from ..planner.costs.providers import providers_for, saved
 from ..planner.plan import Plan
 from ..planner.schedule.retime import retime as retimed
-from ..planner.tuner_csv import tuner_lines, write_tuner_csv
+from ..planner.tuner_csv import PLUGINS, tuner_library, tuner_lines, write_tuner_csv
 from ..planner.tuner_gain import with_tuner_alone
 from ..report.plan_html import write_plan_html
 from ..report.plan_tables import changes_table, motif_table, plan_tables, systems_table
@@ -60,6 +60,14 @@ TunerOption = Annotated[
         metavar="FILE.csv",
         callback=output(".csv", ".conf"),
         help="Write what NCCL can express, for its tuner plugin.",
+    ),
+]
+PluginOption = Annotated[
+    str,
+    typer.Option(
+        "--tuner-plugin",
+        metavar="|".join(PLUGINS),
+        help="The plugin that reads it: ours, which leaves the rest to NCCL, or NCCL's example.",
     ),
 ]
 CostsOption = Annotated[
@@ -98,6 +106,7 @@ def plan(
     rows: JsonOption = None,
     trace: TraceOption = None,
     tuner: TunerOption = None,
+    plugin: PluginOption = "stretto",
     costs: CostsOption = None,
     synthesize: SynthesizeOption = 0.0,
     against: Annotated[
@@ -134,6 +143,8 @@ def plan(
         raise InvalidInput("plan: give --workload and --cluster, or one of show, explain, diff, retime")
     if against not in BASELINES:
         raise InvalidInput(f"--against: {unknown('system', against, BASELINES)}")
+    if plugin not in PLUGINS:
+        raise InvalidInput(f"--tuner-plugin: {unknown('plugin', plugin, PLUGINS)}")
     machine, step = Cluster.load(cluster), Workload.load(workload)
     model = _costs(costs, machine)
     with search_progress() as tell:
@@ -147,9 +158,11 @@ def plan(
     files.write(html, lambda path: write_plan_html(path, found, against=against))
     files.write(trace, lambda path: _write_trace(found, against, path))
     files.json(rows, _rows(found))
-    alone = "" if tuner is None else _tuner_alone(found, machine, model)
-    files.write(tuner, lambda path: _write_tuner(found, step, machine, path, model))
+    alone = "" if tuner is None else _tuner_alone(found, machine, model, plugin)
+    files.write(tuner, lambda path: _write_tuner(found, step, machine, path, model, plugin))
     _print(found, alone)
+    if tuner is not None and plugin == "stretto":
+        out().print(f"use it with NCCL_TUNER_PLUGIN={tuner_library()} NCCL_TUNER_CONFIG_FILE={tuner}", soft_wrap=True)
     files.tell(
         f"stretto plan explain {plan_file}" if plan_file is not None
         else f"stretto plan -w {workload} -c {cluster} -o plan.json --html plan.html"
@@ -187,10 +200,10 @@ def _rows(found: PlanResult) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _tuner_alone(found: PlanResult, cluster: Cluster, costs: CostModel | None) -> str:
+def _tuner_alone(found: PlanResult, cluster: Cluster, costs: CostModel | None, plugin: str) -> str:
     """What of the plan NCCL would gain by itself, with the table of ``--tuner``."""
     problem, before = found.problem, found.schedules["fifo"].period_us
-    lines, _ = tuner_lines(found.plan, problem.workload, cluster, costs)
+    lines, _ = tuner_lines(found.plan, problem.workload, cluster, costs, plugin=plugin)
     after = with_tuner_alone(lines, problem, cluster, costs).period_us
     return (
         f"with NCCL's tuner alone: {format_us(after)}, {before / after:.2f}x; with the whole plan: "
@@ -198,9 +211,11 @@ def _tuner_alone(found: PlanResult, cluster: Cluster, costs: CostModel | None) -
     )
 
 
-def _write_tuner(found: PlanResult, workload: Workload, cluster: Cluster, path: Path, costs: CostModel | None) -> str:
+def _write_tuner(
+    found: PlanResult, workload: Workload, cluster: Cluster, path: Path, costs: CostModel | None, plugin: str
+) -> str:
     """Write the tuner's table, and say how many things it leaves out."""
-    left_out = write_tuner_csv(found.plan, workload, cluster, path, costs)
+    left_out = write_tuner_csv(found.plan, workload, cluster, path, costs, plugin=plugin)
     return f"{len(left_out)} things that cannot be told to NCCL are comments" if left_out else ""
 
 

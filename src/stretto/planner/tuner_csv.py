@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a plan that NCCL can express by itself: algorithms, as the table of NCCL's example tuner plugin.
+"""The part of a plan that NCCL can express by itself: algorithms, as the table of a tuner plugin.
 
 One line is ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks``. The first line that fits, and
-whose algorithm and protocol NCCL can run there, wins; -1 means any. The plugin gives one channel to every call that no
-line serves, and to lines with -1 channels. So the table has a line with a number of channels for every call: for all
-sizes of the planned ops, and rings for everything else. The order of motifs, their pieces and their links have no place
-in the table; a comment says what was left out.
+whose algorithm and protocol NCCL can run there, wins; -1 means any. Our own plugin (``native/nccl/tuner.c``) leaves to
+NCCL what no line serves, the number of channels where a line has -1, and the protocol where it says ``any``: the table
+then holds the plan's decisions and nothing else. NCCL's example plugin gives one channel to every call that no line
+serves, and to lines with -1 channels. So a table for that one has a line with a protocol and a number of channels for
+every call: for all sizes of the planned ops, and rings for everything else. The order of motifs, their pieces and their
+links have no place in the table; a comment says what was left out.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import _native
 from ..cluster import Cluster
-from ..errors import Infeasible, InvalidInput
+from ..errors import Infeasible, InvalidInput, unknown
 from ..files import read_text, write_file
 from ..workload import Workload
 from .algebra.motif import CODES
@@ -58,7 +61,10 @@ FIELDS = (
 LIMITS = {5: (1, 1 << 10), 6: (1, 1 << 20), 7: (1, 1 << 20), 8: (0, 1 << 20), 9: (0, 1 << 20)}
 """Smallest and largest number in a column, beside -1."""
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
-PROTOCOLS = ("ll", "ll128", "simple")
+ANY = "any"
+PROTOCOLS = ("ll", "ll128", "simple", ANY)
+PLUGINS = ("stretto", "example")
+"""The plugins that a table can be for: our own, or the one that comes with NCCL as an example."""
 MAX_LINE = 255
 MAX_BYTES = (1 << 63) - 1
 
@@ -94,26 +100,31 @@ class TunerLine:
 
 
 def tuner_lines(
-    plan: Plan, workload: Workload, cluster: Cluster, costs: CostModel | None = None
+    plan: Plan, workload: Workload, cluster: Cluster, costs: CostModel | None = None, *, plugin: str = "stretto"
 ) -> tuple[list[TunerLine], list[str]]:
     """The tuner's table of a plan, and one sentence for each decision that NCCL cannot be told.
 
     An all-reduce that the plan moves in a way that NCCL does not have gets the cheaper of ring and tree. Between two
     planned sizes of a collective the border is their geometric mean; the smallest and the largest size reach to the
-    ends. Calls that the plan does not have (another collective, other groups) run as rings.
+    ends. Calls that the plan does not have (another collective, other groups) are left to NCCL, or run as rings where
+    the table is for the example plugin.
 
     Args:
         plan: the plan.
         workload: the step that it was made for.
         cluster: the cluster on which the step runs.
         costs: the cost model; None simulates.
+        plugin: "stretto" or "example", the plugin that is to read the table.
 
     Returns:
         The lines in the order in which the plugin tries them, and the sentences.
 
     Raises:
         PlanMismatch: the plan is for another workload or cluster.
+        InvalidInput: there is no such plugin.
     """
+    if plugin not in PLUGINS:
+        raise unknown("tuner plugin", plugin, PLUGINS)
     plan.check(workload, cluster)
     model = costs if costs is not None else simulated_costs(cluster)
     planned: dict[tuple[str, int, int], dict[int, tuple[str, str]]] = {}
@@ -144,7 +155,18 @@ def tuner_lines(
         borders = [isqrt(low * high) for low, high in pairwise(every)]
         ranges = zip(every, [-1, *borders], [*borders, MAX_BYTES], strict=True)
         parts = [(low + 1, high, sizes[size][0]) for size, low, high in ranges]
-        lines += _covering(collective, nodes, ranks, parts, most[collective, nodes, ranks])
+        if plugin == "stretto":
+            lines += _joined(
+                TunerLine(
+                    collective=collective, min_bytes=low, max_bytes=high, algorithm=algorithm, protocol=ANY,
+                    nodes=nodes, ranks=ranks,
+                )
+                for low, high, algorithm in parts
+            )  # fmt: skip
+        else:
+            lines += _covering(collective, nodes, ranks, parts, most[collective, nodes, ranks])
+    if plugin == "stretto":
+        return lines, left_out
     everyone = most_channels(cluster, range(cluster.num_devices), default_binding(cluster).channels)
     for collective in COLLECTIVES.values():
         lines += _covering(collective, -1, -1, [(0, MAX_BYTES, "ring")], everyone)
@@ -235,8 +257,9 @@ def _joined(lines: Iterable[TunerLine]) -> list[TunerLine]:
 
 
 def write_tuner_csv(
-    plan: Plan, workload: Workload, cluster: Cluster, path: str | Path, costs: CostModel | None = None
-) -> list[str]:
+    plan: Plan, workload: Workload, cluster: Cluster, path: str | Path, costs: CostModel | None = None,
+    *, plugin: str = "stretto",
+) -> list[str]:  # fmt: skip
     """Write the table for ``NCCL_TUNER_CONFIG_FILE``.
 
     Args:
@@ -245,6 +268,7 @@ def write_tuner_csv(
         cluster: the cluster on which the step runs.
         path: file to write.
         costs: the cost model; None simulates.
+        plugin: "stretto" or "example", the plugin that is to read the table.
 
     Returns:
         One sentence for each decision that NCCL cannot be told.
@@ -253,10 +277,12 @@ def write_tuner_csv(
         PlanMismatch: the plan is for another workload or cluster.
         InvalidInput: the file cannot be written.
     """
-    lines, left_out = tuner_lines(plan, workload, cluster, costs)
+    lines, left_out = tuner_lines(plan, workload, cluster, costs, plugin=plugin)
     comments = [
         f"{plan.workload} on {plan.cluster}, plan {plan.hash}",
-        "NCCL's example tuner plugin gives one channel to what no line serves: all calls have one, the last lines any",
+        "for libnccl-tuner-stretto.so: what no line serves is left to NCCL"
+        if plugin == "stretto"
+        else "NCCL's example plugin gives one channel to what no line serves: all calls have one, the last lines any",
         ",".join(FIELDS[:8]),
     ]
     text = [*map(_comment, comments), *map(str, lines), *(_comment(f"left out: {why}") for why in left_out)]
@@ -267,6 +293,14 @@ def write_tuner_csv(
 def _comment(text: str) -> str:
     """A comment line that NCCL's reader skips; line breaks and other special characters in names are replaced."""
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in f"# {text}")[:MAX_LINE]
+
+
+def tuner_library() -> Path:
+    """The path of our own tuner plugin, for ``NCCL_TUNER_PLUGIN``; raises `InvalidInput` where it was not built."""
+    path = Path(_native.__file__).parent / "nccl" / "libnccl-tuner-stretto.so"
+    if not path.exists():
+        raise InvalidInput(f"{path}: the plugin was not built; install stretto again")
+    return path
 
 
 def read_tuner_csv(path: str | Path) -> list[TunerLine]:
