@@ -58,6 +58,10 @@ def test_everything_is_written_and_said(good: Run, step: str, tmp_path: Path) ->
     assert "bytescheduler+ above" in files["html"].read_text()
     assert b"before (bytescheduler+), rank 0" in files["pftrace"].read_bytes()
     assert "cannot be told to NCCL are comments" in text
+    assert "NCCL_TUNER_PLUGIN=" in text and "libnccl-tuner-stretto.so" in text
+    lines = read_tuner_csv(files["csv"])
+    assert {line.collective for line in lines} == {"allreduce"}
+    good("plan", "-w", step, *QUICK, "--tuner", str(files["csv"]), "--tuner-plugin", "example")
     lines = read_tuner_csv(files["csv"])
     assert {line.collective for line in lines} >= {"allreduce", "allgather", "reducescatter", "broadcast", "reduce"}
     assert all(line.channels >= 1 for line in lines)
@@ -190,7 +194,7 @@ def test_wrong_input_is_one_line(bad: Run, step: str, plan: str, tmp_path: Path)
     assert "unknown preset 'hgx9'" in bad("plan", "-w", step, "-c", "hgx9")
     assert "small: 8 ranks do not fit on 4 devices" in bad("plan", "-w", step, "-c", "ring:4")
     for value in ("0", "-1", "nan", "inf"):
-        assert "--budget: must be > 0" in bad("plan", "-w", step, "-c", "hgx2:1", "--budget", value)
+        assert "--budget: must be finite and > 0" in bad("plan", "-w", step, "-c", "hgx2:1", "--budget", value)
     assert "--steps: must be > 0, not 0" in bad("plan", "-w", step, "-c", "hgx2:1", "--steps", "0")
     assert "No such file" in bad("plan", "-w", step, *QUICK, "--costs", str(tmp_path / "none.csv"))
     lost = tmp_path / "none" / "p.json"
