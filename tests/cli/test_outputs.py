@@ -27,8 +27,9 @@ READS = {
     "plan diff after", "plan diff before", "plan explain path", "plan retime path", "plan show path",
     "program convert collective", "program convert source", "program run collective", "program run file",
     "program show collective", "program show file", "program verify collective", "program verify files",
-    "run token_file", "status tls_ca", "status tls_cert", "status tls_key", "status token_file", "strategy diff after",
-    "strategy diff before", "strategy explain strategy", "strategy show strategy", "synth sketch", "tune scratch",
+    "run token_file", "runtime fit measured", "status tls_ca", "status tls_cert", "status tls_key",
+    "status token_file", "strategy diff after", "strategy diff before", "strategy explain strategy",
+    "strategy show strategy", "synth sketch", "tune scratch",
 }  # fmt: skip
 """Parameters that name files to read (a controller makes its token where there is none)."""
 NO_FILES = {"motif show expand", "pipeline export comm", "synth max_bytes", "synth min_bytes"}
@@ -76,6 +77,8 @@ CASES: dict[str, tuple[str, ...]] = {
         *RESHARD, "--html", "{html}.html", "--trace", "{trace}.pftrace", "-o", "{target}.txt", "--json",
         "{rows}.json",
     ),
+    "runtime fit": ("{times}", "--free", "put", "-o", "{target}.yaml"),
+    "runtime show": ("network", "-o", "{target}.yaml"),
     "simulate": (
         "ring", "-c", "ring:4", "--html", "{html_file}.html", "--trace", "{trace}.pftrace", "--chrome-json",
         "{chrome_json}.json", "--timeline", "{timeline}.json", "-o", "{program_file}.xml", "--json", "{rows}.json",
@@ -179,7 +182,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     plan, ring = folder / "plan.json", folder / "ring.txt"
     assert run(["plan", "-w", "dlrm:A2,ranks=8", "-c", "hgx2:1", "--steps", "20", "-o", str(plan)]) == 0
     assert run(["simulate", "ring", "-c", "ring:4", "-o", str(ring)]) == 0
-    return {"made": str(plan), "ring": str(ring)}
+    times = folder / "times.json"
+    times.write_text('{"cluster": "ring:4", "rows": [{"program": "ring.txt", "nbytes": 1000, "time_us": 50.0}]}')
+    return {"made": str(plan), "ring": str(ring), "times": str(times)}
 
 
 def arguments(words: str, folder: Path, made: dict[str, str]) -> tuple[list[str], list[Path]]:
