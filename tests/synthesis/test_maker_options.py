@@ -24,6 +24,7 @@ MAKERS = {name: maker for name, maker in makers().items() if name != LIBRARY}
 SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
     "symmetric": {"pieces": ("1,2", [1, 2])},
     "compose": {"pieces": ("1,2", [1, 2])},
+    "exchange": {},
     "exact": {"solver": ("highs", "highs"), "channels": ("nvlink", ["nvlink"])},
     "flow": {"pieces": ("4", 4)},
     "forest": {
@@ -34,7 +35,7 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
     "three_stage": {"solver": ("highs", "highs"), "solutions": ("2", 2), "detour": ("0.25", 0.25)},
 }  # fmt: skip
 """A value for every option of every maker, as a command line and as Python gives it."""
-KINDS = {"flow": "all_to_all", "tree_pairs": "all_reduce"}
+KINDS = {"flow": "all_to_all", "exchange": "all_reduce", "tree_pairs": "all_reduce"}
 
 
 def synthesize_of(name: str) -> Any:

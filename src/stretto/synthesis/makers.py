@@ -16,7 +16,7 @@ from ..collectives import COLLECTIVES, ROOTED
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..files import convert
 from ..programs import Program, SymmetricProgram
-from . import compose, exact, flow, forest, greedy, symmetric, three_stage, tree_pairs
+from . import compose, exact, exchange, flow, forest, greedy, symmetric, three_stage, tree_pairs
 from .explorer import sketch_variants
 from .maker import Maker, MakerRequest, SearchMaker
 from .problem import MakerTask, Progress, SynthesisProblem
@@ -175,6 +175,10 @@ def _forest(request: MakerRequest) -> Program:
     return forest.synthesize(request.collective, request.cluster, **request.shared, **request.options)
 
 
+def _exchange(request: MakerRequest) -> Program:
+    return exchange.synthesize(request.collective, request.cluster, **request.shared, **request.options)
+
+
 def _tree_pairs(request: MakerRequest) -> Program:
     options = dict(request.options)
     if request.problem.lower:
@@ -228,6 +232,7 @@ register_maker(
         options={"max_k": Count, "max_height": Count, "max_transfers": Count, "multicast": bool},
     )
 )
+register_maker(SearchMaker(name="exchange", make=_exchange, collectives=("all_reduce",), weight=1.0, max_ranks=64))
 register_maker(
     SearchMaker(
         name="tree_pairs",
