@@ -23,7 +23,7 @@ import stretto as st
 from stretto.cluster.grid import regular
 from stretto.dimensions.link_search import link_programs
 
-MOST_DEVICES = 64
+MOST_DEVICES = 32
 SIZES = {"ring": (2, 3, 4, 5, 6, 7, 8), "fully_connected": (2, 3, 4, 5, 6, 7, 8), "switch": (2, 4, 8)}
 """A switch reduces by halving, for which its size is a power of two."""
 THEMIS = ("themis_fifo", "themis_scf", "themis_literal")

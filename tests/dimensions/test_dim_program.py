@@ -16,7 +16,7 @@ from stretto import InvalidInput
 from stretto.cluster.grid import regular
 from stretto.cluster.model import Cluster, Dimension
 from stretto.dimensions import DimSchedule, baseline, dims_of, simulate, stretto, themis
-from stretto.dimensions.link_search import best_program, fastest_program
+from stretto.dimensions.link_search import best_program, fastest_program, promised_program
 from stretto.dimensions.messages import message_us
 from stretto.dimensions.program import moves, program, quantized
 
@@ -159,10 +159,18 @@ def test_on_generated_networks_links_keep_the_promise_and_themis_is_never_faster
     cluster = generated(seed)
     found = fastest_program(cluster, collective, NBYTES, chunks=8, units=64)
     found.program.verify()
-    assert found.total_us <= 1.05 * found.promise_us
+    assert found.promise_us == pytest.approx(found.total_us, rel=0.05)
     dims = dims_of(cluster)
     for other in (baseline(dims, collective, NBYTES, chunks=8), themis(dims, collective, NBYTES, chunks=8)):
         assert found.total_us <= best_program(other, cluster, units=64).total_us
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_promise_chooses_nearly_as_well_as_the_links_do(seed: int) -> None:
+    cluster = generated(seed)
+    found = promised_program(cluster, "all_reduce", NBYTES, chunks=8, units=64)
+    assert found.total_us <= 1.02 * fastest_program(cluster, "all_reduce", NBYTES, chunks=8, units=64).total_us
+    assert found.promise_us == pytest.approx(found.total_us, rel=0.05)
 
 
 @pytest.mark.parametrize("parts", [("ring:4", "sw:8"), ("sw:4", "sw:4", "ring:3"), ("ring:5", "fc:2")])

@@ -97,6 +97,45 @@ def link_programs(
     Raises:
         InvalidInput: An argument is out of range, or the schedule cannot be written as a program (see `program`).
     """
+    tried = _schedules(cluster, collective, nbytes, chunks, units, seed)
+    return {name: best_program(schedule, cluster, units=units) for name, schedule in tried.items()}
+
+
+def promised_program(
+    cluster: Cluster, collective: str, nbytes: float, *, chunks: int = CHUNKS, units: int = UNITS, seed: int = 0
+) -> LinkProgram:
+    """As `fastest_program`, in a third of its time: what the model with single messages promises decides.
+
+    Our schedule is run on the links, and another one only if it promises to be faster than that. The promise is off by
+    less than 1 % on nearly all networks, and so is what may be lost.
+
+    Args:
+        cluster: A cluster with dimensions.
+        collective: "all_reduce", "reduce_scatter" or "all_gather".
+        nbytes: The bytes of the larger buffer of a device, > 0.
+        chunks: The most chunks, 1..65536.
+        units: As in `program`.
+        seed: The seed of the search.
+
+    Returns:
+        The program, its promise and its run.
+
+    Raises:
+        InvalidInput: An argument is out of range, or the schedule cannot be written as a program (see `program`).
+    """
+    tried = _schedules(cluster, collective, nbytes, chunks, units, seed)
+    ours = best_program(tried.pop("stretto"), cluster, units=units)
+    promises = [(best_orders(quantized(one, units=units), count=1)[0].promise_us, one) for one in tried.values()]
+    promise_us, best = min(promises, key=lambda pair: pair[0])
+    if promise_us >= ours.total_us:
+        return ours
+    return min(ours, best_program(best, cluster, units=units), key=_total_us)
+
+
+def _schedules(
+    cluster: Cluster, collective: str, nbytes: float, chunks: int, units: int, seed: int
+) -> dict[str, DimSchedule]:
+    """What every scheduler says, ours first."""
     asked = (dims_of(cluster), collective, nbytes)
     ours = stretto(*asked, chunks=chunks, seed=seed)
     tried = {"stretto": ours, "baseline": baseline(*asked, chunks=chunks)}
@@ -106,7 +145,7 @@ def link_programs(
     searched = _searched(ours, chunks, units, seed)
     if searched is not ours:
         tried["stretto_messages"] = searched
-    return {name: best_program(schedule, cluster, units=units) for name, schedule in tried.items()}
+    return tried
 
 
 def best_program(schedule: DimSchedule, cluster: Cluster, *, units: int = UNITS) -> LinkProgram:
@@ -132,8 +171,10 @@ def best_program(schedule: DimSchedule, cluster: Cluster, *, units: int = UNITS)
     if schedule.collective != "all_reduce":
         return _either(schedule, cluster, units)
     forwards = _forwards(schedule, cluster, units)
-    halves = [_either(half(schedule, kind), cluster, units).program for kind in (RS, AG)]
-    return min(forwards, _run(forwards, joined(halves[0], halves[1], units), cluster), key=_total_us)
+    halves = [_either(half(schedule, kind), cluster, units) for kind in (RS, AG)]
+    both = joined(halves[0].program, halves[1].program, units)
+    promise_us = sum(one.promise_us for one in halves)
+    return min(forwards, _run(forwards, both, cluster, promise_us), key=_total_us)
 
 
 def best_orders(schedule: DimSchedule, *, count: int = FINALISTS) -> list[StageOrder]:
@@ -193,9 +234,11 @@ def _either(schedule: DimSchedule, cluster: Cluster, units: int) -> LinkProgram:
     """The schedule itself, or the opposite half with time running backwards."""
     forwards = _forwards(schedule, cluster, units)
     other = _forwards(mirrored_schedule(schedule), cluster, units)
-    return min(forwards, _run(forwards, backwards(other.program, other.timeline), cluster), key=_total_us)
+    made = backwards(other.program, other.timeline)
+    return min(forwards, _run(forwards, made, cluster, other.promise_us), key=_total_us)
 
 
-def _run(like: LinkProgram, made: Program, cluster: Cluster) -> LinkProgram:
-    """Another program of the same schedule."""
-    return replace(like, program=made, timeline=simulate_links(made, cluster, nbytes=like.schedule.nbytes))
+def _run(like: LinkProgram, made: Program, cluster: Cluster, promise_us: float) -> LinkProgram:
+    """Another program of the same schedule, with a promise of its own."""
+    timeline = simulate_links(made, cluster, nbytes=like.schedule.nbytes)
+    return replace(like, promise_us=promise_us, program=made, timeline=timeline)

@@ -12,8 +12,7 @@ from ...cluster import Cluster
 from ...collectives import COLLECTIVES, Collective
 from ...dimensions import Dim, baseline, dims_of
 from ...dimensions.balance import MAX_BALANCED
-from ...dimensions.balance import stretto as balanced
-from ...dimensions.link_search import best_program
+from ...dimensions.link_search import promised_program
 from ...dimensions.program import moves
 from ...errors import Infeasible, InvalidInput, SearchTimeout
 from ...programs import Program
@@ -81,7 +80,9 @@ def _read(program: ProgramPlan, group: tuple[int, ...]) -> Program:
 
 
 def dimensional(cluster: Cluster) -> Provider:
-    """A provider for clusters with dimensions: Stretto's balanced schedule over all of them, message by message.
+    """A provider for clusters with dimensions: the schedule over all of them that is fastest, message by message.
+
+    That is our balanced one, or Themis' where that promises to be faster (`promised_program`).
 
     The schedule is made for `DIM_BYTES` in as many chunks as its name says (``dimensions:16``), with its messages in
     the order that does best on the links at hand: name, collective and cluster determine the program. It is timed at
@@ -94,8 +95,9 @@ def dimensional(cluster: Cluster) -> Provider:
 
     def make(kind: str, part: Cluster) -> Program:
         if (kind, part.digest) not in programs:
-            schedule = balanced(dims, kind, DIM_BYTES, chunks=DIM_CHUNKS)
-            programs[kind, part.digest] = best_program(schedule, part, units=DIM_UNITS).program
+            whole = replace(part, dimensions=cluster.dimensions)
+            made = promised_program(whole, kind, DIM_BYTES, chunks=DIM_CHUNKS, units=DIM_UNITS)
+            programs[kind, part.digest] = made.program
         return programs[kind, part.digest]
 
     def offer(ask: MotifRequest, part: Cluster, nbytes: float) -> dict[str, Callable[[], Program]]:

@@ -231,13 +231,16 @@ class Executor:
         message_bytes: int | None = None,
         first_number: int = 0,
         by_call: bool = False,
+        networks: Mapping[tuple[int, int], str] | None = None,
     ) -> LoadedProgram:
         """Verify a program and make it ready to run here.
 
         `ranks` are the ranks of the job that take part (default: all), `communicator` is a number that they agree on:
         works of one communicator are numbered, and every rank must start them in the same order. ``channels[i]`` is the
-        network for channel i of the program (default: in turn over all networks). Messages are cut into slices of about
-        `message_bytes`, which flow through the program one behind the other.
+        network for channel i of the program (default: in turn over all networks), and ``networks[a, b]`` the one for
+        messages from rank a to rank b of the program, whatever their channel: where a dimension of ranks has a network
+        of its own. Messages are cut into slices of about `message_bytes`, which flow through the program one behind the
+        other.
 
         Works of a communicator are numbered from `first_number` on, or where they were if that is higher: so other
         ranks than before can use a communicator, and all of them count alike.
@@ -259,7 +262,7 @@ class Executor:
         if not 0 <= communicator < self._native.max_communicators:
             raise InvalidInput(f"communicator: must be 0..{self._native.max_communicators - 1}, not {communicator}")
         names = list(self._channels)
-        for name in channels or ():
+        for name in (*(channels or ()), *(networks or {}).values()):
             if name not in names:
                 raise unknown("channel", name, names)
         near = len({self.hosts[r] for r in group}) == 1
@@ -270,6 +273,8 @@ class Executor:
         def wire(src: int, dst: int, channel: int) -> int:
             if self.hosts[group[src]] == self.hosts[group[dst]]:
                 return SHARED_MEMORY
+            if networks is not None and (src, dst) in networks:
+                return names.index(networks[src, dst])
             return names.index(channels[channel % len(channels)]) if channels else channel % len(names)
 
         me = group.index(self.rank)
