@@ -20,7 +20,7 @@ TORCH_TESTS := tests/runtime tests/control tests/resharding/test_reshard_specs.p
   tests/cli/test_run_splits.py tests/cli/test_run_styles.py
 TORCH_VENV = .venv-torch-$(TORCH)
 
-.PHONY: demo check test coverage test-torch test-asan test-tsan test-gpu setup system lint clean
+.PHONY: demo check test coverage docs wheels test-torch test-asan test-tsan test-gpu setup system lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,8 @@ help:
 	@echo "make test-torch TORCH=2.11.0  the tests in which PyTorch runs, with another version in an environment of its own"
 	@echo "make test-asan, make test-tsan  the tests of the C++ code, built with sanitizers of g++"
 	@echo "make test-gpu PYTHON=...  the tests that need a GPU, in an environment with PyTorch for CUDA; installs stretto there"
+	@echo "make docs   the documentation as a site in build/site; every link is checked"
+	@echo "make wheels  wheels that install without a compiler, in dist, for every supported Python that is found"
 	@echo "make setup  only build the environment in $(VENV)"
 	@echo "make clean  remove what make built"
 
@@ -50,6 +52,14 @@ test: setup lint
 coverage: setup
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[coverage]' --no-build-isolation
 	$(BIN)/python -m pytest -n 2 $(QUICK) --cov=stretto --cov-report=term:skip-covered
+
+# Strict: a page that is not in the menu, or a link that leads nowhere, is an error.
+docs: setup
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' --no-build-isolation
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+
+wheels: | system
+	$(PYTHON) scripts/make-wheels
 
 # pip's own settings say from where; a build with CUDA brings gigabytes. All but torch is as in `make setup`.
 test-torch: | system
@@ -97,4 +107,4 @@ system:
 	@./scripts/system-packages
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build demo-output results
+	rm -rf $(VENV) .venv-torch-* build dist demo-output results
