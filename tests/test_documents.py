@@ -10,16 +10,24 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
+import yaml
+
+from stretto.cli import app
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = (ROOT / "docs" / "results.md").read_text()
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+GENERATED = {"cli-commands.md", "contributing.md", "changelog.md"}
+"""Pages of the site that scripts/docs_hooks.py makes."""
 COMMIT = re.compile(r"Commit: ([0-9a-f]{7,})( with uncommitted changes)? \(\d{4}-\d\d-\d\d[,;] .+\)\.")
 """As `--markdown` prints it, or with the reason why the table was not rerun instead of the machine's load."""
 
@@ -162,3 +170,69 @@ def test_a_simulator_beside_ours_gets_the_same_job(monkeypatch: pytest.MonkeyPat
     network = (tmp_path / "seen" / "network.yml").read_text()
     assert "topology: [ Ring ]" in network and "npus_count: [ 16 ]" in network
     assert float(network.split("bandwidth: [")[1].split("]")[0]) * 2**30 == pytest.approx(50e9)
+
+
+def test_every_page_is_in_the_menu_once() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = [page for part in config["nav"] for pages in part.values() for page in pages]
+    assert sorted(listed) == sorted({*(page.name for page in DOCS), *GENERATED})
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that headings of a page get."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.S), re.M)
+    words = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", head).lower() for head in heads)
+    return {re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-") for text in words}
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name) if name else page
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
+            wrong.append(target)
+    assert wrong == []
+
+
+def test_the_table_of_environment_variables_is_complete() -> None:
+    table = set(re.findall(r"`(STRETTO_[A-Z_]+)`", (ROOT / "docs" / "environment.md").read_text()))
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    used = {name for text in sources for name in re.findall(r"[\"'](STRETTO_[A-Z_]+[A-Z])[\"']", text)}
+    assert used == table
+
+
+@cache
+def command_line() -> Any:
+    return typer.main.get_command(app)
+
+
+def stretto_lines(page: Path) -> Iterator[str]:
+    """The command lines of ours in a page, without what stands beside them."""
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines() if language in ("", "sh") else ():
+            for found in re.findall(r"^(?:\$ |srun )?(stretto [a-z].*)", re.sub(r"(?<=\S)  +", "  ", line)):
+                yield found.partition("  ")[0].rstrip(" &")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_of_documented_commands_exist(page: Path) -> None:
+    for line in stretto_lines(page):
+        command, words = command_line(), shlex.split(line)[1:]
+        while words and hasattr(command, "commands") and not words[0].startswith("-"):
+            if words[0] not in command.commands:
+                break
+            command = command.commands[words.pop(0)]
+        known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+        own = words[: words.index("--")] if "--" in words else words
+        options = [word.partition("=")[0] for word in own if re.match(r"--?[a-z]", word)]
+        assert [option for option in options if option not in {*known, "-q", "-v"}] == [], line
+        assert command is not command_line(), line
+
+
+def test_many_commands_are_checked() -> None:
+    assert sum(len(list(stretto_lines(page))) for page in PAGES) > 60
