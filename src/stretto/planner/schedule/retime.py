@@ -13,7 +13,7 @@ once, when the plan's order and its dependencies let it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import numpy as np
@@ -52,6 +52,9 @@ class RetimedPlan:
     contention: str = ""
     settled: bool = True
     """Whether iterations reached a constant time; else the period is the mean over the later half of them."""
+    spans_us: Mapping[TaskId, float] = field(default_factory=dict)
+    """The time of each motif that can meet another one, from its launch to its end, by op and task; of the last
+    iteration that counts."""
 
 
 def retime(
@@ -162,7 +165,7 @@ class _Unrolled:
             )
         while True:
             # The last iterations lack the motifs that later iterations would have pulled ahead into them.
-            finish, transfers = self._finish(iterations)
+            finish, transfers, spans_us = self._finish(iterations, iterations - tail - 1)
             steps = np.diff(finish[: iterations - tail])
             settled = bool(abs(steps[-1] - steps[-2]) <= SETTLED * steps[-1])
             if settled or iterations == most:
@@ -170,14 +173,18 @@ class _Unrolled:
                 return RetimedPlan(
                     period_us=float(steps[-1] if settled else later.mean()), meeting=len(self._meeting),
                     transfers=transfers, iterations=iterations, contention=self._contention, settled=settled,
+                    spans_us=spans_us,
                 )  # fmt: skip
             iterations = min(2 * iterations, most)
 
-    def _finish(self, iterations: int) -> tuple[NDArray[np.float64], int]:
-        """The time at which everything of each iteration has ended, and the number of transfers."""
+    def _finish(self, iterations: int, shown: int) -> tuple[NDArray[np.float64], int, dict[TaskId, float]]:
+        """The time at which everything of each iteration has ended, the number of transfers, and how long the meeting
+        motifs of iteration `shown` took.
+        """
         merge = Merge(self._cluster, self._contention)
         waits = self._waits(iterations)
         end: dict[Node, int] = {}
+        began: dict[Node, int] = {}
         for node in in_order(waits):
             _, at, task = node
             op = self._nodes.op[at]
@@ -187,13 +194,19 @@ class _Unrolled:
             elif (op, task) in self._meeting:
                 start = merge.work(needs, self._tasks[op, task].launch_us)
                 end[node] = merge.move(self._meeting[op, task], start)
+                began[node] = start
             else:
                 end[node] = merge.work(needs, self._tasks[op, task].duration_us)
         times = merge.end_us()
         finish = np.zeros(iterations)
         for (iteration, _, _), number in end.items():
             finish[iteration] = max(finish[iteration], times[number])
-        return finish, merge.count
+        spans_us = {}
+        for node, start in began.items():
+            if node[0] == shown:
+                key = (self._nodes.op[node[1]], node[2])
+                spans_us[key] = float(times[end[node]] - times[start]) + self._tasks[key].launch_us
+        return finish, merge.count, spans_us
 
     def _waits(self, iterations: int) -> dict[Node, list[Node]]:
         """For every node the nodes that must have ended: by dependencies, program order and the plan's order."""
