@@ -2,6 +2,10 @@
 // The native module stretto._native.
 #include "arrays.h"
 
+namespace stretto {
+void bind_steiner(nb::module_& m);
+}
+
 NB_MODULE(_native, m) {
   // Clusters keep their routers, and caches keep clusters, until the interpreter ends: that is no leak to report.
   nanobind::set_leak_warnings(false);
@@ -13,6 +17,7 @@ NB_MODULE(_native, m) {
   stretto::bind_forest(m);
   stretto::bind_flow(m);
   stretto::bind_greedy(m);
+  stretto::bind_steiner(m);
   stretto::bind_tree_pairs(m);
   stretto::bind_schedule(m);
   stretto::bind_search(m);

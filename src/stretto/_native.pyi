@@ -180,6 +180,22 @@ def greedy_schedule(
     seed: int,
     limit_s: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], NDArray[np.int32], int]: ...
+
+class SteinerTrees:
+    def __init__(
+        self,
+        num_nodes: int,
+        src: NDArray[np.int32],
+        dst: NDArray[np.int32],
+        passes: NDArray[np.bool_],
+        active: NDArray[np.int32],
+    ) -> None: ...
+    def set_price(self, price: NDArray[np.float64], alpha: NDArray[np.float64]) -> None: ...
+    def hops(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]: ...
+    def trees(
+        self, terminals: NDArray[np.int32], roots: NDArray[np.int32], inward: bool
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]: ...
+
 def cheapest_trees(
     num_nodes: int,
     src: NDArray[np.int32],

@@ -18,7 +18,7 @@ from stretto.synthesis.makers import LIBRARY, makers
 from stretto.synthesis.sketch import Sketch
 
 SHARED = {"nbytes", "budget_s", "seed", "progress", "alpha"}
-READS = {"symmetric": {"contention"}, "flow": {"contention"}, "three_stage": {"sketch"}}
+READS = {"symmetric": {"contention"}, "flow": {"contention"}, "steiner": {"helpers"}, "three_stage": {"sketch"}}
 """What a maker takes of the problem beside what all of them take."""
 MAKERS = {name: maker for name, maker in makers().items() if name != LIBRARY}
 SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
@@ -31,11 +31,14 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
         "max_k": ("2", 2), "max_height": ("3", 3), "max_transfers": ("500", 500), "multicast": ("false", False),
     },
     "greedy": {"pieces": ("8", [8]), "symmetric": ("true", True)},
+    "steiner": {"max_transfers": ("500", 500)},
     "tree_pairs": {"max_transfers": ("500", 500)},
     "three_stage": {"solver": ("highs", "highs"), "solutions": ("2", 2), "detour": ("0.25", 0.25)},
 }  # fmt: skip
 """A value for every option of every maker, as a command line and as Python gives it."""
 KINDS = {"flow": "all_to_all", "exchange": "all_reduce", "tree_pairs": "all_reduce"}
+CLUSTERS = {"steiner": "ring:5"}
+"""A device more than take part, for the maker that asks devices outside the group for help."""
 
 
 def synthesize_of(name: str) -> Any:
@@ -62,18 +65,19 @@ def test_a_maker_gets_its_options_and_no_others(name: str, monkeypatch: pytest.M
         raise Infeasible("was only listened to")
 
     monkeypatch.setattr(f"stretto.synthesis.{name}.synthesize", record)
-    kind = KINDS.get(name, "all_gather")
+    kind, ring = KINDS.get(name, "all_gather"), CLUSTERS.get(name, "ring:4")
     for text_or_value in (0, 1):
         given = {key: sample[text_or_value] for key, sample in SAMPLES[name].items()}
         if text_or_value == 0:
             settings = [part for key, text in given.items() for part in ("--set", f"{name}.{key}={text}")]
-            command = ["synth", kind, "-c", "ring:4", "--makers", name, "--no-cache", "--budget", "1", *settings]
-            assert run([*command, "--contention", "fair", "--alpha", "blocking"]) == 2
+            command = ["synth", kind, "-c", ring, "--ranks", "4", "--makers", name, "--no-cache", "--budget", "1"]
+            physics = ["--contention", "fair", "--alpha", "blocking"]
+            assert run([*command, *settings, *physics, "--helpers", "all"]) == 2
         else:
             with pytest.raises(Infeasible, match="was only listened to"):
                 synthesize(
-                    COLLECTIVES[kind](4), st.Cluster.load("ring:4"), 4e6, makers=[name], cache=False,
-                    maker_options={name: given}, contention="fair", alpha="blocking",
+                    COLLECTIVES[kind](4), st.Cluster.load(ring), 4e6, makers=[name], cache=False,
+                    maker_options={name: given}, contention="fair", alpha="blocking", helpers="all",
                 )  # fmt: skip
         call = calls[-1]
         assert set(call) == SHARED | READS.get(name, set()) | set(given)

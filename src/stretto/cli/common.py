@@ -152,8 +152,19 @@ def with_multicast(cluster: Cluster, asked: bool | None) -> Cluster:
     return cluster.with_multicast(None if asked else ())
 
 
-def parse_ranks(text: str | None, count: int) -> tuple[int, ...]:
+def parse_ranks(text: str | None, count: int, option: str = "--ranks") -> tuple[int, ...]:
     """The devices that take part: all, the first N (``8``), or a list (``0-7,16,20-23``).
+
+    Args:
+        text: What the user wrote; None for all.
+        count: How many devices the cluster has.
+        option: The option, for messages.
+
+    Returns:
+        The devices, each once.
+
+    Raises:
+        InvalidInput: The text is no count and no list of devices.
 
     >>> parse_ranks(None, 3), parse_ranks("2", 3), parse_ranks("0,4-6", 8)
     ((0, 1, 2), (0, 1), (0, 4, 5, 6))
@@ -162,19 +173,19 @@ def parse_ranks(text: str | None, count: int) -> tuple[int, ...]:
         return tuple(range(count))
     if text.isascii() and text.isdecimal() and len(text) < 8:
         if not 1 <= int(text) <= count:
-            raise InvalidInput(f"--ranks: must be 1..{count} (the cluster's devices), not {text}")
+            raise InvalidInput(f"{option}: must be 1..{count} (the cluster's devices), not {text}")
         return tuple(range(int(text)))
     ranks: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not all(end.isascii() and end.isdecimal() and len(end) < 8 for end in (low, high if dash else low)):
-            raise InvalidInput(f"--ranks {text!r}: expected a count (8) or a list (0-7,16,20-23)")
+            raise InvalidInput(f"{option} {text!r}: expected a count (8) or a list (0-7,16,20-23)")
         first, last = int(low), int(high if dash else low)
         if not first <= last < count:
-            raise InvalidInput(f"--ranks {text!r}: {part.strip()} is not within 0..{count - 1}")
+            raise InvalidInput(f"{option} {text!r}: {part.strip()} is not within 0..{count - 1}")
         ranks.extend(range(first, last + 1))
     if len(set(ranks)) != len(ranks):
-        raise InvalidInput(f"--ranks {text!r}: names a device twice")
+        raise InvalidInput(f"{option} {text!r}: names a device twice")
     return tuple(ranks)
 
 

@@ -24,6 +24,7 @@ from ..report.table import ResultTable
 from ..simulator import Runtime
 from ..synthesis import Candidate, Selection, Synthesis, select, synthesize
 from ..synthesis.certificate import certificate_path
+from ..synthesis.helpers import in_words
 from ..synthesis.sketch import Sketch
 from ..units import format_bytes, format_us
 from .common import (
@@ -93,6 +94,15 @@ MulticastOption = Annotated[
         help="Whether switches can copy a message to several ports. Default: as the cluster says.",
     ),
 ]
+HelpersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--helpers",
+        metavar="none|host|all|LIST",
+        help="Devices outside --ranks that may forward and add: those on its hosts, all, or a list such as 4-7. "
+        "Default: none, or where the group is apart without them those on its hosts.",
+    ),
+]
 LowerOption = Annotated[
     bool,
     typer.Option(
@@ -120,6 +130,7 @@ def synth(
     max_bytes: HighOption = None,
     multicast: MulticastOption = None,
     ranks: RanksOption = None,
+    helpers: HelpersOption = None,
     chunks: Annotated[int | None, typer.Option(help="Chunks per shard to begin with; makers may cut finer.")] = None,
     root: RootOption = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Input and output share memory.")] = False,
@@ -164,6 +175,7 @@ def synth(
       stretto synth allgather -c topology.xml -b 16M -o ag.xml
       stretto synth allgather -c dgx2:2 --multicast -o ag.txt
       stretto synth allreduce -c dgx_h200 -b 1M --runtime mscclpp:h200 -o ar.json
+      stretto synth allgather -c dgx_h100:4 --ranks 0,8,16,24 --helpers host -o ag.txt
     """
     sizes = parse_all_sizes(nbytes, factor)
     limits = parse_limits(min_bytes, max_bytes)
@@ -176,6 +188,7 @@ def synth(
         "contention": contention, "seed": seed, "jobs": jobs, "backend": backend, "ray_address": ray_address,
         "cache": cache, "makers": parse_names(makers), "maker_options": _maker_options(settings or []),
         "lower": streams or lower, "runtime": None if runtime is None else Runtime.load(runtime),
+        "helpers": _helpers(helpers, machine),
     }  # fmt: skip
     if len(sizes) > 1:
         _table(wanted, machine, sizes, options, target=target, suffix=suffix, html=html, rows=rows)
@@ -244,6 +257,13 @@ def _check_rows(rows: Path | None, target: Path | None, *, table: bool) -> None:
         raise InvalidInput(f"--json: {rows}: lies in the folder of --output, which has an index of its own")
     if not table and rows.resolve() == certificate_path(target).resolve():
         raise InvalidInput(f"--json: {rows}: is also the certificate of --output, and would replace it")
+
+
+def _helpers(text: str | None, cluster: Cluster) -> str | tuple[int, ...] | None:
+    """The devices that may help: a word as it is, or a list of devices."""
+    if text is None or not any(letter.isdecimal() for letter in text):
+        return text
+    return parse_ranks(text if "," in text or "-" in text else f"{text}-{text}", cluster.num_devices, "--helpers")
 
 
 def _maker_options(pairs: list[str]) -> dict[str, dict[str, str]]:
@@ -344,6 +364,8 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
         soft_wrap=True,
     )
     console.print(Text(f"the bound: {certificate.bound_reason} ({certificate.bound_method})"), soft_wrap=True)
+    if certificate.helpers:
+        console.print(Text(in_words(certificate.helpers)), soft_wrap=True)
     source = "from the cache, proved and simulated anew" if found.cached else f"searched {certificate.search_s:.1f} s"
     console.print(source, style="dim")
     if found.lowering is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -55,6 +55,8 @@ class Collective:
     part_sets: tuple[tuple[int, ...], ...] = ()
     in_place: bool = False
     root: int = -1
+    helpers: int = 0
+    """How many of the last ranks are helpers, which hold nothing before and afterwards: they forward and add."""
 
     def __post_init__(self) -> None:
         for array in vars(self).values():
@@ -64,8 +66,38 @@ class Collective:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks that take part."""
+        """The number of ranks that take part, helpers among them."""
         return len(self.ranks)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The devices of the group: of all ranks but the helpers."""
+        return self.ranks[: len(self.ranks) - self.helpers]
+
+    def with_helpers(self, devices: Sequence[int]) -> Collective:
+        """The same collective with other helpers: devices outside the group that may forward and add for it.
+
+        >>> from stretto import AllGather
+        >>> AllGather([0, 4]).with_helpers([1, 5])
+        <Collective all_gather over 2 ranks and 2 helpers, 2 chunks, out of place>
+        """
+        extra, count = tuple(int(device) for device in devices), len(self.members)
+
+        def rows(ptr: NDArray[np.int64], add: int) -> NDArray[np.int64]:
+            return np.concatenate([ptr[: count + add], np.full(len(extra), ptr[-1] if add else 0, ptr.dtype)])
+
+        return replace(
+            self,
+            ranks=self.members + extra,
+            in_ptr=rows(self.in_ptr, 1),
+            out_ptr=rows(self.out_ptr, 1),
+            place=rows(self.place, 0),
+            helpers=len(extra),
+        )
+
+    def without_helpers(self) -> Collective:
+        """The collective of the group alone."""
+        return self.with_helpers(()) if self.helpers else self
 
     @cached_property
     def num_parts(self) -> int:
@@ -117,6 +149,8 @@ class Collective:
         state = hashlib.sha256()
         for key in sorted(self.__dataclass_fields__):
             value = getattr(self, key)
+            if key == "helpers" and not value:
+                continue  # Collectives without helpers keep the digest of versions that did not know them.
             state.update(key.encode() + b"=")
             state.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return state.hexdigest()[:16]
@@ -129,8 +163,9 @@ class Collective:
 
     def __repr__(self) -> str:
         root = f", root {self.root}" if self.root >= 0 else ""
+        helpers = f" and {self.helpers} helper{'s' * (self.helpers > 1)}" if self.helpers else ""
         return (
-            f"<Collective {self.kind} over {self.num_ranks} ranks{root}, {self.num_chunks} chunks, "
+            f"<Collective {self.kind} over {len(self.members)} ranks{helpers}{root}, {self.num_chunks} chunks, "
             f"{'in place' if self.in_place else 'out of place'}>"
         )
 
@@ -240,6 +275,10 @@ def _validate(collective: Collective) -> None:
         slot = np.sort(np.repeat(np.arange(c.num_ranks), np.diff(ptr)) * c.num_chunks + chunk)
         if np.any(slot[1:] == slot[:-1]):
             raise InvalidInput(f"{side}: a rank holds one chunk twice")
+    if not 0 <= c.helpers < c.num_ranks:
+        raise InvalidInput(f"helpers: must be 0..{c.num_ranks - 1}, not {c.helpers}")
+    if c.helpers and (c.in_ptr[-1 - c.helpers] < c.in_ptr[-1] or c.out_ptr[-1 - c.helpers] < c.out_ptr[-1]):
+        raise InvalidInput("helpers: must hold nothing before and afterwards")
     if len(c.chunk_share) != c.num_chunks or not np.all(np.isfinite(c.chunk_share) & (c.chunk_share > 0)):
         raise InvalidInput(f"chunk_share: must be {c.num_chunks} shares > 0")
     if len(c.place) != c.num_ranks:

@@ -17,6 +17,7 @@
     - [0..3]                      # all parts of every chunk
     - []
     - [{chunks: 0, parts: [1]}]   # only these parts
+    helpers: [3, 4]               # devices outside the group that may forward and add; none when left out
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     chunks_per_shard: Annotated[int, Meta(ge=1, le=MAX_FILE_CHUNKS)] | None = None
     root: Annotated[int, Meta(ge=0, le=MAX_RANKS)] | None = None
     in_place: bool = False
+    helpers: list[Count] = []
     place: list[Annotated[int, Meta(ge=-(1 << 40), le=1 << 40)]] | None = None
     sizes: list[float] | None = None
     share: float | list[float] | None = None
@@ -135,7 +137,7 @@ def read(data: Any) -> Collective:
         root=-1 if form.root is None else form.root,
     )
     _check_kind(collective)
-    return collective
+    return collective.with_helpers(form.helpers) if form.helpers else collective
 
 
 def _bound(form: _File) -> None:
@@ -245,7 +247,7 @@ def _check_kind(collective: Collective) -> None:
 
 
 def _form(collective: Collective) -> _File:
-    c = collective
+    c = collective.without_helpers()
     share = c.chunk_share.tolist()
     start: list[list[Chunks | _Start]] = []
     end: list[list[Chunks | _End]] = []
@@ -265,6 +267,7 @@ def _form(collective: Collective) -> _File:
         chunks_per_shard=c.chunks,
         root=None if c.root < 0 else c.root,
         in_place=c.in_place,
+        helpers=list(collective.ranks[c.num_ranks :]),
         place=c.place.tolist() if c.place.any() else None,
         share=share[0] if len(set(share)) == 1 else share,
         start=start,

@@ -233,8 +233,10 @@ class Program:
 
     def __repr__(self) -> str:
         lanes = f"{self.num_lanes} lane{'s' * (self.num_lanes > 1)}"
+        c = self.collective
+        ranks = f"{len(c.members)} ranks" + (f" and {c.helpers} helper{'s' * (c.helpers > 1)}" if c.helpers else "")
         return (
-            f"<Program {self.name}: {self.collective.kind} over {self.collective.num_ranks} ranks, "
+            f"<Program {self.name}: {c.kind} over {ranks}, "
             f"{self.num_transfers} transfers, {len(self.after) + len(self.gate)} dependencies, {lanes}>"
         )
 

@@ -15,7 +15,7 @@ from ..units import format_us
 from .certificate import Candidate, ProvedProgram
 from .lowering import too_long
 from .maker import Maker
-from .matching import same_task
+from .matching import serves
 from .problem import MakerTask, Progress, SynthesisProblem
 
 CLOSE_ENOUGH = 1e-3
@@ -75,7 +75,7 @@ class Attempt:
             VerificationError: The program does not do what the problem's collective asks.
         """
         program.verify()
-        if not same_task(program.collective, problem.collective):
+        if not serves(program.collective, problem):
             raise VerificationError(f"{program.name} does {program.collective!r}, not {problem.collective!r}")
         time_us = simulate(
             program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention

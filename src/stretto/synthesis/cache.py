@@ -28,7 +28,7 @@ from ..programs.formats import text as text_form
 from ..simulator import simulate
 from . import certificate as certificates
 from .certificate import Synthesis
-from .matching import same_task
+from .matching import serves
 
 if TYPE_CHECKING:
     from .problem import SynthesisProblem
@@ -71,6 +71,7 @@ class Cache:
             "seed": problem.seed,
             "lower": problem.lower,
             "runtime": repr(problem.runtime),
+            "helpers": problem.helpers,
             "sketch": None if sketch is None else repr(sketch),
             "code": code_digest(),
             **options,
@@ -114,7 +115,7 @@ class Cache:
 
     def _check(self, program: Program | SymmetricProgram, problem: SynthesisProblem, time_us: float) -> None:
         program.verify()
-        if not same_task(program.collective, problem.collective):
+        if not serves(program.collective, problem):
             raise InvalidInput(f"{self.program_file}: does {program.collective!r}, not {problem.collective!r}")
         again = simulate(
             program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention

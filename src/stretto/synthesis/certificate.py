@@ -16,6 +16,7 @@ from ..collectives import Collective
 from ..files import convert, parse_json, write_file
 from ..programs import Lowered, Program, SymmetricProgram
 from ..units import format_bytes, format_us
+from .helpers import HelperDuty, in_words
 
 PACKAGES = ("stretto", "numpy", "highspy", "ortools")
 
@@ -82,6 +83,8 @@ class Certificate:
     unfit_for_old: str = ""
     """Why the original MSCCL runtime (NCCL 2.8 to 2.12) cannot load the instruction streams; empty where it can."""
     versions: dict[str, str] = field(default_factory=dict)
+    helpers: tuple[HelperDuty, ...] = ()
+    """What the program asks of devices outside the group."""
 
     @property
     def gap(self) -> float:
@@ -92,7 +95,7 @@ class Certificate:
         return (
             f"{self.collective} of {format_bytes(self.nbytes)} on {self.cluster}: {format_us(self.time_us)}, "
             f"{100 * self.gap:.2f} % above the bound of {format_us(self.bound_us)} ({self.bound_reason}); "
-            f"{self.program} by {self.maker} in {self.seconds:.2f} s"
+            f"{self.program} by {self.maker} in {self.seconds:.2f} s{'; ' * bool(self.helpers)}{in_words(self.helpers)}"
         ) + self._price()
 
     def _price(self) -> str:

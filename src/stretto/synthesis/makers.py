@@ -16,9 +16,9 @@ from ..collectives import COLLECTIVES, ROOTED
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..files import convert
 from ..programs import Program, SymmetricProgram
-from . import compose, exact, exchange, flow, forest, greedy, symmetric, three_stage, tree_pairs
+from . import compose, exact, exchange, flow, forest, greedy, steiner, symmetric, three_stage, tree_pairs
 from .explorer import sketch_variants
-from .maker import Maker, MakerRequest, SearchMaker
+from .maker import Maker, MakerRequest, SearchMaker, one_variant
 from .problem import MakerTask, Progress, SynthesisProblem
 
 LIBRARY = "library"
@@ -186,6 +186,17 @@ def _tree_pairs(request: MakerRequest) -> Program:
     return tree_pairs.synthesize(request.collective, request.cluster, **request.shared, **options)
 
 
+def _steiner(request: MakerRequest) -> Program:
+    helpers = request.problem.helpers
+    return steiner.synthesize(request.collective, request.cluster, helpers=helpers, **request.shared, **request.options)
+
+
+def _with_helpers(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
+    if not problem.helpers:
+        raise Infeasible("is for groups that devices outside them may help (option helpers)")
+    return one_variant(problem)
+
+
 def _exact(request: MakerRequest) -> Program:
     return exact.synthesize(request.collective, request.cluster, **request.shared, **request.options)
 
@@ -240,6 +251,17 @@ register_maker(
         collectives=("all_reduce",),
         weight=6.0,
         max_ranks=128,
+        options={"max_transfers": Count},
+    )
+)
+register_maker(
+    SearchMaker(
+        name="steiner",
+        make=_steiner,
+        collectives=_EVERYTHING,
+        weight=6.0,
+        max_ranks=256,
+        variants=_with_helpers,
         options={"max_transfers": Count},
     )
 )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..collectives import ALL_PARTS, Collective
 from ..programs.formats.named import name_of
+from .problem import SynthesisProblem
 
 CLOSE = 1e-9
 """The distance (as a share of nbytes) below which two borders in a buffer are one: shares are sums of floats."""
@@ -50,6 +51,12 @@ def same_task(a: Collective, b: Collective) -> bool:
     return all(
         _adds_up(c, chunk, length[first]) for c, chunk in zip((a, b), np.divmod(pair[first], b.num_chunks), strict=True)
     )
+
+
+def serves(collective: Collective, problem: SynthesisProblem) -> bool:
+    """Whether a program's collective is the one of the problem, with no other helpers than may help."""
+    helpers = set(collective.ranks) - set(collective.members)
+    return helpers <= set(problem.helpers) and same_task(collective.without_helpers(), problem.collective)
 
 
 def _meet(a: Collective, b: Collective, rank: int, output: bool) -> tuple[Ints, Floats, Floats] | None:

@@ -24,6 +24,7 @@ from . import makers as registry
 from .attempts import LEAST_S, Attempt, Board, attempt
 from .cache import Cache
 from .certificate import Candidate, Certificate, ProvedProgram, Synthesis, versions
+from .helpers import duties, hint, resolve
 from .lowering import FORMATS, lowers_well, search_lowering
 from .makers import LIBRARY, SMALL, SYMMETRIC, MakerOptions, check_options, plan_tasks
 from .problem import MakerTask, Progress, SynthesisProblem
@@ -47,6 +48,7 @@ def synthesize(
     jobs: int = 1,
     backend: str = "processes",
     ray_address: str | None = None,
+    helpers: str | Sequence[int] | None = None,
     cache: bool = True,
     makers: Sequence[str] | None = None,
     maker_options: MakerOptions | None = None,
@@ -72,6 +74,9 @@ def synthesize(
         jobs: How many makers run at once, 1..256.
         backend: Where they run: "processes" of this machine, or "ray".
         ray_address: The Ray cluster, ``HOST:PORT``; ``$RAY_ADDRESS``, else a local one, when not given.
+        helpers: The devices outside the group that may forward, copy and add: "none", "host" (those on the group's
+            hosts), "all", or the devices. "auto", when not given, is nobody, or where the group's devices do not reach
+            each other and those on their hosts join them, these. The program then names the helpers that it needs.
         cache: Whether results are kept on disk and read from there (see `stretto.synthesis.cache`).
         makers: The makers or single tasks to ask, such as ``["forest", "library:ring"]``; all when not given.
         maker_options: Options for single makers, such as ``{"forest": {"max_k": 4}}``.
@@ -99,6 +104,7 @@ def synthesize(
     prices = None if runtime is None else runtime_of(runtime)
     if prices is not None and not lower:
         lower = "mscclpp" if prices.name.startswith("mscclpp") else "msccl"
+    problem = replace(problem, helpers=_allowed_helpers(problem, helpers, lower))
     form = "msccl" if lower is True else lower or ""
     if form and form not in FORMATS:
         raise unknown("format to lower for", form, FORMATS)
@@ -119,7 +125,19 @@ def synthesize(
     elif lower:
         made = ProvedProgram(maker=found.certificate.maker, program=found.program, time_us=found.time_us, seconds=0.0)
         found = replace(found, lowering=search_lowering([made], problem, budget_s=LOWERING * budget_s)[1])
-    return replace(found, hosts=problem.hosts)
+    return replace(found, hosts=tuple(problem.cluster.hosts_of(found.program.collective.ranks).tolist()))
+
+
+def _allowed_helpers(
+    problem: SynthesisProblem, wanted: str | Sequence[int] | None, lower: bool | str
+) -> tuple[int, ...]:
+    """The devices that may help; files for runtimes whose ranks all have buffers cannot name any."""
+    if problem.collective.helpers:
+        raise InvalidInput("collective: has helpers of its own; name them by the option helpers")
+    found = resolve(problem.cluster, problem.collective.ranks, wanted)
+    if found and lower and wanted not in (None, "auto"):
+        raise InvalidInput("helpers: runtimes of MSCCL and MSCCL++ have no ranks without buffers; leave out lower")
+    return () if lower else found
 
 
 def _search(
@@ -186,6 +204,7 @@ def _search(
         runtime="" if problem.runtime is None else problem.runtime.name,
         unfit_for_old=lowering.unfit_for_old if lowering is not None and problem.lower == "msccl" else "",
         versions=versions(),
+        helpers=duties(best.program, problem.cluster, problem.nbytes),
     )
     found = Synthesis(
         program=best.program, certificate=certificate, candidates=_ordered(board.candidates), lowering=lowering
@@ -214,9 +233,10 @@ def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 def _why_nothing(problem: SynthesisProblem, candidates: Sequence[Candidate]) -> str:
     pair = problem.cluster.unreachable() if not problem.cluster.devices_forward else None
     names = problem.cluster.node_names
-    hint = f"; no route from {names[pair[0]]} to {names[pair[1]]}" if pair else ""
+    why = f"; no route from {names[pair[0]]} to {names[pair[1]]}" if pair else ""
+    why += hint(problem.cluster, problem.collective.ranks, problem.helpers)
     reasons = "; ".join(dict.fromkeys(f"{c.maker}: {c.reason}" for c in candidates))
-    return f"{problem.collective.kind} on {problem.cluster.name}: no maker succeeded{hint} ({reasons})"
+    return f"{problem.collective.kind} on {problem.cluster.name}: no maker succeeded{why} ({reasons})"
 
 
 def _checked(

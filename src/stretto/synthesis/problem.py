@@ -27,6 +27,8 @@ class SynthesisProblem:
     contention: str | None = None
     seed: int = 0
     sketch: Sketch | None = None
+    helpers: tuple[int, ...] = ()
+    """The devices outside the group that may forward, copy and add for it."""
     lower: str = ""
     """The file format (``msccl``, ``mscclpp``) whose runtimes the program must fit; empty for none."""
     runtime: Runtime | None = None

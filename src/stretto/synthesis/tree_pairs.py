@@ -4,50 +4,29 @@
 Reduce-scatter and all-gather give every rank an equal share of the roots, so the slowest port carries nearly twice the
 data. Here any rank may be the root of as much as suits the links, and each link is divided freely between reducing and
 spreading (`tree_pair_packing`). The data is cut into equal pieces, each of which goes along one pair; pieces enter the
-network in turn at the rates of their pairs. Ranks hold back what they could send at once, so that it does not queue in
-front of what others wait for: a send waits for an arrival that the plan has some pieces earlier.
+network in turn at the rates of their pairs (`piece_search`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _native
 from ..cluster import Cluster
 from ..collectives import AllReduce, Collective
 from ..errors import Infeasible
 from ..programs import Program
-from ..simulator import simulate
-from .pacing import paced
+from .piece_search import FEW, PieceSearch, PieceSends, share_pieces
 from .tree_pair_latency import quickest_pairs
 from .tree_pair_packing import TreePair, pack_tree_pairs
 
 MAX_TRANSFERS = 300_000
-WORTH_IT = 0.002
-"""The share of the time that twice as many pieces must save to be worth it."""
-FEW = 16
-"""The pieces for each pair from which on their shares follow the rates well."""
-WAYS = ((np.inf, 0.0), (64.0, 1.0), (16.0, 1.0), (16.0, 4.0), (4.0, 1.0), (4.0, 4.0), (1.0, 2.0))
-"""Ways to pace sends: how many pieces a rank may send before their turn by the rates of the packing, and how many
-pieces earlier than in the plan the arrival is that a send waits for."""
-KEPT = 3
-"""The ways that are tried with the finest pieces."""
 
-Floats = NDArray[np.float64]
 Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PieceSends:
-    """The sends of all pieces, piece after piece, each piece's from the leaves to the root and back."""
-
-    program: Program
-    piece: NDArray[np.int64]
 
 
 def synthesize(
@@ -90,84 +69,22 @@ def synthesize(
     packing = pack_tree_pairs(cluster, collective.ranks, until=began + budget_s / 4)
     tell(f"{len(packing.pairs)} pairs of trees, {packing.gb_per_s:.4g} GB/s", 0.2)
     _, quickest = quickest_pairs(cluster, collective.ranks, nbytes, packing, until=began + budget_s / 3)
-    search = _Search(collective, cluster, nbytes, alpha, began + budget_s * 0.9)
-    search.climb(quickest, max_transfers)
-    if len(quickest) > 1:
-        # Few pieces along one pair beat many pairs where the size is small.
-        search.climb([max(quickest, key=lambda pair: pair.gb_per_s)], max_transfers)
+    search = PieceSearch(cluster, nbytes, alpha, began + budget_s * 0.9)
+    most = max_transfers / (2 * (collective.num_ranks - 1))
+    # Few pieces along one pair beat many pairs where the size is small.
+    widest = [max(quickest, key=lambda pair: pair.gb_per_s)]
+    for pairs in (quickest, widest) if len(quickest) > 1 else (quickest,):
+        sends = partial(piece_sends, collective, cluster, pairs, nbytes=nbytes)
+        search.climb(sends, first=len(pairs), few=FEW * len(pairs), most=most)
     best = search.best
     assert best is not None
     best[1].verify()
     return best[1]
 
 
-class _Search:
-    """The fastest program so far, and until when to look for a faster one."""
-
-    def __init__(self, collective: Collective, cluster: Cluster, nbytes: float, alpha: str, until: float) -> None:
-        self.collective, self.cluster, self.nbytes, self.alpha, self.until = collective, cluster, nbytes, alpha, until
-        self.best: tuple[float, Program] | None = None
-
-    def climb(self, pairs: list[TreePair], max_transfers: int) -> None:
-        """Cut ever finer, until the additional alphas cost more than pipelining saves."""
-        each = 2 * (self.collective.num_ranks - 1)
-        pieces, idle, reached, ways = len(pairs), 0, np.inf, list(WAYS)
-        while idle < 2 and (self.best is None or pieces * each <= max_transfers):
-            times = {}
-            for way, took, program in self._candidates(pairs, pieces, ways):
-                times[way] = took
-                if self.best is None or took < self.best[0]:
-                    self.best = took, program
-                if time.monotonic() > self.until:
-                    return
-            # While a pair has few pieces, their shares are far from its rate, and the times say little.
-            if pieces >= FEW * len(pairs):
-                idle = 0 if min(times.values()) < reached * (1 - WORTH_IT) else idle + 1
-                ways = sorted(ways, key=lambda way: times[way])[: max(KEPT, len(ways) - 2)]
-            reached = min(reached, *times.values())
-            pieces *= 4 if pieces < FEW * len(pairs) else 2
-
-    def _candidates(
-        self, pairs: list[TreePair], pieces: int, ways: list[tuple[float, float]]
-    ) -> Iterator[tuple[tuple[float, float], float, Program]]:
-        """Programs of one number of pieces, by (lead, margin), each with its time."""
-        sends = piece_sends(self.collective, self.cluster, pairs, pieces)
-        rate = sum(pair.gb_per_s for pair in pairs)
-        piece_us = self.nbytes / rate / 1e3 / pieces if rate else 0.0
-        planned: dict[float, tuple[NDArray[np.int64], Floats, Floats]] = {}
-        for lead, margin in ways:
-            if lead not in planned:
-                planned[lead] = self._planned(sends, np.maximum(sends.piece - lead, 0.0) * piece_us)
-            order, start, arrive = planned[lead]
-            program = reordered(sends.program, order)
-            if np.isfinite(lead):
-                program = paced(program, start[order] - margin * piece_us, arrive[order])
-            took = simulate(program, self.cluster, nbytes=self.nbytes, alpha=self.alpha).total_us
-            yield (lead, margin), took, program
-
-    def _planned(self, sends: PieceSends, release_us: Floats) -> tuple[NDArray[np.int64], Floats, Floats]:
-        """The order, starts and arrivals when every rank sends what has waited longest for its turn."""
-        program, cluster = sends.program, self.cluster
-        size = program.transfer_bytes(self.nbytes)
-        route_ptr = np.cumsum([0, *map(len, program.routes)])
-        start, arrive = _native.time_sends(
-            program.after_ptr,
-            program.after,
-            program.route,
-            route_ptr,
-            np.array([link for route in program.routes for link in route], np.int32),
-            size,
-            size * program.reduce * cluster.reduce_us_per_mb / 1e6,
-            cluster.link_alpha_us,
-            cluster.link_gb_per_s * 1e3,
-            np.arange(program.num_transfers),
-            np.broadcast_to(release_us, size.shape).astype(np.float64),
-            self.alpha == "blocking",
-        )
-        return np.lexsort((np.arange(len(start)), start)), start, arrive
-
-
-def piece_sends(collective: Collective, cluster: Cluster, pairs: list[TreePair], pieces: int) -> PieceSends:
+def piece_sends(
+    collective: Collective, cluster: Cluster, pairs: list[TreePair], pieces: int, nbytes: float = 0.0
+) -> PieceSends:
     """Share equal pieces among pairs of trees by their rates, and list what becomes of each piece.
 
     Args:
@@ -175,14 +92,13 @@ def piece_sends(collective: Collective, cluster: Cluster, pairs: list[TreePair],
         cluster: The cluster.
         pairs: The pairs of trees.
         pieces: The number of pieces, at least one for each pair.
+        nbytes: The size of the tensor in bytes, for the time between two pieces.
 
     Returns:
         The sends in the order in which pieces take turns.
     """
     rate = np.array([pair.gb_per_s for pair in pairs]) if len(pairs) > 1 else np.ones(1)
-    share = rate / rate.sum() * pieces
-    count = np.floor(share).astype(np.int64)
-    count[np.argsort(count - share, kind="stable")[: pieces - int(count.sum())]] += 1
+    count = share_pieces(rate, pieces)
     which = np.repeat(np.arange(len(pairs)), count)
     turn = np.concatenate([(np.arange(c) + 0.5) / c for c in count.tolist() if c])
     which = which[np.lexsort((which, turn))]
@@ -191,6 +107,7 @@ def piece_sends(collective: Collective, cluster: Cluster, pairs: list[TreePair],
     rows = np.concatenate([tables[k] for k in which.tolist()])
     lengths = np.array([len(tables[k]) for k in which.tolist()])
     piece = np.repeat(np.arange(pieces), lengths)
+    total = sum(pair.gb_per_s for pair in pairs)
     return PieceSends(
         program=Program.from_steps(
             f"tree_pairs({len(pairs)},pieces={pieces})",
@@ -205,6 +122,8 @@ def piece_sends(collective: Collective, cluster: Cluster, pairs: list[TreePair],
             routes_digest=cluster.digest,
         ),
         piece=piece,
+        gathers=rows[:, 2].astype(np.bool_),
+        piece_us=nbytes / total / 1e3 / pieces if total else 0.0,
     )
 
 
@@ -224,27 +143,3 @@ def _rows_of(pair: TreePair, routes: dict[tuple[int, ...], int]) -> NDArray[np.i
     for rank in sorted(ranks, key=lambda rank: depth(pair.spread, rank)):
         rows.append((pair.spread[rank], rank, 0, routes.setdefault(pair.spread_route[rank], len(routes))))
     return np.array(rows, np.int64)
-
-
-def reordered(program: Program, order: NDArray[np.int64]) -> Program:
-    """The same sends in another order, with the dependencies that this order needs.
-
-    Args:
-        program: A program whose transfers move one chunk each.
-        order: The transfers, none before one that it waits for.
-
-    Returns:
-        The program in that order.
-    """
-    return Program.from_steps(
-        program.name,
-        program.collective,
-        src=program.src[order],
-        dst=program.dst[order],
-        chunk=program.chunk[order],
-        step=np.arange(len(order)),
-        reduce=program.reduce[order],
-        route=program.route[order],
-        routes=program.routes,
-        routes_digest=program.routes_digest,
-    )

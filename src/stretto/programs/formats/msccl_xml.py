@@ -30,7 +30,7 @@ from .msccl_rules import (
     PROTOCOLS,
 )
 from .msccl_xml_read import loads
-from .named import NamedCollective, name_of
+from .named import NamedCollective, name_of, refuse_helpers
 from .sizes import size_range
 
 __all__ = ["DIALECTS", "dumps", "loads"]
@@ -126,6 +126,7 @@ def _attributes(values: dict[str, object]) -> str:
 
 def _spelling(c: Collective, dialect: str) -> str:
     """The collective's name in the file; the old dialect calls a collective without a name `custom`."""
+    refuse_helpers(c, "MSCCL")
     named = name_of(replace(c, ranks=tuple(range(c.num_ranks))))
     names = NEW_NAMES if dialect == "new" else OLD_NAMES
     if named is not None:

@@ -24,7 +24,7 @@ from ...errors import InvalidInput, unknown
 from .. import lowered as lo
 from ..lowered import Lowered
 from .mscclpp_streams import BufferSpan, Connection, MscclppStreams, PlanInstruction
-from .named import name_of
+from .named import name_of, refuse_helpers
 from .sizes import size_range
 
 NAMES = {
@@ -131,6 +131,7 @@ def _plan_name(lowered: Lowered, plan: dict[str, Any]) -> str:
 
 def _check_collective(collective: Collective) -> str:
     c = collective
+    refuse_helpers(c, "MSCCL++")
     if c.kind not in NAMES:
         raise unknown("collective for MSCCL++", c.kind, NAMES)
     if np.ptp(c.chunk_share) > 1e-12:

@@ -38,6 +38,7 @@ class NamedCollective:
     in_place: bool = False
     pairs: tuple[tuple[int, int], ...] = ()
     counts: tuple[tuple[float, ...], ...] = ()
+    helpers: tuple[int, ...] = ()
 
     def build(self, entries: int = MAX_ENTRIES) -> Collective:
         """Build the collective, unless it has more than `entries` buffer positions, which is checked beforehand."""
@@ -60,12 +61,13 @@ class NamedCollective:
             options["pairs"] = self.pairs
         if self.kind == "all_to_all_v":
             options["counts"] = self.counts
-        return COLLECTIVES[self.kind](self.ranks, **options)
+        built = COLLECTIVES[self.kind](self.ranks, **options)
+        return built.with_helpers(self.helpers) if self.helpers else built
 
 
 def name_of(collective: Collective) -> NamedCollective | None:
     """The arguments from which the library makes exactly this collective, or None if there are none."""
-    c = collective
+    c = collective.without_helpers()
     if c.kind not in COLLECTIVES:
         return None
     first = c.num_chunks // c.chunks
@@ -89,11 +91,22 @@ def name_of(collective: Collective) -> NamedCollective | None:
         in_place=c.in_place,
         pairs=tuple(pairs),
         counts=tuple(map(tuple, counts)),
+        helpers=collective.ranks[c.num_ranks :],
     )
     try:
-        return named if named.build() == c else None
+        return named if named.build() == collective else None
     except StrettoError:
         return None
+
+
+def refuse_helpers(collective: Collective, runtime: str) -> None:
+    """Refuse a program with helpers for a runtime in which every rank has the buffers of the collective."""
+    if collective.helpers:
+        devices = ", ".join(map(str, collective.ranks[-collective.helpers :][:8]))
+        raise InvalidInput(
+            f"helpers: devices {devices}{', ...' * (collective.helpers > 8)} are outside the group, and {runtime} has "
+            "no ranks without buffers; write a .txt file, or search with helpers 'none'"
+        )
 
 
 def _holders(c: Collective, ptr: np.ndarray[Any, Any], chunk: np.ndarray[Any, Any]) -> dict[int, int]:

@@ -37,7 +37,7 @@ from .named import NamedCollective, name_of
 HEADER = "stretto-program"
 VERSION = 1
 
-_OPTIONS = ("ranks", "devices", "chunks", "num_chunks", "root", "in-place", "pairs", "counts")
+_OPTIONS = ("ranks", "devices", "chunks", "num_chunks", "root", "in-place", "pairs", "counts", "helpers")
 _TRANSFER = re.compile(
     r"(?P<t>\d{1,9}): (?P<src>\d{1,9})>(?P<dst>\d{1,9}) (?P<add>\+?)(?P<chunks>c[c\d,-]*)"
     r"(?: after (?P<after>[\d,-]+))?(?: gate (?P<gate>[\d,-]+))?(?: lane (?P<lane>\d{1,5}))?"
@@ -171,6 +171,7 @@ class _Reader(LineReader):
                 in_place="in-place" in options,
                 pairs=tuple(self.pair(pair) for pair in options.get("pairs", "").split(",") if pair),
                 counts=tuple(self.numbers(row) for row in options.get("counts", "").split(";") if row),
+                helpers=tuple(self.integers(options.get("helpers", ""), MAX_INT)),
             )
             build = partial(named.build, self.most)
         try:
@@ -202,7 +203,7 @@ class _Reader(LineReader):
                     extra += [self.whole(tag) if tag else default] * len(more)
                 ptr.append(len(chunks))
             tables[side] = ptr, chunks, extra
-        return partial(
+        collective = partial(
             Collective,
             kind=self.unquote(kind + '"' if words.startswith('"') else kind),
             ranks=ranks,
@@ -220,6 +221,8 @@ class _Reader(LineReader):
             in_place="in-place" in options,
             root=self.integer(options, "root", -1),
         )
+        helpers = tuple(self.integers(options.get("helpers", ""), MAX_INT))
+        return (lambda: collective().with_helpers(helpers)) if helpers else collective
 
     def row(self, word: str, number: int) -> str:
         head, _, rest = self.keyword(word).partition(":")
@@ -273,11 +276,13 @@ class _Reader(LineReader):
         return values
 
 
-def _collective_lines(c: Collective) -> list[str]:
+def _collective_lines(collective: Collective) -> list[str]:
+    c = collective.without_helpers()
     counted = c.ranks == tuple(range(c.num_ranks))
     ranks = f"ranks {c.num_ranks}" if counted else f"devices {ranges(c.ranks)}"
     named = name_of(c)
-    tail = (f" root {c.root}" if c.root >= 0 else "") + (" in-place" if c.in_place else "")
+    tail = f" helpers {ranges(collective.ranks[c.num_ranks :])}" if collective.helpers else ""
+    tail += (f" root {c.root}" if c.root >= 0 else "") + (" in-place" if c.in_place else "")
     if named is not None:
         if named.pairs:
             tail += " pairs " + ",".join(f"{a}>{b}" for a, b in named.pairs)

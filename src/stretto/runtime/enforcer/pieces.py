@@ -183,6 +183,10 @@ def _given(part: RankMotif, leaf: Motif, *, in_place: bool) -> Program | None:
     if part.program is None or (leaf.kind == "AA" and not leaf.whole):
         return None
     c = part.program.collective
+    if c.helpers:
+        raise PlanMismatch(
+            f"{part.program.name}: needs {c.helpers} helpers outside the group, which take no part in its calls"
+        )
     root = leaf.ranks.index(leaf.root) if leaf.kind in ROOTED else None
     fits = c.kind == leaf.collective_kind and c.num_ranks == len(leaf.ranks) and (root is None or c.root == root)
     return part.program if fits and (in_place or not c.in_place) else None

@@ -256,7 +256,9 @@ class Executor:
         group = tuple(range(self.world_size)) if ranks is None else tuple(int(r) for r in ranks)
         size = lowered.collective.num_ranks
         if len(group) != size or len(set(group)) != size:
-            raise InvalidInput(f"ranks: {lowered.name} is for {size} ranks, not {len(set(group))}")
+            helpers = lowered.collective.helpers
+            among = f", {helpers} of them helpers outside its group, which must take part" if helpers else ""
+            raise InvalidInput(f"ranks: {lowered.name} is for {size} ranks{among}, not {len(set(group))}")
         if any(not 0 <= r < self.world_size for r in group) or self.rank not in group:
             raise InvalidInput(f"ranks: must be of 0..{self.world_size - 1} with {self.rank} among them, not {group}")
         if not 0 <= communicator < self._native.max_communicators:

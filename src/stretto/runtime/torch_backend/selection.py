@@ -170,7 +170,10 @@ class Selector:
                 rejected.append((path.name, "is an MSCCL++ plan, which is for GPUs"))
                 continue
             made_for = program.collective
-            if made_for.num_ranks != len(self.devices):
+            if made_for.helpers:
+                needs = f"needs {made_for.helpers} helpers outside the group, which take no part in its calls"
+                rejected.append((program.name, needs))
+            elif made_for.num_ranks != len(self.devices):
                 rejected.append((program.name, f"is for {made_for.num_ranks} ranks, not {len(self.devices)}"))
             elif kind in ROOTED and made_for.root != root:
                 rejected.append((program.name, f"is for root {made_for.root}, not {root}"))
