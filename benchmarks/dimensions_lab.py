@@ -42,8 +42,8 @@ def memory_and_network() -> tuple[Lab, st.Cluster, Networks]:
 
 
 def two_uplinks() -> tuple[Lab, st.Cluster, Networks]:
-    lab = Lab(hosts=4, ranks_per_host=1, uplinks={"rdma": "20mbit", "eth": "10mbit"})
-    dims = [st.Dimension(kind="switch", size=2, gb_per_s=rate, alpha_us=10.0) for rate in (0.0025, 0.00125)]
+    lab = Lab(hosts=4, ranks_per_host=1, uplinks={"rdma": "20mbit", "eth": "20mbit"})
+    dims = [st.Dimension(kind="switch", size=2, gb_per_s=0.0025, alpha_us=10.0) for _ in range(2)]
     between = {0b01: "rdma", 0b10: "eth"}
     networks = {(a, b): between[a ^ b] for a in range(4) for b in range(4) if a ^ b in between}
     return lab, _without_headers(regular("2x2", dims)), networks
