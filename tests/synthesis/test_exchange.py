@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import stretto as st
 from stretto.cluster.model import Link, Node
 from stretto.errors import Infeasible
 from stretto.programs.interpret import check
-from stretto.synthesis.exchange import hop_us, join, synthesize
+from stretto.synthesis.exchange import hop_us, join, rail_programs, synthesize
 
 
 def network(seed: int) -> st.Cluster:
@@ -54,6 +55,19 @@ def test_rows_and_columns_take_one_diameter(name: str) -> None:
     program = synthesize(collective, torus, nbytes=1e-3, budget_s=0.5)
     bound = st.lower_bound(collective, torus, 1e-3)
     assert st.simulate(program, torus, nbytes=1e-3).total_us == pytest.approx(bound.latency_us, rel=1e-3)
+
+
+@pytest.mark.parametrize("pair_of_hosts", ["dgx_h100:2", "ndv2:2"])
+def test_two_hosts_exchange_shares_of_their_sums_in_one_hop_between_them(pair_of_hosts: str) -> None:
+    cluster = st.Cluster.load(pair_of_hosts)
+    collective = st.AllReduce(cluster.num_devices)
+    hop = hop_us(cluster, collective.ranks, 1e6)
+    times = []
+    for program in islice(rail_programs(collective, hop, cluster.node_host[: cluster.num_devices]), 3):
+        program.verify()
+        times.append(st.simulate(program, cluster, nbytes=1e6).total_us)
+    assert times == sorted(times, reverse=True)
+    check(program.lower(), fifo_depth=1, op="sum", seed=0)
 
 
 def test_a_line_meets_in_the_middle() -> None:

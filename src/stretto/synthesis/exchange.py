@@ -25,6 +25,7 @@ from ..programs import Program
 from ..simulator import simulate
 
 PIECES = (1, 2, 4)
+RAIL_PIECES = (1, 2, 4, 8, 16, 32, 64)
 NOISE = 0.3
 """How much random searches blur the times at which groups would be done."""
 MAX_SEARCHES = 64
@@ -80,6 +81,12 @@ def synthesize(
     hop = hop_us(cluster, collective.ranks, nbytes)
     host = cluster.node_host[list(collective.ranks)]
     best: tuple[float, Program] | None = None
+    for program in rail_programs(collective, hop, host):
+        took = simulate(program, cluster, nbytes=nbytes, alpha=alpha).total_us
+        if best is None or took < best[0]:
+            best = took, program
+        elif took > 2 * best[0] or time.monotonic() - began > budget_s:
+            break
     for name, joins in _ways(hop, host, np.random.default_rng(seed)):
         if progress is not None:
             progress(name, min(1.0, (time.monotonic() - began) / budget_s))
@@ -234,6 +241,56 @@ def _soonest(groups: Sequence[Group], hop: Floats, have: Floats, blur: Floats) -
         have[list(made.ranks)] = made.done_us[list(made.ranks)]
         now = [group for group in now if group not in pair] + [made.ranks]
     return found
+
+
+def rail_programs(collective: Collective, hop: Floats, host: NDArray[np.int32]) -> Iterator[Program]:
+    """Every rank adds up a share of its host's sum, exchanges it with its likes on other hosts, and spreads the result.
+
+    A share passes one hop between hosts instead of two (to a root and back), which two hosts can well afford.
+
+    Args:
+        collective: The all-reduce.
+        hop: What a message from rank to rank takes.
+        host: The host of each rank.
+
+    Yields:
+        Programs of ever finer pieces; none where hosts differ in size or their ranks do not reach each other.
+    """
+    hosts, count = np.unique(host, return_counts=True)
+    if len(hosts) < 2 or count.min() != count.max() or count[0] < 2 or host.min() < 0:
+        return
+    grid = np.stack([np.flatnonzero(host == h) for h in hosts])
+    size = grid.shape[1]
+    # All ranks of a host must reach each other by single messages; a rank's hop to itself is infinite.
+    if np.isfinite(hop[grid[:, :, None], grid[:, None, :]]).sum() < grid.size * (size - 1):
+        return
+    between = [join([(rank,) for rank in column], np.zeros(len(hop)), hop) for column in grid.T.tolist()]
+    if any(made is None for made in between):
+        return
+    for pieces in RAIL_PIECES:
+        rows: list[tuple[int, int, int, int, int]] = []
+        for chunk in range(0, size * pieces, size):
+            # Stage after stage: a connection keeps the order of its messages, and nothing may queue behind a result.
+            step = chunk // size
+            # In turns, so that no two ranks of a host send to the same one at the same moment.
+            inside = [(int(row[(at + turn) % size]), int(row[at]), chunk + at)
+                      for turn in range(1, size) for at in range(size) for row in grid]  # fmt: skip
+            rows += [(src, dst, 1, step, to) for src, dst, to in inside]
+            for at, made in enumerate(between):
+                assert made is not None
+                rows += [(src, dst, 1, step + pieces, chunk + at) for src, dst in made.adds]
+                rows += [(src, dst, 0, step + 2 * pieces, chunk + at) for src, dst in made.copies]
+            rows += [(src, dst, 0, step + 3 * pieces, of) for dst, src, of in inside]
+        table = np.array(rows, np.int64)
+        yield Program.from_steps(
+            f"exchange(rails,pieces={pieces})",
+            AllReduce(collective.ranks, chunks=size * pieces, in_place=collective.in_place),
+            src=table[:, 0],
+            dst=table[:, 1],
+            chunk=table[:, 4],
+            step=table[:, 3],
+            reduce=table[:, 2].astype(np.bool_),
+        )
 
 
 def _program(name: str, collective: Collective, joins: Sequence[Joining], pieces: int) -> Program:
