@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TESTED_IN = {
+    "advise_traces": "tests/examples/test_examples.py",
     "capture_dlrm": "tests/jobs/capture_examples_job.py",
     "capture_gpt": "tests/jobs/capture_examples_job.py",
     "compare_algorithms": "tests/examples/test_examples.py",
     "own_algorithm": "tests/examples/test_examples.py",
     "own_carrier": "tests/jobs/enforcer_carrier_job.py",
+    "plan_step": "tests/examples/test_examples.py",
     "sync_weights": "tests/examples/test_examples_jobs.py",
     "topology_to_file": "tests/examples/test_examples.py",
     "train_ddp": "tests/jobs/backend_examples_job.py",
@@ -57,6 +60,19 @@ def test_algorithms_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert all(float(line.split()[-3].removesuffix("x")) >= 1 for line in lines), "no time is below the bound"
+
+
+def test_advice_on_traces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    traces = [str(ROOT / "tests" / "workload" / "data" / f"gpu_nccl.{rank}.json") for rank in range(4)]
+    run(monkeypatch, "advise_traces", *traces, "gpus: 4 x a100", "--steps", "10")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "waits for communication: 17.7% of 0.6 ms" and "a plan for every collective" in "".join(said)
+
+
+def test_a_step_by_hand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(monkeypatch, "plan_step", "--steps", "50", "--output", str(tmp_path / "plan.json"))
+    plain, plan, bound = (float(text) for text in re.findall(r"[0-9]+", capsys.readouterr().out))
+    assert bound <= plan <= plain and (tmp_path / "plan.json").exists()
 
 
 def test_a_topology_becomes_a_file(

@@ -114,13 +114,14 @@ def test_both_timelines_hold_every_motif_inside_the_iteration(page: Page, found:
     bars, layout = figures(page)[0]
     axes = {"y": "p3", "y2": SYSTEM}
     drawn: dict[str, float] = dict.fromkeys(axes.values(), 0.0)
+    idle = dict(drawn)
     for group in bars:
         schedule = found.schedules[axes[group["yaxis"]]]
         assert group["x"]
         for base, length in zip(group["base"], group["x"], strict=True):
             assert base >= 0
             assert (base + length) * 1e3 <= schedule.period_us * (1 + 1e-9)
-            drawn[axes[group["yaxis"]]] += length * 1e3
+            (idle if group["name"] == "no compute" else drawn)[axes[group["yaxis"]]] += length * 1e3
         assert "<script" not in group["name"]
         assert all("<script" not in text for text in group["hovertext"])
     for name in axes.values():
@@ -128,9 +129,10 @@ def test_both_timelines_hold_every_motif_inside_the_iteration(page: Page, found:
         options = [found.problem.options[op.name][k] for op, k in zip(STEP.comm_ops, schedule.choice, strict=True)]
         held = sum(task.duration_us * len(task.channels) for option in options for task in option.tasks)
         assert drawn[name] == pytest.approx(held + 50.0, rel=1e-6)
+        assert idle[name] == pytest.approx(float(schedule.compute_idle.sum()) * schedule.period_us, rel=0.02)
     assert layout["height"] < 900
     legend = [unescape(group["name"]) for group in bars if group["showlegend"]]
-    assert len(set(legend)) == len(legend) == 3
+    assert len(set(legend)) == len(legend) == 4
 
 
 def many(num_comm: int, seed: int = 2) -> PlanResult:
@@ -146,7 +148,7 @@ def test_many_comm_ops_are_coloured_by_kind_and_their_table_scrolls(tmp_path: Pa
     text = (tmp_path / "p.html").read_text()
     bars, layout = figures(Page(text))[0]
     legend = {group["name"] for group in bars if group["showlegend"]}
-    assert legend == {"compute", "all_reduce", "all_to_all"}
+    assert legend == {"compute", "no compute", "all_reduce", "all_to_all"}
     assert any("rank 0 " in name for name in layout["yaxis"]["categoryarray"])
     assert "overflow-y:auto" in text
 

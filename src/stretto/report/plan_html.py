@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _COMPUTE = {"forward": "#c9c9c9", "backward": "#9d9d9d", "optimizer": "#dddddd", "data": "#e8e0d0"}
 _OTHER = "#bbbbbb"
+_IDLE = "no compute"
 _MAX_PLACES = 4
 _MAX_BARS = 6000
 _MAX_ROWS = 24
@@ -55,10 +56,12 @@ def write_plan_html(path: str | Path, found: PlanResult, *, against: str = "fifo
         InvalidInput: the file cannot be written.
     """
     plan = found.plan
+    shown = {against: found.schedules[against], "plan": found.schedules[SYSTEM]}
     sections = [
-        Section(heading="What the plan brings", note=_headline(found, against), body=_systems(found)),
-        _timelines(found.problem, {against: found.schedules[against], "plan": found.schedules[SYSTEM]}),
-        Section(heading="Decisions", note="In the order of their first motifs.", body=_decisions(found)),
+        Section(heading="What the plan brings", note=_headline(found, against)),
+        _timelines(found.problem, shown, plan.bound_us),
+        Section(heading="All systems", note="Over the same options and costs.", body=_systems(found)),
+        Section(heading="Decisions", note="By what each comm-op saves alone, the most first.", body=_decisions(found)),
         Section(
             heading="The search",
             note=f"{found.search.evaluations:,} schedules evaluated, {found.search.evaluations_per_s:,.0f} per second; "
@@ -111,19 +114,25 @@ def _systems(found: PlanResult) -> str:
 
 
 def _decisions(found: PlanResult) -> str:
+    chosen = dict(zip((op.name for op in found.problem.workload.comm_ops), found.schedules[SYSTEM].choice, strict=True))
+    saved = {
+        name: options[0].total_us - options[chosen[name]].total_us for name, options in found.problem.options.items()
+    }
     rows = [
         (
             op.op,
             op.kind,
             format_bytes(op.nbytes),
+            format_us(saved[op.op]) if saved[op.op] > 0 else "",
             str(len(op.motifs)),
             ", ".join(f"{shift:+d}" for shift in sorted({motif.ahead for motif in op.motifs} - {0})),
             op.option,
             op.reason,
         )
-        for op in found.plan.by_turn
+        for op in sorted(found.plan.by_turn, key=lambda op: -saved[op.op])
     ]
-    return _table(("comm-op", "kind", "bytes", "motifs", "ahead", "how", "why"), rows, text={1, 5, 6})
+    head = ("comm-op", "kind", "bytes", "saves alone", "motifs", "ahead", "how", "why")
+    return _table(head, rows, text={1, 6, 7})
 
 
 def _table(
@@ -147,10 +156,26 @@ def _notes(found: PlanResult) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _timelines(problem: PlanProblem, schedules: Mapping[str, StepSchedule]) -> Section:
+def _idle_bars(bars: Sequence[_Bar], period_us: float) -> list[_Bar]:
+    """The times in which no stream of a place computes, on the track of its first stream."""
+    found = []
+    for place in sorted({bar.track[0] for bar in bars}):
+        work = sorted((bar for bar in bars if bar.track[:2] == (place, 0)), key=lambda bar: bar.start_us)
+        at = 0.0
+        for start, end in [*((bar.start_us, bar.end_us) for bar in work), (period_us, period_us)] if work else ():
+            if start - at > _EDGED * period_us:
+                text = f"no compute: {format_us(start - at)} from {format_us(at)}"
+                track = min(bar.track for bar in work)
+                found.append(_Bar(track=track, group=_IDLE, start_us=at, end_us=start, text=text))
+            at = max(at, end)
+    return found
+
+
+def _timelines(problem: PlanProblem, schedules: Mapping[str, StepSchedule], bound_us: float) -> Section:
     from plotly.subplots import make_subplots
 
     bars = {name: _bars(problem, schedule) for name, schedule in schedules.items()}
+    bars = {name: [*some, *_idle_bars(some, schedules[name].period_us)] for name, some in bars.items()}
     tracks = sorted({bar.track for some in bars.values() for bar in some})
     several = len({place for place, _, _ in tracks}) > 1
     label = {
@@ -163,7 +188,7 @@ def _timelines(problem: PlanProblem, schedules: Mapping[str, StepSchedule]) -> S
         rows=len(schedules), cols=1, shared_xaxes=True, vertical_spacing=gap / (height - top - bottom),
         subplot_titles=[f"{escape(name)}: {format_us(one.period_us)}" for name, one in schedules.items()],
     )  # fmt: skip
-    tint = _tints(problem)
+    tint = _tints(problem) | {_IDLE: "#f4c7c3"}
     shown: set[str] = set()
     for row, (name, schedule) in enumerate(schedules.items(), 1):
         groups: dict[str, list[_Bar]] = {}
@@ -180,6 +205,11 @@ def _timelines(problem: PlanProblem, schedules: Mapping[str, StepSchedule]) -> S
             )  # fmt: skip
             shown.add(group)
         figure.add_vline(x=schedule.period_us / _US_PER_MS, line={"color": PALETTE[3], "dash": "dot"}, row=row, col=1)
+    if bound_us > 0:
+        figure.add_vline(
+            x=bound_us / _US_PER_MS, line={"color": BOUND, "dash": "dash"}, row=len(schedules), col=1,
+            annotation_text=f"bound {format_us(bound_us)}", annotation_position="bottom left",
+        )  # fmt: skip
     figure.update_yaxes(categoryorder="array", categoryarray=[label[t] for t in tracks][::-1], automargin=True)
     figure.update_xaxes(range=[0, max(s.period_us for s in schedules.values()) * 1.02 / _US_PER_MS], gridcolor="#eee")
     figure.update_xaxes(title_text="ms", row=len(schedules), col=1)
@@ -188,7 +218,8 @@ def _timelines(problem: PlanProblem, schedules: Mapping[str, StepSchedule]) -> S
     figure.update_layout(barmode="overlay", bargap=0.15, height=height, **look() | {"margin": margin}, legend=legend)
     before = next(iter(schedules))
     note = (
-        "Steady state, on the same clock; an iteration begins with its first compute-op. Grey is compute, colours are "
+        "Steady state, on the same clock; an iteration begins with its first compute-op. Grey is compute, rose where "
+        "nothing computes, the dashed line is the lower bound; colours are "
         f"{'kinds of ' if tint.keys().isdisjoint(op.name for op in problem.workload.comm_ops) else ''}comm-ops on the "
         "channels they hold. Drag to zoom, double-click to see all again; click a name to hide it."
     )
