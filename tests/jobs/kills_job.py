@@ -45,7 +45,7 @@ from stretto.control.agent import Agent, Exchange, exchange_over
 from stretto.control.controller import Controller
 from stretto.control.messages import RankState, Reply, decode_captured, encode_plan
 from stretto.control.transport import ControllerConnection
-from stretto.control.worker import Planning, PlanReply, PlanRequest
+from stretto.control.worker import TOOK_TOO_LONG, Planning, PlanReply, PlanRequest
 from stretto.runtime.enforcer.enforcer import Enforcer
 from stretto.runtime.torch_backend import meeting as backend_meet
 
@@ -108,7 +108,8 @@ class Replaced:
 
     def poll(self) -> PlanReply | None:
         found = self._planning.poll()
-        assert found is None or not found.error, found.error
+        # On a busy machine a planner at the lowest priority may be given up; which plan it finds does not matter here.
+        assert found is None or found.error in ("", TOOK_TOO_LONG), found.error
         return None if found is None else self._answer
 
 

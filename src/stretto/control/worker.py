@@ -32,6 +32,7 @@ PARENT_S = 0.5
 """Between two looks whether the controller still lives."""
 SPARE_S = 120.0
 """How long beyond its budget a planner may take before it is given up."""
+TOOK_TOO_LONG = "the planner took too long"
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +122,7 @@ class Worker:
             return None
         if code is None:
             self.cancel()
-            return PlanReply(error="the planner took too long")
+            return PlanReply(error=TOOK_TOO_LONG)
         path = Path(self._folder.name) / "answer"
         if code == 0 and path.is_file() and path.stat().st_size <= MAX_MESSAGE_BYTES:
             found = msgspec.msgpack.decode(path.read_bytes(), type=typed(PlanReply))
