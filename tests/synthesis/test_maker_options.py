@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,19 @@ import stretto as st
 from stretto.cli import run
 from stretto.collectives import COLLECTIVES
 from stretto.errors import Infeasible, InvalidInput
+from stretto.programs.formats import save_program
 from stretto.synthesis import synthesize
 from stretto.synthesis.makers import LIBRARY, makers
 from stretto.synthesis.sketch import Sketch
 
 SHARED = {"nbytes", "budget_s", "seed", "progress", "alpha"}
-READS = {"symmetric": {"contention"}, "flow": {"contention"}, "steiner": {"helpers"}, "three_stage": {"sketch"}}
+READS = {
+    "symmetric": {"contention"},
+    "flow": {"contention"},
+    "repair": {"helpers", "base"},
+    "steiner": {"helpers"},
+    "three_stage": {"sketch"},
+}
 """What a maker takes of the problem beside what all of them take."""
 MAKERS = {name: maker for name, maker in makers().items() if name != LIBRARY}
 SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
@@ -31,6 +39,7 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
         "max_k": ("2", 2), "max_height": ("3", 3), "max_transfers": ("500", 500), "multicast": ("false", False),
     },
     "greedy": {"pieces": ("8", [8]), "symmetric": ("true", True)},
+    "repair": {"max_transfers": ("500", 500)},
     "steiner": {"max_transfers": ("500", 500)},
     "tree_pairs": {"max_transfers": ("500", 500)},
     "three_stage": {"solver": ("highs", "highs"), "solutions": ("2", 2), "detour": ("0.25", 0.25)},
@@ -57,7 +66,7 @@ def test_what_a_maker_declares_is_what_its_function_takes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_maker_gets_its_options_and_no_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_maker_gets_its_options_and_no_others(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[dict[str, Any]] = []
 
     def record(collective: object, cluster: object, **given: Any) -> None:
@@ -65,6 +74,9 @@ def test_a_maker_gets_its_options_and_no_others(name: str, monkeypatch: pytest.M
         raise Infeasible("was only listened to")
 
     monkeypatch.setattr(f"stretto.synthesis.{name}.synthesize", record)
+    old = st.algorithm("ring", "all_gather", 4)
+    save_program(old, tmp_path / "old.txt")
+    begin = ["--from", str(tmp_path / "old.txt")] if name == "repair" else []
     kind, ring = KINDS.get(name, "all_gather"), CLUSTERS.get(name, "ring:4")
     for text_or_value in (0, 1):
         given = {key: sample[text_or_value] for key, sample in SAMPLES[name].items()}
@@ -72,12 +84,13 @@ def test_a_maker_gets_its_options_and_no_others(name: str, monkeypatch: pytest.M
             settings = [part for key, text in given.items() for part in ("--set", f"{name}.{key}={text}")]
             command = ["synth", kind, "-c", ring, "--ranks", "4", "--makers", name, "--no-cache", "--budget", "1"]
             physics = ["--contention", "fair", "--alpha", "blocking"]
-            assert run([*command, *settings, *physics, "--helpers", "all"]) == 2
+            assert run([*command, *settings, *physics, "--helpers", "all", *begin]) == 2
         else:
             with pytest.raises(Infeasible, match="was only listened to"):
                 synthesize(
                     COLLECTIVES[kind](4), st.Cluster.load(ring), 4e6, makers=[name], cache=False,
                     maker_options={name: given}, contention="fair", alpha="blocking", helpers="all",
+                    base=old if begin else None,
                 )  # fmt: skip
         call = calls[-1]
         assert set(call) == SHARED | READS.get(name, set()) | set(given)

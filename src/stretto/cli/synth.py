@@ -19,10 +19,13 @@ from ..algorithms import collective_kind
 from ..cluster import Cluster
 from ..collectives import COLLECTIVES, Collective
 from ..errors import InvalidInput, unknown
-from ..programs.formats import SUFFIXES
+from ..files import read_text
+from ..programs import Program
+from ..programs.formats import SUFFIXES, load_program
 from ..report.table import ResultTable
 from ..simulator import Runtime
 from ..synthesis import Candidate, Selection, Synthesis, select, synthesize
+from ..synthesis import certificate as certificates
 from ..synthesis.certificate import certificate_path
 from ..synthesis.helpers import in_words
 from ..synthesis.sketch import Sketch
@@ -103,6 +106,15 @@ HelpersOption = Annotated[
         "Default: none, or where the group is apart without them those on its hosts.",
     ),
 ]
+FromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="The .txt program of the cluster before links failed or became slower, with its certificate beside it: "
+        "search from there, in a tenth of --budget.",
+    ),
+]
 LowerOption = Annotated[
     bool,
     typer.Option(
@@ -131,6 +143,7 @@ def synth(
     multicast: MulticastOption = None,
     ranks: RanksOption = None,
     helpers: HelpersOption = None,
+    base: FromOption = None,
     chunks: Annotated[int | None, typer.Option(help="Chunks per shard to begin with; makers may cut finer.")] = None,
     root: RootOption = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Input and output share memory.")] = False,
@@ -174,6 +187,7 @@ def synth(
       stretto synth allgather -c dgx_a100 --makers forest --set forest.max_k=2
       stretto synth allgather -c topology.xml -b 16M -o ag.xml
       stretto synth allgather -c dgx2:2 --multicast -o ag.txt
+      stretto synth allgather -c broken.yaml -b 64M --from ag.txt -o repaired.txt
       stretto synth allreduce -c dgx_h200 -b 1M --runtime mscclpp:h200 -o ar.json
       stretto synth allgather -c dgx_h100:4 --ranks 0,8,16,24 --helpers host -o ag.txt
     """
@@ -189,6 +203,7 @@ def synth(
         "cache": cache, "makers": parse_names(makers), "maker_options": _maker_options(settings or []),
         "lower": streams or lower, "runtime": None if runtime is None else Runtime.load(runtime),
         "helpers": _helpers(helpers, machine),
+        "base": None if base is None else _base(base),
     }  # fmt: skip
     if len(sizes) > 1:
         _table(wanted, machine, sizes, options, target=target, suffix=suffix, html=html, rows=rows)
@@ -257,6 +272,18 @@ def _check_rows(rows: Path | None, target: Path | None, *, table: bool) -> None:
         raise InvalidInput(f"--json: {rows}: lies in the folder of --output, which has an index of its own")
     if not table and rows.resolve() == certificate_path(target).resolve():
         raise InvalidInput(f"--json: {rows}: is also the certificate of --output, and would replace it")
+
+
+def _base(path: Path) -> Synthesis | Program:
+    """The program of an earlier search, with its certificate where that stands beside it."""
+    program = load_program(path)
+    if not isinstance(program, Program):
+        raise InvalidInput(f"--from {path}: must be a program in the text form (.txt)")
+    beside = certificate_path(path)
+    if not beside.exists():
+        return program
+    certificate, candidates = certificates.loads(read_text(beside), where=str(beside))
+    return Synthesis(program=program, certificate=certificate, candidates=candidates)
 
 
 def _helpers(text: str | None, cluster: Cluster) -> str | tuple[int, ...] | None:

@@ -16,7 +16,7 @@ from ..collectives import COLLECTIVES, ROOTED
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..files import convert
 from ..programs import Program, SymmetricProgram
-from . import compose, exact, exchange, flow, forest, greedy, steiner, symmetric, three_stage, tree_pairs
+from . import compose, exact, exchange, flow, forest, greedy, repair, steiner, symmetric, three_stage, tree_pairs
 from .explorer import sketch_variants
 from .maker import Maker, MakerRequest, SearchMaker, one_variant
 from .problem import MakerTask, Progress, SynthesisProblem
@@ -191,6 +191,19 @@ def _steiner(request: MakerRequest) -> Program:
     return steiner.synthesize(request.collective, request.cluster, helpers=helpers, **request.shared, **request.options)
 
 
+def _repair(request: MakerRequest) -> Program:
+    helpers, base = request.problem.helpers, request.problem.base
+    assert base is not None, "there is a task only where there is a base"
+    given: dict[str, Any] = {**request.shared, **request.options}
+    return repair.synthesize(request.collective, request.cluster, base=base, helpers=helpers, **given)
+
+
+def _with_base(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
+    if problem.base is None:
+        raise Infeasible("is for searches from a program of the cluster as it was (option base)")
+    return one_variant(problem)
+
+
 def _with_helpers(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
     if not problem.helpers:
         raise Infeasible("is for groups that devices outside them may help (option helpers)")
@@ -262,6 +275,17 @@ register_maker(
         weight=6.0,
         max_ranks=256,
         variants=_with_helpers,
+        options={"max_transfers": Count},
+    )
+)
+register_maker(
+    SearchMaker(
+        name="repair",
+        make=_repair,
+        collectives=_EVERYTHING,
+        weight=6.0,
+        max_ranks=256,
+        variants=_with_base,
         options={"max_transfers": Count},
     )
 )

@@ -61,7 +61,14 @@ class PieceSearch:
         """The fastest program of each number of pieces."""
 
     def climb(
-        self, sends: Callable[[int], PieceSends], *, first: int, few: int, most: float, together: int = 1
+        self,
+        sends: Callable[[int], PieceSends],
+        *,
+        first: int,
+        few: int,
+        most: float,
+        together: int = 1,
+        enough_us: float = 0.0,
     ) -> None:
         """Cut ever finer, until the additional alphas cost more than pipelining saves.
 
@@ -71,6 +78,7 @@ class PieceSearch:
             few: The number from which on the pieces' shares follow the rates well.
             most: The most pieces.
             together: How many pieces have their turn at once.
+            enough_us: The time that is good enough to end the search.
         """
         pieces, idle, reached, ways = first, 0, np.inf, list(WAYS)
         while idle < 2 and (self.best is None or pieces <= most):
@@ -81,7 +89,7 @@ class PieceSearch:
                     self.best = took, program
                 if pieces not in self.finest or took < self.finest[pieces][0]:
                     self.finest[pieces] = took, program
-                if time.monotonic() > self.until:
+                if time.monotonic() > self.until or self.best[0] <= enough_us:
                     return
             # While a tree has few pieces, their shares are far from its rate, and the times say little.
             if pieces >= few:

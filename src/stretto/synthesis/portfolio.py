@@ -15,6 +15,7 @@ import numpy as np
 from ..cluster import Cluster
 from ..collectives import Collective
 from ..errors import Infeasible, InvalidInput, unknown
+from ..programs import Program
 from ..simulator import Runtime, lower_bound, simulate
 from ..simulator.network import ALPHA, CONTENTION
 from ..simulator.runtimes import runtime_of
@@ -27,10 +28,14 @@ from .certificate import Candidate, Certificate, ProvedProgram, Synthesis, versi
 from .helpers import duties, hint, resolve
 from .lowering import FORMATS, lowers_well, search_lowering
 from .makers import LIBRARY, SMALL, SYMMETRIC, MakerOptions, check_options, plan_tasks
+from .matching import same_task
 from .problem import MakerTask, Progress, SynthesisProblem
 from .sketch import Sketch
 
 MAX_JOBS = 256
+FROM_BASE = 0.1
+"""The share of the budget that a search takes that begins with an old program."""
+REPAIR = "repair"
 LOWERING = 0.3
 """The share of the budget that is kept for turning programs into instruction streams."""
 
@@ -49,6 +54,7 @@ def synthesize(
     backend: str = "processes",
     ray_address: str | None = None,
     helpers: str | Sequence[int] | None = None,
+    base: Synthesis | Program | None = None,
     cache: bool = True,
     makers: Sequence[str] | None = None,
     maker_options: MakerOptions | None = None,
@@ -77,6 +83,9 @@ def synthesize(
         helpers: The devices outside the group that may forward, copy and add: "none", "host" (those on the group's
             hosts), "all", or the devices. "auto", when not given, is nobody, or where the group's devices do not reach
             each other and those on their hosts join them, these. The program then names the helpers that it needs.
+        base: The result, or only the program, of the cluster as it was before links failed or became slower: its trees
+            are packed anew and its maker is asked again, and nobody else unless `makers` says so. The search then ends
+            after a tenth of `budget_s`; its helpers may help again; it is not cached.
         cache: Whether results are kept on disk and read from there (see `stretto.synthesis.cache`).
         makers: The makers or single tasks to ask, such as ``["forest", "library:ring"]``; all when not given.
         maker_options: Options for single makers, such as ``{"forest": {"max_k": 4}}``.
@@ -105,6 +114,9 @@ def synthesize(
     if prices is not None and not lower:
         lower = "mscclpp" if prices.name.startswith("mscclpp") else "msccl"
     problem = replace(problem, helpers=_allowed_helpers(problem, helpers, lower))
+    if base is not None:
+        problem, makers = _begun(problem, base, makers, helpers is None)
+        budget_s, cache = budget_s * FROM_BASE, False
     form = "msccl" if lower is True else lower or ""
     if form and form not in FORMATS:
         raise unknown("format to lower for", form, FORMATS)
@@ -126,6 +138,25 @@ def synthesize(
         made = ProvedProgram(maker=found.certificate.maker, program=found.program, time_us=found.time_us, seconds=0.0)
         found = replace(found, lowering=search_lowering([made], problem, budget_s=LOWERING * budget_s)[1])
     return replace(found, hosts=tuple(problem.cluster.hosts_of(found.program.collective.ranks).tolist()))
+
+
+def _begun(
+    problem: SynthesisProblem, base: Synthesis | Program, makers: Sequence[str] | None, keep_helpers: bool
+) -> tuple[SynthesisProblem, Sequence[str]]:
+    """The problem with the program to begin with, and the makers to ask."""
+    program = base.program if isinstance(base, Synthesis) else base
+    if not isinstance(program, Program):
+        raise InvalidInput(
+            "base: must be a Program, or a result that has one; a symmetric program becomes one by expand()"
+        )
+    c = program.collective
+    if keep_helpers and c.helpers and not problem.lower:
+        problem = replace(problem, helpers=resolve(problem.cluster, c.members, c.ranks[len(c.members) :]))
+    if not same_task(c.without_helpers(), problem.collective):
+        raise InvalidInput(f"base: does {c!r}, not {problem.collective!r}")
+    maker = base.certificate.maker if isinstance(base, Synthesis) else ""
+    asked = [REPAIR, *({maker if maker.startswith(LIBRARY) else maker.partition(":")[0]} - {"", REPAIR})]
+    return replace(problem, base=program), asked if makers is None else makers
 
 
 def _allowed_helpers(

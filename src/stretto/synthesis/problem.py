@@ -9,6 +9,7 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..collectives import Collective
+from ..programs import Program
 from ..simulator import Runtime
 from .sketch import Sketch
 
@@ -29,6 +30,8 @@ class SynthesisProblem:
     sketch: Sketch | None = None
     helpers: tuple[int, ...] = ()
     """The devices outside the group that may forward, copy and add for it."""
+    base: Program | None = None
+    """A program of the cluster as it was, to begin with."""
     lower: str = ""
     """The file format (``msccl``, ``mscclpp``) whose runtimes the program must fit; empty for none."""
     runtime: Runtime | None = None

@@ -11,7 +11,7 @@ columns cost is a rate that no trees exceed, as long as there are few enough end
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,6 +37,8 @@ LATE = 5e-4
 Floats = NDArray[np.float64]
 Hop = tuple[int, int, tuple[int, ...]]
 """A send from one rank to another over these links."""
+Pairs = tuple[tuple[int, int], ...]
+"""Sends from rank to rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,20 @@ class TreeFinder:
                     found[at] = ShardTree(shard=at, gather=up, spread=down)
         return [tree for tree in found if tree is not None and (tree.gather or tree.spread)]
 
+    def routed(self, trees: Iterable[tuple[int, Pairs, Pairs]], price: Floats) -> list[ShardTree]:
+        """Trees of given sends (of a shard: what is gathered, what is spread) over the cheapest routes at these prices.
+
+        Trees with a send that has no route are left out.
+        """
+        self._native.set_price(price, self._alpha_us)
+        self._ptr, self._links = self._native.hops()
+        found = []
+        for shard, *halves in trees:
+            gather, spread = (tuple((a, b, self._route(a, b)) for a, b in half) for half in halves)
+            if all(route for _, _, route in (*gather, *spread)):
+                found.append(ShardTree(shard=shard, gather=gather, spread=spread))
+        return found
+
     def _trees(
         self, ends: Sequence[int], roots: Sequence[int], inward: bool
     ) -> Iterator[tuple[float, tuple[Hop, ...]]]:
@@ -202,6 +218,7 @@ def pack_shards(
     devices: Sequence[int],
     shards: Sequence[Shard],
     *,
+    start: Sequence[ShardTree] = (),
     until: float = float("inf"),
     close: float = CLOSE,
 ) -> ShardPacking:
@@ -211,6 +228,7 @@ def pack_shards(
         cluster: The cluster.
         devices: The device of each rank, first those of the group, then those that may help.
         shards: The shards, of equal size.
+        start: Trees that are known to begin with.
         until: When to stop (`time.monotonic`), with the best packing found by then.
         close: The share of the best rate by which the packing may miss it.
 
@@ -227,6 +245,8 @@ def pack_shards(
     # Where trees cost the same, those with less latency: the alphas count far less than any difference in price.
     tie = (cluster.link_alpha_us / max(float(cluster.link_alpha_us.sum()), 1e-9) + 1 / len(rate)) * 1e-7 / rate.max()
     price = center = 1.0 / rate / len(rate)
+    for tree in start:
+        master.add(tree, tree.load(len(rate)))
     limit, at_dual = np.inf, False
     while True:
         trees = finder.cheapest(price + tie)
