@@ -193,14 +193,7 @@ def convert(
     lowering = _given(instances=instances, fifo_depth=fifo_depth)
     for_xml = _given(dialect=dialect, protocol=protocol)
     for_plan = _given(hosts=hosts, cluster=cluster, zero_copy=zero_copy)
-    if kind == "text":
-        _refuse(lowering | sizes | for_xml, "the text form knows nothing of it")
-    if kind != "mscclpp":
-        _refuse(for_plan, "only an MSCCL++ plan (.json) has it")
-    if isinstance(loaded, Lowered):
-        _refuse(lowering, "instruction streams cannot be lowered again")
-    if kind == "mscclpp":
-        _refuse(for_xml, "only MSCCL XML has it")
+    _refuse_options(kind, isinstance(loaded, Lowered), lowering, sizes, for_xml, for_plan)
     with progress("converting", 1) as advance:
         advance(target.name)
         places = _hosts(hosts, cluster, loaded.collective) if kind == "mscclpp" else None
@@ -213,6 +206,21 @@ def convert(
     say(f"{target}: {about(loaded)}")
     if kind == "mscclpp" and places is None:
         say("all ranks are taken to share one host; --hosts or --cluster says otherwise")
+
+
+def _refuse_options(
+    kind: str, is_lowered: bool, lowering: dict[str, Any], sizes: dict[str, int], for_xml: dict[str, Any],
+    for_plan: dict[str, Any],
+) -> None:  # fmt: skip
+    """Refuse what the format to write, or a program that is lowered already, has no place for."""
+    if kind == "text":
+        _refuse(lowering | sizes | for_xml, "the text form knows nothing of it")
+    if kind != "mscclpp":
+        _refuse(for_plan, "only an MSCCL++ plan (.json) has it")
+    if is_lowered:
+        _refuse(lowering, "instruction streams cannot be lowered again")
+    if kind == "mscclpp":
+        _refuse(for_xml, "only MSCCL XML has it")
 
 
 def _convert_rank(loaded: Program | SymmetricProgram | Lowered, source: Path, target: Path, rank: int) -> None:
