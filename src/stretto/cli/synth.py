@@ -123,16 +123,29 @@ LowerOption = Annotated[
     ),
 ]
 
+SketchOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A communication sketch: YAML, or TACCL's JSON.")
+]
+MakersOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME,NAME", help="Ask only these, such as forest,library:ring. Default: all."),
+]
+MakerSettingsOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="MAKER.KEY=VALUE", help="An option of one maker, such as forest.max_k=4."),
+]
+CollectiveArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="COLLECTIVE",
+        autocompletion=collective_names,
+        help="allgather, reduce_scatter, allreduce, alltoall, broadcast, ...",
+    ),
+]
+
 
 def synth(
-    collective: Annotated[
-        str,
-        typer.Argument(
-            metavar="COLLECTIVE",
-            autocompletion=collective_names,
-            help="allgather, reduce_scatter, allreduce, alltoall, broadcast, ...",
-        ),
-    ],
+    collective: CollectiveArgument,
     cluster: ClusterOption,
     nbytes: BytesOption = "64M",
     factor: FactorOption = 4.0,
@@ -147,21 +160,13 @@ def synth(
     chunks: Annotated[int | None, typer.Option(help="Chunks per shard to begin with; makers may cut finer.")] = None,
     root: RootOption = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Input and output share memory.")] = False,
-    sketch: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A communication sketch: YAML, or TACCL's JSON.")
-    ] = None,
+    sketch: SketchOption = None,
     budget: BudgetOption = 30.0,
     jobs: JobsOption = 1,
     backend: BackendOption = "processes",
     ray_address: RayOption = None,
-    makers: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,NAME", help="Ask only these, such as forest,library:ring. Default: all."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="MAKER.KEY=VALUE", help="An option of one maker, such as forest.max_k=4."),
-    ] = None,
+    makers: MakersOption = None,
+    settings: MakerSettingsOption = None,
     alpha: AlphaOption = "pipelined",
     contention: ContentionOption = None,
     lower: LowerOption = False,
