@@ -7,12 +7,19 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import stretto
 
 ROOT = Path(__file__).parents[1]
 LINE = "SPDX-License-Identifier: Apache-2.0"
+
+
+def test_the_base_and_the_runtime_leave_the_pytorch_of_an_environment_alone() -> None:
+    extra = re.compile(r'extra == "(\w+)"')
+    wanted = [line for line in requires("stretto") or [] if (extra.search(line) or ["", ""])[1] in ("", "runtime")]
+    assert wanted and not [line for line in wanted if line.startswith(("torch", "nvidia", "triton"))]
 
 
 def spdx(*words: str) -> subprocess.CompletedProcess[str]:
