@@ -3,8 +3,9 @@
 
 ``shm x network``: two hosts of two ranks; memory inside a host is one dimension, the uplinks are the other, and both
 are found from the links (`stretto.dimensions.discover`). ``two uplinks``: four hosts as a grid of two by two; a host's
-first uplink leads along one dimension, its second along the other. `model_us` is the model with single messages, with
-the rates that TCP leaves of the shaped ones; `links_us` is the program on every link, `measured_us` the median run.
+first uplink leads along one dimension, its second along the other. `model_us` is the model with single messages;
+`links_us` is the program on every link, with the rates that TCP leaves of the shaped ones, `measured_us` the median run
+and `least_us` the fastest: on a machine whose processors are taken by others, that is nearer to what the links do.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ Networks = Mapping[tuple[int, int], str]
 
 
 def memory_and_network() -> tuple[Lab, st.Cluster, Networks]:
-    lab = Lab(hosts=2, ranks_per_host=2, uplinks={"rdma": "20mbit"})
+    lab = Lab(hosts=2, ranks_per_host=2, uplinks={"rdma": "5mbit"})
     cluster = _without_headers(lab.cluster())
     return lab, replace(cluster, dimensions=discover(cluster)), {}
 
 
 def two_uplinks() -> tuple[Lab, st.Cluster, Networks]:
-    lab = Lab(hosts=4, ranks_per_host=1, uplinks={"rdma": "20mbit", "eth": "20mbit"})
-    dims = [st.Dimension(kind="switch", size=2, gb_per_s=0.0025, alpha_us=10.0) for _ in range(2)]
+    lab = Lab(hosts=4, ranks_per_host=1, uplinks={"rdma": "5mbit", "eth": "5mbit"})
+    dims = [st.Dimension(kind="switch", size=2, gb_per_s=0.000625, alpha_us=10.0) for _ in range(2)]
     between = {0b01: "rdma", 0b10: "eth"}
     networks = {(a, b): between[a ^ b] for a in range(4) for b in range(4) if a ^ b in between}
     return lab, _without_headers(regular("2x2", dims)), networks
@@ -70,8 +71,8 @@ def rows_of(case: str, nbytes: int, times: int) -> list[Row]:
     return [
         {
             "case": f"{case} {nbytes / 1e6:.3g}MB", "system": name, "model_us": one.promise_us,
-            "links_us": one.total_us, "measured_us": measured[name], "over_links": measured[name] / one.total_us - 1,
-            "bound_us": bound,
+            "links_us": one.total_us, "measured_us": median(measured[name]), "least_us": min(measured[name]),
+            "least_over_links": min(measured[name]) / one.total_us - 1, "bound_us": bound,
         }
         for name, one in chosen.items()
     ]  # fmt: skip
@@ -79,7 +80,7 @@ def rows_of(case: str, nbytes: int, times: int) -> list[Row]:
 
 def _measured(
     lab: Lab, networks: Networks, chosen: Mapping[str, LinkProgram], nbytes: int, times: int
-) -> dict[str, float]:
+) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as name, lab:
         folder = Path(name)
         asked: dict[str, Any] = {
@@ -92,10 +93,10 @@ def _measured(
             sys.exit(f"dimensions in the lab: {done.errors}")
         ranks = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
     return {
-        system: 1e6 * median(
-            max(end for _, end in run) - min(begin for begin, _ in run)
+        system: [
+            1e6 * (max(end for _, end in run) - min(begin for begin, _ in run))
             for run in list(zip(*(rank[system] for rank in ranks), strict=True))[1:]
-        )
+        ]
         for system in chosen
     }  # fmt: skip
 
