@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto import Cluster, Dimension, InvalidInput, VerificationError, simulate
+from stretto import Cluster, Dimension, InvalidInput, VerificationError, algorithm, simulate
 from stretto.algorithms.hierarchical import hierarchical
-from stretto.algorithms.symmetric import symmetric_hierarchical
+from stretto.algorithms.symmetric import symmetric_algorithm, symmetric_hierarchical
 from stretto.cluster.grid import regular
 from stretto.cluster.symmetry import link_orbits
 from stretto.programs.symmetry import SymmetricProgram
@@ -166,3 +166,29 @@ def test_equal_routes_are_refused_because_ranks_may_differ() -> None:
 def test_orbits_of_a_torus_are_its_directions() -> None:
     found = link_orbits(Cluster.preset("torus", dims=(4, 4)), (4, 4))
     assert len(found.first) == 4 and np.bincount(found.orbit).tolist() == [16] * 4
+
+
+@pytest.mark.parametrize(("name", "source"), [
+    ("ring", "ring:8"), ("ring", "6"), ("direct", "fully_connected:5"), ("direct", "6"),
+    ("halving_doubling", "8"), ("hierarchical", "torus:4x3"), ("hierarchical", "8"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_symmetric_algorithms_take_the_time_of_the_librarys(name: str, source: str, kind: str) -> None:
+    cluster = network((int(source),), ("switch",)) if source.isdecimal() else Cluster.load(source)
+    for chunks in (1, 3) if name == "hierarchical" else (1,):
+        one = symmetric_algorithm(name, kind, cluster, chunks=chunks)
+        plain = algorithm(name, kind, cluster.num_devices, cluster=cluster, chunks=chunks)
+        assert one.num_transfers == plain.num_transfers
+        times = [simulate(p, cluster, nbytes=1e6).total_us for p in (one, one.expand(), plain)]
+        assert times == pytest.approx([times[0]] * 3, rel=1e-9)
+
+
+def test_algorithms_without_a_symmetric_form_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="unknown symmetric algorithm 'bruck'"):
+        symmetric_algorithm("bruck", "all_gather", Cluster.load("ring:4"))
+    with pytest.raises(InvalidInput, match="has a symmetric form for 1 chunk, not 2"):
+        symmetric_algorithm("ring", "all_gather", Cluster.load("ring:4"), chunks=2)
+    with pytest.raises(InvalidInput, match="has several dimensions"):
+        symmetric_algorithm("ring", "all_gather", Cluster.load("torus:4x4"))
+    with pytest.raises(InvalidInput, match="has no regular dimensions"):
+        symmetric_algorithm("ring", "all_gather", Cluster.load("dgx_h100:2"))

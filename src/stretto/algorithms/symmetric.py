@@ -1,18 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hierarchical algorithms as `SymmetricProgram`s: the messages of rank 0 stand for those of all ranks."""
+"""Algorithms as `SymmetricProgram`s: the messages of rank 0 stand for those of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 
-from ..errors import unknown
+from ..cluster import Cluster
+from ..errors import InvalidInput, unknown
 from ..programs.ir import take_rows
 from ..programs.symmetry import KINDS, SymmetricProgram
 from .base import label, unless
-from .hierarchical import phases, scheme_of_each, sums
+from .hierarchical import phases, scheme_of_each, suited_to, sums
+
+ONE_DIMENSION = {"ring": "ring", "direct": "direct", "halving_doubling": "halving_doubling"}
+"""Algorithms that are `hierarchical` with a single dimension, and its scheme inside that dimension."""
+
+
+def symmetric_algorithm(name: str, kind: str, cluster: Cluster, *, chunks: int = 1) -> SymmetricProgram:
+    """An algorithm over all devices of a cluster with regular dimensions, of which only rank 0's part is built.
+
+    The messages are those of ``algorithm(name, kind, cluster.num_devices, cluster=cluster)``, and so is the time; to
+    build, prove and simulate them costs as much as one rank does.
+
+    Args:
+        name: "ring" (on one dimension), "direct", "halving_doubling" or "hierarchical".
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        cluster: A cluster with dimensions.
+        chunks: How many pieces each shard is cut into, >= 1; more than 1 for "hierarchical" only.
+
+    Returns:
+        The symmetric program.
+
+    Raises:
+        InvalidInput: The algorithm has no symmetric form (with so many pieces), does not serve the collective, or the
+            cluster has no dimensions that it could follow.
+
+    >>> from stretto import simulate
+    >>> ring = Cluster.preset("ring", nodes=1024, gb_per_s=50.0, alpha_us=0.5)
+    >>> simulate(symmetric_algorithm("ring", "all_reduce", ring), ring, nbytes=64e6).total_us
+    3580.5
+    """
+    if name not in (*ONE_DIMENSION, "hierarchical"):
+        raise unknown("symmetric algorithm", name, (*ONE_DIMENSION, "hierarchical"))
+    if not cluster.dimensions:
+        raise InvalidInput(f"cluster: {cluster.name} has no regular dimensions, which {name} follows here")
+    if name == "hierarchical":
+        sizes = [dimension.size for dimension in cluster.dimensions]
+        return symmetric_hierarchical(kind, sizes, chunks=chunks, inside=suited_to(cluster.dimensions))
+    if name == "ring" and len(cluster.dimensions) > 1:
+        raise InvalidInput(f"cluster: {cluster.name} has several dimensions, along which a ring is not symmetric")
+    if chunks != 1:
+        raise InvalidInput(f"chunks: {name} has a symmetric form for 1 chunk, not {chunks}")
+    return replace(symmetric_hierarchical(kind, (cluster.num_devices,), inside=ONE_DIMENSION[name]), name=name)
 
 
 def symmetric_hierarchical(

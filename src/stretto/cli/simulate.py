@@ -13,7 +13,8 @@ from rich.console import Console
 
 from ..algorithms import NAMES, algorithm, algorithms, collective_kind
 from ..algorithms.hierarchical import suited_to
-from ..algorithms.symmetric import symmetric_hierarchical
+from ..algorithms.registry import entry
+from ..algorithms.symmetric import ONE_DIMENSION, symmetric_algorithm, symmetric_hierarchical
 from ..cluster import Cluster
 from ..collectives.files import load_collective
 from ..errors import InvalidInput, StrettoError, VerificationError, unknown
@@ -48,6 +49,8 @@ from .outputs import PROGRAM, OutputFiles, output
 
 Runnable = Program | SymmetricProgram | Lowered
 ALL = "all"
+MANY = 256
+"""The most ranks for which an algorithm that has a symmetric form is simulated rank by rank all the same."""
 
 CollectiveOption = Annotated[
     str | None,
@@ -133,8 +136,12 @@ def simulate(
         runtime=None if runtime is None else Runtime.load(runtime),
     )
     options = parse_options(settings or []) | ({} if root is None else {"root": root})
-    find = _symmetric if symmetric else _programs
-    programs, left_out = find(what, job.cluster, collective, ranks, chunks, options)
+    alike = None if symmetric or ranks or options or runtime else _one_for_all(what, job, collective, chunks, sizes)
+    if alike is not None:
+        programs, left_out = {what: alike}, {}
+    else:
+        find = _symmetric if symmetric else _programs
+        programs, left_out = find(what, job.cluster, collective, ranks, chunks, options)
     sweep, fastest = job.sweep(programs, sizes, left_out)
     files = OutputFiles()
     files.json(rows, {"rows": sweep.rows()})
@@ -269,6 +276,21 @@ def _programs(
     if not programs:
         raise InvalidInput("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     return programs, left_out
+
+
+def _one_for_all(
+    what: str, job: SimulationSetup, collective: str | None, chunks: int | None, sizes: Sequence[int]
+) -> Runnable | None:
+    """The symmetric form of an algorithm for many ranks, where one rank stands for all: the same time for less work."""
+    if job.cluster.num_devices <= MANY or not job.cluster.dimensions or what not in (*ONE_DIMENSION, "hierarchical"):
+        return None
+    try:
+        kind = collective_kind(collective or "all_reduce")
+        program = symmetric_algorithm(what, kind, job.cluster, chunks=entry(what).chunks if chunks is None else chunks)
+        job.run(program, sizes[0])
+    except InvalidInput:
+        return None
+    return program
 
 
 def _symmetric(

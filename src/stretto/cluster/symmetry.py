@@ -81,35 +81,41 @@ def _classes(cluster: Cluster) -> Ints:
 
 
 def _move_nodes(cluster: Cluster, device: Ints, kind: Ints) -> Ints:
-    """The image of each node when device d moves to ``device[d]``; switches and NICs follow their neighbours."""
-    moved = np.full(cluster.num_nodes, -1, np.int64)
+    """The image of each node when device d moves to ``device[d]``; switches and NICs follow their neighbours.
+
+    Nodes next to nodes with a known image are identified by the known nodes and link classes around them, as sums of
+    scrambled numbers; that these are links of the same classes is checked afterwards (`_move_links`). Nodes that look
+    alike, such as the spines of a fabric, are exchanged in the order of their numbers.
+    """
+    nodes = cluster.num_nodes
+    moved = np.full(nodes, -1, np.int64)
     moved[: len(device)] = device
-    known = moved >= 0
-    while not known.all():
-        # Nodes next to nodes with a known image are identified by the known nodes and link classes around them.
-        was: dict[int, list[tuple[int, int, int]]] = {}
-        now: dict[int, list[tuple[int, int, int]]] = {}
+    while not (known := moved >= 0).all():
+        was, now = np.zeros(nodes, np.uint64), np.zeros(nodes, np.uint64)
+        near = np.zeros(nodes, np.bool_)
         for outward, ends, others in (
             (0, cluster.link_src, cluster.link_dst),
             (1, cluster.link_dst, cluster.link_src),
         ):
-            for link in np.flatnonzero(known[others] & ~known[ends]):
-                node, other, what = int(ends[link]), int(others[link]), int(kind[link])
-                was.setdefault(node, []).append((other, outward, what))
-                now.setdefault(node, []).append((int(moved[other]), outward, what))
-        if not was:
+            link = np.flatnonzero(known[others] & ~known[ends])
+            what = 2 * kind[link] + outward
+            np.add.at(was, ends[link], _scrambled(others[link], what))
+            np.add.at(now, ends[link], _scrambled(moved[others[link]], what))
+            near[ends[link]] = True
+        found = np.flatnonzero(near)
+        before, after = (found[np.argsort(side[found], kind="stable")] for side in (was, now))
+        if not len(found) or not np.array_equal(was[before], now[after]):
             raise _not_symmetric(cluster)
-        # Nodes that look alike, such as the spines of a fabric, are exchanged in the order of their numbers.
-        looks: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
-        for node in sorted(was, reverse=True):
-            looks.setdefault(tuple(sorted(was[node])), []).append(node)
-        for node in sorted(now):
-            target = looks.get(tuple(sorted(now[node])))
-            if not target:
-                raise _not_symmetric(cluster)
-            moved[node] = target.pop()
-        known = moved >= 0
+        moved[after] = before
     return moved
+
+
+def _scrambled(node: NDArray[np.integer], what: Ints) -> NDArray[np.uint64]:
+    """A number for each node and class of link, such that sums of different sets of them differ."""
+    mixed: NDArray[np.uint64] = node.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + what.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def _move_links(cluster: Cluster, node: Ints, kind: Ints) -> Ints:
