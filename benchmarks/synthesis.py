@@ -15,6 +15,7 @@ export.
 
 from __future__ import annotations
 
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -212,6 +213,16 @@ def scale(source: str, budget_s: float, peer: str, quick: bool) -> list[Row]:
     ]
 
 
+def large(source: str, quick: bool) -> list[Row]:
+    """Thousands of GPUs with the budget that `synthesize` has by default; `peak_mib` is of the whole process so far."""
+    cluster = st.Cluster.load(source)
+    n, rows = cluster.num_devices, []
+    for make in (st.AllGather, st.ReduceScatter, st.AllReduce):
+        row = case(f"{make.__name__} {source}", make(n), cluster, 256 * st.MB, budget_s=30.0)
+        rows.append(row | {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})
+    return rows
+
+
 def throughput(source: str, quick: bool) -> list[Row]:
     """Trees at the certified optimum; `k` per root, height; and the program that pipelines 1 GB over them."""
     from stretto.synthesis.forest import forests_of
@@ -380,6 +391,7 @@ CASES: dict[str, Case] = {
     "scale torus:6x8": partial(scale, "torus:6x8", 15.0, ""),
     "scale torus:8x8x8": partial(scale, "torus:8x8x8", 60.0, ""),
     "scale dgx2:64": partial(scale, "dgx2:64", 200.0, ""),
+    **{f"scale dgx_h100_spine:{hosts}": partial(large, f"dgx_h100_spine:{hosts}") for hosts in (64, 128, 512, 2048)},
     **{f"throughput {source}": partial(throughput, source) for source in (*FOREST, "dgx_a100:16")},
     "torus": torus,
     "alltoall": alltoall,

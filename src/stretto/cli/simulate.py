@@ -137,11 +137,12 @@ def simulate(
     )
     options = parse_options(settings or []) | ({} if root is None else {"root": root})
     alike = None if symmetric or ranks or options or runtime else _one_for_all(what, job, collective, chunks, sizes)
-    if alike is not None:
-        programs, left_out = {what: alike}, {}
-    else:
-        find = _symmetric if symmetric else _programs
-        programs, left_out = find(what, job.cluster, collective, ranks, chunks, options)
+    find = _symmetric if symmetric else _programs
+    programs, left_out = (
+        ({what: alike}, dict[str, str]())
+        if alike is not None
+        else find(what, job.cluster, collective, ranks, chunks, options)
+    )
     sweep, fastest = job.sweep(programs, sizes, left_out)
     files = OutputFiles()
     files.json(rows, {"rows": sweep.rows()})

@@ -67,6 +67,26 @@ def link_orbits(cluster: Cluster, sizes: tuple[int, ...], *, local: int = 1) -> 
     return LinkOrbits(orbit=number.astype(np.int64), first=first, shared=count != copies)
 
 
+def host_group(cluster: Cluster) -> int:
+    """The number of devices on each host, where hosts have equally many, numbered one host after the other; else 0."""
+    host = cluster.node_host[: cluster.num_devices]
+    hosts = len(np.unique(host))
+    each = cluster.num_devices // hosts
+    regular = hosts > 1 and host.min() >= 0 and cluster.num_devices % hosts == 0
+    return each if regular and np.all(host.reshape(hosts, each) == host.reshape(hosts, each)[:, :1]) else 0
+
+
+def translations(cluster: Cluster) -> list[tuple[int, tuple[int, ...]]]:
+    """The symmetries that a cluster suggests, not checked: the devices of a group, and the torus of groups."""
+    found: list[tuple[int, tuple[int, ...]]] = []
+    if cluster.dimensions:
+        found.append((1, tuple(dimension.size for dimension in cluster.dimensions)))
+    local = host_group(cluster)
+    if local:
+        found.append((local, (cluster.num_devices // local,)))
+    return found
+
+
 def _classes(cluster: Cluster) -> Ints:
     """A number for each link; links with equal numbers differ only in their ends."""
     columns: list[NDArray[Any]] = [

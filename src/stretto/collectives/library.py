@@ -7,12 +7,14 @@ All take `ranks` as a count or as the devices that take part; shards, roots and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
 from .conditions import Collective, as_ranks, from_buffers
+from .implicit import ImplicitCollective
 
 Ranks = int | Sequence[int]
 
@@ -40,6 +42,13 @@ def AllGather(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Colle
     <Collective all_gather over 4 ranks, 4 chunks, out of place>
     """
     devices = as_ranks(ranks)
+    return ImplicitCollective.of(
+        "all_gather", devices, chunks=chunks, num_chunks=len(devices) * chunks, in_place=in_place,
+        write=partial(_all_gather, devices, chunks, in_place),
+    )  # fmt: skip
+
+
+def _all_gather(devices: tuple[int, ...], chunks: int, in_place: bool) -> Collective:
     total = len(devices) * chunks
     return from_buffers(
         "all_gather",
@@ -66,6 +75,13 @@ def ReduceScatter(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> C
         The collective; its bytes are those of the input buffer.
     """
     devices = as_ranks(ranks)
+    return ImplicitCollective.of(
+        "reduce_scatter", devices, chunks=chunks, num_chunks=len(devices) * chunks, in_place=in_place,
+        write=partial(_reduce_scatter, devices, chunks, in_place),
+    )  # fmt: skip
+
+
+def _reduce_scatter(devices: tuple[int, ...], chunks: int, in_place: bool) -> Collective:
     total = len(devices) * chunks
     return from_buffers(
         "reduce_scatter",
@@ -93,6 +109,13 @@ def AllReduce(ranks: Ranks, *, chunks: int | None = None, in_place: bool = False
     """
     devices = as_ranks(ranks)
     pieces = len(devices) if chunks is None else chunks
+    return ImplicitCollective.of(
+        "all_reduce", devices, chunks=pieces, num_chunks=pieces, in_place=in_place,
+        write=partial(_all_reduce, devices, pieces, in_place),
+    )  # fmt: skip
+
+
+def _all_reduce(devices: tuple[int, ...], pieces: int, in_place: bool) -> Collective:
     return from_buffers(
         "all_reduce",
         devices,

@@ -18,6 +18,7 @@ import numpy as np
 from ..algorithms.hierarchical import suited_to
 from ..algorithms.symmetric import symmetric_hierarchical
 from ..cluster import Cluster
+from ..cluster.symmetry import host_group
 from ..collectives import Collective
 from ..errors import Infeasible, InvalidInput
 from ..programs import SymmetricProgram
@@ -96,15 +97,6 @@ def require_all_devices(collective: Collective, cluster: Cluster) -> None:
         raise Infeasible("needs all devices of the cluster, in their order")
     if collective.in_place:
         raise Infeasible("is for calls that are not in place")
-
-
-def host_group(cluster: Cluster) -> int:
-    """The number of devices on each host, where hosts have equally many, numbered one host after the other; else 0."""
-    host = cluster.node_host[: cluster.num_devices]
-    hosts = len(np.unique(host))
-    each = cluster.num_devices // hosts
-    regular = hosts > 1 and host.min() >= 0 and cluster.num_devices % hosts == 0
-    return each if regular and np.all(host.reshape(hosts, each) == host.reshape(hosts, each)[:, :1]) else 0
 
 
 def _makes(cluster: Cluster, nbytes: float, seed: int, alpha: str) -> Iterator[Make]:

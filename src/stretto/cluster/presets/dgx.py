@@ -18,7 +18,7 @@ from ..wiring import (
 from .registry import register
 
 
-def _box(name: str, nodes: int, *, nvlink: float, nic: float, pcie: float, rails: int) -> Cluster:
+def _box(name: str, nodes: int, *, nvlink: float, nic: float, pcie: float, rails: int, spine: bool = False) -> Cluster:
     hosts = np.arange(nodes)
     wiring = Wiring(host_names(nodes, numbered("gpu", 8)), hosts=np.repeat(hosts, 8))
     gpus = wiring.devices.reshape(nodes, 8)
@@ -37,6 +37,11 @@ def _box(name: str, nodes: int, *, nvlink: float, nic: float, pcie: float, rails
             back_us=0.0,
             channel="rdma",
         )
+        if spine:
+            top = wiring.add(["spine"], kind="switch")
+            up = nodes * 8 // rails * nic
+            wiring.duplex(fabric, top, gb_per_s=up, alpha_us=0.0, channel="rdma")
+            notes.append(f"assumed: {up:g} GB/s from a rail switch to the spine, so that it never limits")
         notes.append(f"assumed: PCIe {pcie:g} GB/s one way between a GPU and its NIC")
         notes.append("a GPU passes traffic on to a GPU of another rail (as NCCL's PXN does)")
     return wiring.cluster(f"{name}:{nodes}", devices_forward=True, notes=notes)
@@ -57,6 +62,17 @@ def dgx_a100(name: str, nodes: int) -> Cluster:
 def dgx_h100(name: str, nodes: int) -> Cluster:
     """450 GB/s per GPU each way; with several hosts a 50 GB/s NIC per GPU, NIC r on rail switch r."""
     return _box(name, nodes, nvlink=450.0, nic=50.0, pcie=PCIE5_GB_PER_S, rails=8)
+
+
+@register(
+    "dgx_h100_spine",
+    "dgx_h100 with a spine switch over its rails",
+    default_nodes=2,
+    devices_per_node=8,
+)
+def dgx_h100_spine(name: str, nodes: int) -> Cluster:
+    """The links of `dgx_h100`, and a spine that joins the rails without being a bottleneck."""
+    return _box(name, nodes, nvlink=450.0, nic=50.0, pcie=PCIE5_GB_PER_S, rails=8, spine=True)
 
 
 @register("dgx_h200", "8 H200 on NVSwitch, 50 GB/s NIC each, eight rails", default_nodes=1, devices_per_node=8)

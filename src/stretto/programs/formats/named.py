@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...collectives import COLLECTIVES, ROOTED, Collective
+from ...collectives.implicit import ImplicitCollective
 from ...errors import InvalidInput, StrettoError, unknown
 
 MAX_ENTRIES = 1 << 24
@@ -68,6 +69,8 @@ class NamedCollective:
 def name_of(collective: Collective) -> NamedCollective | None:
     """The arguments from which the library makes exactly this collective, or None if there are none."""
     c = collective.without_helpers()
+    if isinstance(c, ImplicitCollective) and c.implicit:
+        return NamedCollective(kind=c.kind, ranks=c.ranks, chunks=c.chunks, in_place=c.in_place)
     if c.kind not in COLLECTIVES:
         return None
     first = c.num_chunks // c.chunks

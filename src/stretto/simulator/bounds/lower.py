@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -11,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cluster import Cluster
+from ...cluster.symmetry import LinkOrbits, link_orbits, translations
 from ...collectives import Collective
+from ...collectives.implicit import ImplicitCollective
 from ...errors import InvalidInput
 from ...units import check_bytes, format_bytes, format_us
 from .concurrent import MAX_VARIABLES, FlowNeeds, concurrent_flow, lengths, needed
@@ -191,12 +194,83 @@ class Latency:
 def _analyze(
     collective: Collective, cluster: Cluster, channels: frozenset[str] | None
 ) -> tuple[Latency, tuple[BoundProof, ...], tuple[TimedProof, ...]]:
+    alike = _alike(collective, cluster)
+    if alike is not None:
+        net = ArcNetwork.of(cluster, channels)
+        latency = _latency_from(cluster, net, np.arange(alike.local, dtype=np.int32), channels)
+        return latency, tuple(_proofs_alike(collective.kind, cluster, net, alike)), ()
     demand = demand_of(collective, cluster.num_nodes)
     net = ArcNetwork.of(cluster, channels, demand.shared)
     if len(demand.pairs[0]) == 0:
         return Latency(us=0.0, reason=_NOTHING.reason), (), ()
     latency = _latency(cluster, net, demand, channels)
     return latency, tuple(_proofs(cluster, net, demand)), tuple(_timed(cluster, net, demand))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Alike:
+    """Groups of `local` devices that are images of one another under automorphisms of the cluster."""
+
+    local: int
+    copies: int
+    orbits: LinkOrbits
+
+
+def _alike(collective: Collective, cluster: Cluster) -> Alike | None:
+    """The groups of a cluster that are alike, for a collective of the library over very many ranks; else None."""
+    if not (isinstance(collective, ImplicitCollective) and collective.implicit):
+        return None
+    if collective.ranks != tuple(range(cluster.num_devices)):
+        return None
+    for local, sizes in translations(cluster):
+        with suppress(InvalidInput):
+            orbits = link_orbits(cluster, sizes, local=local)
+            return Alike(local=local, copies=cluster.num_devices // local, orbits=orbits)
+    return None
+
+
+def _latency_from(
+    cluster: Cluster, net: ArcNetwork, places: NDArray[np.int32], channels: frozenset[str] | None
+) -> Latency:
+    """The latency from these devices to all others, where every other device is an image of one of these."""
+    far = net.distances(net.alpha_us, places)[:, : cluster.num_devices]
+    at, to = (int(number) for number in np.unravel_index(int(far.argmax()), far.shape))
+    names = [cluster.node_names[at], cluster.node_names[to]]
+    worst = float(far[at, to])
+    if not np.isfinite(worst):
+        over = f" over channels {', '.join(sorted(channels))}" if channels is not None else ""
+        raise InvalidInput(f"cluster {cluster.name}: no route from {names[0]} to {names[1]}{over}")
+    return Latency(us=worst, reason=f"latency: {names[0]} to {names[1]} takes {format_us(worst)} of alphas")
+
+
+def _proofs_alike(kind: str, cluster: Cluster, net: ArcNetwork, alike: Alike) -> Iterator[BoundProof]:
+    """The proofs of `_proofs` for all devices of a symmetric cluster: one group's needs are those of all."""
+    devices = np.arange(cluster.num_devices, dtype=np.int32)
+    if kind != "all_reduce":
+        shares = np.full(len(devices), 1 / len(devices))
+        forth = net if kind == "all_gather" else net.reverse
+        cut = worst_sink(forth, ((end, devices, shares) for end in range(alike.local)))
+        whole = cut if kind == "all_gather" else cut and cut.reverse
+        yield _cut_proof(cluster, net, whole, net.switches_balanced)
+        return
+    group = devices // alike.local
+    around = Cut.into(net, net.narrowest_entry(group == 0), 1.0)
+    yield _cut_proof(cluster, net, around, False)
+    yield _cut_proof(cluster, net, Cut.into(net.reverse, net.reverse.narrowest_entry(group == 0), 1.0).reverse, False)
+    for vertex, count in ((group, alike.copies), (devices, len(devices))):
+        # The bytes into one group of a partition, times the number of its images; any partition gives a valid bound.
+        entered = np.zeros(cluster.num_links)
+        for one in np.unique(vertex[: alike.local]):
+            cut = Cut.into(net, net.narrowest_entry(vertex == one), 1.0)
+            np.add.at(entered, net.link[cut.arcs], 1.0)
+        orbit, members = alike.orbits.orbit, np.bincount(alike.orbits.orbit)
+        mean = np.bincount(orbit, entered) * alike.copies / members
+        weights = mean[orbit][net.link]
+        who = _groups_in_words(cluster, vertex.astype(np.int64), count)
+        rate = f"{float(weights @ net.rate) / 1e3:.6g} GB/s"
+        times = 2 * (count - 1)
+        reason = f"counting: each byte is received {times} times by {who}, which take in {rate}"
+        yield BoundProof.of(net, weights, float(times), reason, "max-flow over equal groups", False)
 
 
 def _latency(cluster: Cluster, net: ArcNetwork, demand: Demand, channels: frozenset[str] | None) -> Latency:
