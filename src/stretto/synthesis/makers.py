@@ -224,6 +224,7 @@ _EVERYTHING = tuple(COLLECTIVES)
 
 register_maker(Library())
 register_maker(SymmetricMaker())
+register_maker(SearchMaker(name="exchange", make=_exchange, collectives=("all_reduce",), weight=1.0, max_ranks=64))
 register_maker(
     SearchMaker(name="compose", make=_compose, collectives=_EVERYTHING, weight=2.0, options={"pieces": list[Count]})
 )
@@ -256,7 +257,6 @@ register_maker(
         options={"max_k": Count, "max_height": Count, "max_transfers": Count, "multicast": bool},
     )
 )
-register_maker(SearchMaker(name="exchange", make=_exchange, collectives=("all_reduce",), weight=1.0, max_ranks=64))
 register_maker(
     SearchMaker(
         name="tree_pairs",
