@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ours over NCCL's ring and tree, simulated, on DGX-like clusters.
 
-NCCL's figure is the best for NCCL: rings, and trees with 1 to 128 pieces in two patterns, each in the shorter of both
+NCCL's figure is the best for it: rings of 1 to 8 pieces, trees of 1 to 128 in two patterns, each in the shorter of both
 contention models (docs/algorithms.md says what is assumed). Ours is the fastest program of the rest of the library and,
 from 1 MB on, of the makers `forest` and `compose`, in the default model. `ratio` is NCCL's time over ours.
 """
@@ -41,7 +41,11 @@ def shortest_us(programs: list[Program], cluster: st.Cluster, nbytes: int) -> fl
 def nccls(cluster: st.Cluster, kind: str) -> dict[str, list[Program]]:
     """NCCL's rings and trees for a collective."""
     n = cluster.num_devices
-    found = {"nccl_ring": [st.algorithm("nccl_ring", kind, n, cluster=cluster)]}
+    rings = [st.algorithm("nccl_ring", kind, n, cluster=cluster)]
+    for chunks in (4, 8):
+        if chunks * rings[0].num_transfers <= MAX_TRANSFERS:
+            rings.append(st.algorithm("nccl_ring", kind, n, cluster=cluster, chunks=chunks))
+    found = {"nccl_ring": rings}
     if kind == "all_reduce":
         found["nccl_tree"] = [
             st.algorithm("nccl_tree", kind, n, cluster=cluster, chunks=chunks, pattern=pattern)
