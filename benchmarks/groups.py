@@ -47,14 +47,24 @@ def drawn(seed: int, most: int) -> Iterator[tuple[str, st.Cluster, tuple[int, ..
         yield f"{count} of {cluster.name}", cluster, group
 
 
-def row(case: str, cluster: st.Cluster, group: tuple[int, ...], kind: str, nbytes: float, budget_s: float) -> Row:
+def row(
+    case: str,
+    cluster: st.Cluster,
+    group: tuple[int, ...],
+    kind: str,
+    nbytes: float,
+    budget_s: float,
+    makers: list[str] | None,
+) -> Row:
     """One group, alone and with help."""
     collective = COLLECTIVES[kind](group)
     began, cpu_began = time.perf_counter(), cpu_s()
-    found = st.synthesize(collective, cluster, nbytes, budget_s=budget_s, cache=False, helpers="all")
+    found = st.synthesize(collective, cluster, nbytes, budget_s=budget_s, cache=False, helpers="all", makers=makers)
     took, cpu = time.perf_counter() - began, cpu_s() - cpu_began
     try:
-        alone = st.synthesize(collective, cluster, nbytes, budget_s=budget_s, cache=False, helpers="none")
+        alone = st.synthesize(
+            collective, cluster, nbytes, budget_s=budget_s, cache=False, helpers="none", makers=makers
+        )
         alone_gap = alone.certificate.gap
     except Infeasible:
         alone_gap = None
@@ -85,15 +95,18 @@ def main() -> None:
     parser.add_argument("--bytes", default="256M", help="separated by commas")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for each search")
     parser.add_argument("--most", type=int, default=24, help="the most devices of an irregular topology")
+    parser.add_argument("--makers", help="separated by commas; all when not given")
     parser.add_argument("--part", choices=["known", "drawn", "both"], default="both")
     given = parser.parse_args()
     cases = [*known()] if given.part != "drawn" else []
     cases += [*drawn(given.seed, 8 if given.quick else given.most)] if given.part != "known" else []
+    makers = None if given.makers is None else given.makers.split(",")
     rows = []
     for case, cluster, group in cases:
         for kind in given.collectives.split(","):
             for size in given.bytes.split(","):
-                rows.append(row(case, cluster, group, kind, parse_bytes(size), 2.0 if given.quick else given.budget))
+                budget_s = 2.0 if given.quick else given.budget
+                rows.append(row(case, cluster, group, kind, parse_bytes(size), budget_s, makers))
                 last = rows[-1]
                 alone = "no program" if last["alone_gap"] is None else f"{100 * last['alone_gap']:.1f} %"
                 what = f"{case}: {kind} of {format_bytes(last['nbytes'])}"
