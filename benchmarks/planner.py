@@ -8,12 +8,15 @@ simulated costs, and the segmentation oracles may try as many schedules as our o
 open about the models is fixed in `stretto.workload.models`; docs/calibration.md lists every constant that was chosen
 after seeing a figure of the paper. Figure 6's durations are ours: the paper prints none.
 
+The case ``scale`` is GPT-175B on 1,024 and 4,096 ranks (`planner_scale`).
+
 The cases ``steps on ...`` are 15 steps of every kind on four clusters (`planner_steps`), where every system is judged
 link by link.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -275,13 +278,23 @@ def steps_case(cluster_name: str, quick: bool) -> list[Row]:
     return rows
 
 
+def scale_case(quick: bool) -> list[Row]:
+    """GPT-175B on up to 4,096 ranks with a budget of 30 s, each in a process of its own (`planner_scale`)."""
+    steps = [(1024, 8, 16), (1024, 16, 64), (4096, 16, 128)]
+    rows: list[Row] = []
+    for step in steps[:1] if quick else steps:
+        command = [sys.executable, str(Path(__file__).with_name("planner_scale.py")), *map(str, step), "30"]
+        rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=3600).stdout))
+    return rows
+
+
 CASES: dict[str, Case] = {
     **{model: partial(model_case, model) for model in MODELS},
     **{f"{model} without incast": partial(model_case, model, preset="hgx2_no_incast") for model in MODELS},
     **{f"{model} uncalibrated": partial(uncalibrated, model) for model in MODELS}, "batches": batches,
     "tables": tables_case, "nodes": nodes_case, "microbenchmarks": microbenchmarks, "figure 6": worked_example,
     "search": search_speed, "exact": exact_gap, "captured": captured,
-    **{f"steps on {name}": partial(steps_case, name) for name in CLUSTERS},
+    **{f"steps on {name}": partial(steps_case, name) for name in CLUSTERS}, "scale": scale_case,
 }  # fmt: skip
 QUICK = ("A1", "figure 6", "exact", "captured", "steps on leafspine")
 

@@ -5,6 +5,8 @@
 #include <limits>
 #include <map>
 #include <queue>
+#include <unordered_map>
+#include <utility>
 
 #include "arrays.h"
 
@@ -13,6 +15,7 @@ namespace {
 
 constexpr int64_t kManyPaths = int64_t(1) << 40;
 constexpr int64_t kUnknown = -1;
+constexpr size_t kMemory = 1 << 20;  // pairs that are remembered
 // Latencies are whole picoseconds: their sums do not depend on the order of the links, so equal routes stay equal.
 constexpr double kPicosecondsPerUs = 1e6;
 
@@ -100,14 +103,14 @@ class Router {
   // How many classes of routes each pair has.
   nb::object num_classes(In<int32_t> src, In<int32_t> dst) {
     std::vector<int32_t> found(src.shape(0), 0);
-    for (size_t k : by_source(src, dst)) found[k] = (int32_t)search(src.data()[k], dst.data()[k]).size();
+    for (size_t k : by_source(src, dst)) found[k] = classes_of(src.data()[k], dst.data()[k]);
     return to_numpy(std::move(found));
   }
 
   nb::object routes(In<int32_t> src, In<int32_t> dst, In<int64_t> choice, In<double> nbytes) {
     std::vector<std::vector<int32_t>> found(src.shape(0));
     for (size_t k : by_source(src, dst))
-      found[k] = one(src.data()[k], dst.data()[k], choice.data()[k], nbytes.data()[k]);
+      found[k] = known(src.data()[k], dst.data()[k], choice.data()[k], nbytes.data()[k]);
     std::vector<int64_t> ptr{0};
     std::vector<int32_t> links;
     for (auto& path : found) {
@@ -138,6 +141,22 @@ class Router {
       if (now < then || (now == then && labels[k].hops <= labels[found].hops)) found = k;
     }
     return found;
+  }
+
+  int32_t classes_of(int32_t src, int32_t dst) {
+    if (num_classes_.size() >= kMemory) num_classes_.clear();
+    auto [at, is_new] = num_classes_.try_emplace((int64_t)src * n_ + dst, 0);
+    if (is_new) at->second = (int32_t)search(src, dst).size();
+    return at->second;
+  }
+
+  // The route, from memory where it does not depend on the size: the same pairs are asked for again and again.
+  std::vector<int32_t> known(int32_t src, int32_t dst, int64_t choice, double nbytes) {
+    if (classes_of(src, dst) != 1) return one(src, dst, choice, nbytes);
+    if (routes_.size() >= kMemory) routes_.clear();
+    auto [at, is_new] = routes_.try_emplace(std::pair<int64_t, int64_t>((int64_t)src * n_ + dst, choice));
+    if (is_new) at->second = one(src, dst, choice, nbytes);
+    return at->second;
   }
 
   // The choice-th of the equal routes: walk back from the end, skipping as many routes as lie before it.
@@ -248,6 +267,8 @@ class Router {
   std::vector<std::vector<Label>> labels_;
   std::priority_queue<Reached, std::vector<Reached>, std::greater<Reached>> queue_;
   std::map<double, BestRoutes> best_routes_;
+  std::unordered_map<int64_t, int32_t> num_classes_;
+  std::map<std::pair<int64_t, int64_t>, std::vector<int32_t>> routes_;
 };
 
 }  // namespace

@@ -11,6 +11,7 @@ constexpr double kSame = 1e-11;  // of the period: times nearer than this are on
 constexpr double kCut = 1e-9;    // of the period: a start this near to the next window belongs to it
 constexpr double kFar = 16;      // periods: more than any op lags behind another in a steady state
 constexpr int32_t kFew = 256;    // nodes that are sorted by moving them one by one
+constexpr int32_t kMany = 4096;  // nodes that are walked in the order of their waits
 constexpr int32_t kCompute = -1, kJoin = -2;
 
 // Follows parents from every node; the nodes of a circle, each followed by its parent, else nothing.
@@ -26,6 +27,29 @@ bool circle_of_parents(int32_t n, const std::vector<int32_t>& parent, std::vecto
     return true;
   }
   return false;
+}
+
+// Nodes so that each follows what it waits for in its own or a later iteration, as far as that is possible.
+std::vector<int32_t> by_waits(int32_t n, const std::vector<int64_t>& in_ptr, const std::vector<Edge>& in) {
+  std::vector<int64_t> out_ptr(n + 1, 0);
+  std::vector<int32_t> left(n, 0), walk;
+  for (int32_t v = 0; v < n; v++)
+    for (int64_t e = in_ptr[v]; e < in_ptr[v + 1]; e++)
+      if (in[e].lag <= 0) out_ptr[in[e].node + 1]++, left[v]++;
+  for (int32_t v = 0; v < n; v++) out_ptr[v + 1] += out_ptr[v];
+  std::vector<int32_t> out(out_ptr[n]);
+  std::vector<int64_t> fill(out_ptr.begin(), out_ptr.end() - 1);
+  for (int32_t v = 0; v < n; v++)
+    for (int64_t e = in_ptr[v]; e < in_ptr[v + 1]; e++)
+      if (in[e].lag <= 0) out[fill[in[e].node]++] = v;
+  for (int32_t v = 0; v < n; v++)
+    if (left[v] == 0) walk.push_back(v);
+  for (size_t k = 0; k < walk.size(); k++)
+    for (int64_t e = out_ptr[walk[k]]; e < out_ptr[walk[k] + 1]; e++)
+      if (--left[out[e]] == 0) walk.push_back(out[e]);
+  for (int32_t v = 0; v < n; v++)
+    if (left[v] > 0) walk.push_back(v);
+  return walk;
 }
 
 std::vector<int32_t> search_deadlock(int32_t n, const std::vector<int64_t>& in_ptr, const std::vector<Edge>& in,
@@ -52,7 +76,10 @@ std::vector<int32_t> search_deadlock(int32_t n, const std::vector<int64_t>& in_p
 
 std::vector<int32_t> find_deadlock(int32_t n, const std::vector<int64_t>& in_ptr, const std::vector<Edge>& in,
                                    std::vector<int64_t>* height) {
-  return search_deadlock(n, in_ptr, in, nullptr, height);
+  if (n < kMany) return search_deadlock(n, in_ptr, in, nullptr, height);
+  // In the order of their numbers long chains of waiting would take as many passes as they have turns.
+  std::vector<int32_t> walk = by_waits(n, in_ptr, in);
+  return search_deadlock(n, in_ptr, in, &walk, height);
 }
 
 Evaluator::Evaluator(const Problem& problem) : p_(problem) {

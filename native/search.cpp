@@ -3,10 +3,12 @@
 #include "search.h"
 
 #include <algorithm>
+#include <map>
 
 namespace stretto::sched {
 namespace {
 constexpr double kNudge = 1e-6;  // of the period: just before or after
+constexpr int32_t kMany = 4000;  // ops from which repeated ones are changed together
 }
 
 Chain::Chain(const Problem& problem, const Settings& settings, uint64_t seed, double beta)
@@ -14,6 +16,29 @@ Chain::Chain(const Problem& problem, const Settings& settings, uint64_t seed, do
   for (int32_t op = 0; op < p_.num_ops; op++) {
     if (p_.comm[op]) comm_.push_back(op);
     if (p_.options(op) > 1) movable_.push_back(op);
+  }
+  if (p_.num_ops >= kMany) find_alike();
+}
+
+// Ops with the same numbers of tasks and the same times in all options: micro-batches, and stages that are alike.
+void Chain::find_alike() {
+  std::map<std::vector<double>, int32_t> known;
+  std::vector<int32_t> of_set(p_.option_ptr.size(), -1);
+  alike_of_.assign(p_.num_ops, -1);
+  for (int32_t op : movable_) {
+    int32_t& number = of_set[p_.set[op]];
+    if (number < 0) {
+      std::vector<double> times;
+      for (int32_t option = 0; option < p_.options(op); option++) {
+        int64_t first = p_.first_task(op, option);
+        times.push_back(-1);
+        times.insert(times.end(), &p_.task_us[first], &p_.task_us[first] + p_.tasks(op, option));
+      }
+      number = known.try_emplace(times, (int32_t)known.size()).first->second;
+    }
+    alike_of_[op] = number;
+    alike_.resize(known.size());
+    alike_[number].push_back(op);
   }
 }
 
@@ -165,13 +190,24 @@ bool Chain::change_option(State& next) {
   if (p_.options(op) < 2) op = movable_[random_.below((int64_t)movable_.size())];
   int32_t old = next.choice[op], to = random_.below(p_.options(op) - 1);
   to += to >= old;
+  set_option(next, op, to);
+  if (!alike_.empty() && random_.chance(0.3)) {
+    // All micro-batches at these places, or in all stages alike, change together.
+    bool everywhere = random_.chance(0.5);
+    for (int32_t other : alike_[alike_of_[op]])
+      if (next.choice[other] != to && (everywhere || p_.set[other] == p_.set[op])) set_option(next, other, to);
+  }
+  return true;
+}
+
+void Chain::set_option(State& next, int32_t op, int32_t to) {
+  int32_t old = next.choice[op];
   double* key = &next.task_key[p_.slot_ptr[op]];
   auto [low, high] = std::minmax_element(key, key + p_.tasks(op, old));
   double from = *low, span = *high - *low;
   int32_t count = p_.tasks(op, to);
   for (int32_t t = 0; t < count; t++) key[t] = from + span * t / count;
   next.choice[op] = to;
-  return true;
 }
 
 // On the circle that sets the period, something goes ahead of what it has to wait for on a channel.

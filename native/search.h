@@ -70,6 +70,8 @@ class Chain {
   int32_t any_op() { return comm_[random_.below((int64_t)comm_.size())]; }
   int32_t pick_op();
   bool change_option(State& next);
+  void set_option(State& next, int32_t op, int32_t to);
+  void find_alike();
   bool reverse_wait(State& next);
   bool jump(State& next, int32_t op);
   bool exchange(State& next);
@@ -83,6 +85,8 @@ class Chain {
   Evaluator eval_;
   State next_;
   std::vector<int32_t> movable_, comm_;   // ops with several options; all comm-ops
+  std::vector<int32_t> alike_of_;              // per op: its class of ops with equal options; empty on small steps
+  std::vector<std::vector<int32_t>> alike_;    // the ops of each class
   std::vector<double> key_;
   std::vector<int32_t> found_;
 };

@@ -140,7 +140,9 @@ def many(num_comm: int, seed: int = 2) -> PlanResult:
     result = search(problem, steps=20)
     schedules = {"fifo": Scheduler(problem).schedule({}, discipline="fifo", serial=True), SYSTEM: result.schedule}
     plan = to_plan(SYSTEM, result.schedule, problem, HGX2)
-    return PlanResult(plan=plan, problem=problem, schedules=schedules, search=result, plain=schedules["fifo"])
+    return PlanResult(
+        plan=plan, problem=problem, schedules=schedules, search=result, make_plain=lambda: schedules["fifo"]
+    )
 
 
 def test_many_comm_ops_are_coloured_by_kind_and_their_table_scrolls(tmp_path: Path) -> None:

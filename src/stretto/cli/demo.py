@@ -179,7 +179,7 @@ class _Tour:
     def plan(self) -> None:
         with self.step(f"A training step ({STEP}) on {STEP_CLUSTER}: all its communication planned together"):
             found = api.plan(Workload.load(STEP), Cluster.load(STEP_CLUSTER), steps=SEARCH_STEPS)
-            self.console.print(systems_table(found.schedules))
+            self.console.print(systems_table(found.for_tables()))
             found.plan.save(self.path("plan.json", "the plan of a training step"))
             write_plan_html(self.path("plan.html", "the same: timelines before and after, and why"), found)
 

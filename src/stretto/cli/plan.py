@@ -174,7 +174,7 @@ def _print(found: PlanResult, alone: str) -> None:
     for note in found.problem.notes:
         if note.startswith("warning: "):
             console.print(note, markup=False, soft_wrap=True)
-    console.print(systems_table(found.schedules))
+    console.print(systems_table(found.for_tables()))
     console.print()
     console.print(plan_tables(found.plan))
     if alone:
@@ -195,7 +195,7 @@ def _rows(found: PlanResult) -> dict[str, object]:
         "rows": [
             {"system": name, "iteration_us": one.period_us, "exposed_us": float(one.exposed_us.max()),
              "idle": float(one.compute_idle.max()), "motifs": len(one.order)}
-            for name, one in found.schedules.items()
+            for name, one in found.for_tables().items()
         ],
     }  # fmt: skip
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +18,30 @@ from ..units import check_seed
 from ..workload import Workload
 from .algebra.options import problem as make_problem
 from .algebra.recipes import library
-from .baselines import BASELINES, Effort, Systems, plain
-from .candidates import LinkLevelJudge, PlanCandidate, feedable, with_retiming
-from .correction import in_turns_note, searched_again
+from .baselines import BASELINES, Effort, Systems
+from .candidates import with_retiming
 from .costs.costs import CostModel, SimulatedCosts, simulated_costs
 from .costs.providers import providers_for
+from .judge import PlanJudge, SystemSchedules
 from .plan import MAX_PROGRAM_CHARS, PLAIN, MotifPlan, OpPlan, Plan, ProgramPlan
+from .plan import SYSTEM as SYSTEM
 from .reasons import reasons
 from .schedule.problem import PlanProblem
 from .schedule.schedule import Scheduler, StepSchedule
 from .schedule.search import Progress as Searching
 from .schedule.search import SearchResult, search
 
-SYSTEM = "stretto"
 COSTING_SHARE = 0.4
 """The share of the budget after which no further options are costed."""
-LEAST_COSTING_S = 5.0
-"""Seconds in which options are costed on any budget: small steps then have all of theirs, even on a busy machine."""
+LEAST_COSTING_S = 2.0
+LEAST_SEARCH_S = 0.2
+"""Seconds for costing and for the search on any budget: small steps then have all their options on a busy machine."""
 BASELINES_SHARE = 0.3
 """The share of the time that is then left for the baselines, which share it evenly; the rest is the search's."""
 JUDGING_SHARE = 0.1
 """The share of the budget at its end in which candidates are re-timed."""
 TEXT_CHARS = 40
 """Characters that one transfer takes as text, roughly."""
-LEAST_SHARE = 0.4
-"""The least share of the budget for the search, even if costs and baselines need longer: on large steps one schedule of
-each takes seconds."""
-
 Progress = Callable[[str, float], None]
 """Called with a description of the current work, and the share of it that is done (0..1)."""
 
@@ -58,13 +56,18 @@ class PlanResult:
 
     plan: Plan
     problem: PlanProblem
-    schedules: dict[str, StepSchedule]
+    schedules: Mapping[str, StepSchedule]
     """By system: ``stretto`` (the plan's own) and every baseline."""
     search: SearchResult
-    plain: StepSchedule
-    """The schedule that Stretto's backend runs without a plan."""
+    make_plain: Callable[[], StepSchedule]
+    """Makes `plain`."""
     link_level_us: dict[str, float] = field(default_factory=dict)
     """The iteration of candidates link by link, by the system whose order it is; only of those that came near."""
+
+    @cached_property
+    def plain(self) -> StepSchedule:
+        """The schedule that Stretto's backend runs without a plan."""
+        return self.make_plain()
 
     @property
     def iteration_us(self) -> float:
@@ -96,6 +99,11 @@ class PlanResult:
         if system not in self.schedules:
             raise unknown("system", system, self.schedules)
         return self.schedules[system].timeline(self.problem)
+
+    def for_tables(self) -> dict[str, StepSchedule]:
+        """`schedules` for tables of systems: of a large step without the times of single ops, and at once."""
+        made = self.schedules
+        return made.for_tables() if isinstance(made, SystemSchedules) else dict(made)
 
     def save(self, path: str | Path) -> None:
         """Write the plan, which is all that an enforcer needs, to a file."""
@@ -131,7 +139,8 @@ def plan(
     Args:
         workload: the training step, with at least one comm-op.
         cluster: the cluster; rank r runs on device r.
-        budget_s: seconds for costing, baselines, search and re-timing, > 0; what cannot be left out may take longer.
+        budget_s: seconds for costing, baselines, search and the comparison of candidates, > 0. What cannot be left out
+            (default options, one schedule of each system, the plan's own re-timing) is done even if it takes longer.
         steps: number of search steps, >= 1, instead of a time budget; None uses `budget_s`.
         seed: seed of all searches, >= 0.
         costs: the cost model; None simulates.
@@ -164,26 +173,27 @@ def plan(
     )  # fmt: skip
     compared = Systems(problem)
     schedules = _baselines(compared, systems, time_left, steps, seed, tell)
-    usual = plain(compared.stock)
+    starts = {**schedules, PLAIN: compared.plain}
     found = search(
-        compared.own, budget_s=time_left.seconds(1 - JUDGING_SHARE), steps=steps, seed=seed,
-        start=(*schedules.values(), usual), progress=lambda state: tell(_words(state), _fraction(state, steps)),
+        compared.own, budget_s=time_left.seconds(1 - JUDGING_SHARE, least_s=LEAST_SEARCH_S), steps=steps, seed=seed,
+        start=tuple(starts.values()), progress=lambda state: tell(_words(state), _fraction(state, steps)),
     )  # fmt: skip
-    judge = LinkLevelJudge(problem=problem, cluster=cluster, costs=model, until=time_left.until(1.0) or float("inf"))
+    judge = PlanJudge(compared=compared, cluster=cluster, costs=model, until=time_left.until(1.0) or float("inf"))
     if retime:
         tell("re-timing link by link", 0.0)
-    name, best, link_level_us, notes = _chosen(found, schedules, usual, compared, judge, retime, least_gain, steps)
-    schedules[SYSTEM] = best.schedule
+    name, best, link_level_us, notes = judge.chosen(found, starts, retime, least_gain, steps)
     made = replace(
         to_plan(name, best.schedule, problem, cluster), bound_us=found.bound.us, bound_by=found.bound.why,
-        baselines_us={name: schedule.period_us for name, schedule in schedules.items() if name != SYSTEM},
+        baselines_us={name: schedule.period_us for name, schedule in schedules.items()},
         seed=seed, made_by=f"stretto search: {found.evaluations} evaluations, {found.why_stopped}",
         notes=(*compared.notes, *notes),
     )  # fmt: skip
     made = with_retiming(with_programs(made, best.schedule, problem, model), best)
     return PlanResult(
-        plan=made, problem=problem, schedules=schedules, search=found, plain=usual, link_level_us=link_level_us
-    )
+        plan=made, problem=problem, schedules=SystemSchedules(compared, schedules, best.schedule),
+        search=replace(found, schedule=best.schedule, others=()) if compared.reduces else found,
+        make_plain=lambda: compared.expanded(PLAIN, compared.plain), link_level_us=link_level_us,
+    )  # fmt: skip
 
 
 def _check(
@@ -213,10 +223,9 @@ class _Budget:
         """The moment at which this share of the budget is spent, or at least some seconds; None without a limit."""
         return self._begun + max(share * self._budget_s, least_s) if self._limited else None
 
-    def seconds(self, share: float) -> float:
-        """Seconds until this share of the budget is spent, and a few even if it is."""
-        left = self._begun + share * self._budget_s - time.monotonic()
-        return max(left, LEAST_SHARE * self._budget_s)
+    def seconds(self, share: float, *, least_s: float = 1e-3) -> float:
+        """Seconds until this share of the budget is spent; at least a few."""
+        return max(self._begun + share * self._budget_s - time.monotonic(), least_s)
 
 
 def _baselines(
@@ -235,49 +244,6 @@ def _baselines(
         tell(name, number / len(systems))
         schedules[name] = compared.schedule(name, effort)
     return schedules
-
-
-def _chosen(
-    found: SearchResult,
-    schedules: dict[str, StepSchedule],
-    usual: StepSchedule,
-    compared: Systems,
-    judge: LinkLevelJudge,
-    retime: bool,
-    least_gain: float,
-    steps: int | None,
-) -> tuple[str, PlanCandidate, dict[str, float], tuple[str, ...]]:
-    """The plan's name, the candidate that it is made from, the re-timed iterations of candidates, and notes."""
-    offered = [PlanCandidate(name=SYSTEM, schedule=one) for one in (found.schedule, *found.others)]
-    offered += [PlanCandidate(name=name, schedule=schedule) for name, schedule in {**schedules, PLAIN: usual}.items()]
-    offered, notes = feedable(offered, compared.own)
-    best = min(offered, key=lambda one: one.schedule.period_us)
-    link_level_us: dict[str, float] = {}
-    if retime:
-        best, link_level_us = judge.best(offered)
-        again = None if steps is None else max(1, steps // 2)
-        first = best
-        best = searched_again(best, judge, name=SYSTEM, steps=again, seed=found.seed)
-        if best is not first:
-            notes += (in_turns_note(first),)
-        link_level_us[best.name] = min(best.us, link_level_us.get(best.name, best.us))
-    if best.name != SYSTEM:
-        notes += (f"the order is that of {best.name}: link by link no other one is faster",)
-    gain = _gain(best, usual, judge, compared) if least_gain > 0 else 1.0
-    if gain >= least_gain:
-        return SYSTEM, best, link_level_us, notes
-    best = PlanCandidate(name=PLAIN, schedule=usual)
-    notes += (f"plain order: all that another one promises is {100 * gain:.1f} % of it",)
-    return PLAIN, judge.retimed(best) if retime else best, link_level_us, notes
-
-
-def _gain(best: PlanCandidate, usual: StepSchedule, judge: LinkLevelJudge, compared: Systems) -> float:
-    """The share of plain order's iteration that a candidate saves; both re-timed, or neither."""
-    now_us, usual_us = best.schedule.period_us, usual.period_us
-    if best.retimed is not None:
-        order = replace(judge, problem=compared.stock.problem).retimed(PlanCandidate(name=PLAIN, schedule=usual))
-        now_us, usual_us = (best.us, order.us) if order.retimed is not None else (now_us, usual_us)
-    return 1 - now_us / usual_us if usual_us > 0 else 0.0
 
 
 def with_programs(plan: Plan, schedule: StepSchedule, problem: PlanProblem, costs: CostModel) -> Plan:

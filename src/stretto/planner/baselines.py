@@ -42,7 +42,9 @@ from ..errors import unknown
 from ..workload import Dep, Op, Workload
 from ..workload.ordering import in_order
 from .algebra.nodes import Nodes, nodes_of
+from .plan import PLAIN
 from .schedule.problem import PlanProblem
+from .schedule.reduce import ReducedStep
 from .schedule.schedule import Scheduler, StepSchedule
 from .schedule.search import search
 
@@ -94,6 +96,10 @@ Baseline = Callable[[BaselineRun], StepSchedule]
 BASELINES: dict[str, Baseline] = {}
 STOCK = ("fifo", "nccl_ring", "nccl_tree", "tictac", "p3", "bytescheduler+", "hand_optimised", "s_exec")
 """The systems that know only the ops that have been submitted."""
+DEFAULTS = ("fifo", "nccl_ring", "nccl_tree", "tictac", "p3", "bytescheduler+", "s_sched")
+"""The systems that leave the algorithm of a collective to the library."""
+REDUCE_FROM = 4000
+"""The number of ops from which systems schedule a smaller step (`reduce`)."""
 
 
 def _register(name: str) -> Callable[[Baseline], Baseline]:
@@ -105,32 +111,84 @@ def _register(name: str) -> Callable[[Baseline], Baseline]:
 
 
 class Systems:
-    """Every system on one problem, which is compiled only twice: as it is, and as stock systems see it."""
+    """Every system on one problem, which is compiled only twice: as it is, and as stock systems see it.
 
-    def __init__(self, problem: PlanProblem) -> None:
+    Of a large step every system schedules the smaller one of `reduce`. Comm-ops that are merged there take their
+    default options with the systems of `DEFAULTS`, else their fastest. The waits of stock systems are for merged ops
+    then: a comm-op may start a little before they would start it, which favors them.
+
+    Args:
+        problem: the problem.
+        reduces: whether a smaller step is made; None makes one of steps with more than `REDUCE_FROM` ops.
+    """
+
+    def __init__(self, problem: PlanProblem, *, reduces: bool | None = None) -> None:
         self.problem = problem
         self.notes: list[str] = []
         """Sentences about parts of a method that a system had to leave out."""
+        self.reduces = len(problem.workload.ops) > REDUCE_FROM if reduces is None else reduces
+        self._steps: dict[bool, ReducedStep] = {}
+        self._schedulers: dict[tuple[bool, bool], Scheduler] = {}
 
     @cached_property
-    def own(self) -> Scheduler:
-        """The scheduler of the step as it is."""
+    def whole(self) -> Scheduler:
+        """The scheduler of the whole step."""
         return Scheduler(self.problem)
 
     @cached_property
+    def _whole_stock(self) -> Scheduler:
+        return Scheduler(replace(self.problem, workload=as_submitted(self.problem.workload)))
+
+    def step(self, defaults: bool = False) -> ReducedStep:
+        """The smaller step."""
+        if defaults not in self._steps:
+            other = self._steps.get(not defaults)
+            merged = other.merged if other is not None else None
+            self._steps[defaults] = ReducedStep(self.problem, defaults=defaults, merged=merged)
+        return self._steps[defaults]
+
+    def _scheduler(self, stock: bool, defaults: bool) -> Scheduler:
+        key = (stock, defaults)
+        if not self.reduces:
+            return self._whole_stock if stock else self.whole
+        if key not in self._schedulers:
+            problem = self.step(defaults).problem
+            if stock:
+                problem = replace(problem, workload=as_submitted(problem.workload))
+            self._schedulers[key] = Scheduler(problem)
+        return self._schedulers[key]
+
+    @property
+    def own(self) -> Scheduler:
+        """The scheduler of the step as it is."""
+        return self._scheduler(False, False)
+
+    @property
     def stock(self) -> Scheduler:
         """The scheduler of the step as PyTorch submits it."""
-        return Scheduler(replace(self.problem, workload=as_submitted(self.problem.workload)))
+        return self._scheduler(True, False)
+
+    @cached_property
+    def plain(self) -> StepSchedule:
+        """The schedule of Stretto's backend without a plan, with the waits of stock systems."""
+        return plain(self.stock)
 
     def schedule(self, name: str, effort: Effort | None = None) -> StepSchedule:
         """The schedule that a system would run, over the same options and costs."""
         if name not in BASELINES:
             raise unknown("baseline", name, BASELINES)
         begun = time.monotonic()
-        scheduler = self.stock if name in STOCK else self.own
+        scheduler = self._scheduler(name in STOCK, name in DEFAULTS)
         return BASELINES[name](
             BaselineRun(scheduler=scheduler, effort=effort or Effort(), begun=begun, notes=self.notes)
         )
+
+    def expanded(self, name: str, schedule: StepSchedule) -> StepSchedule:
+        """The schedule of a system, or of ``plain``, for the whole step, with its own waits."""
+        if not self.reduces:
+            return schedule
+        whole = self._whole_stock if name in (*STOCK, PLAIN) else self.whole
+        return self.step(name in DEFAULTS).schedule(whole, schedule)
 
 
 def baseline(name: str, problem: PlanProblem, effort: Effort | None = None) -> StepSchedule:
@@ -147,7 +205,7 @@ def baseline(name: str, problem: PlanProblem, effort: Effort | None = None) -> S
     Raises:
         InvalidInput: the name is unknown.
     """
-    return Systems(problem).schedule(name, effort)
+    return Systems(problem, reduces=False).schedule(name, effort)
 
 
 def as_submitted(workload: Workload) -> Workload:

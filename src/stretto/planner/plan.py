@@ -18,6 +18,8 @@ from ..files import convert, parse_json, read_text, write_file
 from ..workload import Workload
 
 FORM = "plan"
+SYSTEM = "stretto"
+"""The name of the plans of the search."""
 PLAIN = "plain"
 """The name of a plan that keeps the application's own order."""
 VERSION = 1

@@ -41,4 +41,4 @@ def with_tuner_alone(
         if len(names) == 1 and None not in found:
             whole = menu.whole(next(iter(rewrites(op, groups, cluster))), NCCL_NAMES.get(names.pop(), ()))
         options[op.name] = (whole or problem.options[op.name][0],)
-    return Systems(replace(problem, options=options)).schedule("fifo")
+    return Systems(replace(problem, options=options), reduces=False).schedule("fifo")

@@ -95,8 +95,9 @@ def _idle(schedule: StepSchedule) -> str:
 
 
 def _systems(found: PlanResult) -> str:
-    reference = found.schedules.get("bytescheduler+")
-    best = min(schedule.period_us for schedule in found.schedules.values())
+    shown = found.for_tables()
+    reference = shown.get("bytescheduler+")
+    best = min(schedule.period_us for schedule in shown.values())
     rows = [
         (
             name,
@@ -106,10 +107,10 @@ def _systems(found: PlanResult) -> str:
             format_us(float(schedule.exposed_us.max(initial=0.0))),
             str(len(schedule.order)),
         )
-        for name, schedule in found.schedules.items()
+        for name, schedule in shown.items()
     ]
     head = ("system", "iteration", "throughput", "compute idle", "exposed communication", "motifs")
-    bold = {at for at, s in enumerate(found.schedules.values()) if s.period_us <= best * (1 + 1e-9)}
+    bold = {at for at, s in enumerate(shown.values()) if s.period_us <= best * (1 + 1e-9)}
     return _table(head, rows, bold=bold)
 
 

@@ -142,7 +142,7 @@ class _Model:
                 placed.append((phase, values[column], (op, task), -window))
         placed.sort()
         found = self.scheduler.replay(choice, [x[2] for x in placed], [x[3] for x in placed], serial=self.serial)
-        return self.scheduler._sorted(found)
+        return self.scheduler.in_time_order(found)
 
     def _column(self, lower: int, upper: int) -> int:
         self.lower_.append(lower)

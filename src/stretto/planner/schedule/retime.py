@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cluster import Cluster
-from ...errors import Infeasible
+from ...errors import Infeasible, InvalidInput
 from ...workload.ordering import in_order
 from ..algebra.nodes import is_queued, nodes_of
 from ..costs.costs import CostModel, Motion, SimulatedCosts, simulated_costs, simulator_of
@@ -128,13 +128,51 @@ def _meeting(alone: PlanProblem, cluster: Cluster, costs: SimulatedCosts) -> dic
             made[key] = transfers_of(motion, nbytes, algorithm, cluster, costs)
         return made[key]
 
+    use = _LinkSets(costs)
     found: dict[TaskId, Transfers] = {}
     for one, other in combinations(sorts, 2):
         if one[0].isdisjoint(other[0]) and not set(one[1].channels).isdisjoint(other[1].channels):
+            if use.apart(one[1:], other[1:]):
+                continue
             left, right = transfers(*one[1:]), transfers(*other[1:])
             if left is not None and right is not None and not left.links.isdisjoint(right.links):
                 found |= dict.fromkeys(sorts[one], left) | dict.fromkeys(sorts[other], right)
     return found
+
+
+class _LinkSets:
+    """The links of motifs as their loads tell them, so that transfers are made only of motifs that meet."""
+
+    def __init__(self, costs: SimulatedCosts) -> None:
+        self._costs = costs
+        self._number: dict[bytes, int] = {}
+        self._links: list[frozenset[int]] = []
+        self._of: dict[tuple[Motion, float, str], int] = {}
+        self._apart: dict[tuple[int, int], bool] = {}
+
+    def apart(self, one: tuple[Motion, float, str], other: tuple[Motion, float, str]) -> bool:
+        """Whether two motifs are known to use no common link."""
+        # Loads leave multicasts out.
+        if self._costs.cluster.multicasts:
+            return False
+        pair = (self._set(one), self._set(other))
+        if min(pair) < 0:
+            return False
+        if pair not in self._apart:
+            self._apart[pair] = self._links[pair[0]].isdisjoint(self._links[pair[1]])
+        return self._apart[pair]
+
+    def _set(self, motif: tuple[Motion, float, str]) -> int:
+        if motif not in self._of:
+            try:
+                links = self._costs.link_loads(*motif).links
+            except InvalidInput:
+                self._of[motif] = -1
+                return -1
+            self._of[motif] = self._number.setdefault(links.tobytes(), len(self._links))
+            if len(self._number) > len(self._links):
+                self._links.append(frozenset(links.tolist()))
+        return self._of[motif]
 
 
 class _Unrolled:

@@ -196,7 +196,7 @@ class Scheduler:
         _, order, shift = self.native.schedule(*arguments)
         tasks = self.tasks(choice)
         found = self.replay(choice, [tasks[k] for k in order], [int(shift[k]) for k in order], serial=serial)
-        return self._sorted(found)
+        return self.in_time_order(found)
 
     def replay(
         self, choice: Choice, order: Sequence[tuple[int, int]], shift: Sequence[int], *, serial: bool = False
@@ -283,7 +283,7 @@ class Scheduler:
             start_us=start, end_us=end, compute_idle=idle, exposed_us=exposed, critical=critical,
         )  # fmt: skip
 
-    def _sorted(self, found: StepSchedule) -> StepSchedule:
+    def in_time_order(self, found: StepSchedule) -> StepSchedule:
         """The same order on every channel, cut where the window begins and sorted by start."""
         place = {task: k for k, task in enumerate(found.order)}
         listed = [

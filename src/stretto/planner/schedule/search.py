@@ -246,7 +246,7 @@ def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, c
     choice = tuple(chosen[scheduler._comm_nodes].tolist())
     tasks = scheduler.tasks(choice)
     found = scheduler.replay(choice, [tasks[k] for k in order], [int(shift[k]) for k in order], serial=serial)
-    return scheduler._sorted(found)
+    return scheduler.in_time_order(found)
 
 
 def _others(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, chains: int) -> tuple[StepSchedule, ...]:
@@ -278,7 +278,7 @@ def _tidy(scheduler: Scheduler, plan: StepSchedule) -> StepSchedule:
             except Infeasible:
                 continue
             if other.period_us <= plan.period_us * (1 + 1e-12):
-                plan = scheduler._sorted(other)
+                plan = scheduler.in_time_order(other)
                 break
     return plan
 
