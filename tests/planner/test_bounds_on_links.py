@@ -8,7 +8,7 @@ the NIC it leaves, outward, and of the NIC it enters, inward; an all-reduce of t
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations, permutations
 from random import Random
 
 import pytest
@@ -43,7 +43,9 @@ def hosts(rates: tuple[float, ...]) -> Cluster:
     return Cluster.build("hosts", nodes=nodes, links=links)
 
 
-CLUSTERS = {rates: hosts(rates) for rates in ((10.0, 10.0), (8.0, 16.0), (10.0, 10.0, 5.0))}
+CLUSTERS: dict[tuple[float, ...], Cluster] = {
+    rates: hosts(rates) for rates in ((10.0, 10.0), (8.0, 16.0), (10.0, 10.0, 5.0))
+}
 SIZES = (1e6, 2e6, 5e6)
 
 
@@ -228,3 +230,34 @@ def test_no_order_beats_the_bound_on_links(block: int) -> None:
         bound, best, promised = judged(seed)
         assert bound <= best * (1 + 1e-3), seed
         assert bound <= promised * (1 + 1e-9), seed
+
+
+def cut_us(problem: PlanProblem, cluster: Cluster) -> float:
+    """The longest time that any set of devices needs for what has to leave it, over the narrowest cut around it."""
+    devices = range(cluster.num_devices)
+    others = range(cluster.num_devices, cluster.num_nodes)
+    links = list(zip(cluster.link_src.tolist(), cluster.link_dst.tolist(), cluster.link_gb_per_s.tolist(), strict=True))
+    longest = 0.0
+    for size in range(1, cluster.num_devices):
+        for inside in combinations(devices, size):
+            nbytes = 0.0
+            for op in problem.workload.comm_ops:
+                for group in problem.workload.groups_of(op):
+                    leaves = group[0] in inside if op.kind == "send" else not set(group).isdisjoint(inside)
+                    nbytes += op.nbytes if leaves and not set(group).issubset(inside) else 0.0
+            if not nbytes:
+                continue
+            # Every way to put NICs and the switch on either side is a cut.
+            sides = (
+                set(inside).union(some) for count in range(len(others) + 1) for some in combinations(others, count)
+            )
+            rate = min(sum(gb for a, b, gb in links if a in side and b not in side) for side in sides)
+            longest = max(longest, nbytes / rate / 1e3)
+    return longest
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_the_bound_is_not_below_any_cut(seed: int) -> None:
+    step, rates = drawn(seed)
+    problem = make_problem(step.workload, CLUSTERS[rates])
+    assert Scheduler(problem).bound().us >= cut_us(problem, CLUSTERS[rates]) * (1 - 1e-9)
