@@ -20,7 +20,7 @@ HOSTS, RANKS, RATE, ORDER = 2, 2, "200mbit", "interleaved"
 NBYTES = 4 << 20
 RUNS = 3
 LEAD_S = 0.03
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
