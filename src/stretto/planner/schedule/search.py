@@ -28,6 +28,8 @@ MODES = ("stretto", "syndicate")
 CHAINS = 6
 ROUND_STEPS = 256
 """The number of steps of each chain between two exchanges of states."""
+SLICES = 8
+"""With a budget of steps, a slice of the search is this part of all steps so far."""
 SLICE_S = 0.1
 """Seconds that one call into the native module should take; between calls progress is shown and Ctrl-C noticed."""
 MAX_TIDY = 2000
@@ -177,7 +179,9 @@ class _Loop:
             if self.why:
                 return
             if self._steps is not None:
-                rounds = min(rounds, max(1, -(-(self._steps - self.done) // self._per_round)))
+                # How long a slice is decides where the search may end, so it must not depend on the clock.
+                grown = self.done // (SLICES * self._per_round)
+                rounds = max(1, min(grown, -(-(self._steps - self.done) // self._per_round)))
             called = time.monotonic()
             now = self._run.run(rounds, self._round_steps)
             took = time.monotonic() - called
