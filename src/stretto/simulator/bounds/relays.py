@@ -24,8 +24,8 @@ from .net import ArcNetwork, Floats, Mask
 
 MAX_SETS = 64
 """The most sets of devices of one family that are tried; any choice of sets is valid."""
-MAX_DEVICES = 512
-"""The most devices for which these bounds are looked for; they matter where latencies and bytes are of one size."""
+MAX_DEVICES = 64
+"""The most devices for which these bounds are looked for, in under a CPU second; for 256 it would be over twenty."""
 FAR = 4
 """The most subsets of far sources that are tried for each set of devices."""
 
