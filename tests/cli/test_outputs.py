@@ -29,7 +29,7 @@ READS = {
     "program show collective", "program show file", "program verify collective", "program verify files",
     "run token_file", "runtime fit measured", "status tls_ca", "status tls_cert", "status tls_key",
     "status token_file", "strategy diff after", "strategy diff before", "strategy explain strategy",
-    "strategy show strategy", "synth sketch", "tune scratch",
+    "strategy show strategy", "synth base", "synth sketch", "tune scratch",
 }  # fmt: skip
 """Parameters that name files to read (a controller makes its token where there is none)."""
 NO_FILES = {"motif show expand", "pipeline export comm", "synth max_bytes", "synth min_bytes"}
