@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from ..cluster import Cluster
 from ..collectives import Collective
-from ..errors import Infeasible
 from ..programs import Program
-from ..programs.formats.named import name_of
 from .piece_search import FEW, PieceSearch
-from .steiner import MAX_DEVICES, PieceLayout, only_used_helpers
+from .steiner import PieceLayout, only_used_helpers, with_helpers
 from .steiner_packing import Pairs, Shard, TreeFinder, pack_shards, shards_of
 
 MAX_TRANSFERS = 200_000
@@ -68,13 +65,7 @@ def synthesize(
     del seed
     began = time.monotonic()
     tell = progress or (lambda message, fraction: None)
-    named = name_of(collective.without_helpers())
-    if named is None or collective.num_ranks < 2:
-        raise Infeasible("repair: serves the collectives of the library, over two or more ranks")
-    devices = (*named.ranks, *helpers)
-    if len(devices) > MAX_DEVICES:
-        raise Infeasible(f"repair: {len(devices)} devices are more than {MAX_DEVICES}")
-    named = replace(named, chunks=1)
+    named, devices = with_helpers("repair", collective, helpers)
     plain = named.build()
     shards, shard_bytes = shards_of(plain), float(plain.chunk_share[0]) * nbytes
     finder = TreeFinder(cluster, devices, shards)

@@ -65,14 +65,8 @@ def synthesize(
     del seed
     began = time.monotonic()
     tell = progress or (lambda message, fraction: None)
-    named = name_of(collective.without_helpers())
-    if named is None or collective.num_ranks < 2:
-        raise Infeasible("steiner: serves the collectives of the library, over two or more ranks")
-    devices = (*named.ranks, *helpers)
-    if len(devices) > MAX_DEVICES:
-        raise Infeasible(f"steiner: {len(devices)} devices are more than {MAX_DEVICES}")
+    named, devices = with_helpers("steiner", collective, helpers)
     work = _GroupWork(cluster=cluster, devices=devices, nbytes=nbytes, alpha=alpha, max_transfers=max_transfers)
-    named = replace(named, chunks=1)
     whole = named.kind == "all_reduce"
     tell("packing trees", 0.0)
     found = [work.search(named, began + budget_s * (0.5 if whole else 0.9)).best]
@@ -82,6 +76,29 @@ def synthesize(
     program = only_used_helpers(min((one for one in found if one is not None), key=lambda one: one[0])[1])
     program.verify()
     return program
+
+
+def with_helpers(maker: str, collective: Collective, helpers: Sequence[int]) -> tuple[NamedCollective, tuple[int, ...]]:
+    """The collective of the library in whole shards, and the devices of its group with the helpers behind them.
+
+    Args:
+        maker: The maker that asks, for the message.
+        collective: The collective.
+        helpers: The devices outside the group that may help.
+
+    Returns:
+        The collective's name with one chunk for each shard, and the devices.
+
+    Raises:
+        Infeasible: The collective is not one of the library, or there are too few or too many devices.
+    """
+    named = name_of(collective.without_helpers())
+    if named is None or collective.num_ranks < 2:
+        raise Infeasible(f"{maker}: serves the collectives of the library, over two or more ranks")
+    devices = (*named.ranks, *helpers)
+    if len(devices) > MAX_DEVICES:
+        raise Infeasible(f"{maker}: {len(devices)} devices are more than {MAX_DEVICES}")
+    return replace(named, chunks=1), devices
 
 
 @dataclass(frozen=True, kw_only=True)
