@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 
 from stretto import AllReduce, Cluster, InvalidInput
 from stretto.lab.layout import LabLayout
+from stretto.programs.formats import save_program
 from stretto.runtime.torch_backend.selection import Selector, rules
+from stretto.synthesis import steiner
 from stretto.synthesis.table import select
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter")
@@ -136,6 +139,22 @@ def test_a_table_comes_first(tmp_path: Path) -> None:
     other = Selector(range(3), "aaa", table=tmp_path).pick("all_reduce", 1 << 20, in_place=True)
     assert any("is for 4 ranks, not 3" in reason for _, reason in other.rejected)
     assert "one host" in other.why
+
+
+def test_a_program_that_needs_outsiders_is_not_run_by_a_group_alone(tmp_path: Path) -> None:
+    """Two opposite devices of a ring pass through the two between them, which take no part in the group's calls."""
+    ring = Cluster.preset("ring", nodes=4)
+    made = steiner.synthesize(AllReduce((0, 2), in_place=True), ring, helpers=(1, 3), nbytes=1 << 20, budget_s=1.0)
+    assert made.collective.helpers
+    folder = tmp_path / "all_reduce"
+    folder.mkdir()
+    save_program(made, folder / "x.txt")
+    rows = [{"file": "x.txt", "min_bytes": 0, "max_bytes": 0}]
+    (folder / "index.json").write_text(json.dumps({"collective": "all_reduce", "rows": rows}))
+    for ranks in (2, made.collective.num_ranks):
+        pick = Selector(range(ranks), "a" * ranks, table=tmp_path).pick("all_reduce", 1 << 20, in_place=True)
+        assert not pick.from_table
+        assert any("helpers outside the group" in reason for _, reason in pick.rejected)
 
 
 def test_rules_say_what_decides(tmp_path: Path) -> None:
