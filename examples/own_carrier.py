@@ -20,9 +20,9 @@ from stretto.errors import PlanMismatch
 from stretto.torch import (
     CarrierSite,
     CollectiveCall,
+    CompiledMotif,
     Engine,
     HostCarrier,
-    LoadedMotif,
     MotifBinding,
     QueuedMotif,
     RankMotif,
@@ -94,15 +94,15 @@ class StoreCarrier(HostCarrier):
         """What is not a sum over all ranks stays with the backend."""
         return super().refusal(call, engine) or ("" if call.reduce == "sum" else "only sums")
 
-    def load(self, number: int, part: RankMotif, task: MotifBinding) -> StoreMotif:
+    def load(self, number: int, motif: RankMotif, binding: MotifBinding) -> StoreMotif:
         """Nothing has to be connected; a motif that is no all-reduce cannot be carried out here."""
-        if task.leaf.kind != "AR":
-            raise PlanMismatch(f"{task.leaf}: only all-reduces go through the store")
-        lane = f"{number} {'+'.join(part.channels)} {task.leaf.ranks}"
-        return StoreMotif(lane, task.leaf.ranks, RowLayout.of(task))
+        if binding.leaf.kind != "AR":
+            raise PlanMismatch(f"{binding.leaf}: only all-reduces go through the store")
+        lane = f"{number} {'+'.join(motif.channels)} {binding.leaf.ranks}"
+        return StoreMotif(lane, binding.leaf.ranks, RowLayout.of(binding))
 
     def start(
-        self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+        self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> StoreCall:
         """Begin to move a motif. All its ranks count the motifs of a lane alike, as they start in one order."""
         assert isinstance(loaded, StoreMotif)
@@ -117,7 +117,7 @@ class StoreCarrier(HostCarrier):
                 call.error = error
             call.elapsed_us = 1e6 * (time.perf_counter() - begin)
             call.ended.set()
-            self.site.sequencer.ended(entry)
+            self.site.sequencer.ended(motif)
 
         threading.Thread(target=move, daemon=True).start()
         return call
@@ -132,7 +132,7 @@ class StoreCarrier(HostCarrier):
         values = [torch.frombuffer(bytearray(part), dtype=mine.dtype) for part in parts]
         taken[at:until] = torch.stack(values).sum(0, dtype=mine.dtype)
 
-    def watch(self, entry: QueuedMotif) -> None:
+    def watch(self, motif: QueuedMotif) -> None:
         """Every end is reported."""
 
     def agree(self, values: Sequence[int]) -> StoreMaximum:

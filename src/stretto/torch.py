@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from .resharding.tensors.weights import WeightSync as WeightSync
     from .runtime.capture.session import Recorder as Recorder
     from .runtime.capture.session import capture as capture
+    from .runtime.enforcer.binding import MotifBinding as MotifBinding
     from .runtime.enforcer.carrier import Carrier as Carrier
     from .runtime.enforcer.carrier import CarrierSite as CarrierSite
     from .runtime.enforcer.carrier import HostCarrier as HostCarrier
-    from .runtime.enforcer.compiled_op import LoadedMotif as LoadedMotif
+    from .runtime.enforcer.compiled_op import CompiledMotif as CompiledMotif
     from .runtime.enforcer.memory import RowLayout as RowLayout
     from .runtime.enforcer.memory import StagedBuffers as StagedBuffers
-    from .runtime.enforcer.parts import RankMotif as RankMotif
-    from .runtime.enforcer.pieces import MotifBinding as MotifBinding
+    from .runtime.enforcer.rank_plan import RankMotif as RankMotif
     from .runtime.enforcer.sequencer import QueuedMotif as QueuedMotif
     from .runtime.executor.executor import Executor as Executor
     from .runtime.probe.bench import BenchResult as BenchResult
@@ -70,10 +70,10 @@ _HOMES = {
     "CollectiveCall": (".runtime.torch_backend.buffers", "CollectiveCall"),
     "Engine": (".runtime.torch_backend.engine", "Engine"),
     "HostCarrier": (".runtime.enforcer.carrier", "HostCarrier"),
-    "LoadedMotif": (".runtime.enforcer.compiled_op", "LoadedMotif"),
-    "MotifBinding": (".runtime.enforcer.pieces", "MotifBinding"),
+    "CompiledMotif": (".runtime.enforcer.compiled_op", "CompiledMotif"),
+    "MotifBinding": (".runtime.enforcer.binding", "MotifBinding"),
     "QueuedMotif": (".runtime.enforcer.sequencer", "QueuedMotif"),
-    "RankMotif": (".runtime.enforcer.parts", "RankMotif"),
+    "RankMotif": (".runtime.enforcer.rank_plan", "RankMotif"),
     "RowLayout": (".runtime.enforcer.memory", "RowLayout"),
     "StagedBuffers": (".runtime.enforcer.memory", "StagedBuffers"),
     "Agent": (".control.agent", "Agent"),

@@ -23,7 +23,7 @@ from stretto.dimensions.program import program as dims_program
 from stretto.planner.algebra.rewrites import rewrites
 from stretto.planner.plan import OpPlan, ProgramPlan
 from stretto.programs.formats.text import dumps
-from stretto.runtime.enforcer import pieces
+from stretto.runtime.enforcer import binding
 from stretto.runtime.enforcer.enforcer import Enforcer
 from stretto.workload import Workload
 
@@ -185,7 +185,7 @@ def padded() -> Any:
     workload = kinds_step()
     wrong = []
     with (
-        mock.patch.object(pieces, "_rigid", lambda program: True),
+        mock.patch.object(binding, "_rigid", lambda program: True),
         Enforcer(workload, every=1, cluster=CLUSTER) as enforcer,
     ):
         for number, plan in enumerate(variant_plans(workload, CLUSTER, most=4), 1):

@@ -24,7 +24,7 @@ import stretto.torch
 from stretto import Cluster, Plan, Workload
 from stretto.errors import PlanMismatch
 from stretto.planner.algebra.rewrites import rewrites
-from stretto.runtime.enforcer.parts import share_of
+from stretto.runtime.enforcer.rank_plan import share_of
 
 RANKS, SEEDS, ITERATIONS, TRIES = 3, 8, 4, 200
 CLUSTER = cluster_of()

@@ -8,7 +8,7 @@ from enforcer_plans import cluster_of, simple_plan, step_of, variant_plans, whol
 
 from stretto.errors import PlanMismatch
 from stretto.runtime.enforcer.launches import check_launches, launches
-from stretto.runtime.enforcer.parts import share_of
+from stretto.runtime.enforcer.rank_plan import share_of
 from stretto.workload import Dep, Op, Workload
 
 HOSTS = ["a", "a", "b", "b"]

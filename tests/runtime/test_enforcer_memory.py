@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from stretto.planner.algebra.motif import motif_of
+from stretto.runtime.enforcer.binding import MotifBinding, Pieces
 from stretto.runtime.enforcer.memory import Pool, RowLayout, stage
-from stretto.runtime.enforcer.parts import RankMotif, RankOp
-from stretto.runtime.enforcer.pieces import MotifBinding, Pieces
 from stretto.runtime.enforcer.planned_work import PlannedWork
+from stretto.runtime.enforcer.rank_plan import RankMotif, RankOp
 from stretto.runtime.enforcer.sequencer import QueuedMotif, QueuedOp, Sequencer
-from stretto.runtime.enforcer.submission import SubmittedPlace
+from stretto.runtime.enforcer.submission import PlaceSubmission
 from stretto.workload import Op
 
 WHOLE = motif_of("all_reduce", (0, 1), 8.0, 0)
@@ -32,30 +32,30 @@ class _Done:
         return True
 
 
-class _Given:
+class _Submission:
     instead = None
 
-    def __init__(self, instance: QueuedOp) -> None:
-        self.instance = instance
+    def __init__(self, queued: QueuedOp) -> None:
+        self.queued = queued
 
-    def start(self, entry: QueuedMotif) -> _Done:
+    def start(self, motif: QueuedMotif) -> _Done:
         return _Done()
 
-    def watch(self, entry: QueuedMotif) -> None: ...
+    def watch(self, motif: QueuedMotif) -> None: ...
 
-    def moved(self, entry: QueuedMotif) -> None: ...
+    def moved(self, motif: QueuedMotif) -> None: ...
 
     def over(self) -> None: ...
 
 
 class _Owner:
-    def stalled(self, instance: QueuedOp) -> None: ...
+    def stalled(self, queued: QueuedOp) -> None: ...
 
-    def waited(self, instance: QueuedOp, begin_us: float, end_us: float) -> None: ...
+    def waited(self, queued: QueuedOp, begin_us: float, end_us: float) -> None: ...
 
-    def spent(self, instance: QueuedOp, motif: int, start_us: float, end_us: float) -> None: ...
+    def spent(self, queued: QueuedOp, motif: int, start_us: float, end_us: float) -> None: ...
 
-    def explain(self, instance: QueuedOp, error: Exception) -> Exception:
+    def explain(self, queued: QueuedOp, error: Exception) -> Exception:
         return error
 
 
@@ -67,20 +67,20 @@ def no_collector() -> Iterator[None]:
 
 
 def test_an_op_that_was_waited_for_goes_at_once_though_its_work_is_remembered(no_collector: None) -> None:
-    part = RankMotif(motif=0, leaf=WHOLE, algorithm="ring", channels=("a",), lane=0, after=(), brief=False)
+    part = RankMotif(number=0, leaf=WHOLE, algorithm="ring", channels=("a",), lane=0, after=(), brief=False)
     op = Op(name="op", kind="all_reduce", nbytes=8.0)
-    instance = QueuedOp(1, RankOp(number=0, op=op, whole=WHOLE, parts=(part,), option="whole"), 0)
+    queued = QueuedOp(1, RankOp(number=0, op=op, whole=WHOLE, motifs=(part,), option="whole"), 0)
     sequencer = Sequencer()
-    sequencer.add(instance.entries.values())
-    given: Any = _Given(instance)
-    sequencer.submit(instance, given)
-    work = PlannedWork(_Owner(), sequencer, instance, given, [])
-    held = weakref.ref(given)
-    del given
+    sequencer.add(queued.motifs.values())
+    submission: Any = _Submission(queued)
+    sequencer.submit(queued, submission)
+    work = PlannedWork(_Owner(), sequencer, queued, submission, [])
+    held = weakref.ref(submission)
+    del submission
     assert held() is not None
     work.wait()
-    instance.forget()
-    del instance
+    queued.forget()
+    del queued
     assert held() is None
     assert work.is_completed() and work.is_success()
     assert work.get_future().wait() == []
@@ -144,7 +144,7 @@ def test_memory_of_ever_new_sizes_is_not_kept_for_ever() -> None:
 
 def test_what_runs_in_plain_order_already_is_not_run_again_when_a_plan_is_left() -> None:
     op = Op(name="op", kind="all_to_all", nbytes=8.0)
-    instance = QueuedOp(1, RankOp(number=0, op=op, whole=WHOLE, parts=(), option="whole"), 0)
-    given = SubmittedPlace(_Owner(), instance)
-    given.run_plainly()
-    assert given.instead is None and instance.done and instance.error is None
+    queued = QueuedOp(1, RankOp(number=0, op=op, whole=WHOLE, motifs=(), option="whole"), 0)
+    submission = PlaceSubmission(_Owner(), queued)
+    submission.run_plainly()
+    assert submission.instead is None and queued.done and queued.error is None

@@ -12,12 +12,12 @@ from stretto import Plan
 from stretto.algorithms import algorithm
 from stretto.errors import PlanMismatch
 from stretto.programs import Program
+from stretto.runtime.enforcer.binding import MotifBinding, Programs
 from stretto.runtime.enforcer.carrier import SLOTS
 from stretto.runtime.enforcer.memory import RowLayout
-from stretto.runtime.enforcer.parts import RankMotif
-from stretto.runtime.enforcer.pieces import MotifBinding, Programs
 from stretto.runtime.enforcer.plans import Plans
 from stretto.runtime.enforcer.prepared import ExpectedOps
+from stretto.runtime.enforcer.rank_plan import RankMotif
 
 CLUSTER = cluster_of(1)
 STEP = step_of([("all_to_all", 2000.0, 0), ("all_reduce", 2000.0, 0)], 2)
@@ -37,8 +37,8 @@ class _Carrier:
     def __init__(self) -> None:
         self.unloaded: list[int] = []
 
-    def load(self, number: int, part: RankMotif, task: MotifBinding) -> _Loaded:
-        return _Loaded(RowLayout.of(task))
+    def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> _Loaded:
+        return _Loaded(RowLayout.of(binding))
 
     def unload(self, number: int) -> None:
         self.unloaded.append(number)

@@ -16,8 +16,8 @@ from stretto.planner.algebra.motif import motif_of
 from stretto.runtime.enforcer import planned_work
 from stretto.runtime.enforcer import sequencer as sequencer_module
 from stretto.runtime.enforcer.messages import MessageLines
-from stretto.runtime.enforcer.parts import RankMotif, RankOp
 from stretto.runtime.enforcer.planned_work import PlannedWork
+from stretto.runtime.enforcer.rank_plan import RankMotif, RankOp
 from stretto.runtime.enforcer.sequencer import QueuedMotif, QueuedOp, Sequencer
 from stretto.runtime.torch_backend.work import GroupWork
 from stretto.workload import Op
@@ -48,7 +48,7 @@ class _Motif:
         self._event.set()
 
 
-class _Given:
+class _Submission:
     """Stands for the application's memory, and for the carrier."""
 
     instead = None
@@ -57,43 +57,43 @@ class _Given:
         self.started: dict[int, _Motif] = {}
         self.watched: list[QueuedMotif] = []
 
-    def start(self, entry: QueuedMotif) -> _Motif:
-        return self.started.setdefault(entry.part.motif, _Motif())
+    def start(self, motif: QueuedMotif) -> _Motif:
+        return self.started.setdefault(motif.rank_motif.number, _Motif())
 
-    def watch(self, entry: QueuedMotif) -> None:
-        self.watched.append(entry)
+    def watch(self, motif: QueuedMotif) -> None:
+        self.watched.append(motif)
 
-    def moved(self, entry: QueuedMotif) -> None: ...
+    def moved(self, motif: QueuedMotif) -> None: ...
 
     def over(self) -> None: ...
 
 
 class _Owner:
-    def stalled(self, instance: QueuedOp) -> None: ...
+    def stalled(self, queued: QueuedOp) -> None: ...
 
-    def waited(self, instance: QueuedOp, begin_us: float, end_us: float) -> None: ...
+    def waited(self, queued: QueuedOp, begin_us: float, end_us: float) -> None: ...
 
-    def spent(self, instance: QueuedOp, motif: int, start_us: float, end_us: float) -> None: ...
+    def spent(self, queued: QueuedOp, motif: int, start_us: float, end_us: float) -> None: ...
 
-    def explain(self, instance: QueuedOp, error: Exception) -> Exception:
+    def explain(self, queued: QueuedOp, error: Exception) -> Exception:
         return error
 
 
 def _op(number: int, *channels: str) -> QueuedOp:
     """An op with a motif on each of some channels."""
     whole = motif_of("all_reduce", (0, 1), 8.0, 0)
-    parts = tuple(
-        RankMotif(motif=at, leaf=whole, algorithm="ring", channels=(channel,), lane=at, after=(), brief=False)
+    motifs = tuple(
+        RankMotif(number=at, leaf=whole, algorithm="ring", channels=(channel,), lane=at, after=(), brief=False)
         for at, channel in enumerate(channels)
     )
     op = Op(name=f"op{number}", kind="all_reduce", nbytes=8.0)
-    return QueuedOp(1, RankOp(number=number, op=op, whole=whole, parts=parts, option="whole"), 0)
+    return QueuedOp(1, RankOp(number=number, op=op, whole=whole, motifs=motifs, option="whole"), 0)
 
 
-def _submitted(sequencer: Sequencer, instance: QueuedOp) -> tuple[_Given, PlannedWork]:
-    given: Any = _Given()
-    sequencer.submit(instance, given)
-    return given, PlannedWork(_Owner(), sequencer, instance, given, [])
+def _submitted(sequencer: Sequencer, queued: QueuedOp) -> tuple[_Submission, PlannedWork]:
+    submission: Any = _Submission()
+    sequencer.submit(queued, submission)
+    return submission, PlannedWork(_Owner(), sequencer, queued, submission, [])
 
 
 @pytest.fixture(autouse=True)
@@ -117,9 +117,9 @@ def wait() -> Iterator[Callable[[PlannedWork], threading.Thread]]:
         assert not thread.is_alive()
 
 
-def _lines(*instances: QueuedOp) -> Sequencer:
+def _lines(*ops: QueuedOp) -> Sequencer:
     sequencer = Sequencer()
-    sequencer.add([entry for instance in instances for entry in instance.entries.values()])
+    sequencer.add([motif for queued in ops for motif in queued.motifs.values()])
     return sequencer
 
 
@@ -127,7 +127,7 @@ def test_a_wait_that_began_before_the_motif_did_ends_with_it(wait: Callable[[Pla
     first, last = _op(0, "a"), _op(1, "a")
     sequencer = _lines(first, last)
     before, _ = _submitted(sequencer, first)
-    given, work = _submitted(sequencer, last)
+    submission, work = _submitted(sequencer, last)
     assert before.watched, "something stands behind it"
     waiting = wait(work)
     while last._event is None:
@@ -135,28 +135,28 @@ def test_a_wait_that_began_before_the_motif_did_ends_with_it(wait: Callable[[Pla
     before.started[0].end()
     sequencer.ended(before.watched[0])
     # Nobody reports the last motif of a line: the one who waits has to turn to it.
-    assert given.started[0].looked.wait(JOIN_S)
-    given.started[0].end()
+    assert submission.started[0].looked.wait(JOIN_S)
+    submission.started[0].end()
     waiting.join(JOIN_S)
-    assert last.done and not given.watched
+    assert last.done and not submission.watched
 
 
 def test_whoever_only_asks_sees_the_end_of_a_motif_that_nobody_reports() -> None:
     only = _op(0, "a")
     sequencer = _lines(only)
-    given, work = _submitted(sequencer, only)
+    submission, work = _submitted(sequencer, only)
     assert not work.is_completed()
-    given.started[0].end()
-    assert work.is_completed() and not given.watched
+    submission.started[0].end()
+    assert work.is_completed() and not submission.watched
 
 
 def test_what_runs_after_its_own_iteration_starts_when_it_is_put_in_line() -> None:
     pushed_back = _op(0, "a")
     sequencer = Sequencer()
-    given, _ = _submitted(sequencer, pushed_back)
-    assert not given.started, "it is in no line yet"
-    sequencer.add(pushed_back.entries.values())
-    assert list(given.started) == [0]
+    submission, _ = _submitted(sequencer, pushed_back)
+    assert not submission.started, "it is in no line yet"
+    sequencer.add(pushed_back.motifs.values())
+    assert list(submission.started) == [0]
 
 
 def test_a_motif_that_is_put_behind_one_that_runs_has_its_end_reported() -> None:
@@ -165,8 +165,8 @@ def test_a_motif_that_is_put_behind_one_that_runs_has_its_end_reported() -> None
     running, _ = _submitted(sequencer, first)
     _submitted(sequencer, pushed_back)
     assert not running.watched
-    sequencer.add(pushed_back.entries.values())
-    assert running.watched == [first.entries[0]]
+    sequencer.add(pushed_back.motifs.values())
+    assert running.watched == [first.motifs[0]]
 
 
 def test_who_is_told_of_a_motif_that_could_not_start_may_wait_for_other_threads() -> None:
@@ -181,13 +181,13 @@ def test_who_is_told_of_a_motif_that_could_not_start_may_wait_for_other_threads(
         other.join(JOIN_S)
 
     work._when_over(told)
-    broken: Any = _Given()
-    broken.start = lambda entry: 1 // 0
+    broken: Any = _Submission()
+    broken.start = lambda motif: 1 // 0
     sequencer.submit(last, broken)
     assert reached == [True], "the sequencer can be asked while somebody is told"
     assert isinstance(first.error, ZeroDivisionError) and isinstance(last.error, ZeroDivisionError)
     after = _op(2, "a")
-    sequencer.submit(after, _Given())
+    sequencer.submit(after, _Submission())
     assert after.done and after.error is sequencer.failure
 
 
@@ -210,19 +210,19 @@ def test_a_motif_that_could_run_but_for_one_that_was_not_submitted_is_held_back(
     _submitted(sequencer, first)
     clock(1000.0)
     assert sequencer.take_held_us() == 40.0
-    assert last.entries[0].ready_us == 10.0
+    assert last.motifs[0].ready_us == 10.0
 
 
 def test_nothing_is_held_back_while_the_channel_is_used(clock: Callable[[float], None]) -> None:
     running, first, last = _op(0, "a"), _op(1, "a"), _op(2, "a")
     sequencer = _lines(running, first, last)
     clock(5.0)
-    given, _ = _submitted(sequencer, running)
+    submission, _ = _submitted(sequencer, running)
     clock(10.0)
     _submitted(sequencer, last)
     clock(40.0)
-    given.started[0].elapsed_us = 35.0
-    given.started[0].end()
+    submission.started[0].elapsed_us = 35.0
+    submission.started[0].end()
     clock(100.0)
     _submitted(sequencer, first)
     assert sequencer.take_held_us() == 60.0, "from its end on, though nobody looked before"
@@ -233,15 +233,15 @@ def test_nothing_is_held_back_while_the_channel_is_used(clock: Callable[[float],
 def test_what_stands_in_line_behind_a_motif_that_runs_is_not_held_back(clock: Callable[[float], None]) -> None:
     first, last = _op(0, "a"), _op(1, "a")
     sequencer = _lines(first, last)
-    given, _ = _submitted(sequencer, first)
+    submission, _ = _submitted(sequencer, first)
     clock(10.0)
     _submitted(sequencer, last)
     clock(50.0)
-    given.started[0].elapsed_us = 50.0
-    given.started[0].end()
+    submission.started[0].elapsed_us = 50.0
+    submission.started[0].end()
     sequencer.reap()
-    sequencer.ended(first.entries[0])
-    assert last.entries[0].ready_us == 10.0 and last.entries[0].start_us == 50.0
+    sequencer.ended(first.motifs[0])
+    assert last.motifs[0].ready_us == 10.0 and last.motifs[0].start_us == 50.0
     assert sequencer.take_held_us() == 0.0
 
 
@@ -251,7 +251,7 @@ class _Pipeline:
     def __init__(self, *kinds: str) -> None:
         self.queued = [self._op(number, kind) for number, kind in enumerate(kinds)]
         messages = tuple(number for number, kind in enumerate(kinds) if kind == "send")
-        ops = {number: queued.planned for number, queued in enumerate(self.queued)}
+        ops = {number: queued.rank_op for number, queued in enumerate(self.queued)}
         self.share = SimpleNamespace(messages={(0, 1): messages}, ops=ops)
         self.calls: list[str] = []
 
@@ -260,12 +260,12 @@ class _Pipeline:
         whole = motif_of(kind, (0, 1), 8.0, 0)
         lines = ("a>",) if kind == "send" else ("a>", "a<")
         part = RankMotif(
-            motif=0, leaf=whole, algorithm="ring", channels=("a",), lane=0, after=(), brief=False, lines=lines
+            number=0, leaf=whole, algorithm="ring", channels=("a",), lane=0, after=(), brief=False, lines=lines
         )
         op = Op(name=f"{kind}{number}", kind=kind, nbytes=8.0, groups=((0, 1),))
-        return QueuedOp(1, RankOp(number=number, op=op, whole=whole, parts=(part,), option="whole"), 0)
+        return QueuedOp(1, RankOp(number=number, op=op, whole=whole, motifs=(part,), option="whole"), 0)
 
-    def instance(self, iteration: int, number: int) -> QueuedOp:
+    def queued_op(self, iteration: int, number: int) -> QueuedOp:
         return self.queued[number]
 
     def send(self, lines: MessageLines, name: str) -> Any:
@@ -312,7 +312,7 @@ def test_a_message_waits_for_the_sum_before_it_and_the_sum_for_the_message(messa
     first, _ = _submitted(lines.sequencer, pipe.queued[0])
     assert pipe.calls == []
     first.started[0].end()
-    lines.sequencer.ended(pipe.queued[0].entries[0])
+    lines.sequencer.ended(pipe.queued[0].motifs[0])
     assert pipe.calls == ["message"]
     assert work.wait()
     # The thread that waits for messages reports the end of this one.
@@ -337,11 +337,11 @@ def test_messages_of_a_pair_begin_in_the_order_of_the_application(message_lines:
 def test_messages_that_do_not_come_hold_nothing_back_after_their_iteration(message_lines: MakeLines) -> None:
     pipe = _Pipeline("send", "all_reduce")
     lines = message_lines(pipe, (0, 1))
-    given, _ = _submitted(lines.sequencer, pipe.queued[1])
-    assert not given.started
+    submission, _ = _submitted(lines.sequencer, pipe.queued[1])
+    assert not submission.started
     active: Any = pipe
     lines.boundary(active, 0, marked=True)
-    assert given.started
+    assert submission.started
     assert pipe.send(lines, "late") is None
 
 

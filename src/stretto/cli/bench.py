@@ -19,7 +19,7 @@ from ..runtime.probe.bench import bench as measure
 from ..runtime.probe.join import joined, place
 from ..units import format_bytes, format_us
 from .common import out, parse_all_sizes, parse_names, progress
-from .options import BudgetOption, BytesOption, ClusterOption, FactorOption
+from .options import BudgetOption, BytesOption, ClusterOption, FactorOption, RankJsonOption
 from .outputs import OutputFiles, output
 
 
@@ -41,6 +41,7 @@ def bench(
         str | None, typer.Option(metavar="NAME,...", help="Only these; by default the five that training uses.")
     ] = None,
     budget: BudgetOption = 60.0,
+    rows: RankJsonOption = None,
 ) -> None:
     """Time motifs on a job's ranks, alone and in overlapping pairs. Every rank runs this command.
 
@@ -77,6 +78,7 @@ def bench(
             lambda path: write_measurements(path, done.measurements),
             f"{len(done.measurements)} measurements in {done.seconds:.0f} s",
         )
+        files.json(rows, {"seconds": done.seconds, "left_out": len(done.left_out), "measurements": done.measurements})
         _tell(done)
         files.tell(f"stretto plan -w WORKLOAD -c {cluster} --costs {target}")
 

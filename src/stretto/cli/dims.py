@@ -194,9 +194,11 @@ def plot(
     tracker: Tracker = "whole",
     in_network: Offload = "",
     window: Annotated[
-        float | None, typer.Option(metavar="US", help="The HTML curves average over so much time (default 100).")
+        float | None,
+        typer.Option(metavar="US", help="The curves of --html and --json average over so much time (default 100)."),
     ] = None,
     html: HtmlOption = None,
+    rows: JsonOption = None,
 ) -> None:
     """When each dimension has something to do (the paper's Fig. 9), one line per dimension; taller means busier.
 
@@ -205,8 +207,8 @@ def plot(
       stretto dims plot -c themis_3d_sw_sw_sw_homo
       stretto dims plot -c themis_3d_sw_sw_sw_homo -s baseline,stretto --html activity.html
     """
-    if window is not None and html is None:
-        raise InvalidInput("--window: is for the curves of --html, which is not given")
+    if window is not None and html is None and rows is None:
+        raise InvalidInput("--window: is for the curves of --html and --json, and neither is given")
     dims, size = _dims(cluster, in_network), _size(nbytes)
     runs = [
         simulate(
@@ -222,6 +224,12 @@ def plot(
     files.write(
         html, lambda path: write_html(path, title=title, sections=[activity_section(runs, window_us=averaged_us)])
     )
+    if rows is not None:
+        files.json(rows, {"window_us": averaged_us, "runs": [
+            {"scheduler": run.schedule.name, "time_us": run.total_us, "utilization": run.utilization,
+             "active": [shares.round(4).tolist() for shares in run.activity(averaged_us)]}
+            for run in runs
+        ]})  # fmt: skip
     console = out()
     console.print(_about(cluster, collective, chunks, in_flight, sharing), markup=False, soft_wrap=True)
     console.print(activity_plot(runs, width=plot_width(console)))

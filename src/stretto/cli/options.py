@@ -101,6 +101,16 @@ JsonOption = Annotated[
         help="Write the numbers as JSON; -: to standard output, and nothing else there.",
     ),
 ]
+RankJsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE|-",
+        callback=output(".json", stdout=True, only_rank_0=True),
+        help="Write the numbers as JSON; -: to standard output, and nothing else there.",
+    ),
+]
+"""Of commands that every rank of a job runs."""
 HtmlOption = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE.html", callback=output(*HTML), help="Write one page that needs no network."),

@@ -247,6 +247,7 @@ def show(path: PlanFile, rows: JsonOption = None) -> None:
 def explain(
     path: PlanFile,
     op: Annotated[str | None, typer.Argument(metavar="COMM-OP", help="Default: all of them.")] = None,
+    rows: JsonOption = None,
 ) -> None:
     """Why each communication op runs as it does: its motifs, their order, costs and where those came from.
 
@@ -255,10 +256,13 @@ def explain(
       stretto plan explain plan.json a2a-emb-fwd
     """
     made = Plan.load(path)
-    console = out()
-    for chosen in [made.op(op)] if op is not None else made.ops:
-        console.print(motif_table(chosen))
+    chosen = [made.op(op)] if op is not None else made.ops
+    files, console = OutputFiles(), out()
+    files.json(rows, {"plan": made.name, "ops": chosen})
+    for one in chosen:
+        console.print(motif_table(one))
         console.print()
+    files.tell()
 
 
 @app.command()

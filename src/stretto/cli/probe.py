@@ -14,6 +14,7 @@ from ..errors import InvalidInput
 from ..runtime.probe.join import joined, place
 from ..runtime.probe.probe import probe as measure
 from .common import out, progress
+from .options import RankJsonOption
 from .outputs import YAML, OutputFiles, output
 
 
@@ -35,15 +36,7 @@ def probe(
         str | None, typer.Option(metavar="NAME:N|FILE", help="Compare with this cluster (else with all presets).")
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that one flow may take.")] = 30.0,
-    rows: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE|-",
-            callback=output(".json", stdout=True, only_rank_0=True),
-            help="Write the numbers as JSON; -: to standard output, and nothing else there.",
-        ),
-    ] = None,
+    rows: RankJsonOption = None,
 ) -> None:
     """Measure the network between a job's ranks and write it as a cluster. Every rank runs this command.
 

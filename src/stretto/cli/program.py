@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,6 +96,7 @@ def show(
     lower: Annotated[bool, typer.Option("--lower", help="The instruction streams of a program.")] = False,
     in_place: InPlace = None,
     collective: CollectiveFile = None,
+    rows: JsonOption = None,
 ) -> None:
     """Print a program so that a person can read it: transfers, or each rank's instruction streams.
 
@@ -117,16 +119,22 @@ def show(
         ranks = loaded.collective.num_ranks if isinstance(loaded, Program | Lowered) else len(loaded.gpus)
     if rank is not None and not 0 <= rank < ranks:
         raise InvalidInput(f"--rank: must be 0..{ranks - 1}, not {rank}")
-    if isinstance(loaded, SymmetricProgram):
-        text = symmetric_text.dumps(loaded) if rank is None else symmetric_text.dumps_rank(loaded, rank)
-        for line in text.splitlines():
+    files = OutputFiles()
+    if isinstance(loaded, Program | SymmetricProgram):
+        lines = _lines(loaded, rank)
+        files.json(rows, {"file": str(file), "lines": lines})
+        for line in lines:
             say(line)
-    elif isinstance(loaded, Program):
-        _show_transfers(loaded, rank)
-    elif isinstance(loaded, Lowered):
-        _show_streams(loaded, rank)
     else:
-        _show_plan(loaded, rank)
+        tables = list(_streams(loaded, rank) if isinstance(loaded, Lowered) else _blocks(loaded, rank))
+        files.json(rows, {"file": str(file), "threadblocks": [
+            {"threadblock": str(table.title), "steps": table.records} for table in tables
+        ]})  # fmt: skip
+        say(about(loaded))
+        for table in tables:
+            out().print()
+            out().print(table)
+    files.tell()
 
 
 @app.command()
@@ -264,6 +272,7 @@ def run(
     seed: SeedOption = 0,
     in_place: InPlace = None,
     collective: CollectiveFile = None,
+    rows: JsonOption = None,
 ) -> None:
     """Execute a program on random data with NumPy, every rank at once, and compare with the right answer.
 
@@ -289,7 +298,10 @@ def run(
                 f"{lowered.num_instructions} instructions on {lowered.collective.num_ranks} ranks ran with FIFO depth "
                 f"{depth}; all {len(lowered.collective.out_chunk)} output chunks are right ({how})"
             )
+    files = OutputFiles()
+    files.json(rows, {"file": str(file), "right": True, "seed": seed, "about": result})
     say(f"{file}: {result}")
+    files.tell()
 
 
 def _load(
@@ -326,19 +338,20 @@ def _prove(path: Path, loaded: Program | SymmetricProgram | Lowered | ExecutionP
     return str(check_plan(loaded))
 
 
-def _show_transfers(program: Program, rank: int | None) -> None:
+def _lines(program: Program | SymmetricProgram, rank: int | None) -> list[str]:
+    """The text of a program, or what of it concerns one rank."""
+    if isinstance(program, SymmetricProgram):
+        text = symmetric_text.dumps(program) if rank is None else symmetric_text.dumps_rank(program, rank)
+        return text.splitlines()
+    found = []
     for line in dumps(program).splitlines():
         number = line.partition(":")[0]
-        if rank is not None and number.isdecimal():
-            t = int(number)
-            if rank not in (program.src[t], program.dst[t]):
-                continue
-        say(line)
+        if rank is None or not number.isdecimal() or rank in (program.src[int(number)], program.dst[int(number)]):
+            found.append(line)
+    return found
 
 
-def _show_streams(lowered: Lowered, rank: int | None) -> None:
-    x, console = lowered, out()
-    say(about(x))
+def _streams(x: Lowered, rank: int | None) -> Iterator[ResultTable]:
     first = -1
     for b, owner in enumerate(x.tb_rank.tolist()):
         if b == 0 or x.tb_rank[b - 1] != owner:
@@ -357,13 +370,10 @@ def _show_streams(lowered: Lowered, rank: int | None) -> None:
             writes = ", ".join(filter(None, [result, ends[1] if SENDS[op] else ""]))
             after = f"tb {x.dep_tb[k]} step {x.dep_step[k]}" if x.dep_tb[k] >= 0 else ""
             table.add_row(str(step), OPS[op], reads, writes, after)
-        console.print()
-        console.print(table)
+        yield table
 
 
-def _show_plan(plan: ExecutionPlan, rank: int | None) -> None:
-    console = out()
-    say(about(plan))
+def _blocks(plan: ExecutionPlan, rank: int | None) -> Iterator[ResultTable]:
     for gpu in plan.gpus:
         if rank not in (None, gpu.id):
             continue
@@ -376,8 +386,7 @@ def _show_plan(plan: ExecutionPlan, rank: int | None) -> None:
                 ]
                 ids = ",".join(str(c) for c in (*op.channel_ids, *op.semaphore_ids))
                 table.add_row(str(step), op.name, *sides, ids)
-            console.print()
-            console.print(table)
+            yield table
 
 
 def _table(title: str, last: str) -> ResultTable:

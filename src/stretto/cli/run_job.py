@@ -18,9 +18,10 @@ from ..control.controller_process import ControllerProcess
 from ..control.messages import CapturedStep, JobStatus, Status
 from ..control.transport import ControllerConnection, from_environment
 from ..errors import InvalidInput
-from .common import say
+from ..files import write_file
+from .common import json_bytes, say
 from .gain import gain_lines
-from .options import BudgetOption, HtmlOption
+from .options import BudgetOption, HtmlOption, JsonOption
 from .run_memory import StatusWatcher, with_memory
 from .status import state, write_report
 
@@ -36,6 +37,7 @@ def run(
     token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="That controller's token.")] = None,
     budget: BudgetOption = 5.0,
     html: HtmlOption = None,
+    rows: JsonOption = None,
 ) -> None:
     """Run a training job unchanged: record a few iterations, plan, go on faster, and say what was gained.
 
@@ -53,6 +55,8 @@ def run(
     """
     if not 0 < budget < 86400:
         raise InvalidInput(f"--budget: must be more than 0 and less than 86400 seconds, not {budget:g}")
+    if str(rows) == "-":
+        raise InvalidInput("--json: standard output is the job's; name a file")
     if controller:
         if token_file is None:
             raise InvalidInput("--token-file: must name the token of the controller")
@@ -62,11 +66,11 @@ def run(
         memory = StatusWatcher(lambda: _other(*given), name)
         memory.start()
         code = _run(command, controller, token_file.absolute(), name)
-        _tell_of_other(*memory.last_words(), html)
+        _tell_of_other(*memory.last_words(), html, rows)
         raise typer.Exit(code)
 
     code, status, _ = recorded_run(command, budget)
-    _tell(status, html)
+    _tell(status, html, rows)
     raise typer.Exit(code)
 
 
@@ -158,21 +162,23 @@ def _other(address: str, token_file: Path) -> ControllerConnection:
     return link
 
 
-def _tell_of_other(job: JobStatus | None, gone: str, report: Path | None) -> None:
+def _tell_of_other(job: JobStatus | None, gone: str, html: Path | None, rows: Path | None) -> None:
     """What was gained, as far as a controller that is not ours has said it."""
     if gone:
         unknown = "" if job is not None else ": what was gained is not known"
         _say(f"the controller is gone at the end ({gone.rstrip(':')}){':' if job is not None else unknown}")
     if job is not None or not gone:
-        _tell(Status(pid=0, jobs=(job,) if job is not None else ()), report)
+        _tell(Status(pid=0, jobs=(job,) if job is not None else ()), html, rows)
 
 
-def _tell(status: Status, report: Path | None = None) -> None:
+def _tell(status: Status, html: Path | None, rows: Path | None) -> None:
     """What was gained."""
-    if report is not None:
+    for path, write in ((html, write_report), (rows, lambda path, status: write_file(path, json_bytes(status)))):
+        if path is None:
+            continue
         try:
-            write_report(report, status)
-            _say(f"wrote {report}")
+            write(path, status)
+            _say(f"wrote {path}")
         except InvalidInput as error:  # the exit code is the job's, whatever becomes of the report
             _say(f"error: {error}")
     if not status.jobs:

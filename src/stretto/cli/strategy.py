@@ -25,6 +25,7 @@ from ..strategy import (
 from ..strategy import build as make
 from ..strategy import diff as changes_between
 from ..strategy import explain as said
+from ..strategy.compare import words
 from ..strategy.simulate import SimulatedStrategy
 from ..units import format_us, parse_number
 from .common import next_step, out, parse_options, progress, wrote
@@ -178,6 +179,7 @@ def explain(
     model: Source,
     variable: Annotated[str | None, typer.Option(metavar="NAME", help="This variable only.")] = None,
     device: Device = "t4",
+    rows: JsonOption = None,
 ) -> None:
     """Say in words what happens to the variables; those that are treated alike together.
 
@@ -186,7 +188,14 @@ def explain(
       stretto strategy explain parallax.yaml -m lm1b
       stretto strategy explain parallax.yaml -m lm1b --variable softmax.weight
     """
-    out().print(said(load_strategy(strategy), zoo.load(model, device=device), variable=variable), markup=False)
+    loaded, spec = load_strategy(strategy), zoo.load(model, device=device)
+    text, files = said(loaded, spec, variable=variable), OutputFiles()
+    files.json(rows, {"strategy": loaded.name, "model": loaded.model, "variables": [
+        {"variable": one.name, "nbytes": one.nbytes, "decision": words(loaded.node(one.name), one)}
+        for one in (spec.variables if variable is None else [spec.variable(variable)])
+    ]})  # fmt: skip
+    out().print(text, markup=False)
+    files.tell()
 
 
 @app.command()

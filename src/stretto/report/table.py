@@ -48,6 +48,13 @@ class ResultTable(Table):
         plain = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
         super().add_row(*plain, style=style, end_section=end_section)
 
+    @property
+    def records(self) -> list[dict[str, str]]:
+        """The rows as they are printed, each cell by its heading."""
+        headings = [str(column.header) for column in self.columns]
+        columns = ([str(cell) for cell in column.cells] for column in self.columns)
+        return [dict(zip(headings, row, strict=True)) for row in zip(*columns, strict=True)]
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         blocks = self._blocks(console, options)
         if len(blocks) == 1:

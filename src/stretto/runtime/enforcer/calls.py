@@ -34,7 +34,7 @@ def run(
         _wait(group._allgather_base(target, source, _here(c10d.AllgatherOptions())))
     else:
         # Gathers and scatters of any shape are exchanges: the libraries' own want equal pieces.
-        exchange = staged.layout.task.exchange
+        exchange = staged.layout.binding.exchange
         gives, takes = pieces(leaf, me) if exchange is None else exchange.splits
         given = source.repeat(len(leaf.ranks)) if leaf.kind == "AG" else source
         _wait(group.alltoall_base(target, given, takes, gives, _here(c10d.AllToAllOptions())))

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import Engine
 from ..torch_backend.work import GroupWork
-from .compiled_op import CompiledOp, LoadedMotif
+from .binding import MotifBinding
+from .compiled_op import CompiledMotif, CompiledOp
 from .memory import StagedBuffers
-from .parts import RankMotif
-from .pieces import MotifBinding
 from .planned_work import PlannedWork
+from .rank_plan import RankMotif
 from .sequencer import ActiveMotif, QueuedMotif, QueuedOp, Sequencer
-from .submission import PlannedCall, SubmissionOwner, SubmittedOp, SubmittedStaged
+from .submission import BaseSubmission, StagedSubmission, SubmissionOwner
 
 SLOTS = 6
 """Plans that may be loaded at once, each with a number modulo this of its own: one runs out while the next begins."""
@@ -83,26 +83,26 @@ class Carrier(Protocol):
         It may depend on nothing but what is the same on all ranks of the call.
         """
 
-    def load(self, number: int, part: RankMotif, task: MotifBinding) -> LoadedMotif:
+    def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> CompiledMotif:
         """Make a motif of a plan ready for one size; the same motif may be loaded for many sizes.
 
         Args:
             number: The plan's number.
-            part: The motif with its ranks, channels and lane.
-            task: What this rank reads and writes in it, and its program, where `programs` is set.
+            rank_motif: The motif with its ranks, channels and lane.
+            binding: What this rank reads and writes in it, and its program, where `programs` is set.
 
         Returns:
-            What `CompiledOp.loaded` holds for it.
+            What `CompiledOp.motifs` holds for it.
 
         Raises:
             PlanMismatch: It cannot be carried out here.
         """
 
-    def submit(self, call: PlannedCall, compiled: CompiledOp) -> GroupWork:
+    def submit(self, queued: QueuedOp, compiled: CompiledOp) -> GroupWork:
         """Carry out a call as the active plan says.
 
         Args:
-            call: The call, its tensors, and its queued op, which stands in the plan's order already.
+            queued: The op with its call and its tensors; it stands in the plan's order already.
             compiled: What was loaded for each of the op's motifs, for the call's own size.
 
         Returns:
@@ -173,12 +173,12 @@ class HostCarrier(ABC):
         return "nothing to move" if call.tensor.layout != torch.strided or call.tensor.numel() == 0 else ""
 
     @abstractmethod
-    def load(self, number: int, part: RankMotif, task: MotifBinding) -> LoadedMotif:
+    def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> CompiledMotif:
         """Make a motif ready; see `Carrier.load`."""
 
     @abstractmethod
     def start(
-        self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+        self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
         """Begin to move one motif, without waiting for it.
 
@@ -187,7 +187,7 @@ class HostCarrier(ABC):
             staged: Where it reads (`source`) and writes (`target`): (flat tensor, first element, behind the last).
             dtype: The type of the elements, by PyTorch's name.
             op: The reduction, where the motif is one.
-            entry: What `site.sequencer.ended` is told at its end, if it is ``entry.watched``.
+            motif: What `site.sequencer.ended` is told at its end, if it is ``motif.watched``.
             blocking: Whether the thread that calls waits for it at once.
 
         Returns:
@@ -195,20 +195,21 @@ class HostCarrier(ABC):
         """
 
     @abstractmethod
-    def watch(self, entry: QueuedMotif) -> None:
+    def watch(self, motif: QueuedMotif) -> None:
         """Report the end of a motif that was started without; nothing to do where every end is reported."""
 
-    def submit(self, call: PlannedCall, compiled: CompiledOp) -> GroupWork:
+    def submit(self, queued: QueuedOp, compiled: CompiledOp) -> GroupWork:
         """Put an op in line whose motifs `start` moves."""
-        submitted = SubmittedStaged(self._owner, self, call, compiled)
-        return self._put_in_line(call, submitted, inline=call.blocking and len(compiled.loaded) == 1)
+        submission = StagedSubmission(self._owner, self, queued, compiled)
+        return self._put_in_line(queued, submission, inline=queued.blocking and len(compiled.motifs) == 1)
 
-    def _put_in_line(self, call: PlannedCall, submitted: SubmittedOp, *, inline: bool) -> GroupWork:
+    def _put_in_line(self, queued: QueuedOp, submission: BaseSubmission, *, inline: bool) -> GroupWork:
+        tensors = queued.tensors
         # Only who starts it inside of this call is the thread that waits.
-        submitted.inline = inline
-        self._sequencer.submit(call.queued, submitted)
-        submitted.inline = False
-        return PlannedWork(self._owner, self._sequencer, call.queued, submitted, call.tensors)
+        submission.inline = inline
+        self._sequencer.submit(queued, submission)
+        submission.inline = False
+        return PlannedWork(self._owner, self._sequencer, queued, submission, tensors)
 
     def check(self) -> None:
         """Whoever waits is told."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from .binding import OpBinding
 from .memory import RowLayout
-from .pieces import OpBinding
 
 
-class LoadedMotif(Protocol):
+class CompiledMotif(Protocol):
     """A motif made ready for one carrier, which may keep in it whatever it needs."""
 
     @property
@@ -23,15 +23,19 @@ class LoadedMotif(Protocol):
 class CompiledOp:
     """An op for one number of elements: what runs for each of its motifs."""
 
-    tasks: OpBinding
-    loaded: Mapping[int, LoadedMotif | None]
-    """By the motifs' numbers; None where a small payload leaves nothing to do."""
-    only: LoadedMotif | None
+    motifs: Mapping[int, CompiledMotif | None]
+    """By their numbers; None where a small payload leaves nothing to do."""
+    room: int
+    """The elements of memory that motifs need for what is only passed on."""
+    averages: bool
+    """Whether every reduction is one over all ranks, which can be an average; else sums are divided at the end."""
+    only: CompiledMotif | None
     """Its only motif, where that works in place on the op's own memory, in one piece."""
 
     @classmethod
-    def of(cls, tasks: OpBinding, loaded: Mapping[int, LoadedMotif | None]) -> CompiledOp:
+    def of(cls, binding: OpBinding, motifs: Mapping[int, CompiledMotif | None]) -> CompiledOp:
         """With `only` worked out once, as it is asked for in every call."""
-        found = next(iter(loaded.values())) if len(loaded) == 1 and not tasks.room else None
+        found = next(iter(motifs.values())) if len(motifs) == 1 and not binding.room else None
         in_one_piece = found is not None and found.layout.place is not None
-        return cls(tasks=tasks, loaded=loaded, only=found if in_one_piece else None)
+        only = found if in_one_piece else None
+        return cls(motifs=motifs, room=binding.room, averages=binding.averages, only=only)

@@ -42,18 +42,18 @@ class EndReports:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, entry: QueuedMotif, start: Callable[[], NumberedMotif]) -> ActiveMotif:
+    def begin(self, motif: QueuedMotif, start: Callable[[], NumberedMotif]) -> ActiveMotif:
         """Start a motif with a notice, whose end is reported."""
         self._run_threads()
         with self._lock:
             work = start()
-            self._running[work.id] = entry
+            self._running[work.id] = motif
         return work
 
-    def add_late(self, entry: QueuedMotif) -> None:
+    def add_late(self, motif: QueuedMotif) -> None:
         """Report the end of a motif that was started without a notice; a second thread waits for these."""
         self._run_threads()
-        self._late.put(entry)
+        self._late.put(motif)
 
     def close(self) -> None:
         """End the threads, before another enforcer's could miss what they hear."""
@@ -73,17 +73,17 @@ class EndReports:
         waiting: list[QueuedMotif] = []
         while True:
             while not waiting or not self._late.empty():
-                entry = self._late.get()
-                if entry is None:
+                motif = self._late.get()
+                if motif is None:
                     return
-                waiting.append(entry)
+                waiting.append(motif)
             # Whoever overtakes the oldest is noticed a moment later.
             with contextlib.suppress(Exception):
-                assert waiting[0].started is not None
-                waiting[0].started.wait(LATE_S)
-            for entry in [one for one in waiting if one.started is not None and one.started.done]:
-                waiting.remove(entry)
-                self._ended(entry)
+                assert waiting[0].active is not None
+                waiting[0].active.wait(LATE_S)
+            for motif in [one for one in waiting if one.active is not None and one.active.done]:
+                waiting.remove(motif)
+                self._ended(motif)
 
     def _run(self) -> None:
         while not self._closed:
@@ -93,6 +93,6 @@ class EndReports:
                 # A closed executor answers at once; whoever closed it may still close the enforcer.
                 time.sleep(TICK_S)
             with self._lock:
-                entries = [entry for number in ended if (entry := self._running.pop(number, None)) is not None]
-            for entry in entries:
-                self._ended(entry)
+                motifs = [motif for number in ended if (motif := self._running.pop(number, None)) is not None]
+            for motif in motifs:
+                self._ended(motif)

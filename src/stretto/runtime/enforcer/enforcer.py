@@ -41,7 +41,7 @@ from .prepared import ExpectedOps, PreparedPlan
 from .report import EnforcerReport
 from .resting_plan import PATIENCE, too_many
 from .sequencer import QueuedOp, Sequencer
-from .submission import PlannedCall, SubmittedOp, SubmittedPlace
+from .submission import BaseSubmission, PlaceSubmission
 from .trial import PlainTrial
 from .watched_work import WatchedWork
 
@@ -236,19 +236,19 @@ class Enforcer:
             # Without the plan, or plain order is what the job's own backend does.
             self._keep_place(queued)
             return None if side is None or not group.alone else plain(own=side == "own")
-        if active.may_split(queued.planned.number):
+        if active.may_split(queued.rank_op.number):
             call = call.with_splits()
         engine = group.engine
         compiled: CompiledOp | None = None
         # What the carrier does not run the wrapped backend does: as it comes, in the application's order.
         if call.op != "barrier" and not group.coalescing and not self._carrier.refusal(call, engine):
             blocking = not opts.asyncOp and group.alone
-            planned = PlannedCall(call, queued, tensors, plain, engine.rank, engine.size, blocking)
-            compiled = active.compiled(planned)
+            queued.ask(call, tensors, plain, engine.rank, engine.size, blocking=blocking)
+            compiled = active.compiled(queued)
         if compiled is None:
             self._keep_place(queued)
             return self._carefully(group, tensors, plain, of_the_step=True)
-        return self._carrier.submit(planned, compiled)
+        return self._carrier.submit(queued, compiled)
 
     def message(
         self, group: Any, call: CollectiveCall, source: int, target: int, plain: Callable[[], GroupWork]
@@ -313,26 +313,26 @@ class Enforcer:
                     # Ranks outside of this group do not see the call: leaving the plan here would part the ranks.
                     self._strays.pop(ranks, None)
                     if active.expected.differs_in_size(self._position, call, ranks):
-                        self._keep_place(self._next_instance(active))
+                        self._keep_place(self._next_op(active))
                 elif not between or too_many(sum(map(len, self._strays.values())), active.expected):
                     self._fall_back(wrong)
                 else:
                     self._stray(active, call, ranks)
                 return None
             self._empty = 0
-            instance = self._next_instance(active)
-            active.measure(instance.planned.number, call)
-            return active, instance
+            queued = self._next_op(active)
+            active.measure(queued.rank_op.number, call)
+            return active, queued
 
-    def _next_instance(self, active: PreparedPlan) -> QueuedOp:
+    def _next_op(self, active: PreparedPlan) -> QueuedOp:
         """The op that comes next, which is submitted now."""
         number = active.expected.ops[self._position][0]
         self._position += 1
-        return active.instance(self._round, number)
+        return active.queued_op(self._round, number)
 
     def _keep_place(self, queued: QueuedOp) -> None:
         """An op that runs in plain order only keeps its place in the plan's."""
-        self._sequencer.submit(queued, SubmittedPlace(self, queued))
+        self._sequencer.submit(queued, PlaceSubmission(self, queued))
 
     # Calls that are not of the step.
 
@@ -349,7 +349,7 @@ class Enforcer:
             # here at the same place: what was submitted runs out, and the plan begins anew.
             place = (upcoming, 0)
             self._sequencer.add(active.close(place))
-            self._keep_only(lambda instance: instance.place < place)
+            self._keep_only(lambda queued: queued.place < place)
             self._sequencer.add(active.begin(upcoming))
 
     def _carefully(
@@ -479,13 +479,13 @@ class Enforcer:
     def _run_out(self, old: PreparedPlan, place: Place) -> list[QueuedOp]:
         """A plan ends at a place: what comes before it runs out in the plan's order. Returns what does not."""
         self._sequencer.add(old.close(place))
-        return self._keep_only(lambda instance: instance.place < place and not instance.is_message)
+        return self._keep_only(lambda queued: queued.place < place and not queued.is_message)
 
     def _keep_only(self, wanted: Callable[[QueuedOp], bool]) -> list[QueuedOp]:
         """Take all others out of the lines; messages among them begin. Returns collectives that had been submitted."""
         gone = self._sequencer.keep(wanted)
         for one in gone:
-            if one.is_message and isinstance(one.submission, SubmittedOp):
+            if one.is_message and isinstance(one.submission, BaseSubmission):
                 one.submission.run_plainly()
         return [one for one in gone if not one.is_message]
 
@@ -513,31 +513,31 @@ class Enforcer:
         self._measured.left()
         return self._run_out(active, place)
 
-    def stalled(self, instance: QueuedOp) -> None:
+    def stalled(self, queued: QueuedOp) -> None:
         """A wait has taken long: has the application changed its order, or another rank given up?"""
         with self._flow:
-            if instance.done:
+            if queued.done:
                 return
-            active = self._plans.active_as(instance.plan)
-            ahead = self._sequencer.behind(instance) if active is not None else None
+            active = self._plans.active_as(queued.plan)
+            ahead = self._sequencer.behind(queued) if active is not None else None
             if ahead is not None and ahead.is_message:
                 # It may never come, and can go without the plan when it does.
                 self._messages.pass_by(ahead)
                 return
             if active is not None and ahead is not None and ahead.place >= self._here(active):
-                name, first = instance.planned.op.name, ahead.planned.op.name
+                name, first = queued.rank_op.op.name, ahead.rank_op.op.name
                 self._fall_back(f"the application waits for {name} before it submits {first}, which is to run first")
                 return
-            stay = self._plans.stay(instance.plan)
+            stay = self._plans.stay(queued.plan)
             try:
-                self._look_around(instance.plan, stay)
+                self._look_around(queued.plan, stay)
             except PlanMismatch as error:
                 self._sequencer.fail(error)
                 return
             if active is None:
-                found = self._announcements.look(instance.plan, stay)
+                found = self._announcements.look(queued.plan, stay)
                 if found is not None:
-                    self._give_way(instance.plan, *found)
+                    self._give_way(queued.plan, *found)
 
     def _give_way(self, number: int, place: Place, rank: int, why: str) -> None:
         """Another rank has left a plan at a place: follow it, or end where that cannot be."""
@@ -550,38 +550,38 @@ class Enforcer:
         touched = next((one for one in stuck if not one.untouched), None)
         if touched is not None:
             # Its memory is half way, and the rank that gave up will never join: no order can save this.
-            error = PlanMismatch(f"{touched.planned.op.name} cannot end: {said}")
+            error = PlanMismatch(f"{touched.rank_op.op.name} cannot end: {said}")
             self._announcements.end(number, self._plans.stay(number), str(error))
             for one in stuck:
                 one.settle(error)
             self._sequencer.fail(error)
             return
         for one in stuck:
-            assert isinstance(one.submission, SubmittedOp)
+            assert isinstance(one.submission, BaseSubmission)
             one.submission.run_plainly()
 
-    def _hopeless(self, instance: QueuedOp) -> str:
+    def _hopeless(self, queued: QueuedOp) -> str:
         """Why a GPU waits for an op in vain: a rank gave up the plan before it."""
-        stay = self._plans.stay(instance.plan)
-        return self._announcements.hopeless(instance.plan, stay, instance.place, instance.planned.op.name)
+        stay = self._plans.stay(queued.plan)
+        return self._announcements.hopeless(queued.plan, stay, queued.place, queued.rank_op.op.name)
 
-    def _tell_failure(self, instance: QueuedOp, error: Exception) -> None:
+    def _tell_failure(self, queued: QueuedOp, error: Exception) -> None:
         """Tell ranks that wait elsewhere why this one goes no further; of lost ranks they hear by themselves."""
         if isinstance(error, PeerLost) or error is self._told:
             return
         self._told = error
         # The store may be gone with a rank.
         with contextlib.suppress(Exception):
-            why = str(error) if isinstance(error, PlanMismatch) else f"{instance.planned.op.name} failed: {error}"
-            self._announcements.end(instance.plan, self._plans.stay(instance.plan), why)
+            why = str(error) if isinstance(error, PlanMismatch) else f"{queued.rank_op.op.name} failed: {error}"
+            self._announcements.end(queued.plan, self._plans.stay(queued.plan), why)
 
-    def explain(self, instance: QueuedOp, error: Exception) -> Exception:
+    def explain(self, queued: QueuedOp, error: Exception) -> Exception:
         """What lies behind an error: a rank that has found out that ranks went different ways leaves, and says so."""
         why = ""
         if not isinstance(error, PlanMismatch | ProgramMismatch):
             # The store may be gone with the rank.
             with contextlib.suppress(Exception):
-                why = self._announcements.ended(instance.plan, self._plans.stay(instance.plan))
+                why = self._announcements.ended(queued.plan, self._plans.stay(queued.plan))
         return PlanMismatch(why) if why else error
 
     def _here(self, active: PreparedPlan) -> Place:

@@ -18,14 +18,14 @@ from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import Engine, channels_of
 from ..torch_backend.recording import current
 from ..torch_backend.work import GroupWork
+from .binding import MotifBinding
 from .carrier import SLOTS, CarrierSite, HostCarrier, PendingMaximum
-from .compiled_op import CompiledOp, LoadedMotif
+from .compiled_op import CompiledMotif, CompiledOp
 from .end_reports import EndReports
 from .memory import RowLayout, StagedBuffers
-from .parts import RankMotif
-from .pieces import MotifBinding
-from .sequencer import ActiveMotif, QueuedMotif
-from .submission import ONE_TENSOR, PlannedCall, SubmissionOwner, SubmittedOp, never
+from .rank_plan import RankMotif
+from .sequencer import ActiveMotif, QueuedMotif, QueuedOp, never
+from .submission import ONE_TENSOR, BaseSubmission, SubmissionOwner
 
 LANES = 20
 MAX_KEPT = 1024
@@ -80,34 +80,35 @@ class ExecutorCarrier(HostCarrier):
         """What the executor does not run without a plan it does not run under one."""
         return engine.refusal(call)
 
-    def submit(self, call: PlannedCall, compiled: CompiledOp) -> GroupWork:
+    def submit(self, queued: QueuedOp, compiled: CompiledOp) -> GroupWork:
         """Take the short way where nothing has to be laid out, which most calls can: one motif, in place, no gaps."""
-        asked, only = call.call, compiled.only
-        if only is not None and asked.op in ONE_TENSOR and (asked.reduce != "avg" or compiled.tasks.averages):
-            tensor = asked.inputs[0]
+        call, only = queued.call, compiled.only
+        assert call is not None
+        if only is not None and call.op in ONE_TENSOR and (call.reduce != "avg" or compiled.averages):
+            tensor = call.inputs[0]
             if tensor.is_contiguous():
                 assert isinstance(only, ExecutorMotif)
-                whole = SubmittedWhole(self._owner, self, call, only, tensor)
-                return self._put_in_line(call, whole, inline=call.blocking)
-        return super().submit(call, compiled)
+                whole = WholeSubmission(self._owner, self, queued, only, tensor, call.reduce)
+                return self._put_in_line(queued, whole, inline=queued.blocking)
+        return super().submit(queued, compiled)
 
-    def load(self, number: int, part: RankMotif, task: MotifBinding) -> ExecutorMotif:
-        """Make a task ready; a program that many motifs run is loaded once for each lane."""
-        assert task.program is not None
-        if part.lane >= LANES:
+    def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> ExecutorMotif:
+        """Make a binding ready; a program that many motifs run is loaded once for each lane."""
+        assert binding.program is not None
+        if rank_motif.lane >= LANES:
             raise PlanMismatch(f"the plan needs more than {LANES} communicators")
-        key = (number, id(task.program), part.lane)
+        key = (number, id(binding.program), rank_motif.lane)
         found = self._handles.get(key)
         if found is None:
-            networks = [channel for channel in part.channels if channel in self._networks]
+            networks = [channel for channel in rank_motif.channels if channel in self._networks]
             handle = self._executor.load(
-                self._lower(task.program), ranks=part.leaf.ranks, channels=networks or None,
-                communicator=self._first + 1 + number % SLOTS * LANES + part.lane,
-                first_number=(self._base + number) << 32, by_call=task.exchange is not None,
+                self._lower(binding.program), ranks=rank_motif.leaf.ranks, channels=networks or None,
+                communicator=self._first + 1 + number % SLOTS * LANES + rank_motif.lane,
+                first_number=(self._base + number) << 32, by_call=binding.exchange is not None,
             )  # fmt: skip
-            found = task.program, handle
+            found = binding.program, handle
             _keep(self._handles, key, found)
-        return ExecutorMotif(found[1], RowLayout.of(task))
+        return ExecutorMotif(found[1], RowLayout.of(binding))
 
     def _lower(self, program: Program) -> Lowered:
         """Plans share programs, so each is lowered once."""
@@ -118,60 +119,60 @@ class ExecutorCarrier(HostCarrier):
         return found[1]
 
     def start(
-        self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+        self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
         """Run it; its end is reported by a thread that sleeps in C++, if it is."""
         assert isinstance(loaded, ExecutorMotif)
-        if loaded.layout.task.exchange is not None:
-            return self._start_exchange(loaded, staged, entry, blocking)
+        if loaded.layout.binding.exchange is not None:
+            return self._start_exchange(loaded, staged, motif, blocking)
         size = DTYPES[dtype]
         ends = [0 if view is None else view[0].data_ptr() + view[1] * size for view in (staged.source, staged.target)]
-        return self._start(loaded, ends[0], ends[1], dtype, op, entry, blocking, staged)
+        return self._start(loaded, ends[0], ends[1], dtype, op, motif, blocking, staged)
 
     def start_on(
-        self, loaded: ExecutorMotif, tensor: torch.Tensor, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+        self, loaded: ExecutorMotif, tensor: torch.Tensor, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
         """The same for a motif that works in place on a tensor without gaps."""
         assert loaded.layout.place is not None
         _, read, _, written, _ = loaded.layout.place
         begin, size = tensor.data_ptr(), DTYPES[dtype]
-        return self._start(loaded, begin + read * size, begin + written * size, dtype, op, entry, blocking, tensor)
+        return self._start(loaded, begin + read * size, begin + written * size, dtype, op, motif, blocking, tensor)
 
     def _start(
-        self, loaded: ExecutorMotif, read: int, written: int, dtype: str, op: str, entry: QueuedMotif, blocking: bool,
+        self, loaded: ExecutorMotif, read: int, written: int, dtype: str, op: str, motif: QueuedMotif, blocking: bool,
         keep: object,
     ) -> ActiveMotif:  # fmt: skip
-        count = loaded.layout.task.count
-        if not entry.watched:
+        count = loaded.layout.binding.count
+        if not motif.watched:
             return self._executor.start(
                 loaded.handle, read, written, count, dtype, op, timeout_s=self._timeout_s, blocking=blocking, keep=keep
             )
         return self._ends.begin(
-            entry,
+            motif,
             lambda: self._executor.start(
                 loaded.handle, read, written, count, dtype, op, timeout_s=self._timeout_s, keep=keep, notify=True
             ),
         )
 
     def _start_exchange(
-        self, loaded: ExecutorMotif, staged: StagedBuffers, entry: QueuedMotif, blocking: bool
+        self, loaded: ExecutorMotif, staged: StagedBuffers, motif: QueuedMotif, blocking: bool
     ) -> ActiveMotif:
         """An all-to-all with splits: its pieces are wherever they are in the op's input and output."""
         gives, takes = _extents(loaded, staged)
-        if not entry.watched:
+        if not motif.watched:
             return self._executor.start_pieces(
                 loaded.handle, gives, takes, timeout_s=self._timeout_s, blocking=blocking, keep=staged
             )
         return self._ends.begin(
-            entry,
+            motif,
             lambda: self._executor.start_pieces(
                 loaded.handle, gives, takes, timeout_s=self._timeout_s, keep=staged, notify=True
             ),
         )
 
-    def watch(self, entry: QueuedMotif) -> None:
+    def watch(self, motif: QueuedMotif) -> None:
         """A second thread waits for those that were started without a report."""
-        self._ends.add_late(entry)
+        self._ends.add_late(motif)
 
     def agree(self, values: Sequence[int]) -> PendingMaximum:
         """On a communicator of its own."""
@@ -198,21 +199,21 @@ class ExecutorCarrier(HostCarrier):
 
 def _extents(loaded: ExecutorMotif, staged: StagedBuffers) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """(address, bytes) of what goes to, and comes from, each rank in the motif's window."""
-    task = loaded.layout.task
-    assert task.exchange is not None
+    binding = loaded.layout.binding
+    assert binding.exchange is not None
     assert staged.source is not None
     assert staged.target is not None
-    count, (first, last) = len(task.leaf.ranks), task.leaf.window
+    count, (first, last) = len(binding.leaf.ranks), binding.leaf.window
     me = loaded.handle.me
     given, taken = staged.source[0].data_ptr(), staged.target[0].data_ptr()
     gives = [
         (given + lo, hi - lo)
-        for at, (lo, hi) in enumerate(task.exchange.gives)
+        for at, (lo, hi) in enumerate(binding.exchange.gives)
         if (at - me - first) % count < last - first
     ]
     takes = [
         (taken + lo, hi - lo)
-        for at, (lo, hi) in enumerate(task.exchange.takes)
+        for at, (lo, hi) in enumerate(binding.exchange.takes)
         if (me - at - first) % count < last - first
     ]
     return gives, takes
@@ -243,38 +244,37 @@ class _Agreement:
         return [int(value) for value in self._values]
 
 
-class SubmittedWhole(SubmittedOp):
+class WholeSubmission(BaseSubmission):
     """An op of one motif that works in place on a tensor without gaps, as most do: nothing is laid out, or copied."""
 
     __slots__ = ("_carrier", "_loaded", "_name", "_op", "_tensor")
 
     def __init__(
-        self, owner: SubmissionOwner, carrier: ExecutorCarrier, call: PlannedCall, loaded: ExecutorMotif,
-        tensor: torch.Tensor,
+        self, owner: SubmissionOwner, carrier: ExecutorCarrier, queued: QueuedOp, loaded: ExecutorMotif,
+        tensor: torch.Tensor, reduce: str,
     ) -> None:  # fmt: skip
-        super().__init__(owner, call.queued, call.plain)
+        super().__init__(owner, queued, queued.plain)
         self._carrier, self._loaded = carrier, loaded
         # Not the application's own object, which may be given other memory while the op is held back.
         self._tensor: torch.Tensor | None = tensor.detach()
-        reduce = call.call.reduce
         # What is only moved, never added to, may have any type.
         self._op, self._name = (reduce, NAMES[tensor.dtype]) if reduce else ("sum", "uint8")
 
-    def start(self, entry: QueuedMotif) -> ActiveMotif | None:
+    def start(self, motif: QueuedMotif) -> ActiveMotif | None:
         """Begin the motif."""
         tensor = self._tensor
         assert tensor is not None
         if current() is not None:
-            self._record(entry, self._loaded.layout.task.count * DTYPES[self._name])
-        return self._carrier.start_on(self._loaded, tensor, self._name, self._op, entry, blocking=self.inline)
+            self._record(motif, self._loaded.layout.binding.count * DTYPES[self._name])
+        return self._carrier.start_on(self._loaded, tensor, self._name, self._op, motif, blocking=self.inline)
 
-    def watch(self, entry: QueuedMotif) -> None:
+    def watch(self, motif: QueuedMotif) -> None:
         """From now on somebody waits for the end of the motif."""
-        self._carrier.watch(entry)
+        self._carrier.watch(motif)
 
-    def moved(self, entry: QueuedMotif) -> None:
+    def moved(self, motif: QueuedMotif) -> None:
         """It is where it belongs."""
-        self._ran(entry)
+        self._ran(motif)
 
     def over(self) -> None:
         """The motif has ended."""

@@ -27,12 +27,12 @@ from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import Engine, channels_of
 from ..torch_backend.meeting import CUT_OFF
 from ..torch_backend.roll_call import GlooRollCall
+from .binding import MotifBinding, PeerRanges
 from .calls import run
 from .carrier import CarrierSite, HostCarrier, PendingMaximum
-from .compiled_op import LoadedMotif
+from .compiled_op import CompiledMotif
 from .memory import RowLayout, StagedBuffers
-from .parts import RankMotif
-from .pieces import MotifBinding, PeerRanges
+from .rank_plan import RankMotif
 from .sequencer import ActiveMotif, QueuedMotif
 
 Gloo: Any = dist.ProcessGroupGloo
@@ -46,7 +46,7 @@ Explain = Callable[[Exception], Exception]
 
 
 class GlooMotif:
-    """A task and the communicator that runs it."""
+    """A binding and the communicator that runs it."""
 
     __slots__ = ("lane", "layout", "leaf")
 
@@ -124,17 +124,17 @@ class GlooCarrier(HostCarrier):
         """What the executor would not run either, where there is one: so calls do not depend on the carrier."""
         return engine.refusal(call) if engine.job.executor is not None else super().refusal(call, engine)
 
-    def load(self, number: int, part: RankMotif, task: MotifBinding) -> GlooMotif:
-        """Make a task ready."""
-        key = (number, part.channels, part.leaf.ranks)
+    def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> GlooMotif:
+        """Make a binding ready."""
+        key = (number, rank_motif.channels, rank_motif.leaf.ranks)
         if key not in self._lanes:
-            name = f"{number}/{'+'.join(part.channels)}/{','.join(map(str, part.leaf.ranks))}"
-            self._lanes[key] = GlooLane(self._group(name, part.leaf.ranks, part.channels))
+            name = f"{number}/{'+'.join(rank_motif.channels)}/{','.join(map(str, rank_motif.leaf.ranks))}"
+            self._lanes[key] = GlooLane(self._group(name, rank_motif.leaf.ranks, rank_motif.channels))
             self._alive.add(self._lanes[key])
-        return GlooMotif(self._lanes[key], task.leaf, RowLayout.of(task))
+        return GlooMotif(self._lanes[key], binding.leaf, RowLayout.of(binding))
 
     def start(
-        self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+        self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
         """Hand it to the lane's thread."""
         assert isinstance(loaded, GlooMotif)
@@ -145,19 +145,19 @@ class GlooCarrier(HostCarrier):
             error: Exception | None = None
             try:
                 me = loaded.leaf.ranks.index(self._rank)
-                exchange = loaded.layout.task.exchange
+                exchange = loaded.layout.binding.exchange
                 if exchange is not None and exchange.data_dependent:
                     compare_sizes(loaded.lane.group, loaded.leaf.ranks, exchange)
                 run(loaded.lane.group, loaded.leaf, me, staged, op, nothing=NOTHING, in_place=False)
             except Exception as wrong:
                 error = self.explained(wrong)
             started.end(error, (time.perf_counter() - begin) * 1e6)
-            self._ended(entry)
+            self._ended(motif)
 
         loaded.lane.calls.put(call)
         return started
 
-    def watch(self, entry: QueuedMotif) -> None:
+    def watch(self, motif: QueuedMotif) -> None:
         """The lane's thread reports every end."""
 
     def agree(self, values: Sequence[int]) -> PendingMaximum:

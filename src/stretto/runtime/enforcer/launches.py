@@ -14,7 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from ...errors import PlanMismatch
 from ...planner.plan import Plan
 from ...workload import Workload
-from .parts import RankPlan, share_of
+from .rank_plan import RankPlan, share_of
 from .sequencer import ActiveMotif, QueuedMotif, QueuedOp, Sequencer
 
 ITERATIONS = 3
@@ -45,16 +45,16 @@ def launches(share: RankPlan) -> list[Launch]:
     sequencer, log = Sequencer(), _Log()
     made: dict[tuple[int, int], QueuedOp] = {}
 
-    def entry(at: int, op: int, motif: int) -> QueuedMotif:
+    def queued(at: int, op: int, motif: int) -> QueuedMotif:
         if (at, op) not in made:
             made[at, op] = QueuedOp(0, share.ops[op], at)
-        return made[at, op].entries[motif]
+        return made[at, op].motifs[motif]
 
     opened = -share.most_ahead
     for iteration in range(ITERATIONS + share.most_behind):
         for window in range(opened, iteration + 1 + share.most_behind):
             sequencer.add(
-                entry(window + turn.ahead, turn.op, turn.motif)
+                queued(window + turn.ahead, turn.op, turn.motif)
                 for turn in share.turns
                 if 0 <= window + turn.ahead < ITERATIONS
             )
@@ -69,13 +69,13 @@ class _Log:
     def __init__(self) -> None:
         self.launches: list[Launch] = []
 
-    def start(self, entry: QueuedMotif) -> ActiveMotif | None:
-        iteration, op = entry.instance.place
-        self.launches.append((iteration, op, entry.part.motif, entry.part.leaf.ranks))
+    def start(self, motif: QueuedMotif) -> ActiveMotif | None:
+        iteration, op = motif.op.place
+        self.launches.append((iteration, op, motif.rank_motif.number, motif.rank_motif.leaf.ranks))
         return None
 
-    def watch(self, entry: QueuedMotif) -> None: ...
+    def watch(self, motif: QueuedMotif) -> None: ...
 
-    def moved(self, entry: QueuedMotif) -> None: ...
+    def moved(self, motif: QueuedMotif) -> None: ...
 
     def over(self) -> None: ...

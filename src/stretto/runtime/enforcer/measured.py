@@ -105,25 +105,25 @@ class MeasuredWindow:
             self._plain.clear()
             self._had_plan = False
 
-    def waited(self, instance: QueuedOp, begin_us: float, end_us: float) -> None:
+    def waited(self, queued: QueuedOp, begin_us: float, end_us: float) -> None:
         """The application stood in ``wait()`` for an op: each motif is charged for what it was waited for."""
-        entries = list(instance.entries.values())
-        if len(entries) > 1:
-            entries.sort(key=_end_us)
+        motifs = list(queued.motifs.values())
+        if len(motifs) > 1:
+            motifs.sort(key=_end_us)
         with self._lock:
             self._waited += end_us - begin_us
             at = begin_us
-            for entry in entries:
-                until = min(entry.end_us, end_us)
-                self._of(instance, entry.part.motif).waits.append(max(until - at, 0.0))
+            for motif in motifs:
+                until = min(motif.end_us, end_us)
+                self._of(queued, motif.rank_motif.number).waits.append(max(until - at, 0.0))
                 at = max(at, until)
 
-    def spent(self, instance: QueuedOp, motif: int, start_us: float, end_us: float) -> None:
+    def spent(self, queued: QueuedOp, motif: int, start_us: float, end_us: float) -> None:
         """A motif ran from one moment to another."""
         with self._lock:
-            one = self._of(instance, motif)
+            one = self._of(queued, motif)
             one.durations.append(end_us - start_us)
-            ready_us = instance.entries[motif].ready_us
+            ready_us = queued.motifs[motif].ready_us
             one.turns.append(max(start_us - ready_us, 0.0) if ready_us else 0.0)
             for begin_us in reversed(self._begins):
                 if begin_us <= start_us:
@@ -160,16 +160,16 @@ class MeasuredWindow:
             own=Timing.of(own), backend=Timing.of(ours),
         )  # fmt: skip
 
-    def _of(self, instance: QueuedOp, motif: int) -> MotifTimes:
-        key = (instance.planned.number, motif)
+    def _of(self, queued: QueuedOp, motif: int) -> MotifTimes:
+        key = (queued.rank_op.number, motif)
         found = self._spent.get(key)
         if found is None:
             found = self._spent[key] = MotifTimes()
         return found
 
 
-def _end_us(entry: QueuedMotif) -> float:
-    return entry.end_us
+def _end_us(motif: QueuedMotif) -> float:
+    return motif.end_us
 
 
 def _median(values: Sequence[float]) -> float:

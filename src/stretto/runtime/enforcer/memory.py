@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ...process_state import ProcessPart
-from .pieces import IN, OUT, MotifBinding, Pieces
+from .binding import IN, OUT, MotifBinding, Pieces
 
 View = tuple[torch.Tensor, int, int]
 """(flat tensor, first element, behind the last)"""
@@ -21,9 +21,9 @@ Regions = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """A task with its pieces as rows, so that regular ones are copied at once."""
+    """A binding with its pieces as rows, so that regular ones are copied at once."""
 
-    task: MotifBinding
+    binding: MotifBinding
     gives: tuple[Row, ...]
     takes: tuple[Row, ...]
     given: int
@@ -32,16 +32,23 @@ class RowLayout:
     """In place, where it lies in one piece: its region, and in that begin and end of what is read, and is written."""
 
     @classmethod
-    def of(cls, task: MotifBinding) -> RowLayout:
+    def of(cls, binding: MotifBinding) -> RowLayout:
         """Worked out once, used in every iteration."""
-        given, taken = _size(task.gives), _size(task.takes)
-        outer = task.gives if given >= taken else task.takes
+        given, taken = _size(binding.gives), _size(binding.takes)
+        outer = binding.gives if given >= taken else binding.takes
         place = None
-        if task.in_place and task.gives and task.takes and len(outer) == 1 and outer[0][0] >= 0:
+        if binding.in_place and binding.gives and binding.takes and len(outer) == 1 and outer[0][0] >= 0:
             region, lo, hi = outer[0]
-            inner = (lo + task.at, lo + task.at + min(given, taken))
+            inner = (lo + binding.at, lo + binding.at + min(given, taken))
             place = (region, lo, hi, *inner) if given >= taken else (region, *inner, lo, hi)
-        return cls(task=task, gives=_rows(task.gives), takes=_rows(task.takes), given=given, taken=taken, place=place)
+        return cls(
+            binding=binding,
+            gives=_rows(binding.gives),
+            takes=_rows(binding.takes),
+            given=given,
+            taken=taken,
+            place=place,
+        )
 
 
 class Pool(ProcessPart):
@@ -108,16 +115,16 @@ def stage(layout: RowLayout, regions: Regions, dtype: torch.dtype, pool: Pool) -
         tensor = regions[region]
         assert tensor is not None
         return StagedBuffers((tensor, begin, end), (tensor, at, until), layout)
-    task = layout.task
-    if task.exchange is not None and task.program is not None:
+    binding = layout.binding
+    if binding.exchange is not None and binding.program is not None:
         # Its pieces are read and written where they are.
         given, taken = regions[IN], regions[OUT]
         assert given is not None
         assert taken is not None
         return StagedBuffers((given, 0, given.numel()), (taken, 0, taken.numel()), layout)
-    if task.in_place and task.gives and task.takes:
+    if binding.in_place and binding.gives and binding.takes:
         return _one(layout, regions, dtype, pool)
-    source, target = _direct(task.gives, regions), _direct(task.takes, regions)
+    source, target = _direct(binding.gives, regions), _direct(binding.takes, regions)
     scratch: list[torch.Tensor] = []
     result: View | None = None
     if (target is None and layout.taken) or _overlap(source, target):
@@ -132,11 +139,11 @@ def stage(layout: RowLayout, regions: Regions, dtype: torch.dtype, pool: Pool) -
 
 def _one(layout: RowLayout, regions: Regions, dtype: torch.dtype, pool: Pool) -> StagedBuffers:
     """One buffer for both, the smaller one inside the larger, for what does not lie in one piece."""
-    task = layout.task
+    binding = layout.binding
     outer = layout.given >= layout.taken
     size = layout.given if outer else layout.taken
     buffer = pool.take(dtype, size)
-    inner = (buffer, task.at, task.at + min(layout.given, layout.taken))
+    inner = (buffer, binding.at, binding.at + min(layout.given, layout.taken))
     whole = (buffer, 0, size)
     source, target = (whole, inner) if outer else (inner, whole)
     _fill(buffer, source[1], layout.gives, regions)

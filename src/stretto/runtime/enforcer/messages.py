@@ -19,8 +19,8 @@ from queue import SimpleQueue
 from ..torch_backend.work import NO_TIMEOUT, GroupWork, Tensors
 from .planned_work import STALLED_S
 from .prepared import PreparedPlan
-from .sequencer import ActiveMotif, QueuedMotif, QueuedOp, Sequencer
-from .submission import Plain, SubmissionOwner, SubmittedOp, SubmittedPlace
+from .sequencer import ActiveMotif, Plain, QueuedMotif, QueuedOp, Sequencer
+from .submission import BaseSubmission, PlaceSubmission, SubmissionOwner
 
 log = logging.getLogger("stretto.enforcer")
 Pair = tuple[int, int]
@@ -29,10 +29,10 @@ PATIENT_LOOKS = 2
 """A message is let go when so many looks have found it behind an op that was not submitted."""
 
 
-class SubmittedMessage(SubmittedOp):
+class MessageSubmission(BaseSubmission):
     """One end of a message: what begins it, and, once it is under way, how it stands."""
 
-    __slots__ = ("_entry", "_lines", "_lock", "_over", "begun", "error", "inner", "looks", "pair", "queued")
+    __slots__ = ("_lines", "_lock", "_motif", "_over", "begun", "error", "inner", "looks", "pair", "queued")
 
     elapsed_us = 0.0
 
@@ -41,7 +41,7 @@ class SubmittedMessage(SubmittedOp):
         self.queued = queued
         self._lines, self.pair = lines, pair
         self._lock, self._over = threading.Lock(), threading.Event()
-        self._entry: QueuedMotif | None = None
+        self._motif: QueuedMotif | None = None
         self.begun = threading.Event()
         self.inner: GroupWork | None = None
         self.error: Exception | None = None
@@ -69,25 +69,25 @@ class SubmittedMessage(SubmittedOp):
         """The message has arrived, or failed, here."""
         with self._lock:
             self._over.set()
-            entry = self._entry
-        if entry is not None:
-            self._lines.sequencer.ended(entry)
+            motif = self._motif
+        if motif is not None:
+            self._lines.sequencer.ended(motif)
 
-    def start(self, entry: QueuedMotif) -> ActiveMotif | None:
+    def start(self, motif: QueuedMotif) -> ActiveMotif | None:
         """Its turn has come."""
         self.begin()
         with self._lock:
             if self._over.is_set():
                 return None
-            self._entry = entry
+            self._motif = motif
             return _Active(self._over)
 
-    def watch(self, entry: QueuedMotif) -> None:
+    def watch(self, motif: QueuedMotif) -> None:
         """Every end is reported."""
 
-    def moved(self, entry: QueuedMotif) -> None:
+    def moved(self, motif: QueuedMotif) -> None:
         """It is where it belongs."""
-        self._ran(entry)
+        self._ran(motif)
 
     def over(self) -> None:
         """There is nothing to do."""
@@ -117,9 +117,9 @@ class _Active:
 class MessageWork(GroupWork):
     """What the application waits for."""
 
-    def __init__(self, message: SubmittedMessage, tensors: Tensors) -> None:
+    def __init__(self, message: MessageSubmission, tensors: Tensors) -> None:
         super().__init__(tensors)
-        self._message: SubmittedMessage | None = message
+        self._message: MessageSubmission | None = message
 
     def _block(self, timeout: timedelta) -> bool:
         message = self._message
@@ -150,10 +150,10 @@ class MessageLines:
     def __init__(self, owner: SubmissionOwner, sequencer: Sequencer) -> None:
         self._owner, self.sequencer = owner, sequencer
         self._lock = threading.RLock()
-        self._held: dict[Pair, deque[SubmittedMessage]] = {}
+        self._held: dict[Pair, deque[MessageSubmission]] = {}
         """Messages that have not begun, in the application's order."""
         self._counts: dict[Pair, int] = {}
-        self._ends: dict[str, SimpleQueue[SubmittedMessage | None]] = {}
+        self._ends: dict[str, SimpleQueue[MessageSubmission | None]] = {}
         self._watching: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -180,13 +180,13 @@ class MessageLines:
         self._counts[pair] = at + 1
         if at >= len(numbers) or numbers[at] not in active.share.ops:
             return None
-        queued = active.instance(iteration, numbers[at])
+        queued = active.queued_op(iteration, numbers[at])
         if queued.submission is not None:
             return None
-        if not follows or nbytes != queued.planned.op.nbytes:
+        if not follows or nbytes != queued.rank_op.op.nbytes:
             self._keep_place(queued)
             return None
-        message = SubmittedMessage(self._owner, queued, plain, self, pair)
+        message = MessageSubmission(self._owner, queued, plain, self, pair)
         with self._lock:
             self._held.setdefault(pair, deque()).append(message)
         self.sequencer.submit(queued, message)
@@ -194,7 +194,7 @@ class MessageLines:
             self._watch()
         return MessageWork(message, tensors)
 
-    def begin(self, message: SubmittedMessage) -> None:
+    def begin(self, message: MessageSubmission) -> None:
         """Begin a message that is held back, and those of its pair that were called before it."""
         with self._lock:
             held = self._held.get(message.pair)
@@ -240,15 +240,15 @@ class MessageLines:
 
     def _pass(self, active: PreparedPlan, iteration: int, number: int) -> None:
         if number in active.share.ops:
-            self.pass_by(active.instance(iteration, number))
+            self.pass_by(active.queued_op(iteration, number))
 
     def _keep_place(self, queued: QueuedOp) -> None:
-        self.sequencer.submit(queued, SubmittedPlace(self._owner, queued))
+        self.sequencer.submit(queued, PlaceSubmission(self._owner, queued))
 
     # Threads: gloo's messages can only be waited for, not asked, and somebody has to look at what is held back.
 
-    def _await_end(self, message: SubmittedMessage) -> None:
-        line = message.queued.planned.parts[0].lines[0]
+    def _await_end(self, message: MessageSubmission) -> None:
+        line = message.queued.rank_op.motifs[0].lines[0]
         ends = self._ends.get(line)
         if ends is None:
             ends = self._ends[line] = SimpleQueue()
@@ -270,11 +270,11 @@ class MessageLines:
                 ahead = self.sequencer.behind(message.queued)
                 message.looks = message.looks + 1 if ahead is not None else 0
                 if ahead is not None and message.looks >= PATIENT_LOOKS:
-                    log.warning("%s no longer waits for %s", message.queued.planned.op.name, ahead.planned.op.name)
+                    log.warning("%s no longer waits for %s", message.queued.rank_op.op.name, ahead.rank_op.op.name)
                     message.begin()
 
 
-def _report_ends(ends: SimpleQueue[SubmittedMessage | None]) -> None:
+def _report_ends(ends: SimpleQueue[MessageSubmission | None]) -> None:
     """Wait for messages in the order in which they began."""
     while (message := ends.get()) is not None:
         assert message.inner is not None

@@ -32,17 +32,16 @@ from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import Engine, channels_of
 from ..torch_backend.torch_versions import set_sequence_number
 from ..torch_backend.work import GroupWork
+from .binding import MotifBinding
 from .calls import run
 from .carrier import CarrierSite, PendingMaximum
-from .compiled_op import CompiledOp, LoadedMotif
+from .compiled_op import CompiledMotif, CompiledOp
 from .cuda_clock import FIRST, Clock, Event, cuda, event_of
 from .gloo import GlooMaximum, communicator
 from .memory import RowLayout, StagedBuffers
-from .parts import RankMotif
-from .pieces import MotifBinding
-from .sequencer import ActiveMotif, QueuedMotif
-from .stream_work import OpMemory, StreamWork, SubmittedOnStream
-from .submission import PlannedCall
+from .rank_plan import RankMotif
+from .sequencer import ActiveMotif, QueuedMotif, QueuedOp
+from .stream_work import OpMemory, StreamSubmission, StreamWork
 
 REDUCED = frozenset(
     {
@@ -79,7 +78,7 @@ class NcclLane:
 
 
 class NcclMotif:
-    """A task and the communicator that runs it."""
+    """A binding and the communicator that runs it."""
 
     __slots__ = ("lane", "layout", "leaf")
 
@@ -141,12 +140,14 @@ class NcclCarrier:
             return f"no {call.reduce} of {tensor.dtype}"
         return f"no avg of {tensor.dtype}" if call.reduce == "avg" and not tensor.is_floating_point() else ""
 
-    def load(self, number: int, part: RankMotif, task: MotifBinding) -> NcclMotif:
-        """Make a task ready; a new communicator connects here, so that no iteration stands still for it."""
-        key = (part.channels, part.leaf.ranks)
+    def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> NcclMotif:
+        """Make a binding ready; a new communicator connects here, so that no iteration stands still for it."""
+        key = (rank_motif.channels, rank_motif.leaf.ranks)
         if key not in self._lanes:
-            self._lanes[key] = self._made(f"{'+'.join(part.channels)}/{','.join(map(str, part.leaf.ranks))}/", key[1])
-        return NcclMotif(self._lanes[key], task.leaf, RowLayout.of(task))
+            self._lanes[key] = self._made(
+                f"{'+'.join(rank_motif.channels)}/{','.join(map(str, rank_motif.leaf.ranks))}/", key[1]
+            )
+        return NcclMotif(self._lanes[key], binding.leaf, RowLayout.of(binding))
 
     def _made(self, name: str, ranks: tuple[int, ...]) -> NcclLane:
         library: Any = dist.ProcessGroupNCCL
@@ -157,26 +158,27 @@ class NcclCarrier:
         group.eager_connect_single_device(self.device)
         return NcclLane(group, cuda.Stream(self.device, priority=FIRST))
 
-    def submit(self, call: PlannedCall, compiled: CompiledOp) -> GroupWork:
+    def submit(self, queued: QueuedOp, compiled: CompiledOp) -> GroupWork:
         """Put an op in line whose motifs are queued on streams in their turn."""
         self.read()
-        site, queued = self.site, SubmittedOnStream(self.site.owner, self, call, compiled)
-        site.sequencer.submit(call.queued, queued)
-        return StreamWork(site.owner, site.sequencer, call.queued, queued, call.tensors, self)
+        site, tensors = self.site, queued.tensors
+        submission = StreamSubmission(site.owner, self, queued, compiled)
+        site.sequencer.submit(queued, submission)
+        return StreamWork(site.owner, site.sequencer, queued, submission, tensors, self)
 
     @contextlib.contextmanager
-    def turn(self, loaded: LoadedMotif, entry: QueuedMotif, after: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    def turn(self, loaded: CompiledMotif, motif: QueuedMotif, after: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
         """What runs inside goes to the lane's stream, behind `after` and behind what its channels hold.
 
         Brief motifs do not wait for each other. Gives the events of the begin and of the end.
         """
         assert isinstance(loaded, NcclMotif)
-        lane, brief = loaded.lane, entry.part.brief
+        lane, brief = loaded.lane, motif.rank_motif.brief
         begin, end = event_of(timing=True), event_of(timing=True)
         with torch.cuda.stream(lane.stream):
             for event in after:
                 lane.stream.wait_event(event)
-            for channel in entry.part.channels:
+            for channel in motif.rank_motif.channels:
                 held = self._last.setdefault(channel, {})
                 for (other, light), event in held.items():
                     if other is not lane and not (brief and light):
@@ -186,11 +188,11 @@ class NcclCarrier:
             begin.record(lane.stream)
             yield begin, end
             end.record(lane.stream)
-        for channel in entry.part.channels:
+        for channel in motif.rank_motif.channels:
             self._last[channel][lane, brief] = end
 
     def start(
-        self, loaded: LoadedMotif, staged: StagedBuffers, dtype: str, op: str, entry: QueuedMotif, *, blocking: bool
+        self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
         """Give it to the current stream: inside `turn`."""
         assert isinstance(loaded, NcclMotif)
@@ -214,7 +216,7 @@ class NcclCarrier:
             with contextlib.suppress(IndexError):
                 self._held.popleft()
 
-    def watch(self, entry: QueuedMotif) -> None:
+    def watch(self, motif: QueuedMotif) -> None:
         """It has ended as soon as it is started."""
 
     def agree(self, values: Sequence[int]) -> PendingMaximum:
@@ -232,11 +234,11 @@ class NcclCarrier:
     def _look(self) -> None:
         """The host may stand in a call of CUDA's for a motif that a rank will never join: only a thread can tell."""
         while not self._closed.wait(LOOK_S):
-            instance = self.clock.overdue(STALLED_S)
+            queued = self.clock.overdue(STALLED_S)
             why = ""
             with contextlib.suppress(Exception):
                 # The store may be gone, with the rank that kept it.
-                why = self.site.hopeless(instance) if instance is not None else ""
+                why = self.site.hopeless(queued) if queued is not None else ""
             if why:
                 self._broken = PlanMismatch(why)
                 self.site.sequencer.fail(self._broken)

@@ -11,7 +11,7 @@ from ..torch_backend.recording import now_us
 from ..torch_backend.work import NO_TIMEOUT, Future, GroupWork, Tensors, completes_futures
 from .futures import taken
 from .sequencer import ActiveMotif, QueuedOp, Sequencer
-from .submission import SubmissionOwner, SubmittedOp
+from .submission import BaseSubmission, SubmissionOwner
 
 TICK_S = 0.25
 STALLED_S = 1.0
@@ -22,57 +22,62 @@ class PlannedWork(GroupWork):
     """A call that a plan carries out."""
 
     def __init__(
-        self, owner: SubmissionOwner, sequencer: Sequencer, instance: QueuedOp, given: SubmittedOp, tensors: Tensors
+        self,
+        owner: SubmissionOwner,
+        sequencer: Sequencer,
+        queued: QueuedOp,
+        submission: BaseSubmission,
+        tensors: Tensors,
     ) -> None:
         super().__init__(tensors)
         self._owner, self._sequencer = owner, sequencer
-        self._under_way: tuple[QueuedOp, SubmittedOp] | None = (instance, given)
+        self._under_way: tuple[QueuedOp, BaseSubmission] | None = (queued, submission)
         """None once it is over: works are remembered for long, and what they are made of need not be."""
 
     def _block(self, timeout: timedelta) -> bool:
         if self._under_way is None:
             return True
-        instance, given = self._under_way
-        if instance.done and given.instead is None and instance.error is None:
+        queued, submission = self._under_way
+        if queued.done and submission.instead is None and queued.error is None:
             return True
         begin_us = now_us()
         limit_s = timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
-        if not self._wait(instance, limit_s):
+        if not self._wait(queued, limit_s):
             return False
-        if given.instead is not None:
-            return given.instead.wait(timeout) if timeout > NO_TIMEOUT else given.instead.wait()
-        if instance.error is not None:
-            raise self._owner.explain(instance, instance.error)
-        self._owner.waited(instance, begin_us, now_us())
+        if submission.instead is not None:
+            return submission.instead.wait(timeout) if timeout > NO_TIMEOUT else submission.instead.wait()
+        if queued.error is not None:
+            raise self._owner.explain(queued, queued.error)
+        self._owner.waited(queued, begin_us, now_us())
         return True
 
-    def _wait(self, instance: QueuedOp, limit_s: float) -> bool:
+    def _wait(self, queued: QueuedOp, limit_s: float) -> bool:
         begin = looked = time.monotonic()
-        entry = instance.running()
-        if entry is not None and entry.started is not None and _ended(entry.started, min(TICK_S, limit_s)):
-            self._sequencer.ended(entry)
-        while not instance.done:
+        motif = queued.running()
+        if motif is not None and motif.active is not None and _ended(motif.active, min(TICK_S, limit_s)):
+            self._sequencer.ended(motif)
+        while not queued.done:
             now = time.monotonic()
             left_s = limit_s - (now - begin)
             if left_s <= 0:
                 return False
-            entry = self._sequencer.under_way(instance)
-            if entry is None or entry.started is None:
-                instance.wait(min(TICK_S, left_s))
-            elif _ended(entry.started, min(TICK_S, left_s)):
-                self._sequencer.ended(entry)
-            if not instance.done and now - looked > STALLED_S:
+            motif = self._sequencer.under_way(queued)
+            if motif is None or motif.active is None:
+                queued.wait(min(TICK_S, left_s))
+            elif _ended(motif.active, min(TICK_S, left_s)):
+                self._sequencer.ended(motif)
+            if not queued.done and now - looked > STALLED_S:
                 looked = now
-                self._owner.stalled(instance)
+                self._owner.stalled(queued)
         return True
 
     def _poll(self) -> bool:
         if self._under_way is None:
             return True
-        instance, given = self._under_way
-        if not instance.done:
+        queued, submission = self._under_way
+        if not queued.done:
             self._sequencer.reap()
-        return instance.done and (given.instead is None or given.instead.is_completed())
+        return queued.done and (submission.instead is None or submission.instead.is_completed())
 
     def _release(self) -> None:
         self._under_way = None
@@ -88,20 +93,20 @@ class PlannedWork(GroupWork):
         if completes_futures():
             super()._when_over(then)
             return
-        instance, given = self._under_way
+        queued, submission = self._under_way
 
         def over() -> None:
-            if given.instead is not None:
+            if submission.instead is not None:
                 GroupWork._when_over(self, then)
                 return
-            self._settle(instance.error)
+            self._settle(queued.error)
             then()
 
         with self._sequencer.lock:
-            if not instance.done:
-                instance.callbacks.append(over)
-                for entry in instance.entries.values():
-                    self._sequencer.notice(entry)
+            if not queued.done:
+                queued.callbacks.append(over)
+                for motif in queued.motifs.values():
+                    self._sequencer.notice(motif)
                 return
         over()
 

@@ -10,9 +10,9 @@ from ...cluster import Cluster
 from ...errors import InvalidInput, PlanMismatch
 from ...planner.plan import Plan
 from ...workload import Workload
+from .binding import Programs
 from .carrier import MAX_NUMBER, SLOTS, Carrier
 from .launches import check_launches
-from .pieces import Programs
 from .prepared import ExpectedOps, PreparedPlan
 from .resting_plan import RETURNS, RestingPlan
 

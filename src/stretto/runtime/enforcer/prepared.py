@@ -10,14 +10,14 @@ from ...planner.plan import Plan
 from ...workload import Op, Workload
 from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.selection import STRAIGHT
+from .binding import OpBinding, Programs, bind_op
 from .carrier import Carrier
 from .compiled_op import CompiledOp
-from .parts import RankPlan, share_of
-from .pieces import OpBinding, Programs, tasks_of
+from .rank_plan import RankPlan, share_of
 from .report import OutgrownOp
 from .sequencer import QueuedMotif, QueuedOp
-from .splits import carries_splits, split_tasks
-from .submission import ONE_TENSOR, PlannedCall
+from .splits import bind_splits, carries_splits
+from .submission import ONE_TENSOR
 
 USUAL_BYTES = 4
 """Reductions are mostly of float32; for other types programs are made when the first call comes."""
@@ -99,8 +99,8 @@ class PreparedPlan:
     ) -> None:  # fmt: skip
         self.plan, self.number, self.hash = plan, number, plan.hash
         self.share: RankPlan = share_of(plan, workload, rank, hosts, messages=not carrier.one_launch_order)
-        self._splits = frozenset(number for number, planned in self.share.ops.items() if carries_splits(planned))
-        exchanges = {number for number, planned in self.share.ops.items() if planned.whole.kind == "AA"}
+        self._splits = frozenset(number for number, rank_op in self.share.ops.items() if carries_splits(rank_op))
+        exchanges = {number for number, rank_op in self.share.ops.items() if rank_op.whole.kind == "AA"}
         self.expected = ExpectedOps(workload, rank, frozenset(exchanges - self._splits))
         self._last_split: dict[int, tuple[tuple[int, ...], tuple[int, ...], CompiledOp]] = {}
         self._rank, self._carrier = rank, carrier
@@ -110,7 +110,7 @@ class PreparedPlan:
         self._programs: Programs | None = programs if carrier.programs else None
         self._first = 0
         self._next = 0
-        self._instances: dict[tuple[int, int], QueuedOp] = {}
+        self._queued_ops: dict[tuple[int, int], QueuedOp] = {}
         self._largest: dict[int, int] = {}
         """The most bytes that an op was called with, of ops that the plan was made for less of."""
         for number_, op, group in self.expected.ops:
@@ -119,13 +119,14 @@ class PreparedPlan:
             if not self.may_split(number_):
                 self.bound(number_, int(op.nbytes) // (USUAL_BYTES if op.kind in REDUCING else 1))
 
-    def compiled(self, planned: PlannedCall) -> CompiledOp | None:
-        """The op of a call, for the call's own size; None where its tensors do not fit together."""
-        call, op = planned.call, planned.queued.planned.number
+    def compiled(self, queued: QueuedOp) -> CompiledOp | None:
+        """A queued op for the size of its call; None where the call's tensors do not fit together."""
+        call, op = queued.call, queued.rank_op.number
+        assert call is not None
         if call.op in ONE_TENSOR and len(call.inputs) == 1:
             # Its size is known before anything is laid out, which some carriers need not do.
             return self.bound(op, call.inputs[0].numel() if call.reduce else call.nbytes)
-        buffers = planned.buffers
+        buffers = queued.buffers
         if buffers is None:
             return None
         if call.splits is not None:
@@ -139,17 +140,17 @@ class PreparedPlan:
         if found is None:
             if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
-            tasks = tasks_of(self.share.ops[op], self._rank, elements, self._cluster, self._programs)
-            found = self._bound[key] = self._loaded(op, tasks)
+            binding = bind_op(self.share.ops[op], self._rank, elements, self._cluster, self._programs)
+            found = self._bound[key] = self._loaded(op, binding)
         return found
 
     def measure(self, op: int, call: CollectiveCall) -> None:
         """Keep the size of a call of an op, where it is the largest so far and more than was planned."""
-        planned = self.share.ops[op]
-        if call.nbytes <= planned.op.nbytes and call.op not in ONE_SIDED:
+        rank_op = self.share.ops[op]
+        if call.nbytes <= rank_op.op.nbytes and call.op not in ONE_SIDED:
             return
-        nbytes = _nbytes(call, len(planned.whole.ranks))
-        if nbytes > planned.op.nbytes and nbytes > self._largest.get(op, 0):
+        nbytes = _nbytes(call, len(rank_op.whole.ranks))
+        if nbytes > rank_op.op.nbytes and nbytes > self._largest.get(op, 0):
             self._largest[op] = nbytes
 
     @property
@@ -166,25 +167,25 @@ class PreparedPlan:
 
     def _carries_any_sizes(self, op: int) -> bool:
         """Where no splits were recorded, only if it costs nothing: no algorithm of the plan's is given up."""
-        planned = self.share.ops[op]
-        straight = not self._carrier.programs or all(part.algorithm == STRAIGHT for part in planned.parts)
-        return planned.op.at_most or straight
+        rank_op = self.share.ops[op]
+        straight = not self._carrier.programs or all(rank_motif.algorithm == STRAIGHT for rank_motif in rank_op.motifs)
+        return rank_op.op.at_most or straight
 
     def bound_splits(self, op: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> CompiledOp:
         """An all-to-all with splits: the bytes that go to, and come from, each rank. The last sizes are remembered."""
         last = self._last_split.get(op)
         if last is not None and last[:2] == (gives, takes):
             return last[2]
-        bound = self._loaded(op, split_tasks(self.share.ops[op], self._rank, gives, takes, self._programs))
+        bound = self._loaded(op, bind_splits(self.share.ops[op], self._rank, gives, takes, self._programs))
         self._last_split[op] = (gives, takes, bound)
         return bound
 
-    def _loaded(self, op: int, tasks: OpBinding) -> CompiledOp:
-        loaded = {
-            part.motif: None if task is None else self._carrier.load(self.number, part, task)
-            for part, task in zip(self.share.ops[op].parts, tasks.tasks, strict=True)
+    def _loaded(self, op: int, binding: OpBinding) -> CompiledOp:
+        motifs = {
+            motif.number: None if bound is None else self._carrier.load(self.number, motif, bound)
+            for motif, bound in zip(self.share.ops[op].motifs, binding.motifs, strict=True)
         }
-        return CompiledOp.of(tasks, loaded)
+        return CompiledOp.of(binding, motifs)
 
     def begin(self, iteration: int) -> Iterator[QueuedMotif]:
         """The plan becomes active with this iteration: what would have run before it is made up for."""
@@ -205,25 +206,25 @@ class PreparedPlan:
                     # A plan that ends waits for no messages; those that it holds back begin at once.
                     continue
                 if at >= self._first and (before is None or (at, turn.op) < before):
-                    yield self.instance(at, turn.op).entries[turn.motif]
+                    yield self.queued_op(at, turn.op).motifs[turn.motif]
         self._next = max(self._next, iteration + 1 + behind)
 
     def close(self, before: tuple[int, int]) -> Iterator[QueuedMotif]:
         """What is still to run of the ops before this place, when the plan ends there."""
         yield from self.open(before[0] + self.share.most_behind, before=before)
 
-    def instance(self, iteration: int, op: int) -> QueuedOp:
+    def queued_op(self, iteration: int, op: int) -> QueuedOp:
         """One op of one iteration."""
         key = (iteration, op)
-        found = self._instances.get(key)
+        found = self._queued_ops.get(key)
         if found is None:
-            found = self._instances[key] = QueuedOp(self.number, self.share.ops[op], iteration)
+            found = self._queued_ops[key] = QueuedOp(self.number, self.share.ops[op], iteration)
         return found
 
     def forget(self, before: int) -> None:
         """Iterations that are over on this rank."""
-        for key in [key for key, one in self._instances.items() if key[0] < before and one.done]:
-            one = self._instances.pop(key)
+        for key in [key for key, one in self._queued_ops.items() if key[0] < before and one.done]:
+            one = self._queued_ops.pop(key)
             if not one.left:
                 one.forget()
 

@@ -21,14 +21,25 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
+from ..torch_backend.buffers import Buffers, CollectiveCall, lay_out
 from ..torch_backend.recording import now_us
-from .parts import RankMotif, RankOp
+from ..torch_backend.work import GroupWork, Tensors
+from .rank_plan import RankMotif, RankOp
 
 WAITING, RUNNING, MOVED, ENDED = range(4)
 TOGETHER = 8
 """So many brief motifs may be under way on a channel."""
+UNKNOWN: Any = object()
+"""Memory that has not been laid out yet."""
+Plain = Callable[[], GroupWork]
+"""Runs a call as the application asked for it, without the plan."""
+
+
+def never() -> GroupWork:
+    """In the place of a call that runs, or has run, in plain order already."""
+    raise AssertionError("it runs in plain order already")
 
 
 class ActiveMotif(Protocol):
@@ -53,14 +64,14 @@ class ActiveMotif(Protocol):
 class QueuedMotif:
     """One motif of one op of one iteration."""
 
-    __slots__ = ("end_us", "instance", "number", "part", "ready_us", "start_us", "started", "state", "watched")
+    __slots__ = ("active", "end_us", "number", "op", "rank_motif", "ready_us", "start_us", "state", "watched")
 
-    def __init__(self, instance: QueuedOp, part: RankMotif) -> None:
-        self.instance, self.part = instance, part
+    def __init__(self, op: QueuedOp, rank_motif: RankMotif) -> None:
+        self.op, self.rank_motif = op, rank_motif
         self.state = WAITING
         self.number = 0
         """Where it stands in the order of all lines."""
-        self.started: ActiveMotif | None = None
+        self.active: ActiveMotif | None = None
         self.watched = False
         """Whether its end is reported; else whoever needs it has to look."""
         self.start_us = self.end_us = 0.0
@@ -69,15 +80,15 @@ class QueuedMotif:
 
 
 class Submission(Protocol):
-    """What the application gave for an op."""
+    """What a carrier makes of a queued op and its call: it starts the op's motifs, each in its turn."""
 
-    def start(self, entry: QueuedMotif) -> ActiveMotif | None:
+    def start(self, motif: QueuedMotif) -> ActiveMotif | None:
         """Begin a motif; None where there is nothing to wait for."""
 
-    def watch(self, entry: QueuedMotif) -> None:
+    def watch(self, motif: QueuedMotif) -> None:
         """From now on somebody waits for the end of a motif that runs already."""
 
-    def moved(self, entry: QueuedMotif) -> None:
+    def moved(self, motif: QueuedMotif) -> None:
         """A motif's data has arrived: bring it where it belongs."""
 
     def over(self) -> None:
@@ -85,40 +96,70 @@ class Submission(Protocol):
 
 
 class QueuedOp:
-    """One op of one iteration on this rank."""
+    """One op of one iteration on this rank: its place in the plan's order and, once the application asks, its call."""
 
-    __slots__ = ("_event", "callbacks", "done", "entries", "error", "iteration", "left", "plan", "planned",
-                 "submission")  # fmt: skip
+    __slots__ = ("_buffers", "_event", "_group", "blocking", "call", "callbacks", "done", "error", "iteration", "left",
+                 "motifs", "plain", "plan", "rank_op", "submission", "tensors")  # fmt: skip
 
-    def __init__(self, plan: int, planned: RankOp, iteration: int) -> None:
-        self.plan, self.planned, self.iteration = plan, planned, iteration
-        self.entries: dict[int, QueuedMotif] = {part.motif: QueuedMotif(self, part) for part in planned.parts}
-        self.left = len(self.entries)
+    def __init__(self, plan: int, rank_op: RankOp, iteration: int) -> None:
+        self.plan, self.rank_op, self.iteration = plan, rank_op, iteration
+        self.motifs: dict[int, QueuedMotif] = {one.number: QueuedMotif(self, one) for one in rank_op.motifs}
+        self.left = len(self.motifs)
         self.submission: Submission | None = None
         self.done = False
         self.error: Exception | None = None
         self.callbacks: list[Callable[[], object]] = []
         self._event: threading.Event | None = None
+        self.call: CollectiveCall | None = None
+        """What the application has asked for; None before that, and once it is over."""
+
+    def ask(
+        self, call: CollectiveCall, tensors: Tensors, plain: Plain, rank: int, size: int, *, blocking: bool
+    ) -> None:
+        """The application makes the call.
+
+        Args:
+            call: The call.
+            tensors: What its work gives back.
+            plain: Makes the call without the plan.
+            rank: This process in the call's group.
+            size: The ranks of the group.
+            blocking: Whether the application waits at once, for this call alone.
+        """
+        self.call, self.tensors, self.plain, self.blocking = call, tensors, plain, blocking
+        self._group: tuple[int, int] = (rank, size)
+        self._buffers: Buffers | None = UNKNOWN
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """The call's memory, flat and in one piece for each side; None where its tensors do not fit together.
+
+        Laid out when it is first asked for: that may copy.
+        """
+        if self._buffers is UNKNOWN:
+            assert self.call is not None
+            self._buffers = lay_out(self.call, self.call.op, *self._group)
+        return self._buffers
 
     @property
     def place(self) -> tuple[int, int]:
         """Where it stands in the order of submission, the same on all ranks."""
-        return self.iteration, self.planned.number
+        return self.iteration, self.rank_op.number
 
     @property
     def is_message(self) -> bool:
         """Whether it is a message between two ranks, which can go without the plan at any time."""
-        return self.planned.op.kind == "send"
+        return self.rank_op.op.kind == "send"
 
     @property
     def untouched(self) -> bool:
         """Whether none of its motifs has been started."""
-        return all(entry.state == WAITING for entry in self.entries.values())
+        return all(motif.state == WAITING for motif in self.motifs.values())
 
     def running(self) -> QueuedMotif | None:
         """A motif of it that is under way."""
-        for one in self.entries.values():
-            if one.state == RUNNING and one.started is not None:
+        for one in self.motifs.values():
+            if one.state == RUNNING and one.active is not None:
                 return one
         return None
 
@@ -142,13 +183,16 @@ class QueuedOp:
     def forget(self) -> None:
         """It has ended, and is in no line any more: without circles it goes at once, not when garbage is collected."""
         self.submission = None
-        for entry in self.entries.values():
-            del entry.instance
+        for motif in self.motifs.values():
+            del motif.op
 
     def settle(self, error: Exception | None) -> None:
-        """It is over: let everybody know."""
+        """It is over: let everybody know. The application's tensors are not kept."""
         self.error = error
         self.done = True
+        if self.call is not None:
+            self.call = self._buffers = None
+            self.tensors, self.plain = [], never
         if self._event is not None:
             self._event.set()
         if not self.callbacks:
@@ -163,7 +207,7 @@ class QueuedOp:
 class Sequencer:
     """The lines of all channels of a process. Any thread may call; whoever comes starts what can be started."""
 
-    def __init__(self, failed: Callable[[QueuedOp, Exception], None] = lambda instance, error: None) -> None:
+    def __init__(self, failed: Callable[[QueuedOp, Exception], None] = lambda queued, error: None) -> None:
         self.lock = threading.RLock()
         self._failed = failed
         """Called without the lock, before those who wait for an op get the failure."""
@@ -183,20 +227,20 @@ class Sequencer:
         self._held_since_us = self._held_us = 0.0
         """Since when the order holds motifs back, if it does; and for how long it did since somebody asked."""
 
-    def add(self, entries: Iterable[QueuedMotif]) -> None:
+    def add(self, motifs: Iterable[QueuedMotif]) -> None:
         """At the end of their lines. Those that run after their own iteration have been submitted already."""
         late = False
         with self.lock:
-            for entry in entries:
+            for motif in motifs:
                 self._added += 1
-                entry.number = self._added
-                late = late or entry.instance.submission is not None
-                for channel in entry.part.lines:
+                motif.number = self._added
+                late = late or motif.op.submission is not None
+                for channel in motif.rank_motif.lines:
                     line = self._lines.get(channel)
                     if line is None:
                         line = self._lines[channel] = deque()
                         self._busy[channel] = []
-                    line.append(entry)
+                    line.append(motif)
             if late:
                 self._advance()
                 self._measure_held()
@@ -204,7 +248,7 @@ class Sequencer:
             self._finish()
             self.watch()
 
-    def submit(self, instance: QueuedOp, submission: Submission) -> None:
+    def submit(self, queued: QueuedOp, submission: Submission) -> None:
         """The application has given an op: its motifs may start."""
         held = False
         if self._waiting:
@@ -212,102 +256,102 @@ class Sequencer:
             self.reap()
         with self.lock:
             failure = self.failure
-            instance.submission = submission
+            queued.submission = submission
             if failure is None:
-                self._open[id(instance)] = instance
-                held = self._begin(instance)
+                self._open[id(queued)] = queued
+                held = self._begin(queued)
                 if held or self._waiting:
-                    self._note_waiting(instance, held=held)
+                    self._note_waiting(queued, held=held)
         self._finish()
         if failure is not None:
-            instance.settle(failure)
-        elif not instance.entries:
-            self._over(instance)
+            queued.settle(failure)
+        elif not queued.motifs:
+            self._over(queued)
         elif held:
             self.watch()
 
-    def _begin(self, instance: QueuedOp) -> bool:
+    def _begin(self, queued: QueuedOp) -> bool:
         """Start what may start now that an op was submitted; whether some of it waits. Called with the lock."""
-        entries = instance.entries.values()
+        motifs = queued.motifs.values()
         # Nothing but its own motifs became ready by this.
-        if len(entries) == 1:
-            (only,) = entries
+        if len(motifs) == 1:
+            (only,) = motifs
             if not self._ready(only):
                 return True
             self._start(only)
             if self._followed(only):
                 self._advance()
             return False
-        if any(map(self._ready, entries)):
+        if any(map(self._ready, motifs)):
             self._advance()
-        return any(entry.state == WAITING for entry in entries)
+        return any(motif.state == WAITING for motif in motifs)
 
     def watch(self) -> None:
         """Something stands behind motifs that run: their ends are wanted from now on."""
         self.reap()
         with self.lock:
             for channel, line in self._lines.items():
-                if line and line[0].instance.submission is not None:
-                    for entry in self._busy.get(channel, ()):
-                        self.notice(entry)
+                if line and line[0].op.submission is not None:
+                    for motif in self._busy.get(channel, ()):
+                        self.notice(motif)
 
     def reap(self) -> None:
         """Look for motifs that have ended without a report."""
         with self.lock:
-            running = {id(entry): entry for busy in self._busy.values() for entry in busy if not entry.watched}
-        for entry in running.values():
-            if entry.started is not None and entry.started.done:
-                self.ended(entry)
+            running = {id(motif): motif for busy in self._busy.values() for motif in busy if not motif.watched}
+        for motif in running.values():
+            if motif.active is not None and motif.active.done:
+                self.ended(motif)
 
-    def notice(self, entry: QueuedMotif) -> None:
+    def notice(self, motif: QueuedMotif) -> None:
         """Have the end of a motif reported, if it is not anyway."""
-        if entry.state == RUNNING and not entry.watched and entry.started is not None:
-            entry.watched = True
-            assert entry.instance.submission is not None
-            entry.instance.submission.watch(entry)
+        if motif.state == RUNNING and not motif.watched and motif.active is not None:
+            motif.watched = True
+            assert motif.op.submission is not None
+            motif.op.submission.watch(motif)
 
-    def under_way(self, instance: QueuedOp) -> QueuedMotif | None:
-        """A motif of an op that runs; where none does, the start of the next one ends ``instance.wait()``."""
+    def under_way(self, queued: QueuedOp) -> QueuedMotif | None:
+        """A motif of an op that runs; where none does, the start of the next one ends ``queued.wait()``."""
         with self.lock:
-            found = instance.running()
+            found = queued.running()
             if found is None:
-                instance.rest()
+                queued.rest()
             return found
 
     def keep(self, wanted: Callable[[QueuedOp], bool]) -> list[QueuedOp]:
         """Take all others out of the lines; returns those of them that had been submitted, in their order."""
         with self.lock:
-            gone = {number: instance for number, instance in self._open.items() if not wanted(instance)}
+            gone = {number: queued for number, queued in self._open.items() if not wanted(queued)}
             for channel, line in self._lines.items():
-                self._lines[channel] = deque(entry for entry in line if wanted(entry.instance))
+                self._lines[channel] = deque(motif for motif in line if wanted(motif.op))
             for number in gone:
                 del self._open[number]
             self._advance()
             self._measure_held()
         self._finish()
         self.watch()
-        return sorted(gone.values(), key=lambda instance: instance.place)
+        return sorted(gone.values(), key=lambda queued: queued.place)
 
-    def ended(self, entry: QueuedMotif) -> None:
+    def ended(self, motif: QueuedMotif) -> None:
         """A motif's program has ended; only the first call counts."""
         with self.lock:
-            if entry.state != RUNNING:
+            if motif.state != RUNNING:
                 return
-            entry.state = MOVED
-            assert entry.started is not None
-            elapsed = entry.started.elapsed_us
-            entry.end_us = entry.start_us + elapsed if elapsed > 0 else now_us()
-            self._free(entry)
-            error = entry.started.error
-            if error is None and self._followed(entry):
+            motif.state = MOVED
+            assert motif.active is not None
+            elapsed = motif.active.elapsed_us
+            motif.end_us = motif.start_us + elapsed if elapsed > 0 else now_us()
+            self._free(motif)
+            error = motif.active.error
+            if error is None and self._followed(motif):
                 # The channels are free before the data is where it belongs.
                 self._advance()
-            self._measure_held(entry.end_us)
+            self._measure_held(motif.end_us)
         self._finish()
         if error is not None:
             self.fail(error)
             return
-        self._bring(entry)
+        self._bring(motif)
 
     def fail(self, error: Exception) -> None:
         """Nothing of this can go on: everybody who waits gets the error."""
@@ -315,17 +359,17 @@ class Sequencer:
             self._break(error)
         self._finish()
 
-    def behind(self, instance: QueuedOp) -> QueuedOp | None:
+    def behind(self, queued: QueuedOp) -> QueuedOp | None:
         """The op that has to be submitted here before this one can go on, if that is what holds it."""
         with self.lock:
-            seen = [entry for entry in instance.entries.values() if entry.state == WAITING]
-            for entry in seen:
-                for channel in entry.part.lines:
+            seen = [motif for motif in queued.motifs.values() if motif.state == WAITING]
+            for motif in seen:
+                for channel in motif.rank_motif.lines:
                     line = self._lines.get(channel)
                     if not line or self._busy.get(channel) or line[0] in seen:
                         continue
-                    if line[0].instance.submission is None:
-                        return line[0].instance
+                    if line[0].op.submission is None:
+                        return line[0].op
                     seen.append(line[0])
         return None
 
@@ -339,13 +383,13 @@ class Sequencer:
             held_us, self._held_us = self._held_us, 0.0
             return held_us
 
-    def _note_waiting(self, instance: QueuedOp, *, held: bool) -> None:
+    def _note_waiting(self, queued: QueuedOp, *, held: bool) -> None:
         """An op was submitted of which something waits, or while something else does. Called with the lock."""
         if held:
             self._waiting, self._submitted_us = True, now_us()
-            for entry in instance.entries.values():
-                if entry.state == WAITING:
-                    entry.ready_us = self._submitted_us
+            for motif in queued.motifs.values():
+                if motif.state == WAITING:
+                    motif.ready_us = self._submitted_us
         self._measure_held()
 
     def _measure_held(self, at_us: float = 0.0) -> None:
@@ -362,17 +406,17 @@ class Sequencer:
     def _holds_back(self) -> bool:
         """Whether a motif that could run waits, on a channel that lies idle, for one that was not submitted yet."""
         self._waiting = False
-        for instance in self._open.values():
-            for entry in instance.entries.values():
-                if entry.state != WAITING:
+        for queued in self._open.values():
+            for motif in queued.motifs.values():
+                if motif.state != WAITING:
                     continue
                 self._waiting = True
                 # What is not in line yet runs after its own iteration, as the plan wants it: nothing holds it back.
-                if not entry.number or not self._after_is_over(entry):
+                if not motif.number or not self._after_is_over(motif):
                     continue
-                for channel in entry.part.lines:
+                for channel in motif.rank_motif.lines:
                     line = self._lines.get(channel)
-                    if line and line[0].instance.submission is None and not self._busy[channel]:
+                    if line and line[0].op.submission is None and not self._busy[channel]:
                         return True
         return False
 
@@ -393,52 +437,52 @@ class Sequencer:
                 return
             self._start(first)
 
-    def _ready(self, entry: QueuedMotif) -> bool:
-        instance, part = entry.instance, entry.part
-        if instance.submission is None or entry.state != WAITING:
+    def _ready(self, motif: QueuedMotif) -> bool:
+        queued, rank_motif = motif.op, motif.rank_motif
+        if queued.submission is None or motif.state != WAITING:
             return False
-        for channel in part.lines:
+        for channel in rank_motif.lines:
             line = self._lines.get(channel)
-            if not line or line[0] is not entry:
+            if not line or line[0] is not motif:
                 return False
             busy = self._busy[channel]
             if busy:
-                if not part.brief or len(busy) >= TOGETHER:
+                if not rank_motif.brief or len(busy) >= TOGETHER:
                     return False
                 for other in busy:
-                    if not other.part.brief:
+                    if not other.rank_motif.brief:
                         return False
-        return self._after_is_over(entry)
+        return self._after_is_over(motif)
 
     @staticmethod
-    def _after_is_over(entry: QueuedMotif) -> bool:
+    def _after_is_over(motif: QueuedMotif) -> bool:
         """Whether the motifs of its op that a motif waits for have ended."""
-        after = entry.part.after
-        return not after or all(entry.instance.entries[before].state == ENDED for before in after)
+        after = motif.rank_motif.after
+        return not after or all(motif.op.motifs[before].state == ENDED for before in after)
 
-    def _start(self, entry: QueuedMotif) -> None:
-        for channel in entry.part.lines:
+    def _start(self, motif: QueuedMotif) -> None:
+        for channel in motif.rank_motif.lines:
             self._lines[channel].popleft()
-            self._busy[channel].append(entry)
-        entry.state = RUNNING
-        entry.start_us = now_us()
+            self._busy[channel].append(motif)
+        motif.state = RUNNING
+        motif.start_us = now_us()
         # A report costs a thread's wake-up, which is only worth it where something comes after.
-        entry.watched = len(entry.instance.entries) > 1 or bool(entry.instance.callbacks) or self._followed(entry)
-        assert entry.instance.submission is not None
+        motif.watched = len(motif.op.motifs) > 1 or bool(motif.op.callbacks) or self._followed(motif)
+        assert motif.op.submission is not None
         try:
-            entry.started = entry.instance.submission.start(entry)
+            motif.active = motif.op.submission.start(motif)
         except Exception as error:
             self._break(error)
             return
-        if entry.started is None:
-            entry.state = ENDED
-            entry.end_us = entry.start_us
-            self._free(entry)
-            entry.instance.left -= 1
-            if not entry.instance.left:
-                self._finished.append(entry.instance)
-        elif entry.instance._event is not None:
-            entry.instance.stir()
+        if motif.active is None:
+            motif.state = ENDED
+            motif.end_us = motif.start_us
+            self._free(motif)
+            motif.op.left -= 1
+            if not motif.op.left:
+                self._finished.append(motif.op)
+        elif motif.op._event is not None:
+            motif.op.stir()
 
     def _break(self, error: Exception) -> None:
         """Nothing goes on. Called with the lock."""
@@ -453,67 +497,67 @@ class Sequencer:
         """Let go those who wait for what is over, well or not; without the lock, as they may do anything."""
         if not self._finished and not self._broken:
             return
-        while (instance := _first(self._finished)) is not None:
-            self._over(instance)
-        while (instance := _first(self._broken)) is not None:
+        while (queued := _first(self._finished)) is not None:
+            self._over(queued)
+        while (queued := _first(self._broken)) is not None:
             assert self.failure is not None
-            self._failed(instance, self.failure)
-            instance.settle(self.failure)
+            self._failed(queued, self.failure)
+            queued.settle(self.failure)
 
-    def _followed(self, entry: QueuedMotif) -> bool:
+    def _followed(self, motif: QueuedMotif) -> bool:
         """Whether something that was submitted stands behind a motif."""
-        for channel in entry.part.lines:
+        for channel in motif.rank_motif.lines:
             line = self._lines.get(channel)
-            if line and line[0].instance.submission is not None:
+            if line and line[0].op.submission is not None:
                 return True
         return False
 
-    def _free(self, entry: QueuedMotif) -> None:
-        for channel in entry.part.lines:
+    def _free(self, motif: QueuedMotif) -> None:
+        for channel in motif.rank_motif.lines:
             busy = self._busy.get(channel)
-            if busy and entry in busy:
-                busy.remove(entry)
+            if busy and motif in busy:
+                busy.remove(motif)
 
-    def _bring(self, entry: QueuedMotif) -> None:
-        instance = entry.instance
-        assert instance.submission is not None
+    def _bring(self, motif: QueuedMotif) -> None:
+        queued = motif.op
+        assert queued.submission is not None
         try:
-            if entry.started is not None:
-                instance.submission.moved(entry)
+            if motif.active is not None:
+                queued.submission.moved(motif)
         except Exception as error:
             self.fail(error)
             return
         with self.lock:
-            entry.state = ENDED
-            instance.left -= 1
-            over = instance.left == 0
+            motif.state = ENDED
+            queued.left -= 1
+            over = queued.left == 0
             if not over:
-                for other in instance.entries.values():
-                    if entry.part.motif in other.part.after and self._after_is_over(other):
+                for other in queued.motifs.values():
+                    if motif.rank_motif.number in other.rank_motif.after and self._after_is_over(other):
                         other.ready_us = now_us()
                 self._advance()
                 self._measure_held()
         if over:
-            self._over(instance)
+            self._over(queued)
         else:
             self._finish()
 
-    def _over(self, instance: QueuedOp) -> None:
-        assert instance.submission is not None
+    def _over(self, queued: QueuedOp) -> None:
+        assert queued.submission is not None
         error: Exception | None = None
         try:
-            instance.submission.over()
+            queued.submission.over()
         except Exception as wrong:
             error = wrong
         with self.lock:
-            known = self._open.pop(id(instance), None) is not None
+            known = self._open.pop(id(queued), None) is not None
         if known:
-            instance.settle(error)
+            queued.settle(error)
 
 
-def _first(instances: deque[QueuedOp]) -> QueuedOp | None:
+def _first(ops: deque[QueuedOp]) -> QueuedOp | None:
     """Taken out; another thread may have come first."""
     try:
-        return instances.popleft()
+        return ops.popleft()
     except IndexError:
         return None

@@ -12,61 +12,63 @@ from itertools import accumulate, pairwise
 
 from ...planner.algebra.recipes import windowed
 from ...planner.algebra.spans import Span
-from .parts import RankMotif, RankOp
-from .pieces import IN, OUT, MotifBinding, OpBinding, PeerRanges, Piece, Programs, joined
+from .binding import IN, OUT, MotifBinding, OpBinding, PeerRanges, Piece, Programs, joined
+from .rank_plan import RankMotif, RankOp
 
 NOTHING = (0, 0)
 
 
-def carries_splits(planned: RankOp) -> bool:
+def carries_splits(rank_op: RankOp) -> bool:
     """Whether a plan moves an all-to-all straight from rank to rank, so that pieces may have any size.
 
     Who passes on what is between others would have to know the others' sizes.
     """
-    return planned.whole.kind == "AA" and not any(part.leaf.relays for part in planned.parts)
+    return rank_op.whole.kind == "AA" and not any(rank_motif.leaf.relays for rank_motif in rank_op.motifs)
 
 
-def split_tasks(
-    planned: RankOp, rank: int, gives: Sequence[int], takes: Sequence[int], programs: Programs | None
+def bind_splits(
+    rank_op: RankOp, rank: int, gives: Sequence[int], takes: Sequence[int], programs: Programs | None
 ) -> OpBinding:
     """The tasks of an all-to-all with splits on one rank.
 
-    No task is left out because it moves nothing here: another rank may have something for it.
+    No binding is left out because it moves nothing here: another rank may have something for it.
 
     Args:
-        planned: The op; `carries_splits` holds for it.
+        rank_op: The op; `carries_splits` holds for it.
         rank: This rank.
         gives: Bytes that go to each rank of the op.
         takes: Bytes that come from each.
         programs: Programs that are known; None where a library's own all-to-all runs.
 
     Returns:
-        A task for each of the op's motifs.
+        A binding for each of the op's motifs.
     """
-    whole = planned.whole
+    whole = rank_op.whole
     places = {peer: at for at, peer in enumerate(whole.ranks)}
     given, taken = (list(pairwise(accumulate(sizes, initial=0))) for sizes in (gives, takes))
-    made = tuple(_task(part, rank, planned, places, given, taken, programs) for part in planned.parts)
-    return OpBinding(tasks=made, room=0, averages=True)
+    made = tuple(
+        _bind_motif(rank_motif, rank, rank_op, places, given, taken, programs) for rank_motif in rank_op.motifs
+    )
+    return OpBinding(motifs=made, room=0, averages=True)
 
 
-def _task(
-    part: RankMotif, rank: int, planned: RankOp, places: dict[int, int], given: Sequence[Span], taken: Sequence[Span],
+def _bind_motif(
+    motif: RankMotif, rank: int, rank_op: RankOp, places: dict[int, int], given: Sequence[Span], taken: Sequence[Span],
     programs: Programs | None,
 ) -> MotifBinding:  # fmt: skip
-    leaf, count = part.leaf, len(part.leaf.ranks)
+    leaf, count = motif.leaf, len(motif.leaf.ranks)
     me = leaf.ranks.index(rank)
     (share,) = leaf.spans
     first, last = leaf.window
 
     def cut(pieces: Sequence[Span], peer: int, distance: int) -> Span:
         inside = (distance - first) % count < last - first
-        return _share(pieces[places[peer]], share, planned.whole.size) if inside else NOTHING
+        return _share(pieces[places[peer]], share, rank_op.whole.size) if inside else NOTHING
 
     exchange = PeerRanges(
         gives=tuple(cut(given, peer, at - me) for at, peer in enumerate(leaf.ranks)),
         takes=tuple(cut(taken, peer, me - at) for at, peer in enumerate(leaf.ranks)),
-        data_dependent=planned.op.at_most,
+        data_dependent=rank_op.op.at_most,
     )
     program = None
     if programs is not None:
@@ -74,7 +76,7 @@ def _task(
         program = programs.find(("splits", count, window), None, lambda: windowed(range(count), window))
     sent, received = exchange.splits
     return MotifBinding(
-        motif=part.motif, leaf=leaf, program=program, count=max(sum(sent), sum(received)), in_place=False,
+        motif=motif.number, leaf=leaf, program=program, count=max(sum(sent), sum(received)), in_place=False,
         gives=joined(_pieces(IN, exchange.gives)), takes=joined(_pieces(OUT, exchange.takes)), at=0, exchange=exchange,
     )  # fmt: skip
 

@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 
 from ..torch_backend.work import NO_TIMEOUT, Future, Tensors
-from .compiled_op import CompiledOp, LoadedMotif
+from .compiled_op import CompiledMotif, CompiledOp
 from .cuda_clock import Clock, Event, event_of
 from .futures import taken
 from .memory import Pool, stage
 from .planned_work import PlannedWork
 from .sequencer import ActiveMotif, QueuedMotif, QueuedOp, Sequencer
-from .submission import MotifRunner, PlannedCall, SubmissionOwner, SubmittedStaged
+from .submission import MotifRunner, StagedSubmission, SubmissionOwner
 
 
 class StreamPool(Pool):
@@ -50,7 +50,7 @@ class StreamCarrier(MotifRunner, Protocol):
     clock: Clock
 
     def turn(
-        self, loaded: LoadedMotif, entry: QueuedMotif, after: Sequence[Event]
+        self, loaded: CompiledMotif, motif: QueuedMotif, after: Sequence[Event]
     ) -> contextlib.AbstractContextManager[tuple[Event, Event]]:
         """What runs inside goes to the motif's stream, behind these events; gives those of its begin and end."""
 
@@ -64,37 +64,39 @@ class StreamCarrier(MotifRunner, Protocol):
         """Raise what has ended the plan."""
 
 
-class SubmittedOnStream(SubmittedStaged):
+class StreamSubmission(StagedSubmission):
     """The memory of a submitted op on a GPU."""
 
-    def __init__(self, owner: SubmissionOwner, carrier: StreamCarrier, call: PlannedCall, compiled: CompiledOp) -> None:
+    def __init__(self, owner: SubmissionOwner, carrier: StreamCarrier, queued: QueuedOp, compiled: CompiledOp) -> None:
         self._streams = StreamPool(carrier.device)
-        super().__init__(owner, carrier, call, compiled, pool=self._streams)
+        super().__init__(owner, carrier, queued, compiled, pool=self._streams)
         self._nccl = carrier
         self.stream = torch.cuda.current_stream(carrier.device)
         self.begun = event_of()
         self.begun.record(self.stream)
         self.ends: dict[int, Event] = {}
         """Of its motifs; in the end what is to be waited for."""
-        self._kept: list[torch.Tensor] = [*call.call.inputs, *call.call.outputs]
+        call = queued.call
+        assert call is not None
+        self._kept: list[torch.Tensor] = [*call.inputs, *call.outputs]
         self._kept += [tensor for tensor in self._regions if tensor is not None]
 
-    def start(self, entry: QueuedMotif) -> ActiveMotif | None:
+    def start(self, motif: QueuedMotif) -> ActiveMotif | None:
         """Queue a motif, with the copies before and behind it: nothing is left to wait for."""
-        motif = entry.part.motif
-        loaded = self._compiled.loaded[motif] if self._compiled is not None else None
+        number = motif.rank_motif.number
+        loaded = self._compiled.motifs[number] if self._compiled is not None else None
         if loaded is None or self._buffers is None:
             return None
-        after = [self.begun, *(self.ends[before] for before in entry.part.after if before in self.ends)]
-        with self._nccl.turn(loaded, entry, after) as (begin, end):
+        after = [self.begun, *(self.ends[before] for before in motif.rank_motif.after if before in self.ends)]
+        with self._nccl.turn(loaded, motif, after) as (begin, end):
             staged = stage(loaded.layout, self._regions, self._dtype, self._streams)
-            self._nccl.start(loaded, staged, self._buffers.dtype, self._op, entry, blocking=False)
+            self._nccl.start(loaded, staged, self._buffers.dtype, self._op, motif, blocking=False)
             staged.back(self._regions, self._streams)
-        self.ends[motif] = end
+        self.ends[number] = end
 
         def ran(begin_us: float, end_us: float) -> None:
-            entry.start_us, entry.end_us = begin_us, end_us
-            self._owner.spent(self._queued, motif, begin_us, end_us)
+            motif.start_us, motif.end_us = begin_us, end_us
+            self._owner.spent(self._queued, number, begin_us, end_us)
 
         self._nccl.clock.note(begin, end, ran, self._queued)
         return None
@@ -148,54 +150,54 @@ class StreamWork(PlannedWork):
         self,
         owner: SubmissionOwner,
         sequencer: Sequencer,
-        instance: QueuedOp,
-        given: SubmittedOnStream,
+        queued: QueuedOp,
+        submission: StreamSubmission,
         tensors: Tensors,
         carrier: StreamCarrier,
     ) -> None:
-        super().__init__(owner, sequencer, instance, given, tensors)
-        self._instance, self._queued, self._nccl = instance, given, carrier
+        super().__init__(owner, sequencer, queued, submission, tensors)
+        self._queued, self._submission, self._nccl = queued, submission, carrier
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait; every stream that uses the result needs one of its own."""
         self._nccl.check()
         limit_s = timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
-        if not self._wait(self._instance, limit_s):
+        if not self._wait(self._queued, limit_s):
             raise TimeoutError(f"the operation was held back for {timeout.total_seconds():g} s")
-        instance, instead = self._instance, self._queued.instead
+        queued, instead = self._queued, self._submission.instead
         if instead is not None:
             return bool(instead.wait())
-        if instance.error is not None:
-            raise self._owner.explain(instance, instance.error)
-        if self._queued.arrived:
-            self._queued.join()
+        if queued.error is not None:
+            raise self._owner.explain(queued, queued.error)
+        if self._submission.arrived:
+            self._submission.join()
             return True
         device = self._nccl.device
         stream = torch.cuda.current_stream(device)
         before, behind = event_of(timing=True), event_of(timing=True)
         before.record(stream)
-        self._queued.join()
+        self._submission.join()
         behind.record(stream)
-        self._nccl.clock.note(before, behind, lambda begin, end: self._owner.waited(instance, begin, end), instance)
+        self._nccl.clock.note(before, behind, lambda begin, end: self._owner.waited(queued, begin, end), queued)
         return True
 
     def is_completed(self) -> bool:
         """Whether the GPU has done it, well or not."""
-        if not self._instance.done:
+        if not self._queued.done:
             return False
-        instead = self._queued.instead
+        instead = self._submission.instead
         if instead is not None:
             return bool(instead.is_completed())
-        return self._instance.error is not None or self._queued.arrived
+        return self._queued.error is not None or self._submission.arrived
 
     def exception(self) -> Exception | None:
         """What went wrong, once it has ended."""
-        return self._instance.error if self._instance.done else None
+        return self._queued.error if self._queued.done else None
 
     @property
     def forgettable(self) -> bool:
         """Whether its tensors need not be kept for its sake."""
-        return self._instance.done and not self._queued.kept
+        return self._queued.done and not self._submission.kept
 
     def strip(self) -> None:
         """Let go of everything but whether it went well."""
@@ -203,14 +205,14 @@ class StreamWork(PlannedWork):
         self._future = None
 
     def _make_future(self) -> Future:
-        device, tensors, queued = self._nccl.device, self._tensors, self._queued
+        device, tensors, submission = self._nccl.device, self._tensors, self._submission
         taken(self)
         done: Future = torch.futures.Future(devices=[device])
 
         def value(_: Future) -> Tensors:
             # An exception set on a future is invisible to C++; one raised in a callback is not.
-            if self._instance.error is not None:
-                raise self._instance.error
+            if self._queued.error is not None:
+                raise self._queued.error
             return tensors
 
         child: Future = done.then(value)
@@ -219,10 +221,10 @@ class StreamWork(PlannedWork):
             # A future remembers where the current stream stands, and whoever waits for it makes his stream wait.
             with torch.cuda.stream(self._nccl.side()):
                 with contextlib.suppress(Exception):
-                    if self._queued.instead is not None:
-                        self._queued.instead.wait()
-                    elif self._instance.error is None:
-                        queued.join()
+                    if self._submission.instead is not None:
+                        self._submission.instead.wait()
+                    elif self._queued.error is None:
+                        submission.join()
                 done.set_result(tensors)
 
         self._when_queued(over)
@@ -230,7 +232,7 @@ class StreamWork(PlannedWork):
 
     def _when_queued(self, then: Callable[[], object]) -> None:
         with self._sequencer.lock:
-            if not self._instance.done:
-                self._instance.callbacks.append(then)
+            if not self._queued.done:
+                self._queued.callbacks.append(then)
                 return
         then()

@@ -30,7 +30,7 @@ from ...process_state import STATE, ProcessPart
 from ...programs import Program
 from ...programs.lower import lower as lower_program
 from ..torch_backend.buffers import is_rigid
-from .parts import RankMotif, RankOp
+from .rank_plan import RankMotif, RankOp
 
 IN, OUT, ROOM = 0, 1, 2
 MAX_PROGRAMS = 1024
@@ -82,7 +82,7 @@ class MotifBinding:
 class OpBinding:
     """A comm-op on one rank: its motifs (None where a small payload leaves nothing), and the elements of `ROOM`."""
 
-    tasks: tuple[MotifBinding | None, ...]
+    motifs: tuple[MotifBinding | None, ...]
     room: int
     averages: bool
     """Whether every reduction is one over all ranks, which can be an average; else sums are divided at the end."""
@@ -118,50 +118,55 @@ class Programs:
         return found[1]
 
 
-def tasks_of(
-    planned: RankOp, rank: int, elements: int, cluster: Cluster | None, programs: Programs | None
-) -> OpBinding:
+def bind_op(rank_op: RankOp, rank: int, elements: int, cluster: Cluster | None, programs: Programs | None) -> OpBinding:
     """The tasks of an op whose larger buffer has so many elements; raises `PlanMismatch` where a program is missing."""
-    whole = planned.whole
+    whole = rank_op.whole
     blocks = len(whole.ranks) if whole.kind == "AA" else 1
     scale = (elements // blocks, whole.size)
     mine = _scaled(whole, scale)
     if mine is None:
-        return OpBinding(tasks=(None,) * len(planned.parts), room=0, averages=True)
+        return OpBinding(motifs=(None,) * len(rank_op.motifs), room=0, averages=True)
     places = _Places(mine, rank)
     made: list[MotifBinding | None] = []
-    for part in planned.parts:
-        leaf = _scaled(part.leaf, scale)
-        made.append(None if leaf is None else _task(part, leaf, mine, places, cluster, programs))
-    reducing = [part.leaf for part in planned.parts if part.leaf.kind in ("AR", "RS", "RE")]
+    for rank_motif in rank_op.motifs:
+        leaf = _scaled(rank_motif.leaf, scale)
+        made.append(None if leaf is None else _bind_motif(rank_motif, leaf, mine, places, cluster, programs))
+    reducing = [rank_motif.leaf for rank_motif in rank_op.motifs if rank_motif.leaf.kind in ("AR", "RS", "RE")]
     averages = all(set(leaf.ranks) == set(whole.ranks) for leaf in reducing)
-    return OpBinding(tasks=tuple(made), room=places.room, averages=averages)
+    return OpBinding(motifs=tuple(made), room=places.room, averages=averages)
 
 
-def _task(
-    part: RankMotif, leaf: Motif, whole: Motif, places: _Places, cluster: Cluster | None, programs: Programs | None
+def _bind_motif(
+    rank_motif: RankMotif,
+    leaf: Motif,
+    whole: Motif,
+    places: _Places,
+    cluster: Cluster | None,
+    programs: Programs | None,
 ) -> MotifBinding:
     even = _is_even(leaf)
     in_place = even and whole.kind in WHOLE and leaf.kind in ONE_BUFFER
-    brought = _given(part, leaf, in_place=in_place)
+    brought = _given(rank_motif, leaf, in_place=in_place)
     in_place = in_place and (brought is None or brought.collective.in_place)
-    key = (part.algorithm, part.channels, in_place, leaf.kind, leaf.ranks, leaf.root, even or leaf)
+    key = (rank_motif.algorithm, rank_motif.channels, in_place, leaf.kind, leaf.ranks, leaf.root, even or leaf)
     program: Program | None = None
     if programs is not None:
-        program = programs.find(key, brought, lambda: program_of(part, leaf, cluster, in_place=in_place, even=even))
+        program = programs.find(
+            key, brought, lambda: program_of(rank_motif, leaf, cluster, in_place=in_place, even=even)
+        )
     share = gap = 0
     if program is not None and leaf.nbytes % program.collective.num_chunks and _rigid(program):
         share, gap = _padding(leaf, program.collective.num_chunks)
         if not even:
             # Shares of different sizes cannot be padded alike: straight on, chunks lie where they belong.
-            usual = replace(part, algorithm="direct", program=None)
+            usual = replace(rank_motif, algorithm="direct", program=None)
             program, gap = program_of(usual, leaf, cluster, in_place=in_place, even=even), 0
     ordered = even or program is None
     if leaf.kind == "AA":
         gives, takes = places.blocks(leaf, even=ordered)
     else:
         given, taken = _spans(leaf, places.rank, even=ordered)
-        gives = places.give(given, first=not part.after)
+        gives = places.give(given, first=not rank_motif.after)
         takes = places.take(taken)
     shards = in_place and leaf.kind in SHARDED
     count = leaf.nbytes
@@ -170,26 +175,26 @@ def _task(
         count += leaf.nbytes // share * gap
     at = leaf.ranks.index(places.rank) * (leaf.size // len(leaf.ranks) + gap) if shards else 0
     return MotifBinding(
-        motif=part.motif, leaf=leaf, program=program, count=count, in_place=in_place, gives=joined(gives),
+        motif=rank_motif.number, leaf=leaf, program=program, count=count, in_place=in_place, gives=joined(gives),
         takes=joined(takes), at=at,
     )  # fmt: skip
 
 
-def _given(part: RankMotif, leaf: Motif, *, in_place: bool) -> Program | None:
+def _given(rank_motif: RankMotif, leaf: Motif, *, in_place: bool) -> Program | None:
     """The program that the plan brings along, where it fits: a root may lie elsewhere than where it was made for.
 
     One that works in place needs memory where that is possible.
     """
-    if part.program is None or (leaf.kind == "AA" and not leaf.whole):
+    if rank_motif.program is None or (leaf.kind == "AA" and not leaf.whole):
         return None
-    c = part.program.collective
+    c = rank_motif.program.collective
     if c.helpers:
         raise PlanMismatch(
-            f"{part.program.name}: needs {c.helpers} helpers outside the group, which take no part in its calls"
+            f"{rank_motif.program.name}: needs {c.helpers} helpers outside the group, which take no part in its calls"
         )
     root = leaf.ranks.index(leaf.root) if leaf.kind in ROOTED else None
     fits = c.kind == leaf.collective_kind and c.num_ranks == len(leaf.ranks) and (root is None or c.root == root)
-    return part.program if fits and (in_place or not c.in_place) else None
+    return rank_motif.program if fits and (in_place or not c.in_place) else None
 
 
 class RigidPrograms(ProcessPart):
@@ -234,19 +239,19 @@ def _padded(pieces: Sequence[Piece], share: int, gap: int) -> list[Piece]:
     return found
 
 
-def program_of(part: RankMotif, leaf: Motif, cluster: Cluster | None, *, in_place: bool, even: bool) -> Program:
+def program_of(rank_motif: RankMotif, leaf: Motif, cluster: Cluster | None, *, in_place: bool, even: bool) -> Program:
     """The program of a motif's algorithm over its ranks, by position; cut as the motif is where shares are uneven."""
     kind = leaf.collective_kind
     root = leaf.ranks.index(leaf.root) if leaf.kind in ROOTED else 0
-    given = _given(part, leaf, in_place=in_place)
+    given = _given(rank_motif, leaf, in_place=in_place)
     # What a plan does not bring along, and no name stands for, the library does as it usually would.
-    recipe = default_algorithm(leaf) if part.algorithm in PROVIDED else part.algorithm
+    recipe = default_algorithm(leaf) if rank_motif.algorithm in PROVIDED else rank_motif.algorithm
     name, _, pieces = recipe.partition(":")
     try:
         if given is not None:
             made = given
         elif cluster is not None:
-            links = restrict(cluster, [channel for channel in part.channels if channel in cluster.channels])
+            links = restrict(cluster, [channel for channel in rank_motif.channels if channel in cluster.channels])
             window = (leaf.window[0], leaf.window[1] - leaf.window[0])
             ask = MotifRequest(
                 kind=kind, group=leaf.ranks, root=root, window=None if leaf.kind != "AA" or leaf.whole else window
@@ -261,7 +266,9 @@ def program_of(part: RankMotif, leaf: Motif, cluster: Cluster | None, *, in_plac
             by_name = name if name in defined_for(kind, len(leaf.ranks)) else "direct"
             made = lower(leaf, algorithms={0: made if made.collective.kind == kind else by_name})
     except (InvalidInput, Infeasible) as error:
-        raise PlanMismatch(f"algorithm {part.algorithm!r} of {str(leaf)[:80]} cannot be made here: {error}") from None
+        raise PlanMismatch(
+            f"algorithm {rank_motif.algorithm!r} of {str(leaf)[:80]} cannot be made here: {error}"
+        ) from None
     return made
 
 

@@ -36,7 +36,7 @@ class RankMotif:
     different numbers, so that each can be a communicator of its own.
     """
 
-    motif: int
+    number: int
     leaf: Motif
     algorithm: str
     channels: tuple[str, ...]
@@ -62,7 +62,7 @@ class RankOp:
     number: int
     op: Op
     whole: Motif
-    parts: tuple[RankMotif, ...]
+    motifs: tuple[RankMotif, ...]
     option: str
 
 
@@ -141,10 +141,10 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str], *,
                     ops[number] = _message(made, number, op, pair, rank)
             continue
         for group, batches in _by_group(made, op, workload, hosts):
-            planned = _planned(plan, made, number, op, group, batches, lanes, rank, programs)
+            rank_op = _planned(plan, made, number, op, group, batches, lanes, rank, programs)
             if rank in group:
-                ops[number] = planned
-    mine = {(number, part.motif) for number, planned in ops.items() for part in planned.parts}
+                ops[number] = rank_op
+    mine = {(number, rank_motif.number) for number, rank_op in ops.items() for rank_motif in rank_op.motifs}
     turns = tuple(Turn(op=op, motif=at, ahead=ahead) for _, op, at, ahead in order if (op, at) in mine)
     return RankPlan(
         ops=_in_directions(ops), turns=turns, num_lanes=lanes.count,
@@ -157,25 +157,28 @@ def _message(made: OpPlan, number: int, op: Op, pair: tuple[int, ...], rank: int
     (motif,) = made.motifs
     way = OUTWARD if rank == pair[0] else INWARD
     whole = motif_of(op.kind, pair, op.nbytes)
-    part = RankMotif(
-        motif=0, leaf=whole, algorithm=motif.algorithm, channels=motif.channels, lane=-1, after=(), brief=False,
+    rank_motif = RankMotif(
+        number=0, leaf=whole, algorithm=motif.algorithm, channels=motif.channels, lane=-1, after=(), brief=False,
         lines=tuple(channel + way for channel in motif.channels),
     )  # fmt: skip
-    return RankOp(number=number, op=op, whole=whole, parts=(part,), option=made.option)
+    return RankOp(number=number, op=op, whole=whole, motifs=(rank_motif,), option=made.option)
 
 
 def _in_directions(ops: Mapping[int, RankOp]) -> dict[int, RankOp]:
     """The same, with a line for each direction of the channels on which messages stand: collectives hold both."""
-    parted = {channel for one in ops.values() if one.op.kind == "send" for channel in one.parts[0].channels}
+    parted = {channel for one in ops.values() if one.op.kind == "send" for channel in one.motifs[0].channels}
 
-    def lines(part: RankMotif) -> tuple[str, ...]:
-        ways = ((channel + OUTWARD, channel + INWARD) if channel in parted else (channel,) for channel in part.channels)
+    def lines(rank_motif: RankMotif) -> tuple[str, ...]:
+        ways = (
+            (channel + OUTWARD, channel + INWARD) if channel in parted else (channel,)
+            for channel in rank_motif.channels
+        )
         return tuple(line for pair in ways for line in pair)
 
     return {
         number: one
         if one.op.kind == "send" or not parted
-        else replace(one, parts=tuple(replace(part, lines=lines(part)) for part in one.parts))
+        else replace(one, motifs=tuple(replace(rank_motif, lines=lines(rank_motif)) for rank_motif in one.motifs))
         for number, one in ops.items()
     }
 
@@ -184,22 +187,22 @@ def _planned(
     plan: Plan, made: OpPlan, number: int, op: Op, group: tuple[int, ...], batches: Sequence[Sequence[Motif]],
     lanes: _Lanes, rank: int, programs: _Programs,
 ) -> RankOp:  # fmt: skip
-    parts: list[RankMotif] = []
+    motifs: list[RankMotif] = []
     for at, (motif, leaves) in enumerate(zip(made.motifs, batches, strict=True)):
         held = (*motif.channels, SERIAL) if plan.serial else motif.channels
         for leaf in leaves:
             lane = lanes.number(held, leaf.ranks)
             if rank in leaf.ranks:
-                here = {part.motif for part in parts}
-                parts.append(
+                here = {rank_motif.number for rank_motif in motifs}
+                motifs.append(
                     RankMotif(
-                        motif=at, leaf=leaf, algorithm=motif.algorithm, channels=held, lane=lane,
+                        number=at, leaf=leaf, algorithm=motif.algorithm, channels=held, lane=lane,
                         after=tuple(before for before in motif.after if before in here),
                         program=programs.find(motif, leaf), brief=motif.duration_us < BRIEF_US,
                     )
                 )  # fmt: skip
     whole = motif_of(op.kind, group, op.nbytes, op.root)
-    return RankOp(number=number, op=op, whole=whole, parts=tuple(parts), option=made.option)
+    return RankOp(number=number, op=op, whole=whole, motifs=tuple(motifs), option=made.option)
 
 
 class _Programs:
