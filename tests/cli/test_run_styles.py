@@ -18,10 +18,16 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CLUS
 
 
 @pytest.fixture(scope="module")
-def ran(stretto: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, list[float]]], str]:
+def ran(
+    request: pytest.FixtureRequest, stretto: Launch, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, list[float]]], str]:
     folder = tmp_path_factory.mktemp("styles")
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and "ran" in item.fixturenames]
+    styles = [item.callspec.params["style"] for item in tests if hasattr(item, "callspec")]
+    # Where tests of some styles alone were chosen, the others are not run.
+    only = styles if len(styles) == len(tests) else ()
     script = Path(__file__).parents[1] / "jobs" / "run_styles_job.py"
-    done = stretto("run", "--budget", "0.3", "--", sys.executable, str(script), str(folder), env=ENVIRONMENT)
+    done = stretto("run", "--budget", "0.3", "--", sys.executable, str(script), str(folder), *only, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], done.stderr
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four ranks, on GPUs or all on the only one: strategies on NCCL beside training in one process."""
+"""Four ranks, on GPUs or all on the only one: strategies on NCCL beside training in one process.
+
+``torchrun --nproc-per-node 4 gpu_distribute_job.py FOLDER [MODEL...]``; with models only what strategies do to these.
+"""
 
 from __future__ import annotations
 
@@ -71,16 +74,21 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group("nccl")
     same: dict[str, float] = {}
-    for name in ("mlp", "conv", "ncf", "mixed"):
+    asked = sys.argv[2:]
+    for name in asked or ("mlp", "conv", "ncf", "mixed"):
         want = trained(name, None, device)
         spec = model_spec(made(name).to(device), batch(name, 0, 0).to(device))
         for label, strategy in all_strategies(spec).items():
             same[f"{name} {label}"] = apart(trained(name, strategy, device), want)
-    learned = {
-        f"{builder} {encoder} {staleness}": learns(encoder, staleness, builder, device)
-        for builder in ("all_reduce", "ps_balanced")
-        for encoder, staleness in [*LOSSY, *([("none", 1), ("float16", -1)] if builder == "ps_balanced" else [])]
-    }
+    learned = (
+        {}
+        if asked
+        else {
+            f"{builder} {encoder} {staleness}": learns(encoder, staleness, builder, device)
+            for builder in ("all_reduce", "ps_balanced")
+            for encoder, staleness in [*LOSSY, *([("none", 1), ("float16", -1)] if builder == "ps_balanced" else [])]
+        }
+    )
     (folder / f"{rank}.json").write_text(json.dumps({"same": same, "learned": learned}))
     dist.barrier()
     dist.destroy_process_group()

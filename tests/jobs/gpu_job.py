@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks, each on a GPU (or both on the only one), on the process group `stretto`."""
+"""Two ranks, each on a GPU (or both on the only one), on the process group `stretto`.
+
+``torchrun --nproc-per-node 2 gpu_job.py FOLDER [SCENARIO...]``: collectives, training, cpu; all without names.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +85,11 @@ def main() -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("stretto")
-    found = {
-        "collectives": collectives(device),
-        "training": training(device),
-        "cpu": on_the_cpu(),
-        "choices": sorted({(c.op, c.backend, c.why) for c in stretto.torch.choices()}),
-    }
+    scenarios: dict[str, Callable[[], Any]] = {
+        "collectives": lambda: collectives(device), "training": lambda: training(device), "cpu": on_the_cpu
+    }  # fmt: skip
+    found = {name: scenarios[name]() for name in sys.argv[2:] or scenarios}
+    found["choices"] = sorted({(c.op, c.backend, c.why) for c in stretto.torch.choices()})
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

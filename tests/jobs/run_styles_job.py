@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training scripts in the styles that are about, of which only the last knows of Stretto: ``run_styles_job.py FOLDER``.
+"""Training scripts in the styles that are about, of which only the last knows of Stretto.
 
-Two forked ranks train every style once without and once with whatever `stretto run` has put in front: whole numbers of
-gradients make both bit for bit the same.
+``run_styles_job.py FOLDER [STYLE...]``: two forked ranks train every style once without and once with whatever
+`stretto run` has put in front: whole numbers of gradients make both bit for bit the same.
 """
 
 from __future__ import annotations
@@ -205,7 +205,8 @@ def rank_main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     found: dict[str, list[float]] = {}
-    for name, train in STYLES.items():
+    for name in sys.argv[2:] or STYLES:
+        train = STYLES[name]
         for once in ("plainly", "controlled"):
             # A backend for each kind of device is none of ours, and left as it is.
             backend = "cpu:gloo,cuda:gloo" if once == "plainly" else "gloo"
