@@ -15,6 +15,7 @@ import typer
 
 from ..control import inject_folder
 from ..control.controller_process import ControllerProcess
+from ..control.hangs import GONE
 from ..control.messages import CapturedStep, JobStatus, Status
 from ..control.transport import ControllerConnection, from_environment
 from ..errors import InvalidInput
@@ -23,7 +24,7 @@ from .common import json_bytes, say
 from .gain import gain_lines
 from .options import BudgetOption, HtmlOption, JsonOption
 from .run_memory import StatusWatcher, with_memory
-from .status import state, write_report
+from .status import hang_line, state, write_report
 
 CANNOT_RUN, NOT_FOUND = 126, 127
 """What a shell says."""
@@ -70,7 +71,7 @@ def run(
         raise typer.Exit(code)
 
     code, status, _ = recorded_run(command, budget)
-    _tell(status, html, rows)
+    _tell(status, html, rows, code=code)
     raise typer.Exit(code)
 
 
@@ -100,7 +101,8 @@ def _last_status(said: list[Status]) -> Status:
     jobs: dict[str, JobStatus] = {}
     for status in said:
         jobs |= {job.job: with_memory(job, jobs.get(job.job)) for job in status.jobs}
-    return Status(pid=said[-1].pid if said else 0, jobs=tuple(jobs.values()))
+    hangs = tuple(dict.fromkeys(hang for status in said for hang in status.hangs))
+    return Status(pid=said[-1].pid if said else 0, jobs=tuple(jobs.values()), hangs=hangs)
 
 
 def _job_name(command: list[str]) -> str:
@@ -171,7 +173,7 @@ def _tell_of_other(job: JobStatus | None, gone: str, html: Path | None, rows: Pa
         _tell(Status(pid=0, jobs=(job,) if job is not None else ()), html, rows)
 
 
-def _tell(status: Status, html: Path | None, rows: Path | None) -> None:
+def _tell(status: Status, html: Path | None, rows: Path | None, *, code: int = 0) -> None:
     """What was gained."""
     for path, write in ((html, write_report), (rows, lambda path, status: write_file(path, json_bytes(status)))):
         if path is None:
@@ -188,6 +190,9 @@ def _tell(status: Status, html: Path | None, rows: Path | None) -> None:
         _say(f"{job.size} ranks, {state(job)}; {job.about}")
         for line in gain_lines(job.split):
             _say(f"  {line}")
+    for hang in status.hangs:
+        if code or hang.kind != GONE:
+            _say(f"hang: {hang_line(hang)}")
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..control.messages import JobStatus, RankStatus, Status, StatusRequest, decode, encode
+from ..control.messages import HangStatus, JobStatus, RankStatus, Status, StatusRequest, decode, encode
 from ..control.transport import STATUS, ControllerConnection, check_address, default_folder, from_environment
 from ..errors import InvalidInput
 from ..report.enforced_html import write_enforced_html
@@ -61,6 +61,8 @@ def status(
         console.print("no job has been heard of")
     for job in found.jobs:
         show(console, job)
+    for hang in found.hangs:
+        console.print(one_line(f"job {hang.job}: hang: {hang_line(hang)}"), markup=False, soft_wrap=True)
     files.tell()
 
 
@@ -113,6 +115,11 @@ def show(console: Console, job: JobStatus) -> None:
             came_back = ", and came back" if rank.active.number else ""
             why = one_line(f"rank {rank.rank} fell back{came_back}: {rank.fell_back}")
             console.print(f"  {why}", markup=False, soft_wrap=True)
+
+
+def hang_line(hang: HangStatus) -> str:
+    """What hung, and whether it went on."""
+    return f"{hang.text}{f'; it went on {hang.went_on_s:.0f} s later' if hang.went_on_s else ''}"
 
 
 def summary(job: JobStatus) -> str:

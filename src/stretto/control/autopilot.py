@@ -30,6 +30,7 @@ from .agent import Agent, exchange_over
 from .aside import IterationRollCall, SideGroup
 from .compare import Comparison
 from .marks import LOOK, MOST, USER, Marks, common, period_of
+from .pulse import prepare, start_pulse, stop_pulse
 from .transport import from_environment
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ def arm(c10d: Any) -> None:
         @functools.wraps(init)
         def init_process_group(backend: str | None = None, *args: Any, **more: Any) -> Any:
             chosen = _backend(backend)
+            _guarded(prepare)
             done = init(chosen, *args, **more)
+            _guarded(lambda: start_pulse(os.environ.get("STRETTO_JOB", "") or _script(), ours=chosen == OURS))
             if chosen == OURS:
                 _guarded(Autopilot.begin)
             return done
@@ -75,6 +78,8 @@ def arm(c10d: Any) -> None:
         @functools.wraps(destroy)
         def destroy_process_group(group: Any = None) -> Any:
             pilot = PILOT.current
+            if group is None or group is c10d.GroupMember.WORLD:
+                _guarded(stop_pulse)
             if pilot is not None and (group is None or group is c10d.GroupMember.WORLD):
                 _guarded(pilot.end)
                 try:
@@ -86,6 +91,7 @@ def arm(c10d: Any) -> None:
 
         return destroy_process_group
 
+    atexit.register(_guarded, stop_pulse)
     apply(INIT_PROCESS_GROUP, begins)
     apply(DESTROY_PROCESS_GROUP, ends)
 

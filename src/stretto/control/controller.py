@@ -20,6 +20,8 @@ import msgspec
 
 from ..errors import InvalidInput
 from ..files import convert, parse_json, read_text
+from .hang_messages import Pulse, PulseReply
+from .hangs import HangWatch, host_name
 from .messages import (
     MAX_NUMBER,
     PROTOCOL,
@@ -35,7 +37,7 @@ from .messages import (
 )
 from .protocol import answer
 from .supervise import SupervisedJob
-from .transport import EXCHANGE, STATUS, Server, Tls
+from .transport import EXCHANGE, PULSE, STATUS, Server, Tls
 from .worker import Planning, PlanRequest, Worker
 
 LOG = logging.getLogger("stretto.control")
@@ -65,6 +67,8 @@ class Controller:
         self._last = _read(memory) if memory is not None else 0
         self._budget_s, self._seed, self._start = budget_s, seed, start
         self._jobs: dict[str, SupervisedJob] = {}
+        self._watches: dict[str, HangWatch] = {}
+        self._host = host_name()
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="stretto-planning", daemon=True)
@@ -72,7 +76,7 @@ class Controller:
 
     def serve(self, address: str, *, token: str, tls: Tls | None = None) -> Server:
         """Listen; close the server before the controller."""
-        handlers = {EXCHANGE: self._on_exchange, STATUS: self._on_status}
+        handlers = {EXCHANGE: self._on_exchange, STATUS: self._on_status, PULSE: self._on_pulse}
         return Server(address, handlers, token=token, tls=tls)
 
     def exchange(self, state: RankState) -> Reply:
@@ -94,10 +98,25 @@ class Controller:
             wanted = state.rank == 0 and state.epoch == job.job.epoch and job.wants_captured(state.digest)
             return Reply(epoch=job.job.epoch, order=order, send_captured=wanted)
 
+    def pulse(self, pulse: Pulse) -> PulseReply:
+        """Compare a rank with the others of its job."""
+        if pulse.protocol != PROTOCOL:
+            raise InvalidInput(f"protocol: this controller speaks version {PROTOCOL}, not {pulse.protocol}")
+        if pulse.rank >= pulse.size:
+            raise InvalidInput(f"rank: must be below the job's size {pulse.size}, not {pulse.rank}")
+        with self._lock:
+            if pulse.job not in self._watches:
+                if len(self._watches) >= MAX_JOBS:
+                    self._watches.pop(next(iter(self._watches)))
+                self._watches[pulse.job] = HangWatch(pulse.job, host=self._host)
+            return self._watches[pulse.job].heard(pulse)
+
     def status(self) -> Status:
         """How all jobs are."""
         with self._lock:
-            return Status(pid=os.getpid(), jobs=tuple(job.status() for job in self._jobs.values()))
+            jobs = tuple(job.status() for job in self._jobs.values())
+            hangs = tuple(found for watch in self._watches.values() for found in watch.findings)
+            return Status(pid=os.getpid(), jobs=jobs, hangs=hangs)
 
     def captured(self) -> CapturedStep | None:
         """The recorded step of the job that was heard of last; None while there is none."""
@@ -121,6 +140,9 @@ class Controller:
     def _on_exchange(self, message: bytes) -> bytes:
         return encode(self.exchange(decode(message, RankState)))
 
+    def _on_pulse(self, message: bytes) -> bytes:
+        return encode(self.pulse(decode(message, Pulse)))
+
     def _on_status(self, message: bytes) -> bytes:
         ask = decode(message, StatusRequest)
         if ask.protocol != PROTOCOL:
@@ -143,6 +165,8 @@ class Controller:
     def _loop(self) -> None:
         while not self._ending.wait(TICK_S):
             with self._lock:
+                for watch in self._watches.values():
+                    watch.look()
                 for job in self._jobs.values():
                     try:
                         job.turn(self._remember)

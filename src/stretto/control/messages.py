@@ -219,11 +219,26 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
         return self.plain_us / self.iteration_us if self.plan.number and self.iteration_us > 0 else 0.0
 
 
+class HangStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A hang, or a rank that was lost, in words."""
+
+    job: str
+    kind: str
+    """gone, stopped, silent, differs (ranks call different things), behind (a rank does not come) or stuck."""
+    ranks: tuple[int, ...]
+    """Whose it is, as far as that is known."""
+    text: str
+    went_on_s: float = 0.0
+    """After so many seconds it went on by itself; 0: it did not."""
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """All jobs."""
 
     pid: int
     jobs: tuple[JobStatus, ...]
+    hangs: tuple[HangStatus, ...] = ()
+    """Ranks that hung or were lost, also of jobs of which nothing was recorded."""
 
 
 def encode(message: msgspec.Struct) -> bytes:

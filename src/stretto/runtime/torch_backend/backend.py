@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from ...errors import StrettoError
 from ..executor.forks import Home, abandon_in_children, check_world, keep_forever
 from .buffers import CollectiveCall, Splits
+from .call_log import CALL_LOG
 from .current import CURRENT
 from .engine import CURRENT_JOB, Engine, Job, missing
 from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
@@ -57,6 +58,8 @@ def own_first(method: Method) -> Method:
 
     @functools.wraps(method)
     def first(self: StrettoGroup, *args: Any, **more: Any) -> dist.Work:
+        if CALL_LOG.on:
+            CALL_LOG.note(self.label, self.engine.selector.devices, method.__name__, args)
         enforcer = CURRENT.enforcer
         if (
             not OWN_BACKEND.runs
@@ -494,6 +497,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
     ) -> dist.Work:
         """Run a call, before the eyes of who records the calls of this process."""
         self._home.check()
+        if CALL_LOG.on and peers is not None:
+            CALL_LOG.message(self.label, [self.engine.selector.devices[peer] for peer in peers], call.op, call.nbytes)
         watch = WATCH.current
         if watch is None:
             return run()
