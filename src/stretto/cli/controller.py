@@ -27,6 +27,9 @@ def controller(
         Path | None, typer.Option(metavar="FILE", callback=output(), help="Where the last plan's number is kept.")
     ] = None,
     budget: BudgetOption = 5.0,
+    metrics: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Serve counters for Prometheus there, to this machine alone.")
+    ] = "",
     tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="This controller's certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Who signs the ranks' certificates.")] = None,
@@ -42,12 +45,14 @@ def controller(
     Examples:
       stretto controller
       stretto controller --listen 127.0.0.1:7077 --token-file token
+      stretto controller --metrics 127.0.0.1:9464
       stretto controller --listen 10.0.0.1:7077 --tls-cert c.pem \\
           --tls-key k.pem --tls-ca ca.pem
     """
     # gRPC would print lines of its own beside our one.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from ..control.controller import Controller
+    from ..control.metrics import MetricsServer
     from ..control.transport import check_address, default_folder, make_token, tls_of
 
     if not 0 < budget < 86400:
@@ -63,9 +68,13 @@ def controller(
     try:
         server = running.serve(address, token=token, tls=tls)
         print(f"STRETTO_CONTROLLER={server.address}\nSTRETTO_TOKEN_FILE={token_path.absolute()}", flush=True)
+        counters = None
         try:
+            counters = MetricsServer(metrics, running.status) if metrics else None
             ending.wait()
         finally:
+            if counters is not None:
+                counters.close()
             server.close()
     finally:
         running.close()

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from ..control.messages import HangStatus, JobStatus, RankStatus, Status, StatusRequest, decode, encode
+from ..control.metrics import prometheus_text
 from ..control.transport import STATUS, ControllerConnection, check_address, default_folder, from_environment
 from ..errors import InvalidInput
 from ..report.enforced_html import write_enforced_html
@@ -34,6 +35,7 @@ def status(
     tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Who signed the controller's.")] = None,
     rows: JsonOption = None,
     html: HtmlOption = None,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Counters for Prometheus instead of tables.")] = False,
 ) -> None:
     """Show the jobs of a controller: plan, hash, waits, gain, and how every rank is.
 
@@ -43,6 +45,7 @@ def status(
       stretto status --address 127.0.0.1:7077 --token-file token
       stretto status --json -
       stretto status --html now.html
+      stretto status --metrics > stretto.prom
     """
     given = {
         "STRETTO_CONTROLLER": address, "STRETTO_TOKEN_FILE": token_file, "STRETTO_TLS_CERT": tls_cert,
@@ -57,6 +60,10 @@ def status(
     files.write(html, lambda path: write_report(path, found))
     files.json(rows, found)
     console = out()
+    if metrics:
+        print(prometheus_text(found), end="")
+        files.tell()
+        return
     if not found.jobs:
         console.print("no job has been heard of")
     for job in found.jobs:

@@ -15,6 +15,8 @@ import time
 from types import FrameType
 from typing import Any
 
+import msgspec
+
 from ..errors import StrettoError
 from ..process_state import STATE, ProcessPart
 from ..runtime.torch_backend.call_log import CALL_LOG, caller, place_text
@@ -45,7 +47,8 @@ class PulseSender:
         self._seen: object = None
         self._since = time.monotonic()
         self._beat = 0
-        self._about = {"job": job, "epoch": epoch, "rank": rank, "size": size, "pid": self._pid, "host": host_name()}
+        self._still = Pulse(job=job, epoch=epoch, rank=rank, size=size, beat=0, pid=self._pid, host=host_name())
+        """What never changes of it."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="stretto-pulse", daemon=True)
         self._thread.start()
@@ -70,8 +73,8 @@ class PulseSender:
         self._beat += 1
         frame = None if leaving else sys._current_frames().get(self._main)
         groups = self._groups()
-        pulse = Pulse(
-            **self._about, beat=self._beat, place=place_text(caller(frame)) if frame is not None else "",
+        pulse = msgspec.structs.replace(
+            self._still, beat=self._beat, place=place_text(caller(frame)) if frame is not None else "",
             still_s=self._still_s(frame), waits=frame is not None and _communicates(frame), groups=groups,
             leaving=leaving, error=_last_error() if leaving else "",
         )  # fmt: skip
@@ -102,7 +105,8 @@ class PulseSender:
 
     def _still_s(self, frame: FrameType | None) -> float:
         """For how long nothing was called, and the script has not moved."""
-        where, at = [], frame
+        where: list[tuple[int, int]] = []
+        at = frame
         while at is not None and len(where) < MAX_STACK:
             where.append((id(at.f_code), at.f_lasti))
             at = at.f_back
