@@ -7,7 +7,8 @@ NATIVE := $(wildcard native/*.cpp native/*.h native/executor/*) CMakeLists.txt
 # Tests that run the C++ code most; those of memory that is measured are left out where a sanitizer keeps more of it.
 NATIVE_TESTS := tests/simulator tests/programs tests/dimensions tests/planner/test_schedule.py \
   tests/planner/test_schedule_random.py tests/planner/test_search.py tests/synthesis/test_forest.py \
-  tests/synthesis/test_flow.py tests/synthesis/test_greedy.py tests/synthesis/test_tree_pairs.py tests/cluster/test_routes.py
+  tests/synthesis/test_flow.py tests/synthesis/test_greedy.py tests/synthesis/test_tree_pairs.py \
+  tests/synthesis/test_steiner.py tests/synthesis/test_exchange.py tests/cluster/test_routes.py tests/planner/test_nccl_tuner.py
 EXECUTOR_TESTS := tests/runtime/test_executor.py tests/runtime/test_executor_faults.py \
   tests/runtime/test_executor_join.py tests/runtime/test_backend_splits.py tests/runtime/test_backend_reuse.py
 # These ask how good a program is that a search finds within some seconds, which are not enough with a sanitizer.

@@ -16,7 +16,7 @@ from stretto.cli import run
 
 Run = Callable[..., str]
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-LIMIT_S = 600.0
+LIMIT_S = 900.0
 
 
 @pytest.fixture
