@@ -6,8 +6,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+
+import pytest
+from toy_job import toy_cluster, toy_workload
+
+from stretto.children import Child
+from stretto.control.messages import encode_captured
+from stretto.control.worker import PlanRequest, Worker
 
 JOBS = Path(__file__).parents[1] / "jobs"
 
@@ -36,3 +44,22 @@ def test_the_planner_of_a_controller_that_is_killed_ends_and_clears_its_folder_a
         time.sleep(0.05)
     assert not planner.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_waits_for_the_end_of_a_planner_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, wait = threading.Event(), Child.wait
+
+    def wait_late(self: Child, timeout: float | None = None) -> int:
+        assert may_end.wait(300)
+        return wait(self, timeout)
+
+    monkeypatch.setattr(Child, "wait", wait_late)
+    planning = Worker(PlanRequest(captured=encode_captured(toy_workload(2), toy_cluster(2)), budget_s=600.0))
+    folder = Path(planning._folder.name)
+    planning.cancel()
+    assert folder.exists()
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "stretto-planner-end":
+            thread.join(300)
+    assert not folder.exists() and planning._process.poll() is not None

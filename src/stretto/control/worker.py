@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -133,8 +134,12 @@ class Worker:
         return found
 
     def cancel(self) -> None:
-        """End it."""
-        self._process.kill_all()
+        """End it, and wait for its end elsewhere: one of a low priority takes seconds on a busy machine."""
+        self._process.signal_all(signal.SIGKILL)
+        threading.Thread(target=self._clear_away, name="stretto-planner-end").start()
+
+    def _clear_away(self) -> None:
+        self._process.wait()
         self._folder.cleanup()
 
 
