@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,24 @@ class InstructionStreams:
         """Pairs (before, after) of instructions of one rank, from program order and from dependencies."""
         inner, waiting = np.flatnonzero(self.step > 0), np.flatnonzero(self.waits_for >= 0)
         return [(inner - 1, inner), (self.waits_for[waiting], waiting)]
+
+    def order(self) -> list[int]:
+        """The instructions of all ranks, each behind what it waits for (streams that are proved have no circles)."""
+        received = np.flatnonzero(self.pop >= 0)
+        edges = [*self.local_edges(), (self.senders[self.pop[received]], received)]
+        followers: dict[int, list[int]] = defaultdict(list)
+        left = [0] * len(self.tb)
+        for before, after in edges:
+            for a, b in zip(before.tolist(), after.tolist(), strict=True):
+                followers[a].append(b)
+                left[b] += 1
+        ready = [k for k, n in enumerate(left) if n == 0]
+        for k in ready:
+            for b in followers[k]:
+                left[b] -= 1
+                if not left[b]:
+                    ready.append(b)
+        return ready
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ def contents(x: Lowered, streams: InstructionStreams) -> Contents:
     receives, sends = RECEIVES[x.op].tolist(), SENDS[x.op].tolist()
     reads, writes = READS_SRC[x.op].tolist(), WRITES_DST[x.op].tolist()
     pop, push = streams.pop.tolist(), streams.push.tolist()
-    for k in _order(x, streams):
+    for k in streams.order():
         if op[k] == NOP:
             continue
         cells = range(size[k])
@@ -92,26 +92,6 @@ def _wanted(c: Collective) -> dict[int, set[int]]:
         if len(parts) > 1:
             wanted[chunk].add(sum(1 << part for part in parts))
     return wanted
-
-
-def _order(x: Lowered, streams: InstructionStreams) -> list[int]:
-    """The instructions of all ranks, each behind what it waits for (they are proved free of circles)."""
-    followers: dict[int, list[int]] = defaultdict(list)
-    waiting = np.zeros(x.num_instructions, np.int64)
-    received = np.flatnonzero(streams.pop >= 0)
-    edges = [*streams.local_edges(), (streams.senders[streams.pop[received]], received)]
-    for before, after in edges:
-        for a, b in zip(before.tolist(), after.tolist(), strict=True):
-            followers[a].append(b)
-            waiting[b] += 1
-    left: list[int] = waiting.tolist()
-    ready = [k for k, n in enumerate(left) if n == 0]
-    for k in ready:
-        for b in followers[k]:
-            left[b] -= 1
-            if not left[b]:
-                ready.append(b)
-    return ready
 
 
 def signature(x: Lowered, ranks: Sequence[int], message_bytes: int) -> int:
