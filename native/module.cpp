@@ -4,6 +4,7 @@
 
 namespace stretto {
 void bind_steiner(nb::module_& m);
+void bind_gpu_streams(nb::module_& m);
 }
 
 NB_MODULE(_native, m) {
@@ -22,4 +23,5 @@ NB_MODULE(_native, m) {
   stretto::bind_schedule(m);
   stretto::bind_search(m);
   stretto::bind_dimensions(m);
+  stretto::bind_gpu_streams(m);
 }

@@ -33,7 +33,7 @@ LAYERS = [
     {"pipeline"},
     {"planner"},
     {"strategy"},
-    {"runtime.executor", "lab"},
+    {"runtime.executor", "runtime.gpu", "lab"},
     {"runtime.torch_backend"},
     {"runtime.capture", "runtime.probe"},
     {"runtime.enforcer"},

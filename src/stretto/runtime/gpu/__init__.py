@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs on GPU memory: fused steps, interpreted by one kernel that NVRTC compiles."""

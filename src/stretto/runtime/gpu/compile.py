@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel for one element type and operation: compiled by NVRTC, kept on disk, loaded into the CUDA context."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ...errors import InvalidInput, StrettoError, unknown
+from ...synthesis.cache import directory
+from .encode import ELEMENT_BYTES, REDUCTIONS
+
+SOURCE = Path(__file__).with_name("kernel.cu")
+ELEMENTS = {
+    "float32": "float", "float16": "Half", "bfloat16": "Brain", "float64": "double", "int8": "signed char",
+    "int16": "short", "int32": "int", "int64": "long long", "uint8": "unsigned char", "bool": "Truth",
+}  # fmt: skip
+
+
+class GpuParams(ctypes.Structure):
+    """The kernel's one argument; `Params` in kernel.cu."""
+
+    _fields_ = [
+        ("stream", ctypes.c_uint64), ("state", ctypes.c_uint64), ("abort", ctypes.c_uint64),
+        ("host_abort", ctypes.c_uint64), ("report", ctypes.c_uint64), ("memory", ctypes.c_uint64 * 32),
+        ("input", ctypes.c_uint64 * 32), ("output", ctypes.c_uint64 * 32), ("limit_ns", ctypes.c_uint64),
+        ("slots_at", ctypes.c_uint64), ("packets_at", ctypes.c_uint64), ("block_slots", ctypes.c_uint64),
+        ("block_packets", ctypes.c_uint64), ("slot_bytes", ctypes.c_uint32), ("packet_bytes", ctypes.c_uint32),
+        ("words", ctypes.c_uint32), ("seed", ctypes.c_uint32), ("number", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+def kernel_options(dtype: str, reduce: str, *, delays: bool = False) -> list[str]:
+    """What the compiler is told of an element type and an operation.
+
+    Args:
+        dtype: An element type, as PyTorch names it.
+        reduce: An operation.
+        delays: Whether steps wait for random times, to shake out races.
+
+    Returns:
+        The options.
+
+    Raises:
+        InvalidInput: The type or the operation is not known.
+    """
+    if dtype not in ELEMENT_BYTES:
+        raise unknown("dtype", dtype, ELEMENT_BYTES)
+    if reduce not in REDUCTIONS:
+        raise unknown("reduce", reduce, REDUCTIONS)
+    options = [f"-DSTRETTO_ELEMENT={ELEMENTS[dtype]}", f"-DSTRETTO_OPERATION={reduce.upper()}", "--std=c++17"]
+    return [*options, "-DSTRETTO_DELAYS"] if delays else options
+
+
+def compiled(dtype: str, reduce: str, capability: tuple[int, int], *, delays: bool = False) -> bytes:
+    """The kernel as a cubin, from the cache where it is there.
+
+    Args:
+        dtype: An element type, as PyTorch names it.
+        reduce: An operation.
+        capability: The GPU's compute capability.
+        delays: Whether steps wait for random times.
+
+    Returns:
+        The cubin.
+
+    Raises:
+        StrettoError: NVRTC is not found, or does not compile the kernel.
+    """
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *kernel_options(dtype, reduce, delays=delays)]
+    source = SOURCE.read_text()
+    library = _nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()
+    file = directory() / "gpu" / f"{key[:32]}.cubin"
+    if file.is_file():
+        return file.read_bytes()
+    cubin = _compile(library, source, options)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            part.write(cubin)
+        os.replace(part.name, file)
+    except OSError:
+        pass  # A cache that cannot be written costs a second per process, and nothing else.
+    return cubin
+
+
+def _compile(library: ctypes.CDLL, source: str, options: list[str]) -> bytes:
+    program = ctypes.c_void_p()
+    _nvrtc_check(library, library.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))  # fmt: skip
+    try:
+        texts = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        failed = library.nvrtcCompileProgram(program, len(options), texts)
+        size = ctypes.c_size_t()
+        if failed:
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, log)
+            raise StrettoError(f"NVRTC does not compile the kernel: {log.value.decode(errors='replace')[:2000]}")
+        _nvrtc_check(library, library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        cubin = ctypes.create_string_buffer(size.value)
+        _nvrtc_check(library, library.nvrtcGetCUBIN(program, cubin))
+        return cubin.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _nvrtc_check(library: ctypes.CDLL, result: int) -> None:
+    if result:
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise StrettoError(f"NVRTC: {library.nvrtcGetErrorString(result).decode()}")
+
+
+@lru_cache
+def _nvrtc() -> ctypes.CDLL:
+    import torch
+
+    version = (torch.version.cuda or "13").split(".")[0]
+    tried = [f"libnvrtc.so.{version}", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    for name in tried:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise InvalidInput(
+        f"GPU programs need NVRTC, which comes with PyTorch for CUDA; none of {', '.join(tried)} is found"
+    )
+
+
+@lru_cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        raise StrettoError(f"CUDA: {(text.value or b'unknown error').decode()}")
+
+
+class Kernel:
+    """A loaded kernel; `launch` puts it on a stream."""
+
+    def __init__(self, cubin: bytes) -> None:
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
+        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, b"stretto_run"))
+
+    def launch(self, params: GpuParams, *, blocks: int, threads: int, stream: Any) -> None:
+        """Start the kernel on a CUDA stream (its handle).
+
+        Args:
+            params: The kernel's argument; it is copied.
+            blocks: The number of blocks.
+            threads: The threads of a block.
+            stream: The handle of a CUDA stream.
+
+        Raises:
+            StrettoError: CUDA refuses the launch.
+        """
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        stream = ctypes.c_void_p(int(stream))
+        _check(_driver().cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None))

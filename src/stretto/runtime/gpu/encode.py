@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused steps as the words that the kernel reads, for one size of call and one number of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...collectives import Collective
+from ...errors import InvalidInput
+from ...programs.fused import IN, OUT, Fused, FusedStep, Place
+
+HEADER_WORDS, STEP_WORDS, MAX_RANKS, STATE_WORDS = 80, 6, 32, 96
+SYNC, FINISH = 1, 2
+VECTOR_BYTES = 16
+THREADS = 512
+PIPELINE_BYTES = 128 << 10
+"""What a block moves of a slice in one round where ranks forward to each other: so the first is passed on early."""
+ELEMENT_BYTES = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1,
+    "bool": 1,
+}  # fmt: skip
+REDUCTIONS = ("sum", "prod", "min", "max", "avg")
+"""Numbered as in the kernel."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncodedProgram:
+    """The words of every rank's stream, and how its blocks share memory."""
+
+    streams: tuple[NDArray[np.int32], ...]
+    blocks: int
+    rounds: int
+    slot_bytes: int
+    packet_bytes: int
+    inputs: tuple[int, ...]
+    """The elements of each rank's input."""
+    outputs: tuple[int, ...]
+
+
+def chunk_elements(collective: Collective, count: int, lane: int) -> NDArray[np.int64]:
+    """The elements of each chunk when the larger buffer of any rank has `count`.
+
+    A shard is cut into its chunks where vectors end, so the last ones may be smaller, or empty.
+
+    Args:
+        collective: The collective.
+        count: The elements of the larger buffer.
+        lane: The elements of one vector.
+
+    Returns:
+        One number per chunk.
+
+    Raises:
+        InvalidInput: A shard has no whole number of elements.
+    """
+    c = collective
+    share, chunks = c.chunk_share, 1
+    if c.num_chunks % c.chunks == 0:
+        by_shard = share.reshape(-1, c.chunks)
+        if np.allclose(by_shard, by_shard[:, :1], rtol=1e-12):
+            share, chunks = by_shard[:, 0] * c.chunks, c.chunks
+    shard = np.rint(share * count).astype(np.int64)
+    if not np.allclose(share * count, shard, rtol=0, atol=1e-3):
+        raise InvalidInput(f"nbytes: {count} elements do not divide into the shards of {c.kind}")
+    piece = -(-shard // chunks + 0)
+    piece = -(-piece // lane) * lane
+    left = shard[:, None] - piece[:, None] * np.arange(chunks)
+    return np.clip(left, 0, piece[:, None]).reshape(-1)
+
+
+def block_count(fused: Fused, sizes: NDArray[np.int64], element: int, most: int) -> int:
+    """How many blocks a call takes: each thread of a block should have a vector (or two packets) to move."""
+    unit = THREADS * (VECTOR_BYTES if fused.protocol == "simple" else 8)
+    work = [sum(int(sizes[item.chunk]) for item in step.items) for stream in fused.steps for step in stream]
+    return int(np.clip(-(-max(work, default=0) * element // unit), 1, most))
+
+
+def encode(
+    fused: Fused, *, count: int, element: int, blocks: int, block_slots: int, block_packets: int
+) -> EncodedProgram:
+    """Write fused steps down for the kernel.
+
+    Args:
+        fused: The steps.
+        count: The elements of the larger buffer of any rank.
+        element: The bytes of an element.
+        blocks: The most blocks to use, >= 1.
+        block_slots: The bytes of slots that one block has on every rank.
+        block_packets: The same for packet slots.
+
+    Returns:
+        The streams of all ranks.
+
+    Raises:
+        InvalidInput: The call is too large, its shards are not whole, or the slots are too small for the program.
+    """
+    c, lane = fused.collective, VECTOR_BYTES // element
+    if not 0 <= count < 1 << 31:
+        raise InvalidInput(f"nbytes: at most {(1 << 31) - 1} elements in a call, not {count}")
+    sizes = chunk_elements(c, count, lane)
+    blocks = block_count(fused, sizes, element, blocks)
+    largest = -(-int(sizes.max(initial=0)) // blocks)
+    room = slice_bytes = max(-(-largest // lane) * VECTOR_BYTES, VECTOR_BYTES)
+    for slots, memory in ((fused.slots, block_slots // 2), (2 * fused.packets, block_packets // 2)):
+        if slots:
+            room = min(room, memory // slots // VECTOR_BYTES * VECTOR_BYTES)
+    if room <= 0:
+        raise InvalidInput(f"slot_bytes: too small for the {fused.slots + fused.packets} slots of {fused.name}")
+    if fused.depth > 3:
+        room = min(room, PIPELINE_BYTES)
+    rounds = -(-slice_bytes // room)
+    places = [
+        [np.concatenate([[0], np.cumsum(sizes[chunks(r)])]).astype(np.int64) for r in range(c.num_ranks)]
+        for chunks in (c.inputs, c.outputs)
+    ]
+    streams = tuple(_stream(fused, r, rounds, sizes, places) for r in range(c.num_ranks))
+    return EncodedProgram(
+        streams=streams,
+        blocks=blocks,
+        rounds=rounds,
+        slot_bytes=room,
+        packet_bytes=2 * room,
+        inputs=tuple(int(places[0][r][-1]) for r in range(c.num_ranks)),
+        outputs=tuple(int(places[1][r][-1]) for r in range(c.num_ranks)),
+    )
+
+
+def _mask(ranks: tuple[int, ...] | list[int]) -> int:
+    bits = sum(1 << rank for rank in ranks)
+    return bits - (1 << 32) if bits >> 31 else bits
+
+
+def _stream(
+    f: Fused, r: int, rounds: int, sizes: NDArray[np.int64], places: list[list[NDArray[np.int64]]]
+) -> NDArray[np.int32]:
+    n = f.collective.num_ranks
+    header = np.zeros(HEADER_WORDS, np.int64)
+    uses = bool(f.slots or f.packets) | (2 if f.protocol == "ll" else 0)
+    header[:11] = [
+        r, n, rounds, len(f.steps[r]), uses, not f.hears_all, _mask(f.ready[r]),
+        _mask([q for q in range(n) if r in f.ready[q]]), _mask(f.starts[r]), _mask(f.done[r]), _mask(f.ready[r]),
+    ]  # fmt: skip
+    for q in range(n):
+        header[16 + q] = sum(r in step.signals for step in f.steps[q]) + (r in f.starts[q])
+    words: list[int] = []
+    at = HEADER_WORDS + STEP_WORDS * len(f.steps[r])
+    table: list[int] = []
+    for step in f.steps[r]:
+        waits = [number for wait in step.waits for number in wait]
+        items = _items(step, sizes, places)
+        shape = len(step.items[0].sources) | len(step.items[0].targets) << 8
+        shape |= (SYNC * step.sync | FINISH * step.finish) << 16
+        begin = at + len(words)
+        table += [shape, len(step.items), begin, _mask(step.signals), len(step.waits), begin + len(items)]
+        words += items + waits
+    return np.array([*header.tolist(), *table, *words], np.int64).astype(np.int32)
+
+
+def _items(step: FusedStep, sizes: NDArray[np.int64], places: list[list[NDArray[np.int64]]]) -> list[int]:
+    def operand(place: Place) -> tuple[int, int]:
+        user = place.space in (IN, OUT)
+        offset = int(places[place.space][place.rank][place.index]) if user else place.index
+        return place.space << 5 | place.rank, offset
+
+    words: list[int] = []
+    for item in step.items:
+        words.append(int(sizes[item.chunk]))
+        for place in (*item.sources, *item.targets):
+            words += operand(place)
+    return words

@@ -1,0 +1,462 @@
+// SPDX-License-Identifier: Apache-2.0
+// The interpreter of fused steps (stretto.programs.fused). NVRTC compiles it for a GPU, with STRETTO_ELEMENT and
+// STRETTO_OPERATION; g++ compiles the same text for tests (native/gpu_streams.cpp), where every thread is a fiber.
+// Block b of a rank runs its rank's whole stream on slice b of every chunk and only meets block b of other ranks.
+#ifndef STRETTO_CPU
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEV static __device__ __forceinline__
+#define CALLED static __device__ __noinline__  // Functions of their own compile faster and spill less.
+#define UNROLL _Pragma("unroll")
+DEV void st_release(u32* p, u32 v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEV u32 ld_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEV u32 ld_volatile(const u32* p) { return *(const volatile u32*)p; }
+DEV uint4 ld_vector(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DEV void st_vector(uint4* p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEV uint4 ld_packet(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DEV void st_packet(uint4* p, uint4 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEV float from_half(unsigned short h) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+  return f;
+}
+DEV unsigned short to_half(float f) {
+  unsigned short h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+  return h;
+}
+DEV float float_of(u32 bits) { return __uint_as_float(bits); }
+DEV u32 bits_of(float f) { return __float_as_uint(f); }
+DEV u64 now_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+DEV bool first_to(u32* p) { return atomicCAS(p, 0u, 1u) == 0u; }
+DEV void delay(u32 ns) { __nanosleep(ns); }
+#define THREAD threadIdx.x
+#define THREADS blockDim.x
+#define BLOCK blockIdx.x
+#define BLOCKS gridDim.x
+#define MEET() __syncthreads()
+#define PAUSE()
+#endif
+
+enum { IN, OUT, SLOT, PACKET, SPACES };
+enum { SUM, PROD, MIN, MAX, AVG };
+enum { MAX_RANKS = 32, STATE_WORDS = 96, MOST_SOURCES = 8, STREAM_WORDS = 3072, STEP_WORDS = 6, HEADER_WORDS = 80 };
+enum { H_RANK, H_RANKS, H_ROUNDS, H_STEPS, H_USES_SLOTS, H_PENDING, H_READY, H_TELL_READY, H_STARTS, H_DONE, H_TELL_DONE, H_HEARD = 16, H_SENT = 48 };
+enum { S_SHAPE, S_ITEMS, S_AT, S_SIGNALS, S_WAITS, S_WAITS_AT };
+enum { SYNC = 1, FINISH = 2 };
+
+struct Params {
+  const int* stream;
+  u32* state;        // per block: signals heard of each rank, signals sent to each, then epoch and pending
+  u32* abort;        // device memory: set by whoever gives up
+  u32* host_abort;   // host memory: set from outside
+  u32* report;       // host memory: who waited for whom
+  u64 memory[MAX_RANKS];
+  u64 input[MAX_RANKS];
+  u64 output[MAX_RANKS];
+  u64 limit_ns;
+  u64 slots_at, packets_at;              // offsets in the symmetric memory; flags are at 0
+  u64 block_slots, block_packets;        // bytes of one block, for both parities
+  u32 slot_bytes, packet_bytes;          // of one slot
+  u32 words;
+  u32 seed;
+  u32 number;                            // of the program, for reports
+  u32 unused;
+};
+
+struct Shared {
+  u64 base[SPACES][MAX_RANKS];
+  u32 heard[MAX_RANKS], sent[MAX_RANKS];
+  u32 dead;
+  int stream[STREAM_WORDS];
+};
+
+// ---- elements: how many fit, and how they are added up (halves as float) ----
+struct Half { unsigned short bits; };
+struct Brain { unsigned short bits; };
+struct Truth { unsigned char bits; };
+template <class E> struct Element {
+  typedef E W;
+  DEV W widen(E e) { return e; }
+  DEV E narrow(W w) { return w; }
+};
+template <> struct Element<Half> {
+  typedef float W;
+  DEV W widen(Half e) { return from_half(e.bits); }
+  DEV Half narrow(W w) { Half e = {to_half(w)}; return e; }
+};
+template <> struct Element<Brain> {
+  typedef float W;
+  DEV W widen(Brain e) { return float_of((u32)e.bits << 16); }
+  DEV Brain narrow(W w) {
+    u32 b = bits_of(w);
+    Brain e = {(unsigned short)((b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u | (b >> 16) : (b + 0x7fffu + ((b >> 16) & 1u)) >> 16)};
+    return e;
+  }
+};
+template <> struct Element<Truth> {
+  typedef int W;
+  DEV W widen(Truth e) { return e.bits != 0; }
+  DEV Truth narrow(W w) { Truth e = {(unsigned char)(w != 0)}; return e; }
+};
+template <int OP, class W> DEV W combine(W a, W b) {
+  if (OP == PROD) return (W)(a * b);
+  if (OP == MIN) return (a < b || a != a) ? a : b;  // Not-a-number wins, as in PyTorch.
+  if (OP == MAX) return (a > b || a != a) ? a : b;
+  return (W)(a + b);
+}
+
+template <class E, int BYTES> union Pack {
+  enum { COUNT = BYTES / sizeof(E) };
+  E e[COUNT];
+  u32 w[BYTES / 4];
+};
+
+// A sum of vectors is kept wide; `n` is what an average divides by, or 0.
+template <class E, int OP, int BYTES> DEV void begin_sum(typename Element<E>::W* sum, const Pack<E, BYTES>& v) {
+  UNROLL for (int k = 0; k < (int)Pack<E, BYTES>::COUNT; k++) sum[k] = Element<E>::widen(v.e[k]);
+}
+template <class E, int OP, int BYTES> DEV void add_to(typename Element<E>::W* sum, const Pack<E, BYTES>& v) {
+  UNROLL for (int k = 0; k < (int)Pack<E, BYTES>::COUNT; k++) sum[k] = combine<OP>(sum[k], Element<E>::widen(v.e[k]));
+}
+template <class E, int OP, int BYTES> DEV Pack<E, BYTES> end_sum(typename Element<E>::W* sum, int n) {
+  typedef typename Element<E>::W W;
+  Pack<E, BYTES> v;
+  UNROLL for (int k = 0; k < (int)Pack<E, BYTES>::COUNT; k++) v.e[k] = Element<E>::narrow(OP == AVG && n ? (W)(sum[k] / (W)n) : sum[k]);
+  return v;
+}
+
+// ---- waiting ----
+DEV bool given_up(const Params& P, u32 polls, u64& since) {
+  if (polls & 63u) return false;
+  if (ld_volatile(P.abort)) return true;
+  if (polls & 1023u) return false;
+  if (ld_volatile(P.host_abort)) return true;
+  u64 t = now_ns();
+  if (!since) since = t;
+  return t - since > P.limit_ns;
+}
+DEV void report(const Params& P, Shared& sh, u32 peer, u32 step) {
+  sh.dead = 1;
+  if (first_to(P.abort)) {
+    volatile u32* r = P.report;
+    r[1] = peer; r[2] = step; r[3] = BLOCK; r[4] = P.number; r[5] = ld_volatile(P.host_abort);
+    r[0] = 1;
+  }
+}
+DEV u32* flag(const Params& P, int of, int from) { return (u32*)P.memory[of] + BLOCK * MAX_RANKS + from; }
+DEV void wait_for(const Params& P, Shared& sh, int rank, int peer, u32 number, int step) {
+  u32 target = sh.heard[peer] + number;
+  u32* mine = flag(P, rank, peer);
+  u64 since = 0;
+  for (u32 polls = 1; (int)(ld_acquire(mine) - target) < 0; polls++) {
+    PAUSE();
+    if (given_up(P, polls, since)) return report(P, sh, peer, step);
+  }
+}
+// Called by all threads, after a meeting: each peer in the mask gets one signal.
+DEV void tell(const Params& P, Shared& sh, int rank, u32 mask) {
+  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
+    if (mask >> q & 1) st_release(flag(P, q, rank), ++sh.sent[q]);
+}
+// Waits for one more signal of each peer in the mask (or, with `number` 0, for all that were sent so far).
+DEV void hear_all(const Params& P, Shared& sh, int rank, u32 mask, u32 number, int step) {
+  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
+    if (mask >> q & 1) {
+      wait_for(P, sh, rank, q, number, step);
+      sh.heard[q] += number;
+    }
+}
+
+// ---- one step ----
+struct Item {
+  const int* at;     // operands as (code, offset)
+  u32 low, count;    // the elements of the chunk that this block moves in this round
+};
+template <class E> DEV Item item_of(const Params& P, const int* words, int round) {
+  const u32 lane = 16 / sizeof(E), room = P.slot_bytes / sizeof(E);
+  u32 elements = words[0], per = ((elements + BLOCKS - 1) / BLOCKS + lane - 1) / lane * lane;
+  u64 low = (u64)per * BLOCK, high = low + per;
+  if (high > elements) high = elements;
+  low += (u64)room * round;
+  u64 left = high > low ? high - low : 0;
+  Item item = {words + 1, (u32)low, (u32)(left < room ? left : room)};
+  return item;
+}
+template <class E> DEV char* address(const Params& P, const Shared& sh, const Item& item, int operand) {
+  u32 code = item.at[2 * operand], offset = item.at[2 * operand + 1];
+  u32 space = code >> 5;
+  u64 base = sh.base[space][code & 31];
+  if (space <= OUT) return (char*)(base + ((u64)offset + item.low) * sizeof(E));
+  return (char*)(base + (u64)offset * (space == SLOT ? P.slot_bytes : P.packet_bytes));
+}
+
+// U vectors of each of up to N sources (exactly N below 8) are loaded before any is added.
+template <class E, int OP, int N, int U>
+DEV void vectors(const Params& P, const Shared& sh, const Item& item, char* const* from, int sources, int targets, u32 first, u32 stride, int n) {
+  Pack<E, 16> v[U][N];
+  UNROLL for (int u = 0; u < U; u++) UNROLL for (int s = 0; s < N; s++)
+    if (N < MOST_SOURCES || s < sources) *(uint4*)v[u][s].w = ld_vector((const uint4*)from[s] + first + u * stride);
+  UNROLL for (int u = 0; u < U; u++) {
+    if (N > 1) {
+      typename Element<E>::W sum[Pack<E, 16>::COUNT];
+      begin_sum<E, OP, 16>(sum, v[u][0]);
+      UNROLL for (int s = 1; s < N; s++) if (N < MOST_SOURCES || s < sources) add_to<E, OP, 16>(sum, v[u][s]);
+      v[u][0] = end_sum<E, OP, 16>(sum, n);
+    }
+  }
+  for (int t = 0; t < targets; t++) {
+    uint4* to = (uint4*)address<E>(P, sh, item, sources + t) + first;
+    UNROLL for (int u = 0; u < U; u++) st_vector(to + u * stride, *(uint4*)v[u][0].w);
+  }
+}
+// Any number of sources: one vector at a time.
+template <class E, int OP>
+CALLED void long_item(const Params& P, const Shared& sh, Item item, int sources, int targets, u32 thread, u32 threads, u32 count, int n) {
+  for (u32 i = thread; i < count; i += threads) {
+  typename Element<E>::W sum[Pack<E, 16>::COUNT];
+  Pack<E, 16> v;
+  for (int s = 0; s < sources; s++) {
+    *(uint4*)v.w = ld_vector((const uint4*)address<E>(P, sh, item, s) + i);
+    if (s) add_to<E, OP, 16>(sum, v);
+    else begin_sum<E, OP, 16>(sum, v);
+  }
+  v = end_sum<E, OP, 16>(sum, n);
+  for (int t = 0; t < targets; t++) st_vector((uint4*)address<E>(P, sh, item, sources + t) + i, *(uint4*)v.w);
+  }
+}
+// Any alignment: element by element.
+template <class E, int OP>
+CALLED void scalars(const Params& P, const Shared& sh, Item item, int sources, int targets, u32 low, u32 thread, u32 threads, int n) {
+  for (u32 i = low + thread; i < item.count; i += threads) {
+    E value = ((const E*)address<E>(P, sh, item, 0))[i];
+    if (sources > 1) {
+      typename Element<E>::W sum = Element<E>::widen(value);
+      for (int s = 1; s < sources; s++) sum = combine<OP>(sum, Element<E>::widen(((const E*)address<E>(P, sh, item, s))[i]));
+      value = Element<E>::narrow(OP == AVG && n ? (typename Element<E>::W)(sum / (typename Element<E>::W)n) : sum);
+    }
+    for (int t = 0; t < targets; t++) ((E*)address<E>(P, sh, item, sources + t))[i] = value;
+  }
+}
+// How many whole vectors an item has, where all its operands are aligned.
+template <class E> DEV u32 whole_vectors(const Params& P, const Shared& sh, const Item& item, int operands) {
+  u64 bits = 0;
+  for (int o = 0; o < operands; o++) bits |= (u64)address<E>(P, sh, item, o);
+  return bits & 15 ? 0 : item.count / (16 / sizeof(E));
+}
+template <class E, int OP, int N, int U>
+CALLED void plain_item(const Params& P, const Shared& sh, Item item, int sources, int targets, u32 thread, u32 threads, u32 count, int n) {
+  char* from[N];
+  UNROLL for (int s = 0; s < N; s++) from[s] = address<E>(P, sh, item, s < sources ? s : 0);
+  u32 i = thread;
+  for (; i + (U - 1) * threads < count; i += U * threads) vectors<E, OP, N, U>(P, sh, item, from, sources, targets, i, threads, n);
+  if (U > 1) for (; i < count; i += threads) vectors<E, OP, N, 1>(P, sh, item, from, sources, targets, i, threads, n);
+}
+
+// ---- packets: 8 bytes of data and the epoch twice, in one 16-byte store ----
+template <class E> DEV Pack<E, 8> load8(const char* from, long long left) {
+  Pack<E, 8> v;
+  v.w[0] = v.w[1] = 0;
+  if (left >= 8 && ((u64)from & 7) == 0) {
+    uint2 d = *(const uint2*)from;
+    v.w[0] = d.x, v.w[1] = d.y;
+  } else {
+    for (int k = 0; k < (int)Pack<E, 8>::COUNT; k++) if (k * (int)sizeof(E) < left) v.e[k] = ((const E*)from)[k];
+  }
+  return v;
+}
+template <class E> DEV void store8(char* to, const Pack<E, 8>& v, long long left) {
+  if (left >= 8 && ((u64)to & 7) == 0) {
+    uint2 d = {v.w[0], v.w[1]};
+    *(uint2*)to = d;
+  } else {
+    for (int k = 0; k < (int)Pack<E, 8>::COUNT; k++) if (k * (int)sizeof(E) < left) ((E*)to)[k] = v.e[k];
+  }
+}
+template <class E> DEV Pack<E, 8> poll(const Params& P, Shared& sh, const uint4* from, uint4 q, u32 epoch, u32 slot, int step) {
+  u64 since = 0;
+  for (u32 polls = 1; q.y != epoch || q.w != epoch; polls++) {
+    PAUSE();
+    if (given_up(P, polls, since)) { report(P, sh, MAX_RANKS + slot, step); break; }
+    q = ld_packet(from);
+  }
+  Pack<E, 8> v;
+  v.w[0] = q.x, v.w[1] = q.z;
+  return v;
+}
+template <class E> DEV bool by_packet(const Item& item, int operand) { return (item.at[2 * operand] >> 5) == PACKET; }
+// All sources are loaded before any is waited for, eight at a time.
+template <class E, int OP>
+CALLED void packet_item(const Params& P, Shared& sh, Item item, int sources, int targets, u32 thread, u32 threads, u32 epoch, int n, int step) {
+  long long bytes = (long long)item.count * sizeof(E);
+  u32 count = bytes ? (u32)((bytes + 7) / 8) : 1;  // An empty slice is one packet too: whoever reads it has heard of us.
+  for (u32 i = thread; i < count; i += threads) {
+    long long left = bytes - 8ll * i;
+    typename Element<E>::W sum[Pack<E, 8>::COUNT];
+    Pack<E, 8> v;
+    for (int first = 0; first < sources; first += MOST_SOURCES) {
+      uint4 q[MOST_SOURCES];
+      UNROLL for (int k = 0; k < MOST_SOURCES; k++)
+        if (first + k < sources && by_packet<E>(item, first + k)) q[k] = ld_packet((const uint4*)address<E>(P, sh, item, first + k) + i);
+      UNROLL for (int k = 0; k < MOST_SOURCES; k++) {
+        if (first + k >= sources) break;
+        const char* from = address<E>(P, sh, item, first + k);
+        v = by_packet<E>(item, first + k) ? poll<E>(P, sh, (const uint4*)from + i, q[k], epoch, item.at[2 * (first + k) + 1], step) : load8<E>(from + 8ll * i, left);
+        if (sources == 1) break;
+        if (first + k) add_to<E, OP, 8>(sum, v);
+        else begin_sum<E, OP, 8>(sum, v);
+      }
+    }
+    if (sources > 1) v = end_sum<E, OP, 8>(sum, n);
+    uint4 packet = {v.w[0], epoch, v.w[1], epoch};
+    for (int t = sources; t < sources + targets; t++) {
+      char* to = address<E>(P, sh, item, t);
+      if (by_packet<E>(item, t)) st_packet((uint4*)to + i, packet);
+      else store8<E>(to + 8ll * i, v, left);
+    }
+  }
+}
+
+template <class E, int OP>
+DEV void run_step(const Params& P, Shared& sh, const int* stream, const int* step, int number, int round, u32 epoch, bool packets, int ranks) {
+  const int sources = step[S_SHAPE] & 255, targets = step[S_SHAPE] >> 8 & 255, items = step[S_ITEMS];
+  const int stride = 1 + 2 * (sources + targets), n = step[S_SHAPE] >> 16 & FINISH ? ranks : 0;
+  const int* words = stream + step[S_AT];
+  // Small items share the block: as few threads each as have work, but whole warps.
+  u32 threads = THREADS, vectors_each = item_of<E>(P, words, round).count * (u32)sizeof(E) / (packets ? 8 : 16) + 1;
+  while (threads > 32 && threads / 2 >= vectors_each && (int)(THREADS / threads) < items) threads /= 2;
+  const u32 thread = THREAD % threads;
+  for (int i = THREAD / threads; i < items; i += THREADS / threads) {
+    Item item = item_of<E>(P, words + i * stride, round);
+    if (packets) {
+      packet_item<E, OP>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
+      continue;
+    }
+    if (!item.count) continue;
+    const u32 count = whole_vectors<E>(P, sh, item, sources + targets);
+    if (sources == 1) plain_item<E, OP, 1, 8>(P, sh, item, sources, targets, thread, threads, count, n);
+    else if (sources == 2) plain_item<E, OP, 2, 4>(P, sh, item, sources, targets, thread, threads, count, n);
+    else if (sources == 4) plain_item<E, OP, 4, 2>(P, sh, item, sources, targets, thread, threads, count, n);
+    else if (sources <= MOST_SOURCES) plain_item<E, OP, MOST_SOURCES, 1>(P, sh, item, sources, targets, thread, threads, count, n);
+    else long_item<E, OP>(P, sh, item, sources, targets, thread, threads, count, n);
+    const u32 rest = count * (16 / sizeof(E));
+    if (rest < item.count) scalars<E, OP>(P, sh, item, sources, targets, rest, thread, threads, n);
+  }
+}
+
+DEV void set_bases(const Params& P, Shared& sh, u32 epoch) {
+  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) {
+    sh.base[SLOT][q] = P.memory[q] + P.slots_at + BLOCK * P.block_slots + (epoch & 1) * (P.block_slots / 2);
+    sh.base[PACKET][q] = P.memory[q] + P.packets_at + BLOCK * P.block_packets + (epoch & 1) * (P.block_packets / 2);
+  }
+}
+DEV void random_delay(const Params& P, u32 a, u32 b, u32 c) {
+#ifdef STRETTO_DELAYS
+  u32 h = P.seed * 0x9e3779b9u ^ a * 0x85ebca6bu ^ b * 0xc2b2ae35u ^ c * 0x27d4eb2fu ^ (THREAD / 32) * 0x165667b1u ^ BLOCK * 0xd3a2646cu;
+  h ^= h >> 15, h *= 0x2c1b3c6du, h ^= h >> 12, h *= 0x297a2d39u, h ^= h >> 15;
+  if ((h & 3) == 0) delay(h >> 18);
+#endif
+}
+
+// One round of the stream; false where somebody gave up.
+template <class E, int OP> DEV bool run_round(const Params& P, Shared& sh, const int* stream, int round, u32 epoch) {
+  const int rank = stream[H_RANK], steps = stream[H_STEPS];
+  const bool packets = stream[H_USES_SLOTS] & 2;
+  if (stream[H_STARTS]) tell(P, sh, rank, stream[H_STARTS]);
+  for (int s = 0; s < steps; s++) {
+    const int* step = stream + HEADER_WORDS + s * STEP_WORDS;
+    random_delay(P, rank, s, epoch);
+    if (step[S_WAITS]) {
+      const int* waits = stream + step[S_WAITS_AT];
+      for (int k = THREAD; k < step[S_WAITS]; k += THREADS) wait_for(P, sh, rank, waits[2 * k], waits[2 * k + 1], s);
+      MEET();
+      if (sh.dead) return false;
+    } else if (step[S_SHAPE] >> 16 & SYNC) {
+      MEET();
+    }
+    run_step<E, OP>(P, sh, stream, step, s, round, epoch, packets, stream[H_RANKS]);
+    if (step[S_SIGNALS]) {
+      MEET();
+      tell(P, sh, rank, step[S_SIGNALS]);
+    }
+  }
+  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.heard[q] += stream[H_HEARD + q];
+  return true;
+}
+
+template <class E, int OP> DEV void interpret(const Params& P, Shared& sh) {
+  u32* state = P.state + BLOCK * STATE_WORDS;
+  const bool fits = P.words <= STREAM_WORDS;
+  for (u32 i = THREAD; fits && i < P.words; i += THREADS) sh.stream[i] = P.stream[i];
+  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) {
+    sh.heard[q] = state[q], sh.sent[q] = state[MAX_RANKS + q];
+    sh.base[IN][q] = P.input[q], sh.base[OUT][q] = P.output[q];
+  }
+  const u32 began = state[2 * MAX_RANKS];
+  u32 pending = state[2 * MAX_RANKS + 1];
+  set_bases(P, sh, began + 1);
+  if (THREAD == 0) sh.dead = 0;
+  MEET();
+  const int* stream = fits ? sh.stream : P.stream;
+  const int rank = stream[H_RANK], rounds = stream[H_ROUNDS], uses = stream[H_USES_SLOTS];
+  const u32 all = (stream[H_RANKS] == 32 ? ~0u : (1u << stream[H_RANKS]) - 1) & ~(1u << rank);
+  if (stream[H_READY] | stream[H_TELL_READY]) {
+    tell(P, sh, rank, stream[H_TELL_READY]);
+    hear_all(P, sh, rank, stream[H_READY], 1, -1);
+    MEET();
+    if (sh.dead) return;
+  }
+  for (int round = 0; round < rounds; round++) {
+    if (round) {
+      MEET();
+      if (sh.dead) return;
+      set_bases(P, sh, began + round + 1);
+      if (!(uses && pending)) MEET();
+    }
+    if (uses && pending) {
+      hear_all(P, sh, rank, all, 0, -2);
+      MEET();
+      if (sh.dead) return;
+    }
+    if (uses) pending = stream[H_PENDING];
+    if (!run_round<E, OP>(P, sh, stream, round, began + round + 1)) return;
+  }
+  if (stream[H_DONE] | stream[H_TELL_DONE]) {
+    MEET();
+    tell(P, sh, rank, stream[H_TELL_DONE]);
+    hear_all(P, sh, rank, stream[H_DONE], 1, -3);
+    MEET();
+  } else if (uses & 2) {
+    MEET();
+  }
+  if (sh.dead) return;
+  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) state[q] = sh.heard[q], state[MAX_RANKS + q] = sh.sent[q];
+  if (THREAD == 0 && uses) state[2 * MAX_RANKS] = began + rounds, state[2 * MAX_RANKS + 1] = pending;
+}
+
+#ifndef STRETTO_CPU
+extern "C" __global__ void __launch_bounds__(512, 2) stretto_run(const __grid_constant__ Params P) {
+  __shared__ Shared sh;
+  interpret<STRETTO_ELEMENT, STRETTO_OPERATION>(P, sh);
+}
+#endif

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Started by torchrun: checks programs on GPU memory, and times them beside PyTorch's symmetric memory.
+
+torchrun --nproc-per-node 4 tests/gpu/gpu_worker.py check|time [--trials N] [--seed S]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from stretto.algorithms import algorithm
+from stretto.programs.ir import Program
+from stretto.runtime.gpu.communicator import GpuCommunicator, GpuProgram
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+def say(*words: object) -> None:
+    if dist.get_rank() == 0:
+        print(f"n={dist.get_world_size()}", *words, flush=True)
+
+
+def reference(kind: str, inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """What this rank's output is, from everybody's input (float32 or integers)."""
+    n = len(inputs)
+    if kind == "all_gather":
+        return torch.cat(inputs)
+    if kind == "broadcast":
+        return inputs[0]
+    if kind == "all_to_all":
+        return torch.cat([x.chunk(n)[rank] for x in inputs])
+    total = torch.stack([x.double() for x in inputs]).sum(0).to(inputs[0].dtype)
+    return total if kind == "all_reduce" else total.chunk(n)[rank]
+
+
+def buffers(comm: GpuCommunicator, loaded: GpuProgram, symmetric: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+    made = []
+    for count in (max(loaded.encoded.inputs), max(loaded.encoded.outputs)):
+        made.append(comm.empty(count, dtype) if symmetric else torch.empty(count, dtype=dtype, device=comm.device))
+    return [made[0][: loaded.encoded.inputs[comm.rank]], made[1][: loaded.encoded.outputs[comm.rank]]]
+
+
+def inputs_of(loaded: GpuProgram, seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Every rank's input: small whole numbers, so that any order of adding gives the same."""
+    found = []
+    for rank, count in enumerate(loaded.encoded.inputs):
+        generator = torch.Generator().manual_seed(seed * 1000 + rank)
+        found.append(torch.randint(-8, 8, (count,), generator=generator).to(dtype))
+    return found
+
+
+def check_one(comm: GpuCommunicator, kind: str, program: Program, nbytes: int, **options: object) -> str:
+    dtype = torch.float32
+    loaded = comm.load(program, dtype=dtype, nbytes=nbytes, **options)  # type: ignore[arg-type]
+    input, output = buffers(comm, loaded, bool(options.get("symmetric")), dtype)
+    bad = 0
+    for turn in range(3):
+        everybody = inputs_of(loaded, turn, dtype)
+        input.copy_(everybody[comm.rank])
+        output.fill_(-1)
+        comm.launch(loaded, input, output)
+        torch.cuda.synchronize()
+        if len(output):
+            bad += int((output.cpu() != reference(kind, everybody, comm.rank)).sum())
+        dist.barrier()
+    return "ok" if not bad else f"WRONG {bad}"
+
+
+def check(comm: GpuCommunicator) -> None:
+    n = comm.size
+    for kind in KINDS:
+        program = algorithm("direct", kind, n)
+        for nbytes in (n * n * 4, 16384, 1 << 20, 8 << 20):
+            words = []
+            for options in ({"protocol": "ll"}, {"protocol": "simple"}, {"symmetric": True}):
+                if nbytes > 1 << 20 and options.get("protocol") == "ll":
+                    continue
+                start = time.time()
+                said = check_one(comm, kind, program, nbytes, **options)
+                words.append(f"{options}: {said} {time.time() - start:.2f}s")
+            say(kind, nbytes, "; ".join(words))
+
+
+def median_us(run: Callable[[], None], calls: int = 20, tries: int = 7) -> float:
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(tries):
+        dist.barrier()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return sorted(times)[len(times) // 2]
+
+
+def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
+    import torch.distributed._symmetric_memory as sm
+
+    n, name = comm.size, comm.group.group_name
+    one, two = algorithm("direct", "all_reduce", n, steps=1), algorithm("direct", "all_reduce", n)
+    for nbytes in sizes:
+        rows = []
+        cases: list[tuple[str, Program, dict[str, object]]] = []
+        if nbytes <= 65536:
+            cases += [(f"ll1 b{b}", one, {"protocol": "ll", "max_blocks": b}) for b in (4, 8, 16)]
+        if nbytes <= 1 << 20:
+            cases += [(f"ll2 b{b}", two, {"protocol": "ll", "max_blocks": b}) for b in (8, 16, 32)]
+        cases += [(f"sym2 b{b}", two, {"symmetric": True, "in_place": True, "max_blocks": b}) for b in (8, 16, 24, 32)]
+        if nbytes >= 1 << 20:
+            cases += [("staged", two, {"protocol": "simple"})]
+        for label, program, options in cases:
+            loaded = comm.load(program, dtype=torch.float32, nbytes=nbytes, **options)  # type: ignore[arg-type]
+            x, y = buffers(comm, loaded, bool(options.get("symmetric")), torch.float32)
+            y = x if options.get("in_place") else y
+            x.zero_()
+            calls = 20 if nbytes <= 1 << 20 else 4
+            rows.append(
+                f"{label}({loaded.encoded.blocks},{loaded.encoded.rounds}) {median_us(lambda: comm.launch(loaded, x, y), calls):.2f}"
+            )
+        t = sm.empty(nbytes // 4, dtype=torch.float32, device=comm.device)
+        t.zero_()
+        sm.rendezvous(t, name)
+        theirs = []
+        calls = 20 if nbytes <= 1 << 20 else 4
+        if nbytes <= 1 << 20:
+            theirs.append(f"one {median_us(lambda: torch.ops.symm_mem.one_shot_all_reduce(t, 'sum', name), calls):.2f}")
+        if not (n == 8 and nbytes > 1 << 20):
+            theirs.append(
+                f"two {median_us(lambda: torch.ops.symm_mem.two_shot_all_reduce_(t, 'sum', name), calls):.2f}"
+            )
+        say(nbytes, " | ".join(rows), "|| symm_mem", " ".join(theirs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("check", "time", "both"))
+    parser.add_argument("--sizes", default="1024,16384,65536,1048576,16777216,67108864")
+    parser.add_argument("--seconds", type=float, default=100)
+    options = parser.parse_args()
+    import faulthandler
+
+    faulthandler.dump_traceback_later(options.seconds, exit=True)
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    dist.init_process_group("gloo")
+    start = time.time()
+    comm = GpuCommunicator(dist.group.WORLD, limit_s=10)
+    say("made in", round(time.time() - start, 2), "s;", comm.held_bytes, "bytes,", comm.max_blocks, "blocks")
+    try:
+        if options.what != "time":
+            check(comm)
+        if options.what != "check":
+            time_all_reduce(comm, [int(s) for s in options.sizes.split(",")])
+    finally:
+        if comm.lost():
+            print("LOST", comm.rank, comm.lost(), comm._host.tolist(), flush=True)
+    say("done")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
