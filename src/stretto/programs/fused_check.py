@@ -12,6 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..errors import VerificationError
 from .fused import Fused
@@ -141,8 +142,14 @@ class _Run:
             need = self.base[r][q] + number
             self.where[r] = f"waits for signal {number} of rank {q} ({what})"
             if need:
-                yield lambda q=q, need=need: len(self.signals[q, r]) >= need
+                yield partial(self.has_come, q, r, need)
                 self.learned[r].append(self.signals[q, r][need - 1])
+
+    def has_come(self, q: int, r: int, need: int) -> bool:
+        return len(self.signals[q, r]) >= need
+
+    def has_packet(self, cell: Cell, epoch: int) -> bool:
+        return self.cells[cell].epoch == epoch
 
     def meet(self, r: int) -> None:
         """The threads of a rank's block meet: all its steps so far are behind it, and so is what it heard."""
@@ -180,10 +187,10 @@ class _Run:
 
     def cell(self, f: Fused, place: Place, turn: int, epoch: int) -> Cell:
         if place.space in (SLOT, PACKET):
-            return (place.rank, place.space, place.index, epoch % 2)
+            return (place.rank, place.space, place.at, epoch % 2)
         if f.in_place and place.space == IN:
-            place = Place(place.rank, OUT, place.index + int(f.collective.place[place.rank]))
-        return (place.rank, place.space, place.index, turn)
+            place = Place(place.rank, OUT, place.at + int(f.collective.place[place.rank]))
+        return (place.rank, place.space, place.at, turn)
 
     def touch(self, r: int, cell: Cell, writes: bool, clock: Clock, by: tuple[int, ...]) -> CellState:
         """Note an access; raises where one before it is not known to be over."""
@@ -218,8 +225,8 @@ class _Run:
         for place in item.sources:
             cell = self.cell(f, place, turn, epoch)
             if place.space == PACKET:
-                self.where[r] = f"waits for packet slot {place.index} in {f.name}"
-                yield lambda cell=cell: self.cells[cell].epoch == epoch
+                self.where[r] = f"waits for packet slot {place.at} in {f.name}"
+                yield partial(self.has_packet, cell, epoch)
                 clock = list(map(max, clock, self.cells[cell].clock))
             found.append(self.touch(r, cell, False, clock, by).content)
         parts = frozenset[int]().union(*(s.parts for s in found if s is not None))

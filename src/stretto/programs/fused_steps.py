@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
     rank: int
     space: int
-    index: int
+    at: int
 
 
 class FusedItem(NamedTuple):
@@ -71,8 +71,8 @@ class _Builder:
         self.remote_space = PACKET if protocol == "ll" else SLOT
         self.symmetric, self.in_place, self.staged = symmetric, in_place, staged
         self.outs: dict[int, list[Place]] = defaultdict(list)
-        for (rank, position), value in sorted(results.items()):
-            self.outs[value].append(Place(rank, OUT, position))
+        for (rank, position), held in sorted(results.items()):
+            self.outs[held].append(Place(rank, OUT, position))
         self.children: dict[int, list[int]] = defaultdict(list)
         self.local_use = [False] * len(values)
         for v, value in enumerate(values):
@@ -88,7 +88,7 @@ class _Builder:
     def cell(self, place: Place) -> Place:
         """The one name of a piece of memory: in place, an input is a place of the output."""
         if self.in_place and place.space == IN:
-            return Place(place.rank, OUT, place.index + int(self.c.place[place.rank]))
+            return Place(place.rank, OUT, place.at + int(self.c.place[place.rank]))
         return place
 
     def slot(self, rank: int, space: int) -> Place:
@@ -154,7 +154,7 @@ def build_steps(
     def add(v: int, sources: Iterable[Place], targets: list[Place], finish: bool) -> None:
         value = values[v]
         n = collective.num_ranks
-        targets.sort(key=lambda p: ((p.rank - value.rank) % n, p.space, p.index))
+        targets.sort(key=lambda p: ((p.rank - value.rank) % n, p.space, p.at))
         made.rank.append(value.rank)
         made.items.append(FusedItem(value.chunk, tuple(sources), tuple(targets)))
         made.finish.append(finish)

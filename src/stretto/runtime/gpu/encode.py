@@ -162,7 +162,7 @@ def _stream(
 def _items(step: FusedStep, sizes: NDArray[np.int64], places: list[list[NDArray[np.int64]]]) -> list[int]:
     def operand(place: Place) -> tuple[int, int]:
         user = place.space in (IN, OUT)
-        offset = int(places[place.space][place.rank][place.index]) if user else place.index
+        offset = int(places[place.space][place.rank][place.at]) if user else place.at
         return place.space << 5 | place.rank, offset
 
     words: list[int] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Started by torchrun: checks programs on GPU memory, and times them beside PyTorch's symmetric memory.
 
-torchrun --nproc-per-node 4 tests/gpu/gpu_worker.py check|time [--trials N] [--seed S]
+torchrun --nproc-per-node 4 tests/jobs/gpu_worker.py check|time [--trials N] [--seed S]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -104,13 +105,13 @@ def median_us(run: Callable[[], None], calls: int = 20, tries: int = 7) -> float
     times = []
     for _ in range(tries):
         dist.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return sorted(times)[len(times) // 2]
+    return float(sorted(times)[len(times) // 2])
 
 
 def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
@@ -133,21 +134,19 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
             x, y = buffers(comm, loaded, bool(options.get("symmetric")), torch.float32)
             y = x if options.get("in_place") else y
             x.zero_()
-            calls = 20 if nbytes <= 1 << 20 else 4
-            rows.append(
-                f"{label}({loaded.encoded.blocks},{loaded.encoded.rounds}) {median_us(lambda: comm.launch(loaded, x, y), calls):.2f}"
-            )
+            took = median_us(partial(comm.launch, loaded, x, y), 20 if nbytes <= 1 << 20 else 4)
+            rows.append(f"{label}({loaded.encoded.blocks},{loaded.encoded.rounds}) {took:.2f}")
         t = sm.empty(nbytes // 4, dtype=torch.float32, device=comm.device)
         t.zero_()
         sm.rendezvous(t, name)
         theirs = []
         calls = 20 if nbytes <= 1 << 20 else 4
         if nbytes <= 1 << 20:
-            theirs.append(f"one {median_us(lambda: torch.ops.symm_mem.one_shot_all_reduce(t, 'sum', name), calls):.2f}")
+            took = median_us(partial(torch.ops.symm_mem.one_shot_all_reduce, t, "sum", name), calls)
+            theirs.append(f"one {took:.2f}")
         if not (n == 8 and nbytes > 1 << 20):
-            theirs.append(
-                f"two {median_us(lambda: torch.ops.symm_mem.two_shot_all_reduce_(t, 'sum', name), calls):.2f}"
-            )
+            took = median_us(partial(torch.ops.symm_mem.two_shot_all_reduce_, t, "sum", name), calls)
+            theirs.append(f"two {took:.2f}")
         say(nbytes, " | ".join(rows), "|| symm_mem", " ".join(theirs))
 
 
@@ -163,6 +162,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     dist.init_process_group("gloo")
     start = time.time()
+    assert dist.group.WORLD is not None
     comm = GpuCommunicator(dist.group.WORLD, limit_s=10)
     say("made in", round(time.time() - start, 2), "s;", comm.held_bytes, "bytes,", comm.max_blocks, "blocks")
     try:

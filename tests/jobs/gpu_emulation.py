@@ -168,9 +168,9 @@ def combined(parts: list[Array], dtype: str, reduce: str, ranks: int) -> Array:
     if len(parts) == 1:
         return parts[0]
     if dtype == "bool":
-        return np.logical_and.reduce(parts) if reduce in ("prod", "min") else np.logical_or.reduce(parts)
+        return np.asarray(np.logical_and.reduce(parts) if reduce in ("prod", "min") else np.logical_or.reduce(parts))
     ufunc = {"prod": np.multiply, "min": np.minimum, "max": np.maximum}.get(reduce, np.add)
-    total = ufunc.reduce(parts)
+    total = np.asarray(ufunc.reduce(parts))
     if reduce == "avg":
         total = total / total.dtype.type(ranks) if np.issubdtype(total.dtype, np.floating) else np.trunc(total / ranks)
-    return total.astype(parts[0].dtype)
+    return np.asarray(total.astype(parts[0].dtype))
