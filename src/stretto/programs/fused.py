@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from ..collectives import Collective
 from ..errors import InvalidInput, unknown
-from .fused_steps import IN, OUT, PACKET, SLOT, FusedItem, FusedStep, Place, build_steps, order_steps
+from .fused_steps import IN, OUT, PACKET, SLOT, FusedItem, FusedStep, MemoryPlace, build_steps, order_steps
 from .fused_sync import connect
 from .fused_values import Value, flattened, values_of
 from .ir import Program
 from .lowered import Lowered
 
-__all__ = ["IN", "OUT", "PACKET", "PROTOCOLS", "SLOT", "Fused", "FusedItem", "FusedStep", "Place", "fuse"]
+__all__ = ["IN", "OUT", "PACKET", "PROTOCOLS", "SLOT", "Fused", "FusedItem", "FusedStep", "MemoryPlace", "fuse"]
 
 PROTOCOLS = ("simple", "ll")
 MAX_FUSED_RANKS = 32

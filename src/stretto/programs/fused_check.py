@@ -16,7 +16,7 @@ from functools import partial
 
 from ..errors import VerificationError
 from .fused import Fused
-from .fused_steps import IN, OUT, PACKET, SLOT, FusedItem, FusedStep, Place
+from .fused_steps import IN, OUT, PACKET, SLOT, FusedItem, FusedStep, MemoryPlace
 
 ROUNDS = 2
 Clock = list[int]
@@ -166,14 +166,14 @@ class _Run:
         self.time[r] += 1
         for turn in range(ROUNDS):
             for position in range(len(c.outputs(r))):
-                state = self.touch(r, self.cell(f, Place(r, OUT, position), turn, 0), True, self.clock[r], ())
+                state = self.touch(r, self.cell(f, MemoryPlace(r, OUT, position), turn, 0), True, self.clock[r], ())
                 if ends:
                     at = int(c.out_ptr[r]) + position
                     self.judge(r, position, state.content, launch, int(c.out_chunk[at]), c.parts_of(at))
                 state.content = None
             for position in range(len(c.inputs(r))):
                 at = int(c.in_ptr[r]) + position
-                state = self.touch(r, self.cell(f, Place(r, IN, position), turn, 0), True, self.clock[r], ())
+                state = self.touch(r, self.cell(f, MemoryPlace(r, IN, position), turn, 0), True, self.clock[r], ())
                 parts = frozenset([int(c.in_part[at])])
                 state.content = None if ends else Symbol(launch=launch, chunk=int(c.in_chunk[at]), parts=parts)
         self.meet(r)
@@ -185,11 +185,11 @@ class _Run:
         if found != want:
             raise self.error(f"rank {r} ends with {found} at output {position}, not {want}")
 
-    def cell(self, f: Fused, place: Place, turn: int, epoch: int) -> Cell:
+    def cell(self, f: Fused, place: MemoryPlace, turn: int, epoch: int) -> Cell:
         if place.space in (SLOT, PACKET):
             return (place.rank, place.space, place.at, epoch % 2)
         if f.in_place and place.space == IN:
-            place = Place(place.rank, OUT, place.at + int(f.collective.place[place.rank]))
+            place = MemoryPlace(place.rank, OUT, place.at + int(f.collective.place[place.rank]))
         return (place.rank, place.space, place.at, turn)
 
     def touch(self, r: int, cell: Cell, writes: bool, clock: Clock, by: tuple[int, ...]) -> CellState:

@@ -15,7 +15,7 @@ IN, OUT, SLOT, PACKET = range(4)
 """Spaces of memory: the user's input and output (by position), slots and packet slots (by number)."""
 
 
-class Place(NamedTuple):
+class MemoryPlace(NamedTuple):
     """Where one chunk lies."""
 
     rank: int
@@ -27,8 +27,8 @@ class FusedItem(NamedTuple):
     """One chunk's work: the sum of the sources goes to all targets."""
 
     chunk: int
-    sources: tuple[Place, ...]
-    targets: tuple[Place, ...]
+    sources: tuple[MemoryPlace, ...]
+    targets: tuple[MemoryPlace, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,9 @@ class _Builder:
         self.c, self.values = c, values
         self.remote_space = PACKET if protocol == "ll" else SLOT
         self.symmetric, self.in_place, self.staged = symmetric, in_place, staged
-        self.outs: dict[int, list[Place]] = defaultdict(list)
+        self.outs: dict[int, list[MemoryPlace]] = defaultdict(list)
         for (rank, position), held in sorted(results.items()):
-            self.outs[held].append(Place(rank, OUT, position))
+            self.outs[held].append(MemoryPlace(rank, OUT, position))
         self.children: dict[int, list[int]] = defaultdict(list)
         self.local_use = [False] * len(values)
         for v, value in enumerate(values):
@@ -82,31 +82,31 @@ class _Builder:
                 for s in value.sources:
                     self.local_use[s] = True
         self.next: dict[tuple[int, int], int] = defaultdict(int)
-        self.inputs = {self.cell(Place(v.rank, IN, v.position)) for v in values if v.position >= 0}
+        self.inputs = {self.cell(MemoryPlace(v.rank, IN, v.position)) for v in values if v.position >= 0}
         self.wanted = {(int(k), sum(1 << p for p in c.parts_of(at))) for at, k in enumerate(c.out_chunk.tolist())}
 
-    def cell(self, place: Place) -> Place:
+    def cell(self, place: MemoryPlace) -> MemoryPlace:
         """The one name of a piece of memory: in place, an input is a place of the output."""
         if self.in_place and place.space == IN:
-            return Place(place.rank, OUT, place.at + int(self.c.place[place.rank]))
+            return MemoryPlace(place.rank, OUT, place.at + int(self.c.place[place.rank]))
         return place
 
-    def slot(self, rank: int, space: int) -> Place:
+    def slot(self, rank: int, space: int) -> MemoryPlace:
         self.next[rank, space] += 1
-        return Place(rank, space, self.next[rank, space] - 1)
+        return MemoryPlace(rank, space, self.next[rank, space] - 1)
 
-    def late(self, v: int) -> list[Place]:
+    def late(self, v: int) -> list[MemoryPlace]:
         """The outputs that are written by a step of their own, at the end, since inputs may still be read there."""
         return [out for out in self.outs[v] if out in self.inputs] if self.staged else []
 
-    def homes(self) -> list[list[Place]]:
+    def homes(self) -> list[list[MemoryPlace]]:
         """Where each value is kept on its own rank: written by its maker, and read by whoever needs it."""
-        homes: list[list[Place]] = []
+        homes: list[list[MemoryPlace]] = []
         for v, value in enumerate(self.values):
             late = self.late(v)
             outs = [out for out in self.outs[v] if out not in late]
             if not value.sources:
-                home = [Place(value.rank, IN, value.position)]
+                home = [MemoryPlace(value.rank, IN, value.position)]
                 if any(self.cell(home[0]) != out for out in late):
                     home.append(self.slot(value.rank, SLOT))
             elif len(value.sources) == 1:
@@ -149,9 +149,9 @@ def build_steps(
     """
     b = _Builder(collective, values, results, protocol, symmetric, in_place, staged)
     homes, made = b.homes(), ValueSteps()
-    writer: dict[Place, int] = {}
+    writer: dict[MemoryPlace, int] = {}
 
-    def add(v: int, sources: Iterable[Place], targets: list[Place], finish: bool) -> None:
+    def add(v: int, sources: Iterable[MemoryPlace], targets: list[MemoryPlace], finish: bool) -> None:
         value = values[v]
         n = collective.num_ranks
         targets.sort(key=lambda p: ((p.rank - value.rank) % n, p.space, p.at))
@@ -181,8 +181,8 @@ def build_steps(
     return made
 
 
-def _dependencies(made: ValueSteps, b: _Builder, writer: dict[Place, int]) -> None:
-    readers: dict[Place, set[int]] = defaultdict(set)
+def _dependencies(made: ValueSteps, b: _Builder, writer: dict[MemoryPlace, int]) -> None:
+    readers: dict[MemoryPlace, set[int]] = defaultdict(set)
     for at, item in enumerate(made.items):
         made.flow.append({writer[p] for p in item.sources if p in writer} - {at})
         for place in item.sources:

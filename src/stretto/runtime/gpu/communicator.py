@@ -14,7 +14,7 @@ from ...errors import InvalidInput, StrettoError
 from ...programs.fused import IN, OUT, PACKET, Fused, fuse
 from ...programs.ir import Program
 from ...programs.lowered import Lowered
-from .compile import GpuParams, Kernel, compiled
+from .compile import GpuKernel, GpuParams, compiled
 from .encode import ELEMENT_BYTES, MAX_RANKS, STATE_WORDS, THREADS, EncodedProgram, encode
 from .symmetric import SymmetricMemory
 
@@ -39,7 +39,7 @@ class GpuProgram:
     count: int
     """The elements of the larger buffer."""
     number: int
-    kernel: Kernel
+    kernel: GpuKernel
     stream: torch.Tensor
     params: GpuParams
     program: Program | Lowered
@@ -90,7 +90,7 @@ class GpuCommunicator:
         self.limit_s, self.seed, self._delays = limit_s, seed, delays
         self._programs: dict[tuple[Any, ...], GpuProgram] = {}
         self._by_number: list[GpuProgram] = []
-        self._kernels: dict[tuple[str, str], Kernel] = {}
+        self._kernels: dict[tuple[str, str], GpuKernel] = {}
         self._why = ""
         self._last: torch.cuda.Stream | None = None
         with torch.cuda.device(self.device):
@@ -189,12 +189,12 @@ class GpuCommunicator:
         self._by_number.append(loaded)
         return loaded
 
-    def _kernel(self, dtype: str, reduce: str) -> Kernel:
+    def _kernel(self, dtype: str, reduce: str) -> GpuKernel:
         key = (dtype, reduce)
         if key not in self._kernels:
             capability = torch.cuda.get_device_capability(self.device)
             with torch.cuda.device(self.device):
-                self._kernels[key] = Kernel(compiled(dtype, reduce, capability, delays=self._delays))
+                self._kernels[key] = GpuKernel(compiled(dtype, reduce, capability, delays=self._delays))
         return self._kernels[key]
 
     def _params(self, encoded: EncodedProgram, words: torch.Tensor, number: int) -> GpuParams:

@@ -148,7 +148,7 @@ def _check(result: int) -> None:
         raise StrettoError(f"CUDA: {(text.value or b'unknown error').decode()}")
 
 
-class Kernel:
+class GpuKernel:
     """A loaded kernel; `launch` puts it on a stream."""
 
     def __init__(self, cubin: bytes) -> None:

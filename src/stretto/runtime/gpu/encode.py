@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...collectives import Collective
 from ...errors import InvalidInput
-from ...programs.fused import IN, OUT, Fused, FusedStep, Place
+from ...programs.fused import IN, OUT, Fused, FusedStep, MemoryPlace
 
 HEADER_WORDS, STEP_WORDS, MAX_RANKS, STATE_WORDS = 80, 6, 32, 96
 SYNC, FINISH = 1, 2
@@ -160,7 +160,7 @@ def _stream(
 
 
 def _items(step: FusedStep, sizes: NDArray[np.int64], places: list[list[NDArray[np.int64]]]) -> list[int]:
-    def operand(place: Place) -> tuple[int, int]:
+    def operand(place: MemoryPlace) -> tuple[int, int]:
         user = place.space in (IN, OUT)
         offset = int(places[place.space][place.rank][place.at]) if user else place.at
         return place.space << 5 | place.rank, offset
