@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from stretto.algorithms import algorithm
 from stretto.programs.ir import Program
-from stretto.runtime.gpu.communicator import GpuCommunicator, GpuProgram
+from stretto.runtime.gpu import GpuCommunicator, GpuProgram
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
