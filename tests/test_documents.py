@@ -201,7 +201,8 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 
 def test_the_table_of_environment_variables_is_complete() -> None:
     table = set(re.findall(r"`(STRETTO_[A-Z_]+)`", (ROOT / "docs" / "environment.md").read_text()))
-    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "native").rglob("*.c")]
+    sources = [path.read_text() for path in files]
     used = {name for text in sources for name in re.findall(r"[\"'](STRETTO_[A-Z_]+[A-Z])[\"']", text)}
     assert used == table
 

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from .runtime.probe.probe import probe as probe
     from .runtime.torch_backend.buffers import CollectiveCall as CollectiveCall
     from .runtime.torch_backend.engine import Engine as Engine
+    from .runtime.torch_backend.inductor import InductorCosts as InductorCosts
+    from .runtime.torch_backend.inductor import inductor_costs as inductor_costs
     from .strategy.distribute import distribute as distribute
     from .strategy.distribute import model_spec as model_spec
 
@@ -78,6 +80,7 @@ _HOMES = {
     "StagedBuffers": (".runtime.enforcer.memory", "StagedBuffers"),
     "Agent": (".control.agent", "Agent"),
     "BenchResult": (".runtime.probe.bench", "BenchResult"),
+    "InductorCosts": (".runtime.torch_backend.inductor", "InductorCosts"),
     "Executor": (".runtime.executor.executor", "Executor"),
     "ProbeResult": (".runtime.probe.probe", "ProbeResult"),
     "Recorder": (".runtime.capture.session", "Recorder"),
@@ -88,6 +91,7 @@ _HOMES = {
     "connect": (".control.agent", "connect"),
     "distribute": (".strategy.distribute", "distribute"),
     "model_spec": (".strategy.distribute", "model_spec"),
+    "inductor_costs": (".runtime.torch_backend.inductor", "inductor_costs"),
     "pipeline": (".pipeline.torch_runtime", "pipeline"),
     "probe": (".runtime.probe.probe", "probe"),
     "reshard": (".resharding.tensors.reshard", "reshard"),

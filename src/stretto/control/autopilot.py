@@ -29,6 +29,7 @@ from ..units import format_us
 from .agent import Agent, exchange_over
 from .aside import IterationRollCall, SideGroup
 from .compare import Comparison
+from .inductor import tell_inductor
 from .marks import LOOK, MOST, USER, Marks, common, period_of
 from .pulse import prepare, start_pulse, stop_pulse
 from .transport import from_environment
@@ -67,6 +68,7 @@ def arm(c10d: Any) -> None:
             chosen = _backend(backend)
             _guarded(prepare)
             done = init(chosen, *args, **more)
+            _guarded(tell_inductor)
             _guarded(lambda: start_pulse(os.environ.get("STRETTO_JOB", "") or _script(), ours=chosen == OURS))
             if chosen == OURS:
                 _guarded(Autopilot.begin)
@@ -342,6 +344,7 @@ class Autopilot:
     def _start_agent(self) -> Agent:
         """Find out about the network, take over the calls, and begin to talk to the controller."""
         self._cluster = self._find_cluster()
+        tell_inductor(self._cluster)
         self._motif_us = small_us()
         self._enforcer = self._enforce(self._cluster)
         assert self._link is not None

@@ -297,7 +297,19 @@ def _comment(text: str) -> str:
 
 def tuner_library() -> Path:
     """The path of our own tuner plugin, for ``NCCL_TUNER_PLUGIN``; raises `InvalidInput` where it was not built."""
-    path = Path(_native.__file__).parent / "nccl" / "libnccl-tuner-stretto.so"
+    return _plugin("tuner")
+
+
+def profiler_library() -> Path:
+    """The path of our own profiler plugin, for ``NCCL_PROFILER_PLUGIN``; raises `InvalidInput` where it was not built.
+
+    It writes what collectives cost into the folder STRETTO_PROFILE, which `read_measurements` reads.
+    """
+    return _plugin("profiler")
+
+
+def _plugin(kind: str) -> Path:
+    path = Path(_native.__file__).parent / "nccl" / f"libnccl-{kind}-stretto.so"
     if not path.exists():
         raise InvalidInput(f"{path}: the plugin was not built; install stretto again")
     return path

@@ -79,8 +79,13 @@ BATCH_P2P = Patch(
     name="_batch_p2p",
     why="a pipeline in which nothing overlaps waits for every transfer where it is issued",
 )
+COMPILE = Patch(
+    owners=("torch",),
+    name="compile",
+    why="`stretto run` tells Inductor what collectives cost once a job compiles, and loads it for no other job",
+)
 PATCHES = (
-    INIT_PROCESS_GROUP, DESTROY_PROCESS_GROUP, DDP_FORWARD, RUN_BACKWARD, FUTURE_WAIT, FUTURE_THEN, BATCH_P2P,
+    INIT_PROCESS_GROUP, DESTROY_PROCESS_GROUP, DDP_FORWARD, RUN_BACKWARD, FUTURE_WAIT, FUTURE_THEN, BATCH_P2P, COMPILE,
 )  # fmt: skip
 
 
