@@ -79,7 +79,7 @@ def dumps(
         InvalidInput: The format or the executor cannot hold the program, or an argument is out of range.
         VerificationError: The streams do not do what their collective asks.
     """
-    name = _check_collective(lowered.collective)
+    name = check_collective(lowered.collective)
     ranks = lowered.collective.num_ranks
     if hosts is not None and len(hosts) != ranks:
         raise InvalidInput(f"hosts: must give the host of each of the {ranks} ranks, not {len(hosts)} of them")
@@ -129,7 +129,8 @@ def _plan_name(lowered: Lowered, plan: dict[str, Any]) -> str:
     return f"{lowered.name[:MAX_LABEL]}-{plan['collective']}-{ranks}ranks-{copies}x-{digest}"
 
 
-def _check_collective(collective: Collective) -> str:
+def check_collective(collective: Collective) -> str:
+    """The name of a collective in the format; raises `InvalidInput` where the format cannot hold it."""
     c = collective
     refuse_helpers(c, "MSCCL++")
     if c.kind not in NAMES:

@@ -27,12 +27,46 @@ Clock = NDArray[np.int32]
 Data = NDArray[np.float64]
 
 
+PACKETS = {
+    "ppkt": ("l+", "k+"),
+    "rppkt": ("k", "k+"),
+    "cpkt": ("l", "k"),
+    "upkt": ("k", "l"),
+    "repkt": ("lk+", "l"),
+    "respkt": ("lk+", "lk+"),
+    "recpkt": ("lk+", "lk"),
+    "recspkt": ("lk+", "lkk+"),
+}
+"""Which sources and destinations of these operations are packets (k), whose readers wait for the data's own flag."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Consecutive chunks in the memory of all ranks."""
+    """Consecutive chunks in the memory of all ranks, or one slice of them."""
 
     at: int
     count: int
+    part: int = 0
+    parts: int = 1
+    """The slice: number `part` of `parts` that are as equal as can be, as threadblock groups cut their work."""
+    turn: int = 0
+    turns: int = 1
+    """Of that slice the part that one turn of a loop is about; all turns but the last are equally long."""
+    packet: bool = False
+    """Whether each element is a packet, which takes twice the room."""
+    scratch: bool = False
+    """Whether it lies in scratch, whose halves take turns where it is double."""
+
+    def span(self, elements: int) -> tuple[int, int]:
+        """The first and the last but one element, counted from the first chunk's first.
+
+        >>> Rows(at=0, count=2, part=1, parts=2).span(3), Rows(at=0, count=1, turn=1, turns=2).span(5)
+        ((3, 6), (3, 5))
+        """
+        total = self.count * elements
+        begin, end = (k * (total // self.parts) + min(k, total % self.parts) for k in (self.part, self.part + 1))
+        unit = -(-(end - begin) // self.turns)
+        return min(begin + self.turn * unit, end), min(begin + (self.turn + 1) * unit, end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +107,8 @@ class Image:
     rows: int
     buffers: tuple[dict[str, Rows], ...]
     """The rows of the buffers i, o and s of each rank; in place, i and o overlap."""
+    double: int = 0
+    """How many rows behind the first half the second half of scratch lies; 0 where scratch is not double."""
 
     @property
     def widths(self) -> list[int]:
@@ -81,8 +117,9 @@ class Image:
 
     @property
     def widest(self) -> int:
-        """The most threads of any threadblock: data of so many elements gives every thread work."""
-        return max(self.widths)
+        """So many elements give every thread work: of the widest threadblock, in every slice and every turn."""
+        least = max([1, *(r.parts * r.turns for b in self.blocks for a in b[2] for r in (*a.src, *a.dst))])
+        return max(*self.widths, 2 * least) if least > 1 else max(self.widths)
 
 
 @dataclass(eq=False, slots=True)
@@ -159,6 +196,8 @@ class Machine:
         self._written_by_op = np.zeros(cells, np.int32)
         self._readers: dict[int, dict[int, tuple[int, int]]] = {}
         self._users: dict[tuple[str, int], tuple[int, int, int]] = {}
+        self._packets: dict[int, tuple[int, Clock]] = {}
+        """The launch whose packet each cell holds, and what its writer knew."""
 
     def run(self, inputs: Sequence[Sequence[Data]]) -> list[list[Data]]:
         """The outputs of each rank for each launch, given each launch's inputs; raises `VerificationError`.
@@ -191,13 +230,13 @@ class Machine:
         clock[rank] += 1
         buffers, launch = self.image.buffers[rank], self._launches[rank]
         if launch > 0:
-            self._outputs[launch - 1][rank] = self._read(rank, clock, -1, buffers["o"]).copy()
+            self._outputs[launch - 1][rank] = self._read(rank, clock, -1, buffers["o"]).reshape(-1, self.elements)
         for name in ("o", "i"):
             self._write(rank, clock, -1, buffers[name], np.nan)
         self._launches[rank] += 1
         if launch == len(self._inputs):
             return
-        self._write(rank, clock, -1, buffers["i"], self._inputs[launch][rank])
+        self._write(rank, clock, -1, buffers["i"], self._inputs[launch][rank].ravel())
         for block in self._blocks[rank]:
             block.met = 0
             for lane in block.lanes:
@@ -232,8 +271,11 @@ class Machine:
                     self._ask(lane, action.ends[lane.number], None)
         else:
             # In the next operation another thread handles the same element: only a nop orders the two accesses.
-            mine = np.arange((lane.number - lane.pc) % len(block.lanes), self.elements, len(block.lanes))
-            self._move(lane.tid, lane.clock, action, mine)
+            mine = slice((lane.number - lane.pc) % len(block.lanes), None, len(block.lanes))
+            launch = self._launches[block.rank]
+            if action.name in PACKETS and not self._arrived(lane, action, mine, launch):
+                return False
+            self._move(lane.tid, lane.clock, action, mine, launch)
         lane.pc += 1
         return True
 
@@ -338,7 +380,7 @@ class Machine:
         if put is None:
             self._arrive(port.end, port.clock.copy(), self._launched[rank].copy())
         else:
-            self._move(port.tid, port.clock, put, np.arange(self.elements))
+            self._move(port.tid, port.clock, put, slice(None), 0)
         port.served += 1
         self._wake("port", port.end)
         return bool(port.queue)
@@ -352,23 +394,41 @@ class Machine:
     def _wake(self, what: str, at: int) -> None:
         self._ready += self._asleep.pop((what, at), [])
 
-    def _move(self, tid: int, clock: Clock, action: ResolvedOp, columns: NDArray[np.intp]) -> None:
-        """Read, add up and write: the sum of all sources goes to every destination, or each source to its own."""
-        if action.name in ("copy", "put", "get"):
-            for src, dst in zip(action.src, action.dst, strict=True):
-                self._write(tid, clock, action.op, dst, self._read(tid, clock, action.op, src, columns), columns)
-            return
-        total = sum(self._read(tid, clock, action.op, src, columns) for src in action.src)
-        for dst in action.dst:
-            self._write(tid, clock, action.op, dst, total, columns)
+    def _arrived(self, lane: _Lane, action: ResolvedOp, mine: slice, launch: int) -> bool:
+        """Whether all packets that a thread is to read are there; if not, it sleeps until one more has come."""
+        for rows in action.src:
+            for cell in self._cells(rows, mine, launch)[::2].tolist() if rows.packet else ():
+                held, known = self._packets.get(cell, (0, lane.clock))
+                if held != launch:
+                    self._asleep["packet", cell].append(lane)
+                    return False
+                np.maximum(lane.clock, known, out=lane.clock)
+        return True
 
-    def _read(self, tid: int, clock: Clock, op: int, rows: Rows, columns: NDArray[np.intp] | None = None) -> Data:
-        cells = self._cells(rows, columns)
+    def _move(self, tid: int, clock: Clock, action: ResolvedOp, mine: slice, launch: int) -> None:
+        """Read, add up and write: the sum of all sources goes to every destination, or each source to its own."""
+
+        def read(rows: Rows) -> Data:
+            return self._read(tid, clock, action.op, rows, mine, launch)
+
+        def write(rows: Rows, data: Data) -> None:
+            self._write(tid, clock, action.op, rows, data, mine, launch)
+
+        if action.name in ("copy", "put", "get", "ppkt"):
+            for src, dst in zip(action.src, action.dst, strict=True):
+                write(dst, read(src))
+            return
+        total = sum(read(src) for src in action.src)
+        for dst in action.dst:
+            write(dst, np.asarray(total))
+
+    def _read(self, tid: int, clock: Clock, op: int, rows: Rows, mine: slice = slice(None), launch: int = 0) -> Data:
+        cells = self._cells(rows, mine, launch)
         self._check_writers(tid, clock, op, cells)
         seen = int(clock[tid]), op
-        for cell in cells.ravel().tolist():
+        for cell in cells.tolist():
             self._readers.setdefault(cell, {})[tid] = seen
-        return self._memory.reshape(-1)[cells]
+        return self._memory.reshape(-1)[cells[::2] if rows.packet else cells]
 
     def _write(
         self,
@@ -377,20 +437,33 @@ class Machine:
         op: int,
         rows: Rows,
         data: Data | float,
-        columns: NDArray[np.intp] | None = None,
+        mine: slice = slice(None),
+        launch: int = 0,
     ) -> None:
-        cells = self._cells(rows, columns)
+        cells = self._cells(rows, mine, launch)
         self._check_writers(tid, clock, op, cells)
-        for cell in cells.ravel().tolist():
+        for cell in cells.tolist():
             for other, (time, its_op) in self._readers.pop(cell, {}).items():
                 if time > clock[other]:
                     raise self._race(cell, tid, op, other, its_op)
+            self._packets.pop(cell, None)
         self._writer[cells], self._written[cells], self._written_by_op[cells] = tid, clock[tid], op
-        self._memory.reshape(-1)[cells] = data
+        if not rows.packet:
+            self._memory.reshape(-1)[cells] = data
+            return
+        self._memory.reshape(-1)[cells[::2]] = data
+        for cell in cells[::2].tolist():
+            self._packets[cell] = launch, clock.copy()
+            self._wake("packet", cell)
 
-    def _cells(self, rows: Rows, columns: NDArray[np.intp] | None) -> NDArray[np.intp]:
-        across = np.arange(self.elements) if columns is None else columns
-        return np.arange(rows.at, rows.at + rows.count)[:, None] * self.elements + across
+    def _cells(self, rows: Rows, mine: slice, launch: int) -> NDArray[np.intp]:
+        """The cells of a thread's share; those of a packet are its data and its flag, one after the other."""
+        begin, end = rows.span(self.elements)
+        first = rows.at + (self.image.double if rows.scratch and launch % 2 else 0)
+        share = np.arange(begin, end)[mine]
+        if rows.packet:
+            share = (2 * share[:, None] + np.arange(2)).ravel()
+        return np.asarray(first * self.elements + share)
 
     def _check_writers(self, tid: int, clock: Clock, op: int, cells: NDArray[np.intp]) -> None:
         writer = self._writer[cells]

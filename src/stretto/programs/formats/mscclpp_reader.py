@@ -2,8 +2,8 @@
 """The reader of MSCCL++ execution plans: it reads them, checks them, runs them on data, and compares the results.
 
 Only the format's own definition is used here, so that a mistake of the exporter cannot hide in its reader.
-`loads` accepts the Simple protocol over memory and port channels; packets (LL), switch channels, pipelines
-and threadblock groups are refused by name.
+`loads` accepts memory, port and switch channels, packets (LL), loops (`pipeline`) and threadblock groups; what else the
+format has is refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective
 from ...errors import InvalidInput, VerificationError, unknown
 from ...files import convert, parse_json
 from ...units import check_seed
-from .mscclpp_machine import Data, End, Image, Machine, ResolvedOp, Rows
+from .mscclpp_machine import PACKETS, Data, End, Image, Machine, ResolvedOp, Rows
 from .named import entries_for
 
 MAX_RANKS = 1024
@@ -39,17 +39,29 @@ SHAPES = {
     "pws": ("l+", "r+"),
     "pwsf": ("l+", "r+"),
     "re": ("ll+", "l"),
-    "res": ("ll+", "lr+"),
+    "res": ("l+", "lr+"),
     "rre": ("lr+", "l"),
     "rres": ("lr+", "lr+"),
+    "ppkt": ("l+", "r+"),
+    "rppkt": ("l", "r+"),
+    "cpkt": ("l", "l"),
+    "upkt": ("l", "l"),
+    "repkt": ("ll+", "l"),
+    "respkt": ("ll+", "lr+"),
+    "recpkt": ("ll+", "ll"),
+    "recspkt": ("ll+", "llr+"),
+    "glres": ("m", "m"),
+    "gstore": ("l", "m"),
 }
-"""The sources and destinations of each data operation as patterns: l is this rank's, r a peer's, + one or more."""
-PAIRWISE = ("get", "put", "pws", "pwsf")
+"""The sources and destinations of each data operation as patterns: l is this rank's, r a peer's, m all ranks' of a
+switch channel, + one or more."""
+PAIRWISE = ("get", "put", "pws", "pwsf", "ppkt")
 """Operations that move each source to its own destination; all other operations need sources of one size."""
 CHANNELS = {
     **dict.fromkeys(("signal", "rlxsignal", "wait", "rlxwait", "put"), ("memory", "port")),
     **dict.fromkeys(("pws", "pwsf", "flush"), ("port",)),
-    **dict.fromkeys(("get", "res", "rre", "rres"), ("memory",)),
+    **dict.fromkeys(("get", "res", "rre", "rres", "ppkt", "rppkt", "respkt", "recspkt"), ("memory",)),
+    **dict.fromkeys(("glres", "gstore"), ("switch",)),
 }
 """The types of channel an operation can work over."""
 OPERATIONS = (
@@ -62,13 +74,12 @@ OPERATIONS = (
     "flush",
     "sem_acquire",
     "sem_release",
+    "pipeline",
     *SHAPES,
 )
-ELSEWHERE = {
-    "packets (LL)": ("ppkt", "rppkt", "cpkt", "upkt", "repkt", "respkt", "recpkt", "recspkt"),
-    "switch channels": ("glre", "glres", "gstore"),
-    "pipelines": ("pipeline",),
-}
+ELSEWHERE = {"packets over switch channels": ("gstorepkt",), "unfused reductions in a switch": ("glre",)}
+TURNS = 3
+"""How many turns of a loop are run here; how many there are on a GPU depends on the size of a call."""
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Chunks = Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
@@ -84,6 +95,21 @@ class ChunkRange(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
     size: Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
     type: Buffer | None = None
     buffer_id: Index | None = None
+    switch_channel_id: Index | None = None
+
+
+class Group(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The slice of its work that one threadblock of a group does."""
+
+    tb_id: Index
+    tbg_size: Annotated[int, Meta(ge=1, le=1024)]
+
+
+class Loop(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """A loop runs over `num_chunks` chunks, `unit_size` bytes at a time."""
+
+    unit_size: Annotated[int, Meta(ge=1, lt=1 << 32)]
+    num_chunks: Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
 
 
 Parts = Annotated[tuple[ChunkRange, ...], Meta(max_length=10)]
@@ -101,12 +127,15 @@ class Operation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     barrier_id: Annotated[int, Meta(ge=0, lt=16)] | None = None
     num_threadblocks: Index = 0
     reduce_op: Literal["sum"] = "sum"
+    tbg_info: Group | None = None
+    iter_context: Loop | None = None
+    ops: Annotated[tuple[Operation, ...], Meta(max_length=MAX_OPS)] = ()
 
 
 class ChannelRefs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The channels of one type a threadblock uses, by their number on the rank."""
 
-    channel_type: Kind
+    channel_type: Kind | Literal["switch"]
     channel_ids: Annotated[tuple[Index, ...], Meta(max_length=16)]
 
 
@@ -126,11 +155,20 @@ class Threadblock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froz
     remote_buffer_refs: Annotated[tuple[BufferRefs, ...], Meta(max_length=16)] = ()
 
 
-class Channels(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Channels of one type: the peer each is connected to."""
+class RankGroup(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The ranks that a switch channel connects."""
 
-    channel_type: Kind
-    connected_to: Annotated[tuple[Index, ...], Meta(max_length=1 << 16)]
+    size: Index
+    ranks: Annotated[tuple[Index, ...], Meta(max_length=1024)]
+
+
+class Channels(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """Channels of one type: the peer each is connected to, or the ranks and the buffer of each switch channel."""
+
+    channel_type: Kind | Literal["switch"]
+    connected_to: Annotated[tuple[Index, ...], Meta(max_length=1 << 16)] = ()
+    buffer_type: Buffer | None = None
+    rank_groups: Annotated[tuple[RankGroup, ...], Meta(max_length=16)] = ()
 
 
 class RemoteBuffer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -163,6 +201,11 @@ class Gpu(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
         """The peer of each channel of a type."""
         return [peer for c in self.channels if c.channel_type == kind for peer in c.connected_to]
 
+    def switches(self) -> list[tuple[Buffer, tuple[int, ...]]]:
+        """The buffer and the ranks of each switch channel."""
+        found = [c for c in self.channels if c.channel_type == "switch" and c.buffer_type is not None]
+        return [(c.buffer_type, group.ranks) for c in found for group in c.rank_groups if c.buffer_type is not None]
+
 
 class ExecutionPlan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """An execution plan. `root` is Stretto's addition: the format has no place for it, and the executor ignores it."""
@@ -193,9 +236,9 @@ def loads(text: str, *, where: str = "plan") -> ExecutionPlan:
     total = sum(gpu.input_chunks + gpu.output_chunks + gpu.scratch_chunks for gpu in plan.gpus)
     if total > entries_for(text):
         raise InvalidInput(f"{where}: gpus: {total} chunks in all are too many for a plan of this size")
-    if plan.protocol != "Simple":
-        raise InvalidInput(f"{where}: protocol: only Simple can be run here, not {plan.protocol!r}")
-    if plan.use_double_scratch_buffer:
+    if plan.protocol not in ("Simple", "LL"):
+        raise InvalidInput(f"{where}: {unknown('protocol', plan.protocol, ('Simple', 'LL'))}")
+    if plan.use_double_scratch_buffer and plan.protocol != "LL":
         raise InvalidInput(f"{where}: use_double_scratch_buffer: only packets (LL) use it; must be false")
     if not plan.min_message_size <= plan.max_message_size <= MAX_UINT64:
         raise InvalidInput(f"{where}: min_message_size: must be <= max_message_size, which must be < 2^64")
@@ -223,8 +266,6 @@ def _check_names(data: object, where: str) -> None:
                         raise InvalidInput(f"{at}: {name!r}: {what} cannot be run here; can: {', '.join(OPERATIONS)}")
                 if isinstance(name, str) and name not in OPERATIONS:
                     raise InvalidInput(f"{at}: {unknown('operation', name, OPERATIONS)}")
-                if isinstance(op, dict) and "tbg_info" in op:
-                    raise InvalidInput(f"{at}.tbg_info: threadblock groups cannot be run here")
 
 
 def resolve(plan: ExecutionPlan) -> Image:
@@ -240,7 +281,8 @@ def resolve(plan: ExecutionPlan) -> Image:
             bad = next((p for p in peers if p >= ranks or p == r), None)
             if bad is not None:
                 raise InvalidInput(f"gpus[{r}].{key}: must name another rank 0..{ranks - 1}, not {bad}")
-    if sum(len(tb.ops) for gpu in plan.gpus for tb in gpu.threadblocks) > MAX_TOTAL_OPS:
+    total = sum(len(tb.ops) + TURNS * sum(len(op.ops) for op in tb.ops) for g in plan.gpus for tb in g.threadblocks)
+    if total > MAX_TOTAL_OPS:
         raise InvalidInput(f"gpus: more than {MAX_TOTAL_OPS} operations in all")
     buffers, rows = _lay_out(plan)
     ends, number = _pair(plan)
@@ -251,16 +293,19 @@ def resolve(plan: ExecutionPlan) -> Image:
             if tb.id != b:
                 raise InvalidInput(f"gpus[{r}].threadblocks[{b}].id: must be {b}, not {tb.id}")
             scope = _Scope(plan, r, b, buffers, ends, number, first_semaphore[r])
-            blocks.append((r, b, tuple(a for k, op in enumerate(tb.ops) for a in scope.actions(k, op))))
+            blocks.append((r, b, tuple(a for k, op in enumerate(tb.ops) for a in scope.operation(k, op))))
     semaphores = tuple(s.init_value for gpu in plan.gpus for s in gpu.semaphores)
     if sum(semaphores) > MAX_TOTAL_OPS:
         raise InvalidInput(f"gpus: semaphores start at {sum(semaphores)} in all; at most {MAX_TOTAL_OPS}")
-    return Image(blocks=tuple(blocks), ends=ends, semaphores=semaphores, rows=rows, buffers=buffers)
+    half = 2 * max(gpu.scratch_chunks for gpu in plan.gpus) if plan.use_double_scratch_buffer else 0
+    return Image(blocks=tuple(blocks), ends=ends, semaphores=semaphores, rows=rows, buffers=buffers, double=half)
 
 
 def _lay_out(plan: ExecutionPlan) -> tuple[tuple[dict[str, Rows], ...], int]:
     """Rows for every buffer; in place, the smaller of input and output is a part of the other."""
-    total = sum(g.input_chunks + g.output_chunks + g.scratch_chunks for g in plan.gpus)
+    total = sum(g.input_chunks + g.output_chunks + 4 * g.scratch_chunks for g in plan.gpus)
+    if plan.use_double_scratch_buffer and len({g.scratch_chunks for g in plan.gpus}) > 1:
+        raise InvalidInput("gpus: double scratch must be of one size on all ranks, which find its halves alike")
     if total > MAX_TOTAL_CHUNKS:
         raise InvalidInput(f"gpus: {total} chunks in all are more than the limit of {MAX_TOTAL_CHUNKS}")
     at = 0
@@ -274,14 +319,16 @@ def _lay_out(plan: ExecutionPlan) -> tuple[tuple[dict[str, Rows], ...], int]:
             end = at + max(n_in, n_out)
             if max(i + n_in, o + n_out) > end:
                 raise InvalidInput(f"gpus[{r}]: in place, {n_in} input and {n_out} output chunks do not fit together")
+        # A packet takes twice its data, and double scratch twice that.
+        scratch = gpu.scratch_chunks * (2 if plan.protocol == "LL" else 1)
         buffers.append(
             {
                 "i": Rows(at=i, count=n_in),
                 "o": Rows(at=o, count=n_out),
-                "s": Rows(at=end, count=gpu.scratch_chunks),
+                "s": Rows(at=end, count=scratch, scratch=True),
             }
         )
-        at = end + gpu.scratch_chunks
+        at = end + scratch * (2 if plan.use_double_scratch_buffer else 1)
     return tuple(buffers), at
 
 
@@ -316,19 +363,43 @@ class _Scope:
     number: dict[tuple[int, str, int], int]
     first_semaphore: int
 
-    def actions(self, k: int, op: Operation) -> tuple[ResolvedOp, ...]:
-        """The machine's actions for one operation (`pwsf` becomes two)."""
+    def operation(self, k: int, op: Operation) -> tuple[ResolvedOp, ...]:
+        """The machine's actions for one operation; a loop becomes those of a few turns."""
         where = f"gpus[{self.rank}].threadblocks[{self.block}].ops[{k}]"
+        if op.name != "pipeline":
+            if op.ops or op.iter_context:
+                raise InvalidInput(f"{where}: {op.name} has no operations of its own; only a pipeline has")
+            return self.actions(k, where, op)
+        if op.iter_context is None:
+            raise InvalidInput(f"{where}.iter_context: a pipeline must say what it runs over")
+        for j, inner in enumerate(op.ops):
+            parts = inner.tbg_info.tbg_size if inner.tbg_info else 1
+            if inner.name == "pipeline" or inner.name in PACKETS:
+                raise InvalidInput(f"{where}.ops[{j}]: a pipeline cannot hold a {inner.name}")
+            if any(p.size != op.iter_context.num_chunks * parts for p in (*inner.src_buff, *inner.dst_buff)):
+                raise InvalidInput(f"{where}.ops[{j}]: must move the {op.iter_context.num_chunks} chunks of its loop")
+        turns = range(TURNS)
+        return tuple(a for t in turns for j, i in enumerate(op.ops) for a in self.actions(k, f"{where}.ops[{j}]", i, t))
+
+    def actions(self, k: int, where: str, op: Operation, turn: int | None = None) -> tuple[ResolvedOp, ...]:
+        """The machine's actions for one operation (`pwsf` becomes two), in one turn of a loop if it is in one."""
         gpu = self.plan.gpus[self.rank]
         kinds = CHANNELS.get(op.name, (op.channel_type,))
         if op.channel_type not in kinds:
             raise InvalidInput(f"{where}.channel_type: {op.name} needs {' or '.join(kinds)}, not {op.channel_type}")
         by_port = op.channel_type == "port" and op.name in SHAPES
         ends = self._ends(where, op) if by_port or op.name in CHANNELS.keys() - SHAPES.keys() else ()
-        src = tuple(self._rows(f"{where}.src_buff[{j}]", op, part) for j, part in enumerate(op.src_buff))
-        dst = tuple(self._rows(f"{where}.dst_buff[{j}]", op, part) for j, part in enumerate(op.dst_buff))
         self._check_shape(where, op)
-        if any(a != b and a.at < b.at + b.count and b.at < a.at + a.count for a in src for b in dst):
+        src, dst = (
+            tuple(
+                self._cut(where, op, rows, turn, packet=_is_packet(op.name, side, j))
+                for j, part in enumerate(parts)
+                for rows in self._rows(f"{where}.{key}[{j}]", op, part, packet=_is_packet(op.name, side, j))
+            )
+            for side, (key, parts) in enumerate((("src_buff", op.src_buff), ("dst_buff", op.dst_buff)))
+        )
+        plain = [[(r.at, r.count) for r in rows if not r.packet] for rows in (src, dst)]
+        if any(a != b and a[0] < b[0] + b[1] and b[0] < a[0] + a[1] for a in plain[0] for b in plain[1]):
             raise InvalidInput(f"{where}: source and destination overlap but are not the same")
         if by_port and [self.ends[e].to for e in ends] != [self._peer(op, part) for part in op.dst_buff]:
             raise InvalidInput(f"{where}.channel_ids: must be one channel to the rank of each destination")
@@ -375,9 +446,36 @@ class _Scope:
         remote = self._remote(op, part)
         return self.rank if remote is None else remote.rank
 
-    def _rows(self, where: str, op: Operation, part: ChunkRange) -> Rows:
-        if (part.type is None) == (part.buffer_id is None):
-            raise InvalidInput(f"{where}: needs either type or buffer_id")
+    def _cut(self, where: str, op: Operation, rows: Rows, turn: int | None, *, packet: bool) -> Rows:
+        """The slice of a threadblock group, and the turn of a loop."""
+        group = op.tbg_info or Group(tb_id=0, tbg_size=1)
+        if group.tb_id >= group.tbg_size:
+            raise InvalidInput(f"{where}.tbg_info: tb_id must be below tbg_size {group.tbg_size}, not {group.tb_id}")
+        return Rows(
+            at=rows.at,
+            count=rows.count,
+            part=group.tb_id,
+            parts=group.tbg_size,
+            turn=turn or 0,
+            turns=1 if turn is None else TURNS,
+            packet=packet,
+            scratch=rows.scratch,
+        )
+
+    def _rows(self, where: str, op: Operation, part: ChunkRange, *, packet: bool) -> list[Rows]:
+        """The rows of one source or destination; those of a switch channel are of all its ranks."""
+        if sum(x is not None for x in (part.type, part.buffer_id, part.switch_channel_id)) != 1:
+            raise InvalidInput(f"{where}: needs either type or buffer_id or switch_channel_id")
+        if part.switch_channel_id is not None:
+            tb = self.plan.gpus[self.rank].threadblocks[self.block]
+            mine = [c for refs in tb.channels if refs.channel_type == "switch" for c in refs.channel_ids]
+            known = self.plan.gpus[self.rank].switches()
+            if part.switch_channel_id >= len(mine) or mine[part.switch_channel_id] >= len(known):
+                raise InvalidInput(f"{where}.switch_channel_id: {part.switch_channel_id} does not exist here")
+            kind, group = known[mine[part.switch_channel_id]]
+            if self.rank not in group or any(r >= len(self.plan.gpus) for r in group):
+                raise InvalidInput(f"{where}.switch_channel_id: its ranks must exist, and have rank {self.rank}")
+            return [self._place(where, r, kind, part, packet=False) for r in group]
         rank, buffer = self.rank, part.type
         if buffer is None:
             remote = self._remote(op, part)
@@ -386,29 +484,42 @@ class _Scope:
                     f"{where}.buffer_id: {part.buffer_id} is no peer's buffer reached by {op.channel_type}"
                 )
             rank, buffer = remote.rank, remote.type
-        rows = self.buffers[rank][buffer]
-        if part.index + part.size > rows.count:
+            if self.plan.use_double_scratch_buffer and buffer == "s" and not packet:
+                raise InvalidInput(f"{where}: only packets find the right half of a peer's double scratch")
+        if packet and (buffer != "s" or self.plan.protocol != "LL"):
+            raise InvalidInput(f"{where}: packets must lie in scratch, and the protocol must be LL")
+        return [self._place(where, rank, buffer, part, packet=packet)]
+
+    def _place(self, where: str, rank: int, buffer: Buffer, part: ChunkRange, *, packet: bool) -> Rows:
+        rows, room = self.buffers[rank][buffer], 2 if packet else 1
+        if (part.index + part.size) * room > rows.count:
             raise InvalidInput(
                 f"{where}: {buffer}[{part.index}:{part.index + part.size}] of rank {rank} does not exist; "
-                f"it has {rows.count} chunks"
+                f"it has {rows.count // room} chunks"
             )
-        return Rows(at=rows.at + part.index, count=part.size)
+        return Rows(at=rows.at + part.index * room, count=part.size, scratch=rows.scratch)
 
     def _check_shape(self, where: str, op: Operation) -> None:
         """Refuse an operation whose sources and destinations are not of the right number, kind and size."""
         shapes = SHAPES.get(op.name, ("", ""))
         for key, parts, shape in zip(("src_buff", "dst_buff"), (op.src_buff, op.dst_buff), shapes, strict=True):
-            got = "".join("r" if p.type is None else "l" for p in parts)
+            got = "".join("m" if p.switch_channel_id is not None else "r" if p.type is None else "l" for p in parts)
             if not re.fullmatch(shape, got):
                 raise InvalidInput(
-                    f"{where}.{key}: {op.name} takes {shape or 'none'} (l: own, r: a peer's, +: or more), "
+                    f"{where}.{key}: {op.name} takes {shape or 'none'} (l: own, r: a peer's, m: a switch's, +: or more), "
                     f"not {got or 'none'}"
                 )
         src, dst = [p.size for p in op.src_buff], [p.size for p in op.dst_buff]
         if (src != dst) if op.name in PAIRWISE else len({*src, *dst}) > 1:
             raise InvalidInput(f"{where}: sources and destinations differ in size")
-        if op.name in ("put", "pws", "pwsf") and len({p.type for p in op.src_buff}) > 1:
+        if op.name in ("put", "pws", "pwsf", "ppkt") and len({p.type for p in op.src_buff}) > 1:
             raise InvalidInput(f"{where}.src_buff: all sources of a {op.name} must lie in one buffer")
+
+
+def _is_packet(name: str, side: int, at: int) -> bool:
+    """Whether a source (side 0) or destination (1) of an operation is a packet."""
+    shape = PACKETS.get(name, ("l", "l"))[side]
+    return bool(shape.rstrip("+")[min(at, len(shape.rstrip("+")) - 1)] == "k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,7 +590,7 @@ def execute(plan: ExecutionPlan, inputs: Sequence[Data], *, seed: int = 0) -> li
 
 
 def check(
-    plan: ExecutionPlan, collective: Collective, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 2
+    plan: ExecutionPlan, collective: Collective, *, seeds: Sequence[int] = (0, 1, 2), launches: int | None = None
 ) -> Outcome:
     """Run a plan on random data and compare with what a collective demands.
 
@@ -489,7 +600,7 @@ def check(
         plan: The plan.
         collective: The collective that it is to carry out.
         seeds: One interleaving (and data) per seed.
-        launches: How many launches follow one another, >= 1.
+        launches: How many launches follow one another, >= 1; by default 2, or 4 where scratch is double.
 
     Returns:
         What was run.
@@ -498,6 +609,7 @@ def check(
         VerificationError: An output is wrong, or there is a race or a deadlock.
         InvalidInput: The collective has another number of ranks.
     """
+    launches = (4 if plan.use_double_scratch_buffer else 2) if launches is None else launches
     if collective.num_ranks != len(plan.gpus):
         raise InvalidInput(f"collective: has {collective.num_ranks} ranks, the plan {len(plan.gpus)}")
     image = resolve(plan)
@@ -522,13 +634,13 @@ def check(
     )
 
 
-def check_plan(plan: ExecutionPlan, *, seeds: Sequence[int] = (0, 1, 2), launches: int = 2) -> Outcome:
+def check_plan(plan: ExecutionPlan, *, seeds: Sequence[int] = (0, 1, 2), launches: int | None = None) -> Outcome:
     """Run a plan and compare with the collective that it names itself.
 
     Args:
         plan: The plan.
         seeds: One interleaving (and data) per seed.
-        launches: How many launches follow one another, >= 1.
+        launches: How many launches follow one another, >= 1; by default 2, or 4 where scratch is double.
 
     Returns:
         What was run.
