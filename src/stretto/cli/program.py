@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from ..files import write_file
 from ..programs import Lowered, Program, SymmetricProgram
 from ..programs.formats import expanded, format_of, load_program, save_program, symmetric_text
 from ..programs.formats.mscclpp_reader import ExecutionPlan, check_plan
+from ..programs.formats.mscclpp_wide import PlanForm
 from ..programs.formats.text import dumps
 from ..programs.interpret import check
 from ..programs.lowered import BUFFERS, OPS, READS_SRC, RECEIVES, SENDS, WRITES_DST
@@ -169,6 +170,12 @@ def convert(
     zero_copy: Annotated[
         bool | None, typer.Option("--zero-copy", help="An MSCCL++ plan puts straight into place where that is safe.")
     ] = None,
+    wide: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORM", help="An MSCCL++ plan of wide steps, such as protocol=LL,streams=8,slices=2; see docs."
+        ),
+    ] = None,
     in_place: InPlace = None,
     collective: CollectiveFile = None,
 ) -> None:
@@ -180,6 +187,7 @@ def convert(
       stretto program convert ring.txt ring.xml --in-place --dialect old
       stretto program convert allreduce.xml allreduce.json --hosts 0,0,1,1 --zero-copy
       stretto program convert allreduce.xml allreduce.json --cluster dgx2:2
+      stretto program convert direct.txt direct.json --wide protocol=LL,streams=8 --max-bytes 1M
       stretto program convert new.xml old.xml --dialect old
       stretto program convert symmetric.txt rank17.txt --rank 17
     """
@@ -198,6 +206,9 @@ def convert(
         return
     if isinstance(loaded, SymmetricProgram):
         loaded = expanded(loaded, source)
+    if wide is not None:
+        _convert_wide(loaded, target, PlanForm.parse(wide), sizes, _hosts(hosts, cluster, loaded.collective))
+        return
     lowering = _given(instances=instances, fifo_depth=fifo_depth)
     for_xml = _given(dialect=dialect, protocol=protocol)
     for_plan = _given(hosts=hosts, cluster=cluster, zero_copy=zero_copy)
@@ -214,6 +225,16 @@ def convert(
     say(f"{target}: {about(loaded)}")
     if kind == "mscclpp" and places is None:
         say("all ranks are taken to share one host; --hosts or --cluster says otherwise")
+
+
+def _convert_wide(
+    loaded: Program | Lowered, target: Path, form: PlanForm, sizes: dict[str, int], hosts: Sequence[int] | None
+) -> None:
+    """Write a plan of wide steps."""
+    with progress("converting", 1) as advance:
+        advance(target.name)
+        save_program(loaded, target, hosts=hosts, form=form, **sizes)
+    say(f"{target}: {about(loaded)}, {form}")
 
 
 def _refuse_options(

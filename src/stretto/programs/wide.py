@@ -302,7 +302,7 @@ def _absorb(kept: list[WideStep], i: int, step: WideStep) -> bool:
     """Try to make a later step a part of an earlier one of the same rank."""
     first, between = kept[i], kept[i + 1 :]
     copies = len(step.sources) == 1 and not step.staged and step.level < LAST
-    if copies and (step.sources[0] in first.targets or first.sources == step.sources and not first.staged):
+    if copies and (step.sources[0] in first.targets or (first.sources == step.sources and not first.staged)):
         clash = any(k.touches(step.targets) or k.writes(step.sources) for k in between)
         if not clash:
             first.targets += step.targets

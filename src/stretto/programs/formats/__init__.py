@@ -29,10 +29,11 @@ from ..symmetry import SymmetricProgram
 
 if TYPE_CHECKING:
     from .mscclpp_reader import ExecutionPlan
+    from .mscclpp_wide import PlanForm
 
 __all__ = [
-    "SUFFIXES", "expanded", "format_of", "load_program", "msccl_xml", "mscclpp_json", "mscclpp_reader", "save_program",
-    "sniff", "symmetric_text", "text",
+    "SUFFIXES", "expanded", "format_of", "load_program", "msccl_xml", "mscclpp_json", "mscclpp_reader", "mscclpp_wide",
+    "save_program", "sniff", "symmetric_text", "text",
 ]  # fmt: skip
 
 SUFFIXES = {".txt": "text", ".prog": "text", ".xml": "msccl", ".json": "mscclpp"}
@@ -119,6 +120,7 @@ def save_program(
     hosts: Sequence[int] | None = None,
     min_bytes: int | None = None,
     max_bytes: int | None = None,
+    form: PlanForm | None = None,
     **options: Any,
 ) -> None:
     """Write a program in the format that the file name asks for, lowering it where the format needs that.
@@ -131,6 +133,7 @@ def save_program(
             between hosts. Without it all ranks are taken to share one host. Other formats do not tell hosts apart.
         min_bytes: The smallest call that an MSCCL or MSCCL++ file is for; by default that of the streams.
         max_bytes: The largest call, 0 for no limit; by default that of the streams.
+        form: Write an MSCCL++ plan of wide steps, carried out in this way; it takes a `Program`.
         **options: Further options of the format's ``dumps``.
 
     Raises:
@@ -138,7 +141,9 @@ def save_program(
     """
     path = usable_path(path)
     kind = format_of(path)
-    if kind == "text":
+    if form is not None:
+        text = _wide(program, path, form, hosts, (min_bytes or 0, max_bytes or 0), options)
+    elif kind == "text":
         from . import symmetric_text
         from . import text as text_form
 
@@ -160,6 +165,27 @@ def save_program(
 
             text = mscclpp_json.dumps(lowered, hosts=hosts, min_bytes=min_bytes, max_bytes=max_bytes, **options)
     write_file(path, text)
+
+
+def _wide(
+    program: Program | SymmetricProgram | Lowered,
+    path: Path,
+    form: PlanForm,
+    hosts: Sequence[int] | None,
+    sizes: tuple[int, int],
+    options: dict[str, Any],
+) -> str:
+    """The text of a plan of wide steps."""
+    from . import mscclpp_wide
+
+    if format_of(path) != "mscclpp":
+        raise InvalidInput(f"{path}: form: only MSCCL++ plans (.json) have wide steps")
+    if isinstance(program, Lowered):
+        raise InvalidInput(f"{path}: form: wide steps are made of a program (.txt), not of instruction streams")
+    if hosts is not None and len(set(hosts)) > 1:
+        raise InvalidInput(f"{path}: form: wide steps reach into peers' memory, which works inside one host only")
+    plain = expanded(program, path) if isinstance(program, SymmetricProgram) else program
+    return mscclpp_wide.dumps(plain, form=form, min_bytes=sizes[0], max_bytes=sizes[1], **options)
 
 
 def expanded(program: SymmetricProgram, path: str | Path) -> Program:

@@ -478,7 +478,7 @@ class Machine:
             (rank, name, row - rows.at)
             for rank, buffers in enumerate(self.image.buffers)
             for name, rows in buffers.items()
-            if rows.at <= row < rows.at + rows.count
+            if rows.at <= row < rows.at + rows.count + (self.image.double if rows.scratch else 0)
         )
         first, second = (self._names[t] + (f" op {k}" if k >= 0 else "") for t, k in ((other, its_op), (tid, op)))
         return VerificationError(f"race on {name}[{at}] of rank {rank}: {first} and {second} are not ordered")

@@ -506,7 +506,7 @@ class _Scope:
             got = "".join("m" if p.switch_channel_id is not None else "r" if p.type is None else "l" for p in parts)
             if not re.fullmatch(shape, got):
                 raise InvalidInput(
-                    f"{where}.{key}: {op.name} takes {shape or 'none'} (l: own, r: a peer's, m: a switch's, +: or more), "
+                    f"{where}.{key}: {op.name} takes {shape or 'none'} (l: own, r: a peer's, m: a switch, +: or more), "
                     f"not {got or 'none'}"
                 )
         src, dst = [p.size for p in op.src_buff], [p.size for p in op.dst_buff]

@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InvalidInput, unknown
 from ..ir import Program
 from ..wide import PACKET, WideProgram, widen
 from .mscclpp_json import MAX_LABEL, MAX_OPS, MAX_THREADBLOCKS, NO_LIMIT, check_collective
-from .mscclpp_wide_ops import BlockWriter, WideOp
+from .mscclpp_wide_ops import EVERYBODY, BlockWriter, WideOp
 from .mscclpp_wide_sync import StreamSync
 
 PROTOCOLS = ("Simple", "LL")
@@ -26,14 +27,65 @@ ALIGNMENT = 16
 LEAST_THREADS, MOST_THREADS = 32, 1024
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanForm:
+    """How a plan of wide steps is carried out.
+
+    >>> PlanForm.parse("protocol=LL,streams=8").slices
+    1
+    """
+
+    protocol: str = "Simple"
+    """"Simple", or "LL" for packets: twice the bytes, but nobody waits for a signal."""
+    streams: int = 1
+    """Into how many streams the chunks are divided, at most; each is a group of threadblocks of its own."""
+    slices: int = 1
+    """How many threadblocks share the work of each stream, slice by slice."""
+    threads: int = MOST_THREADS
+    """The threads of a threadblock."""
+    loop_bytes: int = 0
+    """Let every threadblock loop over so many bytes of its slice at a time; 0: all at once."""
+    multicast: int = 0
+    """1 lets switches add up and copy what all ranks have in the same place (NVLink SHARP)."""
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            raise unknown("protocol", self.protocol, PROTOCOLS)
+        for key, most in (("streams", 1024), ("slices", 1024)):
+            if not 1 <= getattr(self, key) <= most:
+                raise InvalidInput(f"{key}: must be 1..{most}, not {getattr(self, key)}")
+        if not LEAST_THREADS <= self.threads <= MOST_THREADS or self.threads % 32:
+            raise InvalidInput(f"threads: must be {LEAST_THREADS}..{MOST_THREADS} in steps of 32, not {self.threads}")
+        if not 0 <= self.loop_bytes < 1 << 32 or self.loop_bytes % ALIGNMENT:
+            raise InvalidInput(f"loop_bytes: must be a multiple of {ALIGNMENT} below 2^32, not {self.loop_bytes}")
+        if self.multicast not in (0, 1):
+            raise InvalidInput(f"multicast: must be 0 or 1, not {self.multicast}")
+        if self.loop_bytes and self.protocol == "LL":
+            raise InvalidInput("loop_bytes: packets cannot be sent in a loop; choose protocol Simple")
+
+    @classmethod
+    def parse(cls, text: str) -> PlanForm:
+        """The form of a text such as ``protocol=LL,streams=8,slices=2``; what it does not say is as by default."""
+        found: dict[str, Any] = {}
+        for pair in filter(None, text.split(",")):
+            key, equals, value = pair.partition("=")
+            if key not in cls.__dataclass_fields__:
+                raise unknown("part of a form", key, cls.__dataclass_fields__)
+            if not equals or (key != "protocol" and not value.isdecimal()):
+                raise InvalidInput(f"{key}: must be KEY=VALUE with a whole number, not {pair!r}")
+            found[key] = value if key == "protocol" else int(value)
+        return cls(**found)
+
+    def __str__(self) -> str:
+        default = PlanForm()
+        parts = [k for k in self.__dataclass_fields__ if k != "protocol" and getattr(self, k) != getattr(default, k)]
+        return ",".join([f"protocol={self.protocol}", *(f"{key}={getattr(self, key)}" for key in parts)])
+
+
 def dumps(
     program: Program,
     *,
-    protocol: str = "Simple",
-    streams: int = 1,
-    slices: int = 1,
-    threads: int = MOST_THREADS,
-    loop_bytes: int = 0,
+    form: PlanForm | None = None,
     max_threadblocks: int = MAX_THREADBLOCKS,
     min_bytes: int = 0,
     max_bytes: int = 0,
@@ -45,11 +97,7 @@ def dumps(
 
     Args:
         program: The program; it is verified first.
-        protocol: "Simple", or "LL" for packets: twice the bytes, but nobody waits for a signal.
-        streams: Into how many streams the chunks are divided, at most; each is a group of threadblocks of its own.
-        slices: How many threadblocks share the work of each stream, slice by slice.
-        threads: The threads of a threadblock.
-        loop_bytes: Let every threadblock loop over so many bytes of its slice at a time; 0: all at once.
+        form: How its steps are carried out; by default in one threadblock, with signals.
         max_threadblocks: How many threadblocks a rank may have.
         min_bytes: The smallest call that the plan is for.
         max_bytes: The largest call; 0 for no limit.
@@ -61,29 +109,21 @@ def dumps(
         InvalidInput: An argument is out of range, or the format or the executor cannot hold the program.
         VerificationError: The program does not do what its collective asks.
     """
-    if protocol not in PROTOCOLS:
-        raise unknown("protocol", protocol, PROTOCOLS)
-    for key, value in (("slices", slices), ("max_threadblocks", max_threadblocks)):
-        if value < 1:
-            raise InvalidInput(f"{key}: must be >= 1, not {value}")
-    if not LEAST_THREADS <= threads <= MOST_THREADS or threads % 32:
-        raise InvalidInput(f"threads: must be {LEAST_THREADS}..{MOST_THREADS} in steps of 32, not {threads}")
-    if loop_bytes < 0 or loop_bytes % ALIGNMENT:
-        raise InvalidInput(f"loop_bytes: must be a multiple of {ALIGNMENT} >= 0, not {loop_bytes}")
-    if loop_bytes and protocol == "LL":
-        raise InvalidInput("loop_bytes: packets cannot be sent in a loop; choose protocol Simple")
+    if max_threadblocks < 1:
+        raise InvalidInput(f"max_threadblocks: must be >= 1, not {max_threadblocks}")
     if not 0 <= min_bytes <= (max_bytes or NO_LIMIT):
         raise InvalidInput(f"min_bytes: must be 0..max_bytes, not {min_bytes}")
     name = check_collective(program.collective)
-    wide = widen(program, packets=protocol == "LL", streams=streams)
+    form = form or PlanForm()
+    wide = widen(program, packets=form.protocol == "LL", streams=form.streams)
     plan: dict[str, Any] = {
         "collective": name,
-        "protocol": protocol,
+        "protocol": form.protocol,
         "inplace": program.collective.in_place,
         "reuse_resources": False,
-        "gpus": _PlanWriter(wide, slices, loop_bytes, max_threadblocks).gpus(),
-        "num_threads_per_block": threads,
-        "use_double_scratch_buffer": protocol == "LL",
+        "gpus": _PlanWriter(wide, form, max_threadblocks).gpus(),
+        "num_threads_per_block": form.threads,
+        "use_double_scratch_buffer": form.protocol == "LL",
         "buffer_alignment": ALIGNMENT,
         "min_message_size": min_bytes,
         "max_message_size": max_bytes or NO_LIMIT,
@@ -93,15 +133,17 @@ def dumps(
     content = json.dumps(plan, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     ranks = program.collective.num_ranks
-    label = f"{program.name[:MAX_LABEL]}-{name}-{ranks}ranks-{protocol}-{digest}"
+    label = f"{program.name[:MAX_LABEL]}-{name}-{ranks}ranks-{form.protocol}-{digest}"
     return json.dumps({"name": label, **plan}, indent=1) + "\n"
 
 
 class _PlanWriter:
     """Renders the streams of all ranks."""
 
-    def __init__(self, wide: WideProgram, slices: int, loop_bytes: int, max_threadblocks: int) -> None:
-        self.wide, self.slices = wide, slices
+    def __init__(self, wide: WideProgram, form: PlanForm, max_threadblocks: int) -> None:
+        self.wide, self.slices = wide, form.slices
+        slices, loop_bytes = form.slices, form.loop_bytes
+        self.multicast = wide.program.collective.num_ranks if form.multicast else 0
         self.ranks = wide.program.collective.num_ranks
         counts = {s.count for s in wide.steps}
         if loop_bytes and (len(counts) > 1 or min(counts, default=1) % slices):
@@ -136,7 +178,9 @@ class _PlanWriter:
         steps = [s for s in self.wide.steps if self.wide.stream[s.piece] == stream]
         sync = StreamSync(steps, self.ranks, packets=any(self.wide.slots))
         for r in range(self.ranks):
-            block = BlockWriter(r, in_place=self.wide.program.collective.in_place, once=sync.touched_once)
+            block = BlockWriter(
+                r, in_place=self.wide.program.collective.in_place, once=sync.touched_once, multicast=self.multicast
+            )
             block.signal(sync.signals(r, 0), relaxed=True)
             if self.loop:
                 block.wait(sync.first_waits(r), relaxed=True)
@@ -185,10 +229,13 @@ class _PlanWriter:
     def _gpu(self, rank: int) -> dict[str, Any]:
         c = self.wide.program.collective
         remote: dict[tuple[int, str], int] = {}
+        switches: dict[str, int] = {}
         for pieces in self.blocks[rank]:
             for op in (op for piece in pieces for outer in piece for op in (outer, *outer.inner)):
                 for cell in (*op.src, *op.dst):
-                    if cell[0] != rank:
+                    if cell[0] == EVERYBODY:
+                        switches.setdefault(cell[1], len(switches))
+                    elif cell[0] != rank:
                         remote.setdefault((cell[0], "s" if cell[1] == PACKET else cell[1]), len(remote))
         # Channels pair up by order: the k-th from a to b with the k-th from b to a, so both ends sort alike.
         channels = [
@@ -199,7 +246,7 @@ class _PlanWriter:
         ]
         number = {key: k for k, key in enumerate(channels)}
         blocks = [
-            self._block(rank, ops, stream, slice_, number, remote)
+            self._block(rank, ops, (stream, slice_), number, remote, switches)
             for stream, pieces in enumerate(self.blocks[rank])
             for ops in pieces
             for slice_ in range(self.slices)
@@ -213,9 +260,17 @@ class _PlanWriter:
             # Peers address scratch alike, so every rank has as much as the one that needs most.
             "scratch_chunks": max(self.packet_base) + max(self.wide.slots) if packets else max(self.wide.scratch),
             "threadblocks": [{"id": k, **block} for k, block in enumerate(blocks or [idle])],
-            "channels": [{"channel_type": "memory", "connected_to": [peer for peer, _, _ in channels]}]
-            if channels
-            else [],
+            "channels": [
+                *([{"channel_type": "memory", "connected_to": [peer for peer, _, _ in channels]}] if channels else []),
+                *(
+                    {
+                        "channel_type": "switch",
+                        "buffer_type": buffer,
+                        "rank_groups": [{"size": 1, "ranks": list(range(self.ranks))}],
+                    }
+                    for buffer in switches
+                ),
+            ],
             "remote_buffers": [
                 {"rank": peer, "type": buffer, "access_channel_types": ["memory"]} for peer, buffer in remote
             ],
@@ -226,11 +281,12 @@ class _PlanWriter:
         self,
         rank: int,
         ops: list[WideOp],
-        stream: int,
-        slice_: int,
+        at: tuple[int, int],
         number: dict[tuple[int, int, int], int],
         remote: dict[tuple[int, str], int],
+        switches: dict[str, int],
     ) -> dict[str, Any]:
+        stream, slice_ = at
         known: dict[str, list[int]] = defaultdict(list)
 
         def local(kind: str, value: int) -> int:
@@ -242,6 +298,8 @@ class _PlanWriter:
             owner, buffer, at = cell
             index = at + max(self.packet_base) if buffer == PACKET else at
             buffer = "s" if buffer == PACKET else buffer
+            if owner == EVERYBODY:
+                return {"switch_channel_id": local("switch", switches[buffer]), "index": index, "size": count}
             if owner == rank:
                 return {"type": buffer, "index": index, "size": count}
             return {"buffer_id": local("buffer", remote[owner, buffer]), "index": index, "size": count}
@@ -255,8 +313,9 @@ class _PlanWriter:
                     out["tbg_info"] = {"tb_id": slice_, "tbg_size": self.slices}
             if op.peers:
                 out["channel_ids"] = [local("channel", number[q, stream, slice_]) for q in op.peers]
-            if op.peers or any(cell[0] != rank for cell in (*op.src, *op.dst)):
-                out["channel_type"] = "memory"
+            owners = {cell[0] for cell in (*op.src, *op.dst)}
+            if op.peers or owners - {rank}:
+                out["channel_type"] = "switch" if EVERYBODY in owners else "memory"
             if op.semaphore >= 0:
                 out["semaphore_ids"] = [op.semaphore + slice_]
             if op.reduces:
@@ -272,6 +331,10 @@ class _PlanWriter:
             raise InvalidInput(f"rank {rank}: a stream reaches {len(refs)} buffers of peers; the executor takes 16")
         return {
             "ops": rendered,
-            "channels": [{"channel_type": "memory", "channel_ids": ids}] if ids else [],
+            "channels": [
+                {"channel_type": kind, "channel_ids": found}
+                for kind, found in (("memory", ids), ("switch", known["switch"]))
+                if found
+            ],
             "remote_buffer_refs": [{"access_channel_type": "memory", "remote_buffer_ids": refs}] if refs else [],
         }

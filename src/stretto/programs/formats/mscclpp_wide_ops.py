@@ -10,6 +10,8 @@ from typing import TypeVar
 from ..wide import PACKET, Cell, WideStep
 
 T = TypeVar("T")
+EVERYBODY = -1
+"""Stands for the rank in a place that a switch channel reaches on all ranks at once."""
 MOST_PARTS = 8
 """The most places of peers, or packets, that one operation takes on a side, beside one of its own."""
 
@@ -29,7 +31,7 @@ class WideOp:
     @property
     def reduces(self) -> bool:
         """Whether it adds up."""
-        return self.name in ("re", "res", "rre", "rres", "repkt", "respkt")
+        return self.name in ("re", "res", "rre", "rres", "repkt", "respkt", "glres")
 
     def all_peers(self) -> Iterator[int]:
         """The ranks that it, or an operation of its loop, signals or waits for."""
@@ -49,8 +51,10 @@ class BlockWriter:
     what one thread has waited for, the others do not know.
     """
 
-    def __init__(self, rank: int, *, in_place: bool, once: Collection[Cell]) -> None:
+    def __init__(self, rank: int, *, in_place: bool, once: Collection[Cell], multicast: int = 0) -> None:
         self.rank, self._in_place, self._once = rank, in_place, once
+        self._multicast = multicast
+        """The number of ranks that a switch adds up and copies for; 0 where none does."""
         self.ops: list[WideOp] = []
         self._waited = False
         self._touched: list[tuple[Cell, int, bool]] = []
@@ -78,12 +82,31 @@ class BlockWriter:
 
     def step(self, step: WideStep) -> None:
         """Carry out one wide step."""
+        if self._multicast and self._switched(step):
+            return
         if any(cell[1] == PACKET for cell in (*step.sources, *step.targets)):
             self._packets(step)
         elif len(step.sources) == 1:
             self._copies(step, step.sources[0], step.targets)
         else:
             self._sums(step)
+
+    def _switched(self, step: WideStep) -> bool:
+        """Let the switch add up, or copy, what all ranks have in the same place; False where it cannot."""
+        alike = [self._everywhere(cells) for cells in (step.sources, step.targets)]
+        if alike[1] is None or (alike[0] is None and len(step.sources) > 1):
+            return False
+        if alike[0] is None:
+            self._add("gstore", step.count, step.sources, [alike[1]], touches=step.targets)
+        else:
+            self._add("glres", step.count, [alike[0]], [alike[1]], touches=[*step.sources, *step.targets])
+        return True
+
+    def _everywhere(self, cells: Sequence[Cell]) -> Cell | None:
+        places = {cell[1:] for cell in cells}
+        if len(places) > 1 or {cell[0] for cell in cells} != set(range(self._multicast)):
+            return None
+        return EVERYBODY, *places.pop()
 
     def _copies(self, step: WideStep, source: Cell, targets: Sequence[Cell]) -> None:
         own, away = self._sides(targets)
@@ -145,18 +168,20 @@ class BlockWriter:
         away = sorted((c for c in cells if c[0] != self.rank), key=lambda c: (c[0] <= self.rank, c[0]))
         return [c for c in cells if c[0] == self.rank], away
 
-    def _add(self, name: str, count: int, src: Sequence[Cell], dst: Sequence[Cell]) -> None:
-        access = [(c, count, False) for c in src if c[1] != PACKET] + [(c, count, True) for c in dst if c[1] != PACKET]
+    def _add(
+        self, name: str, count: int, src: Sequence[Cell], dst: Sequence[Cell], *, touches: Sequence[Cell] = ()
+    ) -> None:
+        access = [(c, count, True) for c in touches]
+        access += [(c, count, False) for c in src if c[1] != PACKET] + [(c, count, True) for c in dst if c[1] != PACKET]
         clash = any((x or y) and _overlap(a, m, b, n) for a, m, x in access for b, n, y in self._touched)
         self._meet(self._waited or clash)
         last = self.ops[-1] if self.ops else None
-        if last and name in ("put", "ppkt") and last.name == name and last.count == count:
-            if last.src[0][1] == src[0][1] and len(last.src) < MOST_PARTS:
-                self.ops[-1] = replace(last, src=(*last.src, *src), dst=(*last.dst, *dst))
-                self._touched += access
-                return
-        self.ops.append(WideOp(name=name, src=tuple(src), dst=tuple(dst), count=count))
         self._touched += access
+        joins = last is not None and name in ("put", "ppkt") and (last.name, last.count) == (name, count)
+        if last is not None and joins and last.src[0][1] == src[0][1] and len(last.src) < MOST_PARTS:
+            self.ops[-1] = replace(last, src=(*last.src, *src), dst=(*last.dst, *dst))
+        else:
+            self.ops.append(WideOp(name=name, src=tuple(src), dst=tuple(dst), count=count))
 
     def _meet(self, needed: bool) -> None:
         if needed:

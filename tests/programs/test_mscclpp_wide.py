@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MSCCL++ plans of wide steps: right and free of races however they are carried out; faults are noticed."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from stretto import AllReduce
+from stretto.algorithms import algorithm
+from stretto.errors import InvalidInput, StrettoError, VerificationError
+from stretto.programs import Program
+from stretto.programs.formats.mscclpp_reader import check_plan, loads
+from stretto.programs.formats.mscclpp_wide import PlanForm, dumps
+from stretto.programs.wide import widen
+
+CASES = [
+    ("all_reduce", "direct"),
+    ("all_reduce", "ring"),
+    ("all_reduce", "recursive_doubling"),
+    ("all_reduce", "double_binary_tree"),
+    ("all_gather", "direct"),
+    ("all_gather", "bruck"),
+    ("reduce_scatter", "direct"),
+    ("reduce_scatter", "halving_doubling"),
+    ("all_to_all", "direct"),
+    ("all_to_all", "bruck"),
+    ("broadcast", "binary_tree"),
+]
+FORMS = ["", "slices=2", "streams=3", "protocol=LL", "protocol=LL,streams=2,slices=2", "loop_bytes=64", "multicast=1"]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_plans_are_right_in_every_form(kind: str, name: str, in_place: bool) -> None:
+    program = algorithm(name, kind, 3, in_place=in_place)
+    done = 0
+    for seed, form in enumerate(FORMS):
+        try:
+            text = dumps(program, form=PlanForm.parse(form))
+        except InvalidInput as error:
+            assert "hears nothing" in str(error) or "in a loop" in str(error)
+            continue
+        check_plan(loads(text), seeds=[seed])
+        done += 1
+    assert done >= 4
+
+
+def test_a_sum_of_all_ranks_is_one_operation() -> None:
+    plan = json.loads(dumps(algorithm("direct", "all_reduce", 8)))
+    names = [op["name"] for op in plan["gpus"][3]["threadblocks"][0]["ops"]]
+    assert names == ["rlxsignal", "rlxwait", "nop", "rres", "nop", "signal", "wait"]
+    adds = plan["gpus"][3]["threadblocks"][0]["ops"][3]
+    assert len(adds["src_buff"]) == len(adds["dst_buff"]) == 8
+    assert plan["gpus"][3]["scratch_chunks"] == 0
+
+
+def test_packets_need_no_signals() -> None:
+    plan = json.loads(dumps(algorithm("direct", "all_reduce", 4), form=PlanForm(protocol="LL", streams=4)))
+    names = {op["name"] for gpu in plan["gpus"] for tb in gpu["threadblocks"] for op in tb["ops"]}
+    assert names == {"ppkt", "respkt", "upkt"}
+    assert plan["use_double_scratch_buffer"] is True
+    assert not any(gpu["channels"] for gpu in plan["gpus"])
+
+
+def test_pieces_that_travel_alike_become_a_loop() -> None:
+    program = algorithm("chain", "broadcast", 4, chunks=64)
+    plan = json.loads(dumps(program, form=PlanForm(slices=4, loop_bytes=4096)))
+    blocks = plan["gpus"][1]["threadblocks"]
+    assert len(blocks) == 4
+    loop = next(op for op in blocks[0]["ops"] if op["name"] == "pipeline")
+    assert loop["iter_context"] == {"unit_size": 4096, "num_chunks": 16}
+    check_plan(loads(json.dumps(plan)), seeds=[0])
+
+
+def test_many_ranks_take_several_operations() -> None:
+    check_plan(loads(dumps(algorithm("direct", "all_reduce", 12, in_place=True))), seeds=[0], launches=1)
+
+
+def test_a_switch_adds_up_and_copies() -> None:
+    plan = json.loads(dumps(algorithm("direct", "all_reduce", 4, in_place=True), form=PlanForm(multicast=1)))
+    ops = [op["name"] for op in plan["gpus"][0]["threadblocks"][0]["ops"]]
+    assert "glres" in ops and "rres" not in ops
+    gather = json.loads(dumps(algorithm("direct", "all_gather", 4), form=PlanForm(multicast=1)))
+    assert "gstore" in [op["name"] for op in gather["gpus"][0]["threadblocks"][0]["ops"]]
+
+
+def random_program(seed: int) -> Program:
+    """An all-reduce by a random tree for every chunk, in random order of chunks."""
+    pick = random.Random(seed)
+    ranks, chunks = pick.randint(2, 5), pick.randint(1, 4)
+    src, dst, chunk, step, reduce = [], [], [], [], []
+    for c in range(chunks):
+        order = pick.sample(range(ranks), ranks)
+        parent = {order[k]: order[pick.randrange(k)] for k in range(1, ranks)}
+        late = pick.randint(0, 3)
+        for k in range(ranks - 1, 0, -1):
+            child = order[k]
+            for up in (True, False):
+                src.append(child if up else parent[child])
+                dst.append(parent[child] if up else child)
+                chunk.append(c)
+                step.append(late + (ranks - 1 - k if up else ranks - 1 + k))
+                reduce.append(up)
+    return Program.from_steps(
+        f"random{seed}", AllReduce(ranks, chunks=chunks, in_place=pick.random() < 0.5),
+        src=src, dst=dst, chunk=chunk, step=step, reduce=reduce,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_run_right(seed: int) -> None:
+    form = random.Random(seed).choice(FORMS)
+    program = random_program(seed)
+    try:
+        text = dumps(program, form=PlanForm.parse(form))
+    except InvalidInput as error:
+        assert "in a loop" in str(error)
+        text = dumps(program)
+    check_plan(loads(text), seeds=[seed])
+
+
+def without(plan: dict[str, Any], rank: int, block: int, op: int) -> str:
+    changed = json.loads(json.dumps(plan))
+    del changed["gpus"][rank]["threadblocks"][block]["ops"][op]
+    return json.dumps(changed)
+
+
+@pytest.mark.parametrize("form", ["", "protocol=LL", "slices=2", "multicast=1"])
+@pytest.mark.parametrize(("kind", "name"), [("all_reduce", "direct"), ("all_gather", "ring")])
+def test_every_operation_is_needed(kind: str, name: str, form: str) -> None:
+    plan = json.loads(dumps(algorithm(name, kind, 3, in_place=True), form=PlanForm.parse(form)))
+    blocks = plan["gpus"][1]["threadblocks"]
+    for op in range(len(blocks[0]["ops"])):
+        if "LL" in form and blocks[0]["ops"][op]["name"] == "nop":
+            continue  # Where packets depend on each other, threads need not meet; the writer does not look that far.
+        with pytest.raises(StrettoError):
+            check_plan(loads(without(plan, 1, 0, op)), seeds=[0, 1, 2])
+
+
+def test_a_shifted_place_is_noticed() -> None:
+    plan = json.loads(dumps(algorithm("direct", "all_reduce", 3), form=PlanForm(protocol="LL")))
+    noticed = 0
+    for op in plan["gpus"][0]["threadblocks"][0]["ops"]:
+        for part in (*op.get("src_buff", ()), *op.get("dst_buff", ())):
+            part["index"] += 1
+            with pytest.raises(StrettoError):
+                check_plan(loads(json.dumps(plan)), seeds=[0, 1])
+            part["index"] -= 1
+            noticed += 1
+    assert noticed > 8
+
+
+def test_packets_in_single_scratch_are_overwritten() -> None:
+    plan = json.loads(dumps(algorithm("direct", "all_gather", 3), form=PlanForm(protocol="LL")))
+    plan["use_double_scratch_buffer"] = False
+    with pytest.raises(VerificationError, match=r"race|deadlock"):
+        check_plan(loads(json.dumps(plan)), seeds=range(6), launches=4)
+
+
+def test_slices_of_different_size_clash() -> None:
+    """Two threadblocks that cut the same data differently touch each other's part."""
+    plan = json.loads(dumps(algorithm("direct", "all_reduce", 3), form=PlanForm(slices=2)))
+    plan["gpus"][0]["threadblocks"][1]["ops"][3]["tbg_info"] = {"tb_id": 0, "tbg_size": 1}
+    with pytest.raises(VerificationError):
+        check_plan(loads(json.dumps(plan)), seeds=[0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("protocol=LL128", "unknown protocol 'LL128'; choose from: Simple, LL"),
+        ("slices=0", "slices: must be 1..1024, not 0"),
+        ("threads=100", "threads: must be 32..1024 in steps of 32, not 100"),
+        ("loop_bytes=8", "loop_bytes: must be a multiple of 16"),
+        ("protocol=LL,loop_bytes=64", "loop_bytes: packets cannot be sent in a loop"),
+        ("speed=3", "unknown part of a form 'speed'"),
+        ("slices=x", "slices: must be KEY=VALUE with a whole number"),
+    ],
+)
+def test_wrong_forms_are_refused(form: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        PlanForm.parse(form)
+
+
+def test_limits_are_named() -> None:
+    with pytest.raises(InvalidInput, match="hears nothing from it"):
+        dumps(algorithm("direct", "broadcast", 3), form=PlanForm(protocol="LL"))
+    with pytest.raises(InvalidInput, match="90 threadblocks are more than max_threadblocks 80"):
+        dumps(algorithm("direct", "all_reduce", 3), form=PlanForm(slices=90))
+    with pytest.raises(InvalidInput, match="streams: must be >= 1"):
+        widen(algorithm("direct", "all_reduce", 3), streams=0)
+
+
+def test_a_form_is_text_and_back() -> None:
+    form = PlanForm(protocol="LL", streams=8, slices=2, threads=512)
+    assert PlanForm.parse(str(form)) == form
