@@ -39,15 +39,10 @@ def atoms_of(program: Program) -> list[list[Atom]]:
 def _atoms(p: Program, transfers: list[int], read: NDArray[np.int64], write: NDArray[np.int64]) -> list[Atom]:
     """The messages of one chunk, each read as late as its source allows; rounds without any message are left out."""
     rows = [(int(read[t]), int(write[t]), int(p.src[t]), int(p.dst[t]), bool(p.reduce[t])) for t in transfers]
-    rows = [
-        (
-            end if not any(dst == src and begin <= other < end for _, other, _, dst, _ in rows) else begin,
-            end,
-            src,
-            *rest,
-        )
-        for begin, end, src, *rest in rows
-    ]
+    writes = [(end, dst) for _, end, _, dst, _ in rows]
+    for k, (begin, end, src, dst, reduce) in enumerate(rows):
+        if not any(to == src and begin <= at < end for at, to in writes):
+            rows[k] = (end, end, src, dst, reduce)
     number = {level: k for k, level in enumerate(sorted({level for row in rows for level in row[:2]}))}
     return sorted(
         Atom(read=number[begin], write=number[end], src=src, dst=dst, reduce=reduce)
