@@ -138,6 +138,14 @@ def show(
     files.tell()
 
 
+WideOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORM", help="An MSCCL++ plan of wide steps, such as protocol=LL,streams=8,slices=2; see docs."
+    ),
+]
+
+
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A program file.")],
@@ -170,12 +178,7 @@ def convert(
     zero_copy: Annotated[
         bool | None, typer.Option("--zero-copy", help="An MSCCL++ plan puts straight into place where that is safe.")
     ] = None,
-    wide: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORM", help="An MSCCL++ plan of wide steps, such as protocol=LL,streams=8,slices=2; see docs."
-        ),
-    ] = None,
+    wide: WideOption = None,
     in_place: InPlace = None,
     collective: CollectiveFile = None,
 ) -> None:
