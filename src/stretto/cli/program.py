@@ -191,7 +191,6 @@ def convert(
       stretto program convert allreduce.xml allreduce.json --hosts 0,0,1,1 --zero-copy
       stretto program convert allreduce.xml allreduce.json --cluster dgx2:2
       stretto program convert direct.txt direct.json --wide protocol=LL,streams=8 --max-bytes 1M
-      stretto program convert new.xml old.xml --dialect old
       stretto program convert symmetric.txt rank17.txt --rank 17
     """
     sizes = parse_limits(min_bytes, max_bytes)
