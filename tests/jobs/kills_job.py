@@ -60,7 +60,7 @@ ITERATION_PAUSE_S = 0.001
 """A rank sleeps for so long after every iteration."""
 REALLY = 10
 """Of so many plans a real planner, where there is one, makes one: it takes longer than all iterations between."""
-CALL_TIMEOUT_S, STOPPED_TIMEOUT_S = 120.0, 15.0
+CALL_TIMEOUT_S, STOPPED_TIMEOUT_S = 120.0, 30.0
 """After so long a call with a rank that does not answer fails; sooner where a rank is stopped."""
 LIMIT_S = 400.0
 """What a trial may take on a busy machine."""
@@ -108,7 +108,7 @@ class Replaced:
 
     def poll(self) -> PlanReply | None:
         found = self._planning.poll()
-        # On a busy machine a planner at the lowest priority may be given up; which plan it finds does not matter here.
+        # On a busy machine a planner at a low priority may be given up; which plan it finds does not matter here.
         assert found is None or found.error in ("", TOOK_TOO_LONG), found.error
         return None if found is None else self._answer
 

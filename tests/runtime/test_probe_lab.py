@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,8 @@ from stretto.lab import Lab, unavailable
 
 JOB = Path(__file__).parents[1] / "jobs" / "probe_job.py"
 LIMIT_S = 400.0
-TRIES = 4
-"""Machines that run tests do other things, too: within so many probes one must be undisturbed."""
+TRIES = 8
+"""Machines that run tests do other things, too: within so many probes each link must be undisturbed once."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,14 +37,15 @@ def probed(lab: Lab, folder: Path) -> dict[str, Any]:
     return first
 
 
-def worst(found: Mapping[str, Any], lab: Lab) -> float:
-    """How far the worst measured rate is from what was shaped."""
-    errors = []
+def errors_of(found: Mapping[str, Any], lab: Lab) -> dict[tuple[str, int, str], float]:
+    """How far each measured rate is from what was shaped."""
+    errors = {}
     for network, channel in zip(found["networks"], lab.layout.channels, strict=True):
         for port in network["ports"]:
             shaped = channel.bits_per_s[port["host"]] / 8e9
-            errors += [abs(port[side] / shaped - 1) for side in ("out_gb_per_s", "in_gb_per_s")]
-    return float(max(errors))
+            for side in ("out_gb_per_s", "in_gb_per_s"):
+                errors[network["name"], port["host"], side] = abs(port[side] / shaped - 1)
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_shaped_rates_and_groups_are_recovered(
     tmp_path: Path, hosts: int, ranks: int, order: str, uplinks: dict[str, str]
 ) -> None:
     with Lab(hosts=hosts, ranks_per_host=ranks, uplinks=uplinks, order=order) as lab:
-        errors = []
+        errors: dict[tuple[str, int, str], float] = {}
         truth = [[rank for rank in range(hosts * ranks) if lab.host_of(rank) == host] for host in range(hosts)]
         for attempt in range(TRIES):
             said = probed(lab, tmp_path / str(attempt))
@@ -68,10 +68,11 @@ def test_shaped_rates_and_groups_are_recovered(
             assert [network["name"] for network in found["networks"]] == list(uplinks)
             # Where others take the processors, ranks of a host may seem to have uplinks of their own: measure again.
             ports = [[port["ranks"] for port in network["ports"]] for network in found["networks"]]
-            errors.append(worst(found, lab) if ports == [truth] * len(uplinks) else math.inf)
-            if errors[-1] < 0.05:
-                break
-        assert errors[-1] < 0.05, errors
+            if ports == [truth] * len(uplinks):
+                errors = {link: min(error, errors.get(link, error)) for link, error in errors_of(found, lab).items()}
+                if max(errors.values()) < 0.05:
+                    break
+        assert errors and max(errors.values()) < 0.05, errors
     wanted = [rank for host in truth for rank in host]
     assert said["renumbering"] == (wanted if order == "interleaved" else list(range(hosts * ranks)))
     assert (said["gain"] > 1.5) == (order == "interleaved")
