@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import stretto
-from stretto.workload import Dep, Op
+from stretto.moved import MODULES, RENAMED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -105,17 +105,22 @@ def test_a_name_that_moved_works_with_one_warning(name: str) -> None:
     del vars(stretto)[name]
 
 
-def test_the_old_name_of_plan_works_with_a_warning() -> None:
-    from stretto.planner.make import planned
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_that_moved_is_found_at_its_old_path_with_one_warning(name: str) -> None:
+    sys.modules.pop(name, None)
+    with pytest.warns(DeprecationWarning, match=rf"{name} is {MODULES[name]} now") as said:
+        old = import_module(name)
+    assert len(said) == 1
+    new = import_module(MODULES[name])
+    assert all(getattr(old, word) is value for word, value in vars(new).items() if not word.startswith("__"))
+    assert import_module(name) is old
 
-    pair = stretto.Workload(
-        name="pair",
-        num_ranks=2,
-        ops=(Op(name="work", duration_us=10.0), Op(name="sum", kind="all_reduce", nbytes=1e6, after=(Dep(op="work"),))),
-    )
-    with pytest.warns(DeprecationWarning, match=r"is now stretto\.plan"):
-        found = planned(pair, stretto.Cluster.preset("ring", nodes=2), steps=10)
-    assert found.plan.iteration_us >= found.bound_us
+
+@pytest.mark.parametrize(("where", "name"), RENAMED)
+def test_a_function_with_another_name_is_found_by_its_old_one(where: str, name: str) -> None:
+    code = f"from {where} import {name}; assert callable({name}), {name}"
+    told = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, check=True)
+    assert told.stderr.count(f"<string>:1: DeprecationWarning: {where}") == 1, told.stderr
 
 
 def test_jobs_find_everything_in_one_module() -> None:

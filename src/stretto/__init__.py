@@ -11,6 +11,8 @@ importing the package costs little.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from .moved import install as _install
+
 if _TYPE_CHECKING:
     from . import advice as advice
     from . import algorithms as algorithms
@@ -116,6 +118,8 @@ _MOVED = {
 """Names of 0.1 that stay for one release, and the module that each has moved to."""
 
 __all__ = sorted(_HOME)
+
+_install()
 
 
 def __getattr__(name: str) -> object:

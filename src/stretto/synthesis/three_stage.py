@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..cluster import Cluster
 from ..collectives import Collective
 from ..errors import Infeasible, InvalidInput
+from ..moved import old_name
 from ..programs import Program
 from ..simulator import simulate
 from ..units import check_seed
@@ -261,3 +262,7 @@ def ablation(
         yield f"input_chunkup={count}", sketch.vary(input_chunkup=count)
     for strategy in strategies:
         yield f"switches={strategy}", sketch.with_strategy(strategy)
+
+
+def __getattr__(name: str) -> object:
+    return old_name(__name__, name)
