@@ -18,7 +18,7 @@ import stretto as st
 from stretto.collectives.files import load_collective, save_collective
 from stretto.control.transport import make_token
 from stretto.errors import InvalidInput
-from stretto.files import convert
+from stretto.files import convert, naming_lines
 from stretto.planner.tuner_csv import read_tuner_csv
 from stretto.programs.formats import load_program, save_program
 from stretto.report.chrome import write_chrome_json
@@ -146,3 +146,20 @@ def test_a_path_with_a_nul_is_refused_by_readers_and_writers(tmp_path: Path) -> 
     for call in calls:
         with pytest.raises(InvalidInput, match=r"NUL|null"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "line"),
+    [
+        ("a: 1\nb:\n- x\n- {c: 2,\n   d: 3}\n", "$.b[1].d", 5),
+        ("a: 1\nb:\n- x\n", "$.b[7]", 2),
+        ("a: 1\nb: 2\n", "$.c", 0),
+        ('{\n "a": [\n  1,\n  2]}', "$.a[1]", 4),
+        ('{"a": [1, 2]}', "$.a[1]", 0),
+        ("a: [\n", "$.a", 0),
+    ],
+)
+def test_errors_name_the_line_of_their_field(text: str, path: str, line: int) -> None:
+    with pytest.raises(InvalidInput) as told, naming_lines(text, where="f"):
+        raise InvalidInput(f"{path}: is wrong")
+    assert str(told.value) == f"f: {path}: is wrong" + (f" (line {line})" if line else "")

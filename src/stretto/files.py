@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 import threading
@@ -29,6 +30,8 @@ from .process_state import STATE, ProcessPart
 MAX_BYTES = 64 << 20
 MAX_XML_ELEMENTS = 4_000_000
 MAX_DEPTH = 100
+MAX_YAML_BYTES = 2 << 20
+"""Of what is read as JSON, too: the parser of YAML takes a second for each."""
 T = TypeVar("T")
 
 
@@ -197,6 +200,62 @@ def parse_yaml(text: str, *, where: str) -> Any:
         return yaml.load(text, Loader=_YamlLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{where}: not valid YAML: {_one_line(error)}") from None
+
+
+def parse_text(text: str, *, where: str) -> Any:
+    """Plain data from JSON (what begins with a brace) or YAML; errors start with `where`."""
+    if text.lstrip("\ufeff \t\r\n").startswith("{"):
+        return parse_json(text, where=where)
+    if len(text) > MAX_YAML_BYTES:
+        raise InvalidInput(f"{where}: YAML of more than {MAX_YAML_BYTES} bytes; use the same structure as JSON")
+    return parse_yaml(text, where=where)
+
+
+def yaml_text(text: str, path: str | Path) -> str:
+    """A text of YAML, unless it is too large to be read again."""
+    if len(text) > MAX_YAML_BYTES:
+        raise InvalidInput(f"{path}: too large for YAML ({len(text)} bytes); give a name that ends in .json")
+    return text
+
+
+@contextmanager
+def naming_lines(text: str, *, where: str) -> Iterator[None]:
+    """Errors about the data of a text start with `where` and, if they name a field (``$.links[0]``), end with its line.
+
+    >>> with naming_lines("links:\\n- {a: 1}\\n- {a: x}\\n", where="c.yaml"):
+    ...     raise InvalidInput("$.links[1].a: must be a number")
+    Traceback (most recent call last):
+    stretto.errors.InvalidInput: c.yaml: $.links[1].a: must be a number (line 3)
+    """
+    try:
+        yield
+    except InvalidInput as error:
+        said = str(error).removeprefix(": ")
+        path = re.search(r"\$(?:\.\w+|\[\d+\])+", said)
+        line = _line_of(text, path[0]) if path is not None else 0
+        raise InvalidInput(f"{where}: {said}{f' (line {line})' if line else ''}") from None
+
+
+def _line_of(text: str, path: str) -> int:
+    """The line of a field in YAML or JSON, from 1; 0 where there is one line only, or the field is not found."""
+    if "\n" not in text.strip() or len(text) > MAX_YAML_BYTES:
+        return 0
+    try:
+        node = yaml.compose(text, Loader=_YamlLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return 0
+    line = 0
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        if name and isinstance(node, yaml.MappingNode):
+            key, node = next(((key, value) for key, value in node.value if key.value == name), (None, None))
+        elif index and isinstance(node, yaml.SequenceNode) and int(index) < len(node.value):
+            key = node = node.value[int(index)]
+        else:
+            return line
+        if key is None or node is None:
+            return line
+        line = key.start_mark.line + 1
+    return line
 
 
 def _one_line(error: Exception) -> str:

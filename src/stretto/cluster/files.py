@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput, unknown
-from ..files import parse_json, parse_yaml, read_text, write_file
+from ..files import naming_lines, parse_text, read_text, write_file, yaml_text
 from ..units import parse_number
 from . import astra, description, nccl_xml, nvidia_smi, taccl_json, yaml_form
 from .model import MULTICAST, Cluster
@@ -24,7 +24,6 @@ from .presets.registry import check_nodes, check_options
 from .wiring import MAX_DEVICES
 
 MAX_FILE_BYTES = 32 << 20
-MAX_YAML_BYTES = 2 << 20
 """YAML takes many seconds per megabyte to read; the same structure as JSON does not."""
 
 
@@ -87,19 +86,15 @@ def loads(text: str, *, where: str = "<text>", name: str = "cluster", **options:
     if "nodes" in options:
         check_nodes(FORMS[form], options["nodes"], MAX_DEVICES)
     check_options(FORMS[form], {k: v for k, v in options.items() if k != "nodes"}, known)
-    try:
+    with naming_lines(text, where=where):
         return reader(data, name=name, **options)
-    except InvalidInput as error:
-        raise InvalidInput(f"{where}: {str(error).removeprefix(': ')}") from None
 
 
 def save(cluster: Cluster, path: str | Path) -> None:
     """Write the versioned form: JSON where the name ends in ``.json``, YAML otherwise."""
     json = Path(path).suffix == ".json"
     text = yaml_form.dumps(cluster, json=json)
-    if not json and len(text) > MAX_YAML_BYTES:
-        raise InvalidInput(f"{path}: too large for YAML ({len(text)} bytes); give a name that ends in .json")
-    write_file(path, text)
+    write_file(path, text if json else yaml_text(text, path))
 
 
 READERS: dict[str, Callable[..., Cluster]] = {
@@ -128,12 +123,7 @@ def _sniff(text: str, where: str) -> tuple[str, Any]:
         return "nvidia_smi", text
     if description.looks_like(text):
         return "description", description.parse(text)
-    if start.startswith("{"):
-        data = parse_json(text, where=where)
-    elif len(text) > MAX_YAML_BYTES:
-        raise InvalidInput(f"{where}: YAML of more than {MAX_YAML_BYTES} bytes; use the same structure as JSON")
-    else:
-        data = parse_yaml(text, where=where)
+    data = parse_text(text, where=where)
     if isinstance(data, dict):
         if "stretto" in data:
             return "stretto", data

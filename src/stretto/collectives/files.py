@@ -34,13 +34,12 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
-from ..files import convert, parse_json, parse_yaml, plain, read_text, write_file
+from ..files import convert, naming_lines, parse_text, plain, read_text, write_file, yaml_text
 from . import library
 from .conditions import ALL_PARTS, MAX_RANKS, Collective, as_ranks
 
 VERSION = 1
 MAX_FILE_BYTES = 32 << 20
-MAX_YAML_BYTES = 2 << 20
 """YAML takes many seconds per megabyte to read; the same structure as JSON does not."""
 MAX_FILE_ENTRIES = 1 << 24
 MAX_FILE_CHUNKS = 1 << 22
@@ -79,14 +78,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def load_collective(path: str | Path) -> Collective:
     """Read a collective from a YAML or JSON file of the form above; `InvalidInput` names the file and the bad field."""
     text = read_text(path, max_bytes=MAX_FILE_BYTES)
-    json = text.lstrip("\ufeff \t\r\n").startswith("{")
-    if not json and len(text) > MAX_YAML_BYTES:
-        raise InvalidInput(f"{path}: YAML of more than {MAX_YAML_BYTES} bytes; use the same structure as JSON")
-    data = parse_json(text, where=str(path)) if json else parse_yaml(text, where=str(path))
-    try:
+    data = parse_text(text, where=str(path))
+    with naming_lines(text, where=str(path)):
         return read(data)
-    except InvalidInput as error:
-        raise InvalidInput(f"{path}: {str(error).removeprefix(': ')}") from None
 
 
 def save_collective(collective: Collective, path: str | Path) -> None:
@@ -96,9 +90,7 @@ def save_collective(collective: Collective, path: str | Path) -> None:
         text = msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
     else:
         dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-        text = yaml.dump(data, Dumper=dumper, sort_keys=False, default_flow_style=None, width=100)
-        if len(text) > MAX_YAML_BYTES:
-            raise InvalidInput(f"{path}: too large for YAML ({len(text)} bytes); give a name that ends in .json")
+        text = yaml_text(yaml.dump(data, Dumper=dumper, sort_keys=False, default_flow_style=None, width=100), path)
     write_file(path, text)
 
 

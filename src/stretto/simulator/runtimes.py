@@ -15,7 +15,7 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput, unknown
-from ..files import convert, parse_yaml, plain, read_text, write_file
+from ..files import convert, naming_lines, parse_yaml, plain, read_text, write_file
 from ..programs.lowered import OPS
 from ..units import is_number
 
@@ -137,7 +137,10 @@ class Runtime:
         if not Path(source).exists():
             raise unknown("runtime", str(source), (*PRESETS, "or a file"))
         where = str(source)
-        form = convert(parse_yaml(read_text(source, max_bytes=MAX_FILE_BYTES), where=where), _File, where=where)
+        text = read_text(source, max_bytes=MAX_FILE_BYTES)
+        data = parse_yaml(text, where=where)
+        with naming_lines(text, where=where):
+            form = convert(data, _File, where="")
         if form.version != VERSION:
             raise InvalidInput(f"{where}: version: {form.version} is not known, only {VERSION}")
         fields = {

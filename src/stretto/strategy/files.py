@@ -29,7 +29,7 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput
-from ..files import convert, parse_json, parse_yaml, plain, read_text, write_file
+from ..files import convert, naming_lines, parse_json, parse_yaml, plain, read_text, write_file
 from .model import MAX_VARIABLES, ModelSpec, Variable
 from .representation import MAX_PARTS, NodeConfig, Strategy, Sync
 
@@ -140,7 +140,9 @@ def read_strategy(text: str, *, where: str = "strategy", as_json: bool = False) 
     Raises:
         InvalidInput: the text is not a strategy of this version; the error names the field.
     """
-    form = convert(_plain(text, where, as_json), _Strategy, where=where)
+    data = _plain(text, where, as_json)
+    with naming_lines(text, where=where):
+        form = convert(data, _Strategy, where="")
     _check_version(form.version, where)
     if sum(max(len(node.parts), 1) for node in form.nodes) > MAX_ALL_PARTS:
         raise InvalidInput(f"{where}: $.nodes: at most {MAX_ALL_PARTS} parts in all")
@@ -200,7 +202,9 @@ def read_model(text: str, *, where: str = "model", as_json: bool = False) -> Mod
     Raises:
         InvalidInput: the text is not a model of this version; the error names the field.
     """
-    form = convert(_plain(text, where, as_json), _Model, where=where)
+    data = _plain(text, where, as_json)
+    with naming_lines(text, where=where):
+        form = convert(data, _Model, where="")
     _check_version(form.version, where)
     try:
         return ModelSpec(

@@ -13,7 +13,7 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput, unknown
-from ..files import convert, parse_json, parse_yaml, plain, read_text, write_file
+from ..files import convert, naming_lines, parse_json, parse_yaml, plain, read_text, write_file
 from ..units import parse_bytes
 from .sketch import BALANCE, PATTERNS, STRATEGIES, Connections, Hyperedge, LinkRule, Sketch
 
@@ -119,10 +119,8 @@ def loads(text: str, *, where: str = "<text>", name: str = "sketch") -> Sketch:
         data = parse_yaml(text, where=where)
     if not isinstance(data, dict):
         raise InvalidInput(f"{where}: a sketch is a table of fields")
-    try:
+    with naming_lines(text, where=where):
         return _ours(data) if "stretto" in data else _theirs(data, name)
-    except InvalidInput as error:
-        raise InvalidInput(f"{where}: {str(error).removeprefix(': ')}") from None
 
 
 def dumps(sketch: Sketch) -> str:

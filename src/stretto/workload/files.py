@@ -31,12 +31,11 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput, unknown
-from ..files import MAX_BYTES, convert, parse_json, parse_yaml, plain, read_text, write_file
+from ..files import MAX_BYTES, convert, naming_lines, parse_text, plain, read_text, write_file, yaml_text
 from .dag import COMPUTE, MAX_OPS, MAX_RANKS, Dep, Op, Why, Workload
 from .registry import MODELS, from_spec
 
 VERSION = 1
-MAX_YAML_BYTES = 2 << 20
 """Largest YAML file: reading YAML takes many seconds per megabyte, reading the same structure as JSON does not."""
 MAX_ENTRIES = 1 << 23
 """Limit on the ranks that all ops of a file name together, because runs such as 0..7 are short to write."""
@@ -105,24 +104,17 @@ def load(source: str | Path) -> Workload:
 
 def loads(text: str, *, where: str = "<text>") -> Workload:
     """A workload from the text of Stretto's own file form; `where` names the text in errors."""
-    if text.lstrip("\ufeff \t\r\n").startswith("{"):
-        data = parse_json(text, where=where)
-    elif len(text) > MAX_YAML_BYTES:
-        raise InvalidInput(f"{where}: YAML of more than {MAX_YAML_BYTES} bytes; use the same structure as JSON")
-    else:
-        data = parse_yaml(text, where=where)
-    try:
+    data = parse_text(text, where=where)
+    with naming_lines(text, where=where):
         return read(data)
-    except InvalidInput as error:
-        raise InvalidInput(f"{where}: {str(error).removeprefix(': ')}") from None
 
 
 def save(workload: Workload, path: str | Path) -> None:
     """Write the versioned form: JSON where the name ends in ``.json``, YAML otherwise."""
     json = Path(path).suffix == ".json"
     text = dumps(workload, json=json)
-    if not json and len(text) > MAX_YAML_BYTES:
-        raise InvalidInput(f"{path}: too large for YAML ({len(text)} bytes); give a name that ends in .json")
+    if not json:
+        yaml_text(text, path)
     if len(text) > MAX_BYTES:
         raise InvalidInput(f"{path}: {len(text)} bytes is more than the limit of {MAX_BYTES}")
     write_file(path, text)
