@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SCRIPTS := $(shell grep -l "^.!.*python" scripts/*)
 NATIVE := $(wildcard native/*.cpp native/*.h native/executor/*) src/stretto/runtime/gpu/kernel.cu CMakeLists.txt
 
 # Tests that run the C++ code most; those of memory that is measured are left out where a sanitizer keeps more of it.
@@ -90,8 +91,8 @@ test-gpu:
 	$(PYTHON) -m pytest tests/gpu
 
 lint: setup
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check -q src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples $(SCRIPTS)
+	$(BIN)/ruff format --check -q src tests benchmarks examples $(SCRIPTS)
 	$(BIN)/mypy
 
 setup: $(VENV)/.stamp

@@ -304,7 +304,7 @@ def test_truncated_files_are_refused_or_still_valid(cut: int) -> None:
 
 def test_yaml_is_bounded_and_json_takes_what_is_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster.preset("fully_connected", nodes=64)
-    monkeypatch.setattr("stretto.cluster.files.MAX_YAML_BYTES", 20_000)
+    monkeypatch.setattr("stretto.files.MAX_YAML_BYTES", 20_000)
     with pytest.raises(InvalidInput, match=r"too large for YAML \(\d+ bytes\); give a name that ends in .json"):
         cluster.save(tmp_path / "x.yaml")
     cluster.save(tmp_path / "x.json")
