@@ -69,6 +69,8 @@ def _standing(pulse: Pulse, state: str, calls: int | None) -> str:
     group = max(pulse.groups, key=lambda each: each.calls, default=None)
     last = group.recent[-1] if group is not None and group.recent else None
     text = f"made {made} calls" + (f", the last {call_words(last)}" if last is not None else "")
+    if not pulse.groups and not made:
+        text = "has told of no call"
     if state == "left":
         return f"{text}, and has ended{f' with {pulse.error}' if pulse.error else ''}"
     if state == "here" and pulse.place:

@@ -29,6 +29,7 @@ from .transport import PULSE, ControllerConnection, from_environment
 EVERY_S = 0.5
 CALL_S = 3.0
 LAST_S = 1.0
+READ_S = 0.5
 MAX_GROUPS = 64
 MAX_GROUP_RANKS = 4096
 MAX_STACK = 64
@@ -44,6 +45,8 @@ class PulseSender:
         self._pid = os.getpid()
         self._main = threading.get_ident()
         self._flights = False
+        self._reader: threading.Thread | None = None
+        self._read: tuple[GroupPulse, ...] = ()
         self._seen: object = None
         self._since = time.monotonic()
         self._beat = 0
@@ -100,8 +103,19 @@ class PulseSender:
             )
             for log in logs
         ]  # fmt: skip
-        # Groups of other backends are asked only when somebody seems to hang: that takes milliseconds.
-        return tuple(found) or (flight_groups()[:MAX_GROUPS] if self._flights else ())
+        # Groups of other backends are looked at only when somebody seems to hang.
+        return tuple(found) or (self._flown() if self._flights else ())
+
+    def _flown(self) -> tuple[GroupPulse, ...]:
+        """What PyTorch has recorded, as it was read last: reading may take as long as something of the GPU's does."""
+        if self._reader is None or not self._reader.is_alive():
+            self._reader = threading.Thread(target=self._read_flights, name="stretto-flights", daemon=True)
+            self._reader.start()
+            self._reader.join(READ_S)
+        return self._read
+
+    def _read_flights(self) -> None:
+        self._read = flight_groups()[:MAX_GROUPS]
 
     def _still_s(self, frame: FrameType | None) -> float:
         """For how long nothing was called, and the script has not moved."""
