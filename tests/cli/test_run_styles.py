@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-STYLES = ("amp", "accumulated", "evaluated", "by_hand", "critic", "critic_by_hand", "marked", "uneven", "served")
+STYLES = (
+    "amp", "accumulated", "checkpointed", "evaluated", "by_hand", "critic", "critic_by_hand", "marked", "uneven",
+    "served",
+)  # fmt: skip
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CLUSTER": "ring:2"}
 
 

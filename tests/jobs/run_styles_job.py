@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import stretto.torch
 
@@ -68,6 +69,31 @@ def accumulated() -> float:
             with net.no_sync():
                 loss_of(net, 3 * step + part).backward()  # type: ignore[no-untyped-call]
         loss = loss_of(net, 3 * step + 2)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return loss.item()
+
+
+class Checkpointed(nn.Module):
+    """Computes its activations again in the backward pass instead of keeping them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.inner, inputs, use_reentrant=False)
+        return out
+
+
+def checkpointed() -> float:
+    """Activation checkpointing: the forward pass of a part runs again inside of the backward pass."""
+    net = model()
+    net.module = Checkpointed(net.module)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(net, step)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return loss.item()
@@ -196,7 +222,7 @@ def served() -> float:
 
 STYLES: dict[str, Callable[[], float]] = {
     "amp": amp, "accumulated": accumulated, "evaluated": evaluated, "by_hand": by_hand, "critic": critic,
-    "critic_by_hand": critic_by_hand, "marked": marked,
+    "critic_by_hand": critic_by_hand, "marked": marked, "checkpointed": checkpointed,
     "uneven": uneven, "served": served,
 }  # fmt: skip
 
