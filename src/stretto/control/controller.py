@@ -115,6 +115,9 @@ class Controller:
         """How all jobs are."""
         with self._lock:
             jobs = tuple(job.status() for job in self._jobs.values())
+            for watch in self._watches.values():
+                # A job may have ended since they were looked at last.
+                watch.look()
             hangs = tuple(found for watch in self._watches.values() for found in watch.findings)
             return Status(pid=os.getpid(), jobs=jobs, hangs=hangs)
 
