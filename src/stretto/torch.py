@@ -32,6 +32,7 @@ from .runtime.enforcer.ddp_hook import DdpHook, ddp_hook
 from .runtime.enforcer.enforcer import Enforcer
 from .runtime.torch_backend.backend import StrettoGroup, register
 from .runtime.torch_backend.current import step
+from .runtime.torch_backend.gpu_watch import WATCHDOG as _WATCHDOG
 from .runtime.torch_backend.recording import LEDGER, Choice, Recording
 from .runtime.torch_backend.recording import record as _record
 from .workload import Workload
@@ -100,8 +101,8 @@ _HOMES = {
 are what a carrier of one's own is made of (docs/enforcer.md)."""
 
 __all__ = [
-    "Choice", "DdpHook", "Enforcer", "Recording", "StrettoGroup", "choices", "ddp_hook", "enforce", "last_choice",
-    "record", "step", *_HOMES,
+    "Choice", "DdpHook", "Enforcer", "Recording", "StrettoGroup", "choices", "ddp_hook", "enforce", "gpu_held_bytes",
+    "last_choice", "record", "step", *_HOMES,
 ]  # fmt: skip
 
 
@@ -129,6 +130,15 @@ def last_choice() -> Choice | None:
 def choices() -> list[Choice]:
     """What was chosen for every kind of call so far, oldest first."""
     return LEDGER.all()
+
+
+def gpu_held_bytes() -> int:
+    """GPU memory that this process's groups hold for programs on GPU tensors; 0 before their first call.
+
+    >>> gpu_held_bytes()
+    0
+    """
+    return _WATCHDOG.held_bytes()
 
 
 def record() -> AbstractContextManager[Recording]:

@@ -16,15 +16,15 @@ CARRIERS = ("auto", *MAKERS)
 
 
 def chosen(carrier: str | CarrierMaker, engine: Engine) -> CarrierMaker:
-    """Who makes a carrier; "auto" stands for NCCL where the job has called it, else for ours, else for gloo's."""
+    """Who makes a carrier; "auto" stands for NCCL where the job uses GPU tensors, else for ours, else for gloo's."""
     if not isinstance(carrier, str):
         return carrier
     if carrier not in CARRIERS:
         raise unknown("carrier", carrier, CARRIERS)
     if carrier != "auto":
         return MAKERS[carrier]
-    # All ranks have made the same calls.
-    if any(choice.backend == "nccl" for choice in LEDGER.all()):
+    # All ranks have made the same calls. Plans on GPU tensors run above NCCL.
+    if any(choice.backend in ("nccl", "gpu") for choice in LEDGER.all()):
         return NcclCarrier
     return GlooCarrier if engine.job.executor is None else ExecutorCarrier
 

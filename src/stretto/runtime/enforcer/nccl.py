@@ -29,6 +29,7 @@ from ...errors import InvalidInput, PlanMismatch
 from ...planner.algebra.motif import Motif
 from ...process_state import STATE
 from ..torch_backend.buffers import CollectiveCall
+from ..torch_backend.cuda_clock import FIRST, Clock, Event, cuda, event_of
 from ..torch_backend.engine import Engine, channels_of
 from ..torch_backend.torch_versions import set_sequence_number
 from ..torch_backend.work import GroupWork
@@ -36,7 +37,6 @@ from .binding import MotifBinding
 from .calls import run
 from .carrier import CarrierSite, PendingMaximum
 from .compiled_op import CompiledMotif, CompiledOp
-from .cuda_clock import FIRST, Clock, Event, cuda, event_of
 from .gloo import GlooMaximum, communicator
 from .memory import RowLayout, StagedBuffers
 from .rank_plan import RankMotif

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
+from ..torch_backend.cuda_clock import Clock, Event, event_of
 from ..torch_backend.work import NO_TIMEOUT, Future, Tensors
 from .compiled_op import CompiledMotif, CompiledOp
-from .cuda_clock import Clock, Event, event_of
 from .futures import taken
 from .memory import Pool, stage
 from .planned_work import PlannedWork
@@ -47,7 +47,7 @@ class StreamCarrier(MotifRunner, Protocol):
     """A carrier whose motifs are queued on streams of a GPU."""
 
     device: torch.device
-    clock: Clock
+    clock: Clock[QueuedOp]
 
     def turn(
         self, loaded: CompiledMotif, motif: QueuedMotif, after: Sequence[Event]

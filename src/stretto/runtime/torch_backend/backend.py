@@ -24,6 +24,9 @@ from .buffers import CollectiveCall, Splits
 from .call_log import CALL_LOG
 from .current import CURRENT
 from .engine import CURRENT_JOB, Engine, Job, missing
+from .gpu_engine import GpuEngine
+from .gpu_options import gpu_options
+from .gpu_work import GpuWork, GpuWorks
 from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
 from .meeting import Meeting, agree, card, meet
 from .own_backend import OWN_BACKEND
@@ -108,10 +111,12 @@ class StrettoGroup(Base):  # type: ignore[misc]
         self.label = name
         self._timeout = timeout
         self._gathering: list[GroupWork] | None = None
-        self.coalescing = False
-        """Whether NCCL puts several calls into one launch just now."""
+        self._gpu_works: list[dist.Work] | None = None
+        """Calls on GPU tensors that are waited for together, while more of them come."""
+        self._nccl_batch = False
+        """Whether NCCL collects calls for one launch just now."""
         self._home = Home(f"rank {rank} of group {name}")
-        found = rules()
+        found, options = rules(), gpu_options()
         shared = CURRENT_JOB.job if devices else None
         places = tuple(devices) or tuple(range(size))
         meeting = Meeting(store, rank, size, (lambda: shared.lost(places)) if shared else lambda: "")
@@ -126,6 +131,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         job.enter(self.engine, owns=shared is None)
         lost_store: Any = c10d.PrefixStore("stretto/lost", store)
         self._lost_ranks = LostRanks(self.engine, self.cards, lost_store)
+        self.gpu = GpuEngine(self, self.engine, self.cards, store, self._lost_ranks, options)
         if not devices:
             CURRENT_JOB.job = job
 
@@ -370,6 +376,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         self.engine.close()
         if self._home.left:
             return
+        self.gpu.close()
         for _, _, backend in self._wrapped:
             backend.shutdown()
 
@@ -378,6 +385,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
         self.engine.close()
         if self._home.left:
             return
+        self.gpu.fail(StrettoError(f"group {self.label} was aborted"))
+        self.gpu.close()
         for _, _, backend in self._wrapped:
             backend.abort()
 
@@ -389,16 +398,17 @@ class StrettoGroup(Base):  # type: ignore[misc]
     def _start_coalescing(self, device: torch.device) -> None:
         self._home.check()
         if device.type != "cpu":
-            self.coalescing = True
-            self._plain._start_coalescing(device)
+            self._gpu_works = []
         else:
             self._gathering = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         if device.type != "cpu":
-            self.coalescing = False
-            ended: dist.Work = self._plain._end_coalescing(device)
-            return ended
+            calls, self._gpu_works = self._gpu_works or [], None
+            if self._nccl_batch:
+                self._nccl_batch = False
+                calls.append(self._plain._end_coalescing(device))
+            return calls[0] if len(calls) == 1 else GpuWorks(calls, device)
         works, self._gathering = self._gathering or [], None
         return JoinedWork(works)
 
@@ -443,10 +453,16 @@ class StrettoGroup(Base):  # type: ignore[misc]
             # What the job would have got: no work of ours around it, and no thread for its future.
             raw: dist.Work = getattr(self._plain, method)(*args)
             return raw
-        work = self.engine.start(call, tensors, opts, alone=self._gathering is None)
+        work = self._start([call], tensors, opts)
         if isinstance(work, str):
             return self._delegate(call, method, args, tensors, why=work)
         return self._gathered(work)
+
+    def _start(self, calls: Sequence[CollectiveCall], tensors: Tensors, opts: Any) -> GroupWork | str:
+        """Run one call, or on a GPU several, as programs; or say why not."""
+        if calls[0].device.type == "cuda":
+            return self.gpu.start(calls, tensors, opts)
+        return self.engine.start(calls[0], tensors, opts, alone=self._gathering is None)
 
     def _run_all(
         self, calls: list[CollectiveCall], method: str, args: tuple[Any, ...], tensors: Tensors, opts: Any
@@ -474,7 +490,12 @@ class StrettoGroup(Base):  # type: ignore[misc]
         tensors: Tensors,
         opts: Any,
     ) -> dist.Work:
-        own = OWN_WHY if OWN_BACKEND.runs and whole.device.type == "cpu" else ""
+        if whole.device.type == "cuda":
+            started = self._start(calls, tensors, opts)
+            if isinstance(started, str):
+                return self._delegate(whole, method, args, tensors, why=started)
+            return self._gathered(started)
+        own = OWN_WHY if OWN_BACKEND.runs else ""
         why = own or next((reason for call in calls if (reason := self.engine.refusal(call))), "")
         if why:
             return self._delegate(whole, method, args, tensors, why=why)
@@ -530,6 +551,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
         # That there is no executor is said once, not for every op.
         said = "every collective" if why == self.engine.missing_why else call.op
         LEDGER.add(choice, said, loud=self.rank() == 0 and self.size() > 1)
+        if backend == "nccl":
+            self._hand_to_nccl(call)
         message = call.op in ("send", "recv")
         delegated = DelegatedCall(op=call.op, peer=peer, number=None if message else self.engine.count_delegated())
         try:
@@ -547,10 +570,22 @@ class StrettoGroup(Base):  # type: ignore[misc]
             )
         )
 
+    def _hand_to_nccl(self, call: CollectiveCall) -> None:
+        """The next call is NCCL's: those of a batch it has to launch together."""
+        self.gpu.note_delegated(call)
+        if self._gpu_works is not None and not self._nccl_batch:
+            self._nccl_batch = True
+            self._plain._start_coalescing(call.device)
+
     @property
     def own_alone(self) -> bool:
         """Whether a call that nobody looks at can only be the wrapped gloo's, and is waited for by itself."""
         return self._gathering is None and len(self._wrapped) == 1
+
+    @property
+    def coalescing(self) -> bool:
+        """Whether calls on GPU tensors are waited for together just now."""
+        return self._gpu_works is not None
 
     @property
     def alone(self) -> bool:
@@ -558,7 +593,10 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return self._gathering is None
 
     def _gathered(self, work: GroupWork) -> GroupWork:
-        if self._gathering is not None:
+        if isinstance(work, GpuWork):
+            if self._gpu_works is not None:
+                self._gpu_works.append(work)
+        elif self._gathering is not None:
             self._gathering.append(work)
         return work
 

@@ -187,7 +187,7 @@ def _in_place(call: CollectiveCall) -> Buffers | None:
         return None
     (tensor,) = call.inputs
     flat = memory_of(tensor)
-    back = None if flat.data_ptr() == tensor.data_ptr() else _copier(flat, [tensor])
+    back = None if flat.data_ptr() == tensor.data_ptr() else copier(flat, [tensor])
     if not call.reduce:
         flat = _bytes(flat)
     return _buffers(flat, flat, in_place=True, finish=back)
@@ -197,9 +197,9 @@ def _all_gather(call: CollectiveCall, rank: int, size: int) -> Buffers | None:
     if len(call.inputs) != 1:
         return None
     (mine,) = call.inputs
-    if not _fit(call.outputs, mine, size):
+    if not pieces_fit(call.outputs, mine, size):
         return None
-    flat, back = _gathered(call.outputs)
+    flat, back = gathered(call.outputs)
     slot = flat.view(size, -1)[rank]
     if slot.data_ptr() != mine.data_ptr() or not mine.is_contiguous():
         slot.copy_(mine.detach().reshape(-1))
@@ -209,24 +209,24 @@ def _all_gather(call: CollectiveCall, rank: int, size: int) -> Buffers | None:
 
 def _gather(call: CollectiveCall, rank: int, size: int) -> Buffers | None:
     (mine,) = call.inputs
-    if rank == call.root and not _fit(call.outputs, mine, size):
+    if rank == call.root and not pieces_fit(call.outputs, mine, size):
         return None
-    source = _bytes(_joined([mine]))
+    source = _bytes(joined([mine]))
     if rank != call.root:
         return replace(_buffers(source, None), count=source.numel() * size, nbytes=source.numel() * size)
-    flat, back = _gathered(call.outputs)
+    flat, back = gathered(call.outputs)
     return _buffers(source, _bytes(flat), finish=back)
 
 
 def _scatter(call: CollectiveCall, rank: int, size: int) -> Buffers | None:
     (mine,) = call.outputs
-    if rank == call.root and not _fit(call.inputs, mine, size):
+    if rank == call.root and not pieces_fit(call.inputs, mine, size):
         return None
-    flat, back = _gathered(call.outputs)
+    flat, back = gathered(call.outputs)
     target = _bytes(flat)
     if rank != call.root:
         return replace(_buffers(None, target, finish=back), count=target.numel() * size, nbytes=target.numel() * size)
-    return _buffers(_bytes(_joined(call.inputs)), target, finish=back)
+    return _buffers(_bytes(joined(call.inputs)), target, finish=back)
 
 
 def _out_of_place(call: CollectiveCall, size: int) -> Buffers | None:
@@ -236,14 +236,14 @@ def _out_of_place(call: CollectiveCall, size: int) -> Buffers | None:
         return None
     if call.inputs[0].dtype != call.outputs[0].dtype:
         return None
-    if len(call.inputs) > 1 and not _fit(call.inputs, call.outputs[0], size):
+    if len(call.inputs) > 1 and not pieces_fit(call.inputs, call.outputs[0], size):
         return None
     if call.op == "all_to_all":
         source, flat = memory_of(call.inputs[0]), memory_of(call.outputs[0])
-        back = None if flat.data_ptr() == call.outputs[0].data_ptr() else _copier(flat, call.outputs)
+        back = None if flat.data_ptr() == call.outputs[0].data_ptr() else copier(flat, call.outputs)
     else:
-        source = _joined(call.inputs)
-        flat, back = _gathered(call.outputs)
+        source = joined(call.inputs)
+        flat, back = gathered(call.outputs)
     source = _apart(source, flat)
     if not call.reduce:
         source, flat = _bytes(source), _bytes(flat)
@@ -263,10 +263,10 @@ def _split(call: CollectiveCall, splits: Splits, rank: int, size: int) -> Buffer
         return None
     if not splits.listed:
         source, flat = memory_of(call.inputs[0]), memory_of(call.outputs[0])
-        back = None if flat.data_ptr() == call.outputs[0].data_ptr() else _copier(flat, call.outputs)
+        back = None if flat.data_ptr() == call.outputs[0].data_ptr() else copier(flat, call.outputs)
     else:
-        source = _joined(call.inputs)
-        flat, back = _gathered(call.outputs)
+        source = joined(call.inputs)
+        flat, back = gathered(call.outputs)
     source, flat = _bytes(_apart(source, flat)), _bytes(flat)
     return replace(_buffers(source, flat, finish=back), gives=gives, takes=takes)
 
@@ -318,7 +318,7 @@ def _bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _fit(pieces: Tensors, like: torch.Tensor, size: int) -> bool:
+def pieces_fit(pieces: Tensors, like: torch.Tensor, size: int) -> bool:
     """Whether these are `size` pieces, or one tensor, for shards like this one."""
     if any(piece.dtype != like.dtype for piece in pieces):
         return False
@@ -336,21 +336,24 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
-def _joined(pieces: Tensors) -> torch.Tensor:
+def joined(pieces: Tensors) -> torch.Tensor:
+    """The elements of all pieces, one behind the other: a copy unless there is one contiguous piece."""
     if len(pieces) == 1:
         return pieces[0].detach().contiguous().view(-1)
     return torch.cat([piece.detach().reshape(-1) for piece in pieces])
 
 
-def _gathered(pieces: Tensors) -> tuple[torch.Tensor, Callable[[], object] | None]:
+def gathered(pieces: Tensors) -> tuple[torch.Tensor, Callable[[], object] | None]:
     """Flat memory for all pieces, and how to get from there to them."""
     if len(pieces) == 1 and pieces[0].is_contiguous():
         return pieces[0].detach().view(-1), None
     flat = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
-    return flat, _copier(flat, pieces)
+    return flat, copier(flat, pieces)
 
 
-def _copier(flat: torch.Tensor, pieces: Tensors) -> Callable[[], object]:
+def copier(flat: torch.Tensor, pieces: Tensors) -> Callable[[], object]:
+    """Copies flat memory out to pieces, when it is called."""
+
     def back() -> None:
         at = 0
         for piece in pieces:

@@ -130,7 +130,7 @@ class Engine:
             buffers.count,
             buffers.dtype,
             call.reduce or "sum",
-            timeout_s=self._limit_s(opts),
+            timeout_s=self.limit_s(opts),
             # torch.distributed waits at once for what was not asked for as asynchronous.
             blocking=alone and not opts.asyncOp,
             keep=(call, buffers),
@@ -151,7 +151,7 @@ class Engine:
         ended = recording.start(f"{call.op} {choice.program}", self.name, call.nbytes) if recording else None
         gives, takes = buffers.pieces()
         started = executor.start_pieces(
-            handle, gives, takes, timeout_s=self._limit_s(opts), blocking=alone and not opts.asyncOp,
+            handle, gives, takes, timeout_s=self.limit_s(opts), blocking=alone and not opts.asyncOp,
             keep=(call, buffers),
         )  # fmt: skip
         return ExecutedWork(started, tensors, buffers.finish, ended)
@@ -176,7 +176,8 @@ class Engine:
         self._remember(key, (handle, choice, False))
         return handle, choice
 
-    def _limit_s(self, opts: Any) -> float:
+    def limit_s(self, opts: Any) -> float:
+        """How long a call may take."""
         timeout = getattr(opts, "timeout", None)
         return timeout.total_seconds() if timeout and timeout > NO_TIMEOUT else self.timeout_s
 

@@ -43,7 +43,8 @@ class Choice:
 
     def __str__(self) -> str:
         what = f"{self.op}{f' {self.reduce}' if self.reduce else ''} of {self.nbytes} bytes {self.dtype}"
-        ran = f"program {self.program} on the executor" if self.program else self.backend
+        where = "GPU memory" if self.backend == "gpu" else "the executor"
+        ran = f"program {self.program} on {where}" if self.program else self.backend
         others = "".join(f"; not {name}: {reason}" for name, reason in self.rejected)
         return f"{what} in group {self.group}: {ran} ({self.why}{others}), {self.calls} calls"
 
@@ -118,12 +119,28 @@ class Recording:
 
     def start(self, name: str, stream: str, nbytes: int) -> Callable[[float | None], None]:
         """A call begins; call what this returns when it has ended, with how long it took where that is known."""
-        begin_us = now_us()
+        begin_us, span = now_us(), self.expect(name, stream, nbytes)
+
+        def ended(elapsed_us: float | None) -> None:
+            span(begin_us, now_us() if elapsed_us is None else begin_us + elapsed_us)
+
+        return ended
+
+    def expect(self, name: str, stream: str, nbytes: int) -> Callable[[float, float], None]:
+        """A call comes whose times are known later; call what this returns with its begin and end.
+
+        Args:
+            name: What the span is called.
+            stream: The group that the call belongs to.
+            nbytes: Its size.
+
+        Returns:
+            A function that takes both times, in microseconds of `now_us`.
+        """
         with self._change:
             self._open += 1
 
-        def ended(elapsed_us: float | None) -> None:
-            end_us = now_us() if elapsed_us is None else begin_us + elapsed_us
+        def ended(begin_us: float, end_us: float) -> None:
             with self._change:
                 if len(self._spans) < MAX_SPANS:
                     self._spans.append((name, stream, begin_us, end_us, nbytes))

@@ -141,6 +141,23 @@ class Selector:
         pick = self.pick("all_to_all", nbytes)
         return pick if pick.program.name == STRAIGHT and not pick.from_table else None
 
+    def build(self, name: str, kind: str, *, root: int = 0, in_place: bool = False) -> Program:
+        """A verified program of the library for these ranks, on the cluster where there is one.
+
+        Args:
+            name: The algorithm.
+            kind: The collective.
+            root: Its root, where it has one.
+            in_place: Whether input and output share memory.
+
+        Returns:
+            The program.
+
+        Raises:
+            StrettoError: The algorithm is not defined for these ranks.
+        """
+        return self._build(name, kind, self.cluster, root, in_place)
+
     def _find(self, kind: str, nbytes: int, root: int, in_place: bool) -> ProgramPick:
         if kind == "all_to_all_v":
             why = "pieces of any sizes, of which a rank knows only its own: each goes straight to its rank"

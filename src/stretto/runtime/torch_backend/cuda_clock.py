@@ -8,22 +8,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..torch_backend.recording import now_us
-from .sequencer import QueuedOp
+from .recording import now_us
 
 cuda: Any = torch.cuda
 """Its events and streams have no types."""
 Event = Any
+Topic = TypeVar("Topic")
+"""What a note is about."""
 FIRST = -1
 """Communication goes before what computes where both could run: the others wait for it."""
 AGAIN_US = 1e6
 """How often both clocks are set."""
 MAX_NOTES = 65536
-Note = tuple[Event, Event, Callable[[float, float], object], QueuedOp, float]
+Note = tuple[Event, Event, Callable[[float, float], object], Topic, float]
 
 
 def event_of(*, timing: bool = False) -> Event:
@@ -31,7 +32,7 @@ def event_of(*, timing: bool = False) -> Event:
     return cuda.Event(enable_timing=timing)
 
 
-class Clock:
+class Clock(Generic[Topic]):
     """When things happened on the GPU, on the clock of the host, read once they have and without waiting."""
 
     def __init__(self, device: torch.device) -> None:
@@ -39,17 +40,17 @@ class Clock:
         self._stream = cuda.Stream(device, priority=FIRST)
         self._anchor, self._anchor_us = event_of(timing=True), 0.0
         self._next: tuple[Event, float] | None = None
-        self._notes: deque[Note] = deque(maxlen=MAX_NOTES)
+        self._notes: deque[Note[Topic]] = deque(maxlen=MAX_NOTES)
         self._lock = threading.Lock()
         self._anchor.record(self._stream)
         self._anchor.synchronize()
         self._anchor_us = now_us()
 
-    def note(self, begin: Event, end: Event, then: Callable[[float, float], object], about: QueuedOp) -> None:
+    def note(self, begin: Event, end: Event, then: Callable[[float, float], object], about: Topic) -> None:
         """Call `then` with both moments, some time after the second one."""
         self._notes.append((begin, end, then, about, time.monotonic()))
 
-    def overdue(self, limit_s: float) -> QueuedOp | None:
+    def overdue(self, limit_s: float) -> Topic | None:
         """The oldest op that was given to the GPU so long ago and has not ended."""
         self.read()
         with contextlib.suppress(IndexError):

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a process group that runs programs on GPU memory, and says what it does not run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from ...errors import PeerLost, StrettoError
+from ..executor.executor import ProgramMismatch
+from .buffers import CollectiveCall
+from .call_board import CallBoard
+from .current import CURRENT
+from .engine import Engine
+from .gpu_layout import GpuBuffers, gpu_buffers, gpu_refusal
+from .gpu_options import GpuOptions
+from .gpu_rendezvous import GpuSite, join_gpus
+from .gpu_selection import GpuSelector
+from .gpu_work import GpuFlight, GpuWork
+from .launch_queue import Launch, capture_number, cuda, on_stream
+from .lost_ranks import LostRanks
+from .meeting import Card
+from .own_backend import OWN_BACKEND
+from .own_backend import WHY as OWN_WHY
+from .recording import LEDGER, Choice, current
+from .work import Tensors
+
+MAX_READY = 4096
+ERRORS = {"PeerLost": PeerLost, "ProgramMismatch": ProgramMismatch}
+Ready = tuple[Any, Choice, str]
+
+
+class GpuEngine:
+    """One communicator's programs on GPU memory; ranks join at their first call, or agree to leave all to NCCL."""
+
+    def __init__(
+        self, group: Any, engine: Engine, cards: Sequence[Card], store: Any, lost_ranks: LostRanks, options: GpuOptions
+    ) -> None:
+        self.engine, self.cards, self.lost_ranks = engine, list(cards), lost_ranks
+        self.broken: Exception | None = None
+        self.flights: deque[GpuFlight] = deque()
+        """Calls that the GPU may not be done with, oldest first."""
+        self.site: GpuSite | None = None
+        self.captured = False
+        """Whether a graph holds calls of this group."""
+        self.posted = 0
+        """How many calls on GPU tensors this rank has made in this group."""
+        # The group holds this object, and must not outlive its last user because of it.
+        self._group, self._options = weakref.ref(group), options
+        self._store: Any = c10d.PrefixStore("stretto/gpu", store)
+        self._why = ""
+        self._selector = GpuSelector(engine.selector)
+        self._ready: dict[tuple[Any, ...], Ready] = {}
+        self._last: Launch | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """GPU memory that this group holds for programs."""
+        return 0 if self.site is None else int(self.site.communicator.held_bytes)
+
+    def refusal(self, call: CollectiveCall) -> str:
+        """Why a call goes to NCCL; empty where it runs on GPU memory. The same on all ranks."""
+        if not self._options.enabled:
+            return "STRETTO_GPU is off"
+        if OWN_BACKEND.asked:
+            return OWN_WHY
+        if CURRENT.enforcer is not None:
+            # NCCL runs the motifs of a plan, and kernels of two libraries that wait for peers can block each other.
+            return "a plan is enforced above NCCL"
+        why = gpu_refusal(call, self.engine.size)
+        if why:
+            return why
+        if self._why:
+            return self._why
+        device = call.device if call.device.index is not None else torch.device("cuda", cuda.current_device())
+        if self.site is None:
+            if cuda.is_current_stream_capturing():
+                return "the group's first call on GPU tensors is inside the capture of a graph"
+            self._join(device)
+            return self._why
+        if device != self.site.device:
+            return f"tensors on {device}, where the group's calls before were on {self.site.device}"
+        return ""
+
+    def start(self, calls: Sequence[CollectiveCall], tensors: Tensors, opts: Any) -> GpuWork | str:
+        """Run calls as one, or say why not: the wrapped backend then runs all of them."""
+        why = next((reason for call in calls if (reason := self.refusal(call))), "")
+        if why:
+            return why
+        site = self.site
+        assert site is not None
+        self.check()
+        laid_out = [gpu_buffers(call, self.engine.size, site.nothing) for call in calls]
+        parts = [(call, buffers) for call, buffers in zip(calls, laid_out, strict=True) if buffers is not None]
+        if len(parts) < len(calls):
+            # An error of the caller's; the wrapped backend says which.
+            return "tensors that do not fit together"
+        prepared = [self._prepared(call, buffers) for call, buffers in parts]
+        for _, choice, _ in prepared:
+            LEDGER.add(choice)
+        flight = self._launch(site, parts, prepared, opts)
+        barrier = calls[0].op == "barrier"
+        return GpuWork(flight, tensors, parts, check=self.check, blocks_host=barrier)
+
+    def _launch(
+        self, site: GpuSite, parts: Sequence[tuple[CollectiveCall, GpuBuffers]], prepared: Sequence[Ready], opts: Any
+    ) -> GpuFlight:
+        """Queue everything on a stream: the current one, or the group's own where the call is asynchronous."""
+        submitted_on = cuda.current_stream(site.device)
+        stream = site.stream if getattr(opts, "asyncOp", True) else submitted_on
+        capture = capture_number(submitted_on)
+        blocks = max(int(loaded.blocks) for loaded, _, _ in prepared)
+        with site.queue.lock:
+            if stream != submitted_on:
+                stream.wait_stream(submitted_on)
+            last = self._last
+            # Launches of a communicator use the same slots; one inside a graph runs where its graph does.
+            if last is not None and last.stream != stream and last.capture == capture:
+                stream.wait_event(last.end)
+            site.queue.make_room(stream, blocks, capture)
+            recording = None if capture else current()
+            with on_stream(stream):
+                for (call, buffers), (loaded, choice, text) in zip(parts, prepared, strict=True):
+                    self._post(site.board, text)
+                    began = _timed_event(stream) if recording else None
+                    site.communicator.launch(loaded, buffers.source, buffers.target)
+                    if buffers.finish is not None:
+                        buffers.finish()
+                    if recording is not None:
+                        ended = recording.expect(f"{call.op} {choice.program}", self.engine.name, buffers.nbytes)
+                        site.clock.note(began, _timed_event(stream), ended, None)
+                end = cuda.Event()
+                end.record(stream)
+            launch = Launch(stream=stream, end=end, blocks=blocks, capture=capture)
+            site.queue.add(launch)
+            self._last = launch
+        flight = GpuFlight(
+            op=parts[0][0].op, number=self.posted, launch=launch, submitted_on=submitted_on,
+            limit_s=self.engine.limit_s(opts),
+        )  # fmt: skip
+        if capture:
+            self.captured = True
+        else:
+            self.flights.append(flight)
+            site.watch.wake()
+        return flight
+
+    def note_delegated(self, call: CollectiveCall) -> None:
+        """NCCL runs a call of this group: a rank that runs it as a program instead is told so, and does not wait."""
+        if self.site is not None and self.broken is None and call.op not in ("send", "recv"):
+            self._post(self.site.board, f"{call.op} on NCCL")
+
+    def check(self) -> None:
+        """Raise what has ended this group's calls on GPU memory, if anything has."""
+        if self.broken is not None:
+            raise self.broken
+
+    def fail(self, error: Exception, *, tell: bool = True) -> None:
+        """End all calls that are under way, and those to come; the other ranks are told why."""
+        site = self.site
+        with self._lock:
+            if self.broken is not None or site is None:
+                return
+            for flight in list(self.flights):
+                with contextlib.suppress(RuntimeError):
+                    if flight.launch.ended:
+                        continue
+                flight.error = error
+            self.broken = error
+        if tell:
+            site.board.give_up(type(error).__name__, str(error))
+        site.communicator.abort(str(error))
+
+    def fail_as_told(self, kind: str, why: str) -> None:
+        """Another rank has given up."""
+        self.fail(ERRORS.get(kind, StrettoError)(why), tell=False)
+
+    def close(self) -> None:
+        """Let the GPU finish, say so, and give the memory back."""
+        site, self.site = self.site, None
+        self._why = self._why or "a group that was destroyed"
+        if site is not None:
+            site.close(self.flights)
+
+    def _join(self, device: torch.device) -> None:
+        """All ranks of the group at their first call; afterwards either `site` or `_why` is set, on all of them."""
+        made = join_gpus(self._group(), self.cards, self._store, device, self._options)
+        if isinstance(made, str):
+            self._why = made
+        else:
+            self.site = made
+            made.watch.add(self)
+
+    def _post(self, board: CallBoard, text: str) -> None:
+        self.posted += 1
+        board.post(self.posted, text)
+        different = board.mismatch(self.posted)
+        if different:
+            error = ProgramMismatch(different)
+            self.fail(error)
+            raise error
+
+    def _prepared(self, call: CollectiveCall, buffers: GpuBuffers) -> Ready:
+        dtype = str(buffers.source.dtype).removeprefix("torch.")
+        key = (call.op, buffers.nbytes, dtype, call.root, buffers.reduce)
+        found = self._ready.get(key)
+        if found is not None:
+            return found
+        site = self.site
+        assert site is not None
+        pick = self._selector.pick(call.op, buffers.nbytes, call.root)
+        loaded = site.communicator.load(
+            pick.program, dtype=buffers.source.dtype, reduce=buffers.reduce or "sum", nbytes=buffers.nbytes
+        )
+        choice = call.choice(self.engine.name, backend="gpu", why=pick.why, nbytes=buffers.nbytes, pick=pick)
+        how = f" {buffers.reduce} {dtype}" if buffers.reduce else ""
+        root = f" root {call.root}" if call.op in ("broadcast", "reduce") else ""
+        text = f"{call.op}{how} of {buffers.nbytes} bytes{root} as {pick.program.name}"
+        if len(self._ready) >= MAX_READY:
+            self._ready.clear()
+        self._ready[key] = found = (loaded, choice, text)
+        return found
+
+
+def _timed_event(stream: Any) -> Any:
+    event = cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which program runs for a collective on GPU memory: a pure function of what all ranks know.
+
+The first source with an answer: a table made for this job (STRETTO_TABLE); the library's programs, simulated with the
+price of the GPU executor's instructions on the cluster (STRETTO_CLUSTER); without a cluster the straight way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...algorithms.registry import FOR_COMPARISON, defined_for
+from ...cluster import Cluster
+from ...errors import StrettoError
+from ...programs import Program
+from ...programs.lower import lower
+from ...simulator.priced import run_priced
+from ...simulator.runtimes import PRESETS
+from ...units import format_us
+from .gpu_layout import KINDS
+from .selection import AS_FAST, ProgramPick, Selector
+
+PRICE = "stretto-gpu:h200"
+"""The runtime whose price decides; where it is not known there is no simulation."""
+MAX_SIMULATED = 32
+IN_PLACE = ("all_reduce", "broadcast", "reduce")
+STRAIGHT = "every rank reaches every other one's memory"
+
+
+class GpuSelector:
+    """The choices of one communicator whose ranks share a host."""
+
+    def __init__(self, selector: Selector, price: Any = None) -> None:
+        """`price` is the runtime to simulate with; None takes `PRICE`, where that is known."""
+        self._selector = selector
+        self._price = PRESETS.get(PRICE) if price is None else price
+        self._picks: dict[int, ProgramPick] = {}
+
+    def pick(self, op: str, nbytes: int, root: int = 0) -> ProgramPick:
+        """The program for a call; the same for all sizes between two powers of two."""
+        kind = "all_reduce" if op == "barrier" else op
+        assert kind in KINDS
+        usual = self._selector.pick(kind, nbytes, root=root, in_place=kind in IN_PLACE)
+        found = self._picks.get(id(usual))
+        if found is None:
+            found = self._picks[id(usual)] = self._find(kind, usual, nbytes, root)
+        return found
+
+    def _find(self, kind: str, usual: ProgramPick, nbytes: int, root: int) -> ProgramPick:
+        cluster, ranks = self._selector.cluster, len(self._selector.devices)
+        if usual.from_table:
+            return usual
+        if self._price is None or cluster is None or not 2 < ranks <= MAX_SIMULATED:
+            return ProgramPick(program=usual.program, why=STRAIGHT, rejected=usual.rejected)
+        timed, rejected = self._timed(kind, cluster, nbytes, root)
+        if not timed:
+            return ProgramPick(program=usual.program, why=STRAIGHT, rejected=tuple(rejected))
+        least_us = min(us for us, _ in timed)
+        # Of programs that are as fast the straight one waits least for others.
+        best_us, best = min(
+            (pair for pair in timed if pair[0] <= AS_FAST * least_us), key=lambda pair: pair[1].name != "direct"
+        )
+        rejected += [(one.name, f"predicted {format_us(us)}") for us, one in timed if one is not best]
+        why = f"predicted {format_us(best_us)} on {cluster.name}"
+        return ProgramPick(program=best, why=why, rejected=(*usual.rejected, *rejected))
+
+    def _timed(
+        self, kind: str, cluster: Cluster, nbytes: int, root: int
+    ) -> tuple[list[tuple[float, Program]], list[tuple[str, str]]]:
+        timed: list[tuple[float, Program]] = []
+        rejected: list[tuple[str, str]] = []
+        for name in self._names(kind):
+            try:
+                program = self._selector.build(name, kind, root=root, in_place=kind in IN_PLACE)
+                timed.append(
+                    (run_priced(lower(program), cluster, nbytes=nbytes, runtime=self._price).total_us, program)
+                )
+            except StrettoError as error:
+                rejected.append((name, str(error)))
+        return timed, rejected
+
+    def _names(self, kind: str) -> Iterable[str]:
+        return (name for name in defined_for(kind, len(self._selector.devices)) if name not in FOR_COMPARISON)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tests start ranks on GPUs, or all on the only one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+JOBS = Path(__file__).parents[1] / "jobs"
+LIMIT_S = 150.0
+Launch = Callable[..., list[Any]]
+
+
+def start_ranks(folder: Path, ranks: int, arguments: Sequence[str], lost: Sequence[int] = ()) -> list[Any]:
+    """Every rank in a process of its own; what each reports, but for those that are `lost` on purpose."""
+    assert torch.cuda.is_available(), "make test-gpu needs a GPU and a PyTorch that sees it"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    }  # fmt: skip
+    processes = []
+    for rank in range(ranks):
+        # Several ranks on one GPU work with NCCL when each believes to be on a host of its own.
+        mine = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"}
+        command = [sys.executable, str(JOBS / "gpu_programs_job.py"), str(folder), *arguments]
+        with (folder / f"out-{rank}").open("wb") as out:
+            processes.append(
+                subprocess.Popen(command, env=mine, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            )
+    waited = [processes[rank] for rank in range(ranks) if rank not in lost]
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while any(process.poll() is None for process in waited) and time.monotonic() < deadline:
+            if any(process.poll() for process in waited):
+                break
+            time.sleep(0.05)
+        codes = [process.poll() for process in waited]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    said = "\n".join(f"rank {rank}: {(folder / f'out-{rank}').read_text()[-3000:]}" for rank in range(ranks))
+    assert codes == [0] * len(waited), f"{codes}\n{said}"
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks) if rank not in lost]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Runs a scenario of tests/jobs/gpu_programs_job.py on so many ranks."""
+
+    def run(ranks: int, *arguments: str, lost: Sequence[int] = ()) -> list[Any]:
+        return start_ranks(tmp_path, ranks, arguments, lost)
+
+    return run
