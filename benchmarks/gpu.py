@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on GPU memory: our programs beside PyTorch's symmetric memory, copy engines and NCCL, on one GPU.
+
+All ranks share the GPU, under NVIDIA's MPS, which must run; every "link" is that GPU's own memory. So only ratios
+inside one run say something. Times are medians over replays of a CUDA graph (NCCL: of plain calls, over sockets), with
+the spread; `over_bound` is the distance to moving the bytes at the rate of a plain copy by all ranks at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import Row, common_options, finish
+
+RANK = Path(__file__).with_name("gpu_rank.py")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SIZES = (1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
+SYSTEMS = ("stretto", "one-shot", "two-shot", "copy engine", "nccl")
+BOUND_FROM = 16 << 20
+"""Smaller messages stay in the GPU's cache, which the rate of a copy says nothing of."""
+
+
+def run_ranks(ranks: int, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """What one job of so many ranks measured; as much of it as it came to."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder, "rows")
+        command = [sys.executable, str(RANK), str(rows), json.dumps(asked)]
+        jobs = [
+            subprocess.Popen(
+                command,
+                # NCCL takes several ranks on one GPU when each believes to be on a host of its own.
+                env=os.environ | shared | {"RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"},
+                stdout=None if rank == 0 else subprocess.DEVNULL,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            for job in jobs:
+                job.wait(asked["limit_s"] + 30)
+        except subprocess.TimeoutExpired:
+            print(f"{ranks} ranks did not end in time", file=sys.stderr)
+        finally:
+            for job in jobs:
+                job.kill()
+                job.wait()
+        return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+
+
+def least_bytes(kind: str, nbytes: int, ranks: int) -> int:
+    """The bytes that all ranks together must at least read and write, where all memory is one GPU's."""
+    shards = {"all_reduce": (ranks, ranks), "all_gather": (1, ranks), "reduce_scatter": (ranks, 1)}
+    reads, writes = shards.get(kind, (ranks, ranks))
+    return (reads + writes) * nbytes
+
+
+def table_row(found: dict[str, Any]) -> Row:
+    """One row of the table: a column for each system."""
+    kind, nbytes, ranks = found["collective"], found["nbytes"], found["ranks"]
+    row: Row = {"case": f"{kind} x{ranks}", "nbytes": nbytes}
+    for system in SYSTEMS:
+        times = found.get(system)
+        row[f"{system}_us"] = None if times is None else round(times[0], 1)
+        if system == "stretto" and times is not None:
+            row["spread_us"] = f"{times[1]:.1f}..{times[2]:.1f}"
+    ours = found.get("stretto")
+    others = [found[system][0] for system in SYSTEMS if system not in ("stretto", "nccl") and system in found]
+    row["over_best"] = round(ours[0] / min(others), 2) if ours and others else None
+    rate = found["copy_bytes_per_us"]
+    if ours and rate and nbytes >= BOUND_FROM:
+        row["over_bound"] = round(ours[0] * rate / least_bytes(kind, nbytes, ranks), 2)
+    return row
+
+
+def main() -> None:
+    """Measure and print one table."""
+    parser = common_options(__doc__)
+    parser.add_argument("--ranks", default="2,4,8", help="ranks, one job each")
+    parser.add_argument("--collectives", default=",".join(COLLECTIVES))
+    parser.add_argument("--largest", type=int, default=SIZES[-1], help="the largest size in bytes")
+    parser.add_argument("--no-nccl", action="store_true", help="leave NCCL out: it takes most of the time")
+    parser.add_argument("--limit", type=int, default=240, help="seconds for each job")
+    args = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/gpu.py needs a GPU, and a PyTorch that sees it")
+    sizes = [size for size in (SIZES[::2] if args.quick else SIZES) if size <= args.largest]
+    rows = []
+    for ranks in map(int, args.ranks.split(",")):
+        asked = {
+            "sizes": sizes, "collectives": args.collectives.split(","), "rounds": 5 if args.quick else 9,
+            "nccl": not args.no_nccl, "bound": max(sizes) >= BOUND_FROM, "limit_s": args.limit,
+        }  # fmt: skip
+        rows += [table_row(found) for found in run_ranks(ranks, asked)]
+    finish(rows, args, title="collectives on GPU memory, us")
+
+
+if __name__ == "__main__":
+    main()

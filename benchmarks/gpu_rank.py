@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of benchmarks/gpu.py: every collective by every system, in CUDA graphs, all ranks on one GPU."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+import stretto.torch
+from stretto.doctor.gpu_timing import GpuTime, time_calls, time_graph
+
+Run = Callable[[], object]
+ONE_SHOT_MOST = 1 << 20
+NCCL_MOST = 16 << 20
+HANGS_FROM = (8, 1 << 20)
+"""symm_mem's two-shot hangs on one GPU with so many ranks and more bytes: not all of its blocks are resident."""
+
+
+class RankBench:
+    """The buffers and groups of this rank."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+        self.asked = asked
+        group: Any = dist.group.WORLD
+        self.name: str = group.group_name
+        self.group = group
+        self.nccl = dist.new_group(backend="nccl") if asked["nccl"] else None
+        self._made: dict[int, torch.Tensor] = {}
+
+    def meet(self) -> None:
+        """All ranks come here."""
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    def shared(self, nbytes: int) -> torch.Tensor:
+        """Symmetric memory of so many bytes, of float32."""
+        if nbytes not in self._made:
+            tensor = symmetric.empty(nbytes // 4, dtype=torch.float32, device=self.device)
+            tensor.zero_()
+            torch.cuda.synchronize()
+            symmetric.rendezvous(tensor, self.name)
+            self._made[nbytes] = tensor
+        return self._made[nbytes]
+
+    def plain(self, nbytes: int) -> torch.Tensor:
+        """Memory as PyTorch gives it."""
+        return torch.zeros(nbytes // 4, dtype=torch.float32, device=self.device)
+
+    def systems(self, kind: str, nbytes: int) -> dict[str, Run]:
+        """What to time for a collective whose larger side has so many bytes."""
+        n, ops = self.world, torch.ops.symm_mem
+        whole, shard = self.plain(nbytes), self.plain(nbytes // n)
+        found: dict[str, Run] = {}
+        if kind == "all_reduce":
+            found["stretto"] = lambda: dist.all_reduce(whole)
+            mine = self.shared(nbytes)
+            if nbytes <= ONE_SHOT_MOST:
+                found["one-shot"] = lambda: ops.one_shot_all_reduce(mine, "sum", self.name)
+            if n < HANGS_FROM[0] or nbytes <= HANGS_FROM[1]:
+                found["two-shot"] = lambda: ops.two_shot_all_reduce_(mine, "sum", self.name)
+            found["nccl"] = lambda: dist.all_reduce(whole, group=self.nccl)
+        elif kind == "all_gather":
+            found["stretto"] = lambda: dist.all_gather_into_tensor(whole, shard)
+            part = self.shared(nbytes // n)
+            found["copy engine"] = lambda: ops._low_contention_all_gather(part, self.name)
+            found["nccl"] = lambda: dist.all_gather_into_tensor(whole, shard, group=self.nccl)
+        elif kind == "reduce_scatter":
+            found["stretto"] = lambda: dist.reduce_scatter_tensor(shard, whole)
+            found["nccl"] = lambda: dist.reduce_scatter_tensor(shard, whole, group=self.nccl)
+        else:
+            other = self.plain(nbytes)
+            found["stretto"] = lambda: dist.all_to_all_single(other, whole)
+            found["nccl"] = lambda: dist.all_to_all_single(other, whole, group=self.nccl)
+        if self.nccl is None or nbytes > NCCL_MOST:
+            del found["nccl"]
+        return found
+
+    def time(self, system: str, run: Run, nbytes: int) -> GpuTime:
+        """One system's time."""
+        few = nbytes >= 16 << 20
+        if system == "nccl":
+            return time_calls(run, self.meet, calls=2 if few else 5, rounds=3 if few else 5)
+        return time_graph(run, self.meet, calls=4 if few else 20, rounds=self.asked["rounds"])
+
+    def copy_us(self, nbytes: int) -> float:
+        """How long all ranks take together to copy so many bytes each, inside their memory."""
+        source, target = self.plain(nbytes), self.plain(nbytes)
+        return time_graph(lambda: target.copy_(source), self.meet, calls=10).median_us
+
+
+def main() -> None:
+    """Time everything that rank 0's parent asks for; rank 0 writes the rows, each as soon as it is known."""
+    asked = json.loads(sys.argv[2])
+    faulthandler.dump_traceback_later(asked["limit_s"], exit=True)
+    torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("stretto")
+    bench = RankBench(asked)
+    out = Path(sys.argv[1])
+    rate = 0.0
+    if asked["bound"]:
+        rate = 2 * (64 << 20) * bench.world / bench.copy_us(64 << 20)
+    for kind in asked["collectives"]:
+        for nbytes in asked["sizes"]:
+            row: dict[str, Any] = {
+                "collective": kind,
+                "ranks": bench.world,
+                "nbytes": nbytes,
+                "copy_bytes_per_us": rate,
+            }
+            for system, run in bench.systems(kind, nbytes).items():
+                try:
+                    taken = bench.time(system, run, nbytes)
+                    times: list[Any] = [None] * bench.world
+                    dist.all_gather_object(times, (taken.median_us, taken.least_us, taken.most_us))
+                    # A collective has ended when the last rank has.
+                    row[system] = [max(one[at] for one in times) for at in range(3)]
+                except Exception:
+                    row[f"{system} failed"] = traceback.format_exc()[-300:]
+                    print(traceback.format_exc(), file=sys.stderr, flush=True)
+            if bench.rank == 0:
+                with out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(row, flush=True)
+    held = stretto.torch.gpu_held_bytes()
+    if bench.rank == 0:
+        print(f"GPU memory held on rank 0: {held} bytes", flush=True)
+    bench.meet()
+    # Not through destructors: a system that failed may have left something that waits.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
