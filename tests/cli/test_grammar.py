@@ -71,7 +71,8 @@ LINES: dict[str, tuple[str, ...]] = {
 """A command line for every command that prints results; a name in braces is a file."""
 OTHERS = {
     "bench", "cluster convert", "controller", "demo", "help", "lab clean", "lab run", "lab show", "pipeline export",
-    "probe", "program convert", "run", "runtime fit", "status", "strategy build", "tune", "workload convert",
+    "probe", "program convert", "run", "runtime fit", "selftest", "status", "strategy build", "tune",
+    "workload convert",
 }  # fmt: skip
 """Commands that need a job or a controller, or whose output is a file."""
 NO_JSON = {
@@ -170,7 +171,7 @@ def test_an_option_has_its_short_name_everywhere_and_nothing_else_has_it(name: s
 def test_an_option_takes_the_same_in_every_command(name: str) -> None:
     own = {
         ("--ranks", "lab run"), ("--ranks", "collective show"), ("--ranks", "algorithms"),
-        ("--ranks", "strategy build"), ("--root", "collective show"),
+        ("--ranks", "strategy build"), ("--ranks", "selftest"), ("--root", "collective show"),
     }  # fmt: skip
     found = {
         (param.metavar, param.help)

@@ -56,6 +56,7 @@ ENTRIES = (
     CommandEntry(name="demo", panel=BEGIN, about="The whole path once, in some seconds; leaves pictures and files."),
     CommandEntry(name="advise", panel=BEGIN, about="What a job would gain, and how: from a trace, or from the job."),
     CommandEntry(name="doctor", panel=BEGIN, about="What works on this machine, and what to do about the rest."),
+    CommandEntry(name="selftest", panel=BEGIN, about="Every algorithm on your GPUs, checked, beside NCCL."),
     CommandEntry(name="help", panel=BEGIN, about="The help of a command."),
     CommandEntry(name="cluster", panel=LOOK, about="Hardware: list presets, draw, check and convert."),
     CommandEntry(name="workload", panel=LOOK, about="Training steps: list models, show, convert."),
