@@ -50,7 +50,7 @@ class RankBench:
             tensor = symmetric.empty(nbytes // 4, dtype=torch.float32, device=self.device)
             tensor.zero_()
             torch.cuda.synchronize()
-            symmetric.rendezvous(tensor, self.name)
+            symmetric.rendezvous(tensor, self.group)
             self._made[nbytes] = tensor
         return self._made[nbytes]
 

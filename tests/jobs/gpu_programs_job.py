@@ -23,6 +23,9 @@ import torch.distributed as dist
 import stretto.torch
 from stretto.errors import StrettoError
 
+cuda: Any = torch.cuda
+distributed: Any = dist
+"""Without the types that their stubs lack."""
 DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.bool,
@@ -59,8 +62,9 @@ def reduced(parts: list[torch.Tensor], how: str) -> torch.Tensor:
     if stack.dtype == torch.bool:
         return stack.any(0) if how in ("sum", "max") else stack.all(0)
     wide = stack.to(torch.float64 if stack.dtype.is_floating_point else torch.int64)
-    done = {"sum": wide.sum, "avg": wide.mean, "min": wide.amin, "max": wide.amax, "prod": wide.prod}[how](0)
-    return done.to(stack.dtype)
+    ways: dict[str, Any] = {"sum": wide.sum, "avg": wide.mean, "min": wide.amin, "max": wide.amax, "prod": wide.prod}
+    done: torch.Tensor = ways[how](0).to(stack.dtype)
+    return done
 
 
 class RandomCall:
@@ -92,7 +96,7 @@ class RandomCall:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             got, want = self._call(mine, parts, rank, group)
-            right = (got == want).all()
+            right: torch.Tensor = (got == want).all()
         current.wait_stream(stream)
         return right
 
@@ -139,7 +143,7 @@ def random_calls(calls: int, seed: int, largest: int) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     half = world // 2
     subs = [dist.new_group(list(range(half))), dist.new_group(list(range(half, world)))] if half > 1 else []
-    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    streams = [cuda.current_stream(), cuda.Stream(), cuda.Stream()]
     wrong: list[str] = []
     pending: list[tuple[torch.Tensor, str]] = []
     for at in range(calls):
@@ -177,7 +181,7 @@ def every_kind() -> dict[str, Any]:
 def delegated() -> dict[str, Any]:
     """What goes to NCCL, and is right there."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), device_of()
-    found = {}
+    found: dict[str, Any] = {}
     splits = [1 + (rank + other) % 2 for other in range(world)]
     out = torch.empty(sum(splits), device=device)
     dist.all_to_all_single(out, torch.full((sum(splits),), float(rank), device=device), splits, splits)
@@ -198,7 +202,7 @@ def streams_and_works() -> dict[str, Any]:
     world, device = dist.get_world_size(), device_of()
     found: dict[str, Any] = {}
     tensor = torch.ones(1 << 20, device=device)
-    torch.cuda._sleep(200_000_000)
+    cuda._sleep(200_000_000)
     began = time.monotonic()
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
@@ -217,7 +221,7 @@ def streams_and_works() -> dict[str, Any]:
         one.wait(timedelta(seconds=60))
     found["many"] = all(bool((one == at * world).all()) for at, one in enumerate(many))
     pair = [torch.ones(50, device=device), torch.ones(70, device=device)]
-    with dist._coalescing_manager(async_ops=True) as batch:
+    with distributed._coalescing_manager(async_ops=True) as batch:
         for one in pair:
             dist.all_reduce(one)
     batch.wait()
@@ -268,7 +272,8 @@ def training() -> dict[str, Any]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.nn.parallel import DistributedDataParallel
 
-    device, found = device_of(), {}
+    device = device_of()
+    found: dict[str, Any] = {}
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for how in ("ddp", "fsdp"):
         torch.manual_seed(0)
@@ -285,13 +290,15 @@ def training() -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-        weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+        parameters: list[Any] = list(model.parameters())
+        weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
         flat = torch.cat([w.detach().reshape(-1) for w in weights]).cpu()
         found[how] = {"losses": losses, "weights": flat.view(torch.int32).sum().item()}
     matrix = torch.arange(64.0 * 64, device=device).view(64, 64)
     sharded = distribute_tensor(matrix, mesh, [Shard(0)])
     moved = sharded.redistribute(mesh, [Shard(1)]).redistribute(mesh, [Replicate()]).to_local()
-    total = (sharded @ distribute_tensor(matrix, mesh, [Replicate()])).full_tensor()
+    product: Any = sharded @ distribute_tensor(matrix, mesh, [Replicate()])
+    total = product.full_tensor()
     found["dtensor"] = bool(torch.equal(moved, matrix)) and bool(torch.allclose(total, matrix @ matrix))
     found["backends"] = sorted({(c.op, c.backend) for c in stretto.torch.choices()})
     return found

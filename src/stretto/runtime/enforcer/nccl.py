@@ -114,7 +114,7 @@ class NcclCarrier:
         self._sides: list[torch.cuda.Stream] = [cuda.Stream(self.device, priority=FIRST) for _ in range(SIDES)]
         self._side = 0
         self._held: deque[OpMemory] = deque()
-        self.clock = Clock(self.device)
+        self.clock: Clock[QueuedOp] = Clock(self.device)
         self._broken: Exception | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="stretto-nccl", daemon=True).start()

@@ -17,6 +17,7 @@ from ...errors import PeerLost, StrettoError
 from ..executor.executor import ProgramMismatch
 from .buffers import CollectiveCall
 from .call_board import CallBoard
+from .cuda_clock import cuda
 from .current import CURRENT
 from .engine import Engine
 from .gpu_layout import GpuBuffers, gpu_buffers, gpu_refusal
@@ -24,7 +25,7 @@ from .gpu_options import GpuOptions
 from .gpu_rendezvous import GpuSite, join_gpus
 from .gpu_selection import GpuSelector
 from .gpu_work import GpuFlight, GpuWork
-from .launch_queue import Launch, capture_number, cuda, on_stream
+from .launch_queue import Launch, capture_number, on_stream
 from .lost_ranks import LostRanks
 from .meeting import Card
 from .own_backend import OWN_BACKEND

@@ -14,8 +14,8 @@ from ...errors import PlanMismatch
 from ...files import typed
 from ...units import format_bytes
 from ..executor.join import host_key
+from .cuda_clock import cuda
 from .gpu_options import GpuOptions
-from .launch_queue import cuda
 
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """PyTorch's own switch: whether several ranks may have symmetric memory on one GPU."""

@@ -14,12 +14,12 @@ import torch
 
 from ...errors import StrettoError
 from .call_board import CallBoard, make_board_file
-from .cuda_clock import Clock
+from .cuda_clock import Clock, cuda
 from .gpu_meeting import decode_cards, encode_card, gpu_card, sharers, sm_count, why_not
 from .gpu_options import GpuOptions
 from .gpu_watch import WATCHDOG, GpuWatchdog
 from .gpu_work import GpuFlight
-from .launch_queue import QUEUES, LaunchQueue, cuda
+from .launch_queue import QUEUES, LaunchQueue
 from .meeting import Card, Meeting
 
 DEFAULT_BLOCKS = 24

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .launch_queue import Launch, cuda, on_stream
+from .cuda_clock import cuda
+from .launch_queue import Launch, on_stream
 from .work import NO_TIMEOUT, Future, GroupWork, Tensors
 
 PAUSE_S = 0.0001
