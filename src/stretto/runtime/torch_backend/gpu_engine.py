@@ -34,6 +34,8 @@ from .recording import LEDGER, Choice, current
 from .work import Tensors
 
 MAX_READY = 4096
+MARGIN_S = 60.0
+"""How much longer than the group's timeout a kernel waits before it gives up by itself."""
 ERRORS = {"PeerLost": PeerLost, "ProgramMismatch": ProgramMismatch}
 Ready = tuple[Any, Choice, str]
 
@@ -104,7 +106,11 @@ class GpuEngine:
         if len(parts) < len(calls):
             # An error of the caller's; the wrapped backend says which.
             return "tensors that do not fit together"
-        prepared = [self._prepared(call, buffers) for call, buffers in parts]
+        try:
+            prepared = [self._prepared(call, buffers) for call, buffers in parts]
+        except StrettoError as error:
+            # Loading is the same on all ranks, and so is what goes wrong with it.
+            return str(error)
         for _, choice, _ in prepared:
             LEDGER.add(choice)
         flight = self._launch(site, parts, prepared, opts)
@@ -118,7 +124,7 @@ class GpuEngine:
         submitted_on = cuda.current_stream(site.device)
         stream = site.stream if getattr(opts, "asyncOp", True) else submitted_on
         capture = capture_number(submitted_on)
-        blocks = max(int(loaded.blocks) for loaded, _, _ in prepared)
+        blocks = max(int(loaded.encoded.blocks) for loaded, _, _ in prepared)
         with site.queue.lock:
             if stream != submitted_on:
                 stream.wait_stream(submitted_on)
@@ -132,7 +138,7 @@ class GpuEngine:
                 for (call, buffers), (loaded, choice, text) in zip(parts, prepared, strict=True):
                     self._post(site.board, text)
                     began = _timed_event(stream) if recording else None
-                    site.communicator.launch(loaded, buffers.source, buffers.target)
+                    site.communicator.launch(loaded, buffers.source, buffers.target, ordered=True)
                     if buffers.finish is not None:
                         buffers.finish()
                     if recording is not None:
@@ -193,7 +199,9 @@ class GpuEngine:
 
     def _join(self, device: torch.device) -> None:
         """All ranks of the group at their first call; afterwards either `site` or `_why` is set, on all of them."""
-        made = join_gpus(self._group(), self.cards, self._store, device, self._options)
+        made = join_gpus(
+            self._group(), self.cards, self._store, device, self._options, self.engine.timeout_s + MARGIN_S
+        )
         if isinstance(made, str):
             self._why = made
         else:

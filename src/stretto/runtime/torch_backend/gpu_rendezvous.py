@@ -24,6 +24,8 @@ from .meeting import Card, Meeting
 
 DEFAULT_BLOCKS = 24
 """Thread blocks of a call where nothing is said: fewer SMs than NCCL takes on a box of eight GPUs."""
+LEAST_BYTES = 4 << 20
+"""A group with less memory than this would cut everything into tiny rounds."""
 SETTLE_S = 5.0
 PAUSE_S = 0.001
 
@@ -50,13 +52,13 @@ class GpuSite:
                 time.sleep(PAUSE_S)
             if all(flight.ended for flight in list(flights)):
                 self.board.leave()
-            else:
-                self.communicator.abort("the group was destroyed")
+            # Other ranks leave at other times, or never: a communicator that was given up does not wait for them.
+            self.communicator.abort("the group was destroyed")
             self.communicator.close()
 
 
 def join_gpus(
-    group: Any, cards: Sequence[Card], store: Any, device: torch.device, options: GpuOptions
+    group: Any, cards: Sequence[Card], store: Any, device: torch.device, options: GpuOptions, limit_s: float
 ) -> GpuSite | str:
     """All ranks of a group make what their calls on GPU memory need, or none does.
 
@@ -66,6 +68,7 @@ def join_gpus(
         store: A store of the group's that nothing else uses.
         device: The GPU of this rank's tensors.
         options: What the environment says.
+        limit_s: After so long a wait in a kernel ends by itself, should nobody end it before.
 
     Returns:
         The site, or why there is none: the same on all ranks.
@@ -83,15 +86,20 @@ def join_gpus(
     found = decode_cards(meeting.exchange(encode_card(mine)))
     together = sharers(found)
     blocks = max(1, min(options.max_blocks or DEFAULT_BLOCKS, sm_count(device) // together))
-    why = why_not(found, options, gpu.communicator_bytes(size))
+    why = why_not(found, options, LEAST_BYTES)
     if why:
         return why
+    room = options.max_bytes - max(card.held_bytes for card in found)
+    packet_bytes = min(gpu.PACKET_BYTES, room // 4)
     board, communicator, path = None, None, ""
     try:
         path = make_board_file(size) if rank == 0 else ""
         (path, *_) = (text.decode() for text in meeting.exchange(path.encode()))
         board = CallBoard(path, rank, size)
-        communicator = gpu.GpuCommunicator(group, device=device, max_blocks=blocks)
+        communicator = gpu.GpuCommunicator(
+            group, device=device, max_blocks=blocks, packet_bytes=packet_bytes,
+            slot_bytes=min(gpu.SLOT_BYTES, room - packet_bytes), limit_s=limit_s,
+        )  # fmt: skip
     except (StrettoError, OSError, RuntimeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
     failed = meeting.conclude(why)

@@ -34,7 +34,7 @@ class GpuSelector:
     def __init__(self, selector: Selector, price: Any = None) -> None:
         """`price` is the runtime to simulate with; None takes `PRICE`, where that is known."""
         self._selector = selector
-        self._price = PRESETS.get(PRICE) if price is None else price
+        self._price: Any = PRESETS.get(PRICE) if price is None else price
         self._picks: dict[int, ProgramPick] = {}
 
     def pick(self, op: str, nbytes: int, root: int = 0) -> ProgramPick:
