@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from importlib import import_module
+from math import prod as _prod
 from typing import TYPE_CHECKING
 
 from .errors import InvalidInput
 
 try:
+    import torch as _torch
     import torch.distributed as _dist
 except ImportError:
     raise InvalidInput("stretto.torch needs PyTorch: pip install 'stretto[torch]'") from None
@@ -102,7 +104,7 @@ are what a carrier of one's own is made of (docs/enforcer.md)."""
 
 __all__ = [
     "Choice", "DdpHook", "Enforcer", "Recording", "StrettoGroup", "choices", "ddp_hook", "enforce", "gpu_held_bytes",
-    "last_choice", "record", "step", *_HOMES,
+    "last_choice", "record", "step", "symmetric_empty", *_HOMES,
 ]  # fmt: skip
 
 
@@ -139,6 +141,33 @@ def gpu_held_bytes() -> int:
     0
     """
     return _WATCHDOG.held_bytes()
+
+
+def symmetric_empty(
+    *shape: int, dtype: _torch.dtype | None = None, device: _torch.device | None = None, group: object = None
+) -> _torch.Tensor:
+    """A tensor in GPU memory that all ranks of a group can address; they all make it, at the same point and alike.
+
+    Collectives whose input and output lie in such memory, at the same place on all ranks, copy nothing into slots.
+
+    Args:
+        *shape: The same on all ranks.
+        dtype: The type of the elements; PyTorch's default where none is given.
+        device: This rank's GPU; the current one where none is given.
+        group: A process group on the backend `stretto`; the default one where none is given.
+
+    Returns:
+        The tensor, of no value.
+
+    Raises:
+        InvalidInput: There is no such group, or no program runs on the memory of its GPUs.
+    """
+    owner = group if group is not None else _dist.group.WORLD
+    if not isinstance(owner, StrettoGroup):
+        raise InvalidInput("symmetric_empty: needs a process group on the backend stretto")
+    where = device if device is not None else _torch.device("cuda")
+    flat = owner.gpu.empty(_prod(shape), dtype or _torch.get_default_dtype(), where)
+    return flat.view(shape)
 
 
 def record() -> AbstractContextManager[Recording]:

@@ -265,6 +265,36 @@ def graphs() -> dict[str, Any]:
     return {"right": [*right, bool((tensor == world * world).all())]}
 
 
+def symmetric() -> dict[str, Any]:
+    """Collectives in symmetric memory, and ranks that use different places of it."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), device_of()
+    count = 100_000 * world
+    one = stretto.torch.symmetric_empty(2, count, device=device)
+    two = stretto.torch.symmetric_empty(count, device=device)
+    found: dict[str, Any] = {"right": []}
+    for _ in range(3):
+        one.copy_(torch.arange(2 * count, device=device).view(2, -1) % 1000 + rank)
+        base = torch.arange(count, device=device) % 1000
+        dist.all_reduce(one[0])
+        total = world * base + world * (world - 1) // 2
+        found["right"].append(bool((one[0] == total).all()))
+        dist.all_gather_into_tensor(two, one[1][:100_000])
+        want = (torch.arange(count, 2 * count, device=device) % 1000)[:100_000]
+        found["right"].append(bool((two.view(world, -1) == torch.stack([want + r for r in range(world)])).all()))
+        one[1].fill_(rank + 1.0)
+        dist.reduce_scatter_tensor(two[:100_000], one[1])
+        found["right"].append(bool((two[:100_000] == world * (world + 1) / 2).all()))
+    found["said"] = ""
+    try:
+        dist.all_reduce(one[rank % 2])
+        torch.cuda.synchronize()
+        time.sleep(0.5)
+        dist.all_reduce(one[0])
+    except StrettoError as error:
+        found["said"] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def training() -> dict[str, Any]:
     """DDP, FSDP2 and DTensor: losses of every step, and whether all ranks have the same bits."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -347,12 +377,12 @@ def main() -> None:
     dist.init_process_group("stretto", timeout=limit)
     scenarios: dict[str, Any] = {
         "every_kind": every_kind, "delegated": delegated, "streams": streams_and_works, "graphs": graphs,
-        "training": training, "fault": fault,
+        "training": training, "fault": fault, "symmetric": symmetric,
         "random": lambda calls, seed, largest: random_calls(int(calls), int(seed), int(largest)),
     }  # fmt: skip
     found = scenarios[scenario](*arguments)
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-    if scenario == "fault":
+    if scenario in ("fault", "symmetric"):
         os._exit(0)
     dist.barrier()
     torch.cuda.synchronize()

@@ -17,6 +17,7 @@ from stretto.errors import InvalidInput, PeerLost
 from stretto.runtime.torch_backend import gpu_watch
 from stretto.runtime.torch_backend.buffers import CollectiveCall, Splits
 from stretto.runtime.torch_backend.call_board import RECORDS, CallBoard, make_board_file
+from stretto.runtime.torch_backend.gpu_engine import place_in
 from stretto.runtime.torch_backend.gpu_layout import GpuBuffers, gpu_buffers, gpu_refusal
 from stretto.runtime.torch_backend.gpu_meeting import GpuCard, decode_cards, encode_card, sharers, why_not
 from stretto.runtime.torch_backend.gpu_options import GpuOptions, gpu_options
@@ -220,6 +221,13 @@ def test_without_a_cluster_the_straight_program_runs_and_with_a_price_the_fastes
     chosen = priced.pick("all_reduce", 64 << 20)
     assert chosen.program.name != "direct" and chosen.why.startswith("predicted ")
     assert "direct" in {name for name, _ in chosen.rejected}
+
+
+def test_a_place_in_symmetric_memory_is_its_number_and_offset() -> None:
+    memory = torch.zeros(200)
+    allocations = [memory[:100], memory[100:]]
+    assert place_in(allocations, memory[3:10]) == "0+12" and place_in(allocations, memory[100:]) == "1+0"
+    assert place_in(allocations, memory[99:101]) == "" and place_in([], memory) == ""
 
 
 class FakeEngine:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ...errors import PeerLost, StrettoError
+from ...errors import InvalidInput, PeerLost, StrettoError
 from ..executor.executor import ProgramMismatch
 from .buffers import CollectiveCall
 from .call_board import CallBoard
@@ -34,6 +34,8 @@ from .recording import LEDGER, Choice, current
 from .work import Tensors
 
 MAX_READY = 4096
+STAGED_BYTES = 32 << 10
+"""Up to here packets through slots are faster than reading where the data lies."""
 MARGIN_S = 60.0
 """How much longer than the group's timeout a kernel waits before it gives up by itself."""
 ERRORS = {"PeerLost": PeerLost, "ProgramMismatch": ProgramMismatch}
@@ -61,6 +63,8 @@ class GpuEngine:
         self._why = ""
         self._selector = GpuSelector(engine.selector)
         self._ready: dict[tuple[Any, ...], Ready] = {}
+        self._symmetric: list[torch.Tensor] = []
+        """Memory that all ranks have made together, in the same order."""
         self._last: Launch | None = None
         self._lock = threading.Lock()
 
@@ -78,12 +82,13 @@ class GpuEngine:
         if CURRENT.enforcer is not None:
             # NCCL runs the motifs of a plan, and kernels of two libraries that wait for peers can block each other.
             return "a plan is enforced above NCCL"
-        why = gpu_refusal(call, self.engine.size)
-        if why:
-            return why
+        return gpu_refusal(call, self.engine.size) or self._refusal_of(call.device)
+
+    def _refusal_of(self, given: torch.device) -> str:
+        """Why no call on a device runs here; the ranks join at the first one."""
         if self._why:
             return self._why
-        device = call.device if call.device.index is not None else torch.device("cuda", cuda.current_device())
+        device = given if given.index is not None else torch.device("cuda", cuda.current_device())
         if self.site is None:
             if cuda.is_current_stream_capturing():
                 return "the group's first call on GPU tensors is inside the capture of a graph"
@@ -160,6 +165,28 @@ class GpuEngine:
             site.watch.wake()
         return flight
 
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory that ranks read and write in place; all ranks of the group make it together.
+
+        Args:
+            count: Elements, as many on all ranks.
+            dtype: Their type.
+            device: This rank's GPU.
+
+        Returns:
+            A tensor of one dimension.
+
+        Raises:
+            InvalidInput: No program runs on the memory of this group.
+        """
+        why = self._refusal_of(device) if self._options.enabled else "STRETTO_GPU is off"
+        if why or self.site is None:
+            raise InvalidInput(f"symmetric memory: {why}")
+        self.check()
+        tensor: torch.Tensor = self.site.communicator.empty(count, dtype)
+        self._symmetric.append(tensor)
+        return tensor
+
     def note_delegated(self, call: CollectiveCall) -> None:
         """NCCL runs a call of this group: a rank that runs it as a program instead is told so, and does not wait."""
         if self.site is not None and self.broken is None and call.op not in ("send", "recv"):
@@ -219,7 +246,8 @@ class GpuEngine:
 
     def _prepared(self, call: CollectiveCall, buffers: GpuBuffers) -> Ready:
         dtype = str(buffers.source.dtype).removeprefix("torch.")
-        key = (call.op, buffers.nbytes, dtype, call.root, buffers.reduce)
+        places = self._places(buffers)
+        key = (call.op, buffers.nbytes, dtype, call.root, buffers.reduce, places)
         found = self._ready.get(key)
         if found is not None:
             return found
@@ -227,16 +255,34 @@ class GpuEngine:
         assert site is not None
         pick = self._selector.pick(call.op, buffers.nbytes, call.root)
         loaded = site.communicator.load(
-            pick.program, dtype=buffers.source.dtype, reduce=buffers.reduce or "sum", nbytes=buffers.nbytes
-        )
+            pick.program, dtype=buffers.source.dtype, reduce=buffers.reduce or "sum", nbytes=buffers.nbytes,
+            symmetric=bool(places),
+        )  # fmt: skip
         choice = call.choice(self.engine.name, backend="gpu", why=pick.why, nbytes=buffers.nbytes, pick=pick)
         how = f" {buffers.reduce} {dtype}" if buffers.reduce else ""
         root = f" root {call.root}" if call.op in ("broadcast", "reduce") else ""
-        text = f"{call.op}{how} of {buffers.nbytes} bytes{root} as {pick.program.name}"
+        text = f"{call.op}{how} of {buffers.nbytes} bytes{root} as {pick.program.name}{places}"
         if len(self._ready) >= MAX_READY:
             self._ready.clear()
         self._ready[key] = found = (loaded, choice, text)
         return found
+
+    def _places(self, buffers: GpuBuffers) -> str:
+        """Where in symmetric memory a call reads and writes; empty where it does not, or is too small to gain."""
+        if not self._symmetric or buffers.nbytes <= STAGED_BYTES:
+            return ""
+        found = [place_in(self._symmetric, tensor) for tensor in (buffers.source, buffers.target)]
+        return f", in memory {found[0]} to {found[1]}" if all(found) else ""
+
+
+def place_in(allocations: Sequence[torch.Tensor], tensor: torch.Tensor) -> str:
+    """Which allocation holds a tensor, and at which byte; empty where none does."""
+    begin = tensor.data_ptr()
+    for number, whole in enumerate(allocations):
+        at = begin - whole.data_ptr()
+        if at >= 0 and at + tensor.nbytes <= whole.nbytes:
+            return f"{number}+{at}"
+    return ""
 
 
 def _timed_event(stream: Any) -> Any:
