@@ -3,7 +3,7 @@
 
 All ranks share the GPU, under NVIDIA's MPS, which must run; every "link" is that GPU's own memory. So only ratios
 inside one run say something. Times are medians over replays of a CUDA graph (NCCL: of plain calls, over sockets), with
-the spread; `over_bound` is the distance to moving the bytes at the rate of a plain copy by all ranks at once.
+the spread of our better one: through slots, or in place in symmetric memory. `over_bound` is the distance to moving the bytes at the rate of a plain copy by all ranks at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from common import Row, common_options, finish
 RANK = Path(__file__).with_name("gpu_rank.py")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = (1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
-SYSTEMS = ("stretto", "one-shot", "two-shot", "copy engine", "nccl")
+SYSTEMS = ("stretto", "in place", "one-shot", "two-shot", "copy engine", "nccl")
+OURS = SYSTEMS[:2]
 BOUND_FROM = 16 << 20
 """Smaller messages stay in the GPU's cache, which the rate of a copy says nothing of."""
 
@@ -74,10 +75,9 @@ def table_row(found: dict[str, Any]) -> Row:
     for system in SYSTEMS:
         times = found.get(system)
         row[f"{system}_us"] = None if times is None else round(times[0], 1)
-        if system == "stretto" and times is not None:
-            row["spread_us"] = f"{times[1]:.1f}..{times[2]:.1f}"
-    ours = found.get("stretto")
-    others = [found[system][0] for system in SYSTEMS if system not in ("stretto", "nccl") and system in found]
+    ours = min((found[system] for system in OURS if system in found), default=None)
+    row["spread_us"] = None if ours is None else f"{ours[1]:.1f}..{ours[2]:.1f}"
+    others = [found[system][0] for system in SYSTEMS if system not in (*OURS, "nccl") and system in found]
     row["over_best"] = round(ours[0] / min(others), 2) if ours and others else None
     rate = found["copy_bytes_per_us"]
     if ours and rate and nbytes >= BOUND_FROM:

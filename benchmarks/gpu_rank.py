@@ -38,6 +38,7 @@ class RankBench:
         self.group = group
         self.nccl = dist.new_group(backend="nccl") if asked["nccl"] else None
         self._made: dict[int, torch.Tensor] = {}
+        self._in_place: dict[tuple[int, str], torch.Tensor] = {}
 
     def meet(self) -> None:
         """All ranks come here."""
@@ -54,6 +55,13 @@ class RankBench:
             self._made[nbytes] = tensor
         return self._made[nbytes]
 
+    def in_place(self, nbytes: int, use: str) -> torch.Tensor:
+        """Memory that our programs use where it lies."""
+        if (nbytes, use) not in self._in_place:
+            made = stretto.torch.symmetric_empty(nbytes // 4, dtype=torch.float32, device=self.device)
+            self._in_place[nbytes, use] = made.zero_()
+        return self._in_place[nbytes, use]
+
     def plain(self, nbytes: int) -> torch.Tensor:
         """Memory as PyTorch gives it."""
         return torch.zeros(nbytes // 4, dtype=torch.float32, device=self.device)
@@ -63,8 +71,10 @@ class RankBench:
         n, ops = self.world, torch.ops.symm_mem
         whole, shard = self.plain(nbytes), self.plain(nbytes // n)
         found: dict[str, Run] = {}
+        large, small = self.in_place(nbytes, "whole"), self.in_place(max(nbytes // n, 4), "shard")
         if kind == "all_reduce":
             found["stretto"] = lambda: dist.all_reduce(whole)
+            found["in place"] = lambda: dist.all_reduce(large)
             mine = self.shared(nbytes)
             if nbytes <= ONE_SHOT_MOST:
                 found["one-shot"] = lambda: ops.one_shot_all_reduce(mine, "sum", self.name)
@@ -73,15 +83,19 @@ class RankBench:
             found["nccl"] = lambda: dist.all_reduce(whole, group=self.nccl)
         elif kind == "all_gather":
             found["stretto"] = lambda: dist.all_gather_into_tensor(whole, shard)
+            found["in place"] = lambda: dist.all_gather_into_tensor(large, small)
             part = self.shared(nbytes // n)
             found["copy engine"] = lambda: ops._low_contention_all_gather(part, self.name)
             found["nccl"] = lambda: dist.all_gather_into_tensor(whole, shard, group=self.nccl)
         elif kind == "reduce_scatter":
             found["stretto"] = lambda: dist.reduce_scatter_tensor(shard, whole)
+            found["in place"] = lambda: dist.reduce_scatter_tensor(small, large)
             found["nccl"] = lambda: dist.reduce_scatter_tensor(shard, whole, group=self.nccl)
         else:
             other = self.plain(nbytes)
+            second = self.in_place(nbytes, "other")
             found["stretto"] = lambda: dist.all_to_all_single(other, whole)
+            found["in place"] = lambda: dist.all_to_all_single(second, large)
             found["nccl"] = lambda: dist.all_to_all_single(other, whole, group=self.nccl)
         if self.nccl is None or nbytes > NCCL_MOST:
             del found["nccl"]
