@@ -3,7 +3,8 @@
 
 All ranks share the GPU, under NVIDIA's MPS, which must run; every "link" is that GPU's own memory. So only ratios
 inside one run say something. Times are medians over replays of a CUDA graph (NCCL: of plain calls, over sockets), with
-the spread of our better one: through slots, or in place in symmetric memory. `over_bound` is the distance to moving the bytes at the rate of a plain copy by all ranks at once.
+the spread of our better one: through slots, or in place in symmetric memory. `over_bound` is the distance to moving the
+bytes at the rate of a plain copy by all ranks at once.
 """
 
 from __future__ import annotations

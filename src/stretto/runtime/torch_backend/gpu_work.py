@@ -44,8 +44,9 @@ class GpuWork(GroupWork):
     def __init__(
         self, flight: GpuFlight, tensors: Tensors, stash: object, *, check: Callable[[], object], blocks_host: bool
     ) -> None:
-        super().__init__(tensors)
+        # First of all: from the base's constructor on, works of other threads may look at this one.
         self._flight, self._stash, self._check, self._blocks_host = flight, stash, check, blocks_host
+        super().__init__(tensors)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait; every stream that uses the result needs one of its own.
@@ -126,8 +127,8 @@ class GpuWorks(GroupWork):
     """Several calls on GPU tensors as one, ours and NCCL's."""
 
     def __init__(self, works: Sequence[dist.Work], device: torch.device) -> None:
-        super().__init__([tensor for work in works for tensor in work.result()])
         self._works, self._device = list(works), device
+        super().__init__([tensor for work in works for tensor in work.result()])
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait for all of them."""
