@@ -334,10 +334,10 @@ def training() -> dict[str, Any]:
     return found
 
 
-def fault(how: str) -> dict[str, Any]:
+def fault(how: str, seed: str = "0") -> dict[str, Any]:
     """The last rank does something; what the others get, how long it took, and whether their GPU still works."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), device_of()
-    tensor = torch.ones(10_000, device=device)
+    tensor = torch.ones(random.Random(int(seed)).choice([100, 10_000, 1_000_000]), device=device)
     for _ in range(3):
         dist.all_reduce(tensor)
     torch.cuda.synchronize()
@@ -346,7 +346,7 @@ def fault(how: str) -> dict[str, Any]:
     if rank == world - 1:
         if how == "kill":
             # In the middle of a burst, not between calls.
-            for _ in range(random.randrange(200)):
+            for _ in range(random.Random(int(seed)).randrange(50)):
                 dist.all_reduce(tensor)
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "stop":
