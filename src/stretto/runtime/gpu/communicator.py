@@ -209,13 +209,15 @@ class GpuCommunicator:
             p.memory[rank] = pointer
         return p
 
-    def launch(self, loaded: GpuProgram, input: torch.Tensor, output: torch.Tensor) -> None:
+    def launch(self, loaded: GpuProgram, input: torch.Tensor, output: torch.Tensor, *, ordered: bool = False) -> None:
         """Run a loaded program on the current stream; returns at once.
 
         Args:
             loaded: What `load` made.
             input: This rank's input; contiguous, as many bytes as the program asks for.
             output: This rank's output; in place, where the input lies in it.
+            ordered: Whether the caller has put the current stream behind the launch before; else it waits for all of
+                the stream that had it.
 
         Raises:
             InvalidInput: A tensor does not fit the program.
@@ -238,10 +240,11 @@ class GpuCommunicator:
         self._set(params.output, output, loaded.fused.symmetric and loaded.fused.touched(OUT))
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
-            if self._last is not None and self._last != stream and not torch.cuda.is_current_stream_capturing():
+            capturing = torch.cuda.is_current_stream_capturing()
+            if not ordered and self._last is not None and self._last != stream and not capturing:
                 stream.wait_stream(self._last)
             loaded.kernel.launch(params, blocks=loaded.encoded.blocks, threads=THREADS, stream=stream.cuda_stream)
-            if not torch.cuda.is_current_stream_capturing():
+            if not capturing:
                 self._last = stream
 
     def _set(self, pointers: ctypes.Array[ctypes.c_uint64], tensor: torch.Tensor, shared: bool) -> None:
