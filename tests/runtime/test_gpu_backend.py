@@ -114,7 +114,8 @@ def test_tensors_that_do_not_fit_are_left_to_nccl(op: str, inputs: list[int], ou
 def card(rank: int, **changes: Any) -> GpuCard:
     given: dict[str, Any] = {
         "rank": rank, "host": "a", "uuid": f"gpu{rank}", "reached": ("gpu0", "gpu1"), "seen": ("gpu0", "gpu1"),
-        "shares": False, "options": GpuOptions().text, "held_bytes": 0, "torch": "2.11",
+        "shares": False, "options": GpuOptions().text, "held_bytes": 0, "rendezvous": 1,
+        "torch": "2.11",
     }  # fmt: skip
     return GpuCard(**(given | changes))
 
@@ -124,6 +125,7 @@ def card(rank: int, **changes: Any) -> GpuCard:
     [
         ({}, ""),
         ({"host": "b"}, "ranks 0 and 1 are on different hosts"),
+        ({"rendezvous": 3}, "rank 1 has joined 3 groups or symmetric tensors, rank 0 1"),
         ({"torch": "2.12"}, "rank 1 has PyTorch 2.12, rank 0 2.11"),
         ({"uuid": "gpu0"}, "ranks 0 and 1 share a GPU (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows it)"),
         ({"reached": ("gpu1",)}, "the GPU of rank 1 cannot address that of rank 0"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -21,7 +22,8 @@ class SymmetricMemory:
         self._module: Any = symmetric
         self._group, self._device = group, device
         self._ranges: list[tuple[int, int, list[int], Any]] = []
-        with warnings.catch_warnings():
+        # A group that is not in PyTorch's list of groups has told of its store itself.
+        with warnings.catch_warnings(), contextlib.suppress(KeyError):
             warnings.simplefilter("ignore")
             if hasattr(symmetric, "enable_symm_mem_for_group"):
                 symmetric.enable_symm_mem_for_group(group.group_name)

@@ -578,6 +578,11 @@ class StrettoGroup(Base):  # type: ignore[misc]
             self._plain._start_coalescing(call.device)
 
     @property
+    def wrapped(self) -> list[tuple[torch.device, BackendType, Any]]:
+        """The backends that run what programs do not, each with its device and type."""
+        return self._wrapped
+
+    @property
     def own_alone(self) -> bool:
         """Whether a call that nobody looks at can only be the wrapped gloo's, and is waited for by itself."""
         return self._gathering is None and len(self._wrapped) == 1

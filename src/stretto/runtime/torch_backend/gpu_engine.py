@@ -183,6 +183,7 @@ class GpuEngine:
         if why or self.site is None:
             raise InvalidInput(f"symmetric memory: {why}")
         self.check()
+        self.site.watch.rendezvous += 1
         tensor: torch.Tensor = self.site.communicator.empty(count, dtype)
         self._symmetric.append(tensor)
         return tensor

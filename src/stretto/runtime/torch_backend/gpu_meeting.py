@@ -34,10 +34,12 @@ class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
     options: str
     held_bytes: int
     """GPU memory that programs of other groups hold on this rank already."""
+    rendezvous: int
+    """How many symmetric allocations its process has made: PyTorch counts them, and its ranks must agree."""
     torch: str
 
 
-def gpu_card(rank: int, device: torch.device, options: GpuOptions, held_bytes: int) -> GpuCard:
+def gpu_card(rank: int, device: torch.device, options: GpuOptions, held_bytes: int, rendezvous: int) -> GpuCard:
     """This process's own.
 
     Args:
@@ -45,6 +47,7 @@ def gpu_card(rank: int, device: torch.device, options: GpuOptions, held_bytes: i
         device: The GPU of its tensors.
         options: What the environment says.
         held_bytes: GPU memory that its other groups hold.
+        rendezvous: Symmetric allocations that its process has made.
 
     Returns:
         The card.
@@ -56,7 +59,7 @@ def gpu_card(rank: int, device: torch.device, options: GpuOptions, held_bytes: i
     return GpuCard(
         rank=rank, host=host_key(), uuid=uuids[mine], reached=tuple(reached), seen=tuple(uuids),
         shares=os.environ.get(SHARING) == "1", options=options.text, held_bytes=held_bytes,
-        torch=str(torch.__version__),
+        rendezvous=rendezvous, torch=str(torch.__version__),
     )  # fmt: skip
 
 
@@ -95,6 +98,10 @@ def why_not(cards: Sequence[GpuCard], options: GpuOptions, wanted_bytes: int) ->
             return f"rank {card.rank} has PyTorch {card.torch}, rank 0 {first.torch}"
         if card.host != first.host:
             return f"ranks 0 and {card.rank} are on different hosts"
+        if card.rendezvous != first.rendezvous:
+            return (
+                f"rank {card.rank} has joined {card.rendezvous} groups or symmetric tensors, rank 0 {first.rendezvous}"
+            )
         if card.held_bytes + wanted_bytes > options.max_bytes:
             held = f"rank {card.rank} holds {format_bytes(card.held_bytes) if card.held_bytes else 'nothing'} already"
             return f"{format_bytes(wanted_bytes)} more are over STRETTO_GPU_MEMORY ({held})"

@@ -21,6 +21,7 @@ from .gpu_watch import WATCHDOG, GpuWatchdog
 from .gpu_work import GpuFlight
 from .launch_queue import QUEUES, LaunchQueue
 from .meeting import Card, Meeting
+from .symmetric_group import SymmetricGroup
 
 DEFAULT_BLOCKS = 24
 """Thread blocks of a call where nothing is said: fewer SMs than NCCL takes on a box of eight GPUs."""
@@ -43,6 +44,7 @@ class GpuSite:
     nothing: torch.Tensor
     """What a barrier reduces."""
     watch: GpuWatchdog
+    symmetric: SymmetricGroup
 
     def close(self, flights: Sequence[GpuFlight]) -> None:
         """Let the GPU finish, say so, and give the memory back."""
@@ -55,6 +57,7 @@ class GpuSite:
             # Other ranks leave at other times, or never: a communicator that was given up does not wait for them.
             self.communicator.abort("the group was destroyed")
             self.communicator.close()
+        self.symmetric.close()
 
 
 def join_gpus(
@@ -63,7 +66,7 @@ def join_gpus(
     """All ranks of a group make what their calls on GPU memory need, or none does.
 
     Args:
-        group: The process group, for PyTorch's symmetric memory.
+        group: The process group.
         cards: Those of its ranks, from when the group was made.
         store: A store of the group's that nothing else uses.
         device: The GPU of this rank's tensors.
@@ -82,7 +85,7 @@ def join_gpus(
     meeting = Meeting(store, rank, size)
     meeting.cards = list(cards)
     held = WATCHDOG.held_bytes()
-    mine = gpu_card(rank, device, options, held)
+    mine = gpu_card(rank, device, options, held, WATCHDOG.rendezvous)
     found = decode_cards(meeting.exchange(encode_card(mine)))
     together = sharers(found)
     blocks = max(1, min(options.max_blocks or DEFAULT_BLOCKS, sm_count(device) // together))
@@ -91,13 +94,15 @@ def join_gpus(
         return why
     room = options.max_bytes - max(card.held_bytes for card in found)
     packet_bytes = min(gpu.PACKET_BYTES, room // 4)
-    board, communicator, path = None, None, ""
+    board, communicator, path, symmetric = None, None, "", None
     try:
         path = make_board_file(size) if rank == 0 else ""
         (path, *_) = (text.decode() for text in meeting.exchange(path.encode()))
         board = CallBoard(path, rank, size)
+        symmetric = SymmetricGroup(Path(path).name, rank, size, store, group.wrapped)
+        WATCHDOG.rendezvous += 1
         communicator = gpu.GpuCommunicator(
-            group, device=device, max_blocks=blocks, packet_bytes=packet_bytes,
+            symmetric.plain, device=device, max_blocks=blocks, packet_bytes=packet_bytes,
             slot_bytes=min(gpu.SLOT_BYTES, room - packet_bytes), limit_s=limit_s,
         )  # fmt: skip
     except (StrettoError, OSError, RuntimeError, ValueError) as error:
@@ -105,13 +110,14 @@ def join_gpus(
     failed = meeting.conclude(why)
     if rank == 0 and path:
         Path(path).unlink(missing_ok=True)
-    if failed or board is None or communicator is None:
+    if failed or board is None or communicator is None or symmetric is None:
         if communicator is not None:
+            communicator.abort(failed)
             communicator.close()
         return failed
     with cuda.device(device):
         return GpuSite(
             device=device, communicator=communicator, board=board, stream=cuda.Stream(device, priority=-1),
             queue=QUEUES.of(device.index, sm_count(device) // together), clock=Clock(device),
-            nothing=torch.zeros(1, dtype=torch.int32, device=device), watch=WATCHDOG,
+            nothing=torch.zeros(4 * size, dtype=torch.int32, device=device), watch=WATCHDOG, symmetric=symmetric,
         )  # fmt: skip

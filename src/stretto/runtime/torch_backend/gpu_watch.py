@@ -113,6 +113,8 @@ class GpuWatchdog(ProcessPart):
     """The thread, and the groups that it looks after."""
 
     def __init__(self) -> None:
+        self.rendezvous = 0
+        """Symmetric allocations that this process has made; PyTorch counts them for the whole of it, too."""
         self._begin()
         atexit.register(self._leave)
 
