@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ...errors import StrettoError
 from .call_board import CallBoard, make_board_file
 from .cuda_clock import Clock, cuda
 from .gpu_meeting import decode_cards, encode_card, gpu_card, sharers, sm_count, why_not
@@ -105,7 +104,7 @@ def join_gpus(
             symmetric.plain, device=device, max_blocks=blocks, packet_bytes=packet_bytes,
             slot_bytes=min(gpu.SLOT_BYTES, room - packet_bytes), limit_s=limit_s,
         )  # fmt: skip
-    except (StrettoError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
     failed = meeting.conclude(why)
     if rank == 0 and path:
