@@ -52,7 +52,7 @@ def test_the_fastest_right_one_is_shown_and_the_report_has_all(
 ) -> None:
     ring = ROW | {"algorithm": "ring", "us": 9.0}
     fake_ranks(monkeypatch, [ROW, ring], MACHINE)
-    assert run(["selftest", "--gpu", "-o", str(tmp_path / "r.json")]) == 0
+    assert run(["selftest", "--gpu", "--json", str(tmp_path / "r.json")]) == 0
     said = capsys.readouterr().out
     assert "direct" in said and "ring" not in said and "2 runs, 0 wrong; GPU memory held by a rank: 1 MiB" in said
     report = json.loads((tmp_path / "r.json").read_text())

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,8 +12,8 @@ from ..errors import InvalidInput
 from ..report.table import ResultTable
 from ..units import format_bytes, format_us
 from .common import out, parse_all_sizes
-from .options import BytesOption, FactorOption
-from .outputs import OutputFiles, output
+from .options import BytesOption, FactorOption, JsonOption
+from .outputs import OutputFiles
 
 WRONG = 1
 """The exit code where a result was not right."""
@@ -28,27 +27,18 @@ def selftest(
     nbytes: BytesOption = "1Ki,64Ki,1Mi,16Mi",
     factor: FactorOption = 4.0,
     limit: Annotated[float, typer.Option("--limit", help="Seconds after which the ranks are ended.")] = 600.0,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE.json",
-            callback=output(".json"),
-            help="The report, to keep or to send.",
-        ),
-    ] = None,
+    report: JsonOption = None,
 ) -> None:
     """Run every algorithm on this machine's GPUs, check every bit, and time it beside NCCL.
 
     \b
-    Ends with 1 where a result was wrong. The report holds the names of the
+    Ends with 1 where a result was wrong. The report (--json) holds the names of the
     GPUs, versions, the topology that nvidia-smi prints, and every time.
 
     \b
     Examples:
       stretto selftest --gpu
-      stretto selftest --gpu --ranks 8 -b 1Ki..64Mi -o report.json
+      stretto selftest --gpu --ranks 8 -b 1Ki..64Mi --json report.json
     """
     if not gpu:
         raise InvalidInput("selftest: say what to test: --gpu")
