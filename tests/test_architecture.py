@@ -11,6 +11,8 @@ from collections.abc import Collection
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import stretto
 
 ROOT = Path(stretto.__file__).parent
@@ -162,6 +164,23 @@ def test_every_name_of_the_package_can_be_loaded() -> None:
     assert all(getattr(stretto, name) is not None for name in stretto.__all__)
     assert set(stretto.__all__) <= set(dir(stretto))
     assert not hasattr(stretto, "no_such_name")
+
+
+HOMES = {
+    r"(from|import|import_module\(\")\s*(highspy|ortools)": {"solvers"},
+    r"\bray\.init\(": {"children"},
+    r"\bsubprocess\.(Popen|run|call|check_\w+)\b": {"children", "lab/network.py", "doctor", "cli/run_job.py"},
+    r"\bmultiprocessing\b|\bos\.(fork|posix_spawn)\(": set[str](),
+}
+"""Where solvers and processes are started. Beside `Child`: short questions of the lab and the doctor to other programs,
+whose answers are waited for, and the job of `stretto run`, which shares the terminal with us."""
+
+
+@pytest.mark.parametrize("start", HOMES)
+def test_solvers_and_processes_have_one_home(start: str) -> None:
+    users = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if re.search(start, path.read_text())}
+    assert bool(users) == bool(HOMES[start])
+    assert {user for user in users if not user.startswith(tuple(HOMES[start]))} == set()
 
 
 LONGEST_FUNCTION = 80

@@ -32,8 +32,9 @@ from ..strategy.trials_ray import ray_trials
 from ..synthesis.backends import check_backend
 from ..units import format_us
 from .common import about, out, progress
-from .options import BackendOption, JobsOption, JsonOption, OptionalCluster, RayOption, SeedOption
+from .options import BackendOption, HtmlOption, JobsOption, JsonOption, OptionalCluster, RayOption, SeedOption
 from .outputs import YAML, OutputFiles, output
+from .pages import write_tables
 
 SHOWN = 8
 MAX_ROUNDS, MAX_PLAN_S = 1000, 3600.0
@@ -90,6 +91,7 @@ def tune(
         float, typer.Option("--budget", metavar="SECONDS", help="How long the planner of --plan searches.")
     ] = 10.0,
     save_model: ModelFileOption = None,
+    html: HtmlOption = None,
     rows: JsonOption = None,
 ) -> None:
     """Find the fastest synchronisation strategy for a training script by short runs of it.
@@ -131,7 +133,10 @@ def tune(
     files.write(target, lambda path: save_strategy(found.best, path), f"use it with STRETTO_STRATEGY={target}")
     files.write(save_model, lambda path: written_model(model, path))
     files.json(rows, [_row(trial) for trial in found.trials])
+    table = _table(found)
+    files.write(html, lambda path: write_tables(path, f"Strategies for {model.name}", table))
     planned = _plan(files, found, model, known, plan, budget) if plan is not None and known is not None else ""
+    out().print(table)
     _show(found)
     if planned:
         out().print(planned, markup=False)
@@ -190,7 +195,7 @@ def _searched(
             return model, searched(bench)
 
 
-def _show(found: StrategyResult) -> None:
+def _table(found: StrategyResult) -> ResultTable:
     table = ResultTable("what", ">iteration", ">in turn", ">rounds")
     decided = {id(arm): at for at, (_, arm) in enumerate(found.finalists)} if found.decision is not None else {}
     ran: list[tuple[float, str, object]] = [(time_us, one.name, one) for one, time_us in found.references]
@@ -202,8 +207,11 @@ def _show(found: StrategyResult) -> None:
             times = found.decision.times_us[at] if found.decision is not None and at is not None else ()
             again = f"{median(times) / 1e3:.2f} ms" if times else ""
             table.add_row(label, f"{time_us / 1e3:.2f} ms", again, str(len(times)) if times else "")
+    return table
+
+
+def _show(found: StrategyResult) -> None:
     console = out()
-    console.print(table)
     failed = [trial for trial in found.trials if trial.why]
     if failed:
         console.print(f"{len(failed)} did not run; the first: {failed[0].why}", markup=False)

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from ..children import Child
 from ..errors import InvalidInput, StrettoError
 from ..files import convert
 
@@ -142,15 +143,15 @@ def _run_ranks(folder: Path, ranks: int, *, shared: bool, asked: dict[str, Any])
             mine["NCCL_HOSTID"] = f"rank{rank}"
         command = [sys.executable, "-m", "stretto.doctor.gpu_selftest_rank", str(folder), json.dumps(asked)]
         with (folder / f"out-{rank}").open("wb") as out:
-            jobs.append(subprocess.Popen(command, env=os.environ | common | mine, stdout=out, stderr=subprocess.STDOUT))
+            jobs.append(Child(command, environment=os.environ | common | mine, stdout=out, stderr=subprocess.STDOUT))
     try:
         return [job.wait(asked["limit_s"] + SETTLE_S) for job in jobs] == [0] * ranks
     except subprocess.TimeoutExpired:
         return False
     finally:
         for job in jobs:
-            job.kill()
-            job.wait()
+            if job.poll() is None:
+                job.kill_all()
 
 
 def _read(folder: Path, finished: bool) -> SelfTest:
