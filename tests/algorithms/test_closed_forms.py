@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from stretto import MB, Cluster, Link, Node, Program, algorithm, simulate
+from stretto import MB, Cluster, Link, Node, Program, algorithm, lower_bound, simulate
 
 SIZE = 3.7 * MB
 ALPHA, GB_PER_S = 2.5, 20.0
@@ -110,6 +110,30 @@ def test_halving_doubling_takes_log_n_messages_and_the_least_bytes(
     for kind, phases in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
         program = algorithm("halving_doubling", kind, n, largest=largest)
         assert time_us(program, network(n)) == exactly(phases * phase)
+
+
+@pytest.mark.parametrize(("n", "dims"), [(2, None), (8, None), (16, (4, 4)), (16, (2, 8))])
+@pytest.mark.parametrize("network", [links_per_pair, port_per_rank])
+def test_swing_takes_the_time_of_halving_doubling_where_every_pair_is_equally_near(
+    n: int, dims: tuple[int, ...] | None, network: Callable[[int], Cluster]
+) -> None:
+    phase = (n.bit_length() - 1) * ALPHA + BETA * SIZE * (n - 1) / n
+    for kind, phases in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
+        program = algorithm("swing", kind, n, dims=dims)
+        assert time_us(program, network(n)) == exactly(phases * phase)
+
+
+def test_swing_keeps_all_links_of_a_torus_busy() -> None:
+    cluster = Cluster.load("torus:4x4")
+    program = algorithm("swing", "all_reduce", 16, cluster=cluster)
+    assert program.name == "swing(dims=4.4,ports=4)"
+    bound = lower_bound(program.collective, cluster, nbytes=1e9).total_us
+    others = (
+        algorithm(name, "all_reduce", 16, cluster=cluster) for name in ("ring", "halving_doubling", "hierarchical")
+    )
+    took = simulate(program, cluster, nbytes=1e9).total_us
+    assert took <= 1.01 * bound
+    assert all(simulate(other, cluster, nbytes=1e9).total_us > 1.5 * took for other in others)
 
 
 @pytest.mark.parametrize("n", [3, 5, 6, 12])

@@ -65,6 +65,11 @@ def _variants() -> list[Case]:
     found += [Case("ring", "all_gather", 4, (("order", ((0, 1, 2, 3), (2, 0, 3, 1))),))]
     found += [Case("halving_doubling", kind, count, (("largest", "far"),)) for kind in wheel for count in (6, 8)]
     found += [
+        Case("swing", kind, 16, (("dims", dims), ("ports", ports), ("order", order)))
+        for kind in wheel
+        for dims, ports, order in (((4, 4), 4, None), ((2, 8), 3, tuple(range(15, -1, -1))), ((2, 2, 4), 6, None))
+    ]
+    found += [
         Case("hierarchical", kind, 12, (("dims", dims), ("inside", inside)))
         for kind in wheel
         for dims, inside in (

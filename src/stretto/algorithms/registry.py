@@ -21,6 +21,7 @@ NAMES = (
     "ring",
     "recursive_doubling",
     "halving_doubling",
+    "swing",
     "double_binary_tree",
     "binary_tree",
     "binomial",
