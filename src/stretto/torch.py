@@ -48,11 +48,13 @@ if TYPE_CHECKING:
     from .resharding.tensors.weights import WeightSync as WeightSync
     from .runtime.capture.session import Recorder as Recorder
     from .runtime.capture.session import capture as capture
+    from .runtime.enforcer.background import BackgroundMotif as BackgroundMotif
     from .runtime.enforcer.binding import MotifBinding as MotifBinding
     from .runtime.enforcer.carrier import Carrier as Carrier
     from .runtime.enforcer.carrier import CarrierSite as CarrierSite
     from .runtime.enforcer.carrier import HostCarrier as HostCarrier
     from .runtime.enforcer.compiled_op import CompiledMotif as CompiledMotif
+    from .runtime.enforcer.gloo import GlooCarrier as GlooCarrier
     from .runtime.enforcer.memory import RowLayout as RowLayout
     from .runtime.enforcer.memory import StagedBuffers as StagedBuffers
     from .runtime.enforcer.rank_plan import RankMotif as RankMotif
@@ -70,10 +72,12 @@ if TYPE_CHECKING:
     from .strategy.distribute import model_spec as model_spec
 
 _HOMES = {
+    "BackgroundMotif": (".runtime.enforcer.background", "BackgroundMotif"),
     "Carrier": (".runtime.enforcer.carrier", "Carrier"),
     "CarrierSite": (".runtime.enforcer.carrier", "CarrierSite"),
     "CollectiveCall": (".runtime.torch_backend.buffers", "CollectiveCall"),
     "Engine": (".runtime.torch_backend.engine", "Engine"),
+    "GlooCarrier": (".runtime.enforcer.gloo", "GlooCarrier"),
     "HostCarrier": (".runtime.enforcer.carrier", "HostCarrier"),
     "CompiledMotif": (".runtime.enforcer.compiled_op", "CompiledMotif"),
     "MotifBinding": (".runtime.enforcer.binding", "MotifBinding"),

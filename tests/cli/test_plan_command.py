@@ -153,12 +153,12 @@ def test_a_plan_with_programs_of_no_library_is_simulated_again(good: Run, tmp_pa
         Op(name="backward", duration_us=100.0),
         Op(name="gradients", kind="all_reduce", nbytes=6.4e7, after=(Dep(op="backward"),)),
     )
-    Workload(name="torus", num_ranks=4, ops=ops).save(step)
-    good("plan", "-w", str(step), "-c", "torus:2x2", "--steps", "20", "-o", str(path))
+    Workload(name="torus", num_ranks=9, ops=ops).save(step)
+    good("plan", "-w", str(step), "-c", "torus:3x3", "--steps", "20", "-o", str(path))
     made = Plan.load(path)
     assert any(motif.algorithm.startswith("dimensions") for op in made.ops for motif in op.motifs)
     again = tmp_path / "again.json"
-    good("plan", "retime", str(path), "-w", str(step), "-c", "torus:2x2", "--json", str(again))
+    good("plan", "retime", str(path), "-w", str(step), "-c", "torus:3x3", "--json", str(again))
     found = json.loads(again.read_text())
     assert found["today_us"] == pytest.approx(found["promised_us"])
     assert found["retimed_us"] == pytest.approx(made.retimed_us)

@@ -79,7 +79,12 @@ def main() -> None:
 
     def rank_main(rank: int) -> None:
         join(folder, rank, ranks, timeout=timedelta(seconds=100))
-        outcomes = {"own": under(StoreCarrier), "executor": under("executor"), "gloo": under("gloo"), "no": refused()}
+        outcomes = {
+            "own": under("own_carrier:StoreCarrier"),
+            "executor": under("executor"),
+            "gloo": under("gloo"),
+            "no": refused(),
+        }
         (folder / f"{rank}.json").write_text(json.dumps(outcomes))
         dist.destroy_process_group()
 

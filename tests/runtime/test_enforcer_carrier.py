@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from stretto.errors import InvalidInput
+from stretto.runtime.enforcer.carriers import imported
+
 Outcomes = dict[str, list[Any]]
 
 
@@ -27,3 +30,9 @@ def test_a_carrier_written_from_the_documentation_runs_a_plan(outcomes: Outcomes
 
 def test_what_it_cannot_carry_out_it_refuses_when_the_plan_is_prepared(outcomes: Outcomes) -> None:
     assert all("only all-reduces go through the store" in said for said in outcomes["no"])
+
+
+@pytest.mark.parametrize("name", ["no_such_module:Carrier", "stretto.torch:NoSuchCarrier", ":Carrier"])
+def test_a_name_that_python_cannot_import_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match=r"carrier '.*': .*; it must be MODULE:CLASS"):
+        imported(name)

@@ -428,12 +428,13 @@ class Autopilot:
         return assumed
 
     def _enforce(self, cluster: Cluster) -> Enforcer:
+        from ..runtime.enforcer.carriers import from_environment
         from ..runtime.enforcer.enforcer import Enforcer
         from ..runtime.torch_backend.engine import CURRENT_JOB
 
-        job = CURRENT_JOB.job
-        carrier = "executor" if job is not None and job.executor is not None else "gloo"
-        return Enforcer(cluster=cluster, carrier=carrier)
+        job, named = CURRENT_JOB.job, from_environment()
+        ours = "executor" if job is not None and job.executor is not None else "gloo"
+        return Enforcer(cluster=cluster, carrier=ours if named == "auto" else named)
 
     def _drop(self, why: str) -> None:
         self._recorder = self._comparison = None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import Engine
 from ..torch_backend.work import GroupWork
+from .background import StoreMaximum
 from .binding import MotifBinding
 from .compiled_op import CompiledMotif, CompiledOp
 from .memory import StagedBuffers
@@ -162,6 +163,7 @@ class HostCarrier(ABC):
     def __init__(self, site: CarrierSite) -> None:
         self.site = site
         self._sequencer, self._owner = site.sequencer, site.owner
+        self._agreed = 0
 
     def refusal(self, call: CollectiveCall, engine: Engine) -> str:
         """Why a call is left to the wrapped backend: what is not plain memory of the host's."""
@@ -194,9 +196,9 @@ class HostCarrier(ABC):
             The motif under way.
         """
 
-    @abstractmethod
     def watch(self, motif: QueuedMotif) -> None:
         """Report the end of a motif that was started without; nothing to do where every end is reported."""
+        return
 
     def submit(self, queued: QueuedOp, compiled: CompiledOp) -> GroupWork:
         """Put an op in line whose motifs `start` moves."""
@@ -219,17 +221,20 @@ class HostCarrier(ABC):
         """Measurements come with the ends of motifs."""
         return
 
-    @abstractmethod
     def agree(self, values: Sequence[int]) -> PendingMaximum:
-        """Begin to take the maximum of each value over all ranks."""
+        """Begin to take the maximum of each value over all ranks, through the job's store."""
+        self._agreed += 1
+        name = f"stretto/agreement/{self.site.generation}/{self._agreed}"
+        store = dist.distributed_c10d._get_default_store()
+        return StoreMaximum(store, name, self.site.rank, self.site.size, values)
 
-    @abstractmethod
     def unload(self, number: int) -> None:
-        """Forget a plan."""
+        """Forget a plan; nothing to do where motifs hold nothing."""
+        return
 
-    @abstractmethod
     def close(self) -> None:
-        """End its threads."""
+        """End its threads; nothing to do where they end with their motifs."""
+        return
 
     @property
     def alive(self) -> bool:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from ...errors import unknown
+import os
+from importlib import import_module
+
+from ...errors import InvalidInput, unknown
 from ..torch_backend.engine import Engine
 from ..torch_backend.recording import LEDGER
 from .carrier import Carrier, CarrierMaker, CarrierSite
@@ -13,14 +16,37 @@ from .nccl import NcclCarrier
 
 MAKERS: dict[str, CarrierMaker] = {"executor": ExecutorCarrier, "gloo": GlooCarrier, "nccl": NcclCarrier}
 CARRIERS = ("auto", *MAKERS)
+VARIABLE = "STRETTO_CARRIER"
+
+
+def from_environment() -> str:
+    """The carrier that `STRETTO_CARRIER` names, "auto" where it is not set."""
+    return os.environ.get(VARIABLE) or "auto"
+
+
+def imported(name: str) -> CarrierMaker:
+    """The carrier of somebody else's that ``MODULE:CLASS`` names; `InvalidInput` where there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        found: CarrierMaker = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInput(f"carrier {name!r}: {error}; it must be MODULE:CLASS that Python can import") from None
+    return found
 
 
 def chosen(carrier: str | CarrierMaker, engine: Engine) -> CarrierMaker:
-    """Who makes a carrier; "auto" stands for NCCL where the job uses GPU tensors, else for ours, else for gloo's."""
+    """Who makes a carrier: by name, as ``MODULE:CLASS``, or one that was brought along.
+
+    "auto" stands for what `STRETTO_CARRIER` names, else for NCCL where the job uses GPU tensors, else for ours,
+    else for gloo's.
+    """
+    carrier = from_environment() if carrier == "auto" else carrier
     if not isinstance(carrier, str):
         return carrier
+    if ":" in carrier:
+        return imported(carrier)
     if carrier not in CARRIERS:
-        raise unknown("carrier", carrier, CARRIERS)
+        raise unknown("carrier", carrier, (*CARRIERS, "MODULE:CLASS"))
     if carrier != "auto":
         return MAKERS[carrier]
     # All ranks have made the same calls. Plans on GPU tensors run above NCCL.

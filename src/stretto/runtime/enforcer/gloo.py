@@ -27,6 +27,7 @@ from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import Engine, channels_of
 from ..torch_backend.meeting import CUT_OFF
 from ..torch_backend.roll_call import GlooRollCall
+from .background import BackgroundMotif
 from .binding import MotifBinding, PeerRanges
 from .calls import run
 from .carrier import CarrierSite, HostCarrier, PendingMaximum
@@ -52,33 +53,6 @@ class GlooMotif:
 
     def __init__(self, lane: GlooLane, leaf: Motif, layout: RowLayout) -> None:
         self.lane, self.leaf, self.layout = lane, leaf, layout
-
-
-class GlooCall:
-    """A call of gloo that a thread waits for."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.elapsed_us = 0.0
-        self._over = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._over.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it has ended."""
-        if not self._over.wait(timeout_s):
-            return False
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def end(self, error: Exception | None, elapsed_us: float) -> None:
-        """It has ended."""
-        self.error, self.elapsed_us = error, elapsed_us
-        self._over.set()
 
 
 Calls = SimpleQueue[Callable[[], None] | None]
@@ -138,23 +112,16 @@ class GlooCarrier(HostCarrier):
     ) -> ActiveMotif:
         """Hand it to the lane's thread."""
         assert isinstance(loaded, GlooMotif)
-        started = GlooCall()
 
-        def call() -> None:
-            begin = time.perf_counter()
-            error: Exception | None = None
-            try:
-                me = loaded.leaf.ranks.index(self._rank)
-                exchange = loaded.layout.binding.exchange
-                if exchange is not None and exchange.data_dependent:
-                    compare_sizes(loaded.lane.group, loaded.leaf.ranks, exchange)
-                run(loaded.lane.group, loaded.leaf, me, staged, op, nothing=NOTHING, in_place=False)
-            except Exception as wrong:
-                error = self.explained(wrong)
-            started.end(error, (time.perf_counter() - begin) * 1e6)
-            self._ended(motif)
+        def move() -> None:
+            me = loaded.leaf.ranks.index(self._rank)
+            exchange = loaded.layout.binding.exchange
+            if exchange is not None and exchange.data_dependent:
+                compare_sizes(loaded.lane.group, loaded.leaf.ranks, exchange)
+            run(loaded.lane.group, loaded.leaf, me, staged, op, nothing=NOTHING, in_place=False)
 
-        loaded.lane.calls.put(call)
+        started = BackgroundMotif(move, lambda: self._ended(motif), self.explained)
+        loaded.lane.calls.put(started.run)
         return started
 
     def watch(self, motif: QueuedMotif) -> None:
