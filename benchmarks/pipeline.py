@@ -31,7 +31,7 @@ from stretto.pipeline import (
 )
 from stretto.pipeline.models import CASES, SYSTEMS, build, case, evaluate
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_pipeline.py"
+RANK = Path(__file__).parent / "pipeline_rank.py"
 PAPER = {"gpt_222": 1.1, "gpt_412": 1.1, "utrans": 1.5}
 
 
@@ -127,7 +127,7 @@ def real(quick: bool) -> list[Row]:
         print(f"real: skipped: {reason}", file=sys.stderr)
         return []
     rounds, iterations = (1, 4) if quick else (4, 5)
-    command = [sys.executable, str(EXAMPLE), "--systems", ",".join(REAL), "--json", "--rounds", str(rounds)]
+    command = [sys.executable, str(RANK), "--systems", ",".join(REAL), "--json", "--rounds", str(rounds)]
     command += ["--iterations", str(iterations), "--microbatches", str(MICROBATCHES)]
     command += ["--rows", str(ROWS), "--width", str(WIDTH), "--depth", str(DEPTH)]
     with Lab(hosts=2, ranks_per_host=1, uplinks={"eth": f"{RATE_MBIT}mbit"}) as lab:

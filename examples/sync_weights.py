@@ -7,22 +7,16 @@ stretto lab run --hosts 2 --ranks 2 --uplink eth=100mbit -- python examples/sync
 After every step the servers get the new weights as one version, and answer with them what the trained model answers.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import stretto.torch
-
-
-def network(width: int) -> torch.nn.Sequential:
-    """Two layers."""
-    return torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
 
 
 def main() -> None:
@@ -31,19 +25,19 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
+    width = options.width
     dist.init_process_group("gloo")
     rank, half = dist.get_rank(), dist.get_world_size() // 2
     trainers, servers = (DeviceMesh("cpu", ranks) for ranks in (list(range(half)), list(range(half, 2 * half))))
     torch.manual_seed(0)
-    x, y = torch.randn(2, 64, options.width).unbind()
-    model = network(options.width)
+    x, y = torch.randn(2, 64, width).unbind()
+    model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
     if rank < half:
         fully_shard(model, mesh=trainers)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = stretto.torch.WeightSync(source=model.state_dict())
         for _ in range(options.steps):
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            torch.autograd.backward(loss)
+            torch.autograd.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
             sync.update()
@@ -53,8 +47,7 @@ def main() -> None:
         for _ in range(options.steps):
             sync.update()
             with sync.read() as weights, torch.no_grad():
-                answer = torch.func.functional_call(model, dict(weights), x)
-                loss = torch.nn.functional.mse_loss(answer, y)
+                loss = nn.functional.mse_loss(torch.func.functional_call(model, dict(weights), x), y)
             if rank == half:
                 print(f"version {sync.version}: loss {float(loss):.4f}", flush=True)
     sync.close()

@@ -8,8 +8,6 @@ square of NVLinks (the diagonals only over PCIe) is made up. A runtime that know
 MSCCL_XML_FILES=OUT.xml.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path
@@ -37,24 +35,17 @@ def made_up_topology() -> str:
 def main() -> None:
     """Read, search, write; then read what was written and run it on data."""
     folder = Path(tempfile.mkdtemp(prefix="stretto-"))
-    if len(sys.argv) > 1:
-        topology = Path(sys.argv[1])
-    else:
-        topology = folder / "topology.xml"
-        topology.write_text(made_up_topology())
-    target = Path(sys.argv[2]) if len(sys.argv) > 2 else folder / "allreduce.xml"
+    made_up, out = folder / "topology.xml", folder / "allreduce.xml"
+    made_up.write_text(made_up_topology())
+    topology, target = [*map(Path, sys.argv[1:3]), *(made_up, out)[len(sys.argv) - 1 :]]
 
     cluster = st.Cluster.load(topology)
     print(cluster)
-    found = st.synthesize(
-        st.AllReduce(cluster.num_devices, in_place=True), cluster, nbytes=16 * st.MB, budget_s=10, lower=True
-    )
+    wanted = st.AllReduce(cluster.num_devices, in_place=True)
+    found = st.synthesize(wanted, cluster, nbytes=16 * st.MB, budget_s=10, lower=True)
     assert found.lowering is not None
     print(found.certificate)
-    print(
-        f"as instruction streams {found.lowering.time_us:.1f} us: {found.lowering.instances} instances on "
-        f"{found.lowering.lowered.num_channels} channels"
-    )
+    print(f"as instruction streams {found.lowering.time_us:.1f} us: {found.lowering.instances} instances")
     found.save(target)
     again = load_program(target, in_place=True)
     assert isinstance(again, st.programs.Lowered)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the training examples share: the command line, the job, and a loop that measures its iterations."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,14 +35,9 @@ def join(backend: str) -> None:
 
 
 def data_of_this_rank(shuffle: int) -> torch.Generator:
-    """Random numbers for this rank's data: its own, or with `shuffle` those of another rank.
-
-    All ranks together train on the same data either way. Sums are added in another order, so losses differ in their
-    last digits as they do between any two correct ways of summing.
-    """
-    ranks = dist.get_world_size()
-    order = torch.randperm(ranks, generator=torch.Generator().manual_seed(shuffle)) if shuffle else torch.arange(ranks)
-    return torch.Generator().manual_seed(int(order[dist.get_rank()]))
+    """Random numbers for this rank's data: its own, or with `shuffle` those of another rank; together the same data."""
+    order = torch.randperm(dist.get_world_size(), generator=torch.Generator().manual_seed(shuffle))
+    return torch.Generator().manual_seed(int(order[dist.get_rank()]) if shuffle else dist.get_rank())
 
 
 def train(model: nn.Module, loss_of: Callable[[nn.Module], Any], iterations: int) -> None:
@@ -57,27 +51,18 @@ def train(model: nn.Module, loss_of: Callable[[nn.Module], Any], iterations: int
         loss.backward()
         optimizer.step()
         times.append(time.perf_counter() - begin)
-        total = loss.detach().double().reshape(1)
-        dist.all_reduce(total)
+        dist.all_reduce(total := loss.detach().double().reshape(1))
         losses.append(float(total) / dist.get_world_size())
     if dist.get_rank() == 0:
-        shown = " ".join(f"{loss:.9f}" for loss in losses)
-        # The first iterations set up connections, buckets and programs.
-        late = times[min(3, len(times) - 1) :]
+        late = times[min(3, len(times) - 1) :]  # the first ones set up connections, buckets and programs
         print(f"backend {dist.get_backend()}, {dist.get_world_size()} ranks")
-        print(f"loss {shown}")
+        print("loss", *(f"{loss:.9f}" for loss in losses))
         print(f"iteration {1e3 * statistics.median(late):.2f} ms (median of {len(late)})")
 
 
 def leave(choices: bool) -> None:
-    """End the job, after the model has gone.
-
-    A `DistributedDataParallel` that outlives its group ends gloo's threads itself, and may wait for ever: it holds the
-    interpreter, which a thread that drops its last call needs.
-    """
+    """End the job, after the model has gone: a DDP model that outlives its group may wait for gloo for ever."""
     if choices and dist.get_rank() == 0 and dist.get_backend() == "stretto":
-        import stretto.torch
-
-        print(*stretto.torch.choices(), sep="\n")
+        print(*sys.modules["stretto.torch"].choices(), sep="\n")
     dist.barrier()
     dist.destroy_process_group()

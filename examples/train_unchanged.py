@@ -5,9 +5,8 @@ torchrun --nproc-per-node 2 examples/train_unchanged.py
 stretto run -- torchrun --nproc-per-node 2 examples/train_unchanged.py
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import time
 
 import torch
@@ -27,21 +26,14 @@ def train(options: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs = torch.randn(4096, 32)
     data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
-    sampler: DistributedSampler[object] = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler, num_workers=options.workers)
+    loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data), num_workers=options.workers)
 
-    step, begun = 0, time.perf_counter()
-    loss = torch.zeros(())
-    while step < options.steps:
-        sampler.set_epoch(step)
-        for batch, wanted in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(batch), wanted)
-            loss.backward()
-            optimizer.step()
-            step += 1
-            if step == options.steps:
-                break
+    begun = time.perf_counter()
+    for batch, wanted in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), options.steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(batch), wanted)
+        loss.backward()
+        optimizer.step()
     if dist.get_rank() == 0:
         each_ms = 1e3 * (time.perf_counter() - begun) / options.steps
         print(f"{options.steps} steps, {each_ms:.2f} ms each, loss {loss.item():.6f}")

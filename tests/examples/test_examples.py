@@ -48,6 +48,13 @@ def test_examples_say_how_to_run_them() -> None:
         assert f"examples/{name}.py" in (EXAMPLES / f"{name}.py").read_text().split('"""')[1]
 
 
+def test_examples_are_short() -> None:
+    lines = {
+        name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in TESTED_IN.keys() - {"train_loop"}
+    }
+    assert {name: count for name, count in lines.items() if count >= 60} == {}
+
+
 def test_an_algorithm_by_hand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run(monkeypatch, "own_algorithm")
     refused, proved, timed = capsys.readouterr().out.splitlines()

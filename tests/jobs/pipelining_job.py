@@ -15,7 +15,7 @@ import torch.distributed as dist
 from capture_scenarios import fork
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from train_pipeline import Decoder, Encoder
+from train_pipeline import Stage
 
 from stretto.errors import StrettoError
 from stretto.pipeline import Schedule, eager_1f1b, gpipe, one_f_one_b, paced, with_comms, zb_h1, zb_h2
@@ -37,7 +37,7 @@ SCHEDULES = {
 def module_of(stage: int) -> nn.Module:
     """The same weights every time."""
     torch.manual_seed(stage)
-    return Encoder(WIDTH, DEPTH) if stage == 0 else Decoder(WIDTH, DEPTH)
+    return Stage(WIDTH, DEPTH)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ def test_the_foot_names_command_version_date_and_inputs(tmp_path: Path, monkeypa
     said = page_origin(["stretto", "simulate", "ring", "-c", str(given)])
     assert "1970-01-02 00:00 UTC: stretto simulate ring -c '" in said
     assert said.endswith(f"inputs (SHA-256): {given} {hashlib.sha256(given.read_bytes()).hexdigest()[:16]}")
+    assert "SHA-256" not in page_origin(["stretto", "simulate", "ring", "--html", str(given)]), "it is written"
     monkeypatch.setattr("sys.argv", ["/usr/bin/pytest", str(given)])
     assert page_origin().endswith("UTC")
 

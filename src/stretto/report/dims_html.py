@@ -12,7 +12,7 @@ from rich.text import Text
 from ..dimensions.simulation import DimRun
 from ..dimensions.training import IterationTime
 from ..units import format_us
-from .html import Section
+from .page import Section, figure_html
 from .style import BOUND, color
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def activity_section(runs: Sequence[DimRun], *, window_us: float = 100.0) -> Sec
         f"{first.schedule.collective}, the share of each {window_us:g} us in which a dimension had a chunk; "
         f"{first.in_flight} stages in flight, {first.sharing} sharing."
     )
-    return Section(heading="Activity of the dimensions", note=note, body=_body(figure))
+    return Section(heading="Activity of the dimensions", note=note, body=figure_html(figure))
 
 
 def sweep_section(title: str, counts: Sequence[int], series: Mapping[str, Sequence[float]], note: str) -> Section:
@@ -104,7 +104,7 @@ def sweep_section(title: str, counts: Sequence[int], series: Mapping[str, Sequen
     figure.update_xaxes(type="log", title_text="chunks", tickvals=list(counts), gridcolor="#eee")
     figure.update_yaxes(title_text="% of all bandwidth", range=[0, 102], gridcolor="#eee")
     figure.update_layout(height=420, **_LOOK)
-    return Section(heading=title, note=note, body=_body(figure))
+    return Section(heading=title, note=note, body=figure_html(figure))
 
 
 def iteration_section(title: str, found: Sequence[IterationTime], note: str) -> Section:
@@ -135,11 +135,4 @@ def iteration_section(title: str, found: Sequence[IterationTime], note: str) -> 
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title_text="ms", gridcolor="#eee")
     figure.update_layout(barmode="stack", height=120 + 40 * len(found), **_LOOK)
-    return Section(heading=title, note=note, body=_body(figure))
-
-
-def _body(figure: Figure) -> str:
-    text: str = figure.to_html(
-        full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
-    )
-    return text
+    return Section(heading=title, note=note, body=figure_html(figure))

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes one HTML file that needs no network: plotly figures, tables and drawings under headings."""
+"""Sections of pages: a sweep against the bound, its table, a timeline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import write_file
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
-from .origin import page_origin
+from .page import Section as Section
+from .page import figure_html as figure_html
+from .page import page_html as page_html
+from .page import write_html as write_html
 from .style import BOUND, color
 from .sweep import Sweep, rates
 from .tracks import busy_share, tracks
@@ -26,90 +25,6 @@ _MAX_BARS = 4000
 _MAX_BAR_TRACKS = 64
 _MAX_HEAT_ROWS = 128
 _HEAT_COLUMNS = 400
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --ink: #222; --paper: #fff; --line: #ddd; --strong: #999; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #ddd; --paper: #1b1d21; --line: #3a3d44; --strong: #777; }} }}
-body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-        max-width: 1180px; margin: 0 auto; padding: 16px 24px 48px; }}
-h1 {{ font-size: 24px; margin: 8px 0; }}
-h2 {{ font-size: 18px; margin: 32px 0 4px; border-top: 1px solid var(--line); padding-top: 16px; }}
-p {{ margin: 4px 0 8px; max-width: 80ch; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: 3px 12px 3px 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; }}
-th {{ border-bottom: 1px solid var(--strong); }}
-td.best {{ font-weight: 700; }}
-.wide {{ overflow-x: auto; }}
-svg {{ max-width: 100%; height: auto; }}
-footer {{ margin-top: 40px; border-top: 1px solid var(--line); padding-top: 8px; font-size: 12px;
-          overflow-wrap: anywhere; }}
-@media (max-width: 600px) {{ body {{ padding: 8px 10px 32px; }} }}
-</style>
-{script}
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-<footer>{origin}</footer>
-{dark}
-</body>
-</html>
-"""
-_DARK = """<script>
-if (matchMedia("(prefers-color-scheme: dark)").matches)
-  document.querySelectorAll(".plotly-graph-div").forEach(figure => {
-    const look = {paper_bgcolor: "#1b1d21", plot_bgcolor: "#1b1d21", "font.color": "#ddd"};
-    const axes = Object.keys(figure.layout).filter(key => /^[xy]axis/.test(key));
-    axes.forEach(key => look[key + ".gridcolor"] = "#3a3d44");
-    Plotly.relayout(figure, look);
-  });
-</script>"""
-"""Figures have colors of their own, which follow those of the page where that is dark."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A heading, a sentence, and a body of finished HTML (from one of the functions here, or an SVG)."""
-
-    heading: str
-    note: str = ""
-    body: str = ""
-
-
-def write_html(path: str | Path, *, title: str, sections: Sequence[Section]) -> None:
-    """Write a page; plotly's script is embedded once if any section has a figure.
-
-    Args:
-        path: file to write.
-        title: title of the page, which is escaped.
-        sections: the sections in order; headings and notes are escaped, bodies are not.
-
-    Raises:
-        InvalidInput: the file cannot be written.
-    """
-    body = "\n".join(map(_section_html, sections))
-    script, dark = "", ""
-    if "plotly-graph-div" in body:
-        from plotly.offline import get_plotlyjs
-
-        script, dark = f"<script>{get_plotlyjs()}</script>", _DARK
-    origin = escape(page_origin())
-    write_file(path, _PAGE.format(title=escape(title), script=script, body=body, origin=origin, dark=dark))
-
-
-def _section_html(section: Section) -> str:
-    """A section; its figures are labelled with its heading, for readers that do not see them."""
-    label = f'role="img" aria-label="{escape(section.heading)}"'
-    body = section.body.replace('class="plotly-graph-div"', f'class="plotly-graph-div" {label}')
-    heading, note = escape(section.heading), escape(section.note)
-    return f"<h2>{heading}</h2>\n<p>{note}</p>\n<div class='wide'>{body}</div>"
 
 
 def sweep_section(sweep: Sweep) -> Section:
@@ -146,14 +61,6 @@ def timeline_section(timeline: Timeline, heading: str) -> Section:
         return Section(heading=heading, note=note, body=figure_html(_bars(timeline)))
     note += " Shade: the share of the time in which a rank was sending."
     return Section(heading=heading, note=note, body=figure_html(_heat(timeline)))
-
-
-def figure_html(figure: Figure) -> str:
-    """A plotly figure as HTML for the body of a section."""
-    text: str = figure.to_html(
-        full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
-    )
-    return text
 
 
 def _sweep_figure(sweep: Sweep) -> Figure:

@@ -9,12 +9,18 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 from .. import __version__
 
 MAX_HASHED = 64 << 20
 """Larger files, such as traces of long runs, are named without a hash."""
+
+WRITTEN = frozenset(
+    ["-o", "--output", "--html", "--json", "--trace", "--chrome-json", "--timeline", "--tuner", "--report"]
+)
+"""Options whose files are written, not read: those of the last run may still lie there."""
 
 
 def page_origin(words: Sequence[str] | None = None) -> str:
@@ -36,7 +42,8 @@ def page_origin(words: Sequence[str] | None = None) -> str:
     text = f"stretto {__version__}, {date:%Y-%m-%d %H:%M} UTC"
     if not ours:
         return text
-    inputs = [f"{word} {found}" for word in line[1:] if (found := _hash(Path(word)))]
+    given = [word for before, word in pairwise(line) if before not in WRITTEN]
+    inputs = [f"{word} {found}" for word in given if (found := _hash(Path(word)))]
     text += f": {shlex.join(['stretto', *line[1:]])}"
     return f"{text}; inputs (SHA-256): {', '.join(inputs)}" if inputs else text
 
