@@ -47,14 +47,13 @@ if __name__ == "__main__":
     stage = PipelineStage(module, rank, STAGES, torch.device("cpu"))
     runtime = pipeline(SCHEDULES[options.schedule](STAGES, MICROBATCHES), [stage], loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    torch.manual_seed(7)
-    inputs, targets = torch.randn(2, ROWS * MICROBATCHES, options.width).unbind()
+    inputs, targets = torch.randn(2, ROWS * MICROBATCHES, options.width, generator=torch.manual_seed(7))
     for step in range(5):
         begin, losses = time.perf_counter(), list[Tensor]()
         runtime.step(inputs) if rank == 0 else runtime.step(target=targets, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
         if rank == STAGES - 1:
-            loss, took_ms = sum(map(float, losses)) / MICROBATCHES, 1e3 * (time.perf_counter() - begin)
-            print(f"step {step}: {took_ms:.1f} ms, loss {loss:.6f}", flush=True)
+            mean, took_ms = torch.stack(losses).mean(), 1e3 * (time.perf_counter() - begin)
+            print(f"step {step}: {took_ms:.1f} ms, loss {mean:.6f}", flush=True)
     dist.destroy_process_group()
