@@ -32,7 +32,7 @@ LAYERS = [
     {"workload"},
     {"dimensions"},
     {"resharding"},
-    {"pipeline"},
+    {"pipeline", "weights"},
     {"planner"},
     {"strategy"},
     {"runtime.executor", "runtime.gpu", "lab"},

@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from . import simulator as simulator
     from . import strategy as strategy
     from . import synthesis as synthesis
+    from . import weights as weights
     from . import workload as workload
     from .advice import advise as advise
     from .algorithms import algorithm as algorithm
@@ -78,7 +79,7 @@ _PACKAGES = {
         name: f".{name}"
         for name in (
             "advice", "algorithms", "cluster", "collectives", "dimensions", "doctor", "lab", "pipeline",
-            "planner", "programs", "report", "resharding", "simulator", "strategy", "synthesis", "workload",
+            "planner", "programs", "report", "resharding", "simulator", "strategy", "synthesis", "weights", "workload",
         )
     },
     "workloads": ".workload.workloads",

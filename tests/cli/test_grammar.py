@@ -65,6 +65,8 @@ LINES: dict[str, tuple[str, ...]] = {
     "strategy show": ("{strategy}",),
     "strategy simulate": ("all", "-m", "bert_large@0.02", "-c", "autodist_b7"),
     "synth": ("allgather", "-c", "ring:4", "-b", "1K,1M", "--makers", "library", "--no-cache"),
+    "weights explain": ("{weights}",),
+    "weights plan": ("llama-3-70b", "--trainer", "fsdp=8", "--server", "tp=8", "-c", "dgx_h100:2"),
     "workload list": (),
     "workload show": ("gpt:125m,ranks=16,tensor=2,pipeline=2,micro_batches=4",),
 }
@@ -100,12 +102,14 @@ def options(command: Any) -> dict[str, Any]:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Files that some commands read."""
     folder = tmp_path_factory.mktemp("grammar")
-    made = {name: str(folder / name) for name in ("plan.json", "ring.txt", "strategy.yaml", "other.yaml")}
+    names = ("plan.json", "ring.txt", "strategy.yaml", "other.yaml", "weights.json")
+    made = {name: str(folder / name) for name in names}
     build = ("-m", "vgg16@0.1", "--ranks", "4", "-o")
     for line in (
         ("plan", *STEP, "--steps", "20", "-o", made["plan.json"]),
         ("simulate", "ring", "-c", "ring:4", "-o", made["ring.txt"]),
         ("strategy", "build", "all_reduce", *build, made["strategy.yaml"]),
+        ("weights", "plan", *LINES["weights plan"], "-o", made["weights.json"]),
         ("strategy", "build", "ps", *build, made["other.yaml"]),
     ):
         assert run(line) == 0

@@ -259,3 +259,28 @@ def test_what_does_not_go_together_is_refused() -> None:
             plan_reshard(**(sides | wrong))  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="at least one tensor"):
         plan_tensors([], P3)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "src", "dst"),
+    [
+        (Cluster.preset("dgx_h100", nodes=4), "(16,)@0-15 S0R", "(2,8)@16-31 RS1"),
+        (Cluster.preset("dgx_h100_spine", nodes=4), "(16,)@0-15 S0R", "(2,8)@16-31 RS1"),
+        (Cluster.preset("gb200_nvl72", nodes=4, trays=2), "(4,4)@0-15 S1R", "(2,8)@16-31 RS1"),
+        (Cluster.preset("dgx_a100", nodes=2), "(8,)@0-7 RR", "(8,)@8-15 RR"),
+    ],
+    ids=["rails", "spine", "racks", "two switches"],
+)
+def test_hosts_with_a_nic_for_each_device_come_near_the_bound(cluster: Cluster, src: str, dst: str) -> None:
+    plan = plan_reshard(src=src, dst=dst, shape=(40960, 8192), cluster=cluster)
+    times = [line.total_us for how in ("fair", "fifo") if (line := plan.simulate(how)) is not None]
+    assert plan.bound_us * (1 - 1e-9) <= min(times) <= 1.05 * plan.bound_us and max(times) <= 1.15 * plan.bound_us
+    carried(plan_reshard(src=src, dst=dst, shape=(48, 32), cluster=cluster))
+
+
+def test_a_search_says_where_it_gave_up() -> None:
+    many = plan_reshard(
+        src="(2,4) RS01R", dst="(2,4) S01RR", shape=PAPER, cluster=P3, strategy="broadcast", order="dfs"
+    )
+    assert "dfs: gave up after 50000 steps" in many.note and many.note in many.explain()
+    assert not plan_reshard(src="(2,4) S0RR", dst="(2,4) S0RR", shape=PAPER, cluster=P3, strategy="broadcast").note

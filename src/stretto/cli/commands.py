@@ -67,6 +67,7 @@ ENTRIES = (
     CommandEntry(name="plan", panel=PLAN, about="Decide how a training step communicates; show and compare plans."),
     CommandEntry(name="synth", panel=PLAN, about="Search the fastest program for a collective on a cluster."),
     CommandEntry(name="reshard", panel=PLAN, about="Bring a tensor from one device mesh and layout to another."),
+    CommandEntry(name="weights", panel=PLAN, about="Weights of a model from trainers to servers: plan, explain."),
     CommandEntry(name="dims", panel=PLAN, about="Networks with several dimensions: schedule, compare, advise."),
     CommandEntry(name="pipeline", panel=PLAN, about="Pipeline schedules: draw, time, search, write for PyTorch."),
     CommandEntry(name="strategy", panel=PLAN, about="How each variable of a model is synchronised."),

@@ -17,7 +17,7 @@ from ..report import write_perfetto
 from ..report.html import Section, timeline_section, write_html
 from ..report.plots import busy_plot
 from ..report.table import ResultTable
-from ..resharding import SYSTEMS, ReshardPlan, Tensor, place, plan_tensors
+from ..resharding import ORDERS, SYSTEMS, ReshardPlan, Tensor, place, plan_tensors, save_plan
 from ..resharding.plan import OURS
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
@@ -27,6 +27,25 @@ from .outputs import OutputFiles, output
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int64": 8, "int32": 4, "int8": 1}
 SHOWN = 12
+
+OrdersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--orders",
+        metavar="NAME,NAME",
+        help="Senders and orders of the baselines, each in a row of its own; all: every one. Default: their own.",
+    ),
+]
+PlanOutput = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE.json|txt|xml",
+        callback=output(".json", ".txt", ".prog", ".xml"),
+        help="Write our plan (JSON), or its program: text or MSCCL.",
+    ),
+]
 
 
 def reshard(
@@ -41,16 +60,8 @@ def reshard(
     only: Annotated[
         str | None, typer.Option("--strategies", "-s", metavar="NAME,NAME", help="Which to show; default: all.")
     ] = None,
-    target: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE.txt|xml",
-            callback=output(".txt", ".prog", ".xml"),
-            help="Write our program: text or MSCCL.",
-        ),
-    ] = None,
+    orders: OrdersOption = None,
+    target: PlanOutput = None,
     html: HtmlOption = None,
     rows: JsonOption = None,
     trace: TraceOption = None,
@@ -70,6 +81,13 @@ def reshard(
       stretto            ours: senders balanced exactly, chunks of all tasks interleaved
 
     \b
+    The orders of baselines (who sends, and in which order):
+      naive, in_order    the first, or the least loaded holder; tasks as they come
+      load_balance_only  longest tasks first, by the least loaded holder
+      dfs                depth-first search; says where it gave up
+      greedy, ensemble   sets of tasks without common hosts; the better of the two
+
+    \b
     Examples:
       stretto reshard --src "(2,4) S0RR" --dst "(3,4) S0RR" \\
           --shape 1024,1024,512 -c p3_8xlarge:5
@@ -82,17 +100,31 @@ def reshard(
     sides = place(src, dst, where, rounding=rounding)
     tensor = Tensor(shape=_shape(shape), dtype_bytes=_dtype_bytes(dtype), src=sides[0], dst=sides[1])
     names = _names(only, partial_sums=bool(tensor.src.spec.partial))
-    plans = _plans(tensor, where, names)
+    plans = _plans(tensor, where, names, _orders(orders))
     ours = plans[OURS]
     files = OutputFiles()
     if ours.timeline is not None and ours.program is not None:
-        files.write(target, partial(save_program, ours.program))
+        whole = target is not None and target.suffix == ".json"
+        files.write(target, partial(save_plan, ours) if whole else partial(save_program, ours.program))
         devices = {rank: f"device {device}" for rank, device in enumerate(ours.devices)}
         files.write(trace, partial(_traced, ours.timeline, devices))
     files.write(html, lambda path: _draw(path, plans))
-    files.json(rows, [_row(name, plan) for name, plan in plans.items()])
-    _print(tensor, {name: plans[name] for name in names}, ours, wanted=target is not None or trace is not None)
-    files.tell(f"stretto program run {target}" if target is not None and ours.program is not None else "")
+    files.json(rows, [_row(plan) for plan in plans.values()])
+    shown = {name: plan for name, plan in plans.items() if plan.strategy in names}
+    _print(tensor, shown, ours, wanted=target is not None or trace is not None)
+    again = "weights explain" if target is not None and target.suffix == ".json" else "program run"
+    files.tell(f"stretto {again} {target}" if target is not None and ours.program is not None else "")
+
+
+def _orders(text: str | None) -> list[str | None]:
+    """The orders that baselines are shown with; None is a baseline's own."""
+    if text is None:
+        return [None]
+    names = list(ORDERS) if text.strip() == "all" else parse_names(text) or []
+    for name in names:
+        if name not in ORDERS:
+            raise unknown("order", name, ORDERS)
+    return list(names)
 
 
 def _names(only: str | None, *, partial_sums: bool) -> list[str]:
@@ -106,13 +138,15 @@ def _names(only: str | None, *, partial_sums: bool) -> list[str]:
     return names
 
 
-def _plans(tensor: Tensor, where: Cluster, names: list[str]) -> dict[str, ReshardPlan]:
+def _plans(tensor: Tensor, where: Cluster, names: list[str], orders: list[str | None]) -> dict[str, ReshardPlan]:
     plans: dict[str, ReshardPlan] = {}
-    with progress("planning", len({*names, OURS})) as advance:
-        for name in dict.fromkeys([*names, OURS]):
+    todo = [(name, order) for name in dict.fromkeys([*names, OURS]) for order in (orders if name != OURS else [None])]
+    with progress("planning", len(todo)) as advance:
+        for name, order in todo:
             advance(name)
-            plans[name] = plan_tensors([tensor], where, strategy=name)
-            plans[name].time_us  # noqa: B018  (simulated while the bar shows)
+            key = name if len(orders) == 1 or name == OURS else f"{name} {order}"
+            plans[key] = plan_tensors([tensor], where, strategy=name, order=order)
+            plans[key].time_us  # noqa: B018  (simulated while the bar shows)
     return plans
 
 
@@ -126,6 +160,8 @@ def _print(tensor: Tensor, shown: dict[str, ReshardPlan], ours: ReshardPlan, *, 
         console.print()
         console.print(_systems(shown))
         console.print(f"bound: {ours.bound_reason}", style="dim", markup=False)
+        for note in dict.fromkeys(plan.note for plan in shown.values() if plan.note):
+            console.print(note, style="dim", markup=False)
         console.print()
         console.print("\n".join(ours.explain().splitlines()[1:]), markup=False)
         console.print()
@@ -151,18 +187,19 @@ def _tasks(plan: ReshardPlan) -> ResultTable:
 
 def _systems(plans: dict[str, ReshardPlan]) -> ResultTable:
     table = ResultTable("strategy", "order", ">fifo", ">fair", ">of bound", ">transfers", title="strategies")
-    for name, plan in plans.items():
+    for plan in plans.values():
         both = [_time(plan, contention) for contention in ("fifo", "fair")]
         shown = [format_us(us) if us is not None else "-" for us in both]
         count = plan.program.num_transfers if plan.program is not None else 0
-        table.add_row(name, plan.order, *shown, f"{plan.ratio:.3f}x", f"{count:,}")
+        table.add_row(plan.strategy, plan.order, *shown, f"{plan.ratio:.3f}x", f"{count:,}")
     return table
 
 
-def _row(name: str, plan: ReshardPlan) -> dict[str, object]:
+def _row(plan: ReshardPlan) -> dict[str, object]:
     return {
-        "system": name, "order": plan.order, "unit_tasks": len(plan.tasks), "time_us": plan.time_us,
+        "system": plan.strategy, "order": plan.order, "unit_tasks": len(plan.tasks), "time_us": plan.time_us,
         "fifo_us": _time(plan, "fifo"), "fair_us": _time(plan, "fair"), "bound_us": plan.bound_us, "ratio": plan.ratio,
+        "note": plan.note,
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import unknown
 from ..units import check_seed
@@ -26,6 +26,8 @@ DFS_STEPS = 50_000
 """Budget of the depth-first search in steps, not in seconds, so that the same input gives the same order."""
 DFS_TASKS = 20
 """Largest number of tasks for the depth-first search; with more it finds nothing good, and only `greedy` is used."""
+DFS_LIMIT = 200
+"""Tasks beyond which the recursion of the depth-first search would exceed the interpreter's limit."""
 GREEDY_TRIES = 16
 
 
@@ -46,6 +48,8 @@ class Assignment:
     order: tuple[int, ...]
     start_us: tuple[float, ...]
     total_us: float
+    note: str = ""
+    """What the algorithm could not do, such as a search that ended before it was complete."""
 
 
 def jobs_of(bundles: Sequence[Bundle], hosts: Hosts) -> list[HostTask]:
@@ -115,7 +119,7 @@ def depth_first(jobs: Sequence[HostTask], seed: int = 0, *, steps: int = DFS_STE
         steps: number of branches after which the search ends with the best order found.
 
     Returns:
-        The best assignment found.
+        The best assignment found; its note says where the search gave up.
     """
     count = len(jobs)
     best_us, best_sender, best_order = math.inf, tuple[int, ...](), tuple[int, ...]()
@@ -164,10 +168,12 @@ def depth_first(jobs: Sequence[HostTask], seed: int = 0, *, steps: int = DFS_STE
                     waiting[h] += job.us
                 free.update(before)
 
-    if count > 200:  # the recursion would exceed the interpreter's limit
-        return naive(jobs)
+    if count > DFS_LIMIT:
+        why = f"gave up: {count} tasks are more than the {DFS_LIMIT} it can search; the order is naive"
+        return replace(naive(jobs), note=why)
     visit(0.0)
-    return timed(jobs, best_sender, best_order)
+    why = f"gave up after {steps} steps: the order is the best so far" if budget <= 0 else ""
+    return replace(timed(jobs, best_sender, best_order), note=why)
 
 
 def greedy(jobs: Sequence[HostTask], seed: int = 0, *, tries: int = GREEDY_TRIES) -> Assignment:

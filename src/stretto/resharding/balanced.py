@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,11 @@ from ..simulator import simulate
 from ..simulator.network import default_contention
 from ..synthesis.pacing import paced
 from .balance import sender_shares
-from .bundles import Bundle, Route, Router, cut_for
+from .bundles import Bundle, Hop, Route, Router, cut_for
 from .dense import dense_order
 from .hosts import Hosts
 from .moves import Moves
+from .rails import RailRouter, holders_alone_us
 
 GOOD_ENOUGH = 1.007
 """The multiple of the bound at which the search stops."""
@@ -32,10 +34,18 @@ URGENCIES = ("far_first", "side_by_side")
 PACES = ("", "as it arrives", "paced")
 """Orders that are tried: that of the model; hops passed on in the order of arrival; and sends that also wait for the
 messages that arrive before them in the model."""
+DIRECT = (4.0, 2.0, 1.0)
+"""How much more holders send than groups that pass on, where devices have a port each."""
+DIRECT_LOAD = 1.02
+"""The multiple of the bound up to which holders alone may be busy, where devices have a port each."""
 LATENCY_SHARE = 0.02
 """Trees are tried where the latency of a chain is more than this share of the bound."""
 MAX_TRIED_HOPS = 200_000
 """Limit on the hops simulated in all tries together, so that large reshardings are planned in seconds."""
+
+
+Stream = tuple[int, int]
+"""The sender and the receiver of chunks between two groups."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,10 +112,10 @@ def best_program(
     best: BalancedProgram | None = None
     tried = 0
     for way in _ways(whole, hosts, bound_us):
-        shares, busiest_us = sender_shares(whole, hosts, relay=way.relay)
-        bundles = cut_for(whole, hosts, max(busiest_us, bound_us))
+        router, busiest_us = _router(way, whole, hosts)
+        bundles = cut_for(whole, hosts, max(busiest_us, bound_us), relayed=way.direct > 0)
         collective = Reshard(tuple(rank), [b.piece(rank) for b in bundles])
-        hops = _hops(bundles, Router(hosts, shares, fan=way.fan, relay=way.relay, ring=way.ring), hosts, rank)
+        hops = _hops(bundles, router, hosts, rank)
         planned = dense_order(
             out_port=hops.out_port, in_port=hops.in_port, duration_us=hops.duration_us, parent=hops.parent,
             urgency=hops.urgency(way.urgency),
@@ -141,8 +151,13 @@ class BalanceOptions:
     relay: bool
     ring: bool
     urgency: str
+    direct: float = 0.0
+    """Where each device's port serves its whole group, how much more holders send than others; 0 for other ways."""
 
     def __str__(self) -> str:
+        if self.direct:
+            who = "holders send" if self.direct == inf else f"holders send {self.direct:g}x as much as others"
+            return f"paired ports, {who}"
         ring, lent = "ring" if self.ring else "least loaded", ", ports lent" * self.relay
         return f"fan {self.fan}, {ring}, {self.urgency.replace('_', ' ')}{lent}"
 
@@ -150,15 +165,25 @@ class BalanceOptions:
 def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[BalanceOptions]:
     """The ways to try: chains first; where latency matters also trees, up to a sender that serves every host itself."""
     depth = max(len(hosts.groups(b.missing)) for b in bundles)
+    if hosts.several_ports and not any(b.reduction for b in bundles):
+        alone = holders_alone_us(bundles, hosts) <= bound_us * DIRECT_LOAD
+        for direct in (inf, *DIRECT) if alone else DIRECT:
+            yield BalanceOptions(fan=1, relay=True, ring=True, urgency="side_by_side", direct=direct)
     fans = {1}
     if depth > 1 and depth * hosts.alpha_us > LATENCY_SHARE * bound_us:
         fans |= {fan for fan in FANS if fan < depth} | {depth}
     relays = (False, True) if hosts.several_ports else (False,)
     rings = (True, False) if depth > 1 else (True,)
-    return (
-        BalanceOptions(fan=fan, relay=relay, ring=ring, urgency=urgency)
-        for fan, relay, ring, urgency in product(sorted(fans), relays, rings, URGENCIES)
-    )
+    for fan, relay, ring, urgency in product(sorted(fans), relays, rings, URGENCIES):
+        yield BalanceOptions(fan=fan, relay=relay, ring=ring, urgency=urgency)
+
+
+def _router(way: BalanceOptions, bundles: Sequence[Bundle], hosts: Hosts) -> tuple[Router | RailRouter, float]:
+    """The router of one way, and the load of the busiest sender in us."""
+    if way.direct:
+        return RailRouter(hosts, direct=way.direct), 0.0
+    shares, busiest_us = sender_shares(bundles, hosts, relay=way.relay)
+    return Router(hosts, shares, fan=way.fan, relay=way.relay, ring=way.ring), busiest_us
 
 
 def _arrivals(
@@ -181,24 +206,30 @@ def _program(hops: ChunkHops, order: NDArray[np.intp], rank: dict[int, int], col
     return moves.program("reshard_stretto", collective)
 
 
-def _hops(bundles: Sequence[Bundle], router: Router, hosts: Hosts, rank: dict[int, int]) -> ChunkHops:
+def _hops(bundles: Sequence[Bundle], router: Router | RailRouter, hosts: Hosts, rank: dict[int, int]) -> ChunkHops:
     h = ChunkHops(
         src=[], dst=[], chunk=[], reduce=[], parent=[], out_port=[], in_port=[], duration_us=[], done=[], rest=[],
         lane=[], progress=[], step=[],
     )  # fmt: skip
+    routes = router.all_routes(bundles)
+    paired, streams = isinstance(router, RailRouter), dict[int, dict[Stream, int]]()
     first = 0
     for number, bundle in enumerate(bundles):
         sizes = np.diff(bundle.piece(rank).cuts()).tolist()
-        for at, route in enumerate(router.routes(number, bundle) if bundle.missing else ()):
+        for at, route in enumerate(routes[number]):
             base = len(h.src)
             entry: list[int] = []
+            stream: list[Stream | None] = []
             done, rest = _between_hosts(route, hosts)
             for hop in route:
                 far = hosts.group[hop.src] != hosts.group[hop.dst]
                 out, into = (hosts.out_port[hop.src], hosts.in_port[hop.dst]) if far else (-1, -1)
                 rate = min(hosts.bytes_per_us[out], hosts.bytes_per_us[into]) if far else hosts.local_bytes_per_us
                 entry.append(hop.dst if far or hop.parent < 0 else entry[hop.parent])
-                h.lane.append(0 if far else hosts.port_number[entry[-1]])
+                stream.append((hop.src, hop.dst) if far else stream[hop.parent] if hop.parent >= 0 else None)
+                h.lane.append(
+                    0 if far else _lane(hop, stream, streams, hosts) if paired else hosts.port_number[entry[-1]]
+                )
                 h.src.append(hop.src)
                 h.dst.append(hop.dst)
                 h.chunk.append(first + at)
@@ -213,6 +244,18 @@ def _hops(bundles: Sequence[Bundle], router: Router, hosts: Hosts, rank: dict[in
             h.rest.extend(rest)
         first += bundle.chunks
     return h
+
+
+def _lane(hop: Hop, stream: Sequence[Stream | None], streams: dict[int, dict[Stream, int]], hosts: Hosts) -> int:
+    """The lane of the last hop, inside a group: chunks of one stream from another group arrive in order, so they share
+    one; streams do not wait for one another.
+    """
+    group = hosts.group[hop.dst]
+    own = stream[-1]
+    if own is None:
+        return hosts.port_number[hop.dst]
+    known = streams.setdefault(group, {})
+    return len(hosts.members[group]) + known.setdefault(own, len(known))
 
 
 def _between_hosts(route: Route, hosts: Hosts) -> tuple[list[int], list[int]]:

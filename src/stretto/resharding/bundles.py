@@ -19,6 +19,8 @@ MAX_CHUNKS = 1024
 MAX_HOPS = 40_000
 """The largest number of hops that is planned and simulated in seconds; beyond it chunks become larger."""
 MAX_MESSAGES = 1 << 22
+RELAYED = 1
+"""About how many hops a chunk takes in each group beside those to devices that want it, where ports serve a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def check_messages(bundles: Sequence[Bundle]) -> None:
         raise InvalidInput(f"tensors: this takes {count} messages; at most {MAX_MESSAGES} are planned")
 
 
-def cut_for(bundles: Sequence[Bundle], hosts: Hosts, busy_us: float) -> list[Bundle]:
+def cut_for(bundles: Sequence[Bundle], hosts: Hosts, busy_us: float, *, relayed: bool = False) -> list[Bundle]:
     """Cut bundles into chunks that are small enough to fill pipelines fast and large enough for latency not to matter.
 
     Through D hosts a stream of K chunks takes ``(K + D - 1) (alpha + t / K)``, which is least at
@@ -103,6 +105,7 @@ def cut_for(bundles: Sequence[Bundle], hosts: Hosts, busy_us: float) -> list[Bun
         bundles: the bundles.
         hosts: groups and ports of the devices.
         busy_us: microseconds that the busiest port works.
+        relayed: whether devices lend their ports, so that chunks take more hops inside groups.
 
     Returns:
         The same bundles with their numbers of chunks.
@@ -114,7 +117,8 @@ def cut_for(bundles: Sequence[Bundle], hosts: Hosts, busy_us: float) -> list[Bun
     alpha = max(hosts.alpha_us, 1e-3)
     count = math.sqrt(max(depth - 1, 1) * max(busy_us, alpha) / alpha)
     rate = min(hosts.slowest, 1e9)
-    hop_bytes = sum(b.nbytes * max(1, len(b.missing) + len(b.holders) - 1) for b in bundles)
+    relays = {at: RELAYED * len(hosts.groups(b.missing)) if relayed else 0 for at, b in enumerate(bundles)}
+    hop_bytes = sum(b.nbytes * max(1, len(b.missing) + len(b.holders) - 1 + relays[at]) for at, b in enumerate(bundles))
     chunk_bytes = max(busy_us * rate / count, hop_bytes / MAX_HOPS, 1.0)
     pieces = [b.cut(math.ceil(b.nbytes / chunk_bytes) if b.missing else 1) for b in bundles]
     check_messages(pieces)
@@ -139,6 +143,10 @@ class Router:
         """The share of each bundle that should leave by each port."""
         self.load: dict[int, float] = defaultdict(float)
         self._owed: dict[frozenset[int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+
+    def all_routes(self, bundles: Sequence[Bundle]) -> list[list[Route]]:
+        """For each bundle one route for each of its chunks; none for what is in place."""
+        return [self.routes(number, b) if b.missing else [] for number, b in enumerate(bundles)]
 
     def routes(self, number: int, bundle: Bundle) -> list[Route]:
         """One route for each chunk of a bundle."""

@@ -52,24 +52,33 @@ def dense_order(
             for port in (out_port[j], in_port[j], (out_port[j], in_port[j])):
                 left[port] += duration_us[j]
     busy: set[int] = set()
+    waiting: dict[int, set[int]] = defaultdict(set)
+    """The senders that have something for each receiver."""
     # An event is the number of a hop that ends, or the complement of the number of a hop without a parent.
     events: list[tuple[float, int]] = [(0.0, ~j) for j in range(count) if parent[j] < 0]
     heapq.heapify(events)
     while events:
         now = events[0][0]
+        # Only senders that have become free, or have something new, or something for a receiver that has become free.
+        able: set[int] = set()
         while events and events[0][0] <= now + SAME_MOMENT:
             _, what = heapq.heappop(events)
             fresh = [~what]
             if what >= 0:
-                busy -= {out_port[what], in_port[what]} if out_port[what] >= 0 else set()
                 fresh = children[what]
+                if out_port[what] >= 0:
+                    busy -= {out_port[what], in_port[what]}
+                    able.add(out_port[what])
+                    able |= waiting[in_port[what]]
             for j in fresh:
                 if out_port[j] >= 0:
                     heapq.heappush(queue[out_port[j]][in_port[j]], (urgency[j], j))
+                    waiting[in_port[j]].add(out_port[j])
+                    able.add(out_port[j])
                 else:
                     start[j], end[j] = now, now + duration_us[j]
                     heapq.heappush(events, (end[j], j))
-        for sender in sorted((p for p in queue if p not in busy), key=lambda p: (-left[p], p)):
+        for sender in sorted((p for p in able if p in queue and p not in busy), key=lambda p: (-left[p], p)):
             ready = [p for p in queue[sender] if p not in busy]
             if not ready:
                 continue
@@ -77,6 +86,7 @@ def dense_order(
             _, j = heapq.heappop(queue[sender][receiver])
             if not queue[sender][receiver]:
                 del queue[sender][receiver]
+                waiting[receiver].discard(sender)
             if not queue[sender]:
                 del queue[sender]
             busy |= {sender, receiver}

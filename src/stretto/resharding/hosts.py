@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cluster import Cluster
 from ..errors import InvalidInput
 from .placing import host_of
+
+NEAR_DOMAINS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,10 @@ class Hosts:
     """The rate of all links out of each group together."""
     receive_bytes_per_us: dict[int, float]
     """The rate of all links into each group together."""
+    plane: dict[int, int]
+    """The switch or node that each device's port leads to: a rail, or the whole network."""
+    reach: dict[int, frozenset[int]]
+    """For each plane the planes that it sends to without passing through a further device."""
 
     @cached_property
     def slowest(self) -> float:
@@ -72,23 +79,21 @@ class Hosts:
         if max(devices) >= cluster.num_devices:
             has = f"{cluster.name} has {cluster.num_devices} devices"
             raise InvalidInput(f"mesh: device {max(devices)} does not exist; {has}")
-        group = dict(zip(devices, (host_of(cluster)[d] for d in devices), strict=True))
+        domain = domains_of(cluster)
+        group = {d: domain[d] for d in devices}
         if len(set(group.values())) == 1:
             group = {d: d for d in devices}
-        first: dict[int, int] = {}
-        for device, host in group.items():
-            first.setdefault(host, device)
-        others = list(first.items())
         out_port, in_port, rate = dict[int, int](), dict[int, int](), dict[int, float]()
+        plane: dict[int, int] = {}
         alpha = 0.0
-        for device, host in group.items():
-            far = next((d for h, d in others if h != host), device)
+        for device, far in _direct_peers(cluster, group).items():
             for ports, ends in ((out_port, (device, far)), (in_port, (far, device))):
                 links = _route(cluster, *ends)
                 port = _port(cluster, links, device, sends=ends[0] == device)
                 ports[device] = port
                 rate[port] = float(cluster.link_gb_per_s[port] * 1e3) if port >= 0 else np.inf
                 alpha = max(alpha, float(cluster.link_alpha_us[links].sum()))
+            plane[device] = _plane(cluster, device, far)
         local = np.inf
         seen: dict[int, int] = {}
         for device, host in group.items():
@@ -98,8 +103,82 @@ class Hosts:
         send, receive = _borders(cluster, group)
         return cls(
             group=group, out_port=out_port, in_port=in_port, bytes_per_us=rate, alpha_us=alpha,
-            local_bytes_per_us=local, send_bytes_per_us=send, receive_bytes_per_us=receive,
+            local_bytes_per_us=local, send_bytes_per_us=send, receive_bytes_per_us=receive, plane=plane,
+            reach=_reach(cluster, group, plane),
         )  # fmt: skip
+
+
+def domains_of(cluster: Cluster) -> list[int]:
+    """The group of each device: its host, or the hosts that share its scale-up network, such as the trays of a rack.
+
+    Two hosts are one group where messages between them take switches alone, of the same channel and as fast as inside a
+    host; if that joins all hosts, each stays a group of its own.
+    """
+    host = host_of(cluster)
+    first: dict[int, list[int]] = {}
+    for device in range(cluster.num_devices):
+        first.setdefault(host[device], []).append(device)
+    pair = next(iter(first.values()))[:2]
+    if len(pair) < 2:
+        return host
+    inside = _route(cluster, *pair)
+    channels, slowest = set(cluster.link_channel[inside].tolist()), float(cluster.link_gb_per_s[inside].min())
+    joined: dict[int, int] = {}
+    for h in first:
+        # Hosts of one domain stand next to each other, so only the latest domains can take a host in.
+        for other in list(dict.fromkeys(joined.values()))[-NEAR_DOMAINS:]:
+            links = _route(cluster, first[h][0], first[other][0])
+            if (
+                set(cluster.link_channel[links].tolist()) <= channels
+                and bool(np.all(cluster.link_dst[links[:-1]] >= cluster.num_devices))
+                and float(cluster.link_gb_per_s[links].min()) >= slowest
+            ):
+                joined[h] = other
+                break
+        else:
+            joined[h] = h
+    return [joined[h] for h in host] if len(set(joined.values())) > 1 else host
+
+
+def _direct_peers(cluster: Cluster, group: dict[int, int]) -> dict[int, int]:
+    """For each device one of another group, to which it sends through no further device where there is one."""
+    members: dict[int, list[int]] = {}
+    for device, number in group.items():
+        members.setdefault(number, []).append(device)
+    found: dict[int, int] = {}
+    for device, number in group.items():
+        other = next((g for g in members if g != number), None)
+        able = members[other] if other is not None else [device]
+        found[device] = next((d for d in able if not _passes_devices(cluster, device, d)), able[0])
+    return found
+
+
+def _passes_devices(cluster: Cluster, src: int, dst: int) -> int:
+    """The number of further devices that the fastest route between two devices takes."""
+    return int(np.sum(cluster.link_dst[_route(cluster, src, dst)[:-1]] < cluster.num_devices))
+
+
+def _plane(cluster: Cluster, device: int, far: int) -> int:
+    """The first node outside of a device's host on its way to another group; -1 where there is none before `far`."""
+    host = int(cluster.node_host[device])
+    between = cluster.link_dst[_route(cluster, device, far)[:-1]].tolist()
+    return next((n for n in between if host < 0 or int(cluster.node_host[n]) != host), -1)
+
+
+def _reach(cluster: Cluster, group: dict[int, int], plane: dict[int, int]) -> dict[int, frozenset[int]]:
+    """For each plane the planes that its devices send to through no further device."""
+    ends: dict[int, dict[int, int]] = {}
+    for device, number in group.items():
+        ends.setdefault(plane[device], {}).setdefault(number, device)
+    found = {}
+    for a, mine in ends.items():
+        near = set()
+        for b, theirs in ends.items():
+            pair = next(((d, e) for g, d in mine.items() for h, e in theirs.items() if g != h), None)
+            if pair is not None and not _passes_devices(cluster, *pair):
+                near.add(b)
+        found[a] = frozenset(near)
+    return found
 
 
 def _borders(cluster: Cluster, group: dict[int, int]) -> tuple[dict[int, float], dict[int, float]]:
@@ -108,16 +187,34 @@ def _borders(cluster: Cluster, group: dict[int, int]) -> tuple[dict[int, float],
     for device, number in group.items():
         on_host.setdefault(int(cluster.node_host[device]), set()).add(number)
     member = np.full(cluster.num_nodes, -1, np.int64)
+    for device, number in enumerate(domains_of(cluster)):
+        member[device] = number if number in group.values() else -1
     for host, numbers in on_host.items():
         if host >= 0 and len(numbers) == 1:
             member[cluster.node_host == host] = next(iter(numbers))
+        elif host >= 0:
+            member[cluster.node_host == host] = -1
     for device, number in group.items():
         member[device] = number
+    hub = _hubs(cluster, member)
+    member[hub >= 0] = hub[hub >= 0]
     ends = member[cluster.link_src], member[cluster.link_dst]
     rate = cluster.link_gb_per_s * 1e3
     leaves = ends[0] != ends[1]
     send, receive = ({g: float(rate[leaves & (end == g)].sum()) for g in set(group.values())} for end in ends)
     return send, receive
+
+
+def _hubs(cluster: Cluster, member: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The group of each switch outside of any host all of whose links lead to devices of that group; else -1."""
+    low = np.full(cluster.num_nodes, np.iinfo(np.int64).max)
+    high = np.full(cluster.num_nodes, -1, np.int64)
+    for near, far in ((cluster.link_src, cluster.link_dst), (cluster.link_dst, cluster.link_src)):
+        np.minimum.at(low, near, member[far])
+        np.maximum.at(high, near, member[far])
+    lone = (low == high) & (member < 0) & (np.arange(cluster.num_nodes) >= cluster.num_devices)
+    found: NDArray[np.int64] = np.where(lone & (cluster.node_host < 0), high, -1)
+    return found
 
 
 def _route(cluster: Cluster, src: int, dst: int) -> np.ndarray:

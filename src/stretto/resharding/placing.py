@@ -35,7 +35,7 @@ class Side:
             )
         shape = tuple(int(size) for size in match[1].split(","))
         check_shape("mesh", shape)
-        return cls(shape=shape, devices=_devices(match[2]) if match[2] else None, spec=Spec.parse(match[3]))
+        return cls(shape=shape, devices=device_list(match[2]) if match[2] else None, spec=Spec.parse(match[3]))
 
 
 def place(src: Side | str, dst: Side | str, cluster: Cluster, *, rounding: str = "chunk") -> tuple[Layout, Layout]:
@@ -119,7 +119,8 @@ def _dense(shape: Sequence[int], cluster: Cluster, used: set[int]) -> tuple[int,
     return tuple(free[:size])
 
 
-def _devices(text: str) -> tuple[int, ...]:
+def device_list(text: str) -> tuple[int, ...]:
+    """The devices of a text such as ``0-3,8``."""
     devices: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip())

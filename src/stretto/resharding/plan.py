@@ -72,6 +72,8 @@ class ReshardPlan:
     bound_reason: str
     nbytes: int
     """Bytes of the largest buffer of any device, as the program's collective counts them."""
+    note: str = ""
+    """What the order's algorithm could not do: a depth-first search that gave up."""
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -145,6 +147,7 @@ class ReshardPlan:
             + (f"; {there} tasks are in place already" if there else ""),
             f"{self.strategy} ({self.order}): {format_us(self.time_us)}, {self.ratio:.3f}x the bound of "
             f"{format_us(self.bound_us)} ({self.bound_reason})",
+            *([self.note] if self.note else []),
         ]
         for row in self.schedule[:16]:
             b = self.bundles[row.bundle]
@@ -259,9 +262,9 @@ def plan_tensors(
     whole = bundles_of(tasks, merge=True)
     nbytes = largest_buffer(len(devices), [b.piece(rank) for b in whole])
     bound_us, reason = _bound(whole, cluster, hosts, rank, nbytes)
-    bundles, program, model_us = list(whole), None, None
+    bundles, program, model_us, note = list(whole), None, None, ""
     if strategy != OURS:
-        bundles, program, model_us = _baseline(tasks, hosts, rank, strategy, how, concurrent, seed)
+        bundles, program, model_us, note = _baseline(tasks, hosts, rank, strategy, how, concurrent, seed)
         how = "concurrent" if concurrent else how
     elif any(b.missing for b in whole):
         made = best_program(whole, cluster, hosts, rank, nbytes=nbytes, bound_us=bound_us)
@@ -269,7 +272,7 @@ def plan_tensors(
     return ReshardPlan(
         tensors=tuple(tensors), cluster=cluster, strategy=strategy, order=how, tasks=tasks, bundles=tuple(bundles),
         devices=devices, model_us=model_us, program=program, bound_us=bound_us,
-        bound_reason=reason, nbytes=nbytes,
+        bound_reason=reason, nbytes=nbytes, note=note,
     )  # fmt: skip
 
 
@@ -289,7 +292,7 @@ def _bound(
 def _baseline(
     tasks: Sequence[UnitTask], hosts: Hosts, rank: dict[int, int], strategy: str, order: str, concurrent: bool,
     seed: int,
-) -> tuple[list[Bundle], Program | None, float | None]:  # fmt: skip
+) -> tuple[list[Bundle], Program | None, float | None, str]:  # fmt: skip
     if any(task.reduction for task in tasks):
         raise InvalidInput(f"strategy: {strategy} knows no pending sums; choose from: {OURS}")
     work, cut = STRATEGIES[strategy]
@@ -304,7 +307,8 @@ def _baseline(
     program = None
     if moves.src:
         program = moves.program(f"reshard_{strategy}", Reshard(tuple(rank), [b.piece(rank) for b in bundles]))
-    return bundles, program, chosen.total_us if strategy == "broadcast" and not concurrent else None
+    model_us = chosen.total_us if strategy == "broadcast" and not concurrent else None
+    return bundles, program, model_us, f"{order}: {chosen.note}" if chosen.note else ""
 
 
 def _names(devices: Sequence[int]) -> str:

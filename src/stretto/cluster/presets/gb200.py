@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...errors import InvalidInput
 from ..model import Cluster
 from ..wiring import NVLINK_ALPHA_US, RDMA_ALPHA_US, Wiring, host_names, numbered
 from .registry import register
@@ -22,11 +23,26 @@ NIC_GB_PER_S = 50.0
     default_nodes=1,
     devices_per_node=TRAYS * GPUS_PER_TRAY,
 )
-def gb200_nvl72(name: str, nodes: int) -> Cluster:
-    """900 GB/s per GPU each way inside a rack; a host is a tray of four; racks meet on four rails of 50 GB/s NICs."""
-    trays = nodes * TRAYS
+def gb200_nvl72(name: str, nodes: int, *, trays: int = TRAYS) -> Cluster:
+    """900 GB/s per GPU each way inside a rack; a host is a tray of four; racks meet on four rails of 50 GB/s NICs.
+
+    Args:
+        name: the name of the preset.
+        nodes: the number of racks.
+        trays: the trays of each rack that are part of the cluster: a job of 64 GPUs on a rack has 16.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        InvalidInput: a rack has no such number of trays.
+    """
+    if not 1 <= trays <= TRAYS:
+        raise InvalidInput(f"trays: a rack has 1..{TRAYS}, not {trays}")
+    per_rack, full = trays * GPUS_PER_TRAY, trays == TRAYS
+    trays *= nodes
     wiring = Wiring(host_names(trays, numbered("gpu", GPUS_PER_TRAY)), hosts=np.repeat(np.arange(trays), GPUS_PER_TRAY))
-    racks = wiring.devices.reshape(nodes, TRAYS * GPUS_PER_TRAY)
+    racks = wiring.devices.reshape(nodes, per_rack)
     hubs = wiring.add(numbered("nvswitch", nodes), kind="switch")
     wiring.duplex(
         racks, hubs[:, None], gb_per_s=NVLINK5_GB_PER_S, alpha_us=NVLINK_ALPHA_US, back_us=0.0, channel="nvlink"
@@ -46,4 +62,6 @@ def gb200_nvl72(name: str, nodes: int) -> Cluster:
             channel="rdma",
         )
         notes.append("a GPU passes traffic on to a GPU of another rail (as NCCL's PXN does)")
-    return wiring.cluster(f"{name}:{nodes}", devices_forward=True, notes=notes)
+    return wiring.cluster(
+        f"{name}:{nodes}" + ("" if full else f",trays={trays // nodes}"), devices_forward=True, notes=notes
+    )
