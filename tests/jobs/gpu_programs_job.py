@@ -208,12 +208,11 @@ def streams_and_works() -> dict[str, Any]:
     torch.cuda.synchronize()
     dist.barrier()
     cuda._sleep(200_000_000)
-    began = time.monotonic()
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     found["busy"] = not work.is_completed()
     work.wait()
-    found["host_went_on"] = time.monotonic() - began < 0.08
+    found["host_went_on"] = not work.is_completed()
     doubled = tensor * 2
     torch.cuda.synchronize()
     found["right"] = bool((doubled == 2 * world).all()) and work.is_completed() and work.is_success()

@@ -172,7 +172,7 @@ class GpuEngine:
         return flight
 
     def _used(self, loaded: Any, buffers: GpuBuffers) -> tuple[torch.Tensor, torch.Tensor]:
-        """What of its memory this rank brings: not all ranks of a broadcast have an input, nor of a reduce an output."""
+        """The memory that this rank brings: in a broadcast only the root has an input, in a reduce an output."""
         rank, encoded = self.engine.rank, loaded.encoded
         return buffers.source[: encoded.inputs[rank]], buffers.target[: encoded.outputs[rank]]
 
