@@ -330,7 +330,7 @@ def run(
 def _load(
     path: Path, in_place: bool | None, collective: Path | None
 ) -> Program | SymmetricProgram | Lowered | ExecutionPlan:
-    wanted = None if collective is None else _load_collective(collective)
+    wanted = None if collective is None else load_collective(collective)
     loaded = load_program(path, collective=wanted, in_place=in_place)
     if isinstance(loaded, Program):
         given = loaded.collective if in_place is None else replace(loaded.collective, in_place=in_place)
@@ -342,10 +342,6 @@ def _load(
     if not isinstance(loaded, Lowered) and in_place not in (None, loaded.inplace):
         raise InvalidInput(f"{path}: the plan is for {'in' if loaded.inplace else 'out of'} place calls only")
     return loaded
-
-
-def _load_collective(path: Path) -> Collective:
-    return load_collective(path)
 
 
 def _prove(path: Path, loaded: Program | SymmetricProgram | Lowered | ExecutionPlan) -> str:

@@ -20,11 +20,12 @@ from ..control.messages import CapturedStep, JobStatus, Status
 from ..control.transport import ControllerConnection, from_environment
 from ..errors import InvalidInput
 from ..files import write_file
+from ..report.enforced_html import write_enforced_html
 from .common import json_bytes, say
 from .gain import gain_lines
 from .options import BudgetOption, HtmlOption, JsonOption
 from .run_memory import StatusWatcher, with_memory
-from .status import hang_line, state, write_report
+from .status import hang_line, state
 
 CANNOT_RUN, NOT_FOUND = 126, 127
 """What a shell says."""
@@ -175,7 +176,7 @@ def _tell_of_other(job: JobStatus | None, gone: str, html: Path | None, rows: Pa
 
 def _tell(status: Status, html: Path | None, rows: Path | None, *, code: int = 0) -> None:
     """What was gained."""
-    for path, write in ((html, write_report), (rows, lambda path, status: write_file(path, json_bytes(status)))):
+    for path, write in ((html, write_enforced_html), (rows, lambda path, status: write_file(path, json_bytes(status)))):
         if path is None:
             continue
         try:

@@ -57,7 +57,7 @@ def status(
     assert link is not None
     found = ask(link)
     files = OutputFiles()
-    files.write(html, lambda path: write_report(path, found))
+    files.write(html, lambda path: write_enforced_html(path, found))
     files.json(rows, found)
     console = out()
     if metrics:
@@ -93,11 +93,6 @@ def ask(link: ControllerConnection) -> Status:
         return decode(link.call(STATUS, encode(StatusRequest()), timeout_s=ASK_S), Status)
     finally:
         link.close()
-
-
-def write_report(path: Path, found: Status) -> None:
-    """Predicted beside measured timelines of all jobs, as one page."""
-    write_enforced_html(path, found)
 
 
 def show(console: Console, job: JobStatus) -> None:

@@ -170,7 +170,7 @@ def load_strategy(path: str | Path) -> Strategy:
 
 def save_strategy(strategy: Strategy, path: str | Path) -> None:
     """Write a strategy to a file."""
-    _write(path, strategy_text(strategy, as_json=_is_json(path)))
+    write_file(path, strategy_text(strategy, as_json=_is_json(path)))
 
 
 def model_text(model: ModelSpec, *, as_json: bool = False) -> str:
@@ -228,7 +228,7 @@ def load_model(path: str | Path) -> ModelSpec:
 
 def save_model(model: ModelSpec, path: str | Path) -> None:
     """Write a model to a file."""
-    _write(path, model_text(model, as_json=_is_json(path)))
+    write_file(path, model_text(model, as_json=_is_json(path)))
 
 
 def _is_json(path: str | Path) -> bool:
@@ -237,10 +237,6 @@ def _is_json(path: str | Path) -> bool:
 
 def _read(path: str | Path) -> str:
     return read_text(path) if _is_json(path) else read_text(path, max_bytes=MAX_YAML_BYTES)
-
-
-def _write(path: str | Path, text: str) -> None:
-    write_file(path, text)
 
 
 def _plain(text: str, where: str, as_json: bool) -> Any:
