@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SCRIPTS := $(shell grep -l "^.!.*python" scripts/*)
+SCRIPTS := $(shell grep -ls "^.!.*python" scripts/*)
 NATIVE := $(wildcard native/*.cpp native/*.h native/executor/*) src/stretto/runtime/gpu/kernel.cu CMakeLists.txt
 
 # Tests that run the C++ code most; those of memory that is measured are left out where a sanitizer keeps more of it.

@@ -29,7 +29,7 @@ READS = {
     "program show collective", "program show file", "program verify collective", "program verify files",
     "run token_file", "runtime fit measured", "status tls_ca", "status tls_cert", "status tls_key",
     "status token_file", "strategy diff after", "strategy diff before", "strategy explain strategy",
-    "strategy show strategy", "synth base", "synth sketch", "tune scratch",
+    "strategy show strategy", "synth base", "synth sketch", "tune scratch", "weights explain path",
 }  # fmt: skip
 """Parameters that name files to read (a controller makes its token where there is none)."""
 NO_FILES = {"motif show expand", "pipeline export comm", "synth max_bytes", "synth min_bytes"}
@@ -45,6 +45,7 @@ LIVE = {
     "tune": "needs a job (tests/cli/test_tune_command.py)",
 }
 RESHARD = ("--src", "(2,2) S0R", "--dst", "(2,2) RS0", "--shape", "64,64", "-c", "p3_8xlarge:4")
+WEIGHTS = ("llama-3-70b", "--trainer", "fsdp=8", "--server", "tp=8", "-c", "dgx_h100:2")
 CASES: dict[str, tuple[str, ...]] = {
     "advise": ("resnet:50,ranks=4", "-c", "ring:4", "--steps", "5", "-o", "{plan_file}.json", "--html", "{html}.html"),
     "cluster convert": ("dgx2", "{target}.yaml"),
@@ -92,6 +93,8 @@ CASES: dict[str, tuple[str, ...]] = {
         "allgather", "-c", "ring:4", "--makers", "library:ring", "--no-cache", "-o", "{target}.xml", "--json",
         "{rows}.json", "--html", "{html}.html",
     ),
+    "weights explain": ("{weights}", "--html", "{html}.html"),
+    "weights plan": (*WEIGHTS, "-o", "{target}.json", "--html", "{html}.html", "--trace", "{trace}.pftrace"),
     "workload convert": ("dlrm:A2,ranks=8", "{target}.yaml"),
 }  # fmt: skip
 """A small command line for every command that writes; a name in braces becomes a path."""
@@ -184,7 +187,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     assert run(["simulate", "ring", "-c", "ring:4", "-o", str(ring)]) == 0
     times = folder / "times.json"
     times.write_text('{"cluster": "ring:4", "rows": [{"program": "ring.txt", "nbytes": 1000, "time_us": 50.0}]}')
-    return {"made": str(plan), "ring": str(ring), "times": str(times)}
+    weights = folder / "weights.json"
+    assert run(["weights", "plan", *WEIGHTS, "-o", str(weights)]) == 0
+    return {"made": str(plan), "ring": str(ring), "times": str(times), "weights": str(weights)}
 
 
 def arguments(words: str, folder: Path, made: dict[str, str]) -> tuple[list[str], list[Path]]:
