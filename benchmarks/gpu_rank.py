@@ -33,9 +33,11 @@ class RankBench:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
         self.asked = asked
+        # PyTorch's symmetric memory asks a group for a store, which only the plain group beside ours has.
+        dist.all_reduce(torch.ones(4, device=self.device))
         group: Any = dist.group.WORLD
-        self.name: str = group.group_name
-        self.group = group
+        self.group: Any = group.gpu.site.symmetric.plain
+        self.name: str = self.group.group_name
         self.nccl = dist.new_group(backend="nccl") if asked["nccl"] else None
         self._made: dict[int, torch.Tensor] = {}
         self._in_place: dict[tuple[int, str], torch.Tensor] = {}
