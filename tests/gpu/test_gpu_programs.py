@@ -28,11 +28,8 @@ def test_random_collectives_in_groups_and_on_streams_are_right(launch: Launch, r
 
 @RANKS
 def test_what_programs_cannot_do_goes_to_nccl_and_says_why(launch: Launch, ranks: int) -> None:
-    for rank, told in enumerate(launch(ranks, "delegated")):
-        assert told["splits"] and told.get("messages", True)
-        reasons = {tuple(one) for one in told["why"]}
-        assert ("all_to_all", "an all-to-all with splits") in reasons
-        assert rank > 1 or any(op == "send" for op, _ in reasons)
+    for told in launch(ranks, "delegated"):
+        assert told["splits"] and ["all_to_all", "an all-to-all with splits"] in told["why"]
 
 
 @RANKS
@@ -65,7 +62,8 @@ def test_models_have_the_same_bits_on_all_ranks_and_in_every_run(
     monkeypatch.setenv("STRETTO_GPU", "off")
     nccl = launch(ranks, "training")
     for told, second, plain in zip(first, again, nccl, strict=True):
-        assert told["dtensor"] and {backend for _, backend in told["backends"]} <= {"gpu", "executor", "gloo"}
+        ran = {tuple(one) for one in told["backends"]}
+        assert told["dtensor"] and {("all_reduce", "gpu"), ("all_gather", "gpu"), ("reduce_scatter", "gpu")} <= ran
         for how in ("ddp", "fsdp"):
             assert told[how] == second[how], "run to run"
             assert told[how]["weights"] == first[0][how]["weights"], "rank to rank"

@@ -187,13 +187,6 @@ def delegated() -> dict[str, Any]:
     out = torch.empty(sum(splits), device=device)
     dist.all_to_all_single(out, torch.full((sum(splits),), float(rank), device=device), splits, splits)
     found["splits"] = out.tolist() == [float(other) for other in range(world) for _ in range(splits[other])]
-    if rank < 2:
-        told = torch.full((4,), float(rank), device=device)
-        other = torch.empty(4, device=device)
-        ops = [dist.P2POp(dist.isend, told, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        found["messages"] = bool((other == 1 - rank).all())
     found["why"] = sorted({(c.op, c.why) for c in stretto.torch.choices() if c.backend == "nccl"})
     return found
 
