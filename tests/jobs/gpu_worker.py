@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Started by torchrun: checks programs on GPU memory, and times them beside PyTorch's symmetric memory.
 
-torchrun --nproc-per-node 4 tests/jobs/gpu_worker.py check|time [--trials N] [--seed S]
+torchrun --nproc-per-node 4 tests/jobs/gpu_worker.py check|time|graph|lost [--sizes 1024,65536]
 """
 
 from __future__ import annotations
@@ -150,9 +150,49 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
         say(nbytes, " | ".join(rows), "|| symm_mem", " ".join(theirs))
 
 
+def check_graph(comm: GpuCommunicator) -> None:
+    """Calls on two streams in one CUDA graph, replayed with other inputs."""
+    runs = []
+    for kind, options in (("all_reduce", {"symmetric": True}), ("broadcast", {}), ("all_gather", {"protocol": "ll"})):
+        loaded = comm.load(algorithm("direct", kind, comm.size), dtype="float32", nbytes=16384, **options)  # type: ignore[arg-type]
+        runs.append((kind, loaded, *buffers(comm, loaded, bool(options.get("symmetric")), torch.float32)))
+    graph, bad = torch.cuda.CUDAGraph(), 0
+    with torch.cuda.graph(graph):
+        for _, loaded, input, output in runs * 2:
+            comm.launch(loaded, input, output)
+    for turn in range(5):
+        for _, loaded, input, output in runs:
+            if loaded.encoded.inputs[comm.rank]:
+                input.copy_(inputs_of(loaded, turn, torch.float32)[comm.rank])
+            output.fill_(-1)
+        graph.replay()
+        other = torch.cuda.Stream()
+        with torch.cuda.stream(other):  # A call beside a graph waits for what was launched before it.
+            other.wait_stream(torch.cuda.default_stream())
+            comm.launch(*runs[0][1:])
+        torch.cuda.synchronize()
+        for kind, loaded, _, output in runs:
+            bad += int((output.cpu() != reference(kind, inputs_of(loaded, turn, torch.float32), comm.rank)).sum())
+        dist.barrier()
+    say("graph", "ok" if not bad else f"WRONG {bad}")
+
+
+def check_lost(comm: GpuCommunicator) -> None:
+    """Rank 0 never comes: the others give up, and name it."""
+    loaded = comm.load(algorithm("direct", "all_reduce", comm.size), dtype="float32", nbytes=16384, protocol="simple")
+    input, output = buffers(comm, loaded, False, torch.float32)
+    if comm.rank:
+        start = time.time()
+        comm.launch(loaded, input, output)
+        torch.cuda.synchronize()
+        print("lost", comm.rank, comm.lost(), f"after {time.time() - start:.1f} s", flush=True)
+        assert comm.lost() == (0, 1)
+    dist.barrier()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("check", "time", "both"))
+    parser.add_argument("what", choices=("check", "time", "graph", "lost"))
     parser.add_argument("--sizes", default="1024,16384,65536,1048576,16777216,67108864")
     parser.add_argument("--seconds", type=float, default=100)
     options = parser.parse_args()
@@ -163,13 +203,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     start = time.time()
     assert dist.group.WORLD is not None
-    comm = GpuCommunicator(dist.group.WORLD, limit_s=10)
+    comm = GpuCommunicator(dist.group.WORLD, limit_s=2 if options.what == "lost" else 10)
     say("made in", round(time.time() - start, 2), "s;", comm.held_bytes, "bytes,", comm.max_blocks, "blocks")
     try:
-        if options.what != "time":
-            check(comm)
-        if options.what != "check":
+        if options.what == "time":
             time_all_reduce(comm, [int(s) for s in options.sizes.split(",")])
+        else:
+            {"check": check, "graph": check_graph, "lost": check_lost}[options.what](comm)
     finally:
         if comm.lost():
             print("LOST", comm.rank, comm.lost(), comm._host.tolist(), flush=True)
