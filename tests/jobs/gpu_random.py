@@ -77,7 +77,7 @@ def expected(case: Case, inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
     c = case.loaded.fused.collective
     held: dict[tuple[int, int], torch.Tensor] = {}
     for r, x in enumerate(inputs):
-        pieces = x.split([case.sizes[chunk] for chunk in c.inputs(r).tolist()])
+        pieces = torch.split(x, [case.sizes[chunk] for chunk in c.inputs(r).tolist()])
         parts = c.in_part[c.in_ptr[r] : c.in_ptr[r + 1]].tolist()
         for chunk, part, piece in zip(c.inputs(r).tolist(), parts, pieces, strict=True):
             held[chunk, part] = piece

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,9 +58,9 @@ def inputs_of(loaded: GpuProgram, seed: int, dtype: torch.dtype) -> list[torch.T
     return found
 
 
-def check_one(comm: GpuCommunicator, kind: str, program: Program, nbytes: int, **options: object) -> str:
+def check_one(comm: GpuCommunicator, kind: str, program: Program, nbytes: int, **options: Any) -> str:
     dtype = torch.float32
-    loaded = comm.load(program, dtype=dtype, nbytes=nbytes, **options)  # type: ignore[arg-type]
+    loaded = comm.load(program, dtype=dtype, nbytes=nbytes, **options)
     input, output = buffers(comm, loaded, bool(options.get("symmetric")), dtype)
     bad = 0
     for turn in range(3):
@@ -121,7 +122,7 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
     one, two = algorithm("direct", "all_reduce", n, steps=1), algorithm("direct", "all_reduce", n)
     for nbytes in sizes:
         rows = []
-        cases: list[tuple[str, Program, dict[str, object]]] = []
+        cases: list[tuple[str, Program, dict[str, Any]]] = []
         if nbytes <= 65536:
             cases += [(f"ll1 b{b}", one, {"protocol": "ll", "max_blocks": b}) for b in (4, 8, 16)]
         if nbytes <= 1 << 20:
@@ -130,7 +131,7 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
         if nbytes >= 1 << 20:
             cases += [("staged", two, {"protocol": "simple"})]
         for label, program, options in cases:
-            loaded = comm.load(program, dtype=torch.float32, nbytes=nbytes, **options)  # type: ignore[arg-type]
+            loaded = comm.load(program, dtype=torch.float32, nbytes=nbytes, **options)
             x, y = buffers(comm, loaded, bool(options.get("symmetric")), torch.float32)
             y = x if options.get("in_place") else y
             x.zero_()
@@ -152,10 +153,16 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
 
 def check_graph(comm: GpuCommunicator) -> None:
     """Calls on two streams in one CUDA graph, replayed with other inputs."""
-    runs = []
-    for kind, options in (("all_reduce", {"symmetric": True}), ("broadcast", {}), ("all_gather", {"protocol": "ll"})):
-        loaded = comm.load(algorithm("direct", kind, comm.size), dtype="float32", nbytes=16384, **options)  # type: ignore[arg-type]
-        runs.append((kind, loaded, *buffers(comm, loaded, bool(options.get("symmetric")), torch.float32)))
+    runs: list[tuple[str, GpuProgram, torch.Tensor, torch.Tensor]] = []
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("all_reduce", {"symmetric": True}),
+        ("broadcast", {}),
+        ("all_gather", {"protocol": "ll"}),
+    ]
+    for kind, options in cases:
+        loaded = comm.load(algorithm("direct", kind, comm.size), dtype="float32", nbytes=16384, **options)
+        input, output = buffers(comm, loaded, bool(options.get("symmetric")), torch.float32)
+        runs.append((kind, loaded, input, output))
     graph, bad = torch.cuda.CUDAGraph(), 0
     with torch.cuda.graph(graph):
         for _, loaded, input, output in runs * 2:
@@ -166,7 +173,7 @@ def check_graph(comm: GpuCommunicator) -> None:
                 input.copy_(inputs_of(loaded, turn, torch.float32)[comm.rank])
             output.fill_(-1)
         graph.replay()
-        other = torch.cuda.Stream()
+        other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(other):  # A call beside a graph waits for what was launched before it.
             other.wait_stream(torch.cuda.default_stream())
             comm.launch(*runs[0][1:])
