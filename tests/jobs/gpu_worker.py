@@ -20,6 +20,7 @@ import torch.distributed as dist
 from stretto.algorithms import algorithm
 from stretto.programs.ir import Program
 from stretto.runtime.gpu import GpuCommunicator, GpuProgram
+from stretto.runtime.gpu.compile import GpuKernel, GpuParams, compile_cubin, nvrtc
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -151,6 +152,54 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
         say(nbytes, " | ".join(rows), "|| symm_mem", " ".join(theirs))
 
 
+COPY = """
+struct Params { u64 head[5]; u64 memory[32]; u64 input[32]; u64 output[32]; u64 count; u64 tail[7]; };
+extern "C" __global__ void __launch_bounds__(512, 2) stretto_run(const __grid_constant__ Params P) {
+  const uint4* from = (const uint4*)P.input[0];
+  uint4* to = (uint4*)P.output[0];
+  u64 per = (P.count / 16 + gridDim.x - 1) / gridDim.x, low = per * blockIdx.x, high = min(low + per, P.count / 16);
+  for (u64 i = low + threadIdx.x; i < high; i += 8 * 512) {
+    uint4 v[8];
+    for (int u = 0; u < 8; u++) if (i + u * 512 < high) v[u] = from[i + u * 512];
+    for (int u = 0; u < 8; u++) if (i + u * 512 < high) to[i + u * 512] = v[u];
+  }
+}
+"""
+
+
+def copy_us(comm: GpuCommunicator, nbytes: int, blocks: int, calls: int) -> float:
+    """A plain copy of as many bytes with as many blocks, by all ranks at the same time."""
+    major, minor = torch.cuda.get_device_capability()
+    source = "typedef unsigned long long u64;\n" + COPY
+    kernel = GpuKernel(compile_cubin(nvrtc(), source, [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]))
+    a, b = (torch.zeros(nbytes, dtype=torch.uint8, device=comm.device) for _ in range(2))
+    params = GpuParams(limit_ns=nbytes)
+    params.input[0], params.output[0] = a.data_ptr(), b.data_ptr()
+    return median_us(
+        lambda: kernel.launch(params, blocks=blocks, threads=512, stream=torch.cuda.current_stream().cuda_stream), calls
+    )
+
+
+def time_kinds(comm: GpuCommunicator, sizes: list[int]) -> None:
+    """Every kind in every mode, beside plain copies of as many bytes."""
+    for nbytes in sizes:
+        calls = 20 if nbytes <= 1 << 20 else 4 if nbytes <= 64 << 20 else 2
+        if nbytes >= 16 << 20:
+            copies = {b: f"{copy_us(comm, nbytes, b, calls):.1f}" for b in (16, 24, comm.max_blocks)}
+            say(nbytes, "plain copy by blocks:", copies)
+        for kind in KINDS[: 4 if nbytes <= 64 << 20 else 1]:
+            rows = []
+            modes: list[dict[str, Any]] = [{"symmetric": True}, {"protocol": "simple"}]
+            modes += [{"protocol": "ll"}] if nbytes <= 1 << 20 else []
+            for options in modes:
+                loaded = comm.load(algorithm("direct", kind, comm.size), dtype="float32", nbytes=nbytes, **options)
+                x, y = buffers(comm, loaded, bool(options.get("symmetric")), torch.float32)
+                took = median_us(partial(comm.launch, loaded, x, y), calls)
+                mode = "symmetric" if "symmetric" in options else options["protocol"]
+                rows.append(f"{mode}({loaded.encoded.blocks},{loaded.encoded.rounds}) {took:.2f}")
+            say(nbytes, kind, " | ".join(rows))
+
+
 def check_graph(comm: GpuCommunicator) -> None:
     """Calls on two streams in one CUDA graph, replayed with other inputs."""
     runs: list[tuple[str, GpuProgram, torch.Tensor, torch.Tensor]] = []
@@ -199,7 +248,7 @@ def check_lost(comm: GpuCommunicator) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("check", "time", "graph", "lost"))
+    parser.add_argument("what", choices=("check", "time", "kinds", "graph", "lost"))
     parser.add_argument("--sizes", default="1024,16384,65536,1048576,16777216,67108864")
     parser.add_argument("--seconds", type=float, default=100)
     options = parser.parse_args()
@@ -213,8 +262,9 @@ def main() -> None:
     comm = GpuCommunicator(dist.group.WORLD, limit_s=2 if options.what == "lost" else 10)
     say("made in", round(time.time() - start, 2), "s;", comm.held_bytes, "bytes,", comm.max_blocks, "blocks")
     try:
-        if options.what == "time":
-            time_all_reduce(comm, [int(s) for s in options.sizes.split(",")])
+        if options.what in ("time", "kinds"):
+            sizes = [int(s) for s in options.sizes.split(",")]
+            (time_all_reduce if options.what == "time" else time_kinds)(comm, sizes)
         else:
             {"check": check, "graph": check_graph, "lost": check_lost}[options.what](comm)
     finally:

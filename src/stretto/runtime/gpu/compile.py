@@ -75,14 +75,14 @@ def compiled(dtype: str, reduce: str, capability: tuple[int, int], *, delays: bo
     """
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *kernel_options(dtype, reduce, delays=delays)]
     source = SOURCE.read_text()
-    library = _nvrtc()
+    library = nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()
     file = directory() / "gpu" / f"{key[:32]}.cubin"
     if file.is_file():
         return file.read_bytes()
-    cubin = _compile(library, source, options)
+    cubin = compile_cubin(library, source, options)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
@@ -93,7 +93,20 @@ def compiled(dtype: str, reduce: str, capability: tuple[int, int], *, delays: bo
     return cubin
 
 
-def _compile(library: ctypes.CDLL, source: str, options: list[str]) -> bytes:
+def compile_cubin(library: ctypes.CDLL, source: str, options: list[str]) -> bytes:
+    """Compile CUDA code with NVRTC.
+
+    Args:
+        library: NVRTC.
+        source: The code.
+        options: Options of NVRTC.
+
+    Returns:
+        The cubin.
+
+    Raises:
+        StrettoError: NVRTC does not compile it; the message has its log.
+    """
     program = ctypes.c_void_p()
     _nvrtc_check(library, library.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))  # fmt: skip
@@ -121,7 +134,8 @@ def _nvrtc_check(library: ctypes.CDLL, result: int) -> None:
 
 
 @lru_cache
-def _nvrtc() -> ctypes.CDLL:
+def nvrtc() -> ctypes.CDLL:
+    """NVRTC as it comes with PyTorch, else the system's."""
     import torch
 
     version = (torch.version.cuda or "13").split(".")[0]
