@@ -200,6 +200,28 @@ def time_kinds(comm: GpuCommunicator, sizes: list[int]) -> None:
             say(nbytes, kind, " | ".join(rows))
 
 
+PRICED = {
+    "all_reduce": ("ring", "direct", "halving_doubling", "recursive_doubling"),
+    "all_gather": ("ring", "direct", "bruck"),
+    "reduce_scatter": ("ring", "direct"),
+    "all_to_all": ("direct", "bruck"),
+    "broadcast": ("chain", "binomial"),
+}
+
+
+def time_programs(comm: GpuCommunicator, sizes: list[int]) -> None:
+    """Programs of the library with staged memory, one line each: what the prices of a runtime are fitted to."""
+    for kind, names in PRICED.items():
+        for name in names:
+            program = algorithm(name, kind, comm.size)
+            row = []
+            for nbytes in sizes:
+                loaded = comm.load(program, dtype="float32", nbytes=nbytes, protocol="simple")
+                x, y = buffers(comm, loaded, False, torch.float32)
+                row.append(round(median_us(partial(comm.launch, loaded, x, y), 10, 5), 2))
+            say("price", kind, name, dict(zip(sizes, row, strict=True)))
+
+
 def check_graph(comm: GpuCommunicator) -> None:
     """Calls on two streams in one CUDA graph, replayed with other inputs."""
     runs: list[tuple[str, GpuProgram, torch.Tensor, torch.Tensor]] = []
@@ -248,7 +270,7 @@ def check_lost(comm: GpuCommunicator) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("check", "time", "kinds", "graph", "lost"))
+    parser.add_argument("what", choices=("check", "time", "kinds", "programs", "graph", "lost"))
     parser.add_argument("--sizes", default="1024,16384,65536,1048576,16777216,67108864")
     parser.add_argument("--seconds", type=float, default=100)
     options = parser.parse_args()
@@ -262,9 +284,9 @@ def main() -> None:
     comm = GpuCommunicator(dist.group.WORLD, limit_s=2 if options.what == "lost" else 10)
     say("made in", round(time.time() - start, 2), "s;", comm.held_bytes, "bytes,", comm.max_blocks, "blocks")
     try:
-        if options.what in ("time", "kinds"):
-            sizes = [int(s) for s in options.sizes.split(",")]
-            (time_all_reduce if options.what == "time" else time_kinds)(comm, sizes)
+        timed = {"time": time_all_reduce, "kinds": time_kinds, "programs": time_programs}
+        if options.what in timed:
+            timed[options.what](comm, [int(s) for s in options.sizes.split(",")])
         else:
             {"check": check, "graph": check_graph, "lost": check_lost}[options.what](comm)
     finally:
