@@ -61,6 +61,7 @@ void maybe() {
 }
 
 #define STRETTO_CPU
+#define STRETTO_SHAPES 0x3ff
 #define DEV static inline
 #define CALLED static
 #define UNROLL
@@ -72,6 +73,9 @@ void maybe() {
 #define PAUSE() give_way(false)
 DEV void st_release(u32* p, u32 v) { maybe(); *p = v; maybe(); }
 DEV u32 ld_acquire(const u32* p) { return *p; }
+DEV void st_relaxed(u32* p, u32 v) { st_release(p, v); }
+DEV u32 ld_relaxed(const u32* p) { return *p; }
+DEV void fence_acquire() {}
 DEV u32 ld_volatile(const u32* p) { return *p; }
 DEV uint4 ld_vector(const uint4* p) { maybe(); return *p; }
 DEV void st_vector(uint4* p, uint4 v) { maybe(); *p = v; }

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 4 tests/jobs/gpu_worker.py check|time|graph|lost [--si
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import sys
 import time
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from stretto.algorithms import algorithm
 from stretto.programs.ir import Program
-from stretto.runtime.gpu import GpuCommunicator, GpuProgram
+from stretto.runtime.gpu import GpuCommunicator, GpuProgram, compile
 from stretto.runtime.gpu.compile import GpuKernel, GpuParams, compile_cubin, nvrtc
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -125,10 +126,10 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
         rows = []
         cases: list[tuple[str, Program, dict[str, Any]]] = []
         if nbytes <= 65536:
-            cases += [(f"ll1 b{b}", one, {"protocol": "ll", "max_blocks": b}) for b in (4, 8, 16)]
-        if nbytes <= 1 << 20:
-            cases += [(f"ll2 b{b}", two, {"protocol": "ll", "max_blocks": b}) for b in (8, 16, 32)]
-        cases += [(f"sym2 b{b}", two, {"symmetric": True, "in_place": True, "max_blocks": b}) for b in (8, 16, 24, 32)]
+            cases += [(f"ll1 b{b}", one, {"protocol": "ll", "max_blocks": b}) for b in (4, 16)]
+        if 16384 <= nbytes <= 1 << 18:
+            cases += [(f"ll2 b{b}", two, {"protocol": "ll", "max_blocks": b}) for b in (16, 32)]
+        cases += [(f"sym2 b{b}", two, {"symmetric": True, "in_place": True, "max_blocks": b}) for b in (8, 16, 32)]
         if nbytes >= 1 << 20:
             cases += [("staged", two, {"protocol": "simple"})]
         for label, program, options in cases:
@@ -272,10 +273,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("check", "time", "kinds", "programs", "graph", "lost"))
     parser.add_argument("--sizes", default="1024,16384,65536,1048576,16777216,67108864")
+    parser.add_argument("--define", default="", help="names that are defined when the kernel is compiled")
     parser.add_argument("--seconds", type=float, default=100)
     options = parser.parse_args()
-    import faulthandler
-
+    if options.define:
+        plain = compile.kernel_options
+        extra = [f"-D{name}" for name in options.define.split(",")]
+        compile.kernel_options = lambda *a, **k: [*plain(*a, **k), *extra]
+        print("defined", extra)
     faulthandler.dump_traceback_later(options.seconds, exit=True)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     dist.init_process_group("gloo")

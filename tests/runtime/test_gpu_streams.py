@@ -134,6 +134,6 @@ def test_the_host_and_the_kernel_agree_on_their_words() -> None:
     assert set(ELEMENTS) == set(ELEMENT_BYTES)
     assert "enum { SUM, PROD, MIN, MAX, AVG };" in text and REDUCTIONS == ("sum", "prod", "min", "max", "avg")
     with pytest.raises(InvalidInput, match="dtype"):
-        kernel_options("complex64", "sum")
+        kernel_options("complex64", "sum", 1)
     with pytest.raises(InvalidInput, match="reduce"):
-        kernel_options("float32", "xor")
+        kernel_options("float32", "xor", 1)

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...errors import InvalidInput, StrettoError
+from ...errors import InvalidInput, StrettoError, unknown
 from ...programs.fused import IN, OUT, PACKET, Fused, fuse
 from ...programs.ir import Program
 from ...programs.lowered import Lowered
 from .compile import GpuKernel, GpuParams, compiled
-from .encode import ELEMENT_BYTES, MAX_RANKS, STATE_WORDS, THREADS, EncodedProgram, encode
+from .encode import ELEMENT_BYTES, MAX_RANKS, STATE_WORDS, EncodedProgram, encode, kernel_shapes
 from .symmetric import SymmetricMemory
 
 SLOT_BYTES = 64 << 20
@@ -23,8 +24,8 @@ PACKET_BYTES = 8 << 20
 MAX_BLOCKS = 32
 LL_BYTES = 32 << 10
 """Up to here `load` takes packets by itself."""
-BLOCKS_PER_SM = 2
-"""Of 512 threads with 64 registers: what the kernel is compiled for."""
+BLOCKS_PER_SM = 1
+"""Of 512 threads with 128 registers: what the kernel is compiled for."""
 FLAG_BYTES = 4 * MAX_RANKS
 
 
@@ -90,7 +91,7 @@ class GpuCommunicator:
         self.limit_s, self.seed, self._delays = limit_s, seed, delays
         self._programs: dict[tuple[Any, ...], GpuProgram] = {}
         self._by_number: list[GpuProgram] = []
-        self._kernels: dict[tuple[str, str], GpuKernel] = {}
+        self._kernels: dict[tuple[str, str, int], GpuKernel] = {}
         self._why = ""
         self._last: torch.cuda.Stream | None = None
         with torch.cuda.device(self.device):
@@ -114,7 +115,9 @@ class GpuCommunicator:
         """The blocks that fit beside those of other ranks on the same GPU: all of them wait for each other."""
         properties = torch.cuda.get_device_properties(self.device)
         mine = str(getattr(properties, "uuid", self.device.index))
-        sharing = self._symmetric.gather(mine).count(mine)
+        # Ranks of other groups may share the GPU, too: as many as a launcher says that there are.
+        local = -(-int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // torch.cuda.device_count())
+        sharing = max(self._symmetric.gather(mine).count(mine), local)
         return int(properties.multi_processor_count) * BLOCKS_PER_SM // sharing
 
     @property
@@ -169,7 +172,8 @@ class GpuCommunicator:
         c = program.collective
         if c.num_ranks != self.size:
             raise InvalidInput(f"program: {program.name} is for {c.num_ranks} ranks, not {self.size}")
-        kernel = self._kernel(dtype, reduce)
+        if dtype not in ELEMENT_BYTES:
+            raise unknown("dtype", dtype, ELEMENT_BYTES)
         count, rest = divmod(nbytes, ELEMENT_BYTES[dtype])
         if rest:
             raise InvalidInput(f"nbytes: {nbytes} is no whole number of {dtype}")
@@ -180,6 +184,7 @@ class GpuCommunicator:
             fused, count=count, element=ELEMENT_BYTES[dtype], blocks=most,
             block_slots=self._block_slots, block_packets=self._block_packets,
         )  # fmt: skip
+        kernel = self._kernel(dtype, reduce, kernel_shapes(fused))
         words = torch.from_numpy(encoded.streams[self.rank].copy()).to(self.device)
         params = self._params(encoded, words, len(self._by_number))
         loaded = GpuProgram(
@@ -189,12 +194,12 @@ class GpuCommunicator:
         self._by_number.append(loaded)
         return loaded
 
-    def _kernel(self, dtype: str, reduce: str) -> GpuKernel:
-        key = (dtype, reduce)
+    def _kernel(self, dtype: str, reduce: str, shapes: int) -> GpuKernel:
+        key = (dtype, reduce, shapes)
         if key not in self._kernels:
             capability = torch.cuda.get_device_capability(self.device)
             with torch.cuda.device(self.device):
-                self._kernels[key] = GpuKernel(compiled(dtype, reduce, capability, delays=self._delays))
+                self._kernels[key] = GpuKernel(compiled(dtype, reduce, shapes, capability, delays=self._delays))
         return self._kernels[key]
 
     def _params(self, encoded: EncodedProgram, words: torch.Tensor, number: int) -> GpuParams:
@@ -243,7 +248,8 @@ class GpuCommunicator:
             capturing = torch.cuda.is_current_stream_capturing()
             if not ordered and self._last is not None and self._last != stream and not capturing:
                 stream.wait_stream(self._last)
-            loaded.kernel.launch(params, blocks=loaded.encoded.blocks, threads=THREADS, stream=stream.cuda_stream)
+            e = loaded.encoded
+            loaded.kernel.launch(params, blocks=e.blocks, threads=e.threads, stream=stream.cuda_stream)
             if not capturing:
                 self._last = stream
 

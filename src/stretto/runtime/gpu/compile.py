@@ -36,12 +36,13 @@ class GpuParams(ctypes.Structure):
     ]  # fmt: skip
 
 
-def kernel_options(dtype: str, reduce: str, *, delays: bool = False) -> list[str]:
+def kernel_options(dtype: str, reduce: str, shapes: int, *, delays: bool = False) -> list[str]:
     """What the compiler is told of an element type and an operation.
 
     Args:
         dtype: An element type, as PyTorch names it.
         reduce: An operation.
+        shapes: What programs need; see `kernel_shapes`.
         delays: Whether steps wait for random times, to shake out races.
 
     Returns:
@@ -54,16 +55,18 @@ def kernel_options(dtype: str, reduce: str, *, delays: bool = False) -> list[str
         raise unknown("dtype", dtype, ELEMENT_BYTES)
     if reduce not in REDUCTIONS:
         raise unknown("reduce", reduce, REDUCTIONS)
-    options = [f"-DSTRETTO_ELEMENT={ELEMENTS[dtype]}", f"-DSTRETTO_OPERATION={reduce.upper()}", "--std=c++17"]
+    options = [f"-DSTRETTO_ELEMENT={ELEMENTS[dtype]}", f"-DSTRETTO_OPERATION={reduce.upper()}"]
+    options += [f"-DSTRETTO_SHAPES={shapes}", "--std=c++17"]
     return [*options, "-DSTRETTO_DELAYS"] if delays else options
 
 
-def compiled(dtype: str, reduce: str, capability: tuple[int, int], *, delays: bool = False) -> bytes:
+def compiled(dtype: str, reduce: str, shapes: int, capability: tuple[int, int], *, delays: bool = False) -> bytes:
     """The kernel as a cubin, from the cache where it is there.
 
     Args:
         dtype: An element type, as PyTorch names it.
         reduce: An operation.
+        shapes: What programs need; see `kernel_shapes`.
         capability: The GPU's compute capability.
         delays: Whether steps wait for random times.
 
@@ -73,7 +76,8 @@ def compiled(dtype: str, reduce: str, capability: tuple[int, int], *, delays: bo
     Raises:
         StrettoError: NVRTC is not found, or does not compile the kernel.
     """
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *kernel_options(dtype, reduce, delays=delays)]
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}"]
+    options += kernel_options(dtype, reduce, shapes, delays=delays)
     source = SOURCE.read_text()
     library = nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()

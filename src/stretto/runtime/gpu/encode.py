@@ -15,7 +15,7 @@ from ...programs.fused import IN, OUT, Fused, FusedStep, MemoryPlace
 HEADER_WORDS, STEP_WORDS, MAX_RANKS, STATE_WORDS = 80, 6, 32, 96
 SYNC, FINISH = 1, 2
 VECTOR_BYTES = 16
-THREADS = 512
+THREADS, LEAST_THREADS = 512, 64
 PIPELINE_BYTES = 128 << 10
 """What a block moves of a slice in one round where ranks forward to each other: so the first is passed on early."""
 ELEMENT_BYTES = {
@@ -32,6 +32,7 @@ class EncodedProgram:
 
     streams: tuple[NDArray[np.int32], ...]
     blocks: int
+    threads: int
     rounds: int
     slot_bytes: int
     packet_bytes: int
@@ -78,6 +79,14 @@ def block_count(fused: Fused, sizes: NDArray[np.int64], element: int, most: int)
     return int(np.clip(-(-max(work, default=0) * element // unit), 1, most))
 
 
+def thread_count(fused: Fused, sizes: NDArray[np.int64], element: int, blocks: int) -> int:
+    """The threads of a block: no more than have work, since each that starts costs time."""
+    unit = VECTOR_BYTES if fused.protocol == "simple" else 8
+    work = max((sum(int(sizes[item.chunk]) for item in step.items) for s in fused.steps for step in s), default=0)
+    vectors = -(-work * element // (unit * blocks))
+    return int(np.clip(-(-vectors // 64) * 64, LEAST_THREADS, THREADS))
+
+
 def encode(
     fused: Fused, *, count: int, element: int, blocks: int, block_slots: int, block_packets: int
 ) -> EncodedProgram:
@@ -102,8 +111,8 @@ def encode(
         raise InvalidInput(f"nbytes: at most {(1 << 31) - 1} elements in a call, not {count}")
     sizes = chunk_elements(c, count, lane)
     blocks = block_count(fused, sizes, element, blocks)
-    largest = -(-int(sizes.max(initial=0)) // blocks)
-    room = slice_bytes = max(-(-largest // lane) * VECTOR_BYTES, VECTOR_BYTES)
+    largest = int(sizes.max(initial=0))
+    room = slice_bytes = max(-(-largest // (blocks * lane)) * VECTOR_BYTES, VECTOR_BYTES)
     for slots, memory in ((fused.slots, block_slots // 2), (2 * fused.packets, block_packets // 2)):
         if slots:
             room = min(room, memory // slots // VECTOR_BYTES * VECTOR_BYTES)
@@ -116,10 +125,12 @@ def encode(
         [np.concatenate([[0], np.cumsum(sizes[chunks(r)])]).astype(np.int64) for r in range(c.num_ranks)]
         for chunks in (c.inputs, c.outputs)
     ]
-    streams = tuple(_stream(fused, r, rounds, sizes, places) for r in range(c.num_ranks))
+    spans = -(-sizes // (blocks * lane)) * lane
+    streams = tuple(_stream(fused, r, rounds, sizes, spans, places) for r in range(c.num_ranks))
     return EncodedProgram(
         streams=streams,
         blocks=blocks,
+        threads=thread_count(fused, sizes, element, blocks),
         rounds=rounds,
         slot_bytes=room,
         packet_bytes=2 * room,
@@ -128,13 +139,30 @@ def encode(
     )
 
 
+def kernel_shapes(fused: Fused) -> int:
+    """What the kernel of a program must know, as in STRETTO_SHAPES: numbers of sources, and packets.
+
+    >>> from stretto.algorithms import algorithm
+    >>> from stretto.programs.fused import fuse
+    >>> hex(kernel_shapes(fuse(algorithm("direct", "all_reduce", 4))))
+    '0x9'
+    """
+    counts = {len(step.items[0].sources) for stream in fused.steps for step in stream}
+    return sum({1 << (min(count, 9) - 1) for count in counts}) | (fused.protocol == "ll") << 9
+
+
 def _mask(ranks: tuple[int, ...] | list[int]) -> int:
     bits = sum(1 << rank for rank in ranks)
     return bits - (1 << 32) if bits >> 31 else bits
 
 
 def _stream(
-    f: Fused, r: int, rounds: int, sizes: NDArray[np.int64], places: list[list[NDArray[np.int64]]]
+    f: Fused,
+    r: int,
+    rounds: int,
+    sizes: NDArray[np.int64],
+    spans: NDArray[np.int64],
+    places: list[list[NDArray[np.int64]]],
 ) -> NDArray[np.int32]:
     n = f.collective.num_ranks
     header = np.zeros(HEADER_WORDS, np.int64)
@@ -150,7 +178,7 @@ def _stream(
     table: list[int] = []
     for step in f.steps[r]:
         waits = [number for wait in step.waits for number in wait]
-        items = _items(step, sizes, places)
+        items = _items(step, sizes, places, spans)
         shape = len(step.items[0].sources) | len(step.items[0].targets) << 8
         shape |= (SYNC * step.sync | FINISH * step.finish) << 16
         begin = at + len(words)
@@ -159,7 +187,9 @@ def _stream(
     return np.array([*header.tolist(), *table, *words], np.int64).astype(np.int32)
 
 
-def _items(step: FusedStep, sizes: NDArray[np.int64], places: list[list[NDArray[np.int64]]]) -> list[int]:
+def _items(
+    step: FusedStep, sizes: NDArray[np.int64], places: list[list[NDArray[np.int64]]], spans: NDArray[np.int64]
+) -> list[int]:
     def operand(place: MemoryPlace) -> tuple[int, int]:
         user = place.space in (IN, OUT)
         offset = int(places[place.space][place.rank][place.at]) if user else place.at
@@ -167,7 +197,7 @@ def _items(step: FusedStep, sizes: NDArray[np.int64], places: list[list[NDArray[
 
     words: list[int] = []
     for item in step.items:
-        words.append(int(sizes[item.chunk]))
+        words += [int(sizes[item.chunk]), int(spans[item.chunk])]
         for place in (*item.sources, *item.targets):
             words += operand(place)
     return words

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The interpreter of fused steps (stretto.programs.fused). NVRTC compiles it for a GPU, with STRETTO_ELEMENT and
-// STRETTO_OPERATION; g++ compiles the same text for tests (native/gpu_streams.cpp), where every thread is a fiber.
+// The interpreter of fused steps (stretto.programs.fused). NVRTC compiles it for a GPU, with STRETTO_ELEMENT,
+// STRETTO_OPERATION and STRETTO_SHAPES: bit N-1 for steps of N sources (bit 8: more than eight), bit 9 for packets. What
+// a program does not need is left out: small code, and no registers that spill, are what makes small calls fast.
+// g++ compiles the same text for tests (native/gpu_streams.cpp), where every thread is a fiber.
 // Block b of a rank runs its rank's whole stream on slice b of every chunk and only meets block b of other ranks.
 #ifndef STRETTO_CPU
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define DEV static __device__ __forceinline__
-#define CALLED static __device__ __noinline__  // Functions of their own compile faster and spill less.
+#define CALLED static __device__ __noinline__  // What is rarely needed stays out of the way.
 #define UNROLL _Pragma("unroll")
 DEV void st_release(u32* p, u32 v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 DEV u32 ld_acquire(const u32* p) {
@@ -14,6 +16,13 @@ DEV u32 ld_acquire(const u32* p) {
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+DEV void st_relaxed(u32* p, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEV u32 ld_relaxed(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEV void fence_acquire() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 DEV u32 ld_volatile(const u32* p) { return *(const volatile u32*)p; }
 DEV uint4 ld_vector(const uint4* p) {
   uint4 v;
@@ -60,7 +69,7 @@ DEV void delay(u32 ns) { __nanosleep(ns); }
 
 enum { IN, OUT, SLOT, PACKET, SPACES };
 enum { SUM, PROD, MIN, MAX, AVG };
-enum { MAX_RANKS = 32, STATE_WORDS = 96, MOST_SOURCES = 8, STREAM_WORDS = 3072, STEP_WORDS = 6, HEADER_WORDS = 80 };
+enum { MAX_RANKS = 32, STATE_WORDS = 96, STREAM_WORDS = 3072, STEP_WORDS = 6, HEADER_WORDS = 80, PACKETS = 1 << 9, PLAIN = !(STRETTO_SHAPES & PACKETS) || STRETTO_SHAPES == 0x3ff };
 enum { H_RANK, H_RANKS, H_ROUNDS, H_STEPS, H_USES_SLOTS, H_PENDING, H_READY, H_TELL_READY, H_STARTS, H_DONE, H_TELL_DONE, H_HEARD = 16, H_SENT = 48 };
 enum { S_SHAPE, S_ITEMS, S_AT, S_SIGNALS, S_WAITS, S_WAITS_AT };
 enum { SYNC = 1, FINISH = 2 };
@@ -147,8 +156,8 @@ template <class E, int OP, int BYTES> DEV Pack<E, BYTES> end_sum(typename Elemen
 }
 
 // ---- waiting ----
-DEV bool given_up(const Params& P, u32 polls, u64& since) {
-  if (polls & 63u) return false;
+// Called every 64th time that a wait has looked in vain.
+CALLED bool given_up(const Params& P, u32 polls, u64& since) {
   if (ld_volatile(P.abort)) return true;
   if (polls & 1023u) return false;
   if (ld_volatile(P.host_abort)) return true;
@@ -156,7 +165,7 @@ DEV bool given_up(const Params& P, u32 polls, u64& since) {
   if (!since) since = t;
   return t - since > P.limit_ns;
 }
-DEV void report(const Params& P, Shared& sh, u32 peer, u32 step) {
+CALLED void report(const Params& P, Shared& sh, u32 peer, u32 step) {
   sh.dead = 1;
   if (first_to(P.abort)) {
     volatile u32* r = P.report;
@@ -169,16 +178,31 @@ DEV void wait_for(const Params& P, Shared& sh, int rank, int peer, u32 number, i
   u32 target = sh.heard[peer] + number;
   u32* mine = flag(P, rank, peer);
   u64 since = 0;
+#ifdef POLL_RELAXED
+  for (u32 polls = 1; (int)(ld_relaxed(mine) - target) < 0; polls++) {
+#else
   for (u32 polls = 1; (int)(ld_acquire(mine) - target) < 0; polls++) {
+#endif
     PAUSE();
-    if (given_up(P, polls, since)) return report(P, sh, peer, step);
+    if ((polls & 63u) == 0 && given_up(P, polls, since)) return report(P, sh, peer, step);
   }
+#ifdef POLL_RELAXED
+  fence_acquire();
+#endif
 }
 // Called by all threads, after a meeting: each peer in the mask gets one signal.
 DEV void tell(const Params& P, Shared& sh, int rank, u32 mask) {
   for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
     if (mask >> q & 1) st_release(flag(P, q, rank), ++sh.sent[q]);
 }
+#ifdef RELAXED_READY
+DEV void tell_ready(const Params& P, Shared& sh, int rank, u32 mask) {
+  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
+    if (mask >> q & 1) st_relaxed(flag(P, q, rank), ++sh.sent[q]);
+}
+#else
+#define tell_ready tell
+#endif
 // Waits for one more signal of each peer in the mask (or, with `number` 0, for all that were sent so far).
 DEV void hear_all(const Params& P, Shared& sh, int rank, u32 mask, u32 number, int step) {
   for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
@@ -194,13 +218,12 @@ struct Item {
   u32 low, count;    // the elements of the chunk that this block moves in this round
 };
 template <class E> DEV Item item_of(const Params& P, const int* words, int round) {
-  const u32 lane = 16 / sizeof(E), room = P.slot_bytes / sizeof(E);
-  u32 elements = words[0], per = ((elements + BLOCKS - 1) / BLOCKS + lane - 1) / lane * lane;
+  const u32 elements = words[0], per = words[1], room = P.slot_bytes / sizeof(E);
   u64 low = (u64)per * BLOCK, high = low + per;
   if (high > elements) high = elements;
   low += (u64)room * round;
   u64 left = high > low ? high - low : 0;
-  Item item = {words + 1, (u32)low, (u32)(left < room ? left : room)};
+  Item item = {words + 2, (u32)low, (u32)(left < room ? left : room)};
   return item;
 }
 template <class E> DEV char* address(const Params& P, const Shared& sh, const Item& item, int operand) {
@@ -211,23 +234,24 @@ template <class E> DEV char* address(const Params& P, const Shared& sh, const It
   return (char*)(base + (u64)offset * (space == SLOT ? P.slot_bytes : P.packet_bytes));
 }
 
-// U vectors of each of up to N sources (exactly N below 8) are loaded before any is added.
-template <class E, int OP, int N, int U>
-DEV void vectors(const Params& P, const Shared& sh, const Item& item, char* const* from, int sources, int targets, u32 first, u32 stride, int n) {
+// U vectors of each of N sources are loaded before any is added; MASKED: those that there are.
+template <class E, int OP, int N, int U, bool MASKED>
+DEV void vectors(const Params& P, const Shared& sh, const Item& item, char* const* from, int targets, u32 first, u32 stride, u32 count, int n) {
   Pack<E, 16> v[U][N];
   UNROLL for (int u = 0; u < U; u++) UNROLL for (int s = 0; s < N; s++)
-    if (N < MOST_SOURCES || s < sources) *(uint4*)v[u][s].w = ld_vector((const uint4*)from[s] + first + u * stride);
+    if (!MASKED || first + u * stride < count) *(uint4*)v[u][s].w = ld_vector((const uint4*)from[s] + first + u * stride);
   UNROLL for (int u = 0; u < U; u++) {
     if (N > 1) {
       typename Element<E>::W sum[Pack<E, 16>::COUNT];
       begin_sum<E, OP, 16>(sum, v[u][0]);
-      UNROLL for (int s = 1; s < N; s++) if (N < MOST_SOURCES || s < sources) add_to<E, OP, 16>(sum, v[u][s]);
+      UNROLL for (int s = 1; s < N; s++) add_to<E, OP, 16>(sum, v[u][s]);
       v[u][0] = end_sum<E, OP, 16>(sum, n);
     }
   }
   for (int t = 0; t < targets; t++) {
-    uint4* to = (uint4*)address<E>(P, sh, item, sources + t) + first;
-    UNROLL for (int u = 0; u < U; u++) st_vector(to + u * stride, *(uint4*)v[u][0].w);
+    uint4* to = (uint4*)address<E>(P, sh, item, N + t) + first;
+    UNROLL for (int u = 0; u < U; u++)
+      if (!MASKED || first + u * stride < count) st_vector(to + u * stride, *(uint4*)v[u][0].w);
   }
 }
 // Any number of sources: one vector at a time.
@@ -264,13 +288,18 @@ template <class E> DEV u32 whole_vectors(const Params& P, const Shared& sh, cons
   for (int o = 0; o < operands; o++) bits |= (u64)address<E>(P, sh, item, o);
   return bits & 15 ? 0 : item.count / (16 / sizeof(E));
 }
-template <class E, int OP, int N, int U>
-CALLED void plain_item(const Params& P, const Shared& sh, Item item, int sources, int targets, u32 thread, u32 threads, u32 count, int n) {
+template <class E, int OP, int N>
+DEV void plain_item(const Params& P, const Shared& sh, const Item& item, int targets, u32 thread, u32 threads, u32 count, int n) {
+  enum { U = N == 1 ? 8 : 16 / N };
   char* from[N];
-  UNROLL for (int s = 0; s < N; s++) from[s] = address<E>(P, sh, item, s < sources ? s : 0);
+  UNROLL for (int s = 0; s < N; s++) from[s] = address<E>(P, sh, item, s);
   u32 i = thread;
-  for (; i + (U - 1) * threads < count; i += U * threads) vectors<E, OP, N, U>(P, sh, item, from, sources, targets, i, threads, n);
-  if (U > 1) for (; i < count; i += threads) vectors<E, OP, N, 1>(P, sh, item, from, sources, targets, i, threads, n);
+  for (; i + (U - 1) * threads < count; i += U * threads) vectors<E, OP, N, U, false>(P, sh, item, from, targets, i, threads, count, n);
+  if (i < count) vectors<E, OP, N, U, true>(P, sh, item, from, targets, i, threads, count, n);
+}
+template <class E, int OP, int N>
+DEV void plain_if(const Params& P, const Shared& sh, const Item& item, int sources, int targets, u32 thread, u32 threads, u32 count, int n) {
+  if (PLAIN && (STRETTO_SHAPES >> (N - 1) & 1) && sources == N) plain_item<E, OP, N>(P, sh, item, targets, thread, threads, count, n);
 }
 
 // ---- packets: 8 bytes of data and the epoch twice, in one 16-byte store ----
@@ -293,74 +322,101 @@ template <class E> DEV void store8(char* to, const Pack<E, 8>& v, long long left
     for (int k = 0; k < (int)Pack<E, 8>::COUNT; k++) if (k * (int)sizeof(E) < left) ((E*)to)[k] = v.e[k];
   }
 }
-template <class E> DEV Pack<E, 8> poll(const Params& P, Shared& sh, const uint4* from, uint4 q, u32 epoch, u32 slot, int step) {
+DEV bool by_packet(const Item& item, int operand) { return (item.at[2 * operand] >> 5) == PACKET; }
+template <class E> DEV uint4 poll(const Params& P, Shared& sh, const Item& item, int operand, u32 i, uint4 q, u32 epoch, int step) {
+  const uint4* from = (const uint4*)address<E>(P, sh, item, operand) + i;
   u64 since = 0;
   for (u32 polls = 1; q.y != epoch || q.w != epoch; polls++) {
     PAUSE();
-    if (given_up(P, polls, since)) { report(P, sh, MAX_RANKS + slot, step); break; }
+    if ((polls & 63u) == 0 && given_up(P, polls, since)) {
+      report(P, sh, MAX_RANKS + item.at[2 * operand + 1], step);
+      break;
+    }
     q = ld_packet(from);
   }
-  Pack<E, 8> v;
-  v.w[0] = q.x, v.w[1] = q.z;
-  return v;
+  return q;
 }
-template <class E> DEV bool by_packet(const Item& item, int operand) { return (item.at[2 * operand] >> 5) == PACKET; }
-// All sources are loaded before any is waited for, eight at a time.
-template <class E, int OP>
-CALLED void packet_item(const Params& P, Shared& sh, Item item, int sources, int targets, u32 thread, u32 threads, u32 epoch, int n, int step) {
+// All sources are loaded before any is waited for: N of them, or with N = 0 any number, eight at a time.
+template <class E, int OP, int N>
+DEV void packet_item(const Params& P, Shared& sh, const Item& item, int sources, int targets, u32 thread, u32 threads, u32 epoch, int n, int step) {
+  enum { MOST = N ? N : 8 };
   long long bytes = (long long)item.count * sizeof(E);
   u32 count = bytes ? (u32)((bytes + 7) / 8) : 1;  // An empty slice is one packet too: whoever reads it has heard of us.
   for (u32 i = thread; i < count; i += threads) {
     long long left = bytes - 8ll * i;
     typename Element<E>::W sum[Pack<E, 8>::COUNT];
     Pack<E, 8> v;
-    for (int first = 0; first < sources; first += MOST_SOURCES) {
-      uint4 q[MOST_SOURCES];
-      UNROLL for (int k = 0; k < MOST_SOURCES; k++)
-        if (first + k < sources && by_packet<E>(item, first + k)) q[k] = ld_packet((const uint4*)address<E>(P, sh, item, first + k) + i);
-      UNROLL for (int k = 0; k < MOST_SOURCES; k++) {
-        if (first + k >= sources) break;
+    for (int first = 0; first < (N ? 1 : sources); first += MOST) {
+      uint4 q[MOST];
+      UNROLL for (int k = 0; k < MOST; k++) {
+        if (!N && first + k >= sources) continue;
         const char* from = address<E>(P, sh, item, first + k);
-        v = by_packet<E>(item, first + k) ? poll<E>(P, sh, (const uint4*)from + i, q[k], epoch, item.at[2 * (first + k) + 1], step) : load8<E>(from + 8ll * i, left);
-        if (sources == 1) break;
+        if (by_packet(item, first + k)) {
+          q[k] = ld_packet((const uint4*)from + i);
+        } else {
+          v = load8<E>(from + 8ll * i, left);
+          q[k].x = v.w[0], q[k].z = v.w[1];
+        }
+      }
+      UNROLL for (int k = 0; k < MOST; k++) {
+        if (!N && first + k >= sources) continue;
+        if (by_packet(item, first + k)) q[k] = poll<E>(P, sh, item, first + k, i, q[k], epoch, step);
+        v.w[0] = q[k].x, v.w[1] = q[k].z;
+        if (N == 1) continue;
         if (first + k) add_to<E, OP, 8>(sum, v);
         else begin_sum<E, OP, 8>(sum, v);
       }
     }
-    if (sources > 1) v = end_sum<E, OP, 8>(sum, n);
+    if (N != 1) v = end_sum<E, OP, 8>(sum, n);
     uint4 packet = {v.w[0], epoch, v.w[1], epoch};
     for (int t = sources; t < sources + targets; t++) {
       char* to = address<E>(P, sh, item, t);
-      if (by_packet<E>(item, t)) st_packet((uint4*)to + i, packet);
+      if (by_packet(item, t)) st_packet((uint4*)to + i, packet);
       else store8<E>(to + 8ll * i, v, left);
     }
   }
+}
+template <class E, int OP, int N>
+DEV void packet_if(const Params& P, Shared& sh, const Item& item, int sources, int targets, u32 thread, u32 threads, u32 epoch, int n, int step) {
+  if ((STRETTO_SHAPES & PACKETS) && (STRETTO_SHAPES >> (N ? N - 1 : 8) & 1) && (N ? sources == N : sources > 8))
+    packet_item<E, OP, N>(P, sh, item, sources, targets, thread, threads, epoch, n, step);
 }
 
 template <class E, int OP>
 DEV void run_step(const Params& P, Shared& sh, const int* stream, const int* step, int number, int round, u32 epoch, bool packets, int ranks) {
   const int sources = step[S_SHAPE] & 255, targets = step[S_SHAPE] >> 8 & 255, items = step[S_ITEMS];
-  const int stride = 1 + 2 * (sources + targets), n = step[S_SHAPE] >> 16 & FINISH ? ranks : 0;
+  const int stride = 2 + 2 * (sources + targets), n = step[S_SHAPE] >> 16 & FINISH ? ranks : 0;
   const int* words = stream + step[S_AT];
   // Small items share the block: as few threads each as have work, but whole warps.
-  u32 threads = THREADS, vectors_each = item_of<E>(P, words, round).count * (u32)sizeof(E) / (packets ? 8 : 16) + 1;
-  while (threads > 32 && threads / 2 >= vectors_each && (int)(THREADS / threads) < items) threads /= 2;
+  u32 threads = THREADS, each = item_of<E>(P, words, round).count * (u32)sizeof(E) / (packets ? 8 : 16) + 1;
+  while (threads > 32 && threads / 2 >= each && (int)(THREADS / threads) < items) threads /= 2;
   const u32 thread = THREAD % threads;
   for (int i = THREAD / threads; i < items; i += THREADS / threads) {
     Item item = item_of<E>(P, words + i * stride, round);
-    if (packets) {
-      packet_item<E, OP>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
+    if ((STRETTO_SHAPES & PACKETS) && packets) {
+      packet_if<E, OP, 0>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
+      packet_if<E, OP, 1>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
+      packet_if<E, OP, 2>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
+      packet_if<E, OP, 3>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
+      packet_if<E, OP, 4>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
+      packet_if<E, OP, 5>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
+      packet_if<E, OP, 6>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
+      packet_if<E, OP, 7>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
+      packet_if<E, OP, 8>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
       continue;
     }
     if (!item.count) continue;
-    const u32 count = whole_vectors<E>(P, sh, item, sources + targets);
-    if (sources == 1) plain_item<E, OP, 1, 8>(P, sh, item, sources, targets, thread, threads, count, n);
-    else if (sources == 2) plain_item<E, OP, 2, 4>(P, sh, item, sources, targets, thread, threads, count, n);
-    else if (sources == 4) plain_item<E, OP, 4, 2>(P, sh, item, sources, targets, thread, threads, count, n);
-    else if (sources <= MOST_SOURCES) plain_item<E, OP, MOST_SOURCES, 1>(P, sh, item, sources, targets, thread, threads, count, n);
-    else long_item<E, OP>(P, sh, item, sources, targets, thread, threads, count, n);
-    const u32 rest = count * (16 / sizeof(E));
-    if (rest < item.count) scalars<E, OP>(P, sh, item, sources, targets, rest, thread, threads, n);
+    const u32 count = whole_vectors<E>(P, sh, item, sources + targets), rest = count * (16 / sizeof(E));
+    plain_if<E, OP, 1>(P, sh, item, sources, targets, thread, threads, count, n);
+    plain_if<E, OP, 2>(P, sh, item, sources, targets, thread, threads, count, n);
+    plain_if<E, OP, 3>(P, sh, item, sources, targets, thread, threads, count, n);
+    plain_if<E, OP, 4>(P, sh, item, sources, targets, thread, threads, count, n);
+    plain_if<E, OP, 5>(P, sh, item, sources, targets, thread, threads, count, n);
+    plain_if<E, OP, 6>(P, sh, item, sources, targets, thread, threads, count, n);
+    plain_if<E, OP, 7>(P, sh, item, sources, targets, thread, threads, count, n);
+    plain_if<E, OP, 8>(P, sh, item, sources, targets, thread, threads, count, n);
+    if (PLAIN && (STRETTO_SHAPES >> 8 & 1) && sources > 8) long_item<E, OP>(P, sh, item, sources, targets, thread, threads, count, n);
+    if (PLAIN && rest < item.count) scalars<E, OP>(P, sh, item, sources, targets, rest, thread, threads, n);
   }
 }
 
@@ -381,7 +437,7 @@ DEV void random_delay(const Params& P, u32 a, u32 b, u32 c) {
 // One round of the stream; false where somebody gave up.
 template <class E, int OP> DEV bool run_round(const Params& P, Shared& sh, const int* stream, int round, u32 epoch) {
   const int rank = stream[H_RANK], steps = stream[H_STEPS];
-  const bool packets = stream[H_USES_SLOTS] & 2;
+  const bool packets = (STRETTO_SHAPES & PACKETS) && (stream[H_USES_SLOTS] & 2);
   if (stream[H_STARTS]) tell(P, sh, rank, stream[H_STARTS]);
   for (int s = 0; s < steps; s++) {
     const int* step = stream + HEADER_WORDS + s * STEP_WORDS;
@@ -421,7 +477,7 @@ template <class E, int OP> DEV void interpret(const Params& P, Shared& sh) {
   const int rank = stream[H_RANK], rounds = stream[H_ROUNDS], uses = stream[H_USES_SLOTS];
   const u32 all = (stream[H_RANKS] == 32 ? ~0u : (1u << stream[H_RANKS]) - 1) & ~(1u << rank);
   if (stream[H_READY] | stream[H_TELL_READY]) {
-    tell(P, sh, rank, stream[H_TELL_READY]);
+    tell_ready(P, sh, rank, stream[H_TELL_READY]);
     hear_all(P, sh, rank, stream[H_READY], 1, -1);
     MEET();
     if (sh.dead) return;
@@ -455,7 +511,7 @@ template <class E, int OP> DEV void interpret(const Params& P, Shared& sh) {
 }
 
 #ifndef STRETTO_CPU
-extern "C" __global__ void __launch_bounds__(512, 2) stretto_run(const __grid_constant__ Params P) {
+extern "C" __global__ void __launch_bounds__(512, 1) stretto_run(const __grid_constant__ Params P) {
   __shared__ Shared sh;
   interpret<STRETTO_ELEMENT, STRETTO_OPERATION>(P, sh);
 }
