@@ -23,7 +23,7 @@ struct GpuMemory {  // What stays between launches: addresses of each rank's sym
   uint64_t slots_at, packets_at, block_slots, block_packets;
 };
 struct GpuLaunch {  // One program: per rank the addresses of its stream, input and output.
-  std::vector<uint64_t> streams, words, input, output;
+  std::vector<uint64_t> streams, headers, words, input, output;
   int element, operation, blocks, threads;
   uint32_t slot_bytes, packet_bytes;
   bool shared;  // Whether other ranks may touch input and output: if not, a touch is a fault.
@@ -74,8 +74,6 @@ void maybe() {
 DEV void st_release(u32* p, u32 v) { maybe(); *p = v; maybe(); }
 DEV u32 ld_acquire(const u32* p) { return *p; }
 DEV void st_relaxed(u32* p, u32 v) { st_release(p, v); }
-DEV u32 ld_relaxed(const u32* p) { return *p; }
-DEV void fence_acquire() {}
 DEV u32 ld_volatile(const u32* p) { return *p; }
 DEV uint4 ld_vector(const uint4* p) { maybe(); return *p; }
 DEV void st_vector(uint4* p, uint4 v) { maybe(); *p = v; }
@@ -186,6 +184,7 @@ void run(const GpuMemory& m, const std::vector<GpuLaunch>& launches, u64 seed, u
       p.limit_ns = ~0ull, p.slots_at = m.slots_at, p.packets_at = m.packets_at;
       p.block_slots = m.block_slots, p.block_packets = m.block_packets;
       p.slot_bytes = l.slot_bytes, p.packet_bytes = l.packet_bytes;
+      std::memcpy(p.header, (const int*)l.headers[r], sizeof p.header);
       if (!l.shared) for (int q = 0; q < ranks; q++) if (q != r) p.input[q] = p.output[q] = 0;
     }
   }
@@ -211,7 +210,7 @@ void run(const GpuMemory& m, const std::vector<GpuLaunch>& launches, u64 seed, u
 }
 
 using Addresses = std::vector<uint64_t>;
-using Row = std::tuple<Addresses, Addresses, Addresses, Addresses, std::vector<int>, bool>;
+using Row = std::tuple<Addresses, Addresses, Addresses, Addresses, Addresses, std::vector<int>, bool>;
 
 }  // namespace
 
@@ -221,8 +220,8 @@ void bind_gpu_streams(nb::module_& m) {
                               const std::vector<Row>& rows, uint64_t seed, uint64_t most) {
     GpuMemory held{memory, state, layout.at(0), layout.at(1), layout.at(2), layout.at(3)};
     std::vector<GpuLaunch> launches;
-    for (const auto& [streams, words, input, output, numbers, shared] : rows)
-      launches.push_back({streams, words, input, output, numbers.at(0), numbers.at(1), numbers.at(2), numbers.at(3),
+    for (const auto& [streams, headers, words, input, output, numbers, shared] : rows)
+      launches.push_back({streams, headers, words, input, output, numbers.at(0), numbers.at(1), numbers.at(2), numbers.at(3),
                           (uint32_t)numbers.at(4), (uint32_t)numbers.at(5), shared});
     run(held, launches, seed, most);
   }, nb::arg("memory"), nb::arg("state"), nb::arg("layout"), nb::arg("launches"), nb::arg("seed"), nb::arg("most"));

@@ -358,7 +358,7 @@ def run_gpu_streams(
     memory: list[int],
     state: list[int],
     layout: list[int],
-    launches: list[tuple[list[int], list[int], list[int], list[int], list[int], bool]],
+    launches: list[tuple[list[int], list[int], list[int], list[int], list[int], list[int], bool]],
     seed: int,
     most: int,
 ) -> None: ...

@@ -106,7 +106,7 @@ class EmulatedGpu:
         for call in calls:
             e = call.encoded
             rows.append((
-                [s.ctypes.data for s in e.streams], [len(s) for s in e.streams],
+                [s.ctypes.data for s in e.streams], [h.ctypes.data for h in e.headers], [len(s) for s in e.streams],
                 [x.ctypes.data for x in call.inputs], [x.ctypes.data for x in call.outputs],
                 [list(ELEMENT_BYTES).index(call.dtype), REDUCTIONS.index(call.reduce), e.blocks, threads,
                  e.slot_bytes, e.packet_bytes],

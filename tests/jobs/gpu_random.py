@@ -123,7 +123,10 @@ def cases(comm: GpuCommunicator, options: argparse.Namespace, rng: random.Random
     for program in programs(options, comm.size, rng):
         for mode in MODES:
             dtype = rng.choice(options.dtypes.split(","))
-            reduce = rng.choice(REDUCTIONS[: 4 if dtype == "bool" else 5]) if options.reductions else "sum"
+            # A kernel is compiled for each pair: the direct programs have them all.
+            many = options.reductions and program.name == "direct"
+            dtype = dtype if many else "float32"
+            reduce = rng.choice(REDUCTIONS[: 4 if dtype == "bool" else 5]) if many else "sum"
             most = 1 << (15 if mode.get("protocol") == "ll" else 20)
             unit = comm.size * comm.size * ELEMENT_BYTES[dtype]
             nbytes = unit * max(1, int(most ** rng.random()) // unit)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from stretto.algorithms import algorithm
 from stretto.programs.ir import Program
-from stretto.runtime.gpu import GpuCommunicator, GpuProgram, compile
+from stretto.runtime.gpu import GpuCommunicator, GpuProgram, compile, encode
 from stretto.runtime.gpu.compile import GpuKernel, GpuParams, compile_cubin, nvrtc
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -92,7 +92,7 @@ def check(comm: GpuCommunicator) -> None:
             say(kind, nbytes, "; ".join(words))
 
 
-def median_us(run: Callable[[], None], calls: int = 20, tries: int = 7) -> float:
+def median_us(run: Callable[[], None], calls: int = 100, tries: int = 7) -> float:
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -129,7 +129,7 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
             cases += [(f"ll1 b{b}", one, {"protocol": "ll", "max_blocks": b}) for b in (4, 16)]
         if 16384 <= nbytes <= 1 << 18:
             cases += [(f"ll2 b{b}", two, {"protocol": "ll", "max_blocks": b}) for b in (16, 32)]
-        cases += [(f"sym2 b{b}", two, {"symmetric": True, "in_place": True, "max_blocks": b}) for b in (8, 16, 32)]
+        cases += [(f"sym2 b{b}", two, {"symmetric": True, "in_place": True, "max_blocks": b}) for b in (16, 32)]
         if nbytes >= 1 << 20:
             cases += [("staged", two, {"protocol": "simple"})]
         for label, program, options in cases:
@@ -137,13 +137,13 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
             x, y = buffers(comm, loaded, bool(options.get("symmetric")), torch.float32)
             y = x if options.get("in_place") else y
             x.zero_()
-            took = median_us(partial(comm.launch, loaded, x, y), 20 if nbytes <= 1 << 20 else 4)
+            took = median_us(partial(comm.launch, loaded, x, y), 100 if nbytes <= 1 << 20 else 8)
             rows.append(f"{label}({loaded.encoded.blocks},{loaded.encoded.rounds}) {took:.2f}")
         t = sm.empty(nbytes // 4, dtype=torch.float32, device=comm.device)
         t.zero_()
         sm.rendezvous(t, name)
         theirs = []
-        calls = 20 if nbytes <= 1 << 20 else 4
+        calls = 100 if nbytes <= 1 << 20 else 8
         if nbytes <= 1 << 20:
             took = median_us(partial(torch.ops.symm_mem.one_shot_all_reduce, t, "sum", name), calls)
             theirs.append(f"one {took:.2f}")
@@ -154,7 +154,7 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
 
 
 COPY = """
-struct Params { u64 head[5]; u64 memory[32]; u64 input[32]; u64 output[32]; u64 count; u64 tail[7]; };
+struct Params { u64 head[5]; u64 memory[32]; u64 input[32]; u64 output[32]; u64 count; u64 tail[15]; };
 extern "C" __global__ void __launch_bounds__(512, 2) stretto_run(const __grid_constant__ Params P) {
   const uint4* from = (const uint4*)P.input[0];
   uint4* to = (uint4*)P.output[0];
@@ -184,7 +184,7 @@ def copy_us(comm: GpuCommunicator, nbytes: int, blocks: int, calls: int) -> floa
 def time_kinds(comm: GpuCommunicator, sizes: list[int]) -> None:
     """Every kind in every mode, beside plain copies of as many bytes."""
     for nbytes in sizes:
-        calls = 20 if nbytes <= 1 << 20 else 4 if nbytes <= 64 << 20 else 2
+        calls = 100 if nbytes <= 1 << 20 else 8 if nbytes <= 64 << 20 else 3
         if nbytes >= 16 << 20:
             copies = {b: f"{copy_us(comm, nbytes, b, calls):.1f}" for b in (16, 24, comm.max_blocks)}
             say(nbytes, "plain copy by blocks:", copies)
@@ -219,7 +219,7 @@ def time_programs(comm: GpuCommunicator, sizes: list[int]) -> None:
             for nbytes in sizes:
                 loaded = comm.load(program, dtype="float32", nbytes=nbytes, protocol="simple")
                 x, y = buffers(comm, loaded, False, torch.float32)
-                row.append(round(median_us(partial(comm.launch, loaded, x, y), 10, 5), 2))
+                row.append(round(median_us(partial(comm.launch, loaded, x, y), 40, 5), 2))
             say("price", kind, name, dict(zip(sizes, row, strict=True)))
 
 
@@ -273,9 +273,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("check", "time", "kinds", "programs", "graph", "lost"))
     parser.add_argument("--sizes", default="1024,16384,65536,1048576,16777216,67108864")
+    parser.add_argument("--vectors", type=int, default=encode.BLOCK_VECTORS)
     parser.add_argument("--define", default="", help="names that are defined when the kernel is compiled")
     parser.add_argument("--seconds", type=float, default=100)
     options = parser.parse_args()
+    encode.BLOCK_VECTORS = options.vectors
     if options.define:
         plain = compile.kernel_options
         extra = [f"-D{name}" for name in options.define.split(",")]

@@ -102,7 +102,7 @@ def test_not_a_number_wins_a_maximum() -> None:
 def test_a_stream_that_waits_for_nobody_comes_to_an_end_with_words() -> None:
     gpu, rng = EmulatedGpu(2), np.random.default_rng(0)
     call = gpu.prepare(fuse(algorithm("direct", "all_reduce", 2)), 4, "float32", "sum", rng, blocks=1)
-    call.encoded.streams[0][3] = 0  # Rank 0 does nothing.
+    call.encoded.headers[0][3] = 0  # Rank 0 does nothing.
     with pytest.raises(RuntimeError, match="do not come to an end"):
         gpu.run([call], seed=0, most=20_000)
 
@@ -129,7 +129,7 @@ def test_large_calls_go_in_rounds_and_small_ones_take_few_blocks() -> None:
 def test_the_host_and_the_kernel_agree_on_their_words() -> None:
     text = SOURCE.read_text()
     params = re.sub("//.*", "", text[text.index("struct Params {") : text.index("struct Shared")])
-    fields = re.findall(r"(\w+)(?:\[MAX_RANKS\])?[;,]", params)
+    fields = re.findall(r"(\w+)(?:\[\w+\])?[;,]", params)
     assert [field[0] for field in GpuParams._fields_] == fields
     assert set(ELEMENTS) == set(ELEMENT_BYTES)
     assert "enum { SUM, PROD, MIN, MAX, AVG };" in text and REDUCTIONS == ("sum", "prod", "min", "max", "avg")

@@ -210,6 +210,7 @@ class GpuCommunicator:
             block_packets=self._block_packets, slot_bytes=encoded.slot_bytes, packet_bytes=encoded.packet_bytes,
             words=words.numel(), seed=self.seed, number=number,
         )  # fmt: skip
+        p.header[:] = encoded.headers[self.rank].tolist()
         for rank, pointer in enumerate(self._symmetric.pointers(self._buffer)):
             p.memory[rank] = pointer
         return p

@@ -32,7 +32,7 @@ class GpuParams(ctypes.Structure):
         ("slots_at", ctypes.c_uint64), ("packets_at", ctypes.c_uint64), ("block_slots", ctypes.c_uint64),
         ("block_packets", ctypes.c_uint64), ("slot_bytes", ctypes.c_uint32), ("packet_bytes", ctypes.c_uint32),
         ("words", ctypes.c_uint32), ("seed", ctypes.c_uint32), ("number", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32), ("header", ctypes.c_int32 * 16),
     ]  # fmt: skip
 
 

@@ -12,10 +12,12 @@ from ...collectives import Collective
 from ...errors import InvalidInput
 from ...programs.fused import IN, OUT, Fused, FusedStep, MemoryPlace
 
-HEADER_WORDS, STEP_WORDS, MAX_RANKS, STATE_WORDS = 80, 6, 32, 96
+HEADER_WORDS, STEP_WORDS, MAX_RANKS, STATE_WORDS = 16, 6, 32, 96
 SYNC, FINISH = 1, 2
 VECTOR_BYTES = 16
 THREADS, LEAST_THREADS = 512, 64
+BLOCK_VECTORS = 128
+"""What a block moves at least, before another one is taken: vectors, or packets."""
 PIPELINE_BYTES = 128 << 10
 """What a block moves of a slice in one round where ranks forward to each other: so the first is passed on early."""
 ELEMENT_BYTES = {
@@ -30,6 +32,8 @@ REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 class EncodedProgram:
     """The words of every rank's stream, and how its blocks share memory."""
 
+    headers: tuple[NDArray[np.int32], ...]
+    """What comes with the launch: the rank, the rounds, and masks of ranks."""
     streams: tuple[NDArray[np.int32], ...]
     blocks: int
     threads: int
@@ -73,8 +77,8 @@ def chunk_elements(collective: Collective, count: int, lane: int) -> NDArray[np.
 
 
 def block_count(fused: Fused, sizes: NDArray[np.int64], element: int, most: int) -> int:
-    """How many blocks a call takes: each thread of a block should have a vector (or two packets) to move."""
-    unit = THREADS * (VECTOR_BYTES if fused.protocol == "simple" else 8)
+    """How many blocks a call takes: few threads in many blocks are faster than many in few."""
+    unit = BLOCK_VECTORS * (VECTOR_BYTES if fused.protocol == "simple" else 8)
     work = [sum(int(sizes[item.chunk]) for item in step.items) for stream in fused.steps for step in stream]
     return int(np.clip(-(-max(work, default=0) * element // unit), 1, most))
 
@@ -126,8 +130,9 @@ def encode(
         for chunks in (c.inputs, c.outputs)
     ]
     spans = -(-sizes // (blocks * lane)) * lane
-    streams = tuple(_stream(fused, r, rounds, sizes, spans, places) for r in range(c.num_ranks))
+    streams = tuple(_stream(fused, r, sizes, spans, places) for r in range(c.num_ranks))
     return EncodedProgram(
+        headers=tuple(_header(fused, r, rounds) for r in range(c.num_ranks)),
         streams=streams,
         blocks=blocks,
         threads=thread_count(fused, sizes, element, blocks),
@@ -156,25 +161,27 @@ def _mask(ranks: tuple[int, ...] | list[int]) -> int:
     return bits - (1 << 32) if bits >> 31 else bits
 
 
+def _header(f: Fused, r: int, rounds: int) -> NDArray[np.int32]:
+    n = f.collective.num_ranks
+    uses = bool(f.slots or f.packets) | (2 if f.protocol == "ll" else 0)
+    words = [
+        r, n, rounds, len(f.steps[r]), uses, not f.hears_all, _mask(f.ready[r]),
+        _mask([q for q in range(n) if r in f.ready[q]]), _mask(f.starts[r]), _mask(f.done[r]), _mask(f.ready[r]),
+    ]  # fmt: skip
+    return np.array(words + [0] * (HEADER_WORDS - len(words)), np.int64).astype(np.int32)
+
+
 def _stream(
     f: Fused,
     r: int,
-    rounds: int,
     sizes: NDArray[np.int64],
     spans: NDArray[np.int64],
     places: list[list[NDArray[np.int64]]],
 ) -> NDArray[np.int32]:
     n = f.collective.num_ranks
-    header = np.zeros(HEADER_WORDS, np.int64)
-    uses = bool(f.slots or f.packets) | (2 if f.protocol == "ll" else 0)
-    header[:11] = [
-        r, n, rounds, len(f.steps[r]), uses, not f.hears_all, _mask(f.ready[r]),
-        _mask([q for q in range(n) if r in f.ready[q]]), _mask(f.starts[r]), _mask(f.done[r]), _mask(f.ready[r]),
-    ]  # fmt: skip
-    for q in range(n):
-        header[16 + q] = sum(r in step.signals for step in f.steps[q]) + (r in f.starts[q])
+    heard = [sum(r in step.signals for step in f.steps[q]) + (r in f.starts[q]) for q in range(n)]
     words: list[int] = []
-    at = HEADER_WORDS + STEP_WORDS * len(f.steps[r])
+    at = MAX_RANKS + STEP_WORDS * len(f.steps[r])
     table: list[int] = []
     for step in f.steps[r]:
         waits = [number for wait in step.waits for number in wait]
@@ -184,7 +191,7 @@ def _stream(
         begin = at + len(words)
         table += [shape, len(step.items), begin, _mask(step.signals), len(step.waits), begin + len(items)]
         words += items + waits
-    return np.array([*header.tolist(), *table, *words], np.int64).astype(np.int32)
+    return np.array([*heard, *[0] * (MAX_RANKS - n), *table, *words], np.int64).astype(np.int32)
 
 
 def _items(

@@ -17,12 +17,6 @@ DEV u32 ld_acquire(const u32* p) {
   return v;
 }
 DEV void st_relaxed(u32* p, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-DEV u32 ld_relaxed(const u32* p) {
-  u32 v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-DEV void fence_acquire() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 DEV u32 ld_volatile(const u32* p) { return *(const volatile u32*)p; }
 DEV uint4 ld_vector(const uint4* p) {
   uint4 v;
@@ -69,8 +63,8 @@ DEV void delay(u32 ns) { __nanosleep(ns); }
 
 enum { IN, OUT, SLOT, PACKET, SPACES };
 enum { SUM, PROD, MIN, MAX, AVG };
-enum { MAX_RANKS = 32, STATE_WORDS = 96, STREAM_WORDS = 3072, STEP_WORDS = 6, HEADER_WORDS = 80, PACKETS = 1 << 9, PLAIN = !(STRETTO_SHAPES & PACKETS) || STRETTO_SHAPES == 0x3ff };
-enum { H_RANK, H_RANKS, H_ROUNDS, H_STEPS, H_USES_SLOTS, H_PENDING, H_READY, H_TELL_READY, H_STARTS, H_DONE, H_TELL_DONE, H_HEARD = 16, H_SENT = 48 };
+enum { MAX_RANKS = 32, STATE_WORDS = 96, STREAM_WORDS = 3072, STEP_WORDS = 6, HEADER_WORDS = 32, PACKETS = 1 << 9, PLAIN = !(STRETTO_SHAPES & PACKETS) || STRETTO_SHAPES == 0x3ff };
+enum { H_RANK, H_RANKS, H_ROUNDS, H_STEPS, H_USES_SLOTS, H_PENDING, H_READY, H_TELL_READY, H_STARTS, H_DONE, H_TELL_DONE };
 enum { S_SHAPE, S_ITEMS, S_AT, S_SIGNALS, S_WAITS, S_WAITS_AT };
 enum { SYNC = 1, FINISH = 2 };
 
@@ -91,6 +85,7 @@ struct Params {
   u32 seed;
   u32 number;                            // of the program, for reports
   u32 unused;
+  int header[16];
 };
 
 struct Shared {
@@ -178,31 +173,21 @@ DEV void wait_for(const Params& P, Shared& sh, int rank, int peer, u32 number, i
   u32 target = sh.heard[peer] + number;
   u32* mine = flag(P, rank, peer);
   u64 since = 0;
-#ifdef POLL_RELAXED
-  for (u32 polls = 1; (int)(ld_relaxed(mine) - target) < 0; polls++) {
-#else
   for (u32 polls = 1; (int)(ld_acquire(mine) - target) < 0; polls++) {
-#endif
     PAUSE();
     if ((polls & 63u) == 0 && given_up(P, polls, since)) return report(P, sh, peer, step);
   }
-#ifdef POLL_RELAXED
-  fence_acquire();
-#endif
 }
 // Called by all threads, after a meeting: each peer in the mask gets one signal.
 DEV void tell(const Params& P, Shared& sh, int rank, u32 mask) {
   for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
     if (mask >> q & 1) st_release(flag(P, q, rank), ++sh.sent[q]);
 }
-#ifdef RELAXED_READY
+// The same before the kernel has written anything: what other kernels wrote is visible since they ended.
 DEV void tell_ready(const Params& P, Shared& sh, int rank, u32 mask) {
   for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
     if (mask >> q & 1) st_relaxed(flag(P, q, rank), ++sh.sent[q]);
 }
-#else
-#define tell_ready tell
-#endif
 // Waits for one more signal of each peer in the mask (or, with `number` 0, for all that were sent so far).
 DEV void hear_all(const Params& P, Shared& sh, int rank, u32 mask, u32 number, int step) {
   for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
@@ -436,9 +421,9 @@ DEV void random_delay(const Params& P, u32 a, u32 b, u32 c) {
 
 // One round of the stream; false where somebody gave up.
 template <class E, int OP> DEV bool run_round(const Params& P, Shared& sh, const int* stream, int round, u32 epoch) {
-  const int rank = stream[H_RANK], steps = stream[H_STEPS];
-  const bool packets = (STRETTO_SHAPES & PACKETS) && (stream[H_USES_SLOTS] & 2);
-  if (stream[H_STARTS]) tell(P, sh, rank, stream[H_STARTS]);
+  const int rank = P.header[H_RANK], steps = P.header[H_STEPS];
+  const bool packets = (STRETTO_SHAPES & PACKETS) && (P.header[H_USES_SLOTS] & 2);
+  if (P.header[H_STARTS]) tell(P, sh, rank, P.header[H_STARTS]);
   for (int s = 0; s < steps; s++) {
     const int* step = stream + HEADER_WORDS + s * STEP_WORDS;
     random_delay(P, rank, s, epoch);
@@ -450,38 +435,33 @@ template <class E, int OP> DEV bool run_round(const Params& P, Shared& sh, const
     } else if (step[S_SHAPE] >> 16 & SYNC) {
       MEET();
     }
-    run_step<E, OP>(P, sh, stream, step, s, round, epoch, packets, stream[H_RANKS]);
+    run_step<E, OP>(P, sh, stream, step, s, round, epoch, packets, P.header[H_RANKS]);
     if (step[S_SIGNALS]) {
       MEET();
       tell(P, sh, rank, step[S_SIGNALS]);
     }
   }
-  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.heard[q] += stream[H_HEARD + q];
+  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.heard[q] += stream[q];
   return true;
 }
 
 template <class E, int OP> DEV void interpret(const Params& P, Shared& sh) {
+  const int rank = P.header[H_RANK], rounds = P.header[H_ROUNDS], uses = P.header[H_USES_SLOTS];
   u32* state = P.state + BLOCK * STATE_WORDS;
-  const bool fits = P.words <= STREAM_WORDS;
-  for (u32 i = THREAD; fits && i < P.words; i += THREADS) sh.stream[i] = P.stream[i];
-  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) {
-    sh.heard[q] = state[q], sh.sent[q] = state[MAX_RANKS + q];
-    sh.base[IN][q] = P.input[q], sh.base[OUT][q] = P.output[q];
-  }
+  if (THREAD == 0) sh.dead = 0;
+  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.heard[q] = state[q], sh.sent[q] = state[MAX_RANKS + q];
+  tell_ready(P, sh, rank, P.header[H_TELL_READY]);  // A thread that cares for a peer does so throughout: no meeting.
   const u32 began = state[2 * MAX_RANKS];
   u32 pending = state[2 * MAX_RANKS + 1];
+  const bool fits = P.words <= STREAM_WORDS;
+  for (u32 i = THREAD; fits && i < P.words; i += THREADS) sh.stream[i] = P.stream[i];
+  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.base[IN][q] = P.input[q], sh.base[OUT][q] = P.output[q];
   set_bases(P, sh, began + 1);
-  if (THREAD == 0) sh.dead = 0;
+  hear_all(P, sh, rank, P.header[H_READY], 1, -1);
   MEET();
   const int* stream = fits ? sh.stream : P.stream;
-  const int rank = stream[H_RANK], rounds = stream[H_ROUNDS], uses = stream[H_USES_SLOTS];
-  const u32 all = (stream[H_RANKS] == 32 ? ~0u : (1u << stream[H_RANKS]) - 1) & ~(1u << rank);
-  if (stream[H_READY] | stream[H_TELL_READY]) {
-    tell_ready(P, sh, rank, stream[H_TELL_READY]);
-    hear_all(P, sh, rank, stream[H_READY], 1, -1);
-    MEET();
-    if (sh.dead) return;
-  }
+  const int ranks = P.header[H_RANKS];
+  const u32 all = (ranks == 32 ? ~0u : (1u << ranks) - 1) & ~(1u << rank);
   for (int round = 0; round < rounds; round++) {
     if (round) {
       MEET();
@@ -492,20 +472,16 @@ template <class E, int OP> DEV void interpret(const Params& P, Shared& sh) {
     if (uses && pending) {
       hear_all(P, sh, rank, all, 0, -2);
       MEET();
-      if (sh.dead) return;
     }
-    if (uses) pending = stream[H_PENDING];
+    if (sh.dead) return;
+    if (uses) pending = P.header[H_PENDING];
     if (!run_round<E, OP>(P, sh, stream, round, began + round + 1)) return;
   }
-  if (stream[H_DONE] | stream[H_TELL_DONE]) {
+  if (P.header[H_DONE] | P.header[H_TELL_DONE]) {
     MEET();
-    tell(P, sh, rank, stream[H_TELL_DONE]);
-    hear_all(P, sh, rank, stream[H_DONE], 1, -3);
-    MEET();
-  } else if (uses & 2) {
-    MEET();
+    tell(P, sh, rank, P.header[H_TELL_DONE]);
+    hear_all(P, sh, rank, P.header[H_DONE], 1, -3);
   }
-  if (sh.dead) return;
   for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) state[q] = sh.heard[q], state[MAX_RANKS + q] = sh.sent[q];
   if (THREAD == 0 && uses) state[2 * MAX_RANKS] = began + rounds, state[2 * MAX_RANKS + 1] = pending;
 }
