@@ -22,7 +22,7 @@ from .symmetric import SymmetricMemory
 SLOT_BYTES = 64 << 20
 PACKET_BYTES = 8 << 20
 MAX_BLOCKS = 32
-LL_BYTES = 32 << 10
+LL_BYTES = 128 << 10
 """Up to here `load` takes packets by itself."""
 BLOCKS_PER_SM = 1
 """Of 512 threads with 128 registers: what the kernel is compiled for."""

@@ -448,13 +448,16 @@ template <class E, int OP> DEV bool run_round(const Params& P, Shared& sh, const
 template <class E, int OP> DEV void interpret(const Params& P, Shared& sh) {
   const int rank = P.header[H_RANK], rounds = P.header[H_ROUNDS], uses = P.header[H_USES_SLOTS];
   u32* state = P.state + BLOCK * STATE_WORDS;
+  const bool fits = P.words <= STREAM_WORDS;
+  // These loads are under way together, before the first of them is used.
+  const int word = fits && THREAD < P.words ? P.stream[THREAD] : 0;
+  const u32 began = state[2 * MAX_RANKS];
+  u32 pending = state[2 * MAX_RANKS + 1];
   if (THREAD == 0) sh.dead = 0;
   for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.heard[q] = state[q], sh.sent[q] = state[MAX_RANKS + q];
   tell_ready(P, sh, rank, P.header[H_TELL_READY]);  // A thread that cares for a peer does so throughout: no meeting.
-  const u32 began = state[2 * MAX_RANKS];
-  u32 pending = state[2 * MAX_RANKS + 1];
-  const bool fits = P.words <= STREAM_WORDS;
-  for (u32 i = THREAD; fits && i < P.words; i += THREADS) sh.stream[i] = P.stream[i];
+  if (fits && THREAD < P.words) sh.stream[THREAD] = word;
+  for (u32 i = THREAD + THREADS; fits && i < P.words; i += THREADS) sh.stream[i] = P.stream[i];
   for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.base[IN][q] = P.input[q], sh.base[OUT][q] = P.output[q];
   set_bases(P, sh, began + 1);
   hear_all(P, sh, rank, P.header[H_READY], 1, -1);
