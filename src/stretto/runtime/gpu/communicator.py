@@ -184,6 +184,10 @@ class GpuCommunicator:
             fused, count=count, element=ELEMENT_BYTES[dtype], blocks=most,
             block_slots=self._block_slots, block_packets=self._block_packets,
         )  # fmt: skip
+        for space, sizes in ((IN, encoded.inputs), (OUT, encoded.outputs)):
+            if symmetric and fused.touched(space) and any(sizes) and not all(sizes):
+                what = "input" if space == IN else "output"
+                raise InvalidInput(f"symmetric: rank {sizes.index(0)} has no {what} by which to find those of others")
         kernel = self._kernel(dtype, reduce, kernel_shapes(fused))
         words = torch.from_numpy(encoded.streams[self.rank].copy()).to(self.device)
         params = self._params(encoded, words, len(self._by_number))
@@ -256,7 +260,7 @@ class GpuCommunicator:
 
     def _set(self, pointers: ctypes.Array[ctypes.c_uint64], tensor: torch.Tensor, shared: bool) -> None:
         pointers[self.rank] = tensor.data_ptr()
-        if shared:
+        if shared and tensor.numel():
             for rank, pointer in enumerate(self._symmetric.pointers(tensor)):
                 pointers[rank] = pointer
 
