@@ -72,15 +72,21 @@ class Fused:
         """Whether in every round every rank hears from every other."""
         return not any(self.starts)
 
-    def touched(self, space: int) -> bool:
-        """Whether any rank touches another's input (IN) or output (OUT) buffer."""
-        return any(
-            place.rank != rank and place.space == space
+    @cached_property
+    def touched_spaces(self) -> frozenset[int]:
+        """Which buffers of others (IN, OUT, SLOT, PACKET) ranks touch."""
+        return frozenset(
+            place.space
             for rank, stream in enumerate(self.steps)
             for step in stream
             for item in step.items
             for place in (*item.sources, *item.targets)
+            if place.rank != rank
         )
+
+    def touched(self, space: int) -> bool:
+        """Whether any rank touches another's input (IN) or output (OUT) buffer."""
+        return space in self.touched_spaces
 
     def shape(self, rank: int) -> Shape:
         """The size of one rank's stream."""
