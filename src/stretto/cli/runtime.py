@@ -12,9 +12,11 @@ import typer
 from ..cluster import Cluster
 from ..errors import InvalidInput
 from ..files import convert, parse_json, read_text
-from ..programs import Lowered
+from ..programs import Lowered, Program
 from ..programs.formats import load_program
+from ..programs.formats.mscclpp_wide import PlanForm
 from ..programs.lower import lower
+from ..programs.wide import WideProgram, widen
 from ..report.table import ResultTable
 from ..simulator import Runtime
 from ..simulator.runtime_fit import RuntimeRow, fit_runtime
@@ -35,6 +37,8 @@ class _Measured(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     nbytes: int
     time_us: float
     zero_copy: bool = False
+    wide: str | None = None
+    """The form of wide steps, such as ``slices=8``; left out for instruction streams."""
     judge: bool = False
 
 
@@ -100,6 +104,8 @@ def price_rows(runtime: Runtime) -> list[tuple[str, str]]:
     found = [
         ("launch", format_us(runtime.launch_us)),
         *((f"an instruction ({', '.join(those)})", format_us(price)) for price, those in kinds.items()),
+        ("a wide step", format_us(runtime.step_us)),
+        ("a wide step that waits for a peer", format_us(runtime.meet_us)),
         ("waiting for another block of the rank", format_us(runtime.handover_us)),
         *((f"a signal ({name})", format_us(p.signal_us)) for name, p in runtime.protocols.items()),
         *((f"bytes on the wire ({name})", f"{p.bytes_factor:g}x") for name, p in runtime.protocols.items()),
@@ -172,24 +178,35 @@ def read_rows(path: Path) -> list[tuple[str, RuntimeRow, bool]]:
     if not 1 <= len(form.rows) <= MAX_ROWS:
         raise InvalidInput(f"{where}: rows: must be 1..{MAX_ROWS}, not {len(form.rows)}")
     cluster = Cluster.load(form.cluster)
-    streams: dict[str, Lowered] = {}
+    streams: dict[tuple[str, str | None], Lowered | WideProgram] = {}
     found = []
     for at, row in enumerate(form.rows):
-        if row.program not in streams:
-            program = load_program(path.parent / row.program)
-            if not isinstance(program, Lowered):
-                program = lower(program)  # type: ignore[arg-type]
-            program.verify()
-            streams[row.program] = program
+        key = row.program, row.wide
+        how = None if row.wide is None else PlanForm.parse(row.wide)
+        if key not in streams:
+            streams[key] = _streams(path.parent / row.program, how)
         try:
             one = RuntimeRow(
-                lowered=streams[row.program],
+                lowered=streams[key],
                 cluster=cluster,
                 nbytes=row.nbytes,
                 time_us=row.time_us,
                 zero_copy=row.zero_copy,
+                form=how,
             )
         except InvalidInput as error:
             raise InvalidInput(f"{where}: rows[{at}].{error}") from None
         found.append((row.program, one, row.judge))
     return found
+
+
+def _streams(path: Path, form: PlanForm | None) -> Lowered | WideProgram:
+    """What ran: the wide steps of a program in some form, or its instruction streams."""
+    program = load_program(path)
+    if form is not None:
+        if not isinstance(program, Program):
+            raise InvalidInput(f"{path}: wide steps are made of a program in the text form")
+        return widen(program, packets=form.protocol == "LL", streams=form.streams)
+    lowered = program if isinstance(program, Lowered) else lower(program)  # type: ignore[arg-type]
+    lowered.verify()
+    return lowered

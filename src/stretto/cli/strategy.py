@@ -60,7 +60,13 @@ Source = Annotated[
         "--model", "-m", metavar="NAME|FILE", autocompletion=model_names, help="A model of the zoo, or a file."
     ),
 ]
-Device = Annotated[str, typer.Option(metavar="NAME", help="What a model of the zoo computes on: titan_x, m60 or t4.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="What a model of the zoo computes on: titan_x, m60, t4, a100, h100, h200, gb200 or mi300x.",
+    ),
+]
 StrategyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A strategy.")]
 
 

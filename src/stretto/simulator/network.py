@@ -364,6 +364,23 @@ def routes_of(
     return connection, named, np.concatenate([ptr, own_ptr]), np.concatenate([links, own])
 
 
+def routes_between(
+    src: NDArray[np.int32], dst: NDArray[np.int32], nbytes: NDArray[np.float64], cluster: Cluster
+) -> Routing:
+    """The cluster's routes of messages between devices.
+
+    Args:
+        src: The device that each message comes from.
+        dst: The device that it goes to.
+        nbytes: Its bytes.
+        cluster: The cluster.
+
+    Returns:
+        As of `routes_of`.
+    """
+    return _routes(dst, np.zeros(len(dst), np.int16), nbytes, cluster, None, src=src)
+
+
 def routes_vary(program: Program, cluster: Cluster, channels: Iterable[str] | None = None) -> bool:
     """Whether the cluster's routes of a program's transfers depend on their sizes.
 

@@ -11,9 +11,12 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
+from ..programs.formats.mscclpp_wide import PlanForm
 from ..programs.lowered import OPS, Lowered
+from ..programs.wide import WideProgram
 from .priced import run_priced
-from .runtimes import Runtime
+from .priced_wide import wide_time_us
+from .runtimes import WORK, Runtime
 
 STEPS = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
 """By how much the logarithm of a price is moved, from coarse to fine."""
@@ -24,12 +27,14 @@ MAX_ROUNDS = 12
 class RuntimeRow:
     """One measurement: streams that ran on a cluster with so many bytes, and the time that they took."""
 
-    lowered: Lowered
+    lowered: Lowered | WideProgram
     cluster: Cluster
     nbytes: float
     time_us: float
     zero_copy: bool = False
     """Whether messages were written straight to their place: taking them out of slots then costs nothing."""
+    form: PlanForm | None = None
+    """How wide steps were carried out."""
 
     def __post_init__(self) -> None:
         for key in ("nbytes", "time_us"):
@@ -69,7 +74,8 @@ def fit_runtime(
         rows: The measurements to fit.
         start: Where to start; its other fields stay as they are. A free price that is 0 starts at 1.
         free: The prices to move: ``launch_us``, ``handover_us``, ``instruction_us`` (all kinds in proportion),
-            ``signal_us`` (protocol Simple), or the block's ``copy``, ``reduce``, ``put``, ``receive``.
+            ``signal_us`` (protocol Simple; ``signal_us:LL`` of packets), ``step_us`` and ``meet_us`` of wide steps, or
+            the block's ``copy``, ``reduce``, ``put``, ``receive``, ``read``, ``write``.
         judge: Measurements that the fit does not see.
         report: Called with a line of text after every round.
 
@@ -105,6 +111,8 @@ def fit_runtime(
 
 
 def _ratio(row: RuntimeRow, runtime: Runtime) -> float:
+    if isinstance(row.lowered, WideProgram):
+        return wide_time_us(row.lowered, row.cluster, nbytes=row.nbytes, form=row.form, runtime=runtime) / row.time_us
     prices = runtime.without("receive") if row.zero_copy else runtime
     return run_priced(row.lowered, row.cluster, nbytes=row.nbytes, runtime=prices).total_us / row.time_us
 
@@ -113,32 +121,38 @@ def _loss(rows: Sequence[RuntimeRow], runtime: Runtime) -> float:
     return float(np.mean([abs(log(max(_ratio(row, runtime), 1e-12))) for row in rows]))
 
 
+PLAIN = ("launch_us", "handover_us", "step_us", "meet_us")
+CHOICES = (*PLAIN, "instruction_us", "signal_us", "signal_us:LL", *WORK)
+
+
 def _get(runtime: Runtime, name: str) -> float:
-    if name in ("launch_us", "handover_us"):
+    if name not in CHOICES:
+        raise unknown("price to fit", name, CHOICES)
+    if name in PLAIN:
         return float(getattr(runtime, name))
     if name == "instruction_us":
         return max(runtime.instruction_us.values(), default=0.0)
-    if name == "signal_us":
-        return runtime.protocols["Simple"].signal_us
-    if name in ("copy", "reduce", "put", "receive"):
-        return runtime.block_gb_per_s.get(name, 0.0)
-    choices = ("launch_us", "handover_us", "instruction_us", "signal_us", "copy", "reduce", "put", "receive")
-    raise unknown("price to fit", name, choices)
+    if name.startswith("signal_us"):
+        return runtime.protocol(_protocol(name)).signal_us
+    return runtime.block_gb_per_s.get(name, 0.0)
+
+
+def _protocol(name: str) -> str:
+    return name.partition(":")[2] or "Simple"
 
 
 def _with(runtime: Runtime, prices: dict[str, float]) -> Runtime:
     for name, value in prices.items():
-        if name == "launch_us":
-            runtime = replace(runtime, launch_us=value)
-        elif name == "handover_us":
-            runtime = replace(runtime, handover_us=value)
+        if name in PLAIN:
+            runtime = replace(runtime, **{name: value})
         elif name == "instruction_us":
             now = dict(runtime.instruction_us) or dict.fromkeys(OPS[1:], 1.0)
             most = max(now.values())
             runtime = replace(runtime, instruction_us={kind: price / most * value for kind, price in now.items()})
-        elif name == "signal_us":
-            simple = replace(runtime.protocols["Simple"], signal_us=value)
-            runtime = replace(runtime, protocols={**runtime.protocols, "Simple": simple})
+        elif name.startswith("signal_us"):
+            which = _protocol(name)
+            changed = replace(runtime.protocol(which), signal_us=value)
+            runtime = replace(runtime, protocols={**runtime.protocols, which: changed})
         else:
             runtime = replace(runtime, block_gb_per_s={**runtime.block_gb_per_s, name: value})
     return runtime

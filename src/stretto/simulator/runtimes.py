@@ -21,8 +21,9 @@ from ..units import is_number
 
 VERSION = 1
 MAX_FILE_BYTES = 1 << 20
-WORK = ("copy", "reduce", "put", "receive")
-"""What one block does with bytes: copy inside a rank, add to what is there, write to a peer, take out of a slot."""
+WORK = ("copy", "reduce", "put", "receive", "read", "write")
+"""What one block does with bytes: copy inside a rank, add to what is there, write to a peer, take out of a slot; and
+each place that a wide step reads or writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,10 @@ class Runtime:
     """From the call until the first instruction of every threadblock runs."""
     instruction_us: Mapping[str, float] = field(default_factory=dict)
     """What an instruction of each kind costs whatever its size; kinds as in `Lowered`, such as ``s`` and ``rrc``."""
+    step_us: float = 0.0
+    """What a wide step costs whatever its size."""
+    meet_us: float = 0.0
+    """From a wide step's end until a step of another rank that waits for its signal goes on (protocol Simple)."""
     handover_us: float = 0.0
     """What an instruction costs in addition where it waits for another threadblock of its rank."""
     block_gb_per_s: Mapping[str, float] = field(default_factory=dict)
@@ -74,7 +79,7 @@ class Runtime:
     """Where the figures are from."""
 
     def __post_init__(self) -> None:
-        for key in ("launch_us", "handover_us"):
+        for key in ("launch_us", "handover_us", "step_us", "meet_us"):
             _number(key, getattr(self, key))
         for key in ("window", "slice_bytes", "max_blocks"):
             value = getattr(self, key)
@@ -102,6 +107,7 @@ class Runtime:
         """Whether nothing has a price, so that only links, slices and windows count."""
         return (
             not (self.launch_us or self.handover_us or self.block_gb_per_s or self.holds_block or self.max_blocks)
+            and not (self.step_us or self.meet_us)
             and not any(self.instruction_us.values())
             and all(p == Protocol() for p in self.protocols.values())
         )
@@ -114,6 +120,11 @@ class Runtime:
         """
         rate = self.block_gb_per_s.get(f"{work}:{dtype}") or self.block_gb_per_s.get(work)
         return 1e-3 / rate if rate else 0.0
+
+    @property
+    def knows_wide(self) -> bool:
+        """Whether it has prices for wide steps."""
+        return bool(self.step_us or self.meet_us or {"read", "write"} & self.block_gb_per_s.keys())
 
     def without(self, work: str) -> Runtime:
         """The same prices with one kind of work of a block free, such as ``receive`` where messages need no slots."""
@@ -170,7 +181,8 @@ class Runtime:
 
 
 _PLAIN: tuple[str, ...] = (
-    "name", "launch_us", "handover_us", "holds_block", "window", "slice_bytes", "max_blocks", "contention",
+    "name", "launch_us", "step_us", "meet_us", "handover_us", "holds_block", "window", "slice_bytes", "max_blocks",
+    "contention",
 )  # fmt: skip
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
@@ -186,6 +198,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     launch_us: float = 0.0
     instruction_us: dict[Name, float] = {}
+    step_us: float = 0.0
+    meet_us: float = 0.0
     handover_us: float = 0.0
     block_gb_per_s: dict[Name, float] = {}
     holds_block: bool = False
@@ -214,13 +228,15 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
         "mscclpp:h200": Runtime(
             name="mscclpp:h200",
             launch_us=1.23,
+            step_us=1.0,
+            meet_us=1.5,
             instruction_us=dict.fromkeys(OPS[1:], 2.77),
-            block_gb_per_s={"put": 42.0, "reduce": 25.8, "copy": 22.2, "receive": 28.2},
+            block_gb_per_s={"put": 42.0, "reduce": 25.8, "copy": 22.2, "receive": 28.2, "read": 100.0, "write": 100.0},
             holds_block=True,
             window=2,
             max_blocks=80,
             contention="fair",
-            protocols={"Simple": Protocol(signal_us=1.08)},
+            protocols={"Simple": Protocol(signal_us=1.08), "LL": Protocol(bytes_factor=2.0, signal_us=1.0)},
             notes=(
                 "the executor of MSCCL++ 0.10 on an H200 under MPS, blocks of 1024 threads, protocol Simple",
                 "fitted to 20 times of four plans on 8 ranks, an outside run of November 2026 (benchmarks/runtimes.py)",

@@ -15,6 +15,7 @@ import msgspec
 from ..collectives import Collective
 from ..files import convert, parse_json, write_file
 from ..programs import Lowered, Program, SymmetricProgram
+from ..programs.formats.mscclpp_wide import PlanForm
 from ..units import format_bytes, format_us
 from .helpers import HelperDuty, in_words
 
@@ -80,6 +81,8 @@ class Certificate:
     """The time of the instruction streams, where lowering was searched too."""
     runtime: str = ""
     """The runtime whose prices `lowered_us` includes; empty: links alone."""
+    form: str = ""
+    """How the wide steps of an MSCCL++ plan are carried out; empty for instruction streams."""
     unfit_for_old: str = ""
     """Why the original MSCCL runtime (NCCL 2.8 to 2.12) cannot load the instruction streams; empty where it can."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -102,7 +105,15 @@ class Certificate:
         if not self.runtime or self.lowered_us is None:
             return ""
         price_us = self.lowered_us - self.time_us
-        return f"; {format_us(self.lowered_us)} on {self.runtime}, whose instructions cost {format_us(price_us)}"
+        gap = f", {100 * self.runtime_gap:.0f} % above the bound" if self.bound_us > 0 else ""
+        form = f" ({self.form})" if self.form else ""
+        return f"; {format_us(self.lowered_us)} on {self.runtime}{form}{gap}: instructions cost {format_us(price_us)}"
+
+    @property
+    def runtime_gap(self) -> float:
+        """The relative distance of the time on the runtime to the bound of the links."""
+        took = self.time_us if self.lowered_us is None else self.lowered_us
+        return took / self.bound_us - 1 if self.bound_us > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +125,8 @@ class Lowering:
     instances: int
     fifo_depth: int
     tried: tuple[Candidate, ...] = ()
+    form: PlanForm | None = None
+    """How an MSCCL++ plan of wide steps is carried out, where that is faster than instruction streams."""
 
     @property
     def unfit_for_old(self) -> str:
@@ -167,16 +180,26 @@ class Synthesis:
         twice that; `min_bytes` and `max_bytes` among the `options` (of `save_program`) say otherwise. MSCCL++ plans
         use port channels between the hosts of the cluster. Returns the path of the certificate.
         """
-        from ..programs.formats import format_of, save_program
         from ..programs.formats.sizes import range_around
 
         path = Path(path)
         low, high = range_around(self.certificate.nbytes)
         options = {"hosts": self.hosts, "min_bytes": low, "max_bytes": high} | options
-        save_program(self.program if format_of(path) == "text" else self.runnable, path, **options)
+        self.write(path, **options)
         beside = certificate_path(path)
         write_file(beside, msgspec.json.format(dumps(self.certificate, self.candidates), indent=2) + b"\n")
         return beside
+
+    def write(self, path: Path, **options: Any) -> None:
+        """Write the program alone, as wide steps where these are faster; `options` are those of `save_program`."""
+        from ..programs.formats import format_of, save_program
+
+        kind = format_of(path)
+        form = None if self.lowering is None else self.lowering.form
+        if kind == "mscclpp" and form is not None and set(options) <= {"hosts", "min_bytes", "max_bytes"}:
+            save_program(self.program, path, form=form, **options)
+        else:
+            save_program(self.program if kind == "text" else self.runnable, path, **options)
 
     def __repr__(self) -> str:
         return f"<Synthesis {self.certificate}>"

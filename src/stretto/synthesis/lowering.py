@@ -10,10 +10,16 @@ from math import inf
 
 import numpy as np
 
+from ..algorithms import algorithm
 from ..errors import Infeasible, StrettoError
 from ..programs import Lowered, Program, SymmetricProgram
+from ..programs.formats import mscclpp_wide
 from ..programs.formats.msccl_rules import MAX_STEPS
-from ..simulator import simulate
+from ..programs.formats.mscclpp_json import MAX_THREADBLOCKS
+from ..programs.formats.mscclpp_wide import PlanForm
+from ..programs.wide import WideProgram, widen
+from ..simulator import Runtime, simulate
+from ..simulator.priced_wide import wide_time_us
 from .certificate import Candidate, Lowering, ProvedProgram
 from .problem import SynthesisProblem
 
@@ -27,6 +33,16 @@ LOWERED_WELL = 1.05
 """The factor by which instruction streams may be slower than their program for the search to end with it."""
 HOPELESS = 2.0
 """The factor by which a program may be slower than the fastest and is still lowered."""
+
+
+MAX_WIDE = 4096
+"""The most chunk moves of a program that is tried as wide steps."""
+MAX_PACKETS = 8e6
+"""The most bytes of a collective for which packets, which take twice the room, are tried."""
+LOOP_TURNS = (8, 32)
+"""How often the loop of a plan goes round, of those that are tried."""
+LEAST_LOOP = 1 << 14
+"""The fewest bytes that are moved in one turn."""
 
 
 def search_lowering(
@@ -55,6 +71,7 @@ def search_lowering(
         Infeasible: No program fits the limits of the runtimes.
     """
     search = _Search(problem=problem, report=report, deadline=time.monotonic() + budget_s)
+    search.widen(programs)
     for group in _by_maker(programs, HOPELESS if problem.runtime is None else inf):
         for made in group:
             if search.over() or not search.lower(made, 1):
@@ -70,7 +87,7 @@ def search_lowering(
             f"such as {first.name}: {first.reason}"
         )
     made, found = search.best
-    if not search.over():
+    if not search.over() and found.form is None:
         search.lower(made, found.instances, depth=1)
     made, found = search.best
     return made, replace(found, tried=tuple(search.tried))
@@ -123,6 +140,85 @@ class _Search:
         if took < better_than and fits and depth == 2:
             self.growing.append((took, made, instances))
         return True
+
+    def widen(self, programs: Sequence[ProvedProgram]) -> None:
+        """Try wide steps in several forms, where the runtime has prices for them and all ranks are on one host."""
+        problem, prices = self.problem, self.problem.runtime
+        if problem.lower != "mscclpp" or prices is None or not prices.knows_wide or len(set(problem.hosts)) > 1:
+            return
+        for made in [*_direct(problem), *programs]:
+            if self.over():
+                break
+            if isinstance(made.program, Program) and len(made.program.chunk) <= MAX_WIDE:
+                self._widen(made, made.program, prices)
+
+    def _widen(self, made: ProvedProgram, program: Program, prices: Runtime) -> None:
+        problem = self.problem
+        made_of: dict[tuple[str, int], WideProgram] = {}
+        for form in forms_for(program, problem.nbytes, prices):
+            if self.over():
+                break
+            name = f"{program.name} {form}"
+            self.report(f"wide steps of {name}")
+            try:
+                key = form.protocol, form.streams
+                if key not in made_of:
+                    made_of[key] = widen(program, packets=form.protocol == "LL", streams=form.streams)
+                took = wide_time_us(made_of[key], problem.cluster, nbytes=problem.nbytes, form=form, runtime=prices)
+                if self.best is not None and took >= self.best[1].time_us:
+                    self.tried.append(Candidate(maker=made.maker, name=name, time_us=took))
+                    continue
+                mscclpp_wide.dumps(program, form=form, max_threadblocks=prices.max_blocks or MAX_THREADBLOCKS)
+                lowered = program.lower(fifo_depth=2)
+            except StrettoError as error:
+                self.tried.append(Candidate(maker=made.maker, name=name, reason=str(error)))
+                continue
+            self.tried.append(Candidate(maker=made.maker, name=name, time_us=took))
+            self.best = made, Lowering(lowered=lowered, time_us=took, instances=1, fifo_depth=2, form=form)
+
+
+def _direct(problem: SynthesisProblem) -> list[ProvedProgram]:
+    """The direct algorithm, which has the fewest steps: on the links it may be far from the fastest."""
+    c = problem.collective
+    try:
+        options = {"root": c.root} if c.root >= 0 else {}
+        program = algorithm("direct", c.kind, c.ranks, in_place=c.in_place, **options)
+    except StrettoError:
+        return []
+    took = simulate(
+        program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
+    ).total_us
+    return [ProvedProgram(maker="library:direct", program=program, time_us=took, seconds=0.0)]
+
+
+def forms_for(program: Program, nbytes: float, prices: Runtime) -> list[PlanForm]:
+    """The forms of a plan that are tried: protocols, streams, slices and loops, from few threadblocks to many.
+
+    Args:
+        program: The program.
+        nbytes: The bytes that the collective moves.
+        prices: The runtime.
+
+    Returns:
+        The forms.
+    """
+    most = prices.max_blocks or MAX_THREADBLOCKS
+    ranks = program.collective.num_ranks
+    protocols = [p for p in mscclpp_wide.PROTOCOLS if p in prices.protocols and (p != "LL" or nbytes <= MAX_PACKETS)]
+    found = []
+    for protocol in protocols:
+        for streams in sorted({1, min(ranks, most), min(4 * ranks, most), most}):
+            if streams > program.collective.num_chunks > 1:
+                continue
+            slices = 1
+            while slices * streams <= most:
+                found.append(PlanForm(protocol=protocol, streams=streams, slices=slices))
+                if protocol == "Simple" and slices == 1:
+                    share = float(program.collective.chunk_share[0]) * nbytes
+                    loops = [int(share / turns) // 16 * 16 for turns in LOOP_TURNS]
+                    found += [replace(found[-1], loop_bytes=loop) for loop in loops if loop >= LEAST_LOOP]
+                slices *= 2
+    return found
 
 
 def lowers_well(made: ProvedProgram, problem: SynthesisProblem) -> bool:

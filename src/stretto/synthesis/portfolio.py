@@ -233,6 +233,7 @@ def _search(
         budget_s=float(budget_s),
         lowered_us=None if lowering is None else lowering.time_us,
         runtime="" if problem.runtime is None else problem.runtime.name,
+        form=str(lowering.form) if lowering is not None and lowering.form is not None else "",
         unfit_for_old=lowering.unfit_for_old if lowering is not None and problem.lower == "msccl" else "",
         versions=versions(),
         helpers=duties(best.program, problem.cluster, problem.nbytes),

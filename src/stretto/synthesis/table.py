@@ -20,6 +20,7 @@ from ..errors import InvalidInput
 from ..files import write_file
 from ..programs import Program, SymmetricProgram
 from ..simulator import lower_bound, simulate
+from ..simulator.priced_wide import wide_time_us
 from .certificate import Synthesis
 from .portfolio import synthesize
 from .problem import Progress
@@ -85,7 +86,7 @@ class Selection:
         Files for MSCCL and MSCCL++ carry their size range themselves, so that the runtime picks the right one; no two
         ranges overlap. `suffix` chooses the format (.xml, .json, .txt, .prog).
         """
-        from ..programs.formats import SUFFIXES, save_program
+        from ..programs.formats import SUFFIXES
 
         if suffix not in SUFFIXES:
             raise InvalidInput(f"suffix {suffix!r}: choose from: {', '.join(SUFFIXES)}")
@@ -96,14 +97,8 @@ class Selection:
         except OSError as error:
             raise InvalidInput(f"{error.filename or folder}: {error.strerror or error}") from None
         for name, choice in zip(names, self.choices, strict=True):
-            is_text = SUFFIXES[suffix] == "text"
-            save_program(
-                choice.program if is_text else choice.synthesis.runnable,
-                folder / name,
-                hosts=choice.synthesis.hosts,
-                min_bytes=choice.min_bytes,
-                max_bytes=choice.max_bytes,
-            )
+            limits = {"min_bytes": choice.min_bytes, "max_bytes": choice.max_bytes}
+            choice.synthesis.write(folder / name, hosts=choice.synthesis.hosts, **limits)
         rows = [
             {"file": name, **row}
             for name, choice in zip(names, self.choices, strict=True)
@@ -166,6 +161,9 @@ def select(
     physics = {key: options[key] for key in ("alpha", "contention", "runtime") if key in options}
 
     def time_us(one: Synthesis, nbytes: int) -> float:
+        form = None if one.lowering is None else one.lowering.form
+        if form is not None:
+            return wide_time_us(one.plain, cluster, nbytes=nbytes, form=form, runtime=physics["runtime"])
         return simulate(one.runnable, cluster, nbytes=nbytes, **physics).total_us
 
     programs = [s for at, s in enumerate(found) if all(not _same(s, other) for other in found[:at])]
@@ -194,7 +192,7 @@ def select(
 
 def _same(a: Synthesis, b: Synthesis) -> bool:
     """Whether two results run the same: the same program, lowered alike where it is lowered."""
-    ways = [(x.lowering.instances, x.lowering.fifo_depth) if x.lowering else None for x in (a, b)]
+    ways = [(x.lowering.instances, x.lowering.fifo_depth, x.lowering.form) if x.lowering else None for x in (a, b)]
     return ways[0] == ways[1] and a.program == b.program
 
 

@@ -75,6 +75,24 @@ ACCELERATORS: dict[str, Accelerator] = {
             tflops={"fp32": 67.0, "tf32": 494.5, "fp16": 989.0, "bf16": 989.0, "fp8": 1979.0},
             hbm_gb_per_s=3350.0,
         ),
+        # NVIDIA's data sheet of the H200 (SXM, dense figures): an H100 with more and faster memory.
+        Accelerator(
+            name="h200",
+            tflops={"fp32": 67.0, "tf32": 494.5, "fp16": 989.0, "bf16": 989.0, "fp8": 1979.0},
+            hbm_gb_per_s=4800.0,
+        ),
+        # NVIDIA's data sheet of the GB200 NVL72: half of a superchip, which has two GPUs; half of the sparse figures.
+        Accelerator(
+            name="gb200",
+            tflops={"fp32": 80.0, "tf32": 1250.0, "fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0},
+            hbm_gb_per_s=8000.0,
+        ),
+        # AMD's data sheet of the Instinct MI300X, dense figures.
+        Accelerator(
+            name="mi300x",
+            tflops={"fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "bf16": 1307.4, "fp8": 2614.9},
+            hbm_gb_per_s=5300.0,
+        ),
         # Themis 5.1: "roofline FP16 performance from the total FLOPS" of an A100, taken at its word.
         Accelerator(name="themis_npu", tflops={"fp16": 312.0}, hbm_gb_per_s=2039.0, efficiency=1.0, launch_us=0.0),
     )

@@ -18,7 +18,7 @@ from ...workload.catalog.convolutional import densenet121, inceptionv3, resnet, 
 from ...workload.catalog.language import bert, lm1b, transformer
 from ...workload.catalog.layers import Scale, VariableLayer
 from ...workload.catalog.recommendation import ncf
-from ...workload.roofline import Accelerator
+from ...workload.roofline import ACCELERATORS, Accelerator
 from ..model import ModelSpec
 from .layers import variables_of
 
@@ -28,9 +28,10 @@ DEVICES: dict[str, Accelerator] = {
         Accelerator(name="titan_x", tflops={"fp32": 11.0}, hbm_gb_per_s=480.0),
         Accelerator(name="m60", tflops={"fp32": 4.8}, hbm_gb_per_s=160.0),
         Accelerator(name="t4", tflops={"fp32": 8.1}, hbm_gb_per_s=320.0),
+        *(ACCELERATORS[name] for name in ("a100", "h100", "h200", "gb200", "mi300x")),
     )
 }
-"""The GPUs of the paper's clusters, from their data sheets (one of the two GPUs of an M60 board)."""
+"""The GPUs of the paper's clusters (one of the two of an M60 board), and those of today; all from their data sheets."""
 
 MODELS: dict[str, tuple[Callable[[Scale], list[VariableLayer]], int]] = {
     "resnet101": (lambda scale: resnet("101", scale), 32),

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs chosen by the price list of a runtime beside those chosen by the links alone, on boxes of several kinds.
+
+`links_us` is the fastest program that is found for the links alone, which no instruction slows down; `as_streams_us`
+is that program on the runtime; `time_us` is what is chosen with the runtime's prices, on the runtime. At 1 GB that
+should be hardly more than `links_us` (`over_links`), and for small sizes far less than `as_streams_us`.
+"""
+
+from __future__ import annotations
+
+from common import Row, common_options, finish
+
+from stretto import AllGather, AllReduce, Cluster, synthesize
+from stretto.errors import StrettoError
+from stretto.simulator import simulate
+
+CLUSTERS = ("ndv2", "dgx2", "dgx_a100", "dgx_h100")
+SIZES = (65536, 10**9)
+RUNTIME = "mscclpp:h200"
+
+
+def main() -> None:
+    """Print one row for each cluster, collective and size."""
+    parser = common_options(__doc__)
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds of each search")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for name in CLUSTERS[: 1 if args.quick else None]:
+        cluster = Cluster.preset(name)
+        for make in (AllReduce, AllGather):
+            for nbytes in SIZES[: 1 if args.quick else None]:
+                wanted = make(cluster.num_devices, in_place=True)
+                links = synthesize(wanted, cluster, nbytes, budget_s=args.budget, cache=False)
+                found = synthesize(wanted, cluster, nbytes, runtime=RUNTIME, budget_s=2 * args.budget, cache=False)
+                row: Row = {
+                    "case": f"{name} {wanted.kind}", "nbytes": nbytes, "links_us": links.time_us,
+                    "as_streams_us": "",
+                    "time_us": found.certificate.lowered_us, "program": found.program.name,
+                    "form": found.certificate.form, "over_links": (found.certificate.lowered_us or 0) / links.time_us,
+                }  # fmt: skip
+                try:
+                    streams = links.plain.lower(fifo_depth=2)
+                    row["as_streams_us"] = simulate(streams, cluster, nbytes=nbytes, runtime=RUNTIME).total_us
+                except StrettoError as error:
+                    row["as_streams_us"] = str(error).partition(": ")[2] or str(error)
+                rows.append(row)
+    finish(rows, args, title="chosen by a runtime's prices, and by the links alone")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The price of wide steps, beside times that are worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto import AllReduce, Cluster, synthesize
+from stretto.algorithms import algorithm
+from stretto.errors import InvalidInput
+from stretto.programs.formats.mscclpp_wide import PlanForm
+from stretto.programs.lowered import OPS
+from stretto.programs.wide import widen
+from stretto.simulator import Runtime
+from stretto.simulator.priced_wide import wide_time_us
+from stretto.simulator.runtime_fit import RuntimeRow, fit_runtime
+from stretto.simulator.runtimes import Protocol
+from stretto.synthesis.lowering import forms_for
+
+PRICES = Runtime(
+    name="mscclpp:test", launch_us=1.0, step_us=0.5, meet_us=2.0, max_blocks=64,
+    instruction_us=dict.fromkeys(OPS[1:], 3.0),
+    block_gb_per_s={"read": 10.0, "write": 20.0} | dict.fromkeys(("put", "reduce", "copy", "receive"), 10.0),
+    protocols={"Simple": Protocol(), "LL": Protocol(bytes_factor=2.0, signal_us=0.25)},
+)  # fmt: skip
+FAST = Cluster.preset("shared_gpu", nodes=4, gb_per_s=1e9)
+"""Links that take no time worth mentioning."""
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+def test_a_direct_all_reduce_with_signals(slices: int) -> None:
+    nbytes, direct = 4e6, algorithm("direct", "all_reduce", 4)
+    took = wide_time_us(direct, FAST, nbytes=nbytes, form=PlanForm(slices=slices), runtime=PRICES)
+    work = nbytes / 4 * (4 / 10e3 + 4 / 20e3) / slices
+    assert took == pytest.approx(1.0 + 2.0 + 0.5 + work + 2.0, rel=1e-4)
+
+
+def test_a_direct_all_reduce_with_packets() -> None:
+    nbytes, direct = 4e3, algorithm("direct", "all_reduce", 4)
+    form = PlanForm(protocol="LL", streams=4)
+    took = wide_time_us(direct, FAST, nbytes=nbytes, form=form, runtime=PRICES)
+    share = nbytes / 4 / 1e3
+    send = 0.5 + share * (1 / 10 + 2 / 20)
+    add = 0.25 + 0.5 + share * ((1 + 3 * 2) / 10 + (1 + 3 * 2) / 20)
+    take = 0.25 + 0.5 + share * (2 / 10 + 1 / 20)
+    assert took == pytest.approx(1.0 + send + add + take, rel=1e-3)
+
+
+def test_links_bound_what_blocks_could_move() -> None:
+    cluster = Cluster.preset("shared_gpu", nodes=4, gb_per_s=10.0)
+    direct = algorithm("direct", "all_gather", 4)
+    took = wide_time_us(direct, cluster, nbytes=4e6, form=PlanForm(slices=64), runtime=PRICES)
+    assert took >= 12e6 / 10e3
+    with pytest.raises(InvalidInput, match="65 threadblocks are more than the 64"):
+        wide_time_us(direct, cluster, nbytes=4e6, form=PlanForm(slices=65), runtime=PRICES)
+
+
+def test_a_loop_lets_a_chain_overlap() -> None:
+    chain = algorithm("chain", "broadcast", 4, chunks=16)
+    whole, loop = (
+        wide_time_us(chain, FAST, nbytes=16e6, form=PlanForm(loop_bytes=turn), runtime=PRICES) for turn in (0, 10**6)
+    )
+    assert loop < 0.6 * whole
+
+
+def test_prices_of_wide_steps_are_found_again() -> None:
+    wide = widen(algorithm("direct", "all_reduce", 4))
+    rows = [
+        RuntimeRow(
+            lowered=wide, cluster=FAST, nbytes=nbytes, form=PlanForm(slices=slices),
+            time_us=wide_time_us(wide, FAST, nbytes=nbytes, form=PlanForm(slices=slices), runtime=PRICES),
+        )
+        for nbytes in (1e3, 1e6, 1e8)
+        for slices in (1, 8)
+    ]  # fmt: skip
+    start = Runtime.load("mscclpp:h200")
+    found = fit_runtime(rows[:4], start, free=("launch_us", "meet_us", "step_us", "read", "write"), judge=rows[4:])
+    assert found.error < 0.1
+
+
+def test_synthesis_chooses_a_form_by_size() -> None:
+    cluster = Cluster.preset("shared_gpu", nodes=4)
+    found = [
+        synthesize(AllReduce(4), cluster, nbytes, runtime=PRICES, makers=["library:direct"], budget_s=2, cache=False)
+        for nbytes in (1024, 1 << 26)
+    ]
+    small, large = (one.lowering.form for one in found if one.lowering is not None)
+    assert small is not None and small.protocol == "LL"
+    assert large is not None and large.protocol == "Simple" and large.slices > 4
+    assert found[0].certificate.form == str(small)
+    assert (
+        "above the bound" in str(found[0].certificate) and found[0].certificate.runtime_gap > found[0].certificate.gap
+    )
+
+
+def test_forms_keep_within_the_runtime() -> None:
+    direct = algorithm("direct", "all_reduce", 4)
+    forms = forms_for(direct, 1e9, PRICES)
+    assert all(form.streams * form.slices <= 64 and form.protocol == "Simple" for form in forms)
+    assert {form.loop_bytes > 0 for form in forms} == {True, False}
