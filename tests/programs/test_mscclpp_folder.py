@@ -33,7 +33,7 @@ def test_small_calls_get_packets_and_large_ones_many_threadblocks(folder: Path) 
     plans = plans_of(folder)
     assert [plans[0].min_bytes, plans[-1].max_bytes] == [0, 0]
     small, large = (json.loads(plan.path.read_text()) for plan in (plans[0], plans[-1]))
-    assert large["protocol"] == "Simple"
+    assert [small["protocol"], large["protocol"]] == ["LL", "Simple"]
     assert len(large["gpus"][0]["threadblocks"]) > len(small["gpus"][0]["threadblocks"])
     check_plan(loads(plans[0].path.read_text()), seeds=[0])
 

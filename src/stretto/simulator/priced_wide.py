@@ -19,6 +19,7 @@ from .runtimes import Runtime, runtime_of
 
 MOST_TURNS = 32
 """The most turns of a loop that are simulated; more of them are taken to be as many, each longer."""
+SOFT = 4.0
 
 
 def wide_time_us(
@@ -76,10 +77,16 @@ class _Events:
     after: list[list[int]] = field(default_factory=list)
     message: list[tuple[int, int, int, float]] = field(default_factory=list)
     """The event, the ranks and the bytes of each message."""
+    sharing: int = 1
+    """How many ranks share one GPU, whose memory then is all of their links."""
 
     def total_us(self) -> float:
         ranks = self.wide.program.collective.num_ranks
-        launch = [self._event(self.prices.launch_us, []) for _ in range(ranks)]
+        if self.prices.memory_gb_per_s and set(self.cluster.channels) == {"hbm"}:
+            self.sharing = ranks
+        blocks = self.wide.streams * self.form.slices
+        begun_us = self.prices.launch_us + blocks * self.prices.block_us
+        launch = [self._event(begun_us, []) for _ in range(ranks)]
         for stream in range(self.wide.streams):
             steps = [s for s in self.wide.steps if self.wide.stream[s.piece] == stream]
             if any(self.wide.slots):
@@ -93,19 +100,30 @@ class _Events:
         self.after.append(after)
         return len(self.delay_us) - 1
 
-    def _step(self, step: WideStep, after: list[int], turns: int) -> tuple[list[int], dict[int, int]]:
+    def _step(self, step: WideStep, after: list[int], turns: int, waits: int = 0) -> tuple[list[int], dict[int, int]]:
         """The events that mean that a step is done, and the event that brings its data to each peer."""
         share = float(self.wide.program.collective.chunk_share[0]) * self.nbytes * step.count / turns
         factor = self.prices.protocol(self.form.protocol).bytes_factor
-        ready = self._event(self.prices.step_us, after)
+        places = len(step.sources) + len(step.targets)
+        # Nobody waits between the steps of packets, so that what they cost is in their places and their arrival.
+        step_us = 0.0 if self.form.protocol == "LL" else self.prices.step_us
+        ready = self._event(step_us + places * self.prices.place_us + waits * self.prices.peer_us, after)
         rates = [self.prices.us_per_byte(work) for work in ("read", "write")]
-        per_byte = 0.0
+        per_byte = touched = 0.0
         for cells, rate in zip((step.sources, step.targets), rates, strict=True):
-            per_byte += rate * sum(factor if cell[1] == PACKET else 1.0 for cell in cells)
+            moved = sum(factor if cell[1] == PACKET else 1.0 for cell in cells)
+            per_byte, touched = per_byte + rate * moved, touched + moved
         work = share * per_byte / self.form.slices * MOST_THREADS / self.form.threads
+        if self.prices.memory_gb_per_s:
+            # Close to what memory can do, blocks already hinder each other: a soft maximum.
+            memory = share * touched * self.sharing / (self.prices.memory_gb_per_s * 1e3)
+            work = float((work**SOFT + memory**SOFT) ** (1 / SOFT))
         done, sent = [self._event(work, [ready])], {}
         for cells, inward in ((step.sources, True), (step.targets, False)):
             for peer in (cell[0] for cell in cells if cell[0] != step.rank):
+                if self.sharing > 1:
+                    sent[peer] = done[0]
+                    continue
                 event = self._event(0.0, [ready])
                 ends = (peer, step.rank) if inward else (step.rank, peer)
                 self.message.append((event, *ends, share * factor))
@@ -146,10 +164,11 @@ class _Events:
                 after = list(last[r])
                 for q, number in waits:
                     after.append(begun[q, r] if number == 0 else self._event(signal_us, done[q, number]))
-                done[r, at[r]] = last[r] = self._step(step, after, turns)[0]
+                done[r, at[r]] = last[r] = self._step(step, after, turns, len(waits))[0]
         for r in range(ranks):
-            for q in sync.last_waits(r):
-                self._event(0.0, [self._event(signal_us, last[q]), *last[r]])
+            if waits := len(sync.last_waits(r)):
+                last_wait = [self._event(signal_us, last[q]) for q in sync.last_waits(r)]
+                self._event(waits * self.prices.peer_us, [*last_wait, *last[r]])
 
     def _turns(self, steps: list[WideStep]) -> int:
         if not self.form.loop_bytes or not steps:

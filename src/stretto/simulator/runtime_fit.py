@@ -74,8 +74,9 @@ def fit_runtime(
         rows: The measurements to fit.
         start: Where to start; its other fields stay as they are. A free price that is 0 starts at 1.
         free: The prices to move: ``launch_us``, ``handover_us``, ``instruction_us`` (all kinds in proportion),
-            ``signal_us`` (protocol Simple; ``signal_us:LL`` of packets), ``step_us`` and ``meet_us`` of wide steps, or
-            the block's ``copy``, ``reduce``, ``put``, ``receive``, ``read``, ``write``.
+            ``signal_us`` (protocol Simple; ``signal_us:LL`` of packets), those of wide steps (``step_us``, ``meet_us``,
+            ``peer_us``, ``place_us``, ``block_us``, ``memory_gb_per_s``), or the block's ``copy``, ``reduce``, ``put``,
+            ``receive``, ``read``, ``write``.
         judge: Measurements that the fit does not see.
         report: Called with a line of text after every round.
 
@@ -121,7 +122,7 @@ def _loss(rows: Sequence[RuntimeRow], runtime: Runtime) -> float:
     return float(np.mean([abs(log(max(_ratio(row, runtime), 1e-12))) for row in rows]))
 
 
-PLAIN = ("launch_us", "handover_us", "step_us", "meet_us")
+PLAIN = ("launch_us", "handover_us", "step_us", "meet_us", "peer_us", "place_us", "block_us", "memory_gb_per_s")
 CHOICES = (*PLAIN, "instruction_us", "signal_us", "signal_us:LL", *WORK)
 
 

@@ -57,9 +57,17 @@ class Runtime:
     instruction_us: Mapping[str, float] = field(default_factory=dict)
     """What an instruction of each kind costs whatever its size; kinds as in `Lowered`, such as ``s`` and ``rrc``."""
     step_us: float = 0.0
-    """What a wide step costs whatever its size."""
+    """What a wide step of protocol Simple costs whatever its size."""
     meet_us: float = 0.0
     """From a wide step's end until a step of another rank that waits for its signal goes on (protocol Simple)."""
+    peer_us: float = 0.0
+    """What a wide step costs in addition for each signal that it waits for."""
+    place_us: float = 0.0
+    """What a wide step costs for each place that it reads or writes, whatever its size."""
+    block_us: float = 0.0
+    """What every threadblock of a rank adds to the launch of a plan of wide steps."""
+    memory_gb_per_s: float = 0.0
+    """What a GPU's memory reads and writes for all threadblocks together; 0: no limit."""
     handover_us: float = 0.0
     """What an instruction costs in addition where it waits for another threadblock of its rank."""
     block_gb_per_s: Mapping[str, float] = field(default_factory=dict)
@@ -79,7 +87,16 @@ class Runtime:
     """Where the figures are from."""
 
     def __post_init__(self) -> None:
-        for key in ("launch_us", "handover_us", "step_us", "meet_us"):
+        for key in (
+            "launch_us",
+            "handover_us",
+            "step_us",
+            "meet_us",
+            "peer_us",
+            "place_us",
+            "block_us",
+            "memory_gb_per_s",
+        ):
             _number(key, getattr(self, key))
         for key in ("window", "slice_bytes", "max_blocks"):
             value = getattr(self, key)
@@ -181,8 +198,8 @@ class Runtime:
 
 
 _PLAIN: tuple[str, ...] = (
-    "name", "launch_us", "step_us", "meet_us", "handover_us", "holds_block", "window", "slice_bytes", "max_blocks",
-    "contention",
+    "name", "launch_us", "step_us", "meet_us", "peer_us", "place_us", "block_us", "memory_gb_per_s", "handover_us",
+    "holds_block", "window", "slice_bytes", "max_blocks", "contention",
 )  # fmt: skip
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
@@ -200,6 +217,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     instruction_us: dict[Name, float] = {}
     step_us: float = 0.0
     meet_us: float = 0.0
+    peer_us: float = 0.0
+    place_us: float = 0.0
+    block_us: float = 0.0
+    memory_gb_per_s: float = 0.0
     handover_us: float = 0.0
     block_gb_per_s: dict[Name, float] = {}
     holds_block: bool = False
@@ -228,19 +249,25 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
         "mscclpp:h200": Runtime(
             name="mscclpp:h200",
             launch_us=1.23,
-            step_us=1.0,
-            meet_us=1.5,
+            step_us=0.9203,
+            meet_us=0.7836,
+            peer_us=0.2233,
+            place_us=0.2352,
+            block_us=0.01731,
+            memory_gb_per_s=3688.0,
             instruction_us=dict.fromkeys(OPS[1:], 2.77),
-            block_gb_per_s={"put": 42.0, "reduce": 25.8, "copy": 22.2, "receive": 28.2, "read": 100.0, "write": 100.0},
+            block_gb_per_s={"put": 42.0, "reduce": 25.8, "copy": 22.2, "receive": 28.2, "read": 132.3, "write": 58.22},
             holds_block=True,
             window=2,
             max_blocks=80,
             contention="fair",
-            protocols={"Simple": Protocol(signal_us=1.08), "LL": Protocol(bytes_factor=2.0, signal_us=1.0)},
+            protocols={"Simple": Protocol(signal_us=1.08), "LL": Protocol(bytes_factor=2.0, signal_us=0.6682)},
             notes=(
                 "the executor of MSCCL++ 0.10 on an H200 under MPS, blocks of 1024 threads, protocol Simple",
                 "fitted to 20 times of four plans on 8 ranks, an outside run of November 2026 (benchmarks/runtimes.py)",
                 "receive is the copy out of a slot: free with zero copy",
+                "wide steps: fitted to 149 of our own times on 2 and 8 ranks of one H200 (MSCCL++ 0.9, November 2026)",
+                "and 15 % off in the mean on the 905 others (benchmarks/mscclpp_plans.py)",
             ),
         ),
     }

@@ -155,16 +155,23 @@ class _Search:
     def _widen(self, made: ProvedProgram, program: Program, prices: Runtime) -> None:
         problem = self.problem
         made_of: dict[tuple[str, int], WideProgram] = {}
+        before: dict[tuple[str, int], float] = {}
+        enough: set[tuple[str, int]] = set()
         for form in forms_for(program, problem.nbytes, prices):
+            key = form.protocol, form.streams
             if self.over():
                 break
+            if key in enough and not form.loop_bytes:
+                continue  # More slices did not help before, and so will not help now.
             name = f"{program.name} {form}"
             self.report(f"wide steps of {name}")
             try:
-                key = form.protocol, form.streams
                 if key not in made_of:
                     made_of[key] = widen(program, packets=form.protocol == "LL", streams=form.streams)
                 took = wide_time_us(made_of[key], problem.cluster, nbytes=problem.nbytes, form=form, runtime=prices)
+                if not form.loop_bytes:
+                    enough |= {key} if took > WORTHWHILE * before.get(key, inf) else set()
+                    before[key] = took
                 if self.best is not None and took >= self.best[1].time_us:
                     self.tried.append(Candidate(maker=made.maker, name=name, time_us=took))
                     continue
