@@ -266,8 +266,8 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
                 "the executor of MSCCL++ 0.10 on an H200 under MPS, blocks of 1024 threads, protocol Simple",
                 "fitted to 20 times of four plans on 8 ranks, an outside run of November 2026 (benchmarks/runtimes.py)",
                 "receive is the copy out of a slot: free with zero copy",
-                "wide steps: fitted to 149 of our own times on 2 and 8 ranks of one H200 (MSCCL++ 0.9, November 2026)",
-                "and 15 % off in the mean on the 905 others (benchmarks/mscclpp_plans.py)",
+                "wide steps: fitted to 148 of our own times on 2 and 8 ranks of one H200 (MSCCL++ 0.9, November 2026)",
+                "and 16 % off in the mean on 1,384 others (benchmarks/mscclpp_plans.py)",
             ),
         ),
     }
