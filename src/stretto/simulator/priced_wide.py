@@ -166,9 +166,9 @@ class _Events:
                     after.append(begun[q, r] if number == 0 else self._event(signal_us, done[q, number]))
                 done[r, at[r]] = last[r] = self._step(step, after, turns, len(waits))[0]
         for r in range(ranks):
-            if waits := len(sync.last_waits(r)):
-                last_wait = [self._event(signal_us, last[q]) for q in sync.last_waits(r)]
-                self._event(waits * self.prices.peer_us, [*last_wait, *last[r]])
+            heard = [self._event(signal_us, last[q]) for q in sync.last_waits(r)]
+            if heard:
+                self._event(len(heard) * self.prices.peer_us, [*heard, *last[r]])
 
     def _turns(self, steps: list[WideStep]) -> int:
         if not self.form.loop_bytes or not steps:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
+from typing import Any
 
 import numpy as np
 
@@ -145,7 +146,8 @@ def _protocol(name: str) -> str:
 def _with(runtime: Runtime, prices: dict[str, float]) -> Runtime:
     for name, value in prices.items():
         if name in PLAIN:
-            runtime = replace(runtime, **{name: value})
+            change: dict[str, Any] = {name: value}
+            runtime = replace(runtime, **change)
         elif name == "instruction_us":
             now = dict(runtime.instruction_us) or dict.fromkeys(OPS[1:], 1.0)
             most = max(now.values())

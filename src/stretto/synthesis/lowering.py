@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -188,7 +189,7 @@ def _direct(problem: SynthesisProblem) -> list[ProvedProgram]:
     """The direct algorithm, which has the fewest steps: on the links it may be far from the fastest."""
     c = problem.collective
     try:
-        options = {"root": c.root} if c.root >= 0 else {}
+        options: dict[str, Any] = {"root": c.root} if c.root >= 0 else {}
         program = algorithm("direct", c.kind, c.ranks, in_place=c.in_place, **options)
     except StrettoError:
         return []
