@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .mscclpp_wide import PlanForm
 
 __all__ = [
-    "SUFFIXES", "expanded", "format_of", "load_program", "msccl_xml", "mscclpp_json", "mscclpp_reader", "mscclpp_wide",
-    "save_program", "sniff", "symmetric_text", "text",
+    "SUFFIXES", "expanded", "format_of", "load_program", "msccl_xml", "mscclpp_folder", "mscclpp_json",
+    "mscclpp_reader", "mscclpp_wide", "save_program", "sniff", "symmetric_text", "text",
 ]  # fmt: skip
 
 SUFFIXES = {".txt": "text", ".prog": "text", ".xml": "msccl", ".json": "mscclpp"}
