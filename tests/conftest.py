@@ -25,7 +25,7 @@ if os.environ.get("HYPOTHESIS_PROFILE", "same") == "same":
 HERE = Path(__file__).parent
 STARTS_PROCESSES = re.compile(
     r"""
-    examples/test_examples_jobs | lab/ | gpu/
+    examples/test_examples_jobs | lab/ | gpu/ | report/test_browser | test_tutorial
     | control/test_control_(faults|fork|kills|planner_process|slower|soak|transport|unchanged)
     | cli/test_(controller|demo|lab|probe|run|tune)_
     | runtime/test_(backend(?!_select)|capture_(?!merge)|ddp_hook|distribute

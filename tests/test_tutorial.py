@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from stretto.cli import run
+from stretto.lab import unavailable
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,6 +45,24 @@ def test_the_job_of_the_tutorial_trains(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("rank 0: loss ")
+
+
+@pytest.mark.skipif(unavailable() is not None, reason="no lab can be built here")
+def test_the_lab_commands_of_the_tutorial_train(tmp_path: Path) -> None:
+    lines = [line for block in blocks("docs/tutorial.md", "sh") for line in block.splitlines() if " lab run " in line]
+    plain, *wrapped = lines
+    assert len(wrapped) == 2 and all(line.endswith(f"-- {plain}") for line in wrapped), "the others run the same"
+    script = next(block for block in blocks("docs/tutorial.md", "python") if "init_process_group" in block)
+    (tmp_path / "train.py").write_text(script)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        shlex.split(plain), cwd=tmp_path, env=os.environ | {"STEPS": "2", "PATH": path}, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.partition(": loss ")[0] for line in done.stdout.splitlines()) == [
+        f"[{rank}] rank {rank}" for rank in range(4)
+    ]
 
 
 def test_the_snippet_of_advise_runs(capsys: pytest.CaptureFixture[str]) -> None:

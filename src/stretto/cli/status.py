@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from ..control.live_page import LivePage
 from ..control.messages import HangStatus, JobStatus, RankStatus, Status, StatusRequest, decode, encode
 from ..control.metrics import prometheus_text
 from ..control.transport import STATUS, ControllerConnection, check_address, default_folder, from_environment
 from ..errors import InvalidInput
-from ..report.enforced_html import write_enforced_html
+from ..report.enforced_html import enforced_page, write_enforced_html
 from ..report.table import ResultTable
 from ..units import format_us
 from .common import one_line, out
@@ -22,7 +24,7 @@ from .gain import gain_line
 from .options import HtmlOption, JsonOption
 from .outputs import OutputFiles
 
-ASK_S = 5.0
+ASK_S, AGAIN_S = 5.0, 5.0
 
 
 def status(
@@ -36,6 +38,9 @@ def status(
     rows: JsonOption = None,
     html: HtmlOption = None,
     metrics: Annotated[bool, typer.Option("--metrics", help="Counters for Prometheus instead of tables.")] = False,
+    serve: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="A live page at an address of this machine, 127.0.0.1:0 say.")
+    ] = "",
 ) -> None:
     """Show the jobs of a controller: plan, hash, waits, gain, and how every rank is.
 
@@ -46,6 +51,7 @@ def status(
       stretto status --json -
       stretto status --html now.html
       stretto status --metrics > stretto.prom
+      stretto status --serve 127.0.0.1:8080
     """
     given = {
         "STRETTO_CONTROLLER": address, "STRETTO_TOKEN_FILE": token_file, "STRETTO_TLS_CERT": tls_cert,
@@ -53,7 +59,11 @@ def status(
     }  # fmt: skip
     if address:
         check_address(address)
-    link = from_environment(_environment({name: str(value) for name, value in given.items() if value}))
+    environment = _environment({name: str(value) for name, value in given.items() if value})
+    if serve:
+        serve_page(serve, environment)
+        return
+    link = from_environment(environment)
     assert link is not None
     found = ask(link)
     files = OutputFiles()
@@ -93,6 +103,20 @@ def ask(link: ControllerConnection) -> Status:
         return decode(link.call(STATUS, encode(StatusRequest()), timeout_s=ASK_S), Status)
     finally:
         link.close()
+
+
+def serve_page(address: str, environment: dict[str, str]) -> None:
+    """Serve a page of all jobs that renews itself, until interrupted; each time the controller is asked anew."""
+
+    def page() -> str:
+        link = from_environment(environment)
+        assert link is not None
+        return enforced_page(ask(link), again_s=AGAIN_S)
+
+    live = LivePage(address, page)
+    print(f"{live.url} (end with Ctrl-C)", flush=True)
+    with suppress(KeyboardInterrupt):
+        live.serve()
 
 
 def show(console: Console, job: JobStatus) -> None:

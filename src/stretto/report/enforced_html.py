@@ -10,8 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..files import write_file
 from ..units import format_bytes, format_us
-from .html import Section, figure_html, look, write_html
+from .html import look
+from .page import Section, figure_html, page_html
 from .style import color
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from ..runtime.enforcer.report import Timing
 
 _MAX_MOTIFS = 3000
+_MAX_RANKS = 64
 _US_PER_MS = 1e3
 _COMPUTE = {"forward": "#c9c9c9", "backward": "#9d9d9d", "optimizer": "#dddddd"}
 _OTHER = "#bbbbbb"
@@ -49,18 +52,27 @@ class _Row(NamedTuple):
 
 def write_enforced_html(path: str | Path, status: Status) -> None:
     """Write the page, with a part for every job of a controller's status."""
-    sections = [section for job in status.jobs for section in _sections(job)]
+    write_file(path, enforced_page(status))
+
+
+def enforced_page(status: Status, *, again_s: float = 0.0) -> str:
+    """The text of the page; with `again_s` a browser asks for it again after so many seconds."""
+    sections = [section for job in status.jobs for section in _sections(job, status)]
     if not sections:
         sections = [Section(heading="No job", note="The controller has not heard of any.")]
-    write_html(path, title="Plans, promised and measured", sections=sections)
+    head = f'<meta http-equiv="refresh" content="{again_s:g}">' if again_s else ""
+    return page_html(title="Plans, promised and measured", sections=sections, head=head)
 
 
-def _sections(job: JobStatus) -> list[Section]:
+def _sections(job: JobStatus, status: Status) -> list[Section]:
     plan = f"plan {job.plan.number}, hash {job.plan.hash}" if job.plan.number else "plain order"
     note = f"{job.size} ranks, {plan}; {job.about}."
     if job.predicted_us and job.iteration_us:
         note += f" An iteration takes {job.iteration_us / job.predicted_us:.2f} times what was predicted."
     found = [Section(heading=f"Job {job.job}", note=note, body=_gain(job))]
+    faults = [hang.text for hang in status.hangs if hang.job == job.job]
+    faults += [f"Rank {rank.rank} fell back: {rank.fell_back}" for rank in job.ranks if rank.fell_back]
+    found.append(Section(heading=f"Ranks of {job.job}", note=" ".join(faults) or "No faults.", body=_ranks(job)))
     motifs = job.motifs[:_MAX_MOTIFS]
     rows = _rows(job, motifs)
     if rows:
@@ -79,6 +91,19 @@ def _sections(job: JobStatus) -> list[Section]:
     if motifs:
         found.append(Section(heading=f"Motifs of {job.motifs_plan}", body=_table(motifs)))
     return found
+
+
+def _ranks(job: JobStatus) -> str:
+    """A table of the ranks as the controller last heard of them."""
+    rows = []
+    for rank in job.ranks[:_MAX_RANKS]:
+        times = [format_us(us) if us else "" for us in (rank.iteration_us, rank.waits_us, rank.held_us)]
+        heard = "has ended" if rank.left else f"{rank.heard_s:.1f} s ago"
+        cells = [str(rank.rank), str(rank.active), str(rank.iteration), *times, heard]
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("rank", "runs", "iterations", "time", "waits", "held", "heard"))
+    more = f"<p>{len(job.ranks) - _MAX_RANKS} more ranks.</p>" if len(job.ranks) > _MAX_RANKS else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{more}"
 
 
 def _heading(job: JobStatus) -> str:
