@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .control.agent import connect as connect
     from .pipeline.torch_runtime import pipeline as pipeline
     from .planner.api import PlanResult
+    from .resharding.tensors.mapped import MappedSync as MappedSync
     from .resharding.tensors.reshard import reshard as reshard
     from .resharding.tensors.weights import WeightSync as WeightSync
     from .runtime.capture.session import Recorder as Recorder
@@ -91,6 +92,7 @@ _HOMES = {
     "Executor": (".runtime.executor.executor", "Executor"),
     "ProbeResult": (".runtime.probe.probe", "ProbeResult"),
     "Recorder": (".runtime.capture.session", "Recorder"),
+    "MappedSync": (".resharding.tensors.mapped", "MappedSync"),
     "WeightSync": (".resharding.tensors.weights", "WeightSync"),
     "bench": (".runtime.probe.bench", "bench"),
     "bench_cases": (".runtime.probe.bench", "runs"),

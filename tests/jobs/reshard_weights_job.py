@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import yaml
 from capture_scenarios import _start, store_port
 from reshard_job import joined, told
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +27,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import stretto
 import stretto.torch
 from stretto.resharding.tensors.carrier import Mover
-from stretto.resharding.tensors.weights import Weights
+from stretto.resharding.tensors.weights import Weights, WeightSync
+from stretto.weights import WeightMapping
 
 RANKS, LOST = 6, 1
 TRAINERS, SERVERS = range(2), range(2, 6)
@@ -37,6 +39,20 @@ SHAPES = {
 }  # fmt: skip
 TO = {"embed": Shard(0), "up": Shard(0), "down": Shard(1)}
 Dict = dict[str, torch.Tensor]
+MAPPING = """
+version: 1
+kind: weight_mapping
+ignore: ["*.inv_freq"]
+rules:
+  - {to: "l.{n}.qkv", from: ["l.{n}.q", "l.{n}.k", "l.{n}.v"], concat: 0, sizes: [2, 1, 1]}
+  - {to: "l.{n}.gate_up", from: ["l.{n}.gate", "l.{n}.up"], concat: 0, sizes: [1, 1]}
+  - {to: "l.{n}.down_t", from: "l.{n}.down", transpose: true}
+  - {to: experts, from: "expert.{e}", stack: true}
+  - {to: wide_experts, from: "expert.{e}", stack: true, transpose: true}
+  - {to: vocabulary, from: embed, rows: 10}
+  - {to: head, from: embed, rows: 10}
+  - {to: small, from: big, scale: small_scale, block: 16}
+"""
 
 
 def mesh(grid: Any) -> DeviceMesh:
@@ -251,6 +267,99 @@ def wrong() -> Any:
     return found
 
 
+def mapped() -> Any:
+    """Every kind of rule, on two replicas of two ranks, against making everything of whole tensors."""
+    rank = dist.get_rank()
+    mapping = WeightMapping.parse(yaml.safe_load(MAPPING))
+    shapes = {
+        "l.0.q": (16, 6), "l.0.k": (8, 6), "l.0.v": (8, 6), "l.0.gate": (12, 6), "l.0.up": (12, 6), "l.0.down": (6, 12),
+        "embed": (10, 6), "big": (64, 40), "norm": (6,), "rope.inv_freq": (3,),
+        **{f"expert.{e}": (5, 6) for e in range(4)},
+    }  # fmt: skip
+    draw = torch.Generator().manual_seed(7)
+    full = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    full["big"] = full["big"].bfloat16()
+    source = target = None
+    if rank in TRAINERS:
+        where = mesh(list(TRAINERS))
+        source = {name: cut(t, where, Shard(0)) for name, t in full.items()}
+    else:
+        where = mesh([2, 3] if rank < 4 else [4, 5])
+        f8 = torch.float8_e4m3fn
+        target = {
+            "l.0.qkv": empty(where, (32, 6), Shard(0)), "l.0.gate_up": empty(where, (24, 6), Shard(0)),
+            "l.0.down_t": empty(where, (12, 6), Shard(0)), "experts": empty(where, (4, 5, 6), Shard(0)),
+            "vocabulary": empty(where, (16, 6), Shard(0)), "head": empty(where, (16, 6), Shard(0)),
+            "small": empty(where, (64, 40), Shard(0), f8), "small_scale": empty(where, (4, 3), Shard(0)),
+            "norm": torch.empty(6),
+        }  # fmt: skip
+    seen = []
+    with stretto.torch.MappedSync(source, target, mapping=mapping) as sync:
+        for version in (1, 2):
+            scaled = {name: t * version for name, t in full.items()}
+            fresh = {name: cut(t, where, Shard(0)) for name, t in scaled.items()} if rank in TRAINERS else None
+            number = sync.update(fresh)
+            if target is None:
+                seen.append(number == version)
+                continue
+            with sync.read() as weights:
+                want = made_by_hand(scaled, rank % 2)
+                same = {
+                    name: bits(weights[name]) == value.contiguous().view(torch.uint8).numpy().tobytes()
+                    for name, value in want.items()
+                }
+                seen.append(all(same.values()) and set(weights) == set(want) and weights.version == version)
+    return [seen, mapping_errors(source, target, mapping)]
+
+
+def empty(
+    where: DeviceMesh, shape: tuple[int, ...], placement: Any, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    return cut(torch.empty(shape).to(dtype), where, placement)
+
+
+def made_by_hand(full: Dict, at: int) -> Dict:
+    """The tensors of one rank of a replica, of whole ones."""
+
+    def half(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(2)[at]
+
+    padded = torch.cat([full["embed"], torch.zeros(6, 6)])
+    value = full["big"].float()
+    scales, small = torch.empty(4, 3), torch.empty(64, 40, dtype=torch.float8_e4m3fn)
+    for i in range(4):
+        for j in range(3):
+            where = (slice(16 * i, 16 * i + 16), slice(16 * j, min(16 * j + 16, 40)))
+            scales[i, j] = value[where].abs().max() / 448.0
+            small[where] = (value[where] / scales[i, j]).to(torch.float8_e4m3fn)
+    return {
+        "l.0.qkv": torch.cat([half(full[f"l.0.{x}"]) for x in "qkv"]),
+        "l.0.gate_up": torch.cat([half(full["l.0.gate"]), half(full["l.0.up"])]),
+        "l.0.down_t": half(full["l.0.down"].t().contiguous()),
+        "experts": half(torch.stack([full[f"expert.{e}"] for e in range(4)])),
+        "vocabulary": half(padded), "head": half(padded), "small": half(small), "small_scale": half(scales),
+        "norm": full["norm"],
+    }  # fmt: skip
+
+
+def mapping_errors(source: Any, target: Any, mapping: WeightMapping) -> Any:
+    """Mappings and layouts that do not fit are refused on all ranks, before anything moves."""
+    found = {}
+    changes: dict[str, Callable[[Any], Any]] = {
+        "layout": lambda t: {**t, "small": torch.empty(60, 40).to(torch.float8_e4m3fn)},
+        "blocks": lambda t: {**t, "small": empty(t["small"].device_mesh, (48, 40), Shard(0), torch.float8_e4m3fn)},
+        "fused": lambda t: {**t, "l.0.qkv": empty(t["l.0.qkv"].device_mesh, (30, 6), Shard(0))},
+        "lacking": lambda t: {name: one for name, one in t.items() if name != "small_scale"},
+        "two ways": lambda t: {**t, "head": torch.empty(16, 6)},
+        "shape": lambda t: {**t, "norm": torch.empty(7)},
+    }
+    for name, change in changes.items():
+        # One rank alone is wrong, or all servers are.
+        wrong = target if target is None or (name == "lacking" and dist.get_rank() != 3) else change(target)
+        found[name] = told(lambda wrong=wrong: stretto.torch.MappedSync(source, wrong, mapping=mapping))
+    return found
+
+
 def fails(happens: Callable[[], None], at: int) -> Any:
     """Something happens to a rank in the middle of the second update."""
     rank = dist.get_rank()
@@ -269,24 +378,40 @@ def fails(happens: Callable[[], None], at: int) -> Any:
         first = told(lambda: sync.update(trained(2)))
     with sync.read() as weights:
         kept = [sync.version, equal(weights, 1)]
-    return [first, kept, told(lambda: sync.update(trained(2))), sync.num_rounds]
+    return [first, kept, told(lambda: sync.update(trained(2))), sync.num_rounds, sync]
 
 
 def raises() -> Any:
     def no() -> None:
         raise RuntimeError("no more paper")
 
-    return fails(no, 1)
+    return fails(no, 1)[:-1]
 
 
 def dies() -> Any:
-    return fails(lambda: os.kill(os.getpid(), signal.SIGKILL), LOST)
+    *found, sync = fails(lambda: os.kill(os.getpid(), signal.SIGKILL), LOST)
+    return [*found, goes_on(sync)]
+
+
+def goes_on(sync: WeightSync) -> Any:
+    """Without the lost trainer, first with one replica, then with the other, which comes late."""
+    rank = dist.get_rank()
+    found = []
+    for version, ranks in ((2, [0, 2, 3]), (3, [0, 2, 3, 4, 5])):
+        if rank in ranks:
+            whole = {name: numbers(name, version) for name in SHAPES} if rank == 0 else None
+            sync = sync.reform(ranks, whole)
+            begins = sync.version
+            number = sync.update()
+            with sync.read() as weights:
+                found.append([begins, number, rank == 0 or equal(weights, version)])
+    return found
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "versions_arrive": versions_arrive, "small_staging": small_staging, "casts": casts,
     "readers_see_one_version": readers_see_one_version, "old_versions": old_versions, "wrong": wrong,
-    "raises": raises,
+    "raises": raises, "mapped": mapped,
 }  # fmt: skip
 ONLY = {"messages": ("small_staging", "casts"), "stretto": ("versions_arrive",)}
 """What runs without the executor, and in a job whose own backend is ours; all of it runs beside gloo."""

@@ -87,10 +87,24 @@ def test_a_rank_that_dies_in_the_middle_is_named_and_the_old_version_stays(outco
         if rank == LOST:
             assert found is None
             continue
-        first, kept, again, _ = found
+        first, kept, again, _, later = found
         assert first[0] == again[0] == "PeerLost"
         assert "rank 1 is gone" in first[1] and "rank 1 is gone" in again[1]
         assert kept == [1, True]
+        # The others go on; a replica that was left out has the newest version after the next update.
+        assert later == ([[1, 3, True]] if rank > 3 else [[1, 2, True], [2, 3, True]])
+
+
+def test_a_mapping_makes_tensors_of_others_bit_for_bit_or_is_refused_everywhere(outcomes: Outcomes) -> None:
+    said = {
+        "layout": "'small_scale': its pieces make (4, 3)", "blocks": "cut through blocks of 16",
+        "fused": "[30, 6] is no multiple of the sizes [2, 1, 1]", "lacking": "'small_scale': is the scale of a rule",
+        "two ways": "'embed': is needed as", "shape": "'norm': source has shape (6,), target (7,)",
+    }  # fmt: skip
+    for ((seen, errors),) in outcomes["mapped"]:
+        assert seen == [True, True]
+        assert {name: kind for name, (kind, _) in errors.items()} == dict.fromkeys(said, "InvalidInput")
+        assert all(said[name] in text for name, (_, text) in errors.items())
 
 
 def task(rows: int, columns: int, *, holders: tuple[int, ...] = (0,), receivers: tuple[int, ...] = (1,)) -> UnitTask:

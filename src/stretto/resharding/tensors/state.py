@@ -52,7 +52,8 @@ class ReshardState:
         everyone = dict(zip(self.ranks, (msgspec.json.decode(text, type=typed(_Sides)) for text in texts), strict=True))
         moves = _moves(everyone)
         self._described = mine.source
-        self._source: Dict = source or {}
+        self.source: Dict = source or {}
+        self.staging_limit = staging_bytes
         self._target: Dict = target or {}
         self._names = [move.name for move in moves]
         self._moves = moves
@@ -90,6 +91,11 @@ class ReshardState:
             if said != text:
                 raise InvalidInput(f"{label}: rank {rank} is at {said}, rank {self.rank} at {text}")
 
+    def newest(self, version: int) -> int:
+        """The largest of the versions that the ranks begin with."""
+        texts = self._agreement.gather(self.ranks, "WeightSync", str(version))
+        return max(int(text) for text in texts)
+
     def begin(self, number: int, why: str) -> None:
         """Check that all ranks are about to update to this version; otherwise all ranks raise. `why` is this rank's
         objection.
@@ -105,7 +111,7 @@ class ReshardState:
 
     def checked_sources(self, source: Dict | None) -> tuple[list[torch.Tensor | None], str]:
         """The local parts of the tensors to send, and an error text if they differ from the planned ones."""
-        given = self._source if source is None else source
+        given = self.source if source is None else source
         try:
             if source is not None:
                 _same(_described("source", source, self.rank), self._described)

@@ -70,16 +70,19 @@ class WeightSync:
         *,
         ranks: Any = None,
         staging_bytes: int = STAGING_BYTES,
+        _version: int = 0,
     ) -> None:
         from .state import ReshardState
 
         self._lock = threading.Condition()
         self._updating = threading.Lock()
         self._current = 0
-        self._versions: list[int | None] = [0, None]
+        self._versions: list[int | None] = [_version, None]
         self._readers = [0, 0]
         self._broken: StrettoError | None = None
         self._state: ReshardState = ReshardState(source, target, ranks, staging_bytes)
+        self._number = self._state.newest(_version)
+        """The number of the last version of all ranks; a rank that has come later does not have it yet."""
 
     @property
     def version(self) -> int:
@@ -139,7 +142,7 @@ class WeightSync:
         """
         with self._updating:
             state, back = self._state, 1 - self._current
-            number = self.version + 1
+            number = self._number + 1
             sources, why = state.checked_sources(source)
             why = why or (f"this sync has failed before: {self._broken}" if self._broken else "") or self._vacate(back)
             state.begin(number, why)
@@ -158,7 +161,34 @@ class WeightSync:
             with self._lock:
                 self._versions[back] = number
                 self._current = back
+            self._number = number
             return number
+
+    def reform(self, ranks: Any, source: Dict | None = None) -> WeightSync:
+        """A sync of other ranks, after one was lost or for one that has come: all of `ranks` call this or make one.
+
+        The new sync has the tensors of this one (or another `source`, where a lost trainer's parts come from
+        elsewhere), begins with the version that is current here, and goes on counting from the newest of all its ranks.
+        This one ends; its readers may go on.
+
+        Args:
+            ranks: the ranks of the new sync, this one among them.
+            source: what this rank sends from now on; None for what it has sent.
+
+        Returns:
+            The new sync.
+
+        Raises:
+            InvalidInput: names, shapes or layouts no longer fit together; as for a new sync.
+            PeerLost: a rank does not come.
+        """
+        with self._updating:
+            self.close()
+            with self._lock:
+                now, version = self._state.sets[self._current], self._versions[self._current] or 0
+            given = self._state.source if source is None else source
+            limit = self._state.staging_limit
+        return WeightSync(given or None, now or None, ranks=ranks, staging_bytes=limit, _version=version)
 
     def _vacate(self, at: int) -> str:
         """Wait until no reader uses the set that is to be written, and admit none; return an error
