@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -356,7 +357,7 @@ def mapping_errors(source: Any, target: Any, mapping: WeightMapping) -> Any:
     for name, change in changes.items():
         # One rank alone is wrong, or all servers are.
         wrong = target if target is None or (name == "lacking" and dist.get_rank() != 3) else change(target)
-        found[name] = told(lambda wrong=wrong: stretto.torch.MappedSync(source, wrong, mapping=mapping))
+        found[name] = told(partial(stretto.torch.MappedSync, source, wrong, mapping=mapping))
     return found
 
 

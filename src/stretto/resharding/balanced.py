@@ -34,8 +34,8 @@ URGENCIES = ("far_first", "side_by_side")
 PACES = ("", "as it arrives", "paced")
 """Orders that are tried: that of the model; hops passed on in the order of arrival; and sends that also wait for the
 messages that arrive before them in the model."""
-DIRECT = (4.0, 2.0, 1.0)
-"""How much more holders send than groups that pass on, where devices have a port each."""
+DIRECT = ((2.0, True), (4.0, False), (1.0, False))
+"""How much more holders send than groups that pass on, where devices have a port each, and what is kept even."""
 DIRECT_LOAD = 1.02
 """The multiple of the bound up to which holders alone may be busy, where devices have a port each."""
 LATENCY_SHARE = 0.02
@@ -121,7 +121,7 @@ def best_program(
             urgency=hops.urgency(way.urgency),
         )  # fmt: skip
         start, end = planned
-        for pace in PACES:
+        for pace in PACES[:1] if way.direct else PACES:
             order = np.lexsort((np.arange(len(start)), start))
             program = _program(hops, order, rank, collective)
             if pace == "paced":
@@ -153,11 +153,13 @@ class BalanceOptions:
     urgency: str
     direct: float = 0.0
     """Where each device's port serves its whole group, how much more holders send than others; 0 for other ways."""
+    even: bool = False
+    """Whether ports send equally much to each group, or the sum of both ends is kept even."""
 
     def __str__(self) -> str:
         if self.direct:
             who = "holders send" if self.direct == inf else f"holders send {self.direct:g}x as much as others"
-            return f"paired ports, {who}"
+            return f"paired ports, {'even' if self.even else 'by load'}, {who}"
         ring, lent = "ring" if self.ring else "least loaded", ", ports lent" * self.relay
         return f"fan {self.fan}, {ring}, {self.urgency.replace('_', ' ')}{lent}"
 
@@ -167,8 +169,8 @@ def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[
     depth = max(len(hosts.groups(b.missing)) for b in bundles)
     if hosts.several_ports and not any(b.reduction for b in bundles):
         alone = holders_alone_us(bundles, hosts) <= bound_us * DIRECT_LOAD
-        for direct in (inf, *DIRECT) if alone else DIRECT:
-            yield BalanceOptions(fan=1, relay=True, ring=True, urgency="side_by_side", direct=direct)
+        for direct, even in ((inf, True), (inf, False), *DIRECT) if alone else DIRECT:
+            yield BalanceOptions(fan=1, relay=True, ring=True, urgency="side_by_side", direct=direct, even=even)
     fans = {1}
     if depth > 1 and depth * hosts.alpha_us > LATENCY_SHARE * bound_us:
         fans |= {fan for fan in FANS if fan < depth} | {depth}
@@ -181,7 +183,7 @@ def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[
 def _router(way: BalanceOptions, bundles: Sequence[Bundle], hosts: Hosts) -> tuple[Router | RailRouter, float]:
     """The router of one way, and the load of the busiest sender in us."""
     if way.direct:
-        return RailRouter(hosts, direct=way.direct), 0.0
+        return RailRouter(hosts, direct=way.direct, even=way.even), 0.0
     shares, busiest_us = sender_shares(bundles, hosts, relay=way.relay)
     return Router(hosts, shares, fan=way.fan, relay=way.relay, ring=way.ring), busiest_us
 

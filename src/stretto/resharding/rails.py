@@ -17,8 +17,7 @@ from .bundles import Bundle, Hop, Route
 from .hosts import Hosts
 
 NEARER = 0.75
-"""By how many chunks a device may be dearer than another before a chunk leaves by one that lacks it; a chunk that
-leaves counts three times, for both ports and for the target."""
+"""By how many chunks a port may be ahead of another before a chunk leaves by a device that lacks it."""
 
 Have = dict[int, int]
 """Devices of one group that have a chunk, and the hop that brings it to each; -1 for a holder."""
@@ -29,11 +28,12 @@ class RailRouter:
 
     A group that wants a chunk gets it from a group that holds it, or from one that has got it before. With `direct` 1
     the group that has sent the least sends next; larger values let holders send that much more than groups that pass
-    on, which makes ways shorter; with infinity holders alone send.
+    on, which makes ways shorter; with infinity holders alone send. With `even` each port sends as much to a
+    group as the others of its own; else the sum of what both ports of a pair have to do is kept even.
     """
 
-    def __init__(self, hosts: Hosts, *, direct: float = inf) -> None:
-        self.hosts, self.direct = hosts, direct
+    def __init__(self, hosts: Hosts, *, direct: float = inf, even: bool = False) -> None:
+        self.hosts, self.direct, self.even = hosts, direct, even
         self._load: dict[int, float] = defaultdict(float)
         """Microseconds of each port; a port that sends and one that receives are different links."""
         self._sent: dict[tuple[int, int], float] = defaultdict(float)
@@ -107,7 +107,7 @@ class RailRouter:
         leave = self._exit(sender, target[0], size)
         entry = self._partner(leave, target[0], sender[0])
         if leave not in have:
-            near = min(have, key=lambda d: (self._load[self.hosts.out_port[d]], d))
+            near = min(have, key=lambda d: (self._sent[self.hosts.out_port[d], target[0]], d))
             hops.append(Hop(src=near, dst=leave, parent=have[near]))
             have[leave] = len(hops) - 1
         hops.append(Hop(src=leave, dst=entry, parent=have[leave]))
@@ -118,10 +118,10 @@ class RailRouter:
         self._sent[out, target[0]] += size / self.hosts.bytes_per_us[out]
 
     def _exit(self, sender: tuple[int, Have], target: int, size: float) -> int:
-        """The device with the least to do, its partner's port and what it sends to the target included.
+        """The device with the least to do for the target.
 
-        A device that has the chunk is taken where that is about as good: what it has from the beginning leaves in the
-        order of the plan, what it must get first, when it comes.
+        One that has the chunk is taken where that is about as good: what it has from the beginning leaves in the order
+        of the plan, what it must get first, when it comes.
         """
         group, have = sender
         cost = {d: self._cost(d, target, group) for d in self.hosts.members[group]}
@@ -131,7 +131,10 @@ class RailRouter:
         return near if cost[near] <= cost[least] + slack_us else least
 
     def _cost(self, device: int, target: int, group: int) -> float:
-        out, into = self.hosts.out_port[device], self.hosts.in_port[self._partner(device, target, group)]
+        out = self.hosts.out_port[device]
+        if self.even:
+            return self._sent[out, target]
+        into = self.hosts.in_port[self._partner(device, target, group)]
         return self._load[out] + self._load[into] + self._sent[out, target]
 
     def _partner(self, leave: int, target: int, group: int) -> int:

@@ -177,7 +177,7 @@ def _quantized(value: torch.Tensor, dtype: torch.dtype, block: int) -> tuple[tor
     rows, columns = value.shape[-2:]
     more = (0, -columns % block, 0, -rows % block)
     wide = torch.nn.functional.pad(value.float(), more)
-    grid = wide.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
+    grid = wide.reshape(*wide.shape[:-2], wide.shape[-2] // block, block, wide.shape[-1] // block, block)
     scales = (grid.abs().amax((-3, -1)) / torch.finfo(dtype).max).clamp(min=SMALLEST)
     small = (grid / scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
     return small[..., :rows, :columns].to(dtype), scales
