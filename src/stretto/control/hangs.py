@@ -25,6 +25,8 @@ STILL_S = 5.0
 LOOK_S = 2.0
 SILENT_S = 4.0
 """Pulses come twice a second."""
+SILENT_HERE_S = 20.0
+"""Of a process of this machine it is known whether it was stopped or has ended: another one is only busy."""
 SAME_MOMENT_S = 0.3
 MAX_FINDINGS = 16
 SIZED = frozenset(["allreduce", "all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single"])
@@ -136,7 +138,7 @@ class HangWatch:
             elif found == STOPPED:
                 rank.state = STOPPED
             else:
-                rank.state = SILENT if now - rank.heard >= SILENT_S else HERE
+                rank.state = SILENT if now - rank.heard >= (SILENT_HERE_S if local else SILENT_S) else HERE
 
     def _lost(self) -> list[int]:
         """Who was lost first: others may have ended because of it, or been ended by what started the job."""
