@@ -29,6 +29,7 @@ from ..units import format_us
 from .agent import Agent, exchange_over
 from .aside import IterationRollCall, SideGroup
 from .compare import Comparison
+from .gpu_jobs import GpuPace, nccl_cluster, nccl_small_us
 from .inductor import tell_inductor
 from .marks import LOOK, MOST, USER, Marks, common, period_of
 from .pulse import prepare, start_pulse, stop_pulse
@@ -54,7 +55,7 @@ MAX_MISSES = 8
 """Iterations that may end at different calls on different ranks, until nothing is recorded any more."""
 LET_GO_S = 0.05
 SMALL, SMALL_TIMES = 64, 15
-OURS, GLOO = "stretto", "gloo"
+OURS, GLOO, NCCL = "stretto", "gloo", "nccl"
 NEVER = -1
 ASKED_FOR_OURS = "the job asked for the backend stretto itself"
 
@@ -65,7 +66,7 @@ def arm(c10d: Any) -> None:
     def begins(init: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(init)
         def init_process_group(backend: str | None = None, *args: Any, **more: Any) -> Any:
-            chosen = _backend(backend)
+            chosen = _backend(backend, more.get("pg_options"))
             _guarded(prepare)
             done = init(chosen, *args, **more)
             _guarded(tell_inductor)
@@ -98,12 +99,15 @@ def arm(c10d: Any) -> None:
     apply(DESTROY_PROCESS_GROUP, ends)
 
 
-def _backend(backend: str | None) -> str | None:
-    """Ours instead of gloo, and instead of the default where that would be gloo."""
+def _backend(backend: str | None, options: object = None) -> str | None:
+    """Ours instead of gloo or NCCL, and of the default; a backend with options of the script's own is left alone."""
     import torch
 
     wanted = backend.lower() if isinstance(backend, str) else backend
-    if wanted in ("gloo", "cpu:gloo") or (wanted is None and not torch.accelerator.is_available()):
+    own = GLOO if wanted in ("gloo", "cpu:gloo") or (wanted is None and not torch.accelerator.is_available()) else ""
+    if wanted in ("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl") or (wanted is None and torch.cuda.is_available()):
+        own = NCCL if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ""
+    if own == GLOO or (own and options is None):
         try:
             from ..runtime.torch_backend.backend import register
         except InvalidInput as error:
@@ -111,7 +115,7 @@ def _backend(backend: str | None) -> str | None:
             _say(f"left as it is: {error}")
             return backend
         register()
-        OWN_BACKEND.stand_in(GLOO)
+        OWN_BACKEND.stand_in(own)
         return OURS
     OWN_BACKEND.stand_in("")
     if wanted != OURS:
@@ -155,6 +159,7 @@ class Autopilot:
         self._look: _Look | None = None
         self._told = False
         """Whether optimizers, or the script, tell where iterations end; else calls of models do."""
+        self._pace = GpuPace(OWN_BACKEND.asked == NCCL)
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._forwards = 0
         self._unwatch = apply(DDP_FORWARD, self._watched_forward)
@@ -272,6 +277,7 @@ class Autopilot:
 
     def _iteration(self) -> None:
         self._steps += 1
+        self._pace.iteration()
         if CURRENT.enforcer is not None:
             CURRENT.enforcer.step()
         if self._comparison is not None:
@@ -315,7 +321,8 @@ class Autopilot:
             if self._misses >= MAX_MISSES:
                 self._leave_alone()
             return
-        recorder = capture(iterations=RECORD, skip=SKIP, name=_script(), only_ours=True)
+        on_gpu = OWN_BACKEND.asked == NCCL
+        recorder = capture(iterations=RECORD, skip=SKIP, name=_script(), only_ours=True, gpu=on_gpu)
         recorder.__enter__()
         self._recorder = recorder
 
@@ -345,7 +352,7 @@ class Autopilot:
         """Find out about the network, take over the calls, and begin to talk to the controller."""
         self._cluster = self._find_cluster()
         tell_inductor(self._cluster)
-        self._motif_us = small_us()
+        self._motif_us = nccl_small_us() if OWN_BACKEND.asked == NCCL else small_us()
         self._enforcer = self._enforce(self._cluster)
         assert self._link is not None
         agent = Agent(
@@ -415,7 +422,8 @@ class Autopilot:
             return known
         found, wrong = None, ""
         try:
-            found = probe(world, name="probed").cluster
+            on_gpu = OWN_BACKEND.asked == NCCL
+            found = nccl_cluster([card.host for card in world.cards]) if on_gpu else probe(world, name="probed").cluster
         except StrettoError as error:
             wrong = str(error)
         # It may have failed on some ranks only, and all need the same.
@@ -434,6 +442,7 @@ class Autopilot:
 
         job, named = CURRENT_JOB.job, from_environment()
         ours = "executor" if job is not None and job.executor is not None else "gloo"
+        ours = NCCL if OWN_BACKEND.asked == NCCL else ours
         return Enforcer(cluster=cluster, carrier=ours if named == "auto" else named)
 
     def _drop(self, why: str) -> None:
@@ -472,7 +481,7 @@ class _Look:
         self.seen: list[Hashable] = []
         self._ends = 0
         self._begun = False
-        self._hooks = Hooks(only_ours=True)
+        self._hooks = Hooks(only_ours=True, gpu=OWN_BACKEND.asked == NCCL)
         self._hooks.install()
 
     def cut(self, number: int, *, ends: bool) -> bool:

@@ -34,6 +34,7 @@ from ..torch_backend.patches import (
     set_switch_interval,
 )
 from ..torch_backend.watch import WATCH, SubmittedCall
+from .gpu_times import GpuTimes
 from .tape import FIRST_PHASE, CallShape, RecordedCall, RecordedIteration, ThreadStep, TimedStep
 
 KINDS = {
@@ -97,8 +98,13 @@ class RecordedWork(dist.Work):
         if self.inner is None:
             return True
         entered = now_us()
+        gpu = self.hooks.gpu
+        reached = gpu.here() if gpu is not None else None
         done = self.inner.wait(timeout) if timeout else self.inner.wait()
-        self.hooks.waited(self.call, entered, now_us())
+        if gpu is not None and self.call.on_gpu:
+            self.hooks.waited_on_gpu(self.call, gpu, reached)
+        else:
+            self.hooks.waited(self.call, entered, now_us())
         return bool(done)
 
     def get_future(self) -> Any:
@@ -135,15 +141,19 @@ for _name in (
 class Hooks:
     """In place between `install` and `remove`; `cut` ends an iteration and returns what was seen in it."""
 
-    def __init__(self, *, only_ours: bool = False) -> None:
+    def __init__(self, *, only_ours: bool = False, gpu: bool = False) -> None:
         self._only_ours = only_ours
         """Whether calls of other groups than ours are not looked at."""
+        self.gpu = GpuTimes() if gpu else None
+        """Where calls are on GPU tensors: times are those of the GPU."""
         self.thread = threading.get_ident()
         self.active = False
         self.refusal = ""
         self.phase = FIRST_PHASE
         self.number = 0
-        self.iteration = RecordedIteration(begin_us=now_us())
+        self.iteration = self._begun()
+        self._submits: dict[int, Any] = {}
+        """Of an iteration's calls on a GPU, when its stream came to them."""
         self._depth = 0
         self._inside = False
         """Whether a call that was seen is being handed on to a wrapped backend."""
@@ -182,6 +192,8 @@ class Hooks:
         """End the iteration here."""
         ended = self.iteration
         ended.end_us = now_us()
+        if self.gpu is not None:
+            self.gpu.put(self.gpu.here(), ended, "end_us")
         for call in self._by_future:
             # Somebody took the future and we never saw a wait for it: it may be waited for at once.
             self._wait_at_submit(ended, call)
@@ -189,18 +201,34 @@ class Hooks:
         self._futures.clear()
         self.number += 1
         self.phase = FIRST_PHASE
-        self.iteration = RecordedIteration(begin_us=now_us())
+        self.iteration = self._begun()
+        self._submits = {}
         return ended
+
+    def _begun(self) -> RecordedIteration:
+        begun = RecordedIteration(begin_us=now_us())
+        if self.gpu is not None:
+            self.gpu.put(self.gpu.here(), begun, "begin_us")
+        return begun
+
+    def _mark(self, mark: TimedStep, event: Any = None) -> None:
+        """Note a step of the application's thread: with the GPU's time of an event, or of this place in its stream."""
+        if self.gpu is not None:
+            event = event if event is not None else self.gpu.here()
+            self.gpu.put(event, mark, *(("enter_us",) if mark.ends_with is not None else ("enter_us", "leave_us")))
+        self.iteration.marks.append(mark)
 
     def enter(self, phase: str) -> None:
         """Note that the application's thread is in another phase now."""
         if self.active and phase != self.phase and threading.get_ident() == self.thread:
             self.phase = phase
             at = now_us()
-            self.iteration.marks.append(TimedStep(step=ThreadStep(what="phase", phase=phase), enter_us=at, leave_us=at))
+            self._mark(TimedStep(step=ThreadStep(what="phase", phase=phase), enter_us=at, leave_us=at))
 
     def waited(self, call: RecordedCall, entered_us: float, left_us: float) -> None:
         """Note that the application waited for an op, if it is the first time."""
+        if call.on_gpu and self.gpu is not None:
+            self.waited_on_gpu(call, self.gpu, self.gpu.here())
         if call.waited:
             return
         call.waited = True
@@ -213,6 +241,20 @@ class Hooks:
                 entered_us = marks[-1].leave_us
             step = ThreadStep(what="wait", call=call.number, lag=self.number - call.iteration)
             marks.append(TimedStep(step=step, enter_us=entered_us, leave_us=left_us))
+
+    def waited_on_gpu(self, call: RecordedCall, gpu: GpuTimes, reached: Any) -> None:
+        """Note that the application's stream waits for an op from the moment that was `reached`."""
+        if call.waited:
+            return
+        call.waited = True
+        if call.blocking or not call.exact:
+            # The collective may have run in the application's own stream: then it has ended where this stream is now.
+            gpu.put(gpu.now_here(), call, "end_us")
+        if call.blocking:
+            reached = self._submits.get(call.number, reached)
+        if self.active:
+            step = ThreadStep(what="wait", call=call.number, lag=self.number - call.iteration)
+            self._mark(TimedStep(step=step, enter_us=0.0, leave_us=float("nan"), ends_with=call), reached)
 
     def future_taken(self, call: RecordedCall, future: Any) -> None:
         """Note that somebody will wait for the op by its future: DDP, in a callback after the backward pass."""
@@ -234,7 +276,7 @@ class Hooks:
             if not call.waited:
                 call.waited = True
                 step = ThreadStep(what="wait", call=call.number, lag=self.number - call.iteration)
-                self.iteration.marks.append(TimedStep(step=step, enter_us=at, leave_us=at, ends_with=call))
+                self._mark(TimedStep(step=step, enter_us=at, leave_us=at, ends_with=call))
         self._by_ddp.clear()
 
     def _wait_at_submit(self, iteration: RecordedIteration, call: RecordedCall) -> None:
@@ -245,7 +287,11 @@ class Hooks:
         at = next(i for i, mark in enumerate(iteration.marks) if mark.step == submit)
         step = ThreadStep(what="wait", call=call.number)
         left_us = iteration.marks[at].leave_us
-        iteration.marks.insert(at + 1, TimedStep(step=step, enter_us=left_us, leave_us=left_us))
+        mark = TimedStep(step=step, enter_us=left_us, leave_us=left_us)
+        if self.gpu is not None and call.number in self._submits:
+            mark.ends_with = call
+            self.gpu.put(self._submits[call.number], mark, "enter_us")
+        iteration.marks.insert(at + 1, mark)
 
     def _watched_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -315,14 +361,14 @@ class Hooks:
     def seen(self, what: SubmittedCall, run: Callable[[], dist.Work]) -> dist.Work:
         """A call of a group that is written in Python, past which PyTorch's dispatcher does not go."""
         entered_us = now_us()
-        if not self.active or len(what.ranks) < 2 or what.device != "cpu" or threading.get_ident() != self.thread:
-            self._refuse(what.op, what.device, len(what.ranks))
+        if not self.active or len(what.ranks) < 2 or self._refused(what.op, what.device):
             return run()
         kind = "send" if what.op in ("send", "recv") else "all_reduce" if what.op == "barrier" else what.op
         shape = CallShape(
             kind=kind, group=what.ranks, channel=what.channel, root=what.root, phase=self.phase,
             label="barrier" if what.op == "barrier" else "",
         )  # fmt: skip
+        event = self.gpu.here() if self.gpu is not None and what.device == "cuda" else None
         submitted_us = now_us()
         self._inside = True
         try:
@@ -331,12 +377,12 @@ class Hooks:
             self._inside = False
         return self._submitted(
             shape, inner, (entered_us, submitted_us, now_us()), nbytes=max(1, what.nbytes), workers=0,
-            blocking=what.blocking, name=what.op, splits=what.splits,
+            blocking=what.blocking, name=what.op, splits=what.splits, event=event,
         )  # fmt: skip
 
     def _submitted(
         self, shape: CallShape, inner: dist.Work, times_us: tuple[float, float, float], *, nbytes: int, workers: int,
-        blocking: bool, name: str, splits: bool,
+        blocking: bool, name: str, splits: bool, event: Any = None,
     ) -> RecordedWork:  # fmt: skip
         """Note what was submitted, and watch what came back."""
         entered_us, submitted_us, returned_us = times_us
@@ -349,27 +395,43 @@ class Hooks:
             workers=0 if shape.kind == "send" else workers,
             blocking=blocking,
             submit_us=submitted_us,
+            on_gpu=event is not None,
         )
         self.iteration.calls.append(call)
         mark = TimedStep(step=ThreadStep(what="submit", call=call.number), enter_us=entered_us, leave_us=entered_us)
-        self.iteration.marks.append(mark)
-        self._note_end(name, inner, call)
+        self._mark(mark, event)
+        if event is None or self.gpu is None:
+            self._note_end(name, inner, call)
+        else:
+            self._submits[call.number] = event
+            self.gpu.put(event, call, "submit_us")
+            if not blocking:
+                self._note_gpu_end(self.gpu, inner, call)
         _release()
         work = RecordedWork(self, inner, call)
         _WORKS.open.append(work)
-        mark.leave_us = now_us()
-        self.iteration.overhead_us += mark.leave_us - entered_us - (returned_us - submitted_us)
+        done_us = now_us()
+        if self.gpu is None:
+            mark.leave_us = done_us
+        self.iteration.overhead_us += done_us - entered_us - (returned_us - submitted_us)
         return work
 
     def _refuse(self, name: str, device: str, ranks: int) -> None:
-        if not self.active or ranks < 2:
-            return
-        if threading.get_ident() != self.thread:
-            self.refusal = self.refusal or f"{name} was submitted by a second thread: such a step has no one order"
-        elif device != "cpu":
-            self.refusal = self.refusal or (
-                f"{name} moves {device} tensors: record a torch.profiler trace of the job and load that instead"
-            )
+        if self.active and ranks >= 2:
+            self._refused(name, device)
+
+    def _refused(self, name: str, device: str) -> bool:
+        """Whether a call cannot be recorded; the first such says why nothing can."""
+        on_gpu = device == "cuda" and self.gpu is not None
+        # A backward pass on a GPU has a thread of its own, and the application's waits for it meanwhile.
+        if threading.get_ident() != self.thread and not (on_gpu and self._depth):
+            why = f"{name} was submitted by a second thread: such a step has no one order"
+        elif device != "cpu" and not on_gpu:
+            why = f"{name} moves {device} tensors: record a torch.profiler trace of the job and load that instead"
+        else:
+            return False
+        self.refusal = self.refusal or why
+        return True
 
     def _shape(self, name: str, tensor: torch.Tensor, given: dict[str, Any]) -> CallShape | None:
         """What is being submitted; None when it is not recorded."""
@@ -418,6 +480,12 @@ class Hooks:
                 future.add_done_callback(lambda _: setattr(call, "end_us", now_us()))
                 return
         call.exact = False
+
+    def _note_gpu_end(self, gpu: GpuTimes, inner: dist.Work, call: RecordedCall) -> None:
+        try:
+            gpu.put(gpu.end_of(inner), call, "end_us")
+        except RuntimeError:
+            call.exact = False
 
 
 def _release() -> None:

@@ -26,8 +26,9 @@ SETTLE_S = 2.0
 
 
 def capture(
-    *, iterations: int = 5, skip: int = 2, name: str = "captured", samples: float = 0.0, only_ours: bool = False
-) -> Recorder:
+    *, iterations: int = 5, skip: int = 2, name: str = "captured", samples: float = 0.0, only_ours: bool = False,
+    gpu: bool = False,
+) -> Recorder:  # fmt: skip
     """Record the training step that runs inside the ``with`` block, on all ranks of the job.
 
     ::
@@ -41,17 +42,20 @@ def capture(
     The first `skip` iterations are not used: DDP arranges its buckets in them. After `iterations` more the hooks are
     gone and the loop may go on; leaving the block is a collective call, and the workload is the same on every rank.
     `samples` is what all ranks together train on in an iteration. Process groups on the CPU (gloo) are recorded; with
-    `only_ours` those of the backend `stretto` alone, whose calls an enforcer sees.
+    `only_ours` those of the backend `stretto` alone, whose calls an enforcer sees. With `gpu` these are calls on CUDA
+    tensors as well, and times are those of the GPU, by events in its streams.
 
     Raises `InvalidInput` on every rank when the iterations, or the ranks, do not do the same in the same order.
     """
-    return Recorder(iterations=iterations, skip=skip, name=name, samples=samples, only_ours=only_ours)
+    return Recorder(iterations=iterations, skip=skip, name=name, samples=samples, only_ours=only_ours, gpu=gpu)
 
 
 class Recorder:
     """What `capture` gives: call `step` at the end of every iteration, then read `workload`."""
 
-    def __init__(self, *, iterations: int, skip: int, name: str, samples: float, only_ours: bool = False) -> None:
+    def __init__(
+        self, *, iterations: int, skip: int, name: str, samples: float, only_ours: bool = False, gpu: bool = False
+    ) -> None:
         if not 1 <= iterations <= MAX_ITERATIONS:
             raise InvalidInput(f"iterations: must be 1..{MAX_ITERATIONS}, not {iterations}")
         if skip < 1:
@@ -60,7 +64,7 @@ class Recorder:
         self.samples = samples
         self.iterations = iterations
         self.skip = skip
-        self.only_ours = only_ours
+        self.only_ours, self.gpu = only_ours, gpu
         self.done = False
         """Whether enough iterations are recorded."""
         self._seen = 0
@@ -99,6 +103,8 @@ class Recorder:
         if len(self._tape) == self.iterations:
             self._hooks.remove()
             self.done = True
+            if self._hooks.gpu is not None:
+                self._hooks.gpu.resolve()
 
     def __enter__(self) -> Recorder:
         try:
@@ -113,7 +119,7 @@ class Recorder:
         from .hooks import Hooks
 
         self._offsets = offsets()
-        self._hooks = Hooks(only_ours=self.only_ours)
+        self._hooks = Hooks(only_ours=self.only_ours, gpu=self.gpu)
         self._hooks.install()
         return self
 

@@ -74,6 +74,8 @@ class RecordedCall:
     exact: bool = True
     """Whether the end is the op's own, or only when the application had waited for it."""
     waited: bool = False
+    on_gpu: bool = False
+    """Whether its times are those of a GPU."""
 
 
 @dataclass(kw_only=True)

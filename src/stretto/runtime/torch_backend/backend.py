@@ -145,7 +145,9 @@ class StrettoGroup(Base):  # type: ignore[misc]
         for group in (self, self._plain):
             for device, kind, backend in self._wrapped:
                 group._register_backend(device, kind if group is self._plain else _custom(kind), backend)
-        self._plain._set_default_backend(BackendType.GLOO)
+        on_nccl = OWN_BACKEND.asked == "nccl" and len(self._wrapped) > 1
+        # It runs what has no tensor: a barrier of NCCL's waits for the GPU, too.
+        self._plain._set_default_backend(BackendType.NCCL if on_nccl else BackendType.GLOO)
         self._set_default_backend(BackendType.CUSTOM)
         abandon_in_children(self)
 
@@ -447,7 +449,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
         With `as_ours` that one's work comes inside of one of ours.
         """
-        if (OWN_BACKEND.runs if own is None else own) and call.device.type == "cpu":
+        if (OWN_BACKEND.runs if own is None else own) and OWN_BACKEND.serves(call.device.type):
             if as_ours or not self.alone:
                 return self._delegate(call, method, args, tensors, why=OWN_WHY)
             # What the job would have got: no work of ours around it, and no thread for its future.
@@ -584,8 +586,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     @property
     def own_alone(self) -> bool:
-        """Whether a call that nobody looks at can only be the wrapped gloo's, and is waited for by itself."""
-        return self._gathering is None and len(self._wrapped) == 1
+        """Whether a call that nobody looks at can only be the job's own backend's, and is waited for by itself."""
+        return self._gathering is None and (len(self._wrapped) == 1 or OWN_BACKEND.serves("cuda"))
 
     @property
     def coalescing(self) -> bool:

@@ -33,6 +33,12 @@ REDUCED = frozenset(
 """What gloo reduces; other types are refused by it, with its words."""
 
 
+def _of_autograd() -> bool:
+    """Whether this thread is not one of Python's: of a backward pass on a GPU, for which the application's waits."""
+    known = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    return known is None or isinstance(known, threading._DummyThread)  # type: ignore[attr-defined]
+
+
 class Engine:
     """One communicator's programs, and the job's executor that runs them."""
 
@@ -59,7 +65,7 @@ class Engine:
     def count(self) -> None:
         """A collective is submitted."""
         self.calls += 1
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread and not _of_autograd():
             self.by_one_thread = False
 
     def refusal(self, call: CollectiveCall) -> str:

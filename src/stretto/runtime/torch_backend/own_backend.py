@@ -24,6 +24,10 @@ class OwnBackend(ProcessPart):
         """From the next process group on, ours stands in for another backend (or for none); that one runs first."""
         self.asked, self.runs = asked, bool(asked)
 
+    def serves(self, device: str) -> bool:
+        """Whether that backend runs calls on tensors of a device: NCCL does on GPUs, and gloo beside it on CPUs."""
+        return device == "cpu" or self.asked == "nccl"
+
     def job_ended(self) -> None:
         """The next job asks anew."""
         self.stand_in("")
@@ -33,9 +37,9 @@ OWN_BACKEND = STATE.part(OwnBackend)
 
 
 @contextmanager
-def on_ours() -> Iterator[None]:
-    """Calls inside run on our backend, whatever runs around them; all ranks enter and leave at the same calls."""
-    before, OWN_BACKEND.runs = OWN_BACKEND.runs, False
+def on_ours(ours: bool = True) -> Iterator[None]:
+    """Calls inside run on our backend (or on the job's own), whatever runs around them; all ranks do so alike."""
+    before, OWN_BACKEND.runs = OWN_BACKEND.runs, not ours
     try:
         yield
     finally:
