@@ -38,7 +38,7 @@ def wrapped(model: nn.Sequential, style: str) -> Any:
     if style == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
-        for block in model[:-1]:
+        for block in list(model)[:-1]:
             fully_shard(block)
         fully_shard(model)
     return model

@@ -36,7 +36,7 @@ REDUCED = frozenset(
 def _of_autograd() -> bool:
     """Whether this thread is not one of Python's: of a backward pass on a GPU, for which the application's waits."""
     known = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
-    return known is None or isinstance(known, threading._DummyThread)  # type: ignore[attr-defined]
+    return known is None or isinstance(known, threading._DummyThread)
 
 
 class Engine:
