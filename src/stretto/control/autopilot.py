@@ -23,6 +23,7 @@ from ..errors import InvalidInput, StrettoError
 from ..process_state import STATE, ProcessPart
 from ..runtime.capture.tape import VARYING
 from ..runtime.torch_backend.current import CURRENT, SERVES
+from ..runtime.torch_backend.job_store import job_store
 from ..runtime.torch_backend.own_backend import OWN_BACKEND, on_ours
 from ..runtime.torch_backend.patches import DDP_FORWARD, DESTROY_PROCESS_GROUP, INIT_PROCESS_GROUP, apply
 from ..units import format_us
@@ -136,7 +137,7 @@ class Autopilot:
         self._link = from_environment()
         if self._link is None:
             raise InvalidInput("STRETTO_CONTROLLER: must say where the controller is")
-        store = c10d.PrefixStore("stretto/autopilot", dist.distributed_c10d._get_default_store())
+        store = job_store("stretto/autopilot")
         if self.rank == 0:
             # Later starts of the same job have later times; the clock of rank 0 alone counts.
             store.set("epoch", str(time.time_ns() // 1000))

@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import Any
 
 import msgspec
 
 from ..errors import StrettoError
 from ..process_state import STATE, ProcessPart
 from ..runtime.torch_backend.call_log import CALL_LOG, caller, place_text
+from ..runtime.torch_backend.job_store import job_store
 from .flight_record import flight_groups, record_flights
 from .hang_messages import GroupPulse, Pulse, PulseCall, PulseReply
 from .hangs import host_name
@@ -147,13 +147,12 @@ CURRENT_PULSE = STATE.part(CurrentPulse)
 def start_pulse(job: str, *, ours: bool) -> None:
     """After `init_process_group`: begin to tell. `ours`: calls come by our groups, which log them themselves."""
     import torch.distributed as dist
-    from torch._C import _distributed_c10d as c10d
 
     link = from_environment()
     if link is None or dist.get_world_size() < 2 or CURRENT_PULSE.sender is not None:
         return
     rank, size = dist.get_rank(), dist.get_world_size()
-    store: Any = c10d.PrefixStore("stretto/pulse", dist.distributed_c10d._get_default_store())
+    store = job_store("stretto/pulse")
     if rank == 0:
         store.set("epoch", str(time.time_ns() // 1000))
     epoch = int(store.get("epoch"))

@@ -8,10 +8,10 @@ that finds out that two of them cannot both be right says so, and everybody who 
 from __future__ import annotations
 
 import msgspec
-import torch.distributed as dist
 
 from ...files import typed
 from ...process_state import STATE
+from ..torch_backend.job_store import job_store
 
 Place = tuple[int, int]
 """(iteration, comm-op) in the order of submission, the same on all ranks."""
@@ -60,7 +60,7 @@ class Announcements:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = job_store("stretto/announced")
         self.generation = STATE.number("announcements")
         self._prefix = f"{PREFIX}/{self.generation}"
 

@@ -21,6 +21,7 @@ from ...process_state import STATE
 from ...workload import Workload
 from ..torch_backend.backend import CPU, CUDA, StrettoGroup
 from ..torch_backend.buffers import CollectiveCall
+from ..torch_backend.job_store import job_store
 from .carriers import CARRIERS
 from .enforcer import Enforcer
 
@@ -138,7 +139,7 @@ def _beside(ranks: tuple[int, ...]) -> StrettoGroup:
     number = STATE.number(("DDP hook", ranks))
     name = f"stretto/hook/{'.'.join(map(str, ranks))}/{number}"
     return StrettoGroup(
-        store=c10d.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank=ranks.index(dist.get_rank()),
+        store=job_store(name), rank=ranks.index(dist.get_rank()),
         size=len(ranks), timeout=default_pg_timeout, name=name, devices=ranks,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from ...process_state import STATE
 from ..executor.executor import ProgramMismatch
 from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import Engine, channels_of
+from ..torch_backend.job_store import job_store
 from ..torch_backend.meeting import CUT_OFF
 from ..torch_backend.roll_call import GlooRollCall
 from .background import BackgroundMotif
@@ -84,7 +85,7 @@ class GlooCarrier(HostCarrier):
         self._prefix = f"stretto/lane/{STATE.number('gloo carrier')}"
         self._ended, self._rank = site.sequencer.ended, site.rank
         self._timeout = timedelta(seconds=site.engine.timeout_s)
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = job_store("stretto/gloo")
         self._explain = site.explain
         store: Any = c10d.PrefixStore(f"{self._prefix}/lost", self._store)
         self._roll_call = GlooRollCall(store, site.rank, site.size, failed="a call of gloo's on the plan's channels")

@@ -27,10 +27,10 @@ from torch._C import _distributed_c10d as c10d
 
 from ...errors import InvalidInput, PlanMismatch
 from ...planner.algebra.motif import Motif
-from ...process_state import STATE
 from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.cuda_clock import FIRST, Clock, Event, cuda, event_of
 from ..torch_backend.engine import Engine, channels_of
+from ..torch_backend.job_store import job_store
 from ..torch_backend.torch_versions import set_sequence_number
 from ..torch_backend.work import GroupWork
 from .binding import MotifBinding
@@ -102,8 +102,7 @@ class NcclCarrier:
         self.site = site
         self._rank, self._timeout = site.rank, timedelta(seconds=site.engine.timeout_s)
         # All ranks make carriers in the same order, so that each has keys of its own in the job's store.
-        prefix = f"stretto/nccl/{STATE.number('nccl carrier')}/"
-        self._store = c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self._store = job_store("stretto/nccl")
         interface = next(iter(channels_of(os.environ).values())).devices
         control = c10d.PrefixStore("control/", self._store)
         # What ranks agree on is a few numbers on the host: over NCCL a stream would have to be waited for.

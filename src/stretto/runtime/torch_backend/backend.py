@@ -27,6 +27,7 @@ from .engine import CURRENT_JOB, Engine, Job, missing
 from .gpu_engine import GpuEngine
 from .gpu_options import gpu_options
 from .gpu_work import GpuWork, GpuWorks
+from .job_store import job_start
 from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
 from .meeting import Meeting, agree, card, meet
 from .own_backend import OWN_BACKEND
@@ -615,13 +616,13 @@ class StrettoGroup(Base):  # type: ignore[misc]
 def _wrapped_backends(
     store: c10d.Store, rank: int, size: int, timeout: timedelta
 ) -> list[tuple[torch.device, BackendType, Any]]:
-    gloo = dist.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, size, _gloo_options(timeout))
+    gloo = dist.ProcessGroupGloo(c10d.PrefixStore(f"gloo/{job_start()}/", store), rank, size, _gloo_options(timeout))
     set_sequence_number(gloo)
     found: list[tuple[torch.device, BackendType, Any]] = [(CPU, BackendType.GLOO, gloo)]
     if torch.cuda.is_available() and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(c10d.PrefixStore("nccl/", store), rank, size, options)
+        nccl = dist.ProcessGroupNCCL(c10d.PrefixStore(f"nccl/{job_start()}/", store), rank, size, options)
         set_sequence_number(nccl)
         found.append((CUDA, BackendType.NCCL, nccl))
     return found

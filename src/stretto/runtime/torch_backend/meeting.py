@@ -19,6 +19,7 @@ import msgspec
 from ...errors import PeerLost, PlanMismatch
 from ...files import typed
 from ..executor.join import host_key
+from .job_store import job_start
 
 MAX_BYTES = 1 << 24
 CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -86,8 +87,9 @@ class Meeting:
         """`lost` says what is known of a rank that will not come, if anything is."""
         self.store, self.rank, self.size, self.known = store, rank, size, lost
         self.cards: list[Card] = []
-        # A group that is made again finds its old keys in the store.
-        self._where = f"stretto/{store.add(f'stretto/times/{rank}', 1)}"
+        # A group that is made again finds its old keys in the store, and so does a job that is started again.
+        start = job_start()
+        self._where = f"stretto/{start}/{store.add(f'stretto/times/{start}/{rank}', 1)}"
         self._rounds = 0
 
     def exchange(self, mine: bytes) -> list[bytes]:

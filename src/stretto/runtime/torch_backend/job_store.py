@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the job's store that is ours, for this start of the job alone. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ...process_state import STATE
+
+
+def job_start() -> str:
+    """How often torchrun has started the ranks again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def job_store(name: str) -> Any:
+    """A `c10d.PrefixStore` of the default process group's store, with keys that no earlier start of the job has set.
+
+    torchrun starts failed ranks again on the store that they had, in which everything of the start before is still to
+    be found: addresses of processes that are gone, and votes. All ranks call this equally often for each name.
+    """
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d as c10d
+
+    number = STATE.number(("job store", name))
+    return c10d.PrefixStore(f"{name}/start{job_start()}/{number}", dist.distributed_c10d._get_default_store())
