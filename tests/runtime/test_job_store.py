@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys in the job's store belong to one start of the job: torchrun starts ranks again on the store that they had."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from stretto.runtime.torch_backend import job_store as module
+from stretto.runtime.torch_backend.meeting import Meeting
+
+
+def test_no_start_finds_keys_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    seen = []
+    for start in ("0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        # A process that is started again counts from one.
+        monkeypatch.setattr(module.STATE, "number", lambda what: 1)
+        mine = module.job_store("part")
+        seen.append(mine.check(["epoch"]))
+        mine.set("epoch", start)
+        assert mine.get("epoch").decode() == start
+    assert seen == [False, False, False]
+
+
+def test_meeting_of_a_later_start_counts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first start only one of two ranks came so far as to meet."""
+    store = dist.HashStore()
+    Meeting(store, 0, 2)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert [Meeting(store, rank, 2)._where for rank in range(2)] == ["stretto/1/1"] * 2
