@@ -47,6 +47,7 @@ ALL_GATHER_SINGLE_COALESCED = group_method("all_gather_single_coalesced")
 REDUCE_SCATTER_SINGLE = group_method("reduce_scatter_single")
 REDUCE_SCATTER_SINGLE_COALESCED = group_method("reduce_scatter_single_coalesced")
 ALL_TO_ALL_SINGLE = group_method("all_to_all_single")
+NCCL_ASKED = "NCCL is what the job asked for"
 POINT_TO_POINT = "programs are for collectives, this is a message between two ranks"
 Method = Callable[..., dist.Work]
 Base: Any = dist.ProcessGroup
@@ -451,7 +452,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         With `as_ours` that one's work comes inside of one of ours.
         """
         if (OWN_BACKEND.runs if own is None else own) and OWN_BACKEND.serves(call.device.type):
-            if as_ours or not self.alone:
+            if as_ours or not self.alone or self.coalescing:
                 return self._delegate(call, method, args, tensors, why=OWN_WHY)
             # What the job would have got: no work of ours around it, and no thread for its future.
             raw: dist.Work = getattr(self._plain, method)(*args)
@@ -464,7 +465,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
     def _start(self, calls: Sequence[CollectiveCall], tensors: Tensors, opts: Any) -> GroupWork | str:
         """Run one call, or on a GPU several, as programs; or say why not."""
         if calls[0].device.type == "cuda":
-            return self.gpu.start(calls, tensors, opts)
+            # Under `stretto run`, jobs on NCCL stay on it: plans run above it, and programs were not tried there.
+            return NCCL_ASKED if OWN_BACKEND.serves("cuda") else self.gpu.start(calls, tensors, opts)
         return self.engine.start(calls[0], tensors, opts, alone=self._gathering is None)
 
     def _run_all(
@@ -588,7 +590,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
     @property
     def own_alone(self) -> bool:
         """Whether a call that nobody looks at can only be the job's own backend's, and is waited for by itself."""
-        return self._gathering is None and (len(self._wrapped) == 1 or OWN_BACKEND.serves("cuda"))
+        apart = self._gathering is None and not self.coalescing
+        return apart and (len(self._wrapped) == 1 or OWN_BACKEND.serves("cuda"))
 
     @property
     def coalescing(self) -> bool:
