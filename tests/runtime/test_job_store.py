@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from stretto.runtime.torch_backend import job_store as module
 from stretto.runtime.torch_backend.meeting import Meeting
 
 
 def test_no_start_finds_keys_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
+    store: Any = c10d.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     seen = []
     for start in ("0", "1", "2"):
@@ -27,7 +30,7 @@ def test_no_start_finds_keys_of_another(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_meeting_of_a_later_start_counts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first start only one of two ranks came so far as to meet."""
-    store = dist.HashStore()
+    store: Any = c10d.HashStore()
     Meeting(store, 0, 2)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert [Meeting(store, rank, 2)._where for rank in range(2)] == ["stretto/1/1"] * 2
