@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from stretto.runtime.torch_backend import job_store as module
+from stretto.process_state import STATE
+from stretto.runtime.torch_backend.job_store import job_store
 from stretto.runtime.torch_backend.meeting import Meeting
 
 
@@ -20,8 +21,8 @@ def test_no_start_finds_keys_of_another(monkeypatch: pytest.MonkeyPatch) -> None
     for start in ("0", "1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
         # A process that is started again counts from one.
-        monkeypatch.setattr(module.STATE, "number", lambda what: 1)
-        mine = module.job_store("part")
+        monkeypatch.setattr(STATE, "number", lambda what: 1)
+        mine = job_store("part")
         seen.append(mine.check(["epoch"]))
         mine.set("epoch", start)
         assert mine.get("epoch").decode() == start
