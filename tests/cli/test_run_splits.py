@@ -17,7 +17,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 def test_a_job_with_unequal_exchanges_trains_under_a_plan_as_it_does_without(stretto: Launch, tmp_path: Path) -> None:
     # Links so slow that a plan, which uses both, has something to promise on any machine.
     network = tmp_path / "cluster.yaml"
-    Lab(hosts=2, ranks_per_host=1, uplinks={"rdma": "20mbit", "eth": "10mbit"}).cluster().save(network)
+    Lab(hosts=2, ranks_per_host=1, uplinks={"rdma": "2mbit", "eth": "1mbit"}).cluster().save(network)
     environment = {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CHANNELS": "rdma=lo;eth=lo",
         "STRETTO_CLUSTER": str(network),
