@@ -37,6 +37,7 @@ def run_ranks(ranks: int, asked: dict[str, Any]) -> list[dict[str, Any]]:
     shared = {
         "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
         "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "STRETTO_GPU": "on",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder, "rows")

@@ -34,13 +34,13 @@ class GpuOptions:
 def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
     """Read STRETTO_GPU, STRETTO_GPU_BLOCKS and STRETTO_GPU_MEMORY; raises `InvalidInput`.
 
-    >>> gpu_options({"STRETTO_GPU_BLOCKS": "16", "STRETTO_GPU_MEMORY": "64MiB"}).text
+    >>> gpu_options({"STRETTO_GPU": "on", "STRETTO_GPU_BLOCKS": "16", "STRETTO_GPU_MEMORY": "64MiB"}).text
     'enabled=True, blocks=16, bytes=67108864'
     >>> gpu_options({"STRETTO_GPU": "no"})
     Traceback (most recent call last):
     stretto.errors.InvalidInput: unknown STRETTO_GPU 'no'; choose from: on, off
     """
-    state = environment.get("STRETTO_GPU", "") or "on"
+    state = environment.get("STRETTO_GPU", "") or "off"
     if state not in STATES:
         raise unknown("STRETTO_GPU", state, STATES)
     blocks = environment.get("STRETTO_GPU_BLOCKS", "")
