@@ -267,7 +267,8 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
                 "fitted to 20 times of four plans on 8 ranks, an outside run of November 2026 (benchmarks/runtimes.py)",
                 "receive is the copy out of a slot: free with zero copy",
                 "wide steps: fitted to 148 of our own times on 2 and 8 ranks of one H200 (MSCCL++ 0.9, November 2026)",
-                "and 16 % off in the mean on 1,384 others (benchmarks/mscclpp_plans.py)",
+                "and 16 % off in the mean on 1,384 others (benchmarks/mscclpp_plans.py),",
+                "most of which were seen while the model was shaped (docs/calibration.md)",
             ),
         ),
     }
