@@ -6,10 +6,9 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from ..errors import InvalidInput, StrettoError
-from .transport import check_address, is_local
+from ..errors import StrettoError
+from .local_http import QuietHandler, listen_locally
 
 
 class LivePage:
@@ -29,40 +28,25 @@ class LivePage:
         Raises:
             InvalidInput: The address is not one of this machine, or taken.
         """
-        host, _, port = check_address(address).rpartition(":")
-        if address.startswith("unix:") or not is_local(address):
-            raise InvalidInput(f"--serve {address}: must be HOST:PORT of this machine alone, as 127.0.0.1:8080")
         self._path = f"/{secrets.token_urlsafe(16)}/"
         live = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 known = hmac.compare_digest(self.path.encode(), live._path.encode())
                 if not known or self.headers.get("Host") != live.host:
                     self.send_error(404)
                     return
                 try:
-                    code, text = 200, page()
+                    code, kind, text = 200, "html", page()
                 except StrettoError as error:
-                    code, text = 503, str(error)
-                body = text.encode()
-                self.send_response(code)
-                self.send_header("Content-Type", f"text/{'html' if code == 200 else 'plain'}; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Cache-Control", "no-store")
-                self.send_header("Referrer-Policy", "no-referrer")
-                self.end_headers()
-                self.wfile.write(body)
+                    code, kind, text = 503, "plain", str(error)
+                self.answer(
+                    code, f"text/{kind}; charset=utf-8", text,
+                    ("Cache-Control", "no-store"), ("Referrer-Policy", "no-referrer"),
+                )  # fmt: skip
 
-            def log_message(self, *_: object) -> None:
-                """Nothing is said of who asks: the path is a secret."""
-
-        try:
-            self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
-        except OSError as error:
-            raise InvalidInput(f"--serve {address}: cannot listen there: {error.strerror}") from None
-        self._server.daemon_threads = True
-        self.host = f"{host}:{self._server.server_port}"
+        self._server, self.host = listen_locally("--serve", address, Handler)
 
     @property
     def url(self) -> str:

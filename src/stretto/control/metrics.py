@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from ..errors import InvalidInput
+from .local_http import QuietHandler, listen_locally
 from .messages import JobStatus, Status
-from .transport import check_address, is_local
 
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 PATH = "/metrics"
@@ -108,31 +106,14 @@ class MetricsServer:
     """Serves ``/metrics`` from the start until `close`, on an address of this machine only: there is no token."""
 
     def __init__(self, address: str, status: Callable[[], Status]) -> None:
-        host, _, port = check_address(address).rpartition(":")
-        if address.startswith("unix:") or not is_local(address):
-            raise InvalidInput(f"--metrics {address}: must be HOST:PORT of this machine alone, as 127.0.0.1:9464")
-
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 if self.path.split("?")[0] != PATH:
                     self.send_error(404)
                     return
-                body = prometheus_text(status()).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", CONTENT)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                self.answer(200, CONTENT, prometheus_text(status()))
 
-            def log_message(self, *_: object) -> None:
-                """Nothing is said of who asks."""
-
-        try:
-            self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
-        except OSError as error:
-            raise InvalidInput(f"--metrics {address}: cannot listen there: {error.strerror}") from None
-        self._server.daemon_threads = True
-        self.address = f"{host}:{self._server.server_port}"
+        self._server, self.address = listen_locally("--metrics", address, Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="stretto-metrics", daemon=True)
         self._thread.start()
 
