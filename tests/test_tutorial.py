@@ -18,6 +18,8 @@ from stretto.cli import run
 from stretto.lab import unavailable
 
 ROOT = Path(__file__).parents[1]
+TORN_DOWN_TOO_EARLY = "terminate called without an active exception"
+"""What plain PyTorch says, rarely: DDP leaves gloo's threads behind, and one may want the interpreter after its end."""
 
 
 def blocks(page: str, *languages: str) -> list[str]:
@@ -55,10 +57,13 @@ def test_the_lab_commands_of_the_tutorial_train(tmp_path: Path) -> None:
     script = next(block for block in blocks("docs/tutorial.md", "python") if "init_process_group" in block)
     (tmp_path / "train.py").write_text(script)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        shlex.split(plain), cwd=tmp_path, env=os.environ | {"STEPS": "2", "PATH": path}, capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
+    for _ in range(3):
+        done = subprocess.run(
+            shlex.split(plain), cwd=tmp_path, env=os.environ | {"STEPS": "2", "PATH": path}, capture_output=True,
+            text=True, timeout=600, check=False,
+        )  # fmt: skip
+        if TORN_DOWN_TOO_EARLY not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition(": loss ")[0] for line in done.stdout.splitlines()) == [
         f"[{rank}] rank {rank}" for rank in range(4)

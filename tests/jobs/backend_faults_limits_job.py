@@ -195,14 +195,21 @@ def garbage(here: Here) -> Any:
     """Strangers talk to every port of the job, while the ranks join and while they work."""
     heard = 0
     over = threading.Event()
+    shouted_at = here.folder / "shouted-at"
 
     def strangers() -> None:
         nonlocal heard
         while not over.wait(0.02):
             heard += shout(listening_ports(), here.rank)
+            if heard:
+                shouted_at.touch()
 
     talk = threading.Thread(target=strangers, daemon=True)
     talk.start()
+    if here.rank == VICTIM:  # the others join, and cannot end that without the victim, until one was shouted at
+        limit = time.monotonic() + 30
+        while not shouted_at.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
     here.join()
     joined = heard
     good = sums(1000, 20)
