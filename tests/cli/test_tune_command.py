@@ -127,7 +127,7 @@ def train(tmp_path: Path) -> str:
     return str(script)
 
 
-SHORT = ["--trials", "3", "--warmup", "1", "--timed", "3", "--rounds", "4", "--timeout", "120"]
+SHORT = ["--trials", "3", "--warmup", "1", "--timed", "3", "--rounds", "4", "--timeout", "600"]
 
 
 def test_a_real_script_is_described_tried_and_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +138,7 @@ def test_a_real_script_is_described_tried_and_ended(tmp_path: Path, capfd: pytes
     assert len(load_strategy(best).devices) == 2 and "DDP" in said and "did not run" not in said
     again = subprocess.run(
         [*torchrun, train(tmp_path), "7"], env={**os.environ, "STRETTO_STRATEGY": str(best)}, capture_output=True,
-        text=True, timeout=120, check=False,
+        text=True, timeout=600, check=False,
     )  # fmt: skip
     assert again.returncode == 0 and "trained by tuned-Sequential" in again.stdout, again.stderr
 

@@ -34,6 +34,7 @@ from stretto.runtime.torch_backend import engine as backend_engine
 RANKS = 3
 AT_ONCE = 3
 VICTIM = 2
+JOIN = timedelta(seconds=200)
 PAUSE_S = float(os.environ.get("PAUSE_S", "1.5"))
 FULL_AT = 4 << 20
 """Where the victim's shared memory ends."""
@@ -48,7 +49,7 @@ class Here:
     def join(self) -> None:
         """Make the default group."""
         store = c10d.FileStore(f"{self.folder}/store-{self.name}", RANKS)
-        dist.init_process_group("stretto", store=store, rank=self.rank, world_size=RANKS, timeout=timedelta(seconds=40))
+        dist.init_process_group("stretto", store=store, rank=self.rank, world_size=RANKS, timeout=JOIN)
 
     def pids(self) -> list[int]:
         """Everybody's process."""
@@ -80,10 +81,20 @@ def paused(here: Here) -> Any:
     """The victim stops for a while, and then everything goes on."""
     here.join()
     pids = here.pids()
+    begun = [here.folder / f"paused-begun-{rank}" for rank in range(RANKS) if rank != VICTIM]
+
+    def wake() -> None:
+        while not all(path.exists() for path in begun):
+            time.sleep(0.01)
+        time.sleep(PAUSE_S)
+        os.kill(pids[VICTIM], signal.SIGCONT)
+
     if here.rank == 0:
         os.kill(pids[VICTIM], signal.SIGSTOP)
-        threading.Timer(PAUSE_S, lambda: os.kill(pids[VICTIM], signal.SIGCONT)).start()
+        threading.Thread(target=wake).start()
     begin = time.monotonic()
+    if here.rank != VICTIM:
+        begun[here.rank].touch()
     good = sums(300_000, 3)
     return [good, time.monotonic() - begin]
 
@@ -195,28 +206,32 @@ def garbage(here: Here) -> Any:
     """Strangers talk to every port of the job, while the ranks join and while they work."""
     heard = 0
     over = threading.Event()
-    shouted_at = here.folder / "shouted-at"
 
     def strangers() -> None:
         nonlocal heard
         while not over.wait(0.02):
             heard += shout(listening_ports(), here.rank)
-            if heard:
-                shouted_at.touch()
+
+    def surrounded(rank: int, ranks: int, exchange: Callable[[bytes], list[bytes]], **options: Any) -> Executor:
+        def once_heard(mine: bytes) -> list[bytes]:
+            while not heard:  # it listens already, and cannot have joined before this has told the others where
+                time.sleep(0.01)
+            return exchange(mine)
+
+        return Executor(rank, ranks, once_heard, **options)
 
     talk = threading.Thread(target=strangers, daemon=True)
     talk.start()
-    if here.rank == VICTIM:  # the others join, and cannot end that without the victim, until one was shouted at
-        limit = time.monotonic() + 30
-        while not shouted_at.exists() and time.monotonic() < limit:
-            time.sleep(0.01)
-    here.join()
+    with mock.patch.object(backend_engine, "Executor", surrounded):
+        here.join()
     joined = heard
     good = sums(1000, 20)
     group = dist.new_group()
-    tensor = torch.ones(100)
-    dist.all_reduce(tensor, group=group)
-    good &= float(tensor[0]) == RANKS
+    all_heard = torch.zeros(1, dtype=torch.int64)
+    while not all_heard:  # until every rank was shouted at while it worked
+        good &= sums(1000, 5)
+        all_heard[0] = heard > joined
+        dist.all_reduce(all_heard, dist.ReduceOp.MIN, group=group)
     peer = torch.zeros(10)
     if here.rank == 0:
         dist.send(torch.full((10,), 7.0), VICTIM)
@@ -291,7 +306,7 @@ def main() -> None:
         (folder / f"{name}-{rank}").write_text(outcome)
         # Who ends is a fault of its own: nobody does before the survivors have said what they were told.
         survivors = [folder / f"{name}-{other}" for other in range(RANKS) if other != VICTIM]
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + 200
         while not all(path.exists() for path in survivors) and time.monotonic() < limit:
             time.sleep(0.01)
         os._exit(0)

@@ -51,7 +51,7 @@ def ring(rank: Rank) -> Any:
 
 def killed(rank: Rank, host: str | None = None) -> Any:
     """The victim is killed while the collective runs; afterwards the communicator is of no use to anybody."""
-    ex = rank.executor(timeout_s=30, host=host)
+    ex = rank.executor(timeout_s=200, host=host)
     handle = ex.load(ring(rank), message_bytes=4096)
     outcome(go(ex, handle, 1000))
     if rank.rank == VICTIM:
@@ -61,7 +61,7 @@ def killed(rank: Rank, host: str | None = None) -> Any:
         if said["error"]:
             break
     next_ = outcome(go(ex, handle, 1000))
-    time.sleep(0.3)  # the others still need to hear it from the victim, not from us
+    rank.barrier()  # the others still need to hear it from the victim, not from us
     ex.close()
     return [said, next_]
 
@@ -106,7 +106,7 @@ def dead_and_not_waited_for(rank: Rank) -> Any:
     ex = rank.executor(timeout_s=30)
     handle = ex.load(lower(algorithm("direct", "scatter", rank.world)))
     outcome(go(ex, handle, 1000))
-    work = go(ex, handle, 1000, timeout_s=3.0) if rank.rank not in (0, VICTIM) else None
+    work = go(ex, handle, 1000, timeout_s=8.0) if rank.rank not in (0, VICTIM) else None
     rank.barrier()
     if rank.rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -256,7 +256,7 @@ def identity(rank: Rank) -> list[str]:
 def soak(rank: Rank) -> dict[str, Any]:
     """500 mixed collectives; what is held before and after."""
     wrong = 0
-    with rank.executor(timeout_s=30) as ex:
+    with rank.executor(timeout_s=120) as ex:
         kinds = [("all_reduce", "ring"), ("all_reduce", "direct"), ("all_gather", "ring"), ("reduce_scatter", "direct"),
                  ("all_to_all", "direct"), ("broadcast", "binomial")]  # fmt: skip
         handles = [(kind, ex.load(lowered(kind, name, rank.world))) for kind, name in kinds]
@@ -307,7 +307,7 @@ def notified(rank: Rank) -> dict[str, Any]:
         for work in kept:
             work.wait()
         rank.barrier()
-    listener.join(30)
+    listener.join(300)
     return {"nothing": nothing, "heard": sorted(heard), "asked": asked, "listening": listener.is_alive()}
 
 
@@ -322,7 +322,7 @@ def threads() -> int:
 def meetings(rank: Rank) -> list[list[float]]:
     """An all-reduce of nothing is a barrier: when each rank came and left, alone and with others under way."""
     times = []
-    with rank.executor(timeout_s=40) as ex:
+    with rank.executor(timeout_s=120) as ex:
         handle = ex.load(lowered("all_reduce", "ring", rank.world))
         x, y = np.ones(100, np.float32), np.zeros(100, np.float32)
         for turn in range(2 * rank.world):
@@ -367,7 +367,7 @@ def late(rank: Rank) -> list[bool]:
 
     for count in (1000, 4_000_000):
         x, y = np.full(count, 7, np.float32), np.zeros(count, np.float32)
-        with rank.executor(timeout_s=40, host=f"{rank.rank}") as ex:
+        with rank.executor(timeout_s=120, host=f"{rank.rank}") as ex:
             handle = ex.load(lowered("broadcast", "direct", rank.world), message_bytes=1 << 22)
             begin(ex, handle, x, y, 0).wait()
             rank.barrier()

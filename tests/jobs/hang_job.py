@@ -26,8 +26,11 @@ def wait_for(file: Path) -> None:
 
 def main(folder: Path, backend: str, device: str) -> None:
     """One rank."""
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
-    rank = dist.get_rank()
+    # A file, since a port that is free now may be another's when the job starts.
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(minutes=20)
+    )
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     value = torch.ones(1000, device=device)
     for _ in range(3):

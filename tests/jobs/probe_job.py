@@ -71,13 +71,13 @@ def lose(executor: Executor, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        probe(executor, advance=go, timeout_s=20)
+        probe(executor, advance=go, timeout_s=100)
         print(json.dumps("nothing"), flush=True)
     except PeerLost as error:
         print(json.dumps(str(error)), flush=True)
         # One that closes its executor at once may be taken for the cause by a rank that is later than this one.
         (folder / f"knows.{RANK}").touch()
-        end = time.monotonic() + 30
+        end = time.monotonic() + 200
         while len(list(folder.glob("knows.*"))) < WORLD - 1 and time.monotonic() < end:
             time.sleep(0.01)
 

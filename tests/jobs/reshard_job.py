@@ -227,10 +227,10 @@ ONLY = {
 
 def joined(port: int, name: str, rank: int, ranks: int) -> None:
     """Join a job by a store that has a server: a file would be read again and again."""
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
     dist.init_process_group(
         "stretto" if name == "stretto" else "gloo", store=PrefixStore(name, store), rank=rank, world_size=ranks,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=300),
     )  # fmt: skip
 
 

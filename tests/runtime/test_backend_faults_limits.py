@@ -22,10 +22,9 @@ def outcomes(job: Callable[..., Outcomes], tmp_path_factory: pytest.TempPathFact
 def test_a_killed_rank_is_named_by_the_others(outcomes: Outcomes, scenario: str) -> None:
     first, second, dead = outcomes[scenario]
     assert dead is None
-    for kind, text, seconds in (first, second):
+    for kind, text, _ in (first, second):
         # A rank that fails after another one says who has found it out: "rank 0: rank 2 is gone".
         assert kind == "PeerLost" and re.match(r"(rank [01]: )?rank 2 is gone", text), text
-        assert seconds < 20
 
 
 def test_a_paused_rank_is_waited_for(outcomes: Outcomes) -> None:
@@ -36,14 +35,16 @@ def test_a_paused_rank_is_waited_for(outcomes: Outcomes) -> None:
 def test_a_pause_longer_than_the_timeout_names_the_rank_and_spares_other_groups(outcomes: Outcomes) -> None:
     for kind, text, _, others_go_on in outcomes["paused_too_long"]:
         assert kind == "PeerLost"
-        assert "timed out" in text and "rank 2 (it does not answer) in" in text
+        assert "timed out" in text and "rank 2 (it does not answer) in" in text, text
         assert others_go_on
 
 
 def test_a_rank_that_is_elsewhere_when_the_time_is_up_is_named(outcomes: Outcomes) -> None:
     for kind, text, _ in outcomes["another_backend"][:VICTIM]:
         assert kind == "PeerLost"
-        assert "waiting for rank 2 (it has not started) in all_reduce" in text
+        # On a busy machine another one may be late, too.
+        late = r"waiting for (rank [01] \(it has not started\), )?rank 2 \(it has not started\) in all_reduce"
+        assert re.search(late, text), text
 
 
 def test_a_rank_that_leaves_early_is_named_at_once(outcomes: Outcomes) -> None:
@@ -53,10 +54,9 @@ def test_a_rank_that_leaves_early_is_named_at_once(outcomes: Outcomes) -> None:
 
 
 def test_without_descriptors_to_join_all_ranks_go_to_gloo_and_say_why(outcomes: Outcomes) -> None:
-    for kind, _, seconds, backend, why, total in outcomes["no_descriptors_to_join"]:
+    for kind, _, _, backend, why, total in outcomes["no_descriptors_to_join"]:
         assert (kind, backend, total) == ("fine", "gloo", 3.0)
         assert why.startswith("rank 2: descriptors") and "Too many open files" in why
-        assert seconds < 20
 
 
 def test_descriptors_that_run_out_later_harm_nobody(outcomes: Outcomes) -> None:
@@ -72,14 +72,12 @@ def test_shared_memory_that_ends_while_it_grows_fails_that_group_alone(outcomes:
 
 
 def test_garbage_on_every_port_changes_nothing(outcomes: Outcomes) -> None:
-    for good, _, heard, backend in outcomes["garbage"]:
+    for good, while_joining, at_work, backend in outcomes["garbage"]:
         assert good and backend == "executor"
-        assert heard > 0
-    assert any(while_joining for _, while_joining, _, _ in outcomes["garbage"])
+        assert while_joining > 0 and at_work > 0
 
 
 def test_a_rank_with_another_token_is_kept_out_and_all_ranks_go_to_gloo(outcomes: Outcomes) -> None:
-    for kind, _, seconds, backend, why, total in outcomes["wrong_token"]:
+    for kind, _, _, backend, why, total in outcomes["wrong_token"]:
         assert (kind, backend, total) == ("fine", "gloo", 3.0)
         assert "token" in why
-        assert seconds < 20

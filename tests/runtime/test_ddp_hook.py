@@ -96,9 +96,8 @@ def test_a_lost_rank_is_named_in_backward(outcomes: Outcomes) -> None:
         if rank == 2:
             assert answer is None
             continue
-        kind, text, seconds = answer
+        kind, text, _ = answer
         assert kind == "RuntimeError" and "PeerLost: rank 2 is gone" in text
-        assert seconds < 20
 
 
 def test_bad_arguments_are_named() -> None:

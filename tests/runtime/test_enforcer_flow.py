@@ -131,13 +131,12 @@ def test_plans_for_something_else_are_refused_with_one_line(outcomes: Outcomes) 
         ("alone_without", "cannot end: rank 1 gave up plan 1: iteration 5: the iteration ends without all_reduce.1"),
     ],
 )
-def test_a_rank_that_alone_does_something_else_is_named_with_its_op_on_all_ranks_within_seconds(
+def test_a_rank_that_alone_does_something_else_is_named_with_its_op_on_all_ranks(
     outcomes: Outcomes, scenario: str, words: str
 ) -> None:
-    for said, seconds in outcomes[scenario]:
+    for said in outcomes[scenario]:
         assert said.startswith("PlanMismatch: ")
         assert words in said
-        assert seconds < 60
 
 
 def test_a_rank_that_dies_under_a_plan_is_lost_by_name(outcomes: Outcomes) -> None:
