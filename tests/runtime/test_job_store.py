@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from stretto.process_state import STATE
-from stretto.runtime.torch_backend.job_store import job_store
+from stretto.resharding.tensors.agree import ReshardAgreement
+from stretto.runtime.enforcer.background import StoreMaximum
+from stretto.runtime.torch_backend.job_store import job_store, start_store
 from stretto.runtime.torch_backend.meeting import Meeting
 
 
@@ -35,3 +37,19 @@ def test_meeting_of_a_later_start_counts_anew(monkeypatch: pytest.MonkeyPatch) -
     Meeting(store, 0, 2)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert [Meeting(store, rank, 2)._where for rank in range(2)] == ["stretto/1/1"] * 2
+
+
+def test_agreements_of_a_later_start_do_not_find_what_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of the first start had said all; in the second it has said nothing when rank 0 asks."""
+    store: Any = c10d.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    both = [StoreMaximum(start_store("stretto/agreement"), "1/1", rank, 2, [10 + rank]) for rank in range(2)]
+    assert both[0].over(0.0) and both[0].wait() == [11]
+    before = [ReshardAgreement(start_store("stretto/resharding"), rank) for rank in range(2)]
+    assert store.num_keys() > len(before)
+    kept = store.num_keys()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = StoreMaximum(start_store("stretto/agreement"), "1/1", 0, 2, [20])
+    assert not again.over(0.0)
+    ReshardAgreement(start_store("stretto/resharding"), 0)
+    assert store.num_keys() == kept + 2, "nothing of the first start was written over"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from ...cluster import Cluster
 from ...errors import InvalidInput, StrettoError
@@ -21,6 +20,7 @@ from ...programs.lowered import Lowered
 from ...runtime.executor.executor import Executor, LoadedProgram
 from ...runtime.executor.forks import check_world
 from ...runtime.torch_backend.backend import StrettoGroup
+from ...runtime.torch_backend.job_store import start_store
 from ...simulator import simulate
 from .. import ReshardPlan
 from .agree import ReshardAgreement
@@ -62,7 +62,7 @@ def agreement() -> ReshardAgreement:
     check_world()
     world: Any = dist.group.WORLD
     if RESHARDING.world is not world or RESHARDING.agreement is None:
-        store = c10d.PrefixStore("stretto/resharding", dist.distributed_c10d._get_default_store())
+        store = start_store("stretto/resharding")
         cards = world.cards if isinstance(world, StrettoGroup) else ()
         made = ReshardAgreement(store, dist.get_rank(), cards)
         RESHARDING.begin(world, made)
@@ -80,10 +80,10 @@ class ReshardGroup:
         # made without PyTorch's new_group.
         name = f"resharding {','.join(map(str, ranks))}"
         number = RESHARDING.number(name)
-        store: Any = dist.distributed_c10d._get_default_store()
+        timeout = dist.distributed_c10d._get_default_store().timeout
         self.group: Any = StrettoGroup(
-            store=c10d.PrefixStore(f"stretto/{name}/{number}", store), rank=self.ranks.index(self.rank),
-            size=len(self.ranks), timeout=store.timeout, name=name, devices=self.ranks,
+            store=start_store(f"stretto/{name}/{number}"), rank=self.ranks.index(self.rank), size=len(self.ranks),
+            timeout=timeout, name=name, devices=self.ranks,
         )  # fmt: skip
         engine = self.group.engine
         known: Cluster | None = engine.selector.cluster

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import Engine
+from ..torch_backend.job_store import start_store
 from ..torch_backend.work import GroupWork
 from .background import StoreMaximum
 from .binding import MotifBinding
@@ -224,8 +225,8 @@ class HostCarrier(ABC):
     def agree(self, values: Sequence[int]) -> PendingMaximum:
         """Begin to take the maximum of each value over all ranks, through the job's store."""
         self._agreed += 1
-        name = f"stretto/agreement/{self.site.generation}/{self._agreed}"
-        store = dist.distributed_c10d._get_default_store()
+        store = start_store("stretto/agreement")
+        name = f"{self.site.generation}/{self._agreed}"
         return StoreMaximum(store, name, self.site.rank, self.site.size, values)
 
     def unload(self, number: int) -> None:

@@ -20,8 +20,13 @@ def job_store(name: str) -> Any:
     torchrun starts failed ranks again on the store that they had, in which everything of the start before is still to
     be found: addresses of processes that are gone, and votes. All ranks call this equally often for each name.
     """
+    number = STATE.number(("job store", name))
+    return start_store(f"{name}/{number}")
+
+
+def start_store(name: str) -> Any:
+    """The same for names that ranks number themselves, where some call this and others do not."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
-    number = STATE.number(("job store", name))
-    return c10d.PrefixStore(f"{name}/start{job_start()}/{number}", dist.distributed_c10d._get_default_store())
+    return c10d.PrefixStore(f"{name}/start{job_start()}", dist.distributed_c10d._get_default_store())
